@@ -130,6 +130,10 @@ class CheckpointError(HpcdistError):
         self.may_pass = may_pass
 
 
+class ExportError(UserMistake):
+    """A checkpoint cannot be written in the requested format, or there is no such checkpoint."""
+
+
 class RendezvousError(HpcdistError):
     """The ranks did not connect in time, or another program answered at the master's address."""
 

@@ -102,6 +102,17 @@ class CheckpointStore:
                 log.warning("skipping checkpoint %s", error)
         return self._newest
 
+    def all(self) -> list[Found]:
+        """Return the checkpoints with valid manifest and sizes, newest first; hashes are not checked."""
+        return list(self._whole())
+
+    def best(self) -> Found | None:
+        """Return the checkpoint with the best metric, the newest of equal ones; None if no checkpoint has the metric.
+
+        Hashes are not checked.
+        """
+        return next(iter(self._by_metric(self.all())), None)
+
     def newest_step(self) -> int | None:
         """Return the step of the newest valid checkpoint; reads the disk only if `latest()` has not been called."""
         if not self._looked:

@@ -20,6 +20,7 @@ from hpcdist.cli import (
     diagnose,
     image,
     internal,
+    model_export,
     resume,
     review,
     run,
@@ -44,7 +45,7 @@ app = typer.Typer(
 PANELS: dict[str, tuple[Any, ...]] = {
     "Start runs": (run, submit, resume, config),
     "Watch runs": (runs,),
-    "Review": (review, cost, server),
+    "Review": (review, cost, model_export, server),
     "Diagnose": (diagnose, bench),
     "Images": (image,),
     "Development": (devcluster,),

@@ -41,9 +41,10 @@ def in_job(config: ConfigName, overrides: Overrides = None) -> int:
     """Supervise a run in the Slurm job of this process; `slurm/run.sbatch` starts this command."""
     from hpcdist import logs
     from hpcdist.config.loading import load_config
+    from hpcdist.run.origin import load_origin
     from hpcdist.slurm.job.in_job import run_in_job
 
     logs.configure()
-    state = run_in_job(load_config(config, overrides or []), os.environ, Path.cwd())
+    state = run_in_job(load_config(config, overrides or []), os.environ, Path.cwd(), load_origin(config))
     # The job of a cancelled run did not fail.
     return exit_code(state) if state.status == "failed" else 0

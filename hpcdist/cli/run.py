@@ -27,6 +27,7 @@ from hpcdist.errors import UserMistake
 if TYPE_CHECKING:
     from hpcdist.config.schema import Config
     from hpcdist.run.folder import RunDir
+    from hpcdist.run.origin import Origin
     from hpcdist.supervisor.plan import Plan
 
 app = typer.Typer()
@@ -70,6 +71,7 @@ def run(
     from hpcdist.config.loading import load_config
     from hpcdist.run import create
     from hpcdist.run.find_by_config import find_unfinished
+    from hpcdist.run.origin import load_origin
 
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
     if sweep:
@@ -89,15 +91,18 @@ def run(
         return run_in_container(config, words, unnamed, engine=engine, image=image, resume=resume, dry_run=dry_run)
     found = find_unfinished(unnamed) if resume and not dry_run else None
     named = create.with_name(unnamed) if found is None else replace(unnamed, name=found.name)
-    return run_here(named, found, follow=follow, dry_run=dry_run)
+    return run_here(named, found, load_origin(config), follow=follow, dry_run=dry_run)
 
 
-def run_here(config: Config, found: RunDir | None = None, *, follow: bool, dry_run: bool) -> int:
+def run_here(
+    config: Config, found: RunDir | None = None, origin: Origin | None = None, *, follow: bool, dry_run: bool
+) -> int:
     """Print the plan of a run on this machine and, unless it is a dry run, start it. Returns the exit code.
 
     Args:
         config: The config, with the name of the run.
         found: An unfinished run of this config to continue.
+        origin: The config of the command line, which the run folder records.
     """
     from hpcdist.cli.render import show_plan
     from hpcdist.machine.compiler import require_compiler
@@ -116,7 +121,9 @@ def run_here(config: Config, found: RunDir | None = None, *, follow: bool, dry_r
         return 0
     if found is not None:
         print(f"continuing run {found.name}, which has the same config; `--new` starts another run")
-    return supervise_here(found or create.create_run(config, Path.cwd()), config, plan, uri, follow=follow)
+    return supervise_here(
+        found or create.create_run(config, Path.cwd(), origin=origin), config, plan, uri, follow=follow
+    )
 
 
 def resolve_start(config: Config) -> tuple[Plan, str]:

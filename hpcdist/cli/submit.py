@@ -31,6 +31,7 @@ from hpcdist.errors import UserMistake
 if TYPE_CHECKING:
     from hpcdist.config.schema import Config
     from hpcdist.run.folder import RunDir
+    from hpcdist.run.origin import Origin
 
 app = typer.Typer()
 
@@ -70,6 +71,7 @@ def submit(
     from hpcdist.cli import sweep as sweeps
     from hpcdist.config.loading import load_config
     from hpcdist.run import create
+    from hpcdist.run.origin import load_origin
 
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
     sweeps.check_options(sweep, array_parallelism, detach=False)
@@ -85,12 +87,14 @@ def submit(
         )
     loaded = create.with_name(load_config(config, words, cluster=cluster))
     flags = submission_flags(loaded, dependency, begin)
-    return submit_run(loaded, flags, follow=follow, wait=wait, dry_run=dry_run, test=test, force=force)
+    origin = load_origin(config, cluster)
+    return submit_run(loaded, flags, origin, follow=follow, wait=wait, dry_run=dry_run, test=test, force=force)
 
 
 def submit_run(
     config: Config,
     flags: dict[str, str],
+    origin: Origin | None = None,
     *,
     follow: bool,
     wait: bool = False,
@@ -103,6 +107,7 @@ def submit_run(
     Args:
         config: The config, with the name of the run.
         flags: Flags of sbatch for this submission alone.
+        origin: The config of the command line, which the run folder records.
     """
     from hpcdist.run import create
     from hpcdist.run.folder import RunDir
@@ -121,7 +126,7 @@ def submit_run(
     print("\n".join(components))
     if test:
         return 0
-    run = create.create_run(config, Path.cwd(), launcher="slurm")
+    run = create.create_run(config, Path.cwd(), launcher="slurm", origin=origin)
     return enqueue(run, config, flags, follow=follow, wait=wait)
 
 

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -42,6 +43,7 @@ def read_sweep(config: str, overrides: Sequence[str], axes: Sequence[str], clust
     """Return the sweep of a command line, with all its configs checked. Raises UserMistake."""
     from hpcdist.config.loading import load_config
     from hpcdist.run import create
+    from hpcdist.run.origin import load_origin
     from hpcdist.run.sweep import make_sweep, parse_axes
     from hpcdist.run.sweep_folder import match
 
@@ -50,7 +52,8 @@ def read_sweep(config: str, overrides: Sequence[str], axes: Sequence[str], clust
         create.check_trainer(loaded, Path.cwd())
         return loaded
 
-    return match(make_sweep(parse_axes(axes, overrides), load, create.label_of))
+    found = match(make_sweep(parse_axes(axes, overrides), load, create.label_of))
+    return replace(found, origin=load_origin(config, cluster))
 
 
 # --- on this machine
@@ -82,7 +85,7 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     refused = False
     with _caught_signals() as signals, sweep_cells.hold_sweep(sweep) as folder:
         folder.request.unlink(missing_ok=True)
-        sweep_cells.prepare(to_run, folder, Path.cwd(), launcher="local")
+        sweep_cells.prepare(to_run, folder, Path.cwd(), launcher="local", origin=sweep.origin)
         for number, choice in enumerate(to_run, 1):
             if signals or folder.request.exists():
                 break
@@ -188,7 +191,7 @@ def submit_sweep(
     uri = resolve_uri(config, os.environ)
     if to_run:
         with sweep_cells.hold_sweep(sweep) as folder:
-            sweep_cells.prepare(to_run, folder, Path.cwd(), launcher="slurm")
+            sweep_cells.prepare(to_run, folder, Path.cwd(), launcher="slurm", origin=sweep.origin)
             try:
                 jobs = submission.submit_array(config, folder, [choice.run for choice in to_run], flags, parallelism)
             except BaseException:

@@ -71,6 +71,11 @@ def redacted(config: Config) -> dict[str, Any]:
     return redact_tree(to_tree(config))
 
 
+def flat_values(config: Config) -> dict[str, Any]:
+    """Return the redacted values of a config by dotted key."""
+    return {".".join(path): value for path, value in leaves(redacted(config))}
+
+
 def redacted_argument(text: str) -> str:
     """Return a command-line argument, with its value replaced if it is an override that sets a secret."""
     key, equals, raw = text.partition("=")

@@ -25,9 +25,11 @@ from hpcdist.rank.stop_agreement import StopAgreement
 from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.telemetry.step_timing import NodeTimes, StepTimer, clock_of
 from hpcdist.rank.topology import Topology
+from hpcdist.rank.training_notes import TrainingNotes
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import RunDir
+from hpcdist.run.training_record import Dataset
 from hpcdist.tracking.journal import JournalWriter
 
 
@@ -91,6 +93,7 @@ class Context(RankInfo):
         self._stop = stop
         self._journal = journal
         self._heartbeat = heartbeat
+        self._notes = TrainingNotes(attempt, is_main=self.is_main)
         self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
         account = self.timer.account
         if (times := read_times(attempt)) is not None:
@@ -182,6 +185,29 @@ class Context(RankInfo):
             self._heartbeat.note_metrics(metrics)
             self._heartbeat.step = max(self._heartbeat.step, step)
 
+    def log_dataset(
+        self, name: str, *, split: str = "train", num_samples: int | None = None, digest: str = "", source: str = ""
+    ) -> None:
+        """Declare a dataset that this run reads, for MLflow's column Dataset. Only rank 0 records.
+
+        Args:
+            name: name of the dataset, such as `mnist`.
+            split: the part of the dataset, or its use: `train`, `test`.
+            num_samples: number of samples in the split, over all ranks.
+            digest: a hash of the content, at most 36 characters; equal digests mean equal data.
+            source: where the data comes from, such as a folder or a URL.
+        """
+        self._notes.add_dataset(
+            Dataset(name=name, split=split, num_samples=num_samples, digest=digest[:36], source=source)
+        )
+
+    def log_model_size(self, num_parameters: int) -> None:
+        """Record the number of trainable parameters of the whole model. `wrap` does so for a model that it wraps.
+
+        Only rank 0 records.
+        """
+        self._notes.set_num_parameters(num_parameters)
+
     def artifact(self, name: str) -> Path:
         """Return the path at which to write an artifact of the MLflow run, such as `samples/step-100.txt`.
 
@@ -233,6 +259,7 @@ class Context(RankInfo):
             **options: arguments of DistributedDataParallel, such as `static_graph=True` for a model without
                 data-dependent branches.
         """
+        self.log_model_size(sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad))
         # Its decorators import torch's compiler: seconds that a rank without DistributedDataParallel saves.
         from hpcdist.rank.telemetry.timed_ddp import TimedDDP
 
@@ -302,6 +329,7 @@ class Context(RankInfo):
         restored = self._checkpoints.restore()
         if restored is not None:
             self._heartbeat.step = restored.step
+        self._notes.begin(0 if restored is None else restored.step)
         return restored
 
     def close(self) -> None:

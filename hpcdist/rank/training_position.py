@@ -21,6 +21,7 @@ class TrainingPosition:
     evaluated_step: int = -1
     best: float | None = None
     num_evals_without_better: int = 0
+    samples: int = 0  #: training samples of all ranks until the last logged step
     total_steps: int = 0  #: the step at which training ends; computed anew in each attempt
 
     @classmethod
@@ -56,6 +57,11 @@ class TrainingPosition:
         """Count an optimizer step. `finish_epoch` counts the epoch."""
         self.step += 1
         self.step_in_epoch += 1
+
+    def count_samples(self, number: float) -> int:
+        """Count the training samples of all ranks since the last logged step. Returns the number since the start."""
+        self.samples += int(number)
+        return self.samples
 
     def finish_epoch(self) -> None:
         """Count the epoch if all of its steps are done."""

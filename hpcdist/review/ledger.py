@@ -43,6 +43,7 @@ class Ledger:
     intervals: tuple[Interval, ...] = ()
     queue_s: float = 0.0  #: wall time in the queue; no resources are allocated meanwhile
     energy_kwh: float | None = None  #: None where no sensor measures it
+    ended: float = 0.0  #: end of the last allocation, or now while it lasts; seconds since the epoch
 
     @property
     def allocated_s(self) -> float:
@@ -73,6 +74,7 @@ def read_ledger(run: RunDir) -> Ledger:
         intervals=tuple(interval for allocation in allocations for interval in _intervals(allocation)),
         queue_s=sum(allocation.queue_s for allocation in allocations),
         energy_kwh=sum(energies) / 3.6e6 if energies else None,
+        ended=max((allocation.ended for allocation in allocations), default=0.0),
     )
 
 

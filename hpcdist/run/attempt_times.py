@@ -42,6 +42,9 @@ class AttemptTimes:
     began: float
     ended: float | None = None  #: None until the end, and if the supervisor was killed
     failed: bool = False
+    status: str = ""  #: `finished`, `stopped`, `cancelled` or `failed`; empty until the end
+    reason: str = ""  #: one sentence: why the attempt ended
+    time_limit: float | None = None  #: end of the allocation; None without a time limit
     reached: int = 0  #: the last step that an earlier attempt had done
     measured: bool = True  #: whether the ranks measure their time; plain scripts do not
     unit: Literal["GPU", "core"] = "core"
@@ -59,10 +62,10 @@ class AttemptTimes:
 
 def read_times(attempt: Attempt) -> AttemptTimes | None:
     """Return the times of an attempt; None if an older hpcdist has started it, or if the file is damaged."""
-    found = read_json(attempt.times)
     try:
+        found = read_json(attempt.times)
         return None if found is None else formats.fill(AttemptTimes, found, attempt.times)
-    except RunFolderError:
+    except (RunFolderError, IsADirectoryError, NotADirectoryError):
         return None
 
 
@@ -82,12 +85,19 @@ def begin(attempt: Attempt, resources: Resources, times: AttemptTimes) -> Attemp
     return times
 
 
-def last_step(attempt: Attempt) -> int:
-    """Return the largest step in the heartbeats of an attempt's first ranks, or 0."""
+def reached_step(attempt: Attempt) -> int:
+    """Return the largest step that an attempt and those before it have done, or 0.
+
+    It is read from the heartbeats of the attempt's first ranks, which may be some seconds older than its end.
+    """
     times = read_times(attempt)
     num_ranks = min(times.num_ranks if times is not None else 1, _MAX_READ_RANKS)
-    beats = [beat for rank in range(num_ranks) if (beat := attempt.read_beat(rank)) is not None]
-    return max((int(beat["step"]) for beat in beats), default=0)
+    steps = [times.reached if times is not None else 0]
+    try:
+        steps += [int(beat["step"]) for rank in range(num_ranks) if (beat := attempt.read_beat(rank)) is not None]
+    except (RunFolderError, OSError) as error:
+        log.warning("the last step of attempt %d is unknown: %s", attempt.number, error)
+    return max(steps)
 
 
 def _is_share(raw: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import re
 import secrets
 import shutil
 import sys
@@ -16,6 +17,10 @@ from hpcdist.errors import ConfigError
 from hpcdist.files.atomic import write_atomic
 from hpcdist.run import secret_file, snapshot
 from hpcdist.run.folder import RunDir
+from hpcdist.run.origin import Origin, write_origin
+
+#: End of a generated name: date, time and random characters.
+_GENERATED = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{4}$")
 
 
 def with_name(config: Config) -> Config:
@@ -23,6 +28,11 @@ def with_name(config: Config) -> Config:
     if config.name:
         return config
     return replace(config, name=f"{label_of(config)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
+
+
+def is_generated(name: str) -> bool:
+    """Return whether a name has the form of those that `with_name` makes."""
+    return _GENERATED.search(name) is not None
 
 
 def label_of(config: Config) -> str:
@@ -50,11 +60,13 @@ def check_trainer(config: Config, cwd: Path) -> None:
         raise ConfigError([f"trainer.target: no module {top!r} in {cwd} or among the installed packages"])
 
 
-def create_run(config: Config, cwd: Path, *, launcher: str = "local") -> RunDir:
+def create_run(config: Config, cwd: Path, *, launcher: str = "local", origin: Origin | None = None) -> RunDir:
     """Create the run folder with everything that a start or a later resume needs; remove it on errors."""
     run = RunDir.create(Path(config.runs_dir) / config.experiment / config.name)
     try:
         write_config(run, config)
+        if origin is not None:
+            write_origin(run, origin)
         snapshot.write_environment(run, snapshot.take(config, run, cwd), launcher=launcher)
     except BaseException:
         shutil.rmtree(run.path)

@@ -4,19 +4,22 @@
         config.yaml  secrets.json  environment.json  code/  code.patch  state.json  lease  mlflow.json
         slurm.json  job.json                     the Slurm job, and its starts
         cell.json                                sweep and values, if the run is a cell of a sweep
+        origin.json                              the config of the command line, before its overrides
         supervisor.log  shipper.log              output of a supervisor in the background, and of the shipper
         config.next.yaml                         changed config of a resume, until its first completed step
         container.json                           runtime, image and digest of the ranks' containers
         journal/attempt-001.rank-00000.jsonl     metrics, one record per line
         journal/shipped.json                     offsets of the records that MLflow has received
         journal/names.json                       original names of renamed metrics, parameters and tags
+        journal/node_metrics.csv.gz              metrics of the nodes of a large run, see tracking/node_table.py
         checkpoints/step-00000100/               see checkpoint/checkpoint_folder.py
         model/                                   the final model in MLflow's layout
         artifacts/                               files of the trainer, such as plots and samples
         attempts/001/                            one per start of the ranks, see run/attempt.py
             key                                  secret of the attempt; readable by the owner alone
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
-            times.json                           begin and end, resources of the ranks
+            times.json                           begin and end with its cause, resources of the ranks
+            training.json                        first step, datasets and model size
             phases.jsonl                         phases of rank 0: start, evaluations, saves
             preflight.json  preflight.txt        preflight report; in the first attempt of each start of a Slurm job
             srun.log                             output of srun
@@ -119,6 +122,8 @@ class RunDir:
         self.lease = path / "lease"
         self.code = path / "code"
         self.journal = path / "journal"
+        #: Metrics of all nodes, in runs on more than `tracking.charted_nodes` nodes.
+        self.node_metrics = self.journal / "node_metrics.csv.gz"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
         #: Files of the trainer for the user; exists once the trainer has written one.

@@ -19,6 +19,7 @@ from hpcdist.config.schema import Config
 from hpcdist.config.tree import leaves, parse_value
 from hpcdist.config.written import redacted
 from hpcdist.errors import ConfigError
+from hpcdist.run.origin import Origin
 
 #: Keys that define the folder of a cell, or that are common to all tasks of a job array.
 _NOT_SWEPT = ("name", "experiment", "runs_dir", "cluster", "tracking.uri")
@@ -46,6 +47,7 @@ class Sweep:
     keys: tuple[str, ...]
     cells: tuple[Cell, ...]
     base: dict[str, Any]  #: values that all cells share, also those added later; by dotted key
+    origin: Origin | None = None  #: the config of the command line
 
     @property
     def folder(self) -> Path:
@@ -214,8 +216,18 @@ def _cell(sweep: str, values: dict[str, Any], config: Config) -> Cell:
     if len(slug) > _MAX_CELL:
         slug = f"{slug[: _MAX_CELL - 9]}-{_hash(values)}"
     name = f"{sweep}-{slug}"
-    label = " ".join(f"{short}={text}" for short, text in zip(shorts, texts, strict=True))
-    return Cell(name=name, label=label, values=values, config=replace(config, name=name))
+    return Cell(name=name, label=label(values), values=values, config=replace(config, name=name))
+
+
+def label(values: Mapping[str, Any]) -> str:
+    """Return values by key as a short text: `lr=0.1 seed=2`."""
+    pairs = zip(_short_keys(list(values)), values.values(), strict=True)
+    return " ".join(f"{short}={text_of(value)}" for short, value in pairs)
+
+
+def affects_results(key: str) -> bool:
+    """Return whether the value of a config key can change the results of a run."""
+    return not any(_covers(one, key) for one in (*_MAY_CHANGE, "container", "preflight", "experiment"))
 
 
 def text_of(value: Any) -> str:

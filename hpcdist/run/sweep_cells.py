@@ -14,6 +14,7 @@ from hpcdist.run import snapshot
 from hpcdist.run.create import create_run
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.lease import hold, holder
+from hpcdist.run.origin import Origin
 from hpcdist.run.pending_config import propose
 from hpcdist.run.status import query_jobs
 from hpcdist.run.sweep import Cell, Sweep
@@ -93,7 +94,9 @@ def hold_sweep(sweep: Sweep) -> Iterator[SweepDir]:
         yield folder
 
 
-def prepare(choices: Sequence[Choice], folder: SweepDir, cwd: Path, *, launcher: str) -> None:
+def prepare(
+    choices: Sequence[Choice], folder: SweepDir, cwd: Path, *, launcher: str, origin: Origin | None = None
+) -> None:
     """Create the folders of new cells, and write the current config to the others. On errors no new folder remains.
 
     A failed cell gets the current code, which presumably fixes the failure. A stopped or lost cell continues with the
@@ -104,7 +107,7 @@ def prepare(choices: Sequence[Choice], folder: SweepDir, cwd: Path, *, launcher:
         for choice in choices:
             if choice.why == "new":
                 shutil.rmtree(choice.run.path, ignore_errors=True)
-                made.append(create_run(choice.cell.config, cwd, launcher=launcher))
+                made.append(create_run(choice.cell.config, cwd, launcher=launcher, origin=origin))
             else:
                 _renew(choice, cwd, launcher)
             mark(choice.run, folder, choice.cell)

@@ -21,7 +21,7 @@ from hpcdist.files.atomic import write_json
 from hpcdist.files.log_limit import limit_log
 from hpcdist.rank.roles import Roles
 from hpcdist.run.attempt import Attempt, Request
-from hpcdist.run.attempt_times import AttemptTimes, begin, last_step, read_times, write_times
+from hpcdist.run.attempt_times import AttemptTimes, begin, reached_step, write_times
 from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.pending_config import settle
 from hpcdist.supervisor.launcher import Launcher, Ranks
@@ -156,13 +156,16 @@ class Supervisor:
             self._forward_request(attempt)
             times = self._begin_times(attempt)
             end, failure = self._one_attempt(attempt)
-            write_times(attempt, replace(times, ended=time.time(), failed=failure is not None))
+            times = replace(times, ended=time.time(), failed=failure is not None)
             self._write_request(attempt)
             if failure is None:
-                return replace(state, status=end, reason=self._reason(attempt, end), ended=time.time())
+                reason = self._reason(attempt, end)
+                write_times(attempt, replace(times, status=end, reason=reason))
+                return replace(state, status=end, reason=reason, ended=time.time())
             if self._config.roles:
                 roles = Roles.of(self._config.roles, self._launcher.num_ranks)
                 failure = replace(failure, role=roles.name_of(failure.rank))
+            write_times(attempt, replace(times, status="failed", reason=failure.sentence()))
             failures.append(failure)
             self._report.failure(failure, _log_of(attempt, failure))
             if (over := self._after_failure(state, attempt, failures)) is not None:
@@ -172,16 +175,15 @@ class Supervisor:
             )
 
     def _begin_times(self, attempt: Attempt) -> AttemptTimes:
-        before = self._run.attempt(attempt.number - 1)
-        times = read_times(before) if attempt.number > 1 else None
         return begin(
             attempt,
             self._launcher.resources,
             AttemptTimes(
                 supervised=self._began,
                 began=time.time(),
-                reached=max(times.reached if times is not None else 0, last_step(before)) if attempt.number > 1 else 0,
+                reached=reached_step(self._run.attempt(attempt.number - 1)) if attempt.number > 1 else 0,
                 measured=not self._config.trainer.script,
+                time_limit=None if self._allocation is None else self._allocation.end,
             ),
         )
 

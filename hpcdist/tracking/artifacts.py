@@ -75,11 +75,13 @@ def trainer_artifacts(run: RunDir) -> Iterator[Artifact]:
 
 
 def reports(run: RunDir, *, ended: bool) -> Iterator[Artifact]:
-    """Yield logs and outcomes of the ranks, and stack traces of hung ranks.
+    """Yield the metrics of all nodes, logs and outcomes of the ranks, and stack traces of hung ranks.
 
-    Long logs are included only when the run has ended. Of an attempt with more than MAX_RANKS ranks, the ranks that
+    Long files are included only when the run has ended. Of an attempt with more than MAX_RANKS ranks, the ranks that
     reported an outcome first are included, then the lowest ranks.
     """
+    if run.node_metrics.is_file() and (ended or run.node_metrics.stat().st_size <= LIVE_LOG_BYTES):
+        yield Artifact(run.node_metrics, run.node_metrics.name, fingerprint(run.node_metrics))
     for attempt in run.attempts():
         folder = f"logs/attempt-{attempt.number:03d}"
         logs = sorted(attempt.path.glob("rank-*.log"))

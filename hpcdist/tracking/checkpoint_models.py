@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 MODEL_TYPE = "checkpoint"
 _SHA_TAG = "hpcdist.checkpoint.sha256"
 _STEP_TAG = "hpcdist.checkpoint.step"
+_NOTE_TAG = "mlflow.note.content"
 #: MLflow marks models with this tag if their files are not among its artifacts.
 _EXTERNAL_TAG = "mlflow.model.isExternal"
 _STEP_FOLDER = re.compile(r"step-\d{8,}")
@@ -60,15 +61,36 @@ class KeptCheckpoint:
 
     @property
     def tags(self) -> dict[str, str]:
-        """Tags of the logged model."""
+        """Tags of the logged model. MLflow's page shows only the description."""
+        return {_EXTERNAL_TAG: "true", _SHA_TAG: self.sha256, _STEP_TAG: str(self.step), _NOTE_TAG: self.description}
+
+    @property
+    def params(self) -> dict[str, str]:
+        """Parameters of the logged model, which MLflow's page shows."""
         return {
-            _EXTERNAL_TAG: "true",
-            _SHA_TAG: self.sha256,
-            _STEP_TAG: str(self.step),
-            "hpcdist.checkpoint.path": str(self.folder),
-            "hpcdist.checkpoint.bytes": str(self.num_bytes),
-            "hpcdist.checkpoint.world_size": str(self.world_size),
+            "step": str(self.step),
+            "path": _text(str(self.folder)),
+            "sha256": self.sha256,
+            "bytes": str(self.num_bytes),
+            "world_size": str(self.world_size),
         }
+
+    @property
+    def description(self) -> str:
+        """What the checkpoint is and how to load it, as Markdown."""
+        path, name = _text(str(self.folder)), self.folder.parents[1].name
+        return (
+            f"Checkpoint of step {self.step}, in the run folder only: `{path}`\n\n"
+            "```python\nfrom hpcdist.checkpoint.weights import load_weights\n\n"
+            f"model.load_state_dict(load_weights({path!r}))\n```\n\n"
+            f"Without hpcdist: `hpcdist export {_text(name)} --checkpoint {self.step} --format safetensors` writes the"
+            " weights to a file.\n"
+        )
+
+
+def _text(name: str) -> str:
+    """Return a file name without lone surrogates."""
+    return name.encode(errors="replace").decode()
 
 
 def manifests(run: RunDir) -> dict[str, str]:
@@ -186,7 +208,7 @@ class CheckpointModels:
             name=kept.folder.name,
             source_run_id=self._mlflow.run_id,
             tags=kept.tags,
-            params={"step": str(kept.step)},
+            params=kept.params,
             model_type=MODEL_TYPE,
         )
         require_id(model.model_id, "a logged model")

@@ -13,22 +13,27 @@ from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.polling import CHECKS_PER_S
 from hpcdist.tracking import artifacts, run_metadata
 from hpcdist.tracking.artifacts import Artifact
+from hpcdist.tracking.batches import Batches
 from hpcdist.tracking.best_version import move_best
 from hpcdist.tracking.changed_names import ChangedNames
 from hpcdist.tracking.checkpoint_models import CheckpointModels
-from hpcdist.tracking.journal_tail import JournalTail
 from hpcdist.tracking.ledger_metrics import LedgerMetrics
 from hpcdist.tracking.logged_model import log_model, register
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.parent_run import ParentRun
+from hpcdist.tracking.run_page import NOTE_TAG, RunPage, configured_note
 from hpcdist.tracking.shipping_state import ShippingState, completion_of
 
 log = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 60.0
 CHECKPOINTS_INTERVAL_S = 10.0
-#: Time limit for the records of a running run in one pass; tags, artifacts and the status follow.
+#: Time limit for the records of a running run in one pass, and for its artifacts; tags and the status follow.
 PASS_S = 5.0
+#: The folder of a trainer's artifacts is searched less often if a search takes longer, at CHECKS_PER_S.
+SEARCH_S = 2.0
+#: Interval of saving the state during many uploads. After a crash, the artifacts of this time are uploaded again.
+SAVE_S = 2.0
 
 
 class Delivery:
@@ -47,9 +52,12 @@ class Delivery:
         self._names = ChangedNames(run.journal / "names.json")
         self._mlflow: MlflowRun | None = None
         self._parent = ParentRun.of(run, uri)
+        self._page = RunPage(run)
         self._ledger = LedgerMetrics(run)
         self._checkpoints_shipped = -math.inf
         self._logs_shipped = 0.0
+        #: Time of the next search for artifacts of the trainer.
+        self._search_at = 0.0
         #: Artifacts that are not uploaded, each of which is reported once.
         self._left_out: set[str] = set()
         #: Minimum time before the next pass: polling the journals of many nodes loads the file system.
@@ -71,7 +79,7 @@ class Delivery:
         self.progress = ShippingState.load(self._saved)
         if self.progress.run_id != run_id:
             self.progress = ShippingState(run_id=run_id)
-        self._tail = JournalTail(self.run.journal, self.progress)
+        self._batches = Batches(self.run, self.progress, self.config)
         self._checkpoints = CheckpointModels(self.run, self.open_run(), self.progress.checkpoints)
 
     def ship_once(self, state: State | None = None) -> int:
@@ -84,6 +92,7 @@ class Delivery:
         self._follow_config()
         state = state or self.run.read_state()
         num_points = self.ship_records(state)
+        self._ship_page(state)
         self._ship_tags(state)
         self._ledger.ship(state, self.open_run())
         failure = None
@@ -107,6 +116,7 @@ class Delivery:
         if self._config_mark != (mark := artifacts.fingerprint(self.run.config)):
             self.config = run_metadata.read_config(self.run)
             self.open_run().log_params(run_metadata.params(self.config))
+            self._load()  # with the budgets of the new config
             self._config_mark = mark
 
     def ship_records(self, state: State) -> int:
@@ -115,19 +125,17 @@ class Delivery:
         Limited to PASS_S for a running run, which may log as fast as MLflow accepts records.
         """
         mlflow = self.open_run()
-        num_sent, polls_before = 0, self._tail.num_polls
+        num_sent, polls_before = 0, self._batches.num_polls
         until = time.monotonic() + PASS_S if state.status == "running" else math.inf
         try:
-            while chunks := self._tail.next_chunks(state.attempt, over=state.status in ENDED):
+            while self._batches.plan(state.attempt, over=state.status in ENDED):
                 # The intent is saved before sending: after a crash the next process sends the same records again, and
                 # MLflow stores equal points once.
-                self.progress.intent = {name: chunk.offset for name, chunk in chunks.items()}
                 self.progress.save(self._saved)
-                points = self._tail.new_points(chunks)
-                self._names.note(self._tail.names)
+                points = self._batches.points()
+                self._names.note(self._batches.names)
                 num_refused = mlflow.log_points(points)
-                self.progress.offsets |= self.progress.intent
-                self.progress.intent = {}
+                self.progress.commit()
                 self.progress.num_points += len(points) - num_refused
                 self.progress.num_refused += num_refused
                 self.progress.save(self._saved)
@@ -140,7 +148,7 @@ class Delivery:
         except TrackingError:
             self._load()
             raise
-        self.pause_s = (self._tail.num_polls - polls_before) / CHECKS_PER_S
+        self.pause_s = (self._batches.num_polls - polls_before) / CHECKS_PER_S
         return num_sent
 
     def _ship_tags(self, state: State) -> None:
@@ -151,16 +159,23 @@ class Delivery:
         )
         if self._parent is not None:
             tags |= self._parent.cell_tags()
+        tags.pop(NOTE_TAG, None)  # part of the description, see `_ship_page`
         changed = {key: value for key, value in tags.items() if self.progress.tags.get(key) != value}
         if changed:
             self.open_run().set_tags(changed)
             self.progress.tags = tags
             self.progress.save(self._saved)
 
+    def _ship_page(self, state: State) -> None:
+        before = dict(self.progress.page)
+        self._page.update(self.open_run(), state, self.progress, configured_note(self.config))
+        if self.progress.page != before:
+            self.progress.save(self._saved)
+
     def _ship_artifacts(self, state: State) -> None:
         self._upload(artifacts.documents(self.run))
         self._upload(artifacts.preflight(self.run))
-        self._upload(artifacts.trainer_artifacts(self.run))
+        self._ship_trainer_artifacts(is_running=state.status == "running")
         ended = state.status in ENDED
         if ended or time.monotonic() - self._logs_shipped >= LOG_INTERVAL_S:
             self._upload(artifacts.reports(self.run, ended=ended))
@@ -168,7 +183,20 @@ class Delivery:
         if ended and state.status != "stopped":
             self._upload(artifacts.checkpoints(self.run, self.config))
 
-    def _upload(self, found: Iterable[Artifact]) -> None:
+    def _ship_trainer_artifacts(self, *, is_running: bool) -> None:
+        """Upload the files of the trainer; of a running run for PASS_S, so that metrics do not wait for many files."""
+        if is_running and time.monotonic() < self._search_at:
+            return
+        found = list(artifacts.trainer_artifacts(self.run))
+        is_complete = self._upload(found, within_s=PASS_S if is_running else math.inf)
+        # The search reads the attributes of each file, which loads the file system.
+        pause_s = len(found) / CHECKS_PER_S
+        self._search_at = time.monotonic() + (pause_s if is_complete and pause_s > SEARCH_S else 0.0)
+
+    def _upload(self, found: Iterable[Artifact], within_s: float = math.inf) -> bool:
+        """Upload the files that MLflow does not have. Returns False if time was too short for all of them."""
+        until = time.monotonic() + within_s
+        saved_at, num_unsaved = time.monotonic(), 0
         try:
             for item in found:
                 if item.fingerprint not in ("", self.progress.artifacts.get(item.target)):
@@ -180,9 +208,19 @@ class Delivery:
                         continue
                     self.open_run().upload(item.source, item.target)
                     self.progress.artifacts[item.target] = item.fingerprint
-                    self.progress.save(self._saved)
+                    num_unsaved += 1
+                    if time.monotonic() - saved_at >= SAVE_S:  # the state is large if the run has many artifacts
+                        self.progress.save(self._saved)
+                        log.info("%s: %d artifacts uploaded", self.run.name, len(self.progress.artifacts))
+                        saved_at, num_unsaved = time.monotonic(), 0
+                    if time.monotonic() >= until:
+                        return False
         except OSError as error:
             raise TrackingError(f"an artifact of {self.run.name} cannot be read: {error}") from error
+        finally:
+            if num_unsaved:
+                self.progress.save(self._saved)
+        return True
 
     def _ship_checkpoints(self, state: State) -> None:
         running = state.status == "running"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from hpcdist.files.retry import retry
 from hpcdist.tracking.journal_reader import CHUNK_BYTES, Chunk, Record, journal_files, read_chunk, read_range
 from hpcdist.tracking.names import ATTEMPT_METRIC, clean_metric_name
+from hpcdist.tracking.node_charts import NodeCharts, attempt_of
 from hpcdist.tracking.shipping_state import ShippingState
 from hpcdist.tracking.step_set import StepSet
 
@@ -31,15 +32,22 @@ class Point(NamedTuple):
     step: int
 
 
+def _records(chunks: dict[str, Chunk]) -> Iterator[tuple[int, Record]]:
+    for name, chunk in chunks.items():
+        for record in chunk.records:
+            yield attempt_of(name), record
+
+
 class JournalTail:
     """The part of a run's journal that MLflow does not have yet.
 
     Memory grows with the number of keys, and by 8 bytes per step out of order (`StepSet`).
     """
 
-    def __init__(self, folder: Path, progress: ShippingState) -> None:
+    def __init__(self, folder: Path, progress: ShippingState, nodes: NodeCharts | None = None) -> None:
         self._folder = folder
         self._progress = progress
+        self._nodes = nodes
         #: Attempt → key → steps that were sent; only of attempts with steps that do not increase.
         self._seen: dict[int, dict[str, StepSet]] = {}
         #: Pairs (original, cleaned) of metric names in the last `new_points`.
@@ -48,6 +56,10 @@ class JournalTail:
         self._exhausted: dict[int, float] = {}
         #: Number of times that a journal file was polled.
         self.num_polls = 0
+        #: File → time in ms of its last record in `next_chunks`.
+        self.times: dict[str, int] = {}
+        #: Files of the attempt of the last chunks that may hold more records.
+        self.behind: set[str] = set()
 
     def next_chunks(self, newest_attempt: int, *, over: bool) -> dict[str, Chunk]:
         """Return the next chunks to send, by file, all of one attempt; earlier attempts come first.
@@ -57,7 +69,7 @@ class JournalTail:
             over: Whether the newest attempt has ended, too.
         """
         offsets = self._progress.offsets
-        if self._progress.intent:
+        if self._progress.is_sending:
             return {
                 name: read_range(self._folder / name, offsets.get(name, 0), end)
                 for name, end in self._progress.intent.items()
@@ -67,16 +79,26 @@ class JournalTail:
                 continue
             chunks: dict[str, Chunk] = {}
             num_bytes = 0
-            for _, _, path in files:
+            # Node metrics are compared: all files are read up to about the same time.
+            paths = [file.path for file in files]
+            if self._nodes is not None:
+                paths.sort(key=lambda path: self.times.get(path.name, 0))
+            self.behind = {path.name for path in paths}
+            for path in paths:
                 if num_bytes >= BATCH_BYTES:
                     break
                 self.num_polls += 1
                 offset = offsets.get(path.name, 0)
-                if retry(path.stat, path).st_size > offset:
+                size = retry(path.stat, path).st_size
+                if size > offset:
                     chunk = read_chunk(path, offset, final=over or attempt < newest_attempt)
                     if chunk.offset > offset:
                         chunks[path.name] = chunk
                         num_bytes += chunk.offset - offset
+                        if chunk.records:
+                            self.times[path.name] = chunk.records[-1].time_ms
+                if size - offset < CHUNK_BYTES:
+                    self.behind.discard(path.name)
             if chunks:
                 return chunks
             if attempt < newest_attempt:
@@ -90,11 +112,9 @@ class JournalTail:
         """
         points: list[Point] = []
         self.names.clear()
-        for name, chunk in chunks.items():
-            attempt = int(name.split(".")[0].removeprefix("attempt-"))
-            for record in chunk.records:
-                self._add(attempt, record, points)
-            self._progress.num_broken += chunk.broken
+        for attempt, record in self._nodes.reduced(chunks) if self._nodes is not None else _records(chunks):
+            self._add(attempt, record, points)
+        self._progress.num_broken += sum(chunk.broken for chunk in chunks.values())
         return points
 
     def _add(self, attempt: int, record: Record, points: list[Point]) -> None:

@@ -18,40 +18,49 @@ PREFIX = "ledger/"
 
 
 class LedgerMetrics:
-    """Logs the ledger of a run once a minute, and whenever its state changes."""
+    """Logs the ledger of a run once a minute while it runs, and when it has stopped or ended.
+
+    The step of a record is the number of seconds since the creation of the run, as that of system metrics: training
+    steps are repeated after a restart.
+    """
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._logged = float("-inf")
+        self._logged = time.monotonic()
         self._state: tuple[str, int] | None = None
+        self._step = 0
 
     def ship(self, state: State, mlflow: MlflowRun) -> None:
         """Log the ledger if it is due. A run of an older hpcdist has none. Raises TrackingError like `log_points`."""
         now, mark = time.monotonic(), (state.status, state.attempt)
-        if mark == self._state and (state.status != "running" or now - self._logged < INTERVAL_S):
+        if (now - self._logged < INTERVAL_S) if state.status == "running" else (mark == self._state):
             return
-        beat = self._run.attempt(state.attempt).read_beat(0) if state.attempt else None
         try:
             ledger = read_ledger(self._run)
         except RunFolderError as error:  # a damaged file, which must not prevent the upload of everything else
             log.warning("the ledger of %s is not uploaded: %s", self._run.name, error)
             ledger = Ledger()
-        if found := points(ledger, int(beat["step"]) if beat is not None else 0):
+        if found := points(ledger, state.created, after=self._step):
             mlflow.log_points(found)
+            self._step = found[0].step
         self._state, self._logged = mark, now
 
 
-def points(ledger: Ledger, step: int) -> list[Point]:
-    """Return the ledger as points at a step: GPU-hours or core-hours by cause, goodput, queue time and energy.
+def points(ledger: Ledger, created: float, *, after: int = 0) -> list[Point]:
+    """Return the ledger as points: GPU-hours or core-hours by cause, goodput, queue time and energy.
 
     Their time is the end of the ledger, so that another upload of the same ledger adds no points.
+
+    Args:
+        created: when the run was created, in seconds since the epoch.
+        after: the step of the points before; MLflow shows the point with the largest step.
     """
-    if not ledger.entries or not ledger.intervals:
+    if not ledger.entries:
         return []
     sums = ledger.by(lambda entry: entry.cause)
     values: dict[str, float] = {cause: sums.get(cause, 0.0) / 3600 for cause in CAUSES}
     values |= {"allocated": ledger.allocated_s / 3600, "goodput": ledger.goodput, "queue": ledger.queue_s / 3600}
     if ledger.energy_kwh is not None:
         values["energy_kwh"] = ledger.energy_kwh
-    time_ms = int(1000 * max(interval.ended for interval in ledger.intervals))
+    time_ms, step = int(1000 * ledger.ended), max(after + 1, int(ledger.ended - created))
     return [Point(key=PREFIX + name, value=value, time_ms=time_ms, step=step) for name, value in values.items()]

@@ -13,12 +13,14 @@ from typing import Any
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.files.atomic import read_json
 from hpcdist.files.lock import flock_if_possible
+from hpcdist.review.sweep_description import describe_sweep, read_sweep_facts
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.sweep import text_of
 from hpcdist.run.sweep_folder import SweepDir, sweep_of
 from hpcdist.tracking import run_metadata
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.names import clean_name
+from hpcdist.tracking.run_page import MAX_DESCRIPTION, set_note
 
 _PARENT_TAG = "mlflow.parentRunId"
 #: Tags of a cell that apply to the whole sweep.
@@ -82,9 +84,9 @@ class ParentRun:
         state = self._read()
         while True:
             ended = state.status in ENDED
+            set_note(opened, self._description(state))
             opened.set_tags(
                 {
-                    "mlflow.note.content": f"{state.status}: {state.reason}"[: run_metadata.MAX_TAG],
                     "hpcdist.state": state.status,
                     "hpcdist.reason": state.reason[: run_metadata.MAX_TAG],
                 }
@@ -95,6 +97,12 @@ class ParentRun:
             before, state = state, self._read()
             if (before.status, before.reason) == (state.status, state.reason):
                 return
+
+    def _description(self, state: State) -> str:
+        try:
+            return describe_sweep(read_sweep_facts(self._sweep, state), max_chars=MAX_DESCRIPTION)
+        except RunFolderError as error:
+            raise TrackingError(str(error)) from error
 
     def _read(self) -> State:
         try:

@@ -7,15 +7,22 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpcdist.config.schema import unused_sections
+from hpcdist.config.tree import leaves
 from hpcdist.config.written import plain_tree
 from hpcdist.errors import ConfigError, TrackingError
 from hpcdist.files.atomic import read_json
+from hpcdist.run.create import is_generated
 from hpcdist.run.folder import RunDir, State
+from hpcdist.run.origin import overrides, read_origin
 from hpcdist.run.slurm_job import job_starts
+from hpcdist.run.sweep import affects_results, label
 from hpcdist.tracking.names import clean_name
 from hpcdist.tracking.uri import redact_uri
 
 MAX_PARAM = 6000
+MAX_RUN_NAME = 250
+#: Overrides in the name of a run.
+_NAMED_OVERRIDES = 4
 MAX_TAG = 8000
 #: MLflow has no status for a stopped run that can be resumed; the tag `hpcdist.state` holds it.
 MLFLOW_STATUS = {
@@ -78,7 +85,7 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
     tags = {clean_name(f"hpcdist.{key}"): text for key, text in flatten(facts)}
     tags |= {
         "hpcdist.folder": str(run.path),
-        "mlflow.runName": run.name,
+        "mlflow.runName": run_name(run, config),
         "mlflow.source.name": " ".join(trainer.get("script") or [trainer.get("target", "hpcdist")]),
         "mlflow.source.type": "LOCAL",
     }
@@ -88,6 +95,22 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
     own = (config.get("tracking") or {}).get("tags") or {}
     tags |= {clean_name(key): text for key, text in flatten(own)}
     return {key: _clean_text(text)[:MAX_TAG] for key, text in tags.items()}
+
+
+def run_name(run: RunDir, config: Mapping[str, Any]) -> str:
+    """Return the name of a run in MLflow.
+
+    A generated name is preceded by the overrides that affect the result: `lr=0.01 seed=2 (ddp-20261122-121700-1a2b)`.
+    """
+    origin = read_origin(run) if is_generated(run.name) else None
+    if origin is None:
+        return run.name
+    values = {".".join(path): value for path, value in leaves(config)}
+    differing = {key: item.after for key, item in overrides(origin, values).items() if affects_results(key)}
+    shown = label({key: differing[key] for key in list(differing)[:_NAMED_OVERRIDES]})
+    more = f" +{len(differing) - _NAMED_OVERRIDES}" * (len(differing) > _NAMED_OVERRIDES)
+    end = f"{more} ({run.name})"
+    return f"{shown[: MAX_RUN_NAME - len(end)]}{end}" if shown else run.name
 
 
 def job_tags(run: RunDir) -> dict[str, str]:
@@ -108,10 +131,7 @@ def job_tags(run: RunDir) -> dict[str, str]:
 
 def state_tags(state: State) -> dict[str, str]:
     """Return the tags of the run's state."""
-    sentence = f"{state.status}: {state.reason}" if state.reason else state.status
     return {
-        # The description of the run, which MLflow's page shows in full.
-        "mlflow.note.content": _clean_text(sentence)[:MAX_TAG],
         "hpcdist.attempts": str(state.attempt),
         "hpcdist.restarts": str(state.restarts),
         "hpcdist.reason": _clean_text(state.reason)[:MAX_TAG],

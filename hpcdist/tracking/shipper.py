@@ -174,6 +174,7 @@ class SyncReport:
     num_repeated: int = 0  #: omitted: MLflow has this step of the metric from an earlier attempt
     num_broken: int = 0  #: lines of the journal that are not records
     num_refused: int = 0  #: points that MLflow rejected
+    num_thinned: int = 0  #: omitted beyond `tracking.exact_points`
     num_artifacts: int = 0  #: uploaded
     closed: str = ""  #: reason with which a run of a dead supervisor or job was closed
     busy: bool = False  #: another process uploads this run; nothing was done
@@ -185,6 +186,7 @@ class SyncReport:
         for number, meaning in (
             (self.num_repeated, "points omitted that an earlier attempt had logged"),
             (self.num_refused, "points rejected by MLflow"),
+            (self.num_thinned, "points beyond tracking.exact_points in the journal only"),
             (self.num_broken, "damaged lines skipped"),
         ):
             text += f", {number} {meaning}" if number else ""
@@ -215,6 +217,7 @@ def sync(run: RunDir, uri: str, *, close_dead: bool = True) -> SyncReport:
             num_repeated=after.num_repeated - before.num_repeated,
             num_broken=after.num_broken - before.num_broken,
             num_refused=after.num_refused - before.num_refused,
+            num_thinned=max(0, after.num_thinned - before.num_thinned),
             num_artifacts=len(after.artifacts.items() - before.artifacts.items()),
             closed=closed,
         )

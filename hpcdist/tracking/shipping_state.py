@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.files.atomic import read_json, write_atomic
@@ -25,6 +26,21 @@ class ShippingState:
     that agree in key, time, step and value once."""
     steps: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     """Metric → attempt → lowest and highest step in MLflow."""
+    closing: dict[str, int] = field(default_factory=dict)
+    """Attempt → last interval of node metrics that is being sent; part of the intent."""
+    flushing: bool = False
+    """Whether the points of open buckets (`series`) are being sent; part of the intent."""
+    series: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Metric → its number of points, and its open bucket (`point_budget.py`)."""
+    nodes: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Attempt → its last complete interval of node metrics (`node_charts.py`); empty if each node has charts."""
+    floors: dict[str, int] = field(default_factory=dict)
+    """Journal file with node metrics → offset of its first record in an open interval."""
+    apart: list[str] = field(default_factory=list)
+    """Nodes with charts of their own beside those over all nodes."""
+    columns: list[str] = field(default_factory=list)
+    """Columns of `node_metrics.csv.gz`, and below its valid size."""
+    table_bytes: int = 0
     marks: dict[str, list[int]] = field(default_factory=dict)
     """Attempt → time in ms and step of its point of the metric `attempt`."""
     artifacts: dict[str, str] = field(default_factory=dict)
@@ -34,6 +50,8 @@ class ShippingState:
     checkpoints: dict[str, str] = field(default_factory=dict)
     """Checkpoint folder → fingerprint of the manifest that its logged model has completely."""
     tags: dict[str, str] = field(default_factory=dict)
+    page: dict[str, str] = field(default_factory=dict)
+    """Hashes of `description` and `datasets`, and the `primary_metric`, see `run_page.py`."""
     status: str = ""
     complete: str = ""
     """Status and attempt at whose end MLflow had everything; empty before."""
@@ -41,6 +59,17 @@ class ShippingState:
     num_repeated: int = 0  #: omitted, since MLflow has the step of the key from an earlier attempt
     num_broken: int = 0  #: lines that are not records
     num_refused: int = 0  #: points that MLflow rejected
+    num_thinned: int = 0  #: omitted by `tracking.exact_points`, or held until their bucket ends
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether the last batch may have been sent partly."""
+        return bool(self.intent or self.closing or self.flushing)
+
+    def commit(self) -> None:
+        """Record that MLflow has the last batch."""
+        self.offsets |= self.intent
+        self.intent, self.closing, self.flushing = {}, {}, False
 
     @classmethod
     def load(cls, path: Path) -> ShippingState:

@@ -21,7 +21,7 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import holder
 from hpcdist.run.lookup import list_runs
 from hpcdist.run.secret_file import kept
-from hpcdist.run.slurm_job import job_of
+from hpcdist.run.slurm_job import job_of, update_job_starts
 from hpcdist.tracking.shipping_state import is_complete
 from hpcdist.tracking.uri import is_server, resolve_uri
 
@@ -45,6 +45,7 @@ def sync_run(run: RunDir, env: Mapping[str, str]) -> tuple[str, bool]:
     uploads_itself = job_of(run) is None or is_server(uri)
     if uploads_itself and (busy := holder(run)) is not None:
         return f"its supervisor runs (process {busy['pid']} on {busy['host']}) and uploads it", True
+    update_job_starts(run)
     return str(sync(run, uri)), False
 
 

@@ -292,6 +292,27 @@ def test_artifacts_tab_shows_logs_and_config(page: Page, site: Site, screenshots
     assert page.locator("code").first.inner_text().split() == run.config.read_text().split()
 
 
+def test_models_tab_shows_kept_checkpoints_with_metrics(page: Page, site: Site, screenshots: Path) -> None:
+    ids = read_json(site.runs.run_dir("finished").mlflow) or {}
+    page.set_viewport_size({"width": 2400, "height": 1000})  # the metrics are columns at the right
+    page.goto(f"{site.url}/#/experiments/{ids['experiment_id']}/models?workflowType=machine_learning")
+    best = max(site.series("finished", "eval/accuracy"))
+    steps = site.runs.checkpoint_steps("finished")
+    for step in steps:
+        # The stopped run has checkpoints, too, but not of these steps.
+        expect(page.get_by_role("link", name=f"step-{step:08d}", exact=True)).to_be_visible()
+    for metric in ("eval/accuracy", "eval/loss"):
+        expect(page.get_by_role("columnheader", name=metric, exact=True)).to_be_visible()
+    page.screenshot(path=screenshots / "models.png")
+    page.get_by_role("columnheader", name="eval/accuracy", exact=True).click()
+    first = page.get_by_role("row", name=re.compile("step-")).first
+    expect(first).to_contain_text(f"{best:.3f}"[:5])
+    page.get_by_role("link", name=f"step-{steps[-1]:08d}", exact=True).click()
+    expect(page.get_by_role("heading", name=f"step-{steps[-1]:08d}")).to_be_visible()
+    expect(page.get_by_text(str(site.runs.run_dir("finished").checkpoints)).first).to_be_visible()
+    page.screenshot(path=screenshots / "checkpoint.png")
+
+
 def test_registered_model_links_to_its_run(page: Page, site: Site) -> None:
     page.goto(f"{site.url}/#/models/digits-model")
     expect(page.get_by_role("heading", name="digits-model")).to_be_visible()

@@ -35,7 +35,7 @@ NUM_STEPS = 20
 
 @dataclass(frozen=True)
 class Upload:
-    """The finished cell of a sweep, with metrics, an artifact and a model, and the server that it is uploaded to."""
+    """The finished cell of a sweep with metrics, an artifact, a checkpoint and a model; and the server to upload to."""
 
     server: Replies
     run: RunDir
@@ -52,7 +52,10 @@ class Upload:
 def make_cell(folder: Path) -> RunDir:
     """Make the run folder of a finished cell of a sweep."""
     config = folder / "run.yaml"
-    config.write_text(f"{{experiment: exp, name: tune, runs_dir: {folder}/runs, tracking: {{register_as: digits}}}}\n")
+    config.write_text(
+        f"{{experiment: exp, name: tune, runs_dir: {folder}/runs, tracking: {{register_as: digits}},"
+        " checkpoint: {monitor: loss, monitor_mode: min}}\n"
+    )
     sweep = make_sweep(parse_axes(["seed=1"], []), lambda more: load_config(config, more), lambda _: "ddp")
     sweep_dir = write_sweep(sweep)
     (cell,) = sweep.cells
@@ -63,6 +66,11 @@ def make_cell(folder: Path) -> RunDir:
     (run.journal / "attempt-001.rank-00000.jsonl").write_text("".join(records))
     run.artifacts.mkdir(exist_ok=True)
     (run.artifacts / "report.txt").write_text("accuracy 0.9")
+    checkpoint = run.checkpoints / f"step-{NUM_STEPS - 1:08d}"
+    checkpoint.mkdir()
+    file = {"bytes": 3, "sha256": "ab"}
+    manifest = {"step": NUM_STEPS - 1, "created": 1e9, "world_size": 1, "metrics": {"loss": 0.5}}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"files": {"model.pt": file}}))
     run.model.mkdir(exist_ok=True)
     (run.model / "MLmodel").write_text(yaml.safe_dump({"flavors": {}}))
     run.write_state(replace(run.read_state(), status="finished", attempt=1, ended=1e9, world_size=1))

@@ -85,5 +85,6 @@ def test_ranks_killed_while_slurmctld_is_down_restart_when_it_is_back(scene: Fau
     # The first failure may be that of a rank that has lost its connection to the killed one.
     wait_for(lambda: " ERROR rank " in scene.runs.job_log(scene.name), "the failure", timeout_s=WAIT_S)
     scene.start_daemon("slurmctld")
+    # In the next start of the job if the controller has missed the end of the step, whose processors stay in use.
     scene.assert_recovered_from_checkpoint()
-    assert (scene.num_starts(), scene.cell.attempts) == (1, 2)
+    assert scene.cell.attempts == 2, scene.runs.job_log(scene.name)

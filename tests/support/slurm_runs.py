@@ -13,6 +13,7 @@ from slurm_cluster import WAIT_S, DevCluster
 
 from hpcdist.devcluster.processes import node_members
 from hpcdist.files.atomic import read_json
+from hpcdist.review.ledger import Ledger, read_ledger
 from hpcdist.run.folder import ENDED, State
 
 #: 2 nodes with 2 ranks each; 45 steps per epoch, as with two ranks and batches of 16.
@@ -136,6 +137,29 @@ class SlurmRuns(Runs):
         assert code == 0, output
         assert_equals_control(self, name, control)
         self.assert_no_process_left(name)
+
+    def accounted_core_s(self, job: str) -> float:
+        """Return the core-seconds of all starts of an ended job, from accounting."""
+        options = ("--duplicates", "--allocations", "-nP", "--format=End,ElapsedRaw,AllocCPUS")
+        rows: list[list[str]] = []
+
+        def is_complete() -> bool:
+            text = self.cluster.run("sacct", f"--jobs={job}", *options)
+            # A line without cores is a time in which the job only waited.
+            rows[:] = [line.split("|") for line in text.splitlines() if line.split("|")[2] not in ("", "0")]
+            return len(rows) == int(self.cluster.job(job)["Restarts"]) + 1 and all(row[0] != "Unknown" for row in rows)
+
+        wait_for(is_complete, f"all starts of job {job} in accounting", timeout_s=WAIT_S)
+        return sum(float(elapsed) * float(cores) for _, elapsed, cores in rows)
+
+    def ledger(self, name: str, job: str) -> Ledger:
+        """Return the ledger of a run whose job has ended; it equals accounting."""
+        accounted = self.accounted_core_s(job)
+        code, output = self.command("cost", name, "--csv")
+        assert code == 0, output
+        ledger = read_ledger(self.run_dir(name))
+        assert abs(ledger.allocated_s - accounted) <= 0.01 * accounted, f"{ledger.allocated_s}, not {accounted}"
+        return ledger
 
     def assert_no_process_left(self, name: str) -> None:
         wait_for(lambda: not self.processes(name), f"the processes of {name} to end")

@@ -28,11 +28,17 @@ class TrackingConfig:
     uri: str = "${oc.env:MLFLOW_TRACKING_URI,''}"
     """URI of the MLflow server or database; empty means the SQLite file `<runs_dir>/mlflow.db`."""
     register_as: str | None = None
-    """Name of the final model in MLflow's model registry; null does not register it."""
+    """Name of the final model in MLflow's model registry, where the alias `best` follows `monitor`; null: none."""
     log_every_steps: int = 50
     """Optimizer steps between two values of the training metrics."""
     system_interval_s: float = 10.0
     """Seconds between two values of each node's system metrics; 0 disables them."""
+    charted_nodes: int = 4
+    """Maximum number of nodes with charts of their own. In runs on more nodes, MLflow gets minimum, median and maximum
+    over the nodes and the charts of so many stragglers; the artifact `node_metrics.csv.gz` has all values."""
+    exact_points: int = 10_000
+    """Points of a metric that MLflow gets without gaps; of further ones it gets the extremes and the last one of each
+    bucket, see docs/concepts/tracking.md. 0 sends all points. The journal keeps all points."""
     drain_timeout_s: float = 60.0
     """Seconds that the end of a run waits for MLflow; `hpcdist sync` ships the rest later."""
     tags: dict[str, str] = field(default_factory=dict)
@@ -41,7 +47,7 @@ class TrackingConfig:
     def __post_init__(self) -> None:
         check(
             at_least(self, 1, "log_every_steps")
-            + at_least(self, 0, "system_interval_s", "drain_timeout_s")
+            + at_least(self, 0, "system_interval_s", "charted_nodes", "exact_points", "drain_timeout_s")
             + strings(self, "tags")
         )
 

@@ -16,6 +16,7 @@ from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
 from hpcdist.files.atomic import write_json
 from hpcdist.run import create
 from hpcdist.run.folder import RunDir, State, read_record
+from hpcdist.run.origin import Origin
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.exposed_secrets import exposed_secrets
 from hpcdist.slurm.job.batch_step import supervise
@@ -24,7 +25,7 @@ from hpcdist.slurm.nodelist import expand_tasks
 log = logging.getLogger(__name__)
 
 
-def run_in_job(config: Config, env: Mapping[str, str], cwd: Path) -> State:
+def run_in_job(config: Config, env: Mapping[str, str], cwd: Path, origin: Origin | None = None) -> State:
     """Supervise a run in the current job; returns its last state.
 
     The run folder is created at the first start of the job and found by the job's id after a requeue.
@@ -46,7 +47,7 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path) -> State:
         if _is_incomplete(run, job.id):
             shutil.rmtree(run.path)
         cluster = cluster_from_job(config.cluster, env, job.time_limit_min)
-        run = _create(replace(config, cluster=cluster), cwd, job.id)
+        run = _create(replace(config, cluster=cluster), cwd, job.id, origin)
     return supervise(str(run.path))
 
 
@@ -85,12 +86,12 @@ def _is_incomplete(run: RunDir, job_id: str) -> bool:
     return run.name.endswith(f"-job{job_id}") and run.path.is_dir() and not (run.path / "slurm.json").exists()
 
 
-def _create(config: Config, cwd: Path, job_id: str) -> RunDir:
+def _create(config: Config, cwd: Path, job_id: str, origin: Origin | None) -> RunDir:
     create.check_trainer(config, cwd)
     if problems := exposed_secrets(config):
         raise ConfigError(problems)
     try:
-        run = create.create_run(config, cwd, launcher="slurm")
+        run = create.create_run(config, cwd, launcher="slurm", origin=origin)
     except RunFolderError as error:
         raise RunFolderError(f"{error} (or leave `name` out: then each job creates a new run)") from error
     # Last: with this file the folder is complete, and a requeued job continues with it.

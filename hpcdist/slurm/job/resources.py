@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from hpcdist.config.schema import Config, role_device
+from hpcdist.errors import TopologyError
 from hpcdist.rank.roles import Roles
 from hpcdist.run.attempt_times import NodeShare, Resources
 from hpcdist.slurm.job_components import JobComponent, allocations, components, hosts_by_rank, is_het
@@ -54,5 +56,6 @@ def _cores_by_node(env: Mapping[str, str]) -> dict[str, int]:
     for suffix in ("", *(f"_HET_GROUP_{index}" for index in range(int(env.get("SLURM_HET_SIZE") or 0)))):
         names, counts = (env.get(f"SLURM_JOB_{name}{suffix}", "") for name in ("NODELIST", "CPUS_PER_NODE"))
         if names and counts:
-            found |= dict(zip(expand(names), expand_tasks(counts), strict=False))
+            with suppress(TopologyError):
+                found |= dict(zip(expand(names), expand_tasks(counts), strict=False))
     return found

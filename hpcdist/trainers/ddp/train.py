@@ -21,6 +21,7 @@ from torch.utils.data import DistributedSampler
 from hpcdist.config.schema import Config
 from hpcdist.data.batches import Batch, eval_indices
 from hpcdist.data.download import prepare
+from hpcdist.data.identity import log_image_data
 from hpcdist.data.loading import ImageData, load_datasets
 from hpcdist.models.image import build_model
 from hpcdist.rank.context import Context
@@ -61,6 +62,7 @@ def make_loop(ctx: Context, cfg: Config) -> DdpLoop:
         prepare(cfg.data)
     ctx.barrier()  # the other ranks of the node wait for the download
     data = load_datasets(cfg.data, cfg.seed)
+    log_image_data(ctx, cfg.data, data, cfg.seed)
     model = build_ddp_model(ctx, cfg, data)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     scaler = torch.amp.GradScaler(ctx.device.type, enabled=cfg.precision.dtype == "fp16")
@@ -92,7 +94,7 @@ def train_epoch(loop: DdpLoop) -> Iterator[None]:
     for micro_batches in grouped(batches, cfg.optim.grad_accum_steps):
         set_lr(optimizer, cfg.optim.lr * lr_factor(position.step, position.total_steps, cfg.schedule))
         loss = train_step(ctx, cfg, loop.model, optimizer, loop.scaler, micro_batches)
-        loop.meter.add(loss_sum=loss, num_steps=1)
+        loop.meter.add(loss_sum=loss, num_steps=1, num_samples=sum(len(labels) for _, labels in micro_batches))
         yield
 
 
@@ -100,13 +102,16 @@ def interval_metrics(loop: DdpLoop) -> dict[str, float]:
     """Return the training metrics since the last logged step."""
     ctx, cfg, sums = loop.ctx, loop.cfg, loop.meter.sums
     # Reading the loss is the only place where a step waits for the device.
-    loss_sum, num_steps = ctx.sum_over_ranks([float(sums["loss_sum"]), sums["num_steps"]])
+    loss_sum, num_steps, num_samples = ctx.sum_over_ranks(
+        [float(sums["loss_sum"]), sums["num_steps"], sums.get("num_samples", 0)]
+    )
     samples_per_step = cfg.data.batch_size * cfg.optim.grad_accum_steps * ctx.world_size
     return {
         "train/loss": loss_sum / num_steps,
         "train/lr": loop.optimizer.param_groups[0]["lr"],
         "train/epoch": loop.position.epochs,
         "train/samples_per_s": samples_per_step * sums["num_steps"] / loop.meter.elapsed_s,
+        "samples": loop.position.count_samples(num_samples),
     }
 
 

@@ -6,17 +6,22 @@ of a sample's effects. The AUC of that sum is the best that a model can reach.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from hpcdist.data.identity import digest_of
 from hpcdist.errors import DataError
 from hpcdist.trainers.hybrid.schema import HybridConfig
 
 #: Number of samples of the synthetic log that are drawn together.
 BLOCK = 4096
+#: Bytes at the start and at the end of a file that its digest covers.
+_DIGEST_BYTES = 1 << 20
 #: Scale of the effects of numeric features and rows, and the log-odds of a click without effects.
 NUMERIC_EFFECT, ROW_EFFECT, BIAS = 0.4, 0.9, -1.0
 
@@ -98,6 +103,24 @@ def load_clicks(cfg: HybridConfig, seed: int, *, share: int, num_shares: int) ->
     first_test = len(source) - num_test
     bounds = [first_test + num_test * number // num_shares for number in (share, share + 1)]
     return source.read(share * num_train, (share + 1) * num_train), source.read(bounds[0], bounds[1])
+
+
+def identity(cfg: HybridConfig, seed: int) -> tuple[str, str, str]:
+    """Return name, source and digest of the click log; for a file, the digest covers its size, start and end."""
+    if not cfg.file:
+        synthetic = (cfg.num_samples, cfg.tables, cfg.num_numeric_columns, cfg.max_bag_size, cfg.fixed_bags, cfg.skew)
+        return "synthetic-clicks", "generated", digest_of(list(synthetic), seed)
+    path = Path(cfg.file).expanduser()
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _DIGEST_BYTES))
+            end = file.read(_DIGEST_BYTES)
+            file.seek(0)
+            start = file.read(_DIGEST_BYTES)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read as a click log: {error.strerror}") from error
+    return path.stem, str(path), digest_of(size, start.hex(), end.hex())
 
 
 class _SyntheticLog:

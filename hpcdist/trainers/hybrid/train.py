@@ -37,7 +37,7 @@ from hpcdist.rank.network.rpc import RpcGroup, rpc_group
 from hpcdist.rank.optimizer import build_optimizer
 from hpcdist.rank.training_loop import Meter, run_epochs
 from hpcdist.rank.training_position import TrainingPosition
-from hpcdist.trainers.hybrid.click_logs import Clicks, batches, load_clicks, padded
+from hpcdist.trainers.hybrid.click_logs import Clicks, batches, identity, load_clicks, padded
 from hpcdist.trainers.hybrid.click_model import ClickModel, auc, dense_part
 from hpcdist.trainers.hybrid.lookups import LookupPlan, Lookups, Units, choose
 from hpcdist.trainers.hybrid.schema import HybridConfig
@@ -131,7 +131,9 @@ def make_loop(ctx: Context, cfg: Config, layout: Layout, groups: ProcessGroups, 
     log.info("%d training and %d test samples; %s", len(data), len(test), plan)
     num_test = [0.0] * num_trainers
     num_test[ctx.role_index] = len(test)
-    num_eval_batches = math.ceil(max(_sum_over_trainers(groups, num_test)) / hybrid.eval_batch_size)
+    test_shares = _sum_over_trainers(groups, num_test)
+    num_eval_batches = math.ceil(max(test_shares) / hybrid.eval_batch_size)
+    _log_inputs(ctx, cfg, model.module, num_train=len(data) * num_trainers, num_test=int(sum(test_shares)))
     lookups = Lookups(groups.exchange, ctx.ranks_of("parameter_server"), layout, plan)
 
     saved = ctx.restore()
@@ -142,6 +144,15 @@ def make_loop(ctx: Context, cfg: Config, layout: Layout, groups: ProcessGroups, 
     position = TrainingPosition.resume(saved.trainer["position"] if saved else None, steps_per_epoch, cfg.stop)
     meter = Meter(saved.local if saved else None)
     return HybridLoop(ctx, cfg, groups, group, data, test, num_eval_batches, model, optimizer, lookups, position, meter)
+
+
+def _log_inputs(ctx: Context, cfg: Config, dense: nn.Module, *, num_train: int, num_test: int) -> None:
+    hybrid = cfg.section(HybridConfig)
+    name, source, digest = identity(hybrid, cfg.seed)
+    for split, count in (("train", num_train), ("test", num_test)):
+        ctx.log_dataset(name, split=split, num_samples=count, digest=digest, source=source)
+    num_dense = sum(weight.numel() for weight in dense.parameters())
+    ctx.log_model_size(num_dense + sum(hybrid.tables.values()) * hybrid.embedding_dim)
 
 
 def train_epoch(loop: HybridLoop) -> Iterator[None]:
@@ -163,7 +174,7 @@ def train_epoch(loop: HybridLoop) -> Iterator[None]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        loop.meter.add(loss_sum=loss.item(), num_steps=1)
+        loop.meter.add(loss_sum=loss.item(), num_steps=1, num_samples=len(batch.labels))
         after_following = next(prepared, None)  # while the servers apply the gradients
         yield
         if following is None or following_lookup is None:
@@ -174,11 +185,14 @@ def train_epoch(loop: HybridLoop) -> Iterator[None]:
 def interval_metrics(loop: HybridLoop) -> dict[str, float]:
     """Return the training metrics since the last logged step."""
     sums = loop.meter.sums
-    loss_sum, num_steps = _sum_over_trainers(loop.groups, [sums["loss_sum"], sums["num_steps"]])
+    loss_sum, num_steps, num_samples = _sum_over_trainers(
+        loop.groups, [sums["loss_sum"], sums["num_steps"], sums.get("num_samples", 0)]
+    )
     return {
         "train/loss": loss_sum / num_steps,
         "train/epoch": loop.position.epochs,
         "train/samples_per_s": loop.cfg.section(HybridConfig).batch_size * num_steps / loop.meter.elapsed_s,
+        "samples": loop.position.count_samples(num_samples),
     }
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hpcdist.config.schema import Config
 from hpcdist.data.download import prepare
+from hpcdist.data.identity import log_image_data
 from hpcdist.data.loading import ImageData, load_datasets
 from hpcdist.errors import ConfigError
 from hpcdist.models.image import build_model
@@ -53,7 +54,9 @@ def open_stage(ctx: Context, cfg: Config) -> Iterator[StageSetup]:
     data = load_datasets(cfg.data if ctx.rank == 0 else replace(cfg.data, preload="never"), cfg.seed)
     if len(data.train) < cfg.data.batch_size:
         raise ConfigError([f"data.batch_size={cfg.data.batch_size}, but there are {len(data.train)} training images"])
+    log_image_data(ctx, cfg.data, data, cfg.seed)
     model = build_whole_model(cfg, data)
+    ctx.log_model_size(sum(parameter.numel() for parameter in model.parameters()))
     if ctx.device.type == "cpu":
         use_onednn_for_pointwise(model)
     if cfg.model.channels_last:

@@ -100,6 +100,7 @@ def interval_metrics(loop: PipelineLoop) -> dict[str, float]:
         "train/lr": loop.setup.optimizer.param_groups[0]["lr"],
         "train/epoch": loop.position.epochs,
         "train/samples_per_s": loop.cfg.data.batch_size * num_steps / elapsed_s,
+        "samples": loop.position.count_samples(loop.cfg.data.batch_size * num_steps),
         "pipeline/bubble": all_idle_s / all_elapsed_s,
         "pipeline/bubble_in_theory": ideal_bubble(ctx.world_size, loop.num_micro_batches),
         **{f"pipeline/busy_s/stage_{index}": seconds / num_steps for index, seconds in enumerate(busy_s)},

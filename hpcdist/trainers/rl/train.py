@@ -24,6 +24,7 @@ import gymnasium
 import torch
 
 from hpcdist.config.schema import Config
+from hpcdist.data.identity import digest_of
 from hpcdist.errors import ConfigError
 from hpcdist.files.atomic import write_atomic
 from hpcdist.rank.checkpointing import Restored
@@ -84,6 +85,13 @@ def train(ctx: Context, cfg: Config) -> None:
         serve_rollouts(ctx, cfg, problem)
         return
     policy = build_policy(problem, rl).to(ctx.device)
+    ctx.log_dataset(
+        rl.env_id,
+        split="environment",
+        digest=digest_of(problem.name, problem.options, gymnasium.__version__),
+        source="gymnasium",
+    )
+    ctx.log_model_size(sum(parameter.numel() for parameter in policy.parameters()))
     saved = ctx.restore()
     inference = InferenceServer(policy, ctx.device, ctx.roles.count("observer"))
     with rpc_group(ctx, target=inference) as group:
@@ -174,6 +182,7 @@ def interval_metrics(loop: RlLoop) -> dict[str, float]:
         "train/lr": loop.optimizer.param_groups[0]["lr"],
         "train/env_steps": loop.history.env_steps,
         "train/env_steps_per_s": sums["num_env_steps"] / loop.meter.elapsed_s,
+        "samples": loop.history.env_steps,
     }
     if sums["num_episodes"]:
         metrics["train/return"] = sums["return_sum"] / sums["num_episodes"]

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from hpcdist.checkpoint.shards import Shard
 from hpcdist.config.schema import Config
+from hpcdist.data.identity import digest_of
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.network.rpc import RpcGroup, rpc_group
@@ -45,7 +46,7 @@ from hpcdist.rank.training_position import TrainingPosition
 from hpcdist.trainers.rnn.language_model import DECODER, ENCODER, LanguageModel, build_lstm, first_rows, sample
 from hpcdist.trainers.rnn.learner import Flight, Learner
 from hpcdist.trainers.rnn.schema import RnnConfig
-from hpcdist.trainers.rnn.text import Columns, Tokenizer, load_corpus
+from hpcdist.trainers.rnn.text import Columns, Corpus, Tokenizer, load_corpus
 from hpcdist.trainers.rnn.vocabulary import VocabularyShard, row_bounds
 from hpcdist.trainers.rnn.vocabulary_checkpoint import check_vocab_size, load_server, server_shard, shards_of_rows
 from hpcdist.trainers.rnn.vocabulary_client import VocabularyClient
@@ -80,6 +81,8 @@ def train(ctx: Context, cfg: Config) -> None:
     wire, device_maps = _wire_device(ctx)
     # Rank 0 alone reads the text, so all have the same. Servers need the size of the vocabulary.
     corpus = load_corpus(rnn, cfg.seed) if ctx.is_main else None
+    if corpus:
+        _log_corpus(ctx, rnn, corpus)
     vocab_size: list[Any] = [corpus and corpus.tokenizer.size]
     dist.broadcast_object_list(vocab_size)
     options: dict[str, Any] = {
@@ -104,6 +107,12 @@ def train(ctx: Context, cfg: Config) -> None:
             _export(ctx, cfg, learner, corpus.tokenizer)
         if not ctx.is_main:
             group.serve({})  # until rank 0 has written the model
+
+
+def _log_corpus(ctx: Context, rnn: RnnConfig, corpus: Corpus) -> None:
+    name, source = ("text", " ".join(rnn.files)) if rnn.files else ("python-stdlib", "Python's standard library")
+    for split, tokens in (("train", corpus.train), ("test", corpus.held_out)):
+        ctx.log_dataset(name, split=split, num_samples=len(tokens), digest=digest_of(tokens), source=source)
 
 
 def _wire_device(ctx: Context) -> tuple[torch.device, dict[str, dict[Any, Any]] | None]:
@@ -140,6 +149,8 @@ def _build_learner(
     names = [ctx.roles.name_of(rank) for rank in ctx.ranks_of(SERVER)]
     client = VocabularyClient(names, trainer=ctx.role_index, vocab_size=vocab_size, device=ctx.device, wire=wire)
     lstm = build_lstm(rnn.embedding_size, rnn.hidden_size, rnn.num_layers, rnn.dropout)
+    vocabulary_row = rnn.embedding_size + (0 if rnn.tie_weights else rnn.hidden_size) + 1  # and a bias of the decoder
+    ctx.log_model_size(sum(weight.numel() for weight in lstm.parameters()) + vocab_size * vocabulary_row)
     ctx.seed_per_rank()
     return Learner(lstm, cfg, client, trainers, ctx.device)
 
@@ -197,6 +208,7 @@ def interval_metrics(loop: RnnLoop) -> dict[str, float]:
         "train/lr": loop.learner.optimizer.param_groups[0]["lr"],
         "train/epoch": loop.position.epochs,
         "train/tokens_per_s": num_tokens / loop.meter.elapsed_s,
+        "samples": loop.position.count_samples(num_tokens),
     }
 
 

@@ -20,10 +20,12 @@ from hpcdist.config.loading import load_run_config
 from hpcdist.diagnostics.doctor.run_report import run_sections
 from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import read_json
+from hpcdist.review.ledger import read_ledger
 from hpcdist.run.find_by_config import find_unfinished
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs
 from hpcdist.run.pending_config import newest_step
+from hpcdist.run.slurm_job import update_job_starts
 from hpcdist.run.snapshot import code_state
 from hpcdist.run.sweep_folder import SweepDir, sweep_of
 from hpcdist.slurm import client
@@ -41,6 +43,12 @@ EXTRA = {
     "lease": {"host": "h", "pid": 1, "started": 1.0, "user": "u", "job_id": None, "acquired": 1.0, "renewed": 1.0},
     "attempts/001/failure.json": {"kind": "error", "rank": 0, "host": "h", "step": 1, "error": "e"},
     "attempts/001/preflight.json": {"nodes": ["n1"], "checks": []},
+    "attempts/001/times.json": {
+        "supervised": 1.0,
+        "began": 2.0,
+        "ended": 3.0,
+        "nodes": {"n1": {"allocated": 2, "share": 1, "ranks": [0, 1]}},
+    },
     "attempts/001/network.json": {"text": "t", "warnings": []},
 }
 FILES = [
@@ -240,7 +248,14 @@ def test_commands_report_a_damaged_file_in_one_line(
                 assert len(output.splitlines()) == 1, f"{label}: {output}"
                 assert str(run.path) in output, f"{label}: {output}"
         command(lambda: runs.stop("half", runs_dir))
-        for read in (sync_without_mlflow, code_state, newest_step, *([doctor] if name in READ_BY_DOCTOR else [])):
+        for read in (
+            sync_without_mlflow,
+            read_ledger,
+            update_job_starts,
+            code_state,
+            newest_step,
+            *([doctor] if name in READ_BY_DOCTOR else []),
+        ):
             with suppress(HpcdistError, OSError):
                 read(run)
 

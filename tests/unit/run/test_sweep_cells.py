@@ -161,10 +161,10 @@ def test_new_cells_are_ordinary_runs_with_a_cell_file(make: Make, project: Path)
 def test_no_new_folder_remains_on_errors(make: Make, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = make()
 
-    def create(config: Any, cwd: Path, *, launcher: str) -> RunDir:
+    def create(config: Any, cwd: Path, **options: Any) -> RunDir:
         if config.seed == 2:
             raise UserMistake("disk full")
-        return create_run(config, cwd, launcher=launcher)
+        return create_run(config, cwd, **options)
 
     monkeypatch.setattr(sweep_cells, "create_run", create)
     with pytest.raises(UserMistake, match="disk full"):

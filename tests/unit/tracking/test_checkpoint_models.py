@@ -71,16 +71,17 @@ def test_each_checkpoint_is_a_logged_model_with_its_metrics(scene: Scene) -> Non
     model = models(scene)["step-00000010"]
     assert (model.status, model.source_run_id, model.model_type) == ("READY", scene.run_id, "checkpoint")
     listed = subprocess.run("sha256sum *.pt | sha256sum", shell=True, cwd=folder, check=True, capture_output=True)
-    expected = {
-        "mlflow.model.isExternal": "true",
-        "hpcdist.checkpoint.sha256": listed.stdout.decode().split()[0],
-        "hpcdist.checkpoint.step": "10",
-        "hpcdist.checkpoint.path": str(folder),
-        "hpcdist.checkpoint.bytes": str(sum(path.stat().st_size for path in folder.glob("*.pt"))),
-        "hpcdist.checkpoint.world_size": "2",
+    sha, size = listed.stdout.decode().split()[0], sum(path.stat().st_size for path in folder.glob("*.pt"))
+    assert model.params == {
+        "step": "10",
+        "path": str(folder),
+        "sha256": sha,
+        "bytes": str(size),
+        "world_size": "2",
     }
-    assert {key: model.tags[key] for key in expected} == expected
-    assert model.params == {"step": "10"}
+    assert model.tags["mlflow.model.isExternal"] == "true"
+    assert f"load_weights('{folder}')" in model.tags["mlflow.note.content"]
+    assert "hpcdist export first --checkpoint 10" in model.tags["mlflow.note.content"]
     # The run has not logged the loss. It may still do so while it runs.
     assert metrics(model) == {ACCURACY: (10, 10.0)}
     save(scene, 30)

@@ -1,0 +1,71 @@
+"""`hpcdist export`: write the model of a checkpoint to a file that other programs load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from hpcdist.cli.options import RUNS, RunName, RunsDir, option
+from hpcdist.errors import UserMistake
+
+app = typer.Typer()
+
+FORMATS = ("safetensors", "onnx", "torch")
+
+
+@app.command("export")
+def export(
+    run: RunName,
+    file_format: Annotated[
+        str, option("--format", "FORMAT", "safetensors or torch (weights), or onnx (the model with its weights).")
+    ],
+    checkpoint: Annotated[
+        str, option("--checkpoint", "CHECKPOINT", "best (by checkpoint.monitor), final (the newest), or a step.")
+    ] = "best",
+    output: Annotated[
+        Path | None, option("--output", "PATH", "File to write; by default RUN-step-N with the format's ending.")
+    ] = None,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Write the model of a checkpoint to a file that is loaded without hpcdist.
+
+    The weights of all ranks are merged. safetensors and torch write them by name, for the model's own code. onnx also
+    writes the model's program, which a finished run has; it runs without torch.
+
+    Examples:
+
+        hpcdist export ddp-2026 --format safetensors
+
+        hpcdist export ddp-2026 --format onnx --checkpoint final --output digits.onnx
+    """
+    from hpcdist.config.written import plain_tree
+    from hpcdist.files.ownership import require_trusted
+    from hpcdist.run.lookup import resolve_run
+
+    if file_format not in FORMATS:
+        raise UserMistake(f"--format {file_format}: expected {', '.join(FORMATS)}")
+    found = resolve_run(run, runs_dir)
+    if file_format == "onnx":  # loading a program may execute code
+        require_trusted(found.path, "export")
+    section: Any = plain_tree(found.config).get("checkpoint")
+    section = section if isinstance(section, dict) else {}
+
+    try:
+        from hpcdist.checkpoint import conversion
+    except ModuleNotFoundError as error:
+        raise UserMistake(f"export needs {error.name}: run `pip install 'hpcdist[train,export]'`") from error
+    from hpcdist.config.schema import CheckpointConfig
+
+    kind = cast(conversion.Format, file_format)
+    conversion.require_packages(kind)
+    chosen = conversion.find_checkpoint(
+        found,
+        checkpoint,
+        monitor=str(section.get("monitor", CheckpointConfig.monitor)),
+        mode="min" if section.get("monitor_mode") == "min" else "max",
+    )
+    target = output or Path(f"{found.name}-step-{chosen.step}{conversion.SUFFIXES[kind]}")
+    for path in conversion.write_model(found, chosen, kind, target.expanduser()):
+        print(f"{path}: {path.stat().st_size:,} bytes, step {chosen.step} of {found.name}")

@@ -1,0 +1,131 @@
+"""The attempts of a run as its reviewers see them: start, end, nodes, cause of the end, and lost steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpcdist.errors import RunFolderError
+from hpcdist.files.atomic import read_json
+from hpcdist.review.checkpoints import CheckpointFacts
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.attempt_times import AttemptTimes, read_times
+from hpcdist.run.folder import ENDED, RunDir, State
+from hpcdist.run.training_record import read_training
+
+#: Cause of an attempt whose end nobody recorded.
+UNRECORDED = "the supervisor was killed, or its node failed: no end was recorded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptFacts:
+    """One start of all ranks. Times are seconds since the epoch."""
+
+    number: int
+    started: float
+    ended: float | None  #: None while the attempt is live; the last sign of life if no end was recorded
+    status: str  #: `running`, `finished`, `stopped`, `cancelled` or `failed`
+    cause: str  #: one sentence: why the attempt ended; empty while it is live
+    nodes: tuple[str, ...] = ()
+    num_ranks: int = 0
+    time_limit: float | None = None  #: end of the allocation; None without a time limit
+    training_began: float | None = None
+    first_step: int | None = None  #: steps done when the attempt began; None if it did not begin to train
+    last_step: int | None = None  #: None if it did not begin to train
+    steps_lost: int | None = None  #: steps of this attempt that were, or have to be, done again; None if unknown
+
+    @property
+    def logs(self) -> str:
+        """Path of the logs among the artifacts of the MLflow run."""
+        return f"logs/attempt-{self.number:03d}"
+
+
+def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFacts]) -> tuple[AttemptFacts, ...]:
+    """Return the attempts of a run, the first one first."""
+    found: list[AttemptFacts] = []
+    resumed: int | None = checkpoints[-1].step if checkpoints else 0
+    for attempt in reversed(run.attempts()):
+        facts = _read(attempt, state, resumed_at=resumed)
+        if facts.first_step is not None:
+            resumed = facts.first_step
+        elif facts.last_step:  # of an older version, which did not record the first step
+            resumed = None
+        found.append(facts)
+    return tuple(reversed(found))
+
+
+def _read(attempt: Attempt, state: State, *, resumed_at: int | None) -> AttemptFacts:
+    beat, training, times = _beat(attempt), read_training(attempt), _times(attempt)
+    started = times.began if times is not None else _started(attempt, beat)
+    status, cause, ended = (times.status, times.reason, times.ended) if times is not None else ("", "", None)
+    is_last = attempt.number >= state.attempt
+    if not status and is_last and state.status in ENDED:
+        status, cause, ended = state.status, state.reason, ended or state.ended
+    elif not status and is_last and state.status == "running":
+        status = "running"
+    elif not status:
+        status, cause, ended = "failed", UNRECORDED, ended or _last_sign(started, beat)
+    last_step = _last_step(attempt, beat)
+    steps_lost = None
+    if status == "finished":
+        steps_lost = 0
+    elif status != "running" and last_step is not None and resumed_at is not None:
+        steps_lost = max(0, last_step - resumed_at)
+    return AttemptFacts(
+        number=attempt.number,
+        started=started,
+        ended=ended,
+        status=status,
+        cause=cause,
+        nodes=tuple(times.nodes) if times is not None else _hosts(attempt, beat),
+        num_ranks=(times.num_ranks if times is not None else 0) or state.world_size,
+        time_limit=times.time_limit if times is not None else None,
+        training_began=training.began if training else None,
+        first_step=training.first_step if training and training.began else None,
+        last_step=last_step,
+        steps_lost=steps_lost,
+    )
+
+
+def _times(attempt: Attempt) -> AttemptTimes | None:
+    try:
+        return read_times(attempt)
+    except (RunFolderError, OSError):
+        return None
+
+
+def _started(attempt: Attempt, beat: Mapping[str, Any] | None) -> float:
+    """Return about when an attempt started whose times are not recorded."""
+    changed = (attempt.key if attempt.key.is_file() else attempt.path).stat().st_mtime
+    return min(changed, float(beat["time"])) if beat is not None else changed
+
+
+def _hosts(attempt: Attempt, beat: Mapping[str, Any] | None) -> tuple[str, ...]:
+    found = [one.get("host") for one in (beat or {}, *_outcomes(attempt))]
+    return tuple(dict.fromkeys(host for host in found if isinstance(host, str)))
+
+
+def _last_sign(started: float, beat: Mapping[str, Any] | None) -> float:
+    return max(started, float(beat["time"]) if beat is not None else 0.0)
+
+
+def _last_step(attempt: Attempt, beat: Mapping[str, Any] | None) -> int | None:
+    steps = [one.get("step") for one in (beat or {}, *_outcomes(attempt))]
+    return max((step for step in steps if type(step) is int), default=None)
+
+
+def _beat(attempt: Attempt) -> dict[str, Any] | None:
+    try:
+        return attempt.read_beat(0)
+    except (RunFolderError, OSError):
+        return None
+
+
+def _outcomes(attempt: Attempt) -> list[dict[str, Any]]:
+    """Return the outcome file of rank 0; other ranks may stop before the last step."""
+    try:
+        found = read_json(attempt.outcome(0))
+    except (RunFolderError, OSError):
+        return []
+    return [found] if found is not None else []

@@ -1,0 +1,63 @@
+"""The checkpoints in a run folder, from their manifests; reads no tensors."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcdist.errors import RunFolderError
+from hpcdist.files.atomic import read_json
+from hpcdist.run.folder import RunDir
+
+_FOLDER = re.compile(r"step-(\d{8,18})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFacts:
+    """One complete checkpoint."""
+
+    path: Path
+    step: int
+    created: float | None = None  #: seconds since the epoch
+    metrics: Mapping[str, float]  #: finite metrics of an evaluation at this step; empty without one
+
+
+def read_checkpoints(run: RunDir) -> tuple[CheckpointFacts, ...]:
+    """Return the checkpoints with a manifest, oldest first."""
+    found = [
+        facts
+        for path in run.checkpoints.glob("step-*")
+        if (match := _FOLDER.fullmatch(path.name)) and (facts := _read(path, int(match[1]))) is not None
+    ]
+    return tuple(sorted(found, key=lambda facts: facts.step))
+
+
+def best_checkpoint(checkpoints: Iterable[CheckpointFacts], monitor: str, monitor_mode: str) -> CheckpointFacts | None:
+    """Return the checkpoint with the best value of `monitor`, the newest of equal ones; None if none has it."""
+    sign = -1.0 if monitor_mode == "min" else 1.0
+    scored = [(sign * one.metrics[monitor], one.step, one) for one in checkpoints if monitor in one.metrics]
+    return max(scored, key=lambda item: item[:2])[2] if scored else None
+
+
+def _read(path: Path, step: int) -> CheckpointFacts | None:
+    try:
+        manifest = read_json(path / "manifest.json")
+    except (RunFolderError, OSError):
+        return None
+    if manifest is None:
+        return None
+    metrics = manifest.get("metrics")
+    named = metrics.items() if isinstance(metrics, dict) else ()
+    values = {name: number for name, value in named if (number := _number(value)) is not None}
+    return CheckpointFacts(path=path, step=step, created=_number(manifest.get("created")), metrics=values)
+
+
+def _number(value: Any) -> float | None:
+    if type(value) not in (int, float) or abs(value) > sys.float_info.max or math.isnan(value):
+        return None
+    return float(value)

@@ -1,0 +1,31 @@
+"""Commands for the reviewers of a run: how to load its model, and how to run it again."""
+
+from __future__ import annotations
+
+import shlex
+
+from hpcdist.review.facts import RunFacts
+from hpcdist.run.sweep import text_of
+
+
+def load_commands(facts: RunFacts) -> str:
+    """Return lines of Python that load the final model, else the weights of a checkpoint; empty without any."""
+    if facts.has_model and facts.run_id:
+        return f'import mlflow; model = mlflow.pytorch.load_model("runs:/{facts.run_id}/model")'
+    checkpoint = facts.best or (facts.checkpoints[-1] if facts.checkpoints else None)
+    if checkpoint is None:
+        return ""
+    path = str(checkpoint.path)
+    return f"from hpcdist.checkpoint.weights import load_weights; state_dict = load_weights({path!r})"
+
+
+def run_again_command(facts: RunFacts) -> str:
+    """Return the command that starts a run with the same config; empty if it is not recorded."""
+    if not facts.config_name or not facts.overrides_known:
+        words = facts.command
+    else:
+        verb = "submit" if facts.launcher == "slurm" else "run"
+        profile = ["--cluster", facts.cluster_name] if facts.cluster_name else []
+        given = [f"{key}={text_of(item.after)}" for key, item in facts.overrides.items()]
+        words = shlex.join(["hpcdist", verb, facts.config_name, *profile, *given])
+    return f"cd {shlex.quote(facts.cwd)} && {words}" if words and facts.cwd else words

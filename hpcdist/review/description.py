@@ -1,0 +1,239 @@
+"""The description of a run in MLflow: its facts and its costs as Markdown."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from hpcdist.review.attempts import AttemptFacts
+from hpcdist.review.commands import load_commands, run_again_command
+from hpcdist.review.facts import RunFacts
+from hpcdist.review.ledger import CAUSES, Ledger
+from hpcdist.review.markdown import code_block, escaped, link, run_page, table
+from hpcdist.run.sweep import text_of
+from hpcdist.run.training_record import Dataset
+
+#: Rows of a table beyond these are left out, in the middle of the attempts.
+_MAX_OVERRIDES = 30
+_MAX_METRICS = 12
+_MAX_NODES = 8
+_KEPT_ATTEMPTS = (1000, 60, 30, 20, 10, 6, 4, 2)
+
+
+def describe(facts: RunFacts, ledger: Ledger, *, max_chars: int, now: float | None = None) -> str:
+    """Return the description of a run, at most `max_chars` long: the attempts in the middle are left out first.
+
+    Args:
+        now: seconds since the epoch, for the remaining times of a live run.
+    """
+    now = time.time() if now is None else now
+    text = ""
+    for num_kept in _KEPT_ATTEMPTS:
+        text = "\n\n".join(_sections(facts, ledger, num_kept, now))
+        if len(text) <= max_chars:
+            return text
+    return text[: max_chars - 2].rpartition("\n")[0] + "\n…" if max_chars > 2 else ""
+
+
+def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) -> Iterator[str]:
+    state = facts.state
+    yield f"**{state.status}**" + (f": {escaped(state.reason, 1000)}" if state.reason else "")
+    if summary := _summary(facts, ledger):
+        yield summary
+    if facts.progress is not None:
+        yield _progress(facts, now)
+    yield "### What ran\n\n" + table(("", ""), ((f"**{name}**", value) for name, value in _what_ran(facts)))
+    if result := list(_result(facts)):
+        yield "### Result\n\n" + "\n".join(f"- {line}" for line in result)
+    if facts.attempts:
+        yield "### How it went\n\n" + _attempts(facts, num_attempts)
+    if ledger.entries:
+        yield "### Cost\n\n" + _cost(ledger)
+    if commands := load_commands(facts):
+        yield "### Load the model\n\n" + code_block(commands, "python")
+    if command := run_again_command(facts):
+        yield "### Run it again\n\n" + code_block(command, "bash")
+
+
+def _summary(facts: RunFacts, ledger: Ledger) -> str:
+    """Return the most important facts in one line: MLflow shows the first lines of a description only."""
+    words = []
+    if facts.best is not None and facts.best_value is not None:
+        words.append(f"**{escaped(facts.monitor)} = {facts.best_value:.6g}** at step {facts.best.step:,}")
+    if facts.config_name:
+        words.append(f"config {escaped(facts.config_name)}")
+    if facts.datasets:
+        words.append(f"data {escaped(facts.datasets[0].name)}")
+    if facts.attempts:
+        number = len(facts.attempts)
+        words.append(f"{number} attempt{'s' * (number != 1)}")
+    if ledger.entries:
+        words.append(f"{ledger.allocated_s / 3600:.3g} {ledger.unit}-hours, goodput {100 * ledger.goodput:.0f} %")
+    return ", ".join(words)
+
+
+def _progress(facts: RunFacts, now: float) -> str:
+    progress = facts.progress
+    assert progress is not None
+    words = [f"step {progress.step:,}"]
+    if progress.total_steps:
+        words[0] += f" of {progress.total_steps:,} ({100 * progress.step / progress.total_steps:.0f} %)"
+    if progress.eta is not None:
+        words.append(f"ends in about {duration(max(0.0, progress.eta - now))} ({clock(progress.eta)})")
+    if facts.checkpoints:
+        last = facts.checkpoints[-1]
+        at = f" ({clock(last.created)})" if last.created is not None else ""
+        words.append(f"last save at step {last.step:,}{at}")
+    else:
+        words.append("nothing is saved yet")
+    if progress.time_limit is not None:
+        words.append(f"time limit in {duration(max(0.0, progress.time_limit - now))} ({clock(progress.time_limit)})")
+    return f"Progress at {clock(now)}: {'; '.join(words)}."
+
+
+def _what_ran(facts: RunFacts) -> Iterator[tuple[str, str]]:
+    if facts.config_name:
+        profile = f", cluster profile {escaped(facts.cluster_name)}" if facts.cluster_name else ""
+        yield "Config", escaped(facts.config_name) + profile
+    if facts.overrides:
+        shown = [
+            f"{escaped(key)} = **{escaped(text_of(item.after), 100)}** (config: {escaped(text_of(item.before), 100)})"
+            for key, item in list(facts.overrides.items())[:_MAX_OVERRIDES]
+        ]
+        yield "Overrides", "<br>".join([*shown, *_more(len(facts.overrides) - _MAX_OVERRIDES)])
+    elif facts.config_name:
+        yield "Overrides", "none"
+    if facts.sweep:
+        yield "Sweep", escaped(facts.sweep)
+    yield "Trainer", escaped(facts.trainer)
+    model = [escaped(facts.model)] if facts.model else []
+    if facts.num_parameters is not None:
+        model.append(f"{facts.num_parameters:,} trainable parameters")
+    if model:
+        yield "Model", ", ".join(model)
+    if facts.datasets:
+        yield "Data", "<br>".join(map(_dataset, facts.datasets))
+    if facts.git_commit:
+        yield (
+            "Code",
+            f"commit {escaped(facts.git_commit)}"
+            + (f" with {link('uncommitted changes', _artifact(facts, 'code.patch'))}" if facts.git_dirty else ""),
+        )
+    if facts.image:
+        yield "Image", escaped(facts.image) + (f", digest {escaped(facts.image_digest)}" if facts.image_digest else "")
+    yield "Ranks", f"{facts.state.world_size}{_where(facts)}"
+    versions = [f"{name} {facts.versions[name]}" for name in ("hpcdist", "torch") if facts.versions.get(name)]
+    yield (
+        "Started",
+        ", ".join(
+            [
+                clock(facts.state.created),
+                *filter(None, [facts.user and f"by {escaped(facts.user)}"]),
+                *map(escaped, versions),
+            ]
+        ),
+    )
+    yield "Folder", escaped(f"{facts.host}:{facts.folder}" if facts.host else str(facts.folder))
+
+
+def _where(facts: RunFacts) -> str:
+    job = f", Slurm job {escaped(facts.job_id)}" if facts.job_id else ""
+    nodes = facts.attempts[-1].nodes if facts.attempts else ()
+    return (f" on {_nodes(nodes)}" if nodes else "") + job
+
+
+def _nodes(nodes: Sequence[str]) -> str:
+    shown = [escaped(node) for node in nodes[:_MAX_NODES]]
+    return ", ".join([*shown, *_more(len(nodes) - _MAX_NODES)])
+
+
+def _more(number: int) -> list[str]:
+    return [f"{number} more"] if number > 0 else []
+
+
+def _dataset(dataset: Dataset) -> str:
+    words = [f"{escaped(dataset.name)} ({escaped(dataset.split)})"]
+    if dataset.num_samples is not None:
+        words.append(f"{dataset.num_samples:,} samples")
+    if dataset.digest:
+        words.append(f"digest {escaped(dataset.digest)}")
+    return ", ".join(words)
+
+
+def _result(facts: RunFacts) -> Iterator[str]:
+    if facts.best is not None and facts.best_value is not None:
+        direction = "lowest" if facts.monitor_mode == "min" else "highest"
+        yield f"**{escaped(facts.monitor)} = {facts.best_value:.6g}** at step {facts.best.step:,} (best = {direction})"
+        uploaded = not facts.is_live and facts.state.status != "stopped"
+        artifact = f"; {link('uploaded', _artifact(facts, 'checkpoints/best'))}" if uploaded else ""
+        yield f"best checkpoint: {escaped(str(facts.best.path))}{artifact}"
+    if facts.checkpoints and facts.checkpoints[-1] is not facts.best:
+        yield f"newest checkpoint: {escaped(str(facts.checkpoints[-1].path))}"
+    metrics = [name for name in facts.metrics if not name.startswith(("system/", "time/"))]
+    if metrics:
+        shown = [f"{escaped(name)} {facts.metrics[name]:.5g}" for name in metrics[:_MAX_METRICS]]
+        yield f"last values: {', '.join([*shown, *_more(len(metrics) - _MAX_METRICS)])}"
+
+
+def _attempts(facts: RunFacts, num_kept: int) -> str:
+    attempts = list(facts.attempts)
+    left_out = len(attempts) - num_kept
+    rows = [_attempt(facts, attempt) for attempt in attempts]
+    if left_out > 0:
+        first = (num_kept + 1) // 2
+        rows[first : first + left_out] = [("…", f"{left_out} more attempts", *[""] * 7)]
+    head = ("Attempt", "Start", "Duration", "Nodes", "Steps", "End", "Cause", "Steps lost", "Logs")
+    return table(head, rows)
+
+
+def _attempt(facts: RunFacts, attempt: AttemptFacts) -> tuple[str, ...]:
+    first = attempt.first_step or 0
+    return (
+        str(attempt.number),
+        clock(attempt.started),
+        "" if attempt.ended is None else duration(max(0.0, attempt.ended - attempt.started)),
+        _nodes(attempt.nodes),
+        "" if attempt.last_step is None else f"{first:,} to {attempt.last_step:,}",
+        attempt.status,
+        escaped(attempt.cause, 200),
+        "" if attempt.steps_lost is None else f"{attempt.steps_lost:,}",
+        link("logs", _artifact(facts, attempt.logs)),
+    )
+
+
+def _cost(ledger: Ledger) -> str:
+    hours = ledger.allocated_s / 3600
+    causes = ledger.by(lambda entry: entry.cause)
+    lines = [
+        f"**{hours:.3g} {ledger.unit}-hours** allocated, of which {100 * ledger.goodput:.0f} % were useful compute"
+        " (goodput)"
+    ]
+    if ledger.queue_s:
+        lines.append(f"{duration(ledger.queue_s)} in the queue")
+    if ledger.energy_kwh is not None:
+        lines.append(f"{ledger.energy_kwh:.3g} kWh")
+    rows = [
+        (cause, f"{causes[cause] / 3600:.3g}", f"{100 * causes[cause] / ledger.allocated_s:.1f} %")
+        for cause in CAUSES
+        if causes.get(cause)
+    ]
+    return "; ".join(lines) + "\n\n" + table(("Cause", f"{ledger.unit}-hours", "Share"), rows)
+
+
+def _artifact(facts: RunFacts, path: str) -> str:
+    return run_page(facts.experiment_id, facts.run_id, path)
+
+
+def clock(seconds: float) -> str:
+    """Return a time as `2026-11-22 12:30 UTC`."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in its two largest units: `45 s`, `12 min 5 s`, `3 h 20 min`, `2 d 4 h`."""
+    whole = round(seconds)
+    for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= unit_s:
+            rest = whole % unit_s // part_s
+            return f"{whole // unit_s} {unit}" + (f" {rest} {part}" if rest else "")
+    return f"{whole} s"

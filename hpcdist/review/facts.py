@@ -1,0 +1,216 @@
+"""The facts of a run that its reviewers ask for, read from the run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcdist.config.schema import find_trainer
+from hpcdist.config.tree import leaves
+from hpcdist.config.written import plain_tree
+from hpcdist.errors import ConfigError, RunFolderError
+from hpcdist.files.atomic import read_json
+from hpcdist.review.attempts import AttemptFacts, read_attempts
+from hpcdist.review.checkpoints import CheckpointFacts, best_checkpoint, read_checkpoints
+from hpcdist.run.folder import ENDED, RunDir, State
+from hpcdist.run.origin import Override, overrides, read_origin
+from hpcdist.run.training_record import Dataset, TrainingRecord, read_training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Progress of a live run. Times are seconds since the epoch."""
+
+    step: int
+    total_steps: int | None = None  #: None if the trainer does not know it
+    seen: float  #: time of the last heartbeat
+    steps_per_s: float | None = None  #: since the start of this attempt, evaluations and saves included
+    time_limit: float | None = None  #: end of the allocation; None without a time limit
+
+    @property
+    def eta(self) -> float | None:
+        """The time at which training ends at this speed; None if it is unknown."""
+        if not self.steps_per_s or not self.total_steps:
+            return None
+        return self.seen + max(0, self.total_steps - self.step) / self.steps_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What ran, on what, with which result, and how it went. Texts are those of the user, not escaped."""
+
+    name: str
+    experiment: str
+    folder: Path
+    run_id: str = ""  #: of MLflow; empty before the run is uploaded
+    experiment_id: str = ""  #: of MLflow
+    state: State  #: status, cause, number of attempts and restarts, world size, creation and end
+    user: str = ""
+    host: str = ""  #: the machine on which the run was created
+    launcher: str = ""  #: `local` or `slurm`
+    job_id: str = ""  #: of Slurm
+    command: str = ""  #: the command that created the run
+    cwd: str = ""  #: the folder in which that command was started
+    versions: Mapping[str, str] = field(default_factory=dict)  #: by package
+    git_commit: str = ""
+    git_dirty: bool = False  #: whether there were uncommitted changes: `code.patch`
+    image: str = ""  #: container image of the ranks; empty without containers
+    image_digest: str = ""
+    trainer: str = ""  #: a shipped trainer, `module:function`, or the words of a script
+    config: Mapping[str, Any] = field(default_factory=dict)  #: redacted values by dotted key
+    config_name: str = ""  #: the config as given; empty if it is not recorded
+    cluster_name: str = ""  #: the site profile as given; empty without one
+    overrides: Mapping[str, Override] = field(default_factory=dict)
+    """Keys whose values differ from the config as given."""
+    overrides_known: bool = False  #: whether the config as given is recorded
+    sweep: str = ""  #: name of the sweep that this run is a cell of
+    model: str = ""  #: `model.name` of a trainer that uses that section; else empty
+    num_parameters: int | None = None
+    datasets: tuple[Dataset, ...] = ()
+    monitor: str = ""  #: the primary metric, `checkpoint.monitor`
+    monitor_mode: str = "max"
+    metrics: Mapping[str, float] = field(default_factory=dict)  #: last values of the metrics of rank 0
+    checkpoints: tuple[CheckpointFacts, ...] = ()  #: oldest first
+    best: CheckpointFacts | None = None
+    has_model: bool = False  #: whether the final model is exported in MLflow's format
+    attempts: tuple[AttemptFacts, ...] = ()
+    progress: Progress | None = None  #: None unless the run is live
+
+    @property
+    def is_live(self) -> bool:
+        return self.state.status not in ENDED
+
+    @property
+    def best_value(self) -> float | None:
+        """The value of the primary metric at the best checkpoint."""
+        return None if self.best is None else self.best.metrics[self.monitor]
+
+
+def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
+    """Return the facts of a run. Missing, damaged and older files give empty values.
+
+    Args:
+        state: the state to report; by default that of `state.json`.
+
+    Raises RunFolderError if `state.json` or the list of attempts cannot be read, OSError if the file system fails.
+    """
+    state = state or run.read_state()
+    environment, container = _read(run.environment), _read(run.container)
+    config, origin = _config(run), read_origin(run)
+    mlflow = _read(run.mlflow)
+    checkpoints = read_checkpoints(run)
+    attempts = read_attempts(run, state, checkpoints)
+    training = _training(run)
+    monitor = _text(config.get("checkpoint.monitor"))
+    monitor_mode = _text(config.get("checkpoint.monitor_mode")) or "max"
+    return RunFacts(
+        name=run.name,
+        experiment=run.experiment,
+        folder=run.path,
+        run_id=_text(mlflow.get("run_id")),
+        experiment_id=_text(mlflow.get("experiment_id")),
+        state=state,
+        user=_text(environment.get("user")),
+        host=_text(environment.get("host")),
+        launcher=_text(environment.get("launcher")),
+        job_id=_text(_read(run.slurm).get("job_id")),
+        command=_text(environment.get("command")),
+        cwd=_text(_mapping(environment.get("code")).get("cwd")),
+        versions={name: _text(version) for name, version in _mapping(environment.get("versions")).items()},
+        git_commit=_text(environment.get("git_commit")),
+        git_dirty=environment.get("git_dirty") is True,
+        image=_text(container.get("image") or environment.get("image")),
+        image_digest=_text(container.get("image_digest") or environment.get("image_digest")),
+        trainer=_trainer(config),
+        config=config,
+        config_name=origin.config if origin else "",
+        cluster_name=origin.cluster if origin else "",
+        overrides=overrides(origin, config) if origin else {},
+        overrides_known=origin is not None and bool(origin.values),
+        sweep=_text(_read(run.path / "cell.json").get("sweep")),
+        model=_model(config),
+        num_parameters=training.num_parameters,
+        datasets=training.datasets,
+        monitor=monitor,
+        monitor_mode=monitor_mode,
+        metrics=_metrics(run, attempts),
+        checkpoints=checkpoints,
+        best=best_checkpoint(checkpoints, monitor, monitor_mode),
+        has_model=(run.model / "MLmodel").is_file(),
+        attempts=attempts,
+        progress=_progress(run, attempts) if state.status == "running" else None,
+    )
+
+
+def _progress(run: RunDir, attempts: tuple[AttemptFacts, ...]) -> Progress | None:
+    if not attempts or (beat := _beat(run, attempts[-1].number)) is None:
+        return None
+    current = attempts[-1]
+    began, elapsed_s = current.first_step or 0, beat["time"] - (current.training_began or current.started)
+    speed = (beat["step"] - began) / elapsed_s if elapsed_s > 0 and beat["step"] > began else None
+    return Progress(
+        step=beat["step"],
+        total_steps=beat.get("total_steps"),
+        seen=beat["time"],
+        steps_per_s=speed,
+        time_limit=current.time_limit,
+    )
+
+
+def _metrics(run: RunDir, attempts: tuple[AttemptFacts, ...]) -> dict[str, float]:
+    """Return the last values of the metrics of rank 0; a resumed attempt may not have logged all of them yet."""
+    found: dict[str, float] = {}
+    for attempt in attempts:
+        found |= (_beat(run, attempt.number) or {}).get("metrics", {})
+    return found
+
+
+def _beat(run: RunDir, number: int) -> dict[str, Any] | None:
+    try:
+        return run.attempt(number).read_beat(0)
+    except (RunFolderError, OSError):
+        return None
+
+
+def _training(run: RunDir) -> TrainingRecord:
+    """Return the newest record of the model and the datasets."""
+    records = [record for attempt in reversed(run.attempts()) if (record := read_training(attempt)) is not None]
+    full = next((record for record in records if record.datasets or record.num_parameters is not None), None)
+    return full or TrainingRecord()
+
+
+def _config(run: RunDir) -> dict[str, Any]:
+    try:
+        return {".".join(path): value for path, value in leaves(plain_tree(run.config))}
+    except (ConfigError, RunFolderError):
+        return {}
+
+
+def _trainer(config: Mapping[str, Any]) -> str:
+    script = config.get("trainer.script")
+    return " ".join(map(str, script)) if isinstance(script, list) and script else _text(config.get("trainer.target"))
+
+
+def _model(config: Mapping[str, Any]) -> str:
+    """Return the name of the model; empty for a trainer that does not read the section `model`."""
+    target = _text(config.get("trainer.target"))
+    declared = None if config.get("trainer.script") else find_trainer(target)
+    uses_section = declared is not None and "model" in declared.shared_sections
+    return _text(config.get("model.name")) if uses_section else ""
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path) or {}
+    except (RunFolderError, OSError):
+        return {}
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,123 @@
+"""The description of a sweep in MLflow: the best cell, and a table of the cells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpcdist.config.written import plain_tree
+from hpcdist.errors import ConfigError, RunFolderError
+from hpcdist.files.atomic import read_json
+from hpcdist.review.checkpoints import best_checkpoint, read_checkpoints
+from hpcdist.review.markdown import escaped, link, run_page, table
+from hpcdist.run.folder import RunDir, State
+from hpcdist.run.sweep import text_of
+from hpcdist.run.sweep_folder import SweepDir
+
+_KEPT_CELLS = (1000, 100, 60, 40, 20, 10, 5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellFacts:
+    """One cell of a sweep."""
+
+    values: dict[str, Any]  #: by swept key
+    label: str
+    status: str  #: that of its state file; `missing` or `unreadable` without one
+    metric: float | None = None  #: best value of the monitored metric
+    step: int | None = None  #: step of that value
+    page: str = ""  #: address in MLflow's UI; empty before the cell is uploaded
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFacts:
+    """A sweep and its cells in the order of `sweep.json`."""
+
+    state: State
+    keys: tuple[str, ...]
+    monitor: str
+    monitor_mode: str
+    cells: tuple[CellFacts, ...]
+
+
+def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
+    """Return the facts of a sweep. Raises RunFolderError if `sweep.json` cannot be read."""
+    content = sweep.read()
+    runs = [RunDir(sweep.path.parent / cell["name"]) for cell in content["cells"]]
+    section = next((found for run in runs if (found := _checkpoint_section(run))), {})
+    monitor, mode = str(section.get("monitor", "")), str(section.get("monitor_mode", "max"))
+    cells = [_read_cell(run, cell, monitor, mode) for run, cell in zip(runs, content["cells"], strict=True)]
+    return SweepFacts(state=state, keys=tuple(content["keys"]), monitor=monitor, monitor_mode=mode, cells=tuple(cells))
+
+
+def describe_sweep(facts: SweepFacts, *, max_chars: int) -> str:
+    """Return the description of a sweep, at most `max_chars` long: the worst cells are left out first."""
+    text = ""
+    for num_kept in _KEPT_CELLS:
+        text = "\n\n".join(_sections(facts, num_kept))
+        if len(text) <= max_chars:
+            return text
+    return text[: max(0, max_chars - 2)].rpartition("\n")[0] + "\n…"
+
+
+def _sections(facts: SweepFacts, num_kept: int) -> Iterator[str]:
+    state = facts.state
+    yield f"**{state.status}**" + (f": {escaped(state.reason, 1000)}" if state.reason else "")
+    ranked = _ranked(facts)
+    if ranked and ranked[0].metric is not None:
+        best = ranked[0]
+        yield (
+            f"Best cell: {_titled(best)} with **{escaped(facts.monitor)} = {best.metric:.6g}** at step {best.step:,}"
+            f" ({'lowest' if facts.monitor_mode == 'min' else 'highest'} is best)"
+        )
+    head = ("Run", *map(escaped, facts.keys), escaped(facts.monitor), "Step", "State")
+    rows = [_row(cell, facts.keys) for cell in ranked[:num_kept]]
+    left_out = len(ranked) - num_kept
+    yield table(head, rows) + (f"\n\n{left_out} more cells" if left_out > 0 else "")
+
+
+def _ranked(facts: SweepFacts) -> Sequence[CellFacts]:
+    """Return the cells from the best to the worst, those without a value last."""
+    sign = 1.0 if facts.monitor_mode == "min" else -1.0
+    return sorted(facts.cells, key=lambda cell: (cell.metric is None, sign * (cell.metric or 0.0)))
+
+
+def _row(cell: CellFacts, keys: Sequence[str]) -> list[str]:
+    return [
+        _titled(cell),
+        *(escaped(text_of(cell.values.get(key)), 60) for key in keys),
+        "" if cell.metric is None else f"{cell.metric:.6g}",
+        "" if cell.step is None else f"{cell.step:,}",
+        cell.status,
+    ]
+
+
+def _titled(cell: CellFacts) -> str:
+    return link(escaped(cell.label, 100), cell.page) if cell.page else escaped(cell.label, 100)
+
+
+def _read_cell(run: RunDir, cell: dict[str, Any], monitor: str, mode: str) -> CellFacts:
+    best = best_checkpoint(read_checkpoints(run), monitor, mode)
+    status: str
+    try:
+        ids = read_json(run.mlflow) or {}
+        status = run.read_state().status if (run.path / "state.json").exists() else "missing"
+    except (RunFolderError, OSError):
+        ids, status = {}, "unreadable"
+    return CellFacts(
+        values=cell["values"],
+        label=cell["label"],
+        status=status,
+        metric=None if best is None else best.metrics[monitor],
+        step=None if best is None else best.step,
+        page=run_page(str(ids.get("experiment_id", "")), str(ids.get("run_id", ""))),
+    )
+
+
+def _checkpoint_section(run: RunDir) -> dict[str, Any]:
+    try:
+        found = plain_tree(run.config).get("checkpoint")
+    except (ConfigError, RunFolderError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,168 @@
+"""Selection of a checkpoint, and its model as a file. `tests/multiproc/test_model_export.py` loads the files."""
+
+from __future__ import annotations
+
+import importlib.util
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpcdist.checkpoint import checkpoint_folder, conversion
+from hpcdist.checkpoint.checkpoint_folder import FileRecord, Snapshot
+from hpcdist.checkpoint.shards import Shard
+from hpcdist.checkpoint.store import CheckpointStore
+from hpcdist.errors import CheckpointError, ExportError
+from hpcdist.run.folder import RunDir
+
+METRIC = "eval/accuracy"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run with checkpoints of the steps 1 to 4. Step 2 and 3 have the best accuracy."""
+    run = RunDir.create(tmp_path / "runs" / "exp" / "first")
+    store = CheckpointStore(run.checkpoints)
+    for step, accuracy in ((1, 0.5), (2, 0.9), (3, 0.9), (4, 0.8)):
+        save(store, step, {"fc.weight": torch.full((2, 3), float(step))}, {METRIC: accuracy})
+    return run
+
+
+def save(store: CheckpointStore, step: int, model: dict[str, Any], metrics: dict[str, float], **options: Any) -> None:
+    store.write(Snapshot(step=step, model=model, trainer={}, rank_states=[None], metrics=metrics, **options))
+
+
+def find(run: RunDir, which: str, metric: str = METRIC, mode: Any = "max") -> int:
+    return conversion.find_checkpoint(run, which, monitor=metric, mode=mode).step
+
+
+def test_checkpoint_is_found_by_metric_order_or_step(run: RunDir) -> None:
+    assert [find(run, which) for which in ("best", "final", "1", "00000002")] == [3, 4, 1, 2]
+    assert find(run, "best", mode="min") == 1
+
+
+@pytest.mark.parametrize(
+    ("which", "metric", "message"),
+    [
+        ("7", METRIC, r"^run first has no checkpoint of step 7: it has 1, 2, 3, 4$"),
+        ("last", METRIC, r"^--checkpoint last: expected best, final or a step \(1, 2, 3, 4\)$"),
+        ("²", METRIC, r"^--checkpoint .*: expected best, final or a step"),
+        ("best", "eval/f1", r"^no checkpoint of first has the metric eval/f1 \(checkpoint.monitor\): choose --check"),
+    ],
+)
+def test_unknown_checkpoints_are_errors(run: RunDir, which: str, metric: str, message: str) -> None:
+    with pytest.raises(ExportError, match=message):
+        find(run, which, metric)
+
+
+def test_run_without_checkpoints_is_an_error(tmp_path: Path) -> None:
+    empty = RunDir.create(tmp_path / "runs" / "exp" / "empty")
+    with pytest.raises(ExportError, match=r"^run empty has no valid checkpoint in /.*/checkpoints$"):
+        find(empty, "final")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_weights_of_all_ranks_are_written_with_the_names_of_the_whole_model(
+    run: RunDir, tmp_path: Path, kind: Any
+) -> None:
+    shard = Shard(model={"table.weight": torch.ones(4, 2)}, rows={"table.weight": (0, 4)}, trainer={})
+
+    def collect(folder: Path) -> dict[str, FileRecord]:
+        name = checkpoint_folder.shard_name(2)
+        return {name: checkpoint_folder.save_file(shard.content(), folder / name)}
+
+    tied = torch.arange(6.0).view(2, 3)
+    save(CheckpointStore(run.checkpoints), 5, {"a": tied, "b": tied.t()}, {}, collect_shards=collect)
+    chosen = conversion.find_checkpoint(run, "final", monitor=METRIC, mode="max")
+    file = tmp_path / "weights"
+    assert conversion.write_model(run, chosen, kind, file) == [file]
+    if kind == "torch":
+        found = torch.load(file, weights_only=True)
+    else:
+        from safetensors import safe_open
+        from safetensors.torch import load_file
+
+        found = load_file(file)
+        with safe_open(file, "pt") as content:
+            assert content.metadata() == {"format": "pt", "run": "first", "step": "5"}
+    expected = {"a": tied, "b": tied.t(), "table.weight": torch.ones(4, 2)}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    other = tmp_path / "other"
+    other.touch()
+    assert stat.S_IMODE(file.stat().st_mode) == stat.S_IMODE(other.stat().st_mode)
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "weights", "other"}
+
+
+def write(run: RunDir, kind: Any, file: Path) -> None:
+    conversion.write_model(run, conversion.find_checkpoint(run, "best", monitor=METRIC, mode="max"), kind, file)
+
+
+def test_existing_files_and_missing_folders_are_errors(run: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "there.pt").write_text("mine")
+    with pytest.raises(ExportError, match=r"there.pt exists: remove it, or choose another --output$"):
+        write(run, "torch", tmp_path / "there.pt")
+    assert (tmp_path / "there.pt").read_text() == "mine"
+    with pytest.raises(ExportError, match=r"^--output /.*/a/b.pt: /.*/a cannot be written \(No such file or dir"):
+        write(run, "torch", tmp_path / "a" / "b.pt")
+
+
+def test_changed_and_empty_checkpoints_are_errors(run: RunDir, tmp_path: Path) -> None:
+    save(CheckpointStore(run.checkpoints), 9, {}, {METRIC: 1.0})
+    with pytest.raises(ExportError, match=r"^the checkpoint of step 9 of first contains no weights$"):
+        write(run, "torch", tmp_path / "a.pt")
+    file = run.checkpoints / "step-00000009" / "model.pt"
+    file.write_bytes(file.read_bytes().replace(b"PK", b"XX"))
+    with pytest.raises(CheckpointError, match="has changed since it was written"):
+        write(run, "torch", tmp_path / "a.pt")
+    assert not (tmp_path / "a.pt").exists()
+
+
+def test_missing_package_is_an_error_with_the_command(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    missing = {"safetensors", "onnx", "onnxscript"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find_spec(name))
+    install = r"run `pip install 'hpcdist\[export\]'`$"
+    with pytest.raises(ExportError, match=rf"^format safetensors needs safetensors: {install}"):
+        write(run, "safetensors", tmp_path / "a")
+    with pytest.raises(ExportError, match=rf"^format onnx needs onnx and onnxscript: {install}"):
+        write(run, "onnx", tmp_path / "a")
+    write(run, "torch", tmp_path / "a")
+
+
+def test_onnx_needs_the_program_of_the_same_model(run: RunDir, tmp_path: Path) -> None:
+    file, program = tmp_path / "a.onnx", run.model / "data" / "model.pt2"
+    with pytest.raises(
+        ExportError, match=r"model.pt2 does not exist \(only a finished run has its program\): --format"
+    ):
+        write(run, "onnx", file)
+    program.parent.mkdir(parents=True)
+    with pytest.raises(ExportError, match=r"does not exist \(torch.export could not export this model\): --format"):
+        write(run, "onnx", file)
+    program.write_text("not a program")
+    with pytest.raises(ExportError, match=r"model.pt2 cannot be loaded by torch \d.*: \w+"):
+        write(run, "onnx", file)
+    torch.export.save(torch.export.export(nn.Linear(3, 2), (torch.zeros(2, 3),)), program)
+    with pytest.raises(ExportError, match=r"is not that of the checkpoint: they differ in bias, fc.weight, weight$"):
+        write(run, "onnx", file)
+    assert not file.exists()
+
+
+def test_failed_conversion_names_the_other_formats(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("no such operator\nmore lines")
+
+    monkeypatch.setattr(conversion, "_exported_program", lambda *_: nn.Linear(1, 1))
+    monkeypatch.setattr(nn.Linear, "state_dict", {}, raising=False)
+    monkeypatch.setattr(torch.onnx, "export", refuse)
+    with pytest.raises(
+        ExportError, match=r"convert the model \(NotImplementedError: no such operator\): --format safe"
+    ):
+        write(run, "onnx", tmp_path / "a.onnx")

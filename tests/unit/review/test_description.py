@@ -1,0 +1,160 @@
+"""The description of a run and of a sweep in MLflow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpcdist.review.attempts import AttemptFacts
+from hpcdist.review.checkpoints import CheckpointFacts
+from hpcdist.review.description import describe, duration
+from hpcdist.review.facts import Progress, RunFacts
+from hpcdist.review.ledger import Entry, Ledger
+from hpcdist.review.markdown import escaped
+from hpcdist.review.sweep_description import CellFacts, SweepFacts, describe_sweep
+from hpcdist.run.folder import State
+from hpcdist.run.origin import Override
+from hpcdist.run.training_record import Dataset
+
+GAP = " &ensp;|"
+FIRST = AttemptFacts(
+    number=1, started=1000.0, ended=1600.0, status="failed", cause="rank 1 | was <b>killed</b>", nodes=("n1", "n2"),
+    first_step=0, last_step=120, steps_lost=20,
+)  # fmt: skip
+SECOND = AttemptFacts(number=2, started=2000.0, ended=None, status="running", cause="", first_step=100, last_step=200)
+BEST = CheckpointFacts(path=Path("/runs/c/step-00000100"), step=100, created=1500.0, metrics={"eval/loss": 0.25})
+FACTS = RunFacts(
+    name="first",
+    experiment="exp",
+    folder=Path("/runs/exp/first"),
+    run_id="abc",
+    experiment_id="1",
+    state=State(status="running", attempt=2, world_size=4),
+    launcher="slurm",
+    cwd="/home/a b",
+    git_commit="c0ffee",
+    git_dirty=True,
+    trainer="ddp",
+    config_name="mine.yaml",
+    cluster_name="site",
+    overrides={"optim.lr": Override(before=0.1, after=0.01), "params.text": Override(before=None, after="x $y")},
+    overrides_known=True,
+    num_parameters=12345,
+    datasets=(Dataset(name="digits", num_samples=1437, digest="ab12"),),
+    monitor="eval/loss",
+    monitor_mode="min",
+    metrics={"train/loss": 0.5, "system/cpu": 3.0},
+    checkpoints=(BEST,),
+    best=BEST,
+    attempts=(FIRST, SECOND),
+    progress=Progress(step=200, total_steps=400, seen=2300.0, steps_per_s=0.5, time_limit=5900.0),
+)
+
+
+def described(facts: RunFacts, ledger: Ledger | None = None, max_chars: int = 8000) -> str:
+    text = describe(facts, ledger or Ledger(), max_chars=max_chars, now=2300.0)
+    assert len(text) <= max(0, max_chars)
+    return text.replace(GAP, " |")
+
+
+def test_description_of_a_live_run() -> None:
+    text = described(FACTS)
+    assert text.startswith(
+        "**running**\n\n**eval/loss = 0.25** at step 100, config mine\\.yaml, data digits, 2 attempts"
+    )
+    assert (
+        "Progress at 1970-01-01 00:38 UTC: step 200 of 400 (50 %); ends in about 6 min 40 s (1970-01-01 00:45 UTC);"
+        " last save at step 100 (1970-01-01 00:25 UTC); time limit in 1 h (1970-01-01 01:38 UTC)." in text
+    )
+    for row in (
+        "| **Config** | mine\\.yaml, cluster profile site |",
+        "| **Overrides** | optim\\.lr = **0\\.01** (config: 0\\.1)<br>params\\.text = **x &#36;y** (config: null) |",
+        "| **Model** | 12,345 trainable parameters |",
+        "| **Data** | digits (train), 1,437 samples, digest ab12 |",
+        "commit c0ffee with [uncommitted changes](#/experiments/1/runs/abc/artifacts/code.patch)",
+        "best checkpoint: /runs/c/step\\-00000100\n",
+        "- last values: train/loss 0.5\n",
+        "| 1 | 1970-01-01 00:16 UTC | 10 min | n1, n2 | 0 to 120 | failed |"
+        " rank 1 &#124; was &lt;b&gt;killed&lt;/b&gt; | 20 |"
+        " [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-001) |",
+        "| 2 | 1970-01-01 00:33 UTC |  |  | 100 to 200 | running |  |  |"
+        " [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-002) |",
+        """from hpcdist.checkpoint.weights import load_weights; state_dict = load_weights('/runs/c/step-00000100')""",
+        "cd '/home/a b' && hpcdist submit mine.yaml --cluster site optim.lr=0.01 'params.text=x $y'\n```",
+    ):
+        assert row in text
+    assert "### Cost" not in text, "the ledger is empty"
+
+
+def test_description_of_a_finished_run() -> None:
+    entries = (
+        Entry(cause="compute", attempt=1, node="n1", seconds=5400.0),
+        Entry(cause="down", attempt=0, node="n1", seconds=1800.0),
+    )
+    state = State(status="finished", reason="trained 400 steps", attempt=2)
+    facts = replace(FACTS, state=state, progress=None, has_model=True)
+    text = described(facts, Ledger(unit="GPU", entries=entries, queue_s=90.0))
+    assert text.startswith("**finished**: trained 400 steps\n")
+    assert "2 GPU-hours, goodput 75 %" in text.partition("### What ran")[0]
+    assert "**2 GPU-hours** allocated, of which 75 % were useful compute (goodput); 1 min 30 s in the queue" in text
+    assert "| compute | 1.5 | 75.0 % |\n| down | 0.5 | 25.0 % |" in text
+    assert "[uploaded](#/experiments/1/runs/abc/artifacts/checkpoints/best)" in text
+    assert 'mlflow.pytorch.load_model("runs:/abc/model")' in text
+    assert "Progress" not in text
+
+
+@pytest.mark.parametrize("max_chars", [8000, 4000, 2500])
+def test_attempts_in_the_middle_are_left_out_of_a_long_description(max_chars: int) -> None:
+    attempts = tuple(replace(FIRST, number=number) for number in range(1, 301))
+    text = described(replace(FACTS, attempts=attempts), max_chars=max_chars)
+    assert "more attempts" in text
+    assert "artifacts/logs/attempt-001)" in text
+    assert "artifacts/logs/attempt-300)" in text
+    assert text.endswith("```"), "the sections after the attempts are complete"
+
+
+def test_description_that_cannot_be_shortened_further_is_cut() -> None:
+    text = described(FACTS, max_chars=300)
+    assert 100 < len(text) <= 300
+    assert text.endswith("\n…")
+    assert described(FACTS, max_chars=-5) == ""
+
+
+def test_text_of_users_has_no_meaning_in_markdown() -> None:
+    assert escaped("a*b_c `d` [e](f) #g\n<img src=x> @h http://u:secret@host/") == (
+        "a\\*b\\_c \\`d\\` \\[e\\]\\(f\\) \\#g &lt;img src\\=x&gt; &#64;h http://u:\\*\\*\\*&#64;host/"
+    )
+    assert escaped("x" * 400, 10) == "x" * 9 + "…"
+
+
+def test_duration_has_the_two_largest_units() -> None:
+    assert [duration(seconds) for seconds in (0.4, 59.6, 3600, 7260, 180_000)] == [
+        "0 s", "1 min", "1 h", "2 h 1 min", "2 d 2 h"
+    ]  # fmt: skip
+
+
+def test_description_of_a_sweep_begins_with_the_best_cell() -> None:
+    cells = [
+        CellFacts(values={"optim.lr": 0.1}, label="lr=0.1", status="failed"),
+        CellFacts(values={"optim.lr": 0.2}, label="lr=0.2", status="finished", metric=0.5, step=10, page="#/a"),
+        CellFacts(values={"optim.lr": 0.3}, label="lr=0.3", status="finished", metric=0.75, step=20, page="#/b"),
+    ]
+    state = State(status="failed", reason="3 cells: 1 failed, 2 finished")
+    facts = SweepFacts(state=state, keys=("optim.lr",), monitor="eval/acc", monitor_mode="max", cells=tuple(cells))
+    assert describe_sweep(facts, max_chars=8000).replace(GAP, " |") == (
+        "**failed**: 3 cells: 1 failed, 2 finished\n\n"
+        "Best cell: [lr\\=0\\.3](#/b) with **eval/acc = 0.75** at step 20 (highest is best)\n\n"
+        "| Run | optim\\.lr | eval/acc | Step | State |\n| --- | --- | --- | --- | --- |\n"
+        "| [lr\\=0\\.3](#/b) | 0\\.3 | 0.75 | 20 | finished |\n"
+        "| [lr\\=0\\.2](#/a) | 0\\.2 | 0.5 | 10 | finished |\n"
+        "| lr\\=0\\.1 | 0\\.1 |  |  | failed |"
+    )
+    lowest = describe_sweep(replace(facts, monitor_mode="min"), max_chars=8000)
+    assert "Best cell: [lr\\=0\\.2](#/a)" in lowest
+    many = replace(facts, cells=tuple(replace(cells[1], metric=float(number)) for number in range(500)))
+    text = describe_sweep(many, max_chars=4000)
+    assert len(text) <= 4000
+    assert "| 499 &ensp;| 10 &ensp;|" in text
+    assert text.endswith(" more cells")

@@ -1,0 +1,213 @@
+"""The ledger of a run folder: its entries add up to wall time × resources, each with the right cause."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from timed_runs import BEGAN, account, add_attempt
+
+from hpcdist.files.atomic import write_json
+from hpcdist.review import allocation_times
+from hpcdist.review.ledger import Entry, Ledger, read_ledger
+from hpcdist.run.attempt_times import NodeShare as Share
+from hpcdist.run.attempt_times import Resources, reached_step, read_times
+from hpcdist.run.folder import RunDir, State
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "runs" / "exp" / "first")
+
+
+def sums(ledger: Ledger, attempt: int | None = None) -> dict[str, float]:
+    entries = [entry for entry in ledger.entries if attempt in (None, entry.attempt)]
+    return {
+        cause: round(sum(entry.seconds for entry in entries if entry.cause == cause), 3)
+        for cause in {entry.cause for entry in entries}
+    }
+
+
+def by_node(entry: Entry) -> str:
+    return entry.node
+
+
+def test_every_second_of_a_local_run_has_one_cause(run: RunDir) -> None:
+    add_attempt(run, 1, 101, [account(11, 91), account(11, 101), account(21, 101), account(11, 101)])
+    ledger = read_ledger(run)
+    assert sums(ledger, 0) == {"start": 5.0}, "one second of five cores before the attempt"
+    assert sums(ledger, 1) == {
+        "start": 50.0,  # 3 ranks for 10 s, and one for 20 s
+        "data": 4.0,
+        "compute": 79 + 89 + 79 + 89,
+        "idle": 10 + 100.0,  # rank 0 after its end, and the core of n1 without a rank
+    }
+    assert ledger.allocated_s == pytest.approx(101 * 5)
+    assert ledger.by(by_node) == pytest.approx({"n1": 303.0, "n2": 202.0})
+    assert ledger.goodput == pytest.approx(336 / 505)
+
+
+def test_killed_rank_is_down_after_its_last_account(run: RunDir) -> None:
+    killed = account(11, 41, closed=False)
+    add_attempt(run, 1, 61, [killed, killed, killed, None], failed=True)
+    assert sums(read_ledger(run), 1) == {"start": 30 + 60.0, "data": 3.0, "compute": 87.0, "down": 60.0, "idle": 60.0}
+
+
+def test_time_between_attempts_is_down_and_time_between_supervisors_is_not_allocated(run: RunDir) -> None:
+    full = [account(1, 21)] * 4
+    add_attempt(run, 1, 21, full, supervised=0, failed=True)
+    add_attempt(run, 31, 51, [account(31, 51)] * 4, supervised=0)
+    add_attempt(run, 1001, 1021, [account(1001, 1021)] * 4)
+    ledger = read_ledger(run)
+    assert sums(ledger, 0) == {"start": 10.0, "down": 50.0}
+    assert ledger.allocated_s == pytest.approx(5 * (51 + 21))
+    downs = [(i.began - BEGAN, i.ended - BEGAN) for i in ledger.intervals if i.phase == "down"]
+    assert downs == [(21, 31)]
+
+
+def test_end_of_a_killed_supervisor_is_its_last_heartbeat(run: RunDir) -> None:
+    add_attempt(run, 1, None, [account(1, 21, closed=False), account(1, 31, closed=False), None, None])
+    ledger = read_ledger(run)
+    assert ledger.allocated_s == pytest.approx(5 * 31)
+    assert sums(ledger, 1)["down"] == 10.0
+
+
+def test_running_attempt_counts_until_now(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_attempt(run, 1, None, [account(1, 21, closed=False)] * 4)
+    run.write_state(State(status="running", attempt=1))
+    monkeypatch.setattr(allocation_times, "holder", lambda run: {"pid": 1})
+    monkeypatch.setattr(allocation_times.time, "time", lambda: BEGAN + 22)
+    ledger = read_ledger(run)
+    assert sums(ledger, 1) == {"data": 4.0, "compute": 80.0, "idle": 21.0}
+    assert max(interval.ended for interval in ledger.intervals) == BEGAN + 22
+
+
+def test_clocks_of_nodes_that_differ_do_not_change_the_sum(run: RunDir) -> None:
+    ahead, behind = account(51, 151), account(-99, 50)
+    add_attempt(
+        run, 1, 101, [ahead, behind, {**account(1, 101), "seconds": {}}, {**account(1, 101), "seconds": {"data": 1e9}}]
+    )
+    assert read_ledger(run).allocated_s == pytest.approx(101 * 5)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"seconds": None},
+        {"seconds": {"lunch": 1.0}},
+        {"seconds": {"data": -1.0}},
+        {"seconds": {"data": "1"}},
+        {"cause": "lunch"},
+    ],
+)
+def test_damaged_account_counts_as_none(run: RunDir, damaged: dict[str, Any]) -> None:
+    add_attempt(run, 1, 11, [account(1, 11) | damaged] * 4)
+    assert sums(read_ledger(run), 1) == {"start": 40.0, "idle": 10.0}
+
+
+def test_plain_script_counts_as_compute(run: RunDir) -> None:
+    add_attempt(run, 1, 11, [None] * 4, measured=False)
+    assert sums(read_ledger(run), 1) == {"compute": 40.0, "idle": 10.0}
+
+
+def test_ranks_without_a_gpu_cost_no_gpu_hours(run: RunDir) -> None:
+    own = Resources(unit="GPU", nodes={"g1": Share(allocated=4, share=1, ranks=[0, 1])})
+    add_attempt(run, 1, 11, [account(1, 11)] * 3, own)
+    ledger = read_ledger(run)
+    assert ledger.unit == "GPU"
+    assert sums(ledger, 1) == {"data": 2.0, "compute": 18.0, "idle": 20.0}
+
+
+def test_run_of_an_older_version_has_no_ledger(run: RunDir) -> None:
+    run.new_attempt()
+    assert read_ledger(run) == Ledger()
+    write_json(run.attempt(1).times, {"began": "never"})
+    assert read_ledger(run) == Ledger(), "and neither has one with a damaged file"
+
+
+def test_recorded_phases_are_intervals(run: RunDir) -> None:
+    add_attempt(run, 1, 31, [account(3, 29)] * 4)
+    phases = [("start", 3, 5), ("compile", 5, 6), ("evaluation", 10, 12), ("checkpoint", 12, 13), ("lunch", 13, 14)]
+    lines = [json.dumps({"cause": name, "began": BEGAN + a, "ended": BEGAN + b}) for name, a, b in phases]
+    run.attempt(1).phases.write_text("\n".join([*lines, "{", "[]", '{"cause": "start", "began": 2}', "torn"]))
+    found = [(i.phase, i.began - BEGAN, i.ended - BEGAN) for i in read_ledger(run).intervals if i.attempt == 1]
+    assert found == [
+        ("start", 1, 5),
+        ("compile", 5, 6),
+        ("train", 6, 10),
+        ("evaluate", 10, 12),
+        ("save", 12, 13),
+        ("train", 13, 31),
+    ]
+
+
+# --- jobs
+
+
+def write_starts(run: RunDir, *starts: dict[str, Any], **more: Any) -> None:
+    moved = [
+        {key: BEGAN + value if key in ("began", "ended") else value for key, value in start.items()} for start in starts
+    ]
+    lives = {str(number): start for number, start in enumerate(moved)}
+    write_json(run.path / "job.json", {"job_id": "41", "lives": lives, **more})
+
+
+def test_starts_of_a_job_are_allocated_from_begin_to_end(run: RunDir) -> None:
+    """Preempted once; the second start fails before its first attempt, the third continues the run."""
+    write_starts(
+        run,
+        {"nodes": "n[1-2]", "queue_s": 7.0, "began": 0, "ended": 50, "cores": 5},
+        {"nodes": "n[3-4]", "queue_s": 8.0, "began": 100, "ended": 110, "cores": 6, "energy_j": 3.6e6},
+        {"nodes": "n[1-2]", "queue_s": 9.0, "began": 200, "ended": 260, "cores": 5, "energy_j": 7.2e6},
+    )
+    add_attempt(run, 5, 40, [account(5, 40)] * 4, supervised=3)
+    add_attempt(run, 205, 225, [account(205, 225, closed=False)] * 4, supervised=203, failed=True)
+    add_attempt(run, 235, 255, [account(235, 255)] * 4, supervised=230)
+    ledger = read_ledger(run)
+    assert ledger.allocated_s == pytest.approx(50 * 5 + 10 * 6 + 60 * 5)
+    assert sums(ledger, 0) == {
+        "start": 5 * 5 + 10 * 6 + 5 * 5,
+        "idle": 10 * 5 + 5 * 5,  # after attempts that ended as they should
+        "down": 10 * 5,
+    }
+    assert (ledger.queue_s, ledger.energy_kwh) == (24.0, pytest.approx(3.0))
+    queued = [(i.began - BEGAN, i.ended - BEGAN) for i in ledger.intervals if i.phase == "queue"]
+    assert queued == [(-7, 0), (92, 100), (191, 200)]
+
+
+def test_an_attempt_ends_with_its_allocation(run: RunDir) -> None:
+    write_starts(run, {"began": 0, "ended": 30, "cores": 5})
+    add_attempt(run, 5, 33, [account(5, 33)] * 4, supervised=3)
+    assert read_ledger(run).allocated_s == pytest.approx(150.0)
+
+
+def test_without_accounting_a_start_ends_with_its_last_attempt(run: RunDir) -> None:
+    write_starts(run, {"began": 0, "queue_s": 2.0}, {"nodes": "n1"}, earlier={"40": None, "39": {"0": {"began": "x"}}})
+    add_attempt(run, 5, 33, [account(5, 33)] * 4, supervised=3)
+    assert read_ledger(run).allocated_s == pytest.approx(33 * 5)
+
+
+# --- times.json
+
+
+def test_reached_step_is_the_largest_of_all_ranks_and_earlier_attempts(run: RunDir) -> None:
+    add_attempt(run, 1, 11, [account(1, 11)] * 2)
+    assert reached_step(run.attempt(1)) == 7
+    write_json(run.attempt(1).beat(1), {"time": 1.0, "step": 12, "total_steps": 20, "metrics": {}})
+    assert reached_step(run.attempt(1)) == 12
+    add_attempt(run, 21, 31, [account(21, 31)] * 2, reached=12)
+    assert reached_step(run.attempt(2)) == 12
+    write_json(run.attempt(2).beat(1), {"format": 99})
+    assert reached_step(run.attempt(2)) == 12, "a heartbeat that cannot be read"
+
+
+def test_damaged_shares_are_ignored(run: RunDir) -> None:
+    good = {"allocated": 2, "share": 1.0, "ranks": [0]}
+    bad = [{}, good | {"share": -1}, good | {"ranks": [0.5]}, good | {"ranks": None}, 7]
+    nodes = {"n0": good} | {f"n{number}": raw for number, raw in enumerate(bad, start=1)}
+    write_json(run.new_attempt().times, {"supervised": 1.0, "began": 2.0, "nodes": nodes})
+    times = read_times(run.attempt(1))
+    assert times is not None
+    assert list(times.shares) == ["n0"]

@@ -1,0 +1,152 @@
+"""Facts of a run: what ran, result, attempts with lost steps, and progress."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcdist.config.loading import load_config
+from hpcdist.config.written import run_yaml
+from hpcdist.files.atomic import write_json
+from hpcdist.review.attempts import UNRECORDED
+from hpcdist.review.facts import RunFacts, read_facts
+from hpcdist.run.attempt_times import AttemptTimes, NodeShare, Resources, begin, write_times
+from hpcdist.run.folder import RunDir
+from hpcdist.run.origin import Override, load_origin, write_origin
+from hpcdist.run.training_record import Dataset, TrainingRecord, write_training
+
+
+class Folder:
+    """A run folder that is filled attempt by attempt; attempt N starts at time 1000 N."""
+
+    def __init__(self, path: Path, *overrides: str) -> None:
+        self.run = RunDir.create(path / "runs" / "digits" / "first")
+        self.run.config.write_text(run_yaml(load_config("ddp_digits", overrides)))
+        write_origin(self.run, load_origin("ddp_digits"))
+
+    def attempt(self, *, first_step: int | None, step: int, **end: Any) -> None:
+        attempt = self.run.new_attempt()
+        started = 1000.0 * attempt.number
+        nodes = Resources(nodes={"n1": NodeShare(allocated=2, share=1.0, ranks=[0, 1])})
+        times = begin(attempt, nodes, AttemptTimes(supervised=started, began=started, time_limit=9000.0))
+        if end:
+            write_times(attempt, replace(times, ended=started + 500, **end))
+        if first_step is not None:
+            write_training(attempt, TrainingRecord(first_step=first_step, began=started + 100))
+        beat = {"time": started + 300, "host": "n1", "step": step, "total_steps": 400, "metrics": {"train/loss": 0.5}}
+        attempt.beat(0).write_text(json.dumps(beat))
+        self.run.write_state(replace(self.run.read_state(), status="running", attempt=attempt.number, world_size=2))
+
+    def checkpoint(self, step: int, **metrics: float | None) -> None:
+        folder = self.run.checkpoints / f"step-{step:08d}"
+        folder.mkdir()
+        write_json(folder / "manifest.json", {"created": 1500.0, "metrics": metrics})
+
+    def facts(self, **state: Any) -> RunFacts:
+        return read_facts(self.run, replace(self.run.read_state(), **state))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path, "optim.lr=0.5", "stop.max_epochs=7")
+
+
+def test_steps_after_the_last_checkpoint_of_an_attempt_are_lost(folder: Folder) -> None:
+    folder.attempt(first_step=0, step=120, status="failed", reason="rank 1 was killed")
+    folder.attempt(first_step=None, step=0, status="failed", reason="the nodes are unfit")
+    folder.attempt(first_step=100, step=250, status="stopped", reason="preempted")
+    folder.checkpoint(250)
+    folder.attempt(first_step=250, step=400, status="finished", reason="trained 400 steps")
+    folder.checkpoint(400)
+    facts = folder.facts(status="finished")
+    assert [(one.number, one.status, one.cause, one.steps_lost) for one in facts.attempts] == [
+        (1, "failed", "rank 1 was killed", 20),
+        (2, "failed", "the nodes are unfit", 0),
+        (3, "stopped", "preempted", 0),
+        (4, "finished", "trained 400 steps", 0),
+    ]
+    assert [(one.first_step, one.last_step) for one in facts.attempts] == [(0, 120), (None, 0), (100, 250), (250, 400)]
+    first = facts.attempts[0]
+    assert (first.started, first.ended, first.nodes, first.num_ranks) == (1000.0, 1500.0, ("n1",), 2)
+    assert first.logs == "logs/attempt-001"
+    assert facts.progress is None
+
+
+def test_attempt_without_a_recorded_end(folder: Folder) -> None:
+    """The supervisor of the first attempt was killed; the second one is live."""
+    folder.attempt(first_step=0, step=120)
+    folder.attempt(first_step=0, step=40)
+    before, now = folder.facts().attempts
+    assert (before.status, before.cause, before.ended, before.steps_lost) == ("failed", UNRECORDED, 1300.0, 120)
+    assert (now.status, now.cause, now.ended, now.steps_lost) == ("running", "", None, None)
+    closed = folder.facts(status="failed", reason="node n1 failed", ended=2400.0).attempts[1]
+    assert (closed.status, closed.cause, closed.ended) == ("failed", "node n1 failed", 2400.0)
+    assert closed.steps_lost == 40, "there is no checkpoint"
+
+
+def test_progress_of_a_live_run(folder: Folder) -> None:
+    folder.attempt(first_step=0, step=100, status="failed", reason="killed")
+    folder.attempt(first_step=100, step=200)
+    progress = folder.facts().progress
+    assert progress is not None
+    assert (progress.step, progress.total_steps, progress.seen, progress.time_limit) == (200, 400, 2300.0, 9000.0)
+    assert progress.steps_per_s == 0.5, "100 steps in 200 s since training began"
+    assert progress.eta == 2300.0 + 200 / 0.5
+    folder.attempt(first_step=200, step=200)
+    progress = folder.facts().progress
+    assert progress is not None
+    assert (progress.steps_per_s, progress.eta) == (None, None), "no step in this attempt yet"
+
+
+def test_best_checkpoint_is_the_newest_of_the_best(folder: Folder) -> None:
+    folder.checkpoint(100, **{"eval/accuracy": 0.9})
+    folder.checkpoint(200, **{"eval/accuracy": 0.9})
+    folder.checkpoint(300, **{"eval/accuracy": 0.8})
+    folder.checkpoint(400, **{"eval/accuracy": None})
+    (folder.run.checkpoints / "step-00000500").mkdir()
+    facts = folder.facts()
+    assert [one.step for one in facts.checkpoints] == [100, 200, 300, 400]
+    assert facts.best is not None
+    assert (facts.best.step, facts.best_value, facts.monitor, facts.monitor_mode) == (200, 0.9, "eval/accuracy", "max")
+
+
+def test_overrides_are_the_differences_from_the_config_of_the_command_line(folder: Folder) -> None:
+    facts = folder.facts()
+    assert (facts.config_name, facts.overrides_known, facts.model) == ("ddp_digits", True, "simple_cnn")
+    default = load_config("ddp_digits")
+    assert facts.overrides == {
+        "optim.lr": Override(before=default.optim.lr, after=0.5),
+        "stop.max_epochs": Override(before=default.stop.max_epochs, after=7),
+    }
+
+
+def test_model_and_datasets_are_those_of_the_newest_attempt_that_recorded_them(folder: Folder) -> None:
+    data = (Dataset(name="digits", num_samples=9, digest="ab"), Dataset(name="digits", split="test"))
+    folder.attempt(first_step=0, step=1)
+    write_training(folder.run.attempt(1), TrainingRecord(num_parameters=12, datasets=data))
+    folder.attempt(first_step=None, step=0)
+    facts = folder.facts()
+    assert (facts.num_parameters, facts.datasets) == (12, data)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 99}', '{"datasets": [3], "values": 3, "began": "x"}'])
+def test_damaged_files_give_empty_values(folder: Folder, text: str) -> None:
+    folder.attempt(first_step=0, step=5)
+    for name in ("environment.json", "origin.json", "mlflow.json", "container.json", "slurm.json", "cell.json"):
+        (folder.run.path / name).write_text(text)
+    attempt = folder.run.attempt(1)
+    for path in (attempt.times, attempt.path / "training.json", attempt.beat(0), attempt.outcome(0)):
+        path.write_text(text)
+    facts = folder.facts()
+    assert (facts.user, facts.overrides, facts.datasets, facts.num_parameters, facts.progress) == (
+        "",
+        {},
+        (),
+        None,
+        None,
+    )
+    assert [one.status for one in facts.attempts] == ["running"]

@@ -1,0 +1,102 @@
+"""Starts of a job from sacct's output, and the resources of a job's ranks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
+from hpcdist.run.attempt_times import NodeShare
+from hpcdist.slurm.accounting import AccountedStart, parse_starts
+from hpcdist.slurm.job.resources import job_resources
+
+SACCT = """\
+41|train|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-2]|8|billing=8,cpu=8,gres/gpu=4,node=2|0
+41|train|2026-11-20T06:01:05|2026-11-20T06:03:05|Unknown|n[3-4]|8|cpu=8,gres/gpu:a100=4,gres/gpu=4,mem=4G,node=2|7200
+41|train|2026-11-20T06:04:05|Unknown|Unknown|None assigned|0||
+4|other|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n1|1|cpu=1|
+41|no job
+"""
+
+
+def at(clock: str) -> float:
+    return time.mktime(time.strptime(f"2026-11-20T{clock}", "%Y-%m-%dT%H:%M:%S"))
+
+
+def test_each_start_of_a_job_is_read() -> None:
+    first = AccountedStart(
+        name="train",
+        began=at("06:00:05"),
+        ended=at("06:01:05"),
+        queue_s=5.0,
+        nodes="n[1-2]",
+        cores=8,
+        gpus=4,
+        energy_j=None,
+    )
+    second = replace(first, began=at("06:03:05"), ended=None, queue_s=120.0, nodes="n[3-4]", energy_j=7200.0)
+    assert parse_starts(SACCT, "41") == [first, second]
+    assert parse_starts("", "41") == []
+
+
+def test_components_of_a_heterogeneous_job_are_one_start() -> None:
+    lines = [
+        "7+0|j|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n1|4|cpu=4,gres/gpu=2|5",
+        "7+1|j|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:06|n2|2|cpu=2|",
+    ]
+    (start,) = parse_starts("\n".join(lines), "7")
+    assert (start.nodes, start.cores, start.gpus, start.energy_j) == ("n1,n2", 6, 2, 5.0)
+    assert start.ended == at("06:01:06")
+
+
+# --- resources
+
+
+def test_cores_of_a_node_beyond_those_of_its_ranks_are_allocated_too() -> None:
+    config = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=2, cpus_per_task=2))
+    env = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_CPUS_PER_NODE": "8,4"}
+    found = job_resources(config, [("n1", "n2")], env)
+    assert found.unit == "core"
+    assert found.nodes == {
+        "n1": NodeShare(allocated=8, share=2, ranks=[0, 1]),
+        "n2": NodeShare(allocated=4, share=2, ranks=[2, 3]),
+    }
+    assert job_resources(config, [("n1", "n2")], {}).nodes["n1"].allocated == 4, "as requested"
+    damaged = env | {"SLURM_JOB_CPUS_PER_NODE": "many"}
+    assert job_resources(config, [("n1", "n2")], damaged).nodes["n1"].allocated == 4
+
+
+def test_gpus_count_if_a_job_has_any() -> None:
+    config = Config(cluster=ClusterConfig(nodes=1, tasks_per_node=2, gpus_per_node=4))
+    found = job_resources(config, [("n1",)], {})
+    assert (found.unit, found.nodes) == ("GPU", {"n1": NodeShare(allocated=4, share=1, ranks=[0, 1])})
+    on_cpu = replace(config, launch=LaunchConfig(device="cpu"))
+    assert job_resources(on_cpu, [("n1",)], {}).nodes == {"n1": NodeShare(allocated=4, share=1, ranks=[])}
+
+
+@pytest.mark.parametrize("het", [True, False])
+def test_roles_without_a_gpu_have_no_share(het: bool) -> None:
+    roles: dict[str, Any] = {"agent": RoleRequest(nodes=1, gpus_per_node=2), "observer": RoleRequest(gpus_per_node=0)}
+    config = Config(
+        roles={"agent": 2, "observer": 4}, cluster=ClusterConfig(nodes=3, tasks_per_node=2, roles=roles, het=het)
+    )
+    found = job_resources(config, [("g1",), ("n1", "n2")], {})
+    spare = 0 if het else 2
+    assert found.nodes == {
+        "g1": NodeShare(allocated=2, share=1, ranks=[0, 1]),
+        "n1": NodeShare(allocated=spare, share=min(1, spare), ranks=[]),
+        "n2": NodeShare(allocated=spare, share=min(1, spare), ranks=[]),
+    }
+
+
+def test_cores_of_a_heterogeneous_job() -> None:
+    roles: dict[str, Any] = {"agent": RoleRequest(nodes=1, cpus_per_task=4), "observer": RoleRequest(nodes=2)}
+    config = Config(roles={"agent": 1, "observer": 4}, cluster=ClusterConfig(nodes=3, roles=roles, het=True))
+    env = {"SLURM_HET_SIZE": "2"}
+    for index, (names, counts) in enumerate([("n1", "4"), ("n[2-3]", "2(x2)")]):
+        env |= {f"SLURM_JOB_NODELIST_HET_GROUP_{index}": names, f"SLURM_JOB_CPUS_PER_NODE_HET_GROUP_{index}": counts}
+    found = job_resources(config, [("n1",), ("n2", "n3")], env)
+    assert [(share.allocated, share.ranks) for share in found.nodes.values()] == [(4, [0]), (2, [1, 2]), (2, [3, 4])]

@@ -1,0 +1,84 @@
+"""The ledger of a run as metrics of MLflow."""
+
+from __future__ import annotations
+
+import pytest
+from timed_runs import BEGAN, account, add_attempt
+from tracking_scene import Scene
+
+from hpcdist.errors import TrackingError
+from hpcdist.files.atomic import write_json
+from hpcdist.review.ledger import CAUSES
+from hpcdist.tracking import ledger_metrics
+from hpcdist.tracking.ledger_metrics import LedgerMetrics
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+
+
+def test_ledger_of_an_ended_run_is_logged_once(scene: Scene) -> None:
+    add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
+    scene.state(status="finished", ended=BEGAN + 40, created=BEGAN - 10)
+    for _ in range(2):
+        scene.shipper().ship_once()
+    logged = {key: value for key, value in scene.entity.data.metrics.items() if key.startswith("ledger/")}
+    assert logged.keys() == {f"ledger/{name}" for name in (*CAUSES, "allocated", "goodput", "queue")}
+    assert logged["ledger/allocated"] == pytest.approx(5 * 37 / 3600)
+    assert logged["ledger/compute"] == pytest.approx(4 * 35 / 3600)
+    assert logged["ledger/goodput"] == pytest.approx(140 / 185)
+    (point,) = scene.client.get_metric_history(scene.run_id, "ledger/compute")
+    assert (point.step, point.timestamp) == (47, int((BEGAN + 37) * 1000)), "seconds since the creation"
+
+
+def test_ledger_of_a_running_run_is_logged_in_intervals(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(ledger_metrics.time, "monotonic", lambda: now)
+    mlflow, ledger = scene.shipper().open_run(), LedgerMetrics(scene.run)
+    scene.state(created=BEGAN)
+    numbers = []
+    for now in (30, 61, 90, 121):
+        add_attempt(scene.run, 1 + now, 21 + now, [account(1 + now, 21 + now)] * 4)
+        ledger.ship(scene.run.read_state(), mlflow)
+        numbers.append(len(scene.client.get_metric_history(scene.run_id, "ledger/compute")))
+    assert numbers == [0, 1, 1, 2]
+    scene.state(status="failed", ended=BEGAN + 200)
+    for _ in range(2):
+        ledger.ship(scene.run.read_state(), mlflow)
+    steps = [point.step for point in scene.client.get_metric_history(scene.run_id, "ledger/compute")]
+    assert len(set(steps)) == len(steps) == 3, "each step once"
+    write_json(scene.run.path / "job.json", {"job_id": "1", "lives": {"0": {"began": BEGAN, "ended": BEGAN + 200}}})
+    LedgerMetrics(scene.run).ship(scene.run.read_state(), mlflow)
+    assert scene.entity.data.metrics["ledger/allocated"] == pytest.approx(200 * 5 / 3600), "as accounting says"
+
+
+def test_ledger_is_logged_after_an_outage(scene: Scene) -> None:
+    add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
+    scene.state(status="stopped", ended=BEGAN + 40)
+    mlflow, ledger = scene.shipper().open_run(), LedgerMetrics(scene.run)
+
+    class Unavailable:
+        def log_points(self, points: object) -> int:
+            raise TrackingError("the server does not answer")
+
+    with pytest.raises(TrackingError, match="does not answer"):
+        ledger.ship(scene.run.read_state(), Unavailable())  # type: ignore[arg-type]
+    ledger.ship(scene.run.read_state(), mlflow)
+    assert "ledger/goodput" in scene.entity.data.metrics
+
+
+def test_run_without_a_ledger_has_no_metrics_of_it(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.log([1])
+    scene.state(status="finished", ended=BEGAN + 40)
+    scene.shipper().ship_once()
+    write_json(scene.run.path / "job.json", {"format": 99})
+    LedgerMetrics(scene.run).ship(scene.run.read_state(), scene.shipper().open_run())
+    assert "the ledger of first is not uploaded" in caplog.text
+    assert not [key for key in scene.entity.data.metrics if key.startswith("ledger/")]
+
+
+def test_energy_is_logged_where_it_is_known(scene: Scene) -> None:
+    start = {"began": BEGAN, "ended": BEGAN + 50, "energy_j": 1.8e6}
+    write_json(scene.run.path / "job.json", {"job_id": "1", "lives": {"0": start}})
+    add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
+    scene.state(status="finished", ended=BEGAN + 40)
+    scene.shipper().ship_once()
+    assert scene.entity.data.metrics["ledger/energy_kwh"] == pytest.approx(0.5)
