@@ -2,12 +2,12 @@
 
     OMP_NUM_THREADS=1 python benchmarks/timing.py [--pairs 3000] [--json]
 
-The timer consists of the model of `Context.wrap`, the timing part of `should_stop`, and one journal record every 50
-steps. Its cost is below the noise of a step of milliseconds, so it is measured on a minimal step: pairs of a step with
-and a step without the timer, in alternating order. Before each step a large array is read, which evicts the caches as
-a real step does. The result is the median of the differences with its 95 % confidence interval, compared with the
-duration of steps of `ddp_step.py`'s CNN at 28². One rank, because steps are shortest without a gradient exchange.
-Times are CPU times of the thread, which executes the whole step.
+The timer consists of the model of `Context.wrap`, the timing part of `should_stop` with the rank's time account for
+the ledger, and one journal record every 50 steps. Its cost is below the noise of a step of milliseconds, so it is
+measured on a minimal step: pairs of a step with and a step without the timer, in alternating order. Before each step a
+large array is read, which evicts the caches as a real step does. The result is the median of the differences with its
+95 % confidence interval, compared with the duration of steps of `ddp_step.py`'s CNN at 28². One rank, because steps
+are shortest without a gradient exchange. Times are CPU times of the thread, which executes the whole step.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def make_timed_step(network: nn.Module, images: Tensor, labels: Tensor, journal:
     def after() -> None:
         nonlocal num_steps
         num_steps += 1
-        timer.step_done()
+        timer.step_done(num_steps, agreement_s=1e-6)
         if metrics := times.due(num_steps):
             journal.log(metrics, num_steps)
 

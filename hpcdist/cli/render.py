@@ -25,6 +25,7 @@ from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir, State
 from hpcdist.supervisor.plan import Plan, rank_command
 from hpcdist.supervisor.restart_policy import Failure
+from hpcdist.tracking import links
 from hpcdist.tracking.uri import redact_uri
 
 PLAIN_INTERVAL_S = 5.0
@@ -178,11 +179,10 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
     program = _program()
     for text in run.attempt(state.attempt).current_stragglers() if state.attempt else []:
         console.print(f"[yellow]straggler:[/] {escape(text)}", highlight=False, soft_wrap=True)
-    lines = [f"review in MLflow: {program} ui --runs-dir {escape(shlex.quote(config.runs_dir))}"]
+    store = f"--runs-dir {shlex.quote(config.runs_dir)}"
     if config.tracking.uri:
-        lines = [
-            f"review in MLflow: {program} ui --tracking-uri {escape(shlex.quote(redact_uri(config.tracking.uri)))}"
-        ]
+        store = f"--tracking-uri {shlex.quote(redact_uri(config.tracking.uri))}"
+    lines = [escape(line) for line in links.end_of_run(run)] or [f"review in MLflow: {program} ui {escape(store)}"]
     if is_benchmark and run.artifacts.is_dir():
         lines.append(f"report: {program} bench show {escape(shlex.quote(str(run.path)))}")
     if state.status != "finished":

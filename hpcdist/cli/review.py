@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from contextlib import suppress
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from hpcdist import logs
 from hpcdist.cli.options import RUNS, Experiment, RunNames, RunsDir, TrackingUri
-from hpcdist.errors import HpcdistError, RunFolderError, UserMistake
+from hpcdist.errors import HpcdistError, UserMistake
 
 app = typer.Typer()
 
@@ -26,8 +24,9 @@ def ui(
 ) -> None:
     """Start MLflow's UI on the runs' database, for this user only.
 
-    The server listens on 127.0.0.1 and requires a token, which is new at each start: open one of the printed links.
-    Scripts read the token from the printed file.
+    The server listens on 127.0.0.1 and requires a token, which is new at each start: open one of the printed links,
+    to an experiment or to one of its prepared views. Scripts read the token from the printed file. If the store is an
+    MLflow server, the links to that server are printed and nothing is started.
 
     Examples:
 
@@ -35,13 +34,18 @@ def ui(
 
         hpcdist ui --port 5001 --runs-dir /shared/me/runs
     """
+    from hpcdist.run.lookup import find_runs
     from hpcdist.run.runs_dir import require_own
+    from hpcdist.tracking import links
     from hpcdist.tracking import ui as server
     from hpcdist.tracking.uri import choose_uri, sqlite_path
 
     store = tracking_uri or choose_uri(os.environ, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir)
     if store.startswith("http"):
-        print(f"the UI of this MLflow server is at {store}")
+        address = links.web_address(store)
+        print(f"the UI of this MLflow server is at {address}")
+        for line in links.of_experiments(find_runs(runs_dir), store, f"{address}/"):
+            print(line)
         return
     if (database := sqlite_path(store)) is not None:
         require_own(database, "the database")
@@ -50,32 +54,13 @@ def ui(
     token, file = server.make_token(port, os.environ)
     address = f"http://{server.HOST}:{port}"
     print(f"all experiments: {address}/?token={token}")
-    for link in experiment_links(runs_dir, store, f"{address}/?token={token}"):
-        print(link)
+    for line in links.of_experiments(find_runs(runs_dir), store, f"{address}/?token={token}"):
+        print(line)
     print(f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {shlex.quote(str(file))})", flush=True)
     os.environ |= server.variables(store, file)
     os.umask(0o077)  # a new database and uploaded artifacts are private to the user
     command = server.command(port)
     os.execv(command[0], command)
-
-
-def experiment_links(runs_dir: Path, tracking_uri: str, address: str) -> list[str]:
-    """Return a link to each experiment in the UI at `address`; the start page of the UI shows no training runs."""
-    from hpcdist.files.atomic import read_json
-    from hpcdist.run.lookup import find_runs
-    from hpcdist.tracking.uri import redact_uri
-
-    ids: dict[str, str] = {}
-    for run in find_runs(runs_dir):
-        known: dict[str, Any] = {}
-        with suppress(RunFolderError, OSError):  # `hpcdist runs` reports damaged runs
-            known = read_json(run.mlflow) or {}
-        if isinstance(known.get("experiment_id"), str) and known.get("uri") == redact_uri(tracking_uri):
-            ids[run.experiment] = known["experiment_id"]
-    return [
-        f"{name}: {address}#/experiments/{number}/runs?workflowType=machine_learning"
-        for name, number in sorted(ids.items())
-    ]
 
 
 @app.command()

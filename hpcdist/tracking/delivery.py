@@ -11,7 +11,7 @@ from hpcdist.config.schema import CheckpointConfig
 from hpcdist.errors import TrackingError
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.polling import CHECKS_PER_S
-from hpcdist.tracking import artifacts, run_metadata
+from hpcdist.tracking import artifacts, run_metadata, saved_views
 from hpcdist.tracking.artifacts import Artifact
 from hpcdist.tracking.batches import Batches
 from hpcdist.tracking.best_version import move_best
@@ -60,6 +60,8 @@ class Delivery:
         self._search_at = 0.0
         #: Artifacts that are not uploaded, each of which is reported once.
         self._left_out: set[str] = set()
+        #: Phase of the run in which the prepared views were written: `live` or `ended`.
+        self._views_written = ""
         #: Minimum time before the next pass: polling the journals of many nodes loads the file system.
         self.pause_s = 0.0
 
@@ -94,6 +96,7 @@ class Delivery:
         num_points = self.ship_records(state)
         self._ship_page(state)
         self._ship_tags(state)
+        self._ship_views(state)
         self._ledger.ship(state, self.open_run())
         failure = None
         try:
@@ -171,6 +174,16 @@ class Delivery:
         self._page.update(self.open_run(), state, self.progress, configured_note(self.config))
         if self.progress.page != before:
             self.progress.save(self._saved)
+
+    def _ship_views(self, state: State) -> None:
+        """Write the prepared views of the experiment in the first pass and at the end of the run.
+
+        At the end, columns appear again that another run has removed by writing at the same time.
+        """
+        phase = "ended" if state.status in ENDED else "live"
+        if self._views_written != phase:
+            self._views_written = phase
+            saved_views.write(self.open_run(), self.run, self.config)
 
     def _ship_artifacts(self, state: State) -> None:
         self._upload(artifacts.documents(self.run))

@@ -114,11 +114,12 @@ def run_name(run: RunDir, config: Mapping[str, Any]) -> str:
 
 
 def job_tags(run: RunDir) -> dict[str, str]:
-    """Return the tags of the run's Slurm job: id, nodes, and time in the queue over all its starts."""
+    """Return the nodes of the run, and of its Slurm job the id, nodes, and time in the queue over all its starts."""
     job = read_json(run.path / "slurm.json") or {}
     lives = job_starts(run)
     if not job.get("job_id"):
-        return {}
+        host = (read_json(run.environment) or {}).get("host")
+        return {"hpcdist.nodes": _clean_text(str(host))[:MAX_TAG]} if host else {}
     facts = {
         "job_id": job["job_id"],
         "cluster": job.get("cluster") or None,
@@ -126,7 +127,9 @@ def job_tags(run: RunDir) -> dict[str, str]:
         "lives": len(lives) or None,
         "queue_s": round(sum(float(life.get("queue_s", 0.0)) for life in lives)) if lives else None,
     }
-    return {f"hpcdist.slurm.{key}": str(value) for key, value in facts.items() if value is not None}
+    tags = {f"hpcdist.slurm.{key}": str(value) for key, value in facts.items() if value is not None}
+    # The same tag for runs with and without Slurm, for a column in the list of runs.
+    return tags | ({"hpcdist.nodes": tags["hpcdist.slurm.nodes"]} if facts["nodes"] else {})
 
 
 def state_tags(state: State) -> dict[str, str]:

@@ -67,6 +67,7 @@ class RunPage:
             progress.page["description"] = mark
         _log_datasets(opened, facts, progress)
         _set_primary_metric(opened, facts, progress)
+        _set_lost_steps(opened, facts, progress)
         self._shown, self._next = status, now + INTERVAL_S
 
 
@@ -131,6 +132,14 @@ def _set_primary_metric(opened: MlflowRun, facts: RunFacts, progress: ShippingSt
             raise
         log.warning("the primary metric of the experiment is not set: %s", error)
     progress.page["primary_metric"] = facts.monitor
+
+
+def _set_lost_steps(opened: MlflowRun, facts: RunFacts, progress: ShippingState) -> None:
+    """Set the tag with the steps that had, or have, to be done again in all attempts, a column of the view Failures."""
+    known = [attempt.steps_lost for attempt in facts.attempts if attempt.steps_lost is not None]
+    if known and progress.page.get("lost_steps") != (lost := str(sum(known))):
+        opened.set_tags({"hpcdist.lost_steps": lost})
+        progress.page["lost_steps"] = lost
 
 
 def configured_note(config: Mapping[str, Any]) -> str:

@@ -51,7 +51,7 @@ class ShippingState:
     """Checkpoint folder → fingerprint of the manifest that its logged model has completely."""
     tags: dict[str, str] = field(default_factory=dict)
     page: dict[str, str] = field(default_factory=dict)
-    """Hashes of `description` and `datasets`, and the `primary_metric`, see `run_page.py`."""
+    """Hashes of `description` and `datasets`, the `primary_metric` and `lost_steps`, see `run_page.py`."""
     status: str = ""
     complete: str = ""
     """Status and attempt at whose end MLflow had everything; empty before."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from mlflow_site import Site, started_site
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -53,6 +54,13 @@ def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = Path(configured) if configured else tmp_path_factory.mktemp("screenshots")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="package")
+def site(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Return finished, failed and stopped runs and a sweep, shown by `hpcdist ui`."""
+    with started_site(tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("ui")) as started:
+        yield started
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ class HostClock:
     mark = staticmethod(time.perf_counter)
 
     def measure(self, *parts: list[float]) -> tuple[float, ...]:
-        return tuple([part[1] - part[0] if len(part) == 2 else sum(part[1::2]) - sum(part[::2]) for part in parts])
+        return (*[part[1] - part[0] if len(part) == 2 else sum(part[1::2]) - sum(part[::2]) for part in parts],)
 
 
 class CudaClock:
@@ -168,8 +168,8 @@ class StepTimer:
         is_redone = self.account.is_redoing
         self.account.step_done(step, now)
         if self._began is not None:
-            if not is_redone:
-                self.account.move("communication", agreement_s)
+            if agreement_s and not is_redone:
+                self.account.move(0.0, agreement_s)
             self._steps += 1
             self._step_s += now - self._began
             if self._is_computing and self._graded is not None:
@@ -278,8 +278,7 @@ class StepTimer:
         self._data_s += data_s
         self._compute_s += seconds[1]
         if not is_redone:
-            self.account.move("data", data_s)
-            self.account.move("communication", seconds[2])
+            self.account.move(data_s, seconds[2])
         return True
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 from hpcdist.review.ledger import CAUSES, Cause
 
@@ -60,11 +60,16 @@ class TimeAccount:
             self._seconds[before] += now - self._since
             self._since = now
 
-    def move(self, cause: Literal["data", "communication"], seconds: float) -> None:
-        """Book seconds of past `compute` to another cause."""
-        seconds = min(seconds, self._seconds["compute"])
-        self._seconds["compute"] -= seconds
-        self._seconds[cause] += seconds
+    def move(self, data_s: float, communication_s: float) -> None:
+        """Book seconds of past `compute` as `data` and `communication`."""
+        booked = self._seconds
+        left = booked["compute"] - data_s - communication_s
+        if left < 0:  # parts of a step that are measured on a device may be longer than the step on the host
+            scale = booked["compute"] / (data_s + communication_s)
+            left, data_s, communication_s = 0.0, data_s * scale, communication_s * scale
+        booked["compute"] = left
+        booked["data"] += data_s
+        booked["communication"] += communication_s
 
     @contextmanager
     def phase(self, cause: Cause) -> Iterator[None]:

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from hpcdist.cli import diagnose, runs
-from hpcdist.cli.review import experiment_links
 from hpcdist.config.loading import load_run_config
 from hpcdist.diagnostics.doctor.run_report import run_sections
 from hpcdist.errors import HpcdistError
@@ -31,7 +30,7 @@ from hpcdist.run.sweep_folder import SweepDir, sweep_of
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.submit.checks import longest_save
-from hpcdist.tracking import artifacts, run_metadata
+from hpcdist.tracking import artifacts, links, run_metadata
 from hpcdist.tracking.journal_tail import JournalTail
 from hpcdist.tracking.shipping_state import ShippingState
 
@@ -233,8 +232,10 @@ def test_commands_report_a_damaged_file_in_one_line(
         assert code == 0, label
         assert "counting/grid-seed_1" in output, f"{label}: the other run is listed"
         assert "counting/half" in output or name in ("state.json", "config.yaml"), label
-        experiment_links(runs_dir, "sqlite:////x.db", 5000)
-        assert find_runs(runs_dir), label
+        found = find_runs(runs_dir)
+        assert found, label
+        links.of_experiments(found, "sqlite:////x.db", "http://127.0.0.1:5000/")
+        links.end_of_run(run)
         longest_save(runs_dir / "counting")
         if name in ("state.json", "cell.json"):
             command(lambda: runs.status("grid", runs_dir=runs_dir))

@@ -73,7 +73,7 @@ def test_ui_prints_links_with_a_token_and_starts_mlflow(
     store = f"sqlite:///{tmp_path}/runs/mlflow.db"
     run = RunDir.create(tmp_path / "runs" / "exp" / "first")
     run.config.write_text("{}")
-    write_json(run.mlflow, {"experiment_id": "7", "uri": store})
+    write_json(run.mlflow, {"experiment_id": "7", "uri": store, "views": ["hpcdist-cost"]})
     port = unused_port()
     result = hpcdist("ui", "--port", str(port))
     (file,) = tmp_path.glob("state/hpcdist/ui/*.token")
@@ -82,6 +82,8 @@ def test_ui_prints_links_with_a_token_and_starts_mlflow(
         0,
         f"all experiments: {address}/?token={file.read_text()}\n"
         f"exp: {address}/?token={file.read_text()}#/experiments/7/runs?workflowType=machine_learning\n"
+        f"  Cost: {address}/?token={file.read_text()}#/experiments/7/runs?workflowType=machine_learning"
+        "&viewStateShareKey=hpcdist-cost\n"
         f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {file})\n",
         "",
     )
@@ -98,11 +100,18 @@ def test_ui_rejects_an_invalid_port(hpcdist: Cli) -> None:
     assert "Invalid value for '--port'" in result.err
 
 
-def test_ui_prints_the_address_of_an_existing_server(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ui_prints_the_links_to_an_existing_server(
+    hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("MLflow was started"))
-    assert (
-        hpcdist("ui", "--tracking-uri", "http://mlflow:5000").out
-        == "the UI of this MLflow server is at http://mlflow:5000\n"
+    run = RunDir.create(tmp_path / "runs" / "exp" / "first")
+    run.config.write_text("{}")
+    write_json(run.mlflow, {"experiment_id": "7", "uri": "http://ada:***@mlflow", "views": ["hpcdist-cost"]})
+    listing = "http://mlflow/#/experiments/7/runs?workflowType=machine_learning"
+    assert hpcdist("ui", "--tracking-uri", "http://ada:s3cret@mlflow").out == (
+        "the UI of this MLflow server is at http://mlflow\n"
+        f"exp: {listing}\n"
+        f"  Cost: {listing}&viewStateShareKey=hpcdist-cost\n"
     )
     monkeypatch.delenv("HPCDIST_TRACKING_URI")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://other")

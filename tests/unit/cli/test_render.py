@@ -261,6 +261,17 @@ def test_end_of_an_unfinished_run_names_the_resume_command(
     ]
 
 
+def test_end_of_a_run_on_a_server_links_to_its_page_and_views(console: Console, make: Callable[..., RunDir]) -> None:
+    run = make(status="finished", reason="a reason")
+    ids = {"uri": "http://ada:***@mlflow", "experiment_id": "7", "run_id": "ab", "views": ["hpcdist-cost"]}
+    write_json(run.mlflow, ids)
+    assert end(console, run, run.read_state(), tracking=TrackingConfig(uri="http://ada:s3cret@mlflow")) == [
+        "review in MLflow: http://mlflow/#/experiments/7/runs/ab?workflowType=machine_learning",
+        "  Cost: http://mlflow/#/experiments/7/runs?workflowType=machine_learning&viewStateShareKey=hpcdist-cost",
+        "finished: a reason",
+    ]
+
+
 # --- status of runs
 
 

@@ -26,6 +26,7 @@ from hpcdist.tracking.journal_tail import Point
 from hpcdist.tracking.node_charts import node_metric
 from hpcdist.tracking.node_table import NodeTable, Row
 from hpcdist.tracking.point_budget import PointBudget
+from hpcdist.tracking.shipper import sync
 from hpcdist.tracking.shipping_state import ShippingState
 
 LIMIT = 40
@@ -353,6 +354,20 @@ def test_removed_table_begins_again(tmp_path: Path) -> None:
     assert gzip.decompress(path.read_bytes()).decode() == (
         "attempt,node,time_ms,step,system/a,time/compute_s,time/data_s,time/step_s,more\n1,n,1,1,1.0,,,,\n1,n,2,2,2.0,,,,\n"
     )
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+def test_sync_reports_points_beyond_the_limit(scene: Scene) -> None:
+    scene.write_config({**CONFIG, "tracking": {"exact_points": 10}})
+    scene.log(range(100))
+    scene.state(status="finished", ended=2e9)
+    report = sync(scene.run, scene.uri)
+    steps = scene.steps()
+    assert steps[:10] == list(range(10))
+    assert steps[-1] == 99
+    assert report.num_points == len(steps) + 1
+    assert f", {100 - len(steps)} points beyond tracking.exact_points in the journal only" in str(report)
+    assert sync(scene.run, scene.uri).num_points == 0
 
 
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
