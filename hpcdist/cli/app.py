@@ -24,6 +24,7 @@ from hpcdist.cli import (
     resume,
     review,
     run,
+    run_comparison,
     runs,
     server,
     submit,
@@ -45,7 +46,7 @@ app = typer.Typer(
 PANELS: dict[str, tuple[Any, ...]] = {
     "Start runs": (run, submit, resume, config),
     "Watch runs": (runs,),
-    "Review": (review, cost, model_export, server),
+    "Review": (review, run_comparison, cost, model_export, server),
     "Diagnose": (diagnose, bench),
     "Images": (image,),
     "Development": (devcluster,),

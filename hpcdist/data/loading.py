@@ -32,6 +32,7 @@ class ImageData:
     num_classes: int
     in_channels: int
     image_size: int
+    class_names: tuple[str, ...] = ()  #: empty if classes have numbers only
 
 
 _Sources = tuple[ImageSource, ImageSource, int]  # training and test images, and the number of classes
@@ -46,12 +47,14 @@ def load_datasets(data: DataConfig, seed: int) -> ImageData:
     spec = DATASETS[data.name]
     size = data.image_size or spec.image_size
     train, test, num_classes = _sources(data, spec, size, seed)
+    is_folder = isinstance(train, FolderImages)
     return ImageData(
         train=_split(train, data, spec, seed if data.augment else None),
         test=_split(test, data, spec, None),
         num_classes=num_classes,
         in_channels=spec.in_channels,
         image_size=size,
+        class_names=tuple(class_names(find_or_raise(data.name, Path(data.root).expanduser()))) if is_folder else (),
     )
 
 

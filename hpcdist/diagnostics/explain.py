@@ -131,8 +131,7 @@ def _of_attempt(run: RunDir, attempt: Attempt, reason: str) -> Finding | None:
     """
     if reason.startswith("preflight: ") and (found := _of_preflight(run, attempt)) is not None:
         return found
-    failed = [item for item in attempt.outcomes().items() if item[1]["outcome"] in ("failed", "rejected")]
-    failed.sort(key=lambda item: (bool(item[1].get("peer_lost")), item[1]["time"]))
+    failed = _failed_ranks(attempt)
     if failed and not failed[0][1].get("peer_lost"):
         return _of_outcome(run, attempt, *failed[0])
     hang = _of_hang(run, attempt)
@@ -143,6 +142,30 @@ def _of_attempt(run: RunDir, attempt: Attempt, reason: str) -> Finding | None:
     if (match := first_match([reason])) is not None:
         return _known(match[0], reason, _stack(run, attempt))
     return _of_outcome(run, attempt, *failed[0]) if failed else None
+
+
+def explain_failure(run: RunDir, attempt: Attempt, error: str) -> Finding:
+    """Explain the recorded failure of any attempt, without the logs that all attempts share.
+
+    Args:
+        error: the sentence that the supervisor recorded.
+    """
+    if error.startswith("preflight: ") and (found := _of_preflight(run, attempt)) is not None:
+        return found
+    failed = _failed_ranks(attempt)
+    if failed and not failed[0][1].get("peer_lost"):
+        return _of_outcome(run, attempt, *failed[0])
+    if (hang := _of_hang(run, attempt)) is not None:
+        return hang
+    if (match := first_match([error])) is not None:
+        return _known(match[0], error, quote(error))
+    return _of_outcome(run, attempt, *failed[0]) if failed else Finding(cause=quote(error))
+
+
+def _failed_ranks(attempt: Attempt) -> list[tuple[int, dict[str, Any]]]:
+    """Return the outcomes of the ranks that failed, those that failed by themselves first."""
+    failed = [item for item in attempt.outcomes().items() if item[1]["outcome"] in ("failed", "rejected")]
+    return sorted(failed, key=lambda item: (bool(item[1].get("peer_lost")), item[1]["time"]))
 
 
 def _of_preflight(run: RunDir, attempt: Attempt) -> Finding | None:

@@ -26,8 +26,9 @@ from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.telemetry.step_timing import NodeTimes, StepTimer, clock_of
 from hpcdist.rank.topology import Topology
 from hpcdist.rank.training_notes import TrainingNotes
+from hpcdist.review.figures import Figure, write_figure
 from hpcdist.run.attempt import Attempt
-from hpcdist.run.attempt_times import read_times
+from hpcdist.run.attempt_times import reached_before
 from hpcdist.run.folder import RunDir
 from hpcdist.run.training_record import Dataset
 from hpcdist.tracking.journal import JournalWriter
@@ -95,12 +96,9 @@ class Context(RankInfo):
         self._heartbeat = heartbeat
         self._notes = TrainingNotes(attempt, is_main=self.is_main)
         self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
-        account = self.timer.account
-        if (times := read_times(attempt)) is not None:
-            account.reached = times.reached
-        heartbeat.timing, heartbeat.account = self.timer.report, account.report
-        if self.is_main:
-            heartbeat.phases = account.phases
+        self.timer.account.reached = reached_before(attempt)
+        heartbeat.timing, heartbeat.account = self.timer.report, self.timer.account.report
+        heartbeat.phases = self.timer.account.phases if self.is_main else ()
         self._checkpoints = RankCheckpoints(
             config=config, run=run, attempt=attempt, topology=topology, device=device, groups=groups, journal=journal
         )
@@ -216,6 +214,15 @@ class Context(RankInfo):
         path = self.run.artifacts / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
+
+    def figure(self, name: str, figure: Figure) -> None:
+        """Write a figure for the report of the run, such as a confusion matrix. Only rank 0 writes.
+
+        It becomes the artifact `figures/<name>.json`; a later figure of the same name replaces it. The classes of
+        figures are in `hpcdist.review.figures`. A figure that cannot be written is only logged.
+        """
+        if self.is_main:
+            write_figure(self.run.artifacts, name, figure, self._heartbeat.step)
 
     def export_model(self, module: nn.Module, example: torch.Tensor) -> None:
         """Write the final model in MLflow's format, for `mlflow.pytorch.load_model`. Only rank 0 writes.

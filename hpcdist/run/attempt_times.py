@@ -85,6 +85,12 @@ def begin(attempt: Attempt, resources: Resources, times: AttemptTimes) -> Attemp
     return times
 
 
+def reached_before(attempt: Attempt) -> int:
+    """Return the last step that earlier attempts have done, as the supervisor has recorded it."""
+    times = read_times(attempt)
+    return 0 if times is None else times.reached
+
+
 def reached_step(attempt: Attempt) -> int:
     """Return the largest step that an attempt and those before it have done, or 0.
 

@@ -16,6 +16,7 @@
         checkpoints/step-00000100/               see checkpoint/checkpoint_folder.py
         model/                                   the final model in MLflow's layout
         artifacts/                               files of the trainer, such as plots and samples
+        report.html                              report of the run as one page, written by the shipper
         attempts/001/                            one per start of the ranks, see run/attempt.py
             key                                  secret of the attempt; readable by the owner alone
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
@@ -127,6 +128,8 @@ class RunDir:
         self.node_metrics = self.journal / "node_metrics.csv.gz"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
+        #: The page that `review/html_report.py` writes.
+        self.report = path / "report.html"
         #: Files of the trainer for the user; exists once the trainer has written one.
         self.artifacts = path / "artifacts"
 

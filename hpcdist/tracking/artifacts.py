@@ -54,8 +54,8 @@ def leaves_folder(item: Artifact, run: RunDir) -> str:
 
 
 def documents(run: RunDir) -> Iterator[Artifact]:
-    """Yield the config, the code state, the environment, and the original names of renamed metrics."""
-    for path in (run.config, run.path / "code.patch", run.environment, run.journal / "names.json"):
+    """Yield the config, the code state, the environment, the original names of renamed metrics, and the report."""
+    for path in (run.config, run.path / "code.patch", run.environment, run.journal / "names.json", run.report):
         yield Artifact(path, path.name, fingerprint(path))
 
 

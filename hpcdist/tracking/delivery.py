@@ -21,6 +21,7 @@ from hpcdist.tracking.ledger_metrics import LedgerMetrics
 from hpcdist.tracking.logged_model import log_model, register
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.parent_run import ParentRun
+from hpcdist.tracking.report_writer import ReportWriter
 from hpcdist.tracking.run_page import NOTE_TAG, RunPage, configured_note
 from hpcdist.tracking.shipping_state import ShippingState, completion_of
 
@@ -52,6 +53,7 @@ class Delivery:
         self._names = ChangedNames(run.journal / "names.json")
         self._mlflow: MlflowRun | None = None
         self._parent = ParentRun.of(run, uri)
+        self._report = ReportWriter(run)
         self._page = RunPage(run)
         self._ledger = LedgerMetrics(run)
         self._checkpoints_shipped = -math.inf
@@ -186,6 +188,7 @@ class Delivery:
             saved_views.write(self.open_run(), self.run, self.config)
 
     def _ship_artifacts(self, state: State) -> None:
+        self._report.write_if_due(state, self.progress)
         self._upload(artifacts.documents(self.run))
         self._upload(artifacts.preflight(self.run))
         self._ship_trainer_artifacts(is_running=state.status == "running")

@@ -55,6 +55,7 @@ class ShippingState:
     status: str = ""
     complete: str = ""
     """Status and attempt at whose end MLflow had everything; empty before."""
+    report: str = ""  #: state of the run in `report.html`
     num_points: int = 0  #: sent
     num_repeated: int = 0  #: omitted, since MLflow has the step of the key from an earlier attempt
     num_broken: int = 0  #: lines that are not records

@@ -167,6 +167,21 @@ def test_models_tab_shows_kept_checkpoints_with_metrics(page: Page, site: Site, 
     page.screenshot(path=screenshots / "checkpoint.png")
 
 
+def test_report_opens_in_the_artifact_viewer(page: Page, site: Site, screenshots: Path) -> None:
+    page.goto(site.page_of("finished", "artifacts"))
+    page.get_by_text("report.html", exact=True).click()
+    report = page.frame_locator("iframe")  # a sandbox
+    expect(report.get_by_role("heading", name="finished", exact=True)).to_be_visible()
+    for heading in ("Run", "Timeline", "Ledger", "Trainer ddp", "Metrics", "Environment", "Config"):
+        expect(report.get_by_role("heading", name=heading, exact=True)).to_be_attached()
+    expect(report.get_by_role("img", name="train/loss, eval/loss").locator("polyline")).to_have_count(2)
+    expect(report.locator("table.matrix td")).to_have_count(100)
+    for scheme, colour in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 23, 27)")):
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        expect(report.locator("body")).to_have_css("background-color", colour)
+        page.screenshot(path=screenshots / f"report-{scheme}.png")
+
+
 def test_registered_model_links_to_its_run(page: Page, site: Site) -> None:
     page.goto(f"{site.url}/#/models/digits-model")
     expect(page.get_by_role("heading", name="digits-model")).to_be_visible()

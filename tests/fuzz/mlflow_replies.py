@@ -194,7 +194,7 @@ def replayed(recorded: dict[Endpoint, Reply], uri: str) -> Iterator[Replies]:
 
 @contextmanager
 def recording(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[Endpoint, Reply]]]:
-    """Serve MLflow with a new database. Yields its address, and the last reply to each request."""
+    """Serve MLflow with a new database. Yields its address and the last (`runs/get`: first) reply to each request."""
     recorded: dict[Endpoint, Reply] = {}
     with mlflow_application(folder, "mlflow-artifacts:/", monkeypatch) as application:
 
@@ -207,7 +207,10 @@ def recording(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
                 return start_response(line, headers, *more)
 
             body = b"".join(application(environ, start))
-            recorded[environ["REQUEST_METHOD"], environ["PATH_INFO"]] = Reply(status, body)
+            endpoint, reply = (environ["REQUEST_METHOD"], environ["PATH_INFO"]), Reply(status, body)
+            # The first response is about the cell, later ones about its sweep, which has other artifacts.
+            if not (endpoint in recorded and endpoint[1].endswith("/runs/get")):
+                recorded[endpoint] = reply
             return [body]
 
         with serving(recorder) as uri:

@@ -35,6 +35,8 @@ slurm.job_components slurm.extra_flags slurm.exposed_secrets
 run
 containers
 preflight devcluster
+diagnostics.failure_patterns
+diagnostics.explain
 review
 tracking
 supervisor

@@ -42,6 +42,8 @@ class Trainer:
     """Return the problems that only the host of the supervisor can detect, such as missing files."""
     fixed_keys: tuple[str, ...] = ()
     """The keys that a resume cannot change, because they determine the content of a checkpoint."""
+    charts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Its charts in the report of a run: title → the metrics in the chart, where `*` stands for any text."""
     is_benchmark: bool = False
     """Whether a run ends with a report for `hpcdist bench show` instead of final metrics."""
 

@@ -29,6 +29,8 @@ from hpcdist.rank.ddp_buckets import settle_buckets
 from hpcdist.rank.optimizer import build_optimizer, lr_factor, set_lr
 from hpcdist.rank.training_loop import Meter, run_epochs
 from hpcdist.rank.training_position import TrainingPosition
+from hpcdist.review.figures import MAX_CLASSES
+from hpcdist.trainers.ddp.figures import confusion_matrix
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,8 @@ def autocast(ctx: Context, cfg: Config) -> AbstractContextManager[Any]:
 def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> dict[str, float]:
     """Return loss and accuracy over the test set, each sample counted once, equal on all ranks.
 
+    With at most MAX_CLASSES classes, the confusion matrix becomes a figure of the report.
+
     Args:
         module: the model without its DDP wrapper; it is left in training mode.
     """
@@ -231,6 +235,8 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
     module.eval()
     loss_sum = torch.zeros((), device=ctx.device, dtype=torch.float64)
     num_correct = torch.zeros((), device=ctx.device, dtype=torch.int64)
+    num_cells = data.num_classes**2 if data.num_classes <= MAX_CLASSES else 0
+    confusion = torch.zeros(num_cells, device=ctx.device, dtype=torch.int64)
     indices = eval_indices(len(data.test), ctx.rank, ctx.world_size)
     batches = data.test.batches(
         indices,
@@ -242,8 +248,15 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
         with autocast(ctx, cfg):
             logits = module(images)
         loss_sum += F.cross_entropy(logits.float(), labels, reduction="sum")
-        num_correct += (logits.argmax(dim=1) == labels).sum()
+        predicted = logits.argmax(dim=1)
+        num_correct += (predicted == labels).sum()
+        if num_cells:
+            confusion.index_add_(0, labels * data.num_classes + predicted, torch.ones_like(labels))
         ctx.alive()
     module.train()
-    loss, correct, count = ctx.sum_over_ranks([loss_sum.item(), num_correct.item(), len(indices)])
+    loss, correct, count, *cells = ctx.sum_over_ranks(
+        [loss_sum.item(), num_correct.item(), len(indices), *confusion.tolist()]
+    )
+    if num_cells:
+        ctx.figure("confusion_matrix", confusion_matrix(cells, data.class_names))
     return {"eval/loss": loss / count, "eval/accuracy": correct / count}

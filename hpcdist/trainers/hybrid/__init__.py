@@ -30,5 +30,6 @@ TRAINER = Trainer(
     instead_of_accumulation="hybrid.batch_size",
     check=_check,
     check_host=_check_host,
+    charts={"AUC": ("eval/auc", "eval/best_auc")},
     fixed_keys=("hybrid.tables", "hybrid.embedding_dim", "hybrid.hidden_sizes", "hybrid.table_optimizer", "optim.name"),
 )

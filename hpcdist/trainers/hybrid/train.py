@@ -39,6 +39,7 @@ from hpcdist.rank.training_loop import Meter, run_epochs
 from hpcdist.rank.training_position import TrainingPosition
 from hpcdist.trainers.hybrid.click_logs import Clicks, batches, identity, load_clicks, padded
 from hpcdist.trainers.hybrid.click_model import ClickModel, auc, dense_part
+from hpcdist.trainers.hybrid.figures import evaluation_figures
 from hpcdist.trainers.hybrid.lookups import LookupPlan, Lookups, Units, choose
 from hpcdist.trainers.hybrid.schema import HybridConfig
 from hpcdist.trainers.hybrid.table_server import rows_of_table, serve_tables
@@ -215,6 +216,9 @@ def evaluate(loop: HybridLoop) -> dict[str, float]:
     dist.all_gather_object(gathered, torch.stack(mine), group=loop.groups.host)
     logits, labels, *best = torch.cat(gathered, dim=1)
     log_loss = F.binary_cross_entropy_with_logits(logits.double(), labels.double())
+    if ctx.is_main:
+        for name, figure in evaluation_figures(logits.sigmoid().double(), labels).items():
+            ctx.figure(name, figure)
     metrics = {"eval/auc": auc(logits, labels), "eval/log_loss": float(log_loss)}
     return metrics | ({"eval/best_auc": auc(best[0], labels)} if best else {})
 

@@ -40,5 +40,9 @@ TRAINER = Trainer(
     roles={"stage": 2},
     instead_of_accumulation="pipeline.num_micro_batches",
     check=_check,
+    charts={
+        "bubble: share of a step that stages are idle": ("pipeline/bubble", "pipeline/bubble_in_theory"),
+        "seconds of computation per step and stage": ("pipeline/busy_s/*",),
+    },
     fixed_keys=("model.name", "optim.name"),
 )

@@ -35,6 +35,7 @@ from hpcdist.rank.training_loop import Meter, run_epochs
 from hpcdist.rank.training_position import TrainingPosition
 from hpcdist.trainers.rl.environments import Environments, Problem, make_environments
 from hpcdist.trainers.rl.episodes import greedy_gif, greedy_returns, returns_plot
+from hpcdist.trainers.rl.figures import returns_curves, returns_histogram
 from hpcdist.trainers.rl.inference import InferenceServer
 from hpcdist.trainers.rl.observers import ObserverGroup, serve_rollouts
 from hpcdist.trainers.rl.policy import Actor, Policy
@@ -198,6 +199,8 @@ def evaluate(loop: RlLoop) -> dict[str, float]:
     mean = float(returns.mean())
     history.last_returns = returns.tolist()
     history.evaluations.append((history.env_steps, mean, float(returns.min()), float(returns.max())))
+    loop.ctx.figure("returns", returns_curves(loop.problem.name, history.evaluations))
+    loop.ctx.figure("returns_of_last_evaluation", returns_histogram(history.last_returns))
     return {
         "eval/return": mean,
         "eval/return_std": float(returns.std()),

@@ -43,6 +43,7 @@ from hpcdist.rank.network.rpc import RpcGroup, rpc_group
 from hpcdist.rank.optimizer import lr_factor
 from hpcdist.rank.training_loop import Meter, run_epochs
 from hpcdist.rank.training_position import TrainingPosition
+from hpcdist.review.figures import MAX_TEXT, Text
 from hpcdist.trainers.rnn.language_model import DECODER, ENCODER, LanguageModel, build_lstm, first_rows, sample
 from hpcdist.trainers.rnn.learner import Flight, Learner
 from hpcdist.trainers.rnn.schema import RnnConfig
@@ -262,7 +263,9 @@ def _export(ctx: Context, cfg: Config, learner: Learner, tokenizer: Tokenizer) -
         generator = torch.Generator().manual_seed(cfg.seed)
         tokens = sample(model, prompt, rnn.num_sample_tokens, rnn.temperature, generator)
         path = ctx.artifact("sample.txt")
-        path.write_text(tokenizer.decode([*prompt, *tokens]))
+        text = tokenizer.decode([*prompt, *tokens])
+        path.write_text(text)
+        ctx.figure("sample", Text(title="text sampled from the final model", text=text[:MAX_TEXT]))
     with warnings.catch_warnings():
         # The list is a second name of the LSTM's parameters, which are exported.
         warnings.filterwarnings("ignore", message="The tensor attributes self.lstm._flat_weights")

@@ -48,7 +48,7 @@ def test_upload_contains_params_tags_points_and_status(scene: Scene) -> None:
     assert math.isnan(run.data.metrics["odd_0_--4f0c463a3ad8"])
     assert run.data.metrics["up"] > 1e308
     assert run.data.metrics["attempt"] == 1
-    assert scene.artifacts() == {"config.yaml", "environment.json", "names.json"}
+    assert scene.artifacts() == {"config.yaml", "environment.json", "names.json", "report.html"}
     location = scene.client.get_experiment(run.info.experiment_id).artifact_location
     assert location == (scene.run.path.parents[2] / "mlartifacts" / "exp").as_uri()
     assert scene.shipper().ship_once() == 0
@@ -291,7 +291,8 @@ def test_changed_artifacts_are_uploaded_again(scene: Scene, monkeypatch: pytest.
     )
     live.ship_once()
     live.ship_once()
-    assert uploaded == ["config.yaml", "code.patch", "environment.json", "logs/attempt-001/rank-00000.log"]
+    first = ["config.yaml", "code.patch", "environment.json", "report.html", "logs/attempt-001/rank-00000.log"]
+    assert uploaded == first
     uploaded.clear()
     log.write_text("one\ntwo\n")
     live.ship_once()
@@ -299,7 +300,7 @@ def test_changed_artifacts_are_uploaded_again(scene: Scene, monkeypatch: pytest.
     scene.file("attempts/001/rank-00001.outcome.json", '{"outcome": "failed"}')
     scene.state(status="failed", ended=2e9)
     live.ship_once()
-    assert uploaded == ["logs/attempt-001/rank-00000.log", "logs/attempt-001/rank-00001.outcome.json"]
+    assert uploaded == ["report.html", "logs/attempt-001/rank-00000.log", "logs/attempt-001/rank-00001.outcome.json"]
     copy = scene.client.download_artifacts(scene.run_id, "logs/attempt-001/rank-00000.log")
     assert Path(copy).read_text() == "one\ntwo\n"
 

@@ -56,10 +56,10 @@ def test_sync_closes_the_run_of_a_dead_supervisor(scene: Scene) -> None:
     )
     report = sync(scene.run, scene.uri)
     assert report == SyncReport(
-        num_points=6, num_repeated=1, num_broken=1, num_artifacts=2, closed="its supervisor died"
+        num_points=6, num_repeated=1, num_broken=1, num_artifacts=3, closed="its supervisor died"
     )
     assert str(report) == (
-        "6 points and 2 artifacts uploaded, 1 points omitted that an earlier attempt had logged,"
+        "6 points and 3 artifacts uploaded, 1 points omitted that an earlier attempt had logged,"
         " 1 damaged lines skipped; closed: its supervisor died"
     )
     state = scene.run.read_state()

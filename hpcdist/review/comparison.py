@@ -1,0 +1,150 @@
+"""Comparison of runs: what differs in config, code, environment and outcome."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hpcdist.files.retry import retry
+from hpcdist.review.charts import Line, line_chart, number
+from hpcdist.review.drawing import duration
+from hpcdist.review.facts import RunFacts, read_facts
+from hpcdist.review.html_report import environment, utc
+from hpcdist.review.ledger import read_ledger
+from hpcdist.review.metric_charts import MAX_CHARTS, Chart, drawn, is_hidden, ranked
+from hpcdist.review.run_sections import read_environment, text_of
+from hpcdist.review.series import Series
+from hpcdist.run.folder import RunDir
+
+#: Shown for a value that a run does not have.
+MISSING = "–"
+#: Keys of the config that differ in every run, and of the environment that other rows show.
+_OWN_CONFIG = ("name",)
+_OWN_ENVIRONMENT = ("command", "code.", "git_", "slurm.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRun:
+    """One run of a comparison."""
+
+    label: str  #: its name, after its experiment if the runs belong to several
+    facts: RunFacts
+    sections: Mapping[str, Mapping[str, str]]  #: title → name of a row → value
+    series: Mapping[str, Series]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The rows in which runs differ."""
+
+    runs: tuple[ComparedRun, ...]
+    sections: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+    """Title → name of a row → values in the order of the runs; sections without a difference are left out."""
+
+
+def compare(runs: Mapping[str, RunDir], series: Mapping[str, Mapping[str, Series]]) -> Comparison:
+    """Return the differences between runs.
+
+    Args:
+        runs: by label.
+        series: metrics of the runs by label.
+
+    Raises RunFolderError if a run cannot be read, OSError if the file system fails.
+    """
+    compared = tuple(_read(label, run, series[label]) for label, run in runs.items())
+    sections = {}
+    for title in compared[0].sections:
+        names = dict.fromkeys(name for run in compared for name in run.sections[title])
+        rows = {name: tuple(run.sections[title].get(name, MISSING) for run in compared) for name in names}
+        if differing := {name: values for name, values in rows.items() if len(set(values)) > 1}:
+            sections[title] = differing
+    return Comparison(runs=compared, sections=sections)
+
+
+def _read(label: str, run: RunDir, series: Mapping[str, Series]) -> ComparedRun:
+    facts = read_facts(run)
+    sections = {
+        "config": {key: text_of(value) for key, value in facts.config.items() if key not in _OWN_CONFIG},
+        "code": _code(run, facts),
+        "environment": _environment(run, facts),
+        "outcome": _outcome(run, facts),
+        "metrics": _metrics(facts, series),
+    }
+    return ComparedRun(label=label, facts=facts, sections=sections, series=series)
+
+
+def _code(run: RunDir, facts: RunFacts) -> dict[str, str]:
+    patch = run.path / "code.patch"
+    try:
+        content = retry(patch.read_bytes, patch)
+    except FileNotFoundError:
+        content = b""
+    return {
+        "commit": facts.git_commit or "none",
+        "uncommitted changes": f"code.patch {hashlib.sha256(content).hexdigest()[:12]}" if content else "none",
+        "folder": facts.cwd,
+        "command": facts.command,
+    }
+
+
+def _environment(run: RunDir, facts: RunFacts) -> dict[str, str]:
+    found = {key: text for key, text in read_environment(run).items() if not key.startswith(_OWN_ENVIRONMENT)}
+    nodes = facts.attempts[-1].nodes if facts.attempts else ()
+    return {**found, "nodes": text_of(", ".join(nodes)), "ranks": str(facts.state.world_size)}
+
+
+def _outcome(run: RunDir, facts: RunFacts) -> dict[str, str]:
+    ledger, state = read_ledger(run), facts.state
+    lost = [attempt.steps_lost for attempt in facts.attempts if attempt.steps_lost is not None]
+    found = {
+        "state": state.status,
+        "reason": text_of(state.reason),
+        "created": utc(state.created),
+        "attempts": str(state.attempt),
+        "steps lost": str(sum(lost)),
+    }
+    if state.ended is not None:
+        found["from creation to end"] = duration(state.ended - state.created)
+    if facts.best_value is not None and facts.best is not None:
+        found[f"best {facts.monitor}"] = f"{number(facts.best_value)} at step {facts.best.step}"
+    if ledger.allocated_s:
+        found[f"{ledger.unit} hours"] = number(ledger.allocated_s / 3600)
+        found["goodput"] = f"{ledger.goodput:.1%}"
+        found["in the queue"] = duration(ledger.queue_s)
+    if ledger.energy_kwh is not None:
+        found["energy"] = f"{number(ledger.energy_kwh)} kWh"
+    return found
+
+
+def _metrics(facts: RunFacts, series: Mapping[str, Series]) -> dict[str, str]:
+    """Return the last value of each metric, and the lowest of a loss or the best of the monitored metric."""
+    found = {}
+    for key, one in sorted(series.items()):
+        if is_hidden(key) or one.last is None or one.lowest is None or one.highest is None:
+            continue
+        found[f"{key}, last"] = number(one.last)
+        is_monitored = key == facts.monitor
+        if "loss" in key.lower() or (is_monitored and facts.monitor_mode == "min"):
+            found[f"{key}, lowest"] = number(one.lowest)
+        elif is_monitored:
+            found[f"{key}, highest"] = number(one.highest)
+    return found
+
+
+def comparison_page(comparison: Comparison) -> str:
+    """Return a comparison as one self-contained HTML page, with the metrics of all runs in common charts."""
+    title = ", ".join(run.label for run in comparison.runs)
+    template = environment().get_template("comparison.html")
+    return template.render(title=title, comparison=comparison, charts=_charts(comparison.runs))
+
+
+def _charts(runs: Sequence[ComparedRun]) -> list[Chart]:
+    """Return a chart of each metric with a line per run: losses first, then the monitored metric and throughput."""
+    keys = {key for run in runs for key in run.series if not is_hidden(key)}
+    charts = []
+    for key in ranked(keys, runs[0].facts.monitor)[:MAX_CHARTS]:
+        lines = [Line(run.label, drawn(run.series[key]) if key in run.series else []) for run in runs]
+        if figure := line_chart(lines, x_label="step"):
+            charts.append(Chart(title=key, figure=figure))
+    return charts

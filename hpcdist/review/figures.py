@@ -1,0 +1,170 @@
+"""Figures of a trainer: small JSON files in `artifacts/figures/` that the report of the run draws.
+
+A trainer writes them with `Context.figure`, for example a confusion matrix at each evaluation. Metrics need no figure:
+the report has a chart of each metric.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hpcdist.errors import RunFolderError
+from hpcdist.files import formats
+from hpcdist.files.atomic import write_atomic
+from hpcdist.files.bounded_json import read_json_value
+from hpcdist.files.retry import retry
+
+log = logging.getLogger(__name__)
+
+#: Folder of the figures among the artifacts of a run.
+FOLDER = "figures"
+MAX_BYTES = 1 << 20
+#: Limits of what the report draws.
+MAX_CLASSES = 100
+MAX_LINES = 8
+MAX_POINTS = 2000
+MAX_TEXT = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """Numbers by row and column, such as a confusion matrix."""
+
+    title: str
+    row_label: str
+    column_label: str
+    names: list[str]  #: of the rows and of the columns, at most MAX_CLASSES
+    values: list[list[float]]  #: as many rows and columns as names
+    step: int = 0  #: steps done, set by `Context.figure`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """Lines over a common axis, such as a calibration curve."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: dict[str, list[list[float]]]  #: name → pairs (x, y) in the order of x
+    step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Histogram:
+    """Numbers of samples in intervals of a value."""
+
+    title: str
+    x_label: str
+    y_label: str
+    edges: list[float]  #: of the intervals, ascending
+    counts: list[float]  #: one less than edges
+    step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """Text that the model wrote."""
+
+    title: str
+    text: str
+    step: int = 0
+
+
+Figure = Matrix | Curves | Histogram | Text
+KINDS: dict[str, type[Figure]] = {"matrix": Matrix, "curves": Curves, "histogram": Histogram, "text": Text}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundFigures:
+    """The figures of a run, and a sentence for each file that is none."""
+
+    figures: list[Figure] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def histogram(title: str, values: Sequence[float], *, x_label: str, y_label: str) -> Histogram:
+    """Return the histogram of some values, at least one, in at most 20 intervals of equal width."""
+    low, high = min(values), max(values)
+    num_bins = min(20, max(1, len(values))) if high > low else 1
+    width = (high - low) / num_bins or 1.0
+    counts = [0.0] * num_bins
+    for value in values:
+        counts[min(num_bins - 1, int((value - low) / width))] += 1
+    edges = [low + width * number for number in range(num_bins + 1)]
+    return Histogram(title=title, x_label=x_label, y_label=y_label, edges=edges, counts=counts)
+
+
+def write_figure(artifacts: Path, name: str, figure: Figure, step: int | None = None) -> None:
+    """Write a figure atomically. A failure is logged, because a figure is not worth the end of a run.
+
+    Args:
+        artifacts: the folder of the run's artifacts.
+        step: steps done.
+    """
+    kind = next(key for key, known in KINDS.items() if isinstance(figure, known))
+    content = {"kind": kind, **asdict(figure), "step": step or figure.step}
+    path = artifacts / FOLDER / f"{name}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(formats.stamped(content)) + "\n")
+    except OSError as error:
+        log.warning("the figure %s cannot be written: %s", path, error.strerror)
+
+
+def read_figures(artifacts: Path) -> FoundFigures:
+    """Return the figures among the artifacts of a run, in the order of their file names."""
+    found = FoundFigures()
+    for path in sorted((artifacts / FOLDER).glob("*.json")):
+        if path.name.startswith(".") or path.is_symlink():
+            continue
+        try:
+            found.figures.append(_read(path))
+        except (RunFolderError, OSError, ValueError) as error:
+            found.problems.append(f"{FOLDER}/{path.name} is not a figure: {error}")
+    return found
+
+
+def _read(path: Path) -> Figure:
+    """Return the figure in a file. Raises RunFolderError, OSError or ValueError if it holds none."""
+    raw = retry(lambda: read_json_value(path, MAX_BYTES), path)
+    if not isinstance(raw, dict) or raw.get("kind") not in KINDS:
+        raise ValueError(f"its kind must be one of {', '.join(KINDS)}")
+    figure: Figure = formats.fill(KINDS[raw["kind"]], formats.unstamped(raw, path), path)
+    if not _is_regular(figure):
+        raise ValueError("its numbers do not fit its names")
+    return figure
+
+
+def _is_regular(figure: Figure) -> bool:
+    """Return whether the parts of a figure have the types and lengths that its class documents."""
+    match figure:
+        case Matrix(names=names, values=values):
+            rows = [row for row in values if _are_numbers(row) and len(row) == len(names)]
+            return len(rows) == len(values) == len(names) <= MAX_CLASSES and _are_texts(names)
+        case Curves(lines=lines):
+            points = [point for line in lines.values() if isinstance(line, list) for point in line]
+            return (
+                all(isinstance(line, list) and len(line) <= MAX_POINTS for line in lines.values())
+                and len(lines) <= MAX_LINES
+                and all(_are_numbers(point) and len(point) == 2 for point in points)
+            )
+        case Histogram(edges=edges, counts=counts):
+            is_ascending = _are_numbers(edges) and all(a < b for a, b in pairwise(edges))
+            return is_ascending and _are_numbers(counts) and 0 < len(counts) == len(edges) - 1 <= MAX_POINTS
+        case Text():
+            return True
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(type(one) in (int, float) and math.isfinite(one) for one in values)
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(one, str) for one in values)

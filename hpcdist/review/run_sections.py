@@ -1,0 +1,132 @@
+"""The facts of a run that its report shows in tables: faults, stragglers, preflight, environment and config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hpcdist.config.redaction import redact_text
+from hpcdist.config.tree import leaves
+from hpcdist.diagnostics.explain import Finding, explain_failure
+from hpcdist.files.atomic import read_json
+from hpcdist.machine.check import LEVELS
+from hpcdist.run.folder import RunDir
+
+#: Limits of the rows of a table.
+MAX_ROWS = 200
+MAX_TEXT = 600
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """The first failure of an attempt, with its explanation."""
+
+    attempt: int
+    where: str  #: rank and node
+    step: int | None
+    error: str
+    finding: Finding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """A report on a slow node or rank."""
+
+    attempt: int
+    event: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreflightCheck:
+    """A result of the preflight, of the network check between the ranks included."""
+
+    level: str
+    node: str
+    name: str
+    text: str
+    fix: str
+
+
+def read_faults(run: RunDir) -> list[Fault]:
+    """Return the first failure of each attempt that failed, the oldest first."""
+    found = []
+    for attempt in run.attempts():
+        failure = read_json(attempt.failure)
+        if failure is None:
+            continue
+        error = text_of(failure.get("error"))
+        host, step = text_of(failure.get("host")), failure.get("step")
+        where = f"rank {failure.get('rank')} on {host}" if host else ""
+        finding = explain_failure(run, attempt, error)
+        found.append(
+            Fault(
+                attempt=attempt.number,
+                where=where,
+                step=step if isinstance(step, int) else None,
+                error=error,
+                finding=finding,
+            )
+        )
+    return found[-MAX_ROWS:]
+
+
+def read_stragglers(run: RunDir) -> list[Straggler]:
+    """Return the reports on slow nodes and ranks of all attempts, the oldest first."""
+    found = [
+        Straggler(attempt=attempt.number, event=event["event"], text=event["text"])
+        for attempt in run.attempts()
+        for event in attempt.straggler_events()
+    ]
+    return found[-MAX_ROWS:]
+
+
+def read_preflight(run: RunDir) -> list[PreflightCheck]:
+    """Return the newest results of the checks before training, the most severe first; empty without a preflight."""
+    newest_first = run.attempts()[::-1]
+    preflight = next((found for it in newest_first if (found := read_json(it.preflight)) is not None), {})
+    network = next((found for it in newest_first if (found := read_json(it.network)) is not None), {})
+    checks = [
+        PreflightCheck(**{key: text_of(check.get(key) or "") for key in ("level", "node", "name", "text", "fix")})
+        for check in _items(preflight.get("checks"))
+        if isinstance(check, Mapping)
+    ]
+    texts = [("warning", text) for text in _items(network.get("warnings"))] + [("ok", network.get("text"))]
+    checks += [
+        PreflightCheck(level=level, node="", name="collectives", text=text_of(text), fix="")
+        for level, text in texts
+        if text
+    ]
+    severity: dict[str, int] = {level: -number for number, level in enumerate(LEVELS)}
+    return sorted(checks, key=lambda check: severity.get(check.level, 0))[:MAX_ROWS]
+
+
+def read_environment(run: RunDir) -> dict[str, str]:
+    """Return the recorded environment by dotted key: host, code, versions, container and Slurm job."""
+    found = {
+        "": read_json(run.environment) or {},
+        "container.": read_json(run.container) or {},
+        "slurm.": read_json(run.slurm) or {},
+    }
+    texts = {prefix + key: text for prefix, tree in found.items() for key, text in flat_texts(tree).items()}
+    return {key: text for key, text in texts.items() if text != "null"}
+
+
+def flat_texts(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values of a tree as text by dotted key, without passwords in addresses."""
+    return {".".join(path): text_of(value) for path, value in leaves(tree)}
+
+
+def text_of(value: Any) -> str:
+    """Return a value as text of at most MAX_TEXT characters, without passwords in addresses."""
+    if value is None:
+        return "null"
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    text = redact_text(text.encode(errors="replace").decode())
+    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

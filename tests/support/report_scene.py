@@ -1,0 +1,86 @@
+"""A run folder with everything that a report shows, written as supervisor and ranks write it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpcdist.files.atomic import write_json
+from hpcdist.review.figures import Figure, write_figure
+from hpcdist.review.ledger import Entry, Interval, Ledger
+from hpcdist.run.folder import RunDir, State
+
+CONFIG: dict[str, Any] = {
+    "experiment": "digits",
+    "name": "first",
+    "trainer": {"target": "ddp", "script": []},
+    "optim": {"lr": 0.001},
+    "data": {"batch_size": 16},
+    "checkpoint": {"monitor": "eval/accuracy", "monitor_mode": "max"},
+    "tracking": {"tags": {}},
+}
+BEGAN = 1_760_000_000.0
+
+
+class ReportScene:
+    """One run folder."""
+
+    def __init__(self, root: Path, name: str = "first") -> None:
+        self.run = RunDir.create(root / "runs" / "digits" / name)
+        self.write_config({})
+        write_json(self.run.environment, {"host": "n1", "user": "ada", "git_commit": "abc", "versions": {"torch": "2"}})
+        self.state()
+
+    def write_config(self, changes: dict[str, Any]) -> None:
+        self.run.config.write_text(yaml.safe_dump(CONFIG | changes))
+
+    def state(self, **changes: Any) -> None:
+        self.state_of(self.run, **changes)
+
+    @staticmethod
+    def state_of(run: RunDir, **changes: Any) -> None:
+        values = {"status": "finished", "attempt": 1, "reason": "trained 90 steps", "world_size": 4, "created": BEGAN}
+        run.write_state(State(**{**values, "ended": BEGAN + 100, **changes}))
+
+    def log(self, metrics: dict[str, list[float]], *, attempt: int = 1, rank: int = 0, first: int = 1) -> None:
+        """Write values of metrics at the steps from `first` on."""
+        path = self.run.journal / f"attempt-{attempt:03d}.rank-{rank:05d}.jsonl"
+        now = int(time.time() * 1000)
+        with open(path, "a") as file:
+            for index in range(max(map(len, metrics.values()))):
+                values = {key: values[index] for key, values in metrics.items() if index < len(values)}
+                file.write(json.dumps({"t": now + index, "s": first + index, "m": values}) + "\n")
+
+    def attempt_file(self, name: str, content: Any, attempt: int = 1) -> None:
+        folder = self.run.attempt(attempt).path
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content) + "\n")
+
+    def figure(self, name: str, figure: Figure) -> None:
+        write_figure(self.run.artifacts, name, figure)
+
+
+def failure(error: str, **changes: Any) -> dict[str, Any]:
+    values = {"kind": "killed", "rank": 1, "host": "n2", "step": 40, "error": error, "traceback": [], "role": ""}
+    return values | changes
+
+
+def some_ledger() -> Ledger:
+    """Return a ledger of two attempts on two nodes."""
+    entries = [
+        Entry(cause=cause, attempt=1 + number % 2, node=f"n{1 + number % 2}", seconds=10.0 * (number + 1))
+        for number, cause in enumerate(("start", "compute", "communication", "checkpoint", "redone", "idle", "down"))
+    ]
+    phases = ("queue", "start", "compile", "train", "evaluate", "save", "down")
+    intervals = [
+        Interval(
+            phase=phase, attempt=attempt, began=BEGAN + 70 * attempt + at * 10, ended=BEGAN + 70 * attempt + at * 10 + 9
+        )
+        for attempt in (1, 2)
+        for at, phase in enumerate(phases)
+    ]
+    return Ledger(unit="core", entries=tuple(entries), intervals=tuple(intervals), queue_s=9.0, energy_kwh=0.25)

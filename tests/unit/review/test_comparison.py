@@ -1,0 +1,78 @@
+"""What `hpcdist compare` shows of two runs, as rows and as a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from report_scene import ReportScene, some_ledger
+
+from hpcdist.files.atomic import write_json
+from hpcdist.review import comparison
+from hpcdist.review.comparison import MISSING, Comparison, compare, comparison_page
+from hpcdist.review.ledger import Ledger
+from hpcdist.tracking.metric_series import read_series
+
+
+def compared(*scenes: ReportScene) -> Comparison:
+    runs = {scene.run.name: scene.run for scene in scenes}
+    return compare(runs, {name: read_series(run) for name, run in runs.items()})
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[ReportScene, ReportScene]:
+    return ReportScene(tmp_path), ReportScene(tmp_path, "second")
+
+
+def test_equal_runs_have_no_rows(two: tuple[ReportScene, ReportScene]) -> None:
+    assert compared(*two).sections == {}
+    assert "The runs do not differ." in comparison_page(compared(*two))
+
+
+def test_rows_show_each_difference_and_nothing_else(
+    two: tuple[ReportScene, ReportScene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = two
+    second.write_config({"optim": {"lr": 0.01, "momentum": 0.9}})
+    second.run.path.joinpath("code.patch").write_text("+1\n")
+    write_json(second.run.environment, {"host": "n9", "user": "ada", "git_commit": "def", "versions": {"torch": "3"}})
+    second.state(status="failed", reason="rank 1 failed", ended=None)
+    for scene, factor in ((first, 1.0), (second, 2.0)):
+        scene.log({"train/loss": [factor, factor * 2], "eval/accuracy": [factor / 2, factor / 4], "train/lr": [0.1]})
+    monkeypatch.setattr(comparison, "read_ledger", lambda run: some_ledger() if run.name == "first" else Ledger())
+    assert compared(first, second).sections == {
+        "config": {"optim.lr": ("0.001", "0.01"), "optim.momentum": (MISSING, "0.9")},
+        "code": {"commit": ("abc", "def"), "uncommitted changes": ("none", "code.patch 2be5b899a1b7")},
+        "environment": {"host": ("n1", "n9"), "versions.torch": ("2", "3")},
+        "outcome": {
+            "state": ("finished", "failed"),
+            "reason": ("trained 90 steps", "rank 1 failed"),
+            "from creation to end": ("1 min 40 s", MISSING),
+            "core hours": ("0.07778", MISSING),
+            "goodput": ("7.1%", MISSING),
+            "in the queue": ("9.0 s", MISSING),
+            "energy": ("0.25 kWh", MISSING),
+        },
+        "metrics": {
+            "eval/accuracy, last": ("0.25", "0.5"),
+            "eval/accuracy, highest": ("0.5", "1"),
+            "train/loss, last": ("2", "4"),
+            "train/loss, lowest": ("1", "2"),
+        },
+    }
+
+
+def test_page_has_a_line_per_run_in_common_charts(two: tuple[ReportScene, ReportScene]) -> None:
+    first, second = two
+    for scene in two:
+        scene.log({"train/loss": [1.0, 0.5], "train/samples_per_s": [10.0, 11.0]})
+    second.log({"only/here": [1.0, 2.0]})
+    second.state(reason="<script>alert(1)</script>")
+    page = comparison_page(compared(first, second))
+    titles = [line for line in page.splitlines() if "<h3>" in line]
+    assert [title.partition("</h3>")[0].rpartition(">")[2] for title in titles] == [
+        "train/loss", "train/samples_per_s", "only/here",
+    ]  # fmt: skip
+    assert page.count("<polyline") == 5
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)" in page

@@ -1,0 +1,185 @@
+"""The report of a run: its parts, its size, and that no text of the user becomes markup."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from report_scene import ReportScene, failure, some_ledger
+
+from hpcdist.review import html_report
+from hpcdist.review.figures import Curves, Histogram, Matrix, Text
+from hpcdist.review.html_report import render_report, write_report
+from hpcdist.review.series import Series
+from hpcdist.tracking.metric_series import read_series
+
+HOSTILE = "</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
+
+
+class Elements(HTMLParser):
+    """The start tags of a page with their attributes, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in ("meta", "path", "rect", "circle", "polyline", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def classes(self, tag: str) -> list[str]:
+        return [attributes.get("class") or "" for name, attributes in self.found if name == tag]
+
+
+def page_of(scene: ReportScene) -> str:
+    return render_report(scene.run, read_series(scene.run))
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> ReportScene:
+    return ReportScene(tmp_path)
+
+
+@pytest.fixture
+def full(scene: ReportScene, monkeypatch: pytest.MonkeyPatch) -> ReportScene:
+    """A run of two attempts with each part of a report."""
+    scene.state(attempt=2, restarts=1)
+    scene.log({"train/loss": [1 / step for step in range(1, 51)], "train/samples_per_s": [100.0] * 50})
+    scene.log({"train/loss": [1 / step for step in range(41, 91)]}, attempt=2, first=41)
+    scene.log({"eval/loss": [0.5, 0.3], "eval/accuracy": [0.8, 0.9]}, attempt=2, first=60)
+    for rank, node in enumerate(("n1", "n2")):
+        scene.log({f"time/{node}/step_s": [0.01 * (rank + 1)] * 50, f"time/{node}/data_s": [0.001] * 50}, rank=rank)
+    scene.attempt_file("failure.json", failure("was killed by SIGKILL (out of memory?)"))
+    scene.attempt_file("stragglers.jsonl", {"role": "", "name": "n2", "event": "slow", "text": "n2 is 100 % slower"})
+    checks = [
+        {"name": "clock", "level": "ok", "text": "in step"},
+        {"name": "disk", "level": "warning", "text": "few MB"},
+    ]
+    scene.attempt_file("preflight.json", {"checks": checks}, attempt=2)
+    scene.attempt_file("network.json", {"text": "all sums are correct", "warnings": []}, attempt=2)
+    scene.figure("confusion_matrix", Matrix(title="confusion", row_label="true", column_label="predicted",
+                                            names=["a", "b"], values=[[9, 1], [2, 8]], step=90))  # fmt: skip
+    scene.figure("curve", Curves(title="calibration", x_label="p", y_label="q", lines={"model": [[0, 0], [1, 0.9]]}))
+    scene.figure("spread", Histogram(title="returns", x_label="r", y_label="episodes", edges=[0, 1, 2], counts=[3, 4]))
+    scene.figure("text", Text(title="sample", text="once upon a time"))
+    monkeypatch.setattr(html_report, "read_ledger", lambda run: some_ledger())
+    return scene
+
+
+def test_report_has_every_part_of_a_run(full: ReportScene) -> None:
+    page = page_of(full)
+    found = Elements(page)
+    headings = re.findall(r"<h2>(.*?)</h2>", page)
+    assert headings == [
+        "Run", "Timeline", "Ledger", "Faults", "Trainer ddp", "Metrics", "Nodes", "Preflight", "Environment", "Config",
+    ]  # fmt: skip
+    assert "trained 90 steps" in found.text
+    assert "the rank was killed from outside" in found.text, "cause of the failure"
+    assert "dmesg -T | grep -i oom" in found.text, "its fix"
+    assert found.text.index("few MB") < found.text.index("in step"), "warnings come first"
+    assert "n2 is 100 % slower" in found.text
+    assert "slowest on average: n2 (20 ms)" in found.text
+    assert re.search(r"core hours\s*0.07778", found.text)
+    assert "7.1%" in found.text, "the goodput"
+    assert "once upon a time" in found.text
+    assert "attempt 2" in found.text, "the mark in the charts"
+    assert found.open == [], "elements without an end"
+
+
+def test_report_needs_no_network_and_no_scripts(full: ReportScene) -> None:
+    page = page_of(full)
+    assert not {tag for tag, _ in Elements(page).found} & {"script", "link", "img", "iframe", "object"}
+    assert re.findall(r"https?://|url\(|@import", page) == []
+    assert "default-src 'none'" in page
+    assert "prefers-color-scheme: dark" in page
+    assert len(page) < 100_000
+
+
+def test_texts_of_the_user_do_not_become_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = ReportScene(tmp_path, name="<script>alert(1)<")
+    scene.state(reason=HOSTILE)
+    scene.write_config({"trainer": {"target": HOSTILE}, HOSTILE: HOSTILE})
+    scene.run.environment.write_text(json.dumps({"host": HOSTILE, HOSTILE: HOSTILE}))
+    scene.log({f"train/{HOSTILE}": [1.0, 2.0], f"eval/{HOSTILE}": [1.0, math.nan], f"a{HOSTILE}": [1.0]})
+    for rank in range(2):
+        scene.log({f"time/<script>{rank}</script>/step_s": [0.1, 0.2]}, rank=rank)
+    scene.attempt_file("failure.json", failure(HOSTILE, host=HOSTILE))
+    scene.attempt_file("stragglers.jsonl", {"role": "", "name": "n2", "event": HOSTILE, "text": HOSTILE})
+    scene.attempt_file(
+        "preflight.json", {"checks": [dict.fromkeys(("name", "level", "text", "fix", "node"), HOSTILE), "x"]}
+    )
+    scene.figure("a", Matrix(title=HOSTILE, row_label=HOSTILE, column_label=HOSTILE, names=[HOSTILE], values=[[1]]))
+    names = [f"{HOSTILE}{number}" for number in range(30)]
+    scene.figure("b", Matrix(title="m", row_label="r", column_label=HOSTILE, names=names, values=[[1] * 30] * 30))
+    scene.figure("c", Curves(title=HOSTILE, x_label=HOSTILE, y_label=HOSTILE, lines={HOSTILE: [[0, 1], [1, 1]]}))
+    scene.figure("d", Histogram(title=HOSTILE, x_label=HOSTILE, y_label=HOSTILE, edges=[0, 1], counts=[1]))
+    scene.figure("e", Text(title=HOSTILE, text=HOSTILE))
+    (scene.run.artifacts / "figures" / f"{HOSTILE.replace('/', '')}.json").write_text("{}")
+    monkeypatch.setattr(html_report, "read_ledger", lambda run: some_ledger())
+    page = page_of(scene)
+    found = Elements(page)
+    assert not {tag for tag, _ in found.found} & {"script", "img"}
+    assert not [attributes for _, attributes in found.found if "onerror" in attributes]
+    assert found.text.count(HOSTILE) >= 15
+
+
+def test_damaged_files_are_named_and_the_rest_is_shown(full: ReportScene) -> None:
+    full.run.path.joinpath("state.json").write_text("[]")
+    full.run.config.write_text("- a list")
+    (full.run.artifacts / "figures" / "text.json").write_text('{"kind": "matrix", "title": 1}')
+    (full.run.artifacts / "figures" / "curve.json").write_text("[1]")
+    series = {"train/loss": Series()}
+    series["train/loss"].add(1, 0.5)
+    text = Elements(render_report(full.run, series)).text
+    assert "state.json is damaged" in text
+    assert "config.yaml: must hold keys and values" in text
+    assert "figures/text.json is not a figure" in text
+    assert "figures/curve.json is not a figure: its kind must be one of matrix, curves, histogram, text" in text
+    assert "train/loss" in text
+
+
+def test_report_is_rewritten_only_if_it_changes(full: ReportScene) -> None:
+    series = read_series(full.run)
+    assert write_report(full.run, series)
+    before = full.run.report.stat().st_mtime_ns
+    assert not write_report(full.run, series)
+    assert full.run.report.stat().st_mtime_ns == before
+    full.state(reason="another one")
+    assert write_report(full.run, series)
+    assert "another one" in full.run.report.read_text()
+
+
+def test_report_of_a_large_run_has_a_bounded_size(scene: ReportScene) -> None:
+    """A run on 256 nodes with many metrics, classes, failures and stragglers."""
+    wave = [math.sin(step / 7) for step in range(1000)]
+    scene.log({f"train/metric_{number}": wave for number in range(60)})
+    for rank in range(256):
+        scene.log({f"time/node-{rank:03d}/step_s": [0.1 + rank / 1e4] * 60}, rank=rank)
+    names = [f"class {number}" for number in range(100)]
+    scene.figure("confusion", Matrix(title="c", row_label="t", column_label="p", names=names, values=[[1] * 100] * 100))
+    for attempt in range(1, 300):
+        scene.attempt_file("failure.json", failure("x" * 9000, traceback=["y" * 9000]), attempt=attempt)
+        scene.attempt_file(
+            "stragglers.jsonl", {"role": "", "name": "n", "event": "slow", "text": "s" * 400}, attempt=attempt
+        )
+    scene.state(attempt=299, status="failed")
+    page = page_of(scene)
+    assert len(page.encode()) < 2_000_000
+    assert "the 40 slowest of 256 nodes are shown" in page
+    assert len(Elements(page).classes("polyline")) == 24
