@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
+from hpcdist import logs
 from hpcdist.cli.options import RUNS, Experiment, RunNames, RunsDir, TrackingUri
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import HpcdistError, UserMistake
 
 app = typer.Typer()
 
@@ -68,6 +69,13 @@ def sync(
     experiment: Experiment = None,
     runs_dir: RunsDir = RUNS,
     tracking_uri: TrackingUri = None,
+    all_runs: Annotated[bool, typer.Option("--all", help="All runs, which is the default.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Repeat until Ctrl-C or SIGTERM, with a log line per change.")
+    ] = False,
+    interval_s: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", min=1, help="Time between two passes of --watch.")
+    ] = 60.0,
 ) -> int:
     """Upload records that MLflow does not have yet, and close runs of dead supervisors or jobs.
 
@@ -78,17 +86,18 @@ def sync(
         hpcdist sync
 
         hpcdist sync ddp-2026
+
+        hpcdist sync --all --watch --interval 30
     """
-    from hpcdist.config.loading import load_run_config
-    from hpcdist.files.ownership import require_trusted
-    from hpcdist.run.lease import holder
     from hpcdist.run.lookup import list_runs, resolve_run
-    from hpcdist.run.secret_file import kept
-    from hpcdist.run.slurm_job import job_of, update_job_starts
-    from hpcdist.tracking.shipper import sync as ship
-    from hpcdist.tracking.uri import is_server, resolve_uri
+    from hpcdist.tracking.sync_runs import Watch, exit_code, sync_run
 
     del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
+    if runs and (all_runs or watch):
+        raise UserMistake("names of runs exclude --all and --watch, which upload all runs: use one of both")
+    if watch:
+        logs.configure()
+        return Watch(runs_dir, os.environ, lambda run: experiment in (None, run.experiment)).forever(interval_s)
     if runs:
         chosen = [resolve_run(name, runs_dir) for name in runs]
     else:
@@ -101,17 +110,8 @@ def sync(
         if experiment not in (None, found.experiment):
             continue
         try:
-            require_trusted(found.path, "sync")
-            config = load_run_config(found.config, [], {**kept(found), **os.environ}, require_secrets=False)
-            uri = resolve_uri(config, os.environ)
-            # A Slurm job uploads to a server only; a database is filled from the host of the database.
-            uploads_itself = job_of(found) is None or is_server(uri)
-            if uploads_itself and (busy := holder(found)) is not None:
-                print(f"{found.name}: its supervisor runs (process {busy['pid']} on {busy['host']}) and uploads it")
-                continue
-            update_job_starts(found)
-            print(f"{found.name}: {ship(found, uri)}")
+            print(f"{found.name}: {sync_run(found, os.environ)[0]}")
         except (HpcdistError, OSError) as error:
-            code = max(code, error.exit_code if isinstance(error, HpcdistError) else 2)
+            code = max(code, exit_code(error))
             print(f"{found.name}: {error}", file=sys.stderr)
     return code

@@ -28,7 +28,7 @@ _STEMS = ("password", "passwd", "passwort", "passphrase", "secret", "secrets", "
 #: Whole parts at any position.
 _ANYWHERE = frozenset({"pwd", "jwt", "authorization", "passw"})
 #: Last parts.
-_AT_END = frozenset({"key", "token", "auth", "pass", "pat"})
+_AT_END = frozenset({"key", "token", "auth", "pass", "pat", "webhook"})
 #: Pairs of adjacent parts: `access_key_id`, `api_keys`, `auth_header`.
 _KEY_KINDS = frozenset({"api", "access", "private", "secret", "encryption", "signing", "auth", "ssh", "master"})
 _KEY_NOUNS = frozenset({"key", "keys", "token", "tokens", "header"})
@@ -45,6 +45,7 @@ _HARMLESS = {
     "pass": frozenset({"forward", "backward", "num", "single", "first", "second", "by", "low", "high", "band"}),
     "auth": frozenset({"no"}),
     "pat": frozenset(),
+    "webhook": frozenset(),
 }
 
 

@@ -25,6 +25,7 @@ from hpcdist.run.attempt_times import AttemptTimes, begin, reached_step, write_t
 from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.pending_config import settle
 from hpcdist.supervisor.launcher import Launcher, Ranks
+from hpcdist.supervisor.notifier import NotifierProcess
 from hpcdist.supervisor.reporter import AdoptingReporter, Reporter
 from hpcdist.supervisor.restart_policy import Failure, Kind, decide, first_failure, not_started
 from hpcdist.supervisor.shipper_process import ShipperProcess
@@ -88,6 +89,7 @@ class Supervisor:
             self._write(replace(state, world_size=self._launcher.num_ranks))
             limit_log(self._run.path, self._config.launch.log_max_mb)
             shipper = self._start_shipper()
+            notifier = NotifierProcess.start(self._run, self._config, self._env, self._report.note)
             failure: Exception | None = None
             try:
                 state = settle(self._run, self._attempts(state), self._report.first_step)
@@ -95,6 +97,8 @@ class Supervisor:
             except LeaseLostError:
                 if shipper is not None:
                     shipper.drain(0)  # the new supervisor has its own shipper
+                if notifier is not None:
+                    notifier.drain(0)
                 raise
             except Exception as error:
                 # No exception may leave the run in the state "running".
@@ -105,6 +109,8 @@ class Supervisor:
                 self._write(state)
             except OSError as error:
                 self._report.note(f"{self._run.path}/state.json cannot be written: {error.strerror}")
+        if notifier is not None:
+            notifier.drain()
         if shipper is not None and not shipper.drain(self._config.tracking.drain_timeout_s):
             self._report.note(
                 f"MLflow at {redact_uri(self._tracking_uri or '')} has not received all records (see shipper.log);"

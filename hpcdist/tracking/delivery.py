@@ -24,7 +24,7 @@ from hpcdist.tracking.parent_run import ParentRun
 from hpcdist.tracking.report_writer import ReportWriter
 from hpcdist.tracking.run_page import NOTE_TAG, RunPage, configured_note
 from hpcdist.tracking.script_delivery import ship_new_events
-from hpcdist.tracking.shipping_state import ShippingState
+from hpcdist.tracking.shipping_state import ShippingState, completion_of
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +113,9 @@ class Delivery:
         self._ship_status(state)
         if failure is not None:
             raise failure
+        if (mark := completion_of(state)) and self.progress.complete != mark:
+            self.progress.complete = mark
+            self.progress.save(self._saved)
         return num_points
 
     def _follow_config(self) -> None:

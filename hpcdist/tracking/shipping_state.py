@@ -11,6 +11,7 @@ from typing import Any
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.files.atomic import read_json, write_atomic
 from hpcdist.files.formats import fill, stamped
+from hpcdist.run.folder import ENDED, RunDir, State
 
 
 @dataclass(kw_only=True)
@@ -54,6 +55,8 @@ class ShippingState:
     page: dict[str, str] = field(default_factory=dict)
     """Hashes of `description` and `datasets`, the `primary_metric` and `lost_steps`, see `run_page.py`."""
     status: str = ""
+    complete: str = ""
+    """Status and attempt at whose end MLflow had everything; empty before."""
     report: str = ""  #: state of the run in `report.html`
     num_points: int = 0  #: sent
     num_repeated: int = 0  #: omitted, since MLflow has the step of the key from an earlier attempt
@@ -123,3 +126,19 @@ class ShippingState:
         step = max([step, *(mark[1] + 1 for mark in self.marks.values())])
         self.marks[str(attempt)] = [time_ms, step]
         return step
+
+
+def completion_of(state: State) -> str:
+    """Return the value of `ShippingState.complete` for an ended run; empty for others."""
+    return f"{state.status} {state.attempt}" if state.status in ENDED else ""
+
+
+def is_complete(run: RunDir) -> bool:
+    """Return whether MLflow has everything of an ended run, without a request. Raises RunFolderError and OSError."""
+    mark = completion_of(run.read_state())
+    if not mark:
+        return False
+    shipped = ShippingState.load(run.journal / "shipped.json")
+    return shipped.complete == mark and all(
+        path.stat().st_size <= shipped.offsets.get(path.name, 0) for path in run.journal.glob("*.jsonl")
+    )

@@ -17,7 +17,7 @@ from unittest import mock
 import hpcdist.supervisor.local_launcher as local_module
 import hpcdist.supervisor.supervisor as supervisor_module
 import hpcdist.supervisor.watch as watch_module
-from hpcdist.config.schema import Config, LaunchConfig, TrackingConfig, TrainerConfig
+from hpcdist.config.schema import Config, LaunchConfig, NotifyConfig, TrackingConfig, TrainerConfig
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir, State
 from hpcdist.supervisor.local_launcher import LocalLauncher
@@ -84,6 +84,7 @@ class Scene:
         self.launch: dict[str, Any] = {}
         self.tracking: dict[str, Any] = {}
         self.trainer: dict[str, Any] = {}
+        self.notify: dict[str, Any] = {}
         self.env: dict[str, str] = {"PATH": os.environ["PATH"]}
         self.import_path: list[str] = []
         self.tracking_uri = "sqlite:////nowhere/mlflow.db"
@@ -106,6 +107,7 @@ class Scene:
             roles=self.roles,
             launch=LaunchConfig(**self.launch),
             tracking=TrackingConfig(**self.tracking),
+            notify=NotifyConfig(**self.notify),
         )
         self.config = config
         plan = Plan(num_ranks=self.num_ranks, device="cpu", backend="gloo", threads=1, env=dict(config.launch.env))

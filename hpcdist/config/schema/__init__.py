@@ -11,6 +11,7 @@ from hpcdist.config.schema.declaration import Trainer, default_trainer, find_tra
 from hpcdist.config.schema.describe import describe
 from hpcdist.config.schema.exact import exact, type_mismatch
 from hpcdist.config.schema.launching import CheckpointConfig, LaunchConfig, TrackingConfig
+from hpcdist.config.schema.notification import NotifyConfig
 from hpcdist.config.schema.preflight import PreflightConfig
 from hpcdist.config.schema.run import Config, cross_check, role_device, to_tree
 from hpcdist.config.schema.training import (
@@ -31,6 +32,7 @@ __all__ = [
     "DataConfig",
     "LaunchConfig",
     "ModelConfig",
+    "NotifyConfig",
     "OptimConfig",
     "PrecisionConfig",
     "PreflightConfig",

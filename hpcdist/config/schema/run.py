@@ -11,6 +11,7 @@ from hpcdist.config.schema.cluster import ClusterConfig
 from hpcdist.config.schema.container import ContainerConfig
 from hpcdist.config.schema.declaration import default_trainer, trainer_problems
 from hpcdist.config.schema.launching import CheckpointConfig, LaunchConfig, TrackingConfig
+from hpcdist.config.schema.notification import NotifyConfig
 from hpcdist.config.schema.paths import IS_PATH
 from hpcdist.config.schema.preflight import PreflightConfig
 from hpcdist.config.schema.training import (
@@ -58,6 +59,7 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     container: ContainerConfig = field(default_factory=ContainerConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
+    notify: NotifyConfig = field(default_factory=NotifyConfig)
     params: dict[str, Any] = field(default_factory=dict)
     """Free keys for a trainer of your own, logged like all others."""
 
