@@ -41,8 +41,7 @@ from requests.exceptions import RequestException  # noqa: E402
 from sqlalchemy.exc import SQLAlchemyError  # noqa: E402
 from urllib3.util.retry import Retry  # noqa: E402
 
-# The cyclic garbage collector would visit the objects of these modules again and again during an upload, which takes a
-# quarter of its CPU time (`benchmarks/million_records.py`).
+# The cyclic garbage collector would visit the objects of these modules again and again during an upload.
 gc.freeze()
 
 # The client logs responses that are not MLflow's; this module reports them in one line.
