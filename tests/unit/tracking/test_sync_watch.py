@@ -77,7 +77,7 @@ def test_watch_uploads_new_records_and_ends_on_sigterm(
         log.read_text()
     )
     scene.log([4, 5])
-    wait_for(lambda: "first: 2 points and " in log.read_text(), log)
+    wait_for(lambda: "first: 2 points and" in log.read_text(), log)
     first.send_signal(signal.SIGTERM)
     assert first.wait(WAIT_S) == 0
     text = log.read_text()
