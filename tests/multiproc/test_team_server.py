@@ -20,7 +20,8 @@ from hpcdist.run.folder import RunDir
 from hpcdist.tracking.server.server_folder import ServerFolder
 from hpcdist.tracking.server.server_process import members
 
-pytestmark = pytest.mark.timeout(900)
+#: Two minutes: `make faults` runs them.
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
 
 
 @dataclass(frozen=True)
