@@ -34,11 +34,9 @@ class TrackingConfig:
     system_interval_s: float = 10.0
     """Seconds between two values of each node's system metrics; 0 disables them."""
     charted_nodes: int = 4
-    """Maximum number of nodes with charts of their own. In runs on more nodes, MLflow gets minimum, median and maximum
-    over the nodes and the charts of so many stragglers; the artifact `node_metrics.csv.gz` has all values."""
+    """Runs on more nodes than this chart minimum, median and maximum over the nodes, and at most so many stragglers."""
     exact_points: int = 10_000
-    """Points of a metric that MLflow gets without gaps; of further ones it gets the extremes and the last one of each
-    bucket, see docs/concepts/tracking.md. 0 sends all points. The journal keeps all points."""
+    """Points of a metric that MLflow gets without gaps; of further ones it gets extremes. 0 sends all points."""
     drain_timeout_s: float = 60.0
     """Seconds that the end of a run waits for MLflow; `hpcdist sync` ships the rest later."""
     tags: dict[str, str] = field(default_factory=dict)
