@@ -27,7 +27,7 @@ class Heartbeat:
     """A file with the time and the step of this rank's last beat, written by a thread.
 
     The trainer only sets values in memory, so that a slow file system does not delay a step. The thread writes the file
-    only after a new beat; the file of a hung rank therefore keeps the time of its last beat.
+    only after a new beat or step; the file of a hung rank therefore keeps the time of its last beat.
 
     The file is overwritten in place: atomic replacements by every rank would load a shared file system, and a reader of
     an incomplete line reads the file again. More ranks write less often, see `polling.beat_interval_s`.
@@ -37,8 +37,9 @@ class Heartbeat:
         self._path = attempt.beat(rank)
         self._file: int | None = None
         self._host = socket.gethostname()
-        self._noted = self._written = 0.0
+        self._noted = 0.0
         self.step = 0
+        self._written = (self._noted, self.step)
         self.total_steps: int | None = None
         self.metrics: dict[str, float] = {}
         #: Returns this rank's step times so far (`StepTimer.report`).
@@ -86,16 +87,17 @@ class Heartbeat:
         wait_s = self._first_s
         while not self._ended.wait(wait_s):
             wait_s = self._interval_s
-            if self._noted != self._written:
+            # A step may be noted after its beat: a killed rank would lose it.
+            if (self._noted, self.step) != self._written:
                 self._write()
 
     def _write(self) -> None:
-        noted = self._noted
+        noted, step = self._noted, self.step
         text = json.dumps(
             {
                 "time": noted,
                 "host": self._host,
-                "step": self.step,
+                "step": step,
                 "total_steps": self.total_steps,
                 # Values may be NumPy or torch scalars, which JSON does not support.
                 "metrics": {key[:MAX_NAME]: float(value) for key, value in self.metrics.copy().items()},
@@ -119,7 +121,7 @@ class Heartbeat:
         if self._failed:
             log.warning("the heartbeat %s can be written again", self._path)
         self._failed = False
-        self._written = noted
+        self._written = (noted, step)
         self._append_phases()
 
     def _append_phases(self) -> None:
