@@ -82,7 +82,9 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
     records = _begin_records(config, run, attempt, topology)
     ended: Literal["done", "stopped"]
     if config.trainer.script:
-        with script_api.entered(attempt, topology, config.launch.hang_timeout_s, records) as script:
+        with script_api.entered(
+            attempt, topology, config.launch.hang_timeout_s, records, pause_at_step=config.stop.pause_at_step
+        ) as script:
             outcome.step = script.last_step
             run_script(config.trainer.script, run, topology)
         ended = "stopped" if script.stop_agreed or retry.exists(attempt.request) else "done"
