@@ -48,13 +48,11 @@ def first_difference(folder: Path, listing: Path) -> str | None:
     """Return a file of the listing that is missing or has another size; None if the folder is complete.
 
     Additional files are not reported, because programs write caches into environments. A missing listing counts as a
-    difference.
+    difference: the folder may be incomplete.
     """
-    try:
-        with open(listing, "rb") as file:
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return listing.name
+    if not folder.is_dir() or not listing.is_file():
+        return str(folder)
+    lines = listing.read_bytes().splitlines()
     for line in lines:
         size, _, name = line.partition(b" ")
         try:

@@ -289,11 +289,12 @@ def relocate(copy: Path, prefix: str, target: Path) -> None:
 def _remove_unused(folder: Path, max_age_s: float) -> None:
     """Remove copies that no process uses and that have not been requested for a time."""
     before = time.time() - max_age_s
-    for listing in folder.glob("*.files"):
-        copy = listing.with_suffix("")
-        if listing.stat().st_mtime < before and not _is_in_use(copy):
-            listing.unlink()  # first: without it the copy counts as incomplete
-            shutil.rmtree(copy, ignore_errors=True)
+    for copy in filter(Path.is_dir, folder.iterdir()):
+        listing = _listing(folder, copy.name)
+        # A copy without a listing is one whose removal was interrupted.
+        if not listing.exists() or (listing.stat().st_mtime < before and not _is_in_use(copy)):
+            listing.unlink(missing_ok=True)  # first: without it the copy counts as incomplete
+            shutil.rmtree(copy)
 
 
 def _is_in_use(copy: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -40,18 +40,20 @@ def is_packed(environment: EnvironmentConfig) -> bool:
     return environment.kind == "uv" or (environment.stage and environment.kind in ("venv", "squashfs"))
 
 
-def record_environment(config: Config, run: RunDir, env: Mapping[str, str]) -> None:
-    """Pack the environment of a run and record it in the run folder, so that later changes do not affect this run.
+def record_environment(config: Config, runs: Sequence[RunDir], env: Mapping[str, str]) -> None:
+    """Pack the environment of runs and record it in the run folders, so that later changes do not affect these runs.
 
     Raises:
         UserMistake: the environment cannot be built or packed.
         OSError: the archive cannot be written.
     """
-    if is_packed(config.cluster.environment):
-        packed = pack(config.cluster.environment, Path(config.runs_dir), env)
+    if not is_packed(config.cluster.environment):
+        for run in runs:
+            run.rank_environment.unlink(missing_ok=True)
+        return
+    packed = pack(config.cluster.environment, Path(config.runs_dir), env)
+    for run in runs:
         write_json(run.rank_environment, asdict(packed))
-    else:
-        run.rank_environment.unlink(missing_ok=True)
 
 
 def rank_environment(config: Config, run: RunDir, env: Mapping[str, str]) -> RankEnvironment | None:

@@ -94,6 +94,6 @@ class ClusterConfig:
             + flags(self, "sbatch", "srun")
             + variables(self, "env")
             + ["setup must not contain a NUL character" for line in self.setup if "\0" in line]
-            + [f"environment.{line}" for line in self.environment.problems()]
+            + [f"environment.{line}" for line in self.environment.problems(self.time_limit_min)]
             + [f"roles.{role}.{line}" for role, request in self.roles.items() for line in request.problems()]
         )

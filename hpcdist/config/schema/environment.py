@@ -30,10 +30,15 @@ class EnvironmentConfig:
     max_age_days: float = 14
     """Days without use after which copies on the nodes and packed environments in `runs_dir` are removed."""
 
-    def problems(self) -> list[str]:
-        """Return the mistakes by key, which `ClusterConfig` reports."""
+    def problems(self, time_limit_min: int) -> list[str]:
+        """Return the mistakes by key, which `ClusterConfig` reports.
+
+        Args:
+            time_limit_min: time limit of the job in minutes, for which its environment must not be removed.
+        """
+        shortest = time_limit_min / (24 * 60)
         return (
-            at_least(self, 0, "max_age_days", strictly=True)
+            at_least(self, shortest if self.kind != "none" else 0, "max_age_days", strictly=True)
             + one_line(self, "path", "modules", "python", "uv_args", "local_dir")
             + self._missing_keys()
             + [
