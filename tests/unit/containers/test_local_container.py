@@ -129,7 +129,7 @@ def test_podman_locks_memory_if_its_caller_may(
     status = tmp_path / "status"
     status.write_text(f"Name:\tpython\nCapEff:\t{capabilities:>016}\n")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    monkeypatch.setattr(capabilities, "STATUS", status)
+    monkeypatch.setattr("hpcdist.machine.capabilities.STATUS", status)
     assert host_container("podman", "hpcdist", DIGEST, "ada", {}).ulimits == (
         ("memlock=-1",) if is_allowed else ("host",)
     )
