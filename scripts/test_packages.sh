@@ -4,8 +4,8 @@ set -euo pipefail
 # Chromium for MLflow's pages; Slurm with accounting; iproute2 and nftables for virtual nodes and their ports; podman,
 # debootstrap and charliecloud for images; PostgreSQL for the tracking server; and a compiler for the library that injects
 # faults into file operations.
-packages=(git gcc libc6-dev chromium slurmctld slurmd slurmdbd slurm-client munge mariadb-server iproute2 nftables
-  podman runc debootstrap debian-archive-keyring charliecloud postgresql)
+packages=(git gcc libc6-dev chromium slurmctld slurmd slurmdbd slurm-client slurm-wlm-basic-plugins
+  slurm-wlm-mysql-plugin munge mariadb-server iproute2 nftables podman runc debootstrap debian-archive-keyring charliecloud postgresql)
 
 missing=()
 for package in "${packages[@]}"; do
