@@ -29,14 +29,19 @@ STATUS = Path("/proc/self/status")
 
 def host_container(engine: EngineName, image: str, digest: str, user: str, env: Mapping[str, str]) -> ContainerSpec:
     """Return the container of an image with this machine's devices, limits and user, before a config is applied."""
-    # docker's daemon may always raise the limit; podman without root is bound to the limits of its caller.
-    locks_memory = engine == "docker" or _may_lock_memory()
+    has_rdma = Path("/dev/infiniband").is_dir()
+    if engine == "docker":
+        # A daemon without CAP_SYS_RESOURCE (rootless, in a container) cannot raise the limit, and starts no container.
+        ulimits = ("memlock=-1",) if has_rdma else ()
+    else:
+        # podman without root is bound to the limits of its caller.
+        ulimits = ("memlock=-1" if _may_lock_memory() else "host",)
     return ContainerSpec(
         runtime=engine,
         image=image,
         user=f"{os.getuid()}:{os.getgid()}",
-        ulimits=("memlock=-1" if locks_memory else "host",),
-        devices=("/dev/infiniband",) if Path("/dev/infiniband").is_dir() else (),
+        ulimits=ulimits,
+        devices=("/dev/infiniband",) if has_rdma else (),
         env=tuple(sorted(name for name in env if name.startswith(PASSED_PREFIXES) and name not in SET_HERE)),
         env_values={"USER": user, NAME: image, DIGEST: digest},
         host_network=False,

@@ -57,7 +57,7 @@ def docker(spec: ContainerSpec) -> list[str]:
     """Return the argv of `docker run` up to and including the image."""
     # docker splits at commas before it interprets quotes.
     gpus = ["--gpus=all" if spec.gpus == "all" else f'--gpus="device={spec.gpus}"'] if spec.gpus else []
-    return _engine_run("docker", spec, ulimits=spec.ulimits or ("memlock=-1", "stack=67108864"), flags=gpus)
+    return _engine_run("docker", spec, ulimits=(*spec.ulimits, "stack=67108864"), flags=gpus)
 
 
 def _engine_run(engine: str, spec: ContainerSpec, *, ulimits: Sequence[str], flags: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ from hpcdist import logs
 from hpcdist.config.loading import load_run_config
 from hpcdist.config.written import secrets_of
 from hpcdist.containers.rank_container import rank_container
+from hpcdist.environments.rank_environment import rank_environment
 from hpcdist.errors import HpcdistError, LeaseLostError, UserMistake
 from hpcdist.files import retry
 from hpcdist.files.atomic import read_json
@@ -160,7 +161,12 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
     if box is not None:
         # Paths of the host's packages are not valid in the image.
         for_ranks["PYTHONPATH"] = rank_env(config).get("PYTHONPATH", "")
-    launcher = SlurmLauncher(run, config, job, env=for_ranks, import_path=import_path, cwd=cwd, box=box)
+    environment = rank_environment(config, run, for_ranks)
+    if environment is not None:
+        for_ranks, import_path = dict(environment.env), [*import_path, environment.import_path]
+    launcher = SlurmLauncher(
+        run, config, job, env=for_ranks, import_path=import_path, cwd=cwd, box=box, environment=environment
+    )
     lead_s = config.cluster.signal_lead_s
     for line in rank_table_lines(config, launcher.nodes):
         log.info("%s", line)
