@@ -63,8 +63,18 @@ class SlurmRuns(Runs):
         return self.run_dir(name).read_state()
 
     def wait_stop_request(self, name: str) -> None:
-        """Wait until the supervisor has asked the ranks of the first attempt to stop."""
-        wait_for(self.attempt(name).request.exists, "the supervisor to request a stop", timeout_s=WAIT_S)
+        """Wait until the supervisor has asked the ranks of the first attempt to stop, or Slurm is about to.
+
+        With proctrack/cgroup only the ranks receive Slurm's signal; the supervisor writes no request before their end.
+        """
+        job = self.job_id(name)
+
+        def is_requested() -> bool:
+            fields = self.cluster.job(job)
+            by_slurm = fields["JobState"] != "RUNNING" or fields["PreemptTime"] != "None"
+            return by_slurm or self.attempt(name).request.exists()
+
+        wait_for(is_requested, "the supervisor or Slurm to request a stop", timeout_s=WAIT_S)
 
     def wait_requeued(self, name: str) -> State:
         """Wait until a run is queued again after its first attempt; return its state."""
@@ -84,8 +94,8 @@ class SlurmRuns(Runs):
     def start_now(self, job: str) -> None:
         """Skip the 120 s for which Slurm holds a requeued job."""
         self.cluster.wait_job_state(job, "PENDING")
-        # Slurm 22.05: slurmd has revoked the credential of the previous start, and rejects a new credential of the
-        # same second ("Killing non-startable batch job: Job credential revoked"). The 120 s normally prevent this.
+        # slurmd has revoked the credential of the previous start, and rejects a new credential of the same second
+        # ("Killing non-startable batch job: Job credential revoked"). A supervisor that lives waits long enough itself.
         queued = time.time()
         wait_for(lambda: time.time() > queued + 2, "the second after the requeue")
         self.cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")

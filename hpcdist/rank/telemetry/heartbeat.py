@@ -46,6 +46,8 @@ class Heartbeat:
         self.timing: Callable[[], dict[str, float]] = dict
         #: Returns the time account of this rank (`TimeAccount.report`).
         self.account: Callable[[], dict[str, Any]] = dict
+        #: Returns the joules that sensors have counted for this rank, by sensor (`EnergyMeter.joules`).
+        self.energy: Callable[[], dict[str, float]] = dict
         #: Phases that have ended (`TimeAccount.phases`), which are appended to `phases.jsonl`.
         self.phases: Sequence[tuple[str, float, float]] = ()
         self._phases_file = attempt.phases
@@ -103,6 +105,7 @@ class Heartbeat:
                 "metrics": {key[:MAX_NAME]: float(value) for key, value in self.metrics.copy().items()},
                 "timing": self.timing(),
                 "account": self.account(),
+                "energy_j": self.energy(),
             }
         )
         # A shorter text must overwrite the longer previous one completely.
