@@ -92,8 +92,11 @@ def checkpoint_dir() -> Path:
 class RunningScript:
     """The script of this rank: its heartbeat, and the agreement of the ranks on a stop."""
 
-    def __init__(self, attempt: Attempt, topology: Topology, hang_timeout_s: float) -> None:
+    def __init__(
+        self, attempt: Attempt, topology: Topology, hang_timeout_s: float, pause_at_step: int | None = None
+    ) -> None:
         self._attempt = attempt
+        self._pause_at_step = pause_at_step
         self._topology = topology
         self._hang_timeout_s = hang_timeout_s
         self._heartbeat: Heartbeat | None = None
@@ -121,7 +124,11 @@ class RunningScript:
         heartbeat = self._beating()
         heartbeat.step, heartbeat.total_steps = step, total_steps
         heartbeat.beat()
-        return self.stop_agreed or self._agreement().at_boundary()
+        if self.stop_agreed:
+            return True
+        from hpcdist.rank.stop_agreement import stops_after  # which imports torch
+
+        return stops_after(step, self._agreement(), self._pause_at_step, self._attempt)
 
     def _beating(self) -> Heartbeat:
         # Begun at the first step: a script that reports none is watched by its output alone.
@@ -196,11 +203,16 @@ _trainer: Context | None = None
 
 @contextmanager
 def entered(
-    attempt: Attempt, topology: Topology, hang_timeout_s: float, records: RankRecords
+    attempt: Attempt,
+    topology: Topology,
+    hang_timeout_s: float,
+    records: RankRecords,
+    *,
+    pause_at_step: int | None = None,
 ) -> Iterator[RunningScript]:
     """Make this process the script of a rank while the block runs; the worker calls it."""
     global _script
-    _script = RunningScript(attempt, topology, hang_timeout_s)
+    _script = RunningScript(attempt, topology, hang_timeout_s, pause_at_step)
     records.on_metrics = _script.note
     try:
         yield _script
