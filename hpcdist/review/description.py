@@ -103,6 +103,11 @@ def _what_ran(facts: RunFacts) -> Iterator[tuple[str, str]]:
         yield "Overrides", "<br>".join([*shown, *_more(len(facts.overrides) - _MAX_OVERRIDES)])
     elif facts.config_name:
         yield "Overrides", "none"
+    if facts.rerun is not None:
+        known_as = f" (MLflow run {escaped(facts.rerun.run_id)})" if facts.rerun.run_id else ""
+        yield "Repeats", escaped(facts.rerun.name) + known_as
+        yield "Not restored", "<br>".join(escaped(text, 300) for text in facts.rerun.missing) or "nothing"
+        yield "Values", escaped(facts.rerun.result, 600) or "not compared yet"
     if facts.sweep:
         yield "Sweep", escaped(facts.sweep)
     yield "Trainer", escaped(facts.trainer)
