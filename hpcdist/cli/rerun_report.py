@@ -12,8 +12,8 @@ from hpcdist.cli.terminal import say
 from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.review.facts import read_facts
 from hpcdist.review.rerun_result import RerunResult, data_differences, image_differences
-from hpcdist.review.value_comparison import compare_values
-from hpcdist.run.folder import ENDED, RunDir
+from hpcdist.review.value_comparison import Values, compare_values
+from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.rerun_record import read_rerun, write_rerun
 from hpcdist.tracking.metric_series import read_values
 
@@ -29,19 +29,23 @@ def compare_rerun(recorded: RecordedRun, made: RunDir, *, tolerance: float, igno
 
     Raises TrackingError if the recorded run is read from MLflow and that fails.
     """
-    facts = read_facts(made)
-    state = facts.state
-    beat = made.attempt(state.attempt).read_beat(0) if state.attempt else None
+    facts, after = read_facts(made), read_values(made)
     values = compare_values(
         recorded.values(),
-        read_values(made),
-        until=None if state.status == "finished" else (beat or {}).get("step", 0),
+        after,
+        until=None if facts.state.status == "finished" else _last_step(made, facts.state, after),
         exact=recorded.folder is not None,
         tolerance=tolerance,
         ignore=ignore,
     )
     notes = data_differences(recorded.datasets, facts.datasets) + image_differences(recorded.image_digest, facts)
     return RerunResult(values=values, notes=tuple(notes))
+
+
+def _last_step(made: RunDir, state: State, values: Values) -> int:
+    """Return the last step that a run has reported, or logged if it has reported none."""
+    beat = made.attempt(state.attempt).read_beat(0) if state.attempt else None
+    return (beat or {}).get("step") or max((step for points in values.values() for step in points), default=0)
 
 
 def compare_again(

@@ -16,6 +16,7 @@ from hpcdist.config.written import redacted_argument
 from hpcdist.containers.images.engine import EngineName
 from hpcdist.containers.spec import ContainerSpec, Mount
 from hpcdist.errors import UserMistake
+from hpcdist.machine.capabilities import CAP_SYS_RESOURCE, has_capability
 from hpcdist.machine.own_image import DIGEST, NAME
 
 #: Prefixes of variables that are passed by name, so that no value is in the command line. All others stay outside.
@@ -23,8 +24,6 @@ PASSED_PREFIXES = ("MLFLOW_TRACKING_", "NCCL_", "GLOO_", "TORCH_", "HPCDIST_")
 #: Variables that the image or the command line sets.
 SET_HERE = ("HPCDIST_RUNS_DIR", "HPCDIST_DATA_DIR", NAME, DIGEST)
 _REFERENCE = "${oc.env:"
-CAP_SYS_RESOURCE = 24  # capabilities(7)
-STATUS = Path("/proc/self/status")
 
 
 def host_container(engine: EngineName, image: str, digest: str, user: str, env: Mapping[str, str]) -> ContainerSpec:
@@ -117,6 +116,4 @@ def _may_lock_memory() -> bool:
     """Return whether a child of this process may lock unlimited memory, as RDMA must."""
     if resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == resource.RLIM_INFINITY:
         return True
-    lines = STATUS.read_text().splitlines()
-    effective = next((line.split()[1] for line in lines if line.startswith("CapEff:")), "0")
-    return bool(int(effective, 16) >> CAP_SYS_RESOURCE & 1)
+    return has_capability(CAP_SYS_RESOURCE)

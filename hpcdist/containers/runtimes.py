@@ -4,7 +4,7 @@ apptainer, charliecloud, enroot and pyxis (Slurm's plugin) start containers as c
 Slurm signals and ends them. Containers of podman and docker are no children of the step; `node_wrapper.sh` and
 `hpcdist.containers.pid1` tie them to it.
 
-podman 4.3 and charliecloud 0.31 are tested. The others follow their documentation and have not been run:
+docs/how-to/containers.md lists the tested versions. The command lines follow the runtimes' documentation:
 https://apptainer.org/docs/user/main/cli/apptainer_exec.html, https://docs.docker.com/reference/cli/docker/container/run,
 https://github.com/NVIDIA/enroot/blob/master/doc/cmd/start.md, https://github.com/NVIDIA/pyxis/wiki/Usage
 """

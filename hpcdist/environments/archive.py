@@ -10,7 +10,9 @@ import os
 import shutil
 import subprocess
 import tarfile
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -83,24 +85,21 @@ def write_archive(environment: Path, python: Interpreter, target: Path) -> None:
     if shutil.which("zstd") is None:
         raise UserMistake("cluster.environment: packing needs the program zstd: install it, or set stage=false")
     partial = target.with_name(f".{target.name}.{os.getpid()}")
-    process = subprocess.Popen([*_COMPRESS, str(partial)], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdin is not None
-    assert process.stderr is not None
-    try:
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen([*_COMPRESS, str(partial)], stdin=subprocess.PIPE, stderr=errors)
+        assert process.stdin is not None
         try:
-            _write_tar(environment, python, process.stdin)
-            process.stdin.close()
-        except BrokenPipeError:  # its error output has the reason
-            pass
-        errors = process.stderr.read().decode(errors="replace")
-        if process.wait() != 0:
-            raise OSError(f"cannot write {target}: {' '.join(errors.split())}")
-        os.replace(partial, target)
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-        partial.unlink(missing_ok=True)
+            # zstd ends early if it cannot write; its error output has the reason.
+            with suppress(BrokenPipeError), process.stdin as pipe:
+                _write_tar(environment, python, pipe)
+            if process.wait() != 0:
+                errors.seek(0)
+                raise OSError(f"cannot write {target}: {' '.join(errors.read().split())}")
+            os.replace(partial, target)
+        finally:
+            process.kill()
+            process.wait()
+            partial.unlink(missing_ok=True)
 
 
 def _write_tar(environment: Path, python: Interpreter, output: IO[bytes]) -> None:

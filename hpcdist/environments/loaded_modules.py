@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from hpcdist.machine.timed_command import last_line, run_within
 #: Loading modules from a slow file system may take a while.
 LOAD_S = 120.0
 _MARK = "hpcdist-modules"
+_ERROR = re.compile(r"(?im)^.*\berror:.*$")
 _NO_MODULES = 3
 #: Batch scripts of a non-interactive shell may lack the function `module`; sites install its definition in one of
 #: these places. `module load` of old versions returns 0 although it has failed, so the list of loaded modules counts.
@@ -52,7 +54,8 @@ def load_modules(names: Sequence[str], env: Mapping[str, str]) -> dict[str, str]
             " cluster.setup, or set MODULESHOME to the installation's folder in cluster.env"
         )
     if done.returncode != 0 or not mark:
-        reason = last_line(done.stderr) or last_line(output) or "module load printed nothing"
+        named = _ERROR.search(done.stderr + output)  # Lmod prints advice after it
+        reason = named[0] if named else last_line(done.stderr) or last_line(output) or "module load printed nothing"
         raise UserMistake(f"cluster.environment.modules: {', '.join(names)} cannot be loaded: {reason}")
     pairs = (entry.partition("=") for entry in variables.split("\0") if "=" in entry)
     return {name: value for name, _, value in pairs}

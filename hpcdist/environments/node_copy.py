@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -213,16 +213,14 @@ def _unpack_tar(archive: Path, target: Path) -> str:
     _require("zstd", "tar")
     digest = hashlib.sha256()
     command = ["tar", "--extract", "--no-same-owner", "--use-compress-program=zstd -dq", "--file=-"]
-    with tempfile.TemporaryFile("w+") as errors:
+    with open(archive, "rb") as file, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen([*command, f"--directory={target}"], stdin=subprocess.PIPE, stderr=errors)
         assert process.stdin is not None
-        try:
-            with open(archive, "rb") as file, process.stdin as pipe:
-                while chunk := file.read(_CHUNK):
-                    digest.update(chunk)
-                    pipe.write(chunk)
-        except BrokenPipeError:  # tar has ended; its error output has the reason
-            pass
+        # tar ends early if it cannot write; its error output has the reason.
+        with suppress(BrokenPipeError), process.stdin as pipe:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+                pipe.write(chunk)
         if process.wait() != 0:
             errors.seek(0)
             raise _unpack_error(archive, errors.read())

@@ -8,6 +8,7 @@ from hpcdist.review.metric_charts import MAX_SERIES, is_read
 from hpcdist.review.series import Series
 from hpcdist.run.folder import ENDED, RunDir
 from hpcdist.tracking.journal_tail import JournalTail, Point
+from hpcdist.tracking.names import ATTEMPT_METRIC
 from hpcdist.tracking.shipping_state import ShippingState
 
 
@@ -28,10 +29,10 @@ def read_series(run: RunDir) -> dict[str, Series]:
 
 
 def read_values(run: RunDir) -> dict[str, dict[int, float]]:
-    """Return all logged values of a run by metric and step, without system metrics."""
+    """Return all logged values of a run by metric and step, without system metrics and the marks of attempts."""
     values: dict[str, dict[int, float]] = {}
     for point in _points(run):
-        if is_read(point.key):
+        if is_read(point.key) and point.key != ATTEMPT_METRIC:
             values.setdefault(point.key, {})[point.step] = point.value
     return values
 

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 from hpcdist_runs import HOLD_OVERRIDES, TRAINING, Runs, assert_equals_control, wait_for
 from slurm_cluster import WAIT_S, DevCluster
 
@@ -173,6 +174,15 @@ class SlurmRuns(Runs):
 
     def assert_no_process_left(self, name: str) -> None:
         wait_for(lambda: not self.processes(name), f"the processes of {name} to end")
+
+    def rank_processes(self, name: str) -> dict[int, psutil.Process]:
+        """Return the ranks' processes in the host's process table, also those in containers, by rank."""
+        found = {}
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if words[1:4] == ["-P", "-m", "hpcdist.rank.worker"] and words[-1] == str(self.run_dir(name).path):
+                found[int(process.environ()["SLURM_PROCID"])] = process
+        return found
 
     def processes(self, name: str) -> list[str]:
         """Return the command lines on the nodes that contain the run's folder: ranks, supervisor, srun."""

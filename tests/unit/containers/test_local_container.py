@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from hpcdist.config.loading import load_config
-from hpcdist.containers import local_container
 from hpcdist.containers.local_container import folder_overrides, for_config, host_container
 from hpcdist.containers.runtimes import RUNTIMES
 from hpcdist.containers.spec import ContainerSpec
@@ -130,7 +129,7 @@ def test_podman_locks_memory_if_its_caller_may(
     status = tmp_path / "status"
     status.write_text(f"Name:\tpython\nCapEff:\t{capabilities:>016}\n")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    monkeypatch.setattr(local_container, "STATUS", status)
+    monkeypatch.setattr("hpcdist.machine.capabilities.STATUS", status)
     assert host_container("podman", "hpcdist", DIGEST, "ada", {}).ulimits == (
         ("memlock=-1",) if is_allowed else ("host",)
     )
