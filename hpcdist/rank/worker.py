@@ -125,8 +125,9 @@ def _train(
     _set_rank_environment(config, topology)
     # Objects created by imports are never freed; collecting garbage during the import takes a sixth of torch's import.
     gc.disable()
+    from hpcdist.machine.energy import EnergyMeter
     from hpcdist.rank.context import Context
-    from hpcdist.rank.device import place
+    from hpcdist.rank.device import gpu_uuid, place
     from hpcdist.rank.seeding import seed_everything
     from hpcdist.rank.stop_agreement import StopAgreement
     from hpcdist.rank.telemetry.heartbeat import Heartbeat
@@ -138,6 +139,7 @@ def _train(
     gc.freeze()  # exclude the imported objects from later collections
     gc.enable()
     device, backend = place(config, topology, os.environ)
+    heartbeat.energy = EnergyMeter(gpu_uuid(device), os.environ if topology.local_rank == 0 else None).joules
     seed_everything(config.seed)
     system_s = system_interval_s(config.tracking.system_interval_s, topology.num_nodes)
     with (

@@ -218,7 +218,7 @@ def _cost(ledger: Ledger) -> str:
     if ledger.queue_s:
         lines.append(f"{duration(ledger.queue_s)} in the queue")
     if ledger.energy_kwh is not None:
-        lines.append(f"{ledger.energy_kwh:.3g} kWh")
+        lines.append(f"{ledger.energy_kwh:.3g} kWh ({ledger.energy_of})")
     rows = [
         (cause, f"{causes[cause] / 3600:.3g}", f"{100 * causes[cause] / ledger.allocated_s:.1f} %")
         for cause in CAUSES

@@ -10,6 +10,7 @@
         rerun.json                               the run that this run repeats, and the result of the comparison
         config.next.yaml                         changed config of a resume, until its first completed step
         container.json                           runtime, image and digest of the ranks' containers
+        rank_environment.json                    archive and versions of the ranks' environment (cluster.environment)
         journal/attempt-001.rank-00000.jsonl     metrics, one record per line
         journal/attempt-001.rank-00000.events.jsonl   parameters, tags and models that the code of a rank has logged
         journal/shipped.json                     offsets of the records that MLflow has received
@@ -122,6 +123,7 @@ class RunDir:
         self.environment = path / "environment.json"
         #: Runtime, image, digest and versions of the ranks' containers; only for runs in containers.
         self.container = path / "container.json"
+        self.rank_environment = path / "rank_environment.json"
         self.slurm = path / "slurm.json"
         self.mlflow = path / "mlflow.json"
         self.lease = path / "lease"

@@ -83,6 +83,8 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
     if container := {key: value for key, value in (read_json(run.container) or {}).items() if value is not None}:
         facts |= {key: container.pop(key) for key in ("image", "image_digest") if key in container}
         facts["container"] = container
+    if rank_environment := read_json(run.rank_environment):
+        facts["rank_environment"] = {key: value for key, value in rank_environment.items() if value}
     tags = {clean_name(f"hpcdist.{key}"): text for key, text in flatten(facts)}
     tags |= {
         "hpcdist.folder": str(run.path),
