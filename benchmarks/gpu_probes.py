@@ -159,7 +159,7 @@ def hang(device: torch.device, folder: Path) -> bool:
     options = [
         f"name={name}",
         f"runs_dir={runs}",
-        "tracking.uri=",
+        "tracking.uri=''",
         "launch.max_restarts=0",
         f"launch.device={device.type}",
     ]
