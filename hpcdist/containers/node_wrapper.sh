@@ -115,6 +115,15 @@ once)
   shift 3
   present "$tool"
   node_flags "$tool"
+  # Slurm sends SIGUSR2 ahead of the time limit; a container that is being started must not die of it.
+  trap '' USR2
+  if [ "$tool" = enroot ]; then
+    # enroot is a bash script, in which an exported function replaces a program. $$ becomes the rank.
+    mount="exec bash '${0%/*}/enroot_mount.sh' $$"
+    # shellcheck disable=SC2086
+    exec env "BASH_FUNC_squashfuse%%=() { $mount squashfuse \"\$@\"; }" \
+      "BASH_FUNC_fuse-overlayfs%%=() { $mount fuse-overlayfs \"\$@\"; }" enroot "$verb" $flags "$@"
+  fi
   # shellcheck disable=SC2086
   exec "$tool" "$verb" $flags "$@"
   ;;

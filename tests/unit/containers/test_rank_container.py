@@ -327,7 +327,10 @@ def rootfs(tmp_path: Path) -> Path:
             {"runtime": "charliecloud", "image": "/proc/self"},
             "container.image: /proc/self holds no root file system (no usr and dev in it)",
         ),
-        ({"runtime": "enroot", "image": "/proc"}, "container.image: /proc is no file: enroot starts a .sqsh"),
+        (
+            {"runtime": "enroot", "image": "/proc/self"},
+            "container.image: /proc/self holds no root file system (no usr and dev in it)",
+        ),
     ],
 )
 def test_missing_images_and_mounts_are_reported(tmp_path: Path, container: dict[str, Any], problem: str) -> None:

@@ -125,6 +125,12 @@ def test_enroot() -> None:
     ]  # fmt: skip
 
 
+def test_enroot_starts_a_folder_by_its_name() -> None:
+    spec = replace(SPEC, runtime="enroot", image="/images/hpcdist", unpacked=True)
+    assert step(spec)[step(spec).index("in") - 1] == "hpcdist"
+    assert outer_env(spec, {"ENROOT_DATA_PATH": "/raid"})["ENROOT_DATA_PATH"] == "/images"
+
+
 def test_pyxis() -> None:
     assert step(replace(SPEC, runtime="pyxis", image="/images/hpcdist.sqsh", extra_args=("--container-writable",))) == [
         *SRUN,
