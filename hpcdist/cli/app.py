@@ -21,6 +21,7 @@ from hpcdist.cli import (
     image,
     internal,
     model_export,
+    rerun,
     resume,
     review,
     run,
@@ -46,7 +47,7 @@ app = typer.Typer(
 PANELS: dict[str, tuple[Any, ...]] = {
     "Start runs": (run, submit, resume, config),
     "Watch runs": (runs,),
-    "Review": (review, run_comparison, cost, model_export, server),
+    "Review": (review, run_comparison, rerun, cost, model_export, server),
     "Diagnose": (diagnose, bench),
     "Images": (image,),
     "Development": (devcluster,),

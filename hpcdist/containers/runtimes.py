@@ -4,7 +4,7 @@ apptainer, charliecloud, enroot and pyxis (Slurm's plugin) start containers as c
 Slurm signals and ends them. Containers of podman and docker are no children of the step; `node_wrapper.sh` and
 `hpcdist.containers.pid1` tie them to it.
 
-podman 4.3 and charliecloud 0.31 are tested. The others follow their documentation and have not been run:
+docs/how-to/containers.md lists the tested versions. The command lines follow the runtimes' documentation:
 https://apptainer.org/docs/user/main/cli/apptainer_exec.html, https://docs.docker.com/reference/cli/docker/container/run,
 https://github.com/NVIDIA/enroot/blob/master/doc/cmd/start.md, https://github.com/NVIDIA/pyxis/wiki/Usage
 """
@@ -57,7 +57,7 @@ def docker(spec: ContainerSpec) -> list[str]:
     """Return the argv of `docker run` up to and including the image."""
     # docker splits at commas before it interprets quotes.
     gpus = ["--gpus=all" if spec.gpus == "all" else f'--gpus="device={spec.gpus}"'] if spec.gpus else []
-    return _engine_run("docker", spec, ulimits=spec.ulimits or ("memlock=-1", "stack=67108864"), flags=gpus)
+    return _engine_run("docker", spec, ulimits=(*spec.ulimits, "stack=67108864"), flags=gpus)
 
 
 def _engine_run(engine: str, spec: ContainerSpec, *, ulimits: Sequence[str], flags: Sequence[str]) -> list[str]:
@@ -118,14 +118,17 @@ def charliecloud(spec: ContainerSpec) -> list[str]:
 
 
 def enroot(spec: ContainerSpec) -> list[str]:
-    """Return the argv of `enroot start`; our script replaces the command script that starts the image's entrypoint."""
+    """Return the argv of `enroot start`; our script replaces the command script that starts the image's entrypoint.
+
+    enroot starts a folder by its name below ENROOT_DATA_PATH, which `outer_env` sets.
+    """
     return [
         "enroot", "start", f"--rc={SCRIPT}",
         *(f"--mount={mount.text(':none:x-create=auto,rbind,ro', ':none:x-create=auto,rbind,rw')}"
           for mount in spec.mounts),
         *(f"--env={name}={value}" for name, value in _device_variables(spec).items()),
         *spec.extra_args,
-        spec.image, "in", str(spec.workdir),
+        Path(spec.image).name if spec.unpacked else spec.image, "in", str(spec.workdir),
     ]  # fmt: skip
 
 
@@ -176,7 +179,8 @@ def remove_command(spec: ContainerSpec) -> list[str]:
 def outer_env(spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment to start a container from, reduced to allowed names where the container inherits it."""
     if spec.runtime == "enroot":
-        return {**_NO_LOGIN_SHELL, **env}
+        folder = {"ENROOT_DATA_PATH": str(Path(spec.image).parent)} if spec.unpacked else {}
+        return {**_NO_LOGIN_SHELL, **env, **folder}
     if spec.runtime not in _INHERITING:
         return dict(env)
     seen = {name: value for name, value in env.items() if _matches(name, (*spec.env, *_HOST)) and name not in WITHHELD}

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from hpcdist.review.attempts import AttemptFacts
-from hpcdist.review.commands import load_commands, run_again_command
+from hpcdist.review.commands import load_commands, rerun_command, run_again_command
 from hpcdist.review.facts import RunFacts
 from hpcdist.review.ledger import CAUSES, Ledger
 from hpcdist.review.markdown import code_block, escaped, link, run_page, table
@@ -53,6 +53,8 @@ def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) ->
         yield "### Load the model\n\n" + code_block(commands, "python")
     if command := run_again_command(facts):
         yield "### Run it again\n\n" + code_block(command, "bash")
+    if command := rerun_command(facts):
+        yield "With the code of this run, and a comparison of the values:\n\n" + code_block(command, "bash")
 
 
 def _summary(facts: RunFacts, ledger: Ledger) -> str:
@@ -103,6 +105,11 @@ def _what_ran(facts: RunFacts) -> Iterator[tuple[str, str]]:
         yield "Overrides", "<br>".join([*shown, *_more(len(facts.overrides) - _MAX_OVERRIDES)])
     elif facts.config_name:
         yield "Overrides", "none"
+    if facts.rerun is not None:
+        known_as = f" (MLflow run {escaped(facts.rerun.run_id)})" if facts.rerun.run_id else ""
+        yield "Repeats", escaped(facts.rerun.name) + known_as
+        yield "Not restored", "<br>".join(escaped(text, 300) for text in facts.rerun.missing) or "nothing"
+        yield "Values", escaped(facts.rerun.result, 600) or "not compared yet"
     if facts.sweep:
         yield "Sweep", escaped(facts.sweep)
     yield "Trainer", escaped(facts.trainer)

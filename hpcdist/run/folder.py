@@ -7,6 +7,7 @@
         origin.json                              the config of the command line, before its overrides
         supervisor.log  shipper.log              output of a supervisor in the background, and of the shipper
         notified.json  notifier.log              events that were sent to a webhook; output of that process
+        rerun.json                               the run that this run repeats, and the result of the comparison
         config.next.yaml                         changed config of a resume, until its first completed step
         container.json                           runtime, image and digest of the ranks' containers
         rank_environment.json                    archive and versions of the ranks' environment (cluster.environment)

@@ -74,10 +74,23 @@ def mismatch() -> str | None:
     )
 
 
-def mounts(*, read_only: bool = True) -> list[str]:
-    """Return the values of `container.mounts` by which the image gets hpcdist and its packages."""
-    mode = ":ro" if read_only else ""
-    return [f"{CHECKOUT}:/opt/checkout{mode}", f"{sysconfig.get_path('purelib')}:/opt/packages{mode}"]
+def mount_flags(runtime: str) -> list[str]:
+    """Return the flags (`container.extra_args`) by which the image gets hpcdist and its packages.
+
+    `container.mounts` would not do: the check of the image starts it without mounts.
+    """
+    sources = {"/opt/checkout": str(CHECKOUT), "/opt/packages": sysconfig.get_path("purelib")}
+    pairs = [(source, target) for target, source in sources.items()]
+    if runtime == "pyxis":
+        return [f"--container-mounts={','.join(f'{source}:{target}:ro' for source, target in pairs)}"]
+    form = {
+        "podman": "--volume={}:{}:ro",
+        "docker": "--volume={}:{}:ro",
+        "apptainer": "--bind={}:{}:ro",
+        "charliecloud": "--bind={}:{}",
+        "enroot": "--mount={}:{}:none:x-create=auto,rbind,ro",
+    }[runtime]
+    return [form.format(*pair) for pair in pairs]
 
 
 def build(containers: Containers) -> SmallImage:

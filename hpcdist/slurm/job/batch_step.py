@@ -27,6 +27,7 @@ from hpcdist.run.lease import Held, hold
 from hpcdist.run.pending_config import newest_step, settle
 from hpcdist.run.secret_file import kept
 from hpcdist.run.slurm_job import record_job_start
+from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job.slurm_launcher import SlurmLauncher
 from hpcdist.slurm.job.srun import rank_env
@@ -40,6 +41,11 @@ log = logging.getLogger(__name__)
 TIME_LIMIT = "time limit"
 #: Origin of a stop request after Slurm's SIGTERM.
 _BY_SLURM = "SIGTERM"
+#: Minimum time between the request for a requeue and the end of the batch step. A job that Slurm kills and starts
+#: again within one second fails: slurmd refuses its new credential ("Job credential revoked"). The job cannot start
+#: before its batch step has ended. Slurm delays most requeued jobs by 120 s, but `scontrol update StartTime=now` ends
+#: that.
+CREDENTIAL_S = 2.0
 
 
 class JobLog:
@@ -95,6 +101,8 @@ def supervise_in_job(run_dir: str) -> str:
     state = supervise(run_dir)
     if state.status == "failed":
         raise HpcdistError(state.reason)
+    if state.status == "queued":
+        time.sleep(CREDENTIAL_S)
     return f"{state.status}: {state.reason}"
 
 
@@ -173,8 +181,24 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
             env=env,
             allocation=Allocation(end - lead_s, TIME_LIMIT, end) if (end := job.end_time) is not None else None,
             check_lease=held.check,
+            after_attempt=lambda: _raise_missing_sigterm(job),
             conclude=lambda state: _after(run, job, state, launcher.avoid, config.cluster.max_requeues),
         ).run()
+
+
+def _raise_missing_sigterm(job: CurrentJob) -> None:
+    """Raise SIGTERM in this process if Slurm is ending the job.
+
+    With proctrack/cgroup, Slurm sends SIGTERM at a requeue, a preemption or a cancellation to the ranks, but not to the
+    batch step. With proctrack/linuxproc, the supervisor has received it.
+    """
+    try:
+        ending = job.is_ending()
+    except SlurmError as error:
+        log.warning("the state of the job is unknown: %s", error)
+        return
+    if ending:
+        signal.raise_signal(signal.SIGTERM)
 
 
 def _after(run: RunDir, job: CurrentJob, state: State, avoid: Sequence[str], max_requeues: int) -> State:

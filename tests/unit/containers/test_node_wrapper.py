@@ -6,6 +6,7 @@ Like podman, the replacement leaves its containers running when Slurm kills it.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from hpcdist_runs import wait_for
 
@@ -22,6 +24,7 @@ from hpcdist.containers.runtimes import SCRIPT
 pytestmark = pytest.mark.processes
 
 FAKE = Path(__file__).parents[2] / "support" / "fake_podman.py"
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 #: Prints each received signal, and exits with 7 at SIGTERM.
 RANK = """
 import os, signal, sys, time
@@ -119,8 +122,43 @@ def test_podman_gets_user_devices_and_matching_variables(node: Node) -> None:
 def test_docker_gets_user_groups_and_devices(node: Node) -> None:
     assert node.script("once", "WANDB", "docker", "run", "IMAGE", "true").returncode == 0
     groups = [f"--group-add={group}" for group in subprocess.check_output(["id", "-G"], text=True).split()]
-    devices = ["--device=/dev/infiniband"] if Path("/dev/infiniband").exists() else []
+    has_rdma = Path("/dev/infiniband").exists()
+    devices = ["--ulimit=memlock=-1", "--device=/dev/infiniband"] if has_rdma else []
     assert node.args() == [f"--user={os.getuid()}:{os.getgid()}", *groups, *devices, "IMAGE", "true"]
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_squashfuse_of_apptainer_ignores_the_signals_of_slurm(node: Node, tmp_path: Path, is_installed: bool) -> None:
+    """Without the program apptainer unpacks the image, so the replacement must not be found either."""
+    system, scripts = tmp_path / "system", tmp_path / "scripts"
+    system.mkdir()
+    shutil.copytree(SCRIPT.parent / "apptainer_mount", scripts / "apptainer_mount")
+    for name in (SCRIPT.name, "apptainer_mount/squashfuse_ll"):
+        text = (SCRIPT.parent / name).read_text()
+        assert text.count(SYSTEM_PATH) == 1
+        scripts.joinpath(name).write_text(text.replace(SYSTEM_PATH, str(system)))
+    status = "print(*[line.split()[1] for line in open('/proc/self/status') if line.startswith('SigIgn')])"
+    programs = {
+        # apptainer looks the program up, and starts it with an empty environment.
+        Path(node.env["PATH"].partition(":")[0]) / "apptainer": (
+            'case $PATH in *apptainer_mount*) exec env -i "$(command -v squashfuse_ll)" ;; esac; echo unpacked'
+        ),
+        system / "squashfuse_ll": f'exec "{sys.executable}" -S -c "{status}"',
+    }
+    for path, text in programs.items():
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    if not is_installed:
+        (system / "squashfuse_ll").unlink()
+    command = ["sh", str(scripts / SCRIPT.name), "plain", "apptainer"]
+    done = subprocess.run(command, env=node.env, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    if not is_installed:
+        assert done.stdout == "unpacked\n"
+        return
+    mask = int(done.stdout, 16)
+    ignored = {number for number in signal.valid_signals() if mask >> (number - 1) & 1}
+    assert {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2} <= ignored
 
 
 @pytest.mark.parametrize("arguments", [["once", "X"], ["plain"], ["rank", "/nowhere", "X"]])
@@ -207,6 +245,46 @@ def test_only_containers_of_the_run_are_removed(node: Node) -> None:
 def test_command_script_of_enroot_changes_the_folder(node: Node) -> None:
     done = node.script("in", str(node.attempt), "pwd")
     assert (done.returncode, done.stdout) == (0, f"{node.attempt}\n")
+
+
+#: Starts squashfuse as `enroot start IMAGE.sqsh` does, and becomes the rank once the image is mounted.
+ENROOT = """#!/bin/bash
+squashfuse -f "${@: -1}" &
+while [ ! -e "$FAKE_PODMAN/mounted" ]; do sleep 0.02; done
+exec sleep 600
+"""
+SQUASHFUSE = """#!/bin/sh
+echo "$$ $*" >"$FAKE_PODMAN/mounting"
+mv "$FAKE_PODMAN/mounting" "$FAKE_PODMAN/mounted"
+exec sleep 600
+"""
+
+
+def test_mount_of_enroot_ignores_the_signals_of_slurm_and_ends_with_the_container(node: Node) -> None:
+    for name, text in (("enroot", ENROOT), ("squashfuse", SQUASHFUSE)):
+        tool = Path(node.env["PATH"].partition(":")[0]) / name
+        tool.write_text(text)
+        tool.chmod(0o755)
+    command = ["sh", str(SCRIPT), "once", "SLURM_*", "enroot", "start", "/image.sqsh"]
+    rank = subprocess.Popen(command, env=node.env, start_new_session=True)
+    try:
+        wait_for((node.state / "mounted").exists, "the image to be mounted")
+        pid, arguments = (node.state / "mounted").read_text().strip().split(" ", 1)
+        mount = psutil.Process(int(pid))
+        assert arguments == "-f /image.sqsh"
+        assert os.getpgid(mount.pid) != os.getpgid(rank.pid), "enroot kills the process group when it gets SIGCONT"
+        for process in (mount, *mount.parents()[:2]):
+            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+                assert number in ignored_signals(process), process
+    finally:
+        rank.kill()
+        rank.wait()
+    wait_for(lambda: not mount.is_running(), "the mount to end with the container")
+
+
+def ignored_signals(process: psutil.Process) -> set[int]:
+    (line,) = (line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if "SigIgn" in line)
+    return {number for number in range(1, 65) if int(line.split()[1], 16) & (1 << (number - 1))}
 
 
 @pytest.mark.parametrize(

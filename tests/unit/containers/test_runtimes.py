@@ -70,7 +70,7 @@ def test_docker() -> None:
         *SRUN,
         "sh", str(SCRIPT), "rank", f"{RUN.path}/attempts/001", NAMES,
         "docker", "run", "--rm", "--pull=never",
-        "--network=host", "--uts=host", "--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864",
+        "--network=host", "--uts=host", "--ipc=host", "--ulimit=stack=67108864",
         "--security-opt=label=disable", "--no-healthcheck", "--log-driver=none",
         "--label=hpcdist.run=/shared/runs/digits/my first",
         "--volume=/shared:/shared", "--volume=/scratch/imagenet:/data:ro",
@@ -123,6 +123,12 @@ def test_enroot() -> None:
         "/images/hpcdist.sqsh", "in", "/shared/project",
         *IGNORE_USR2, *WORKER,
     ]  # fmt: skip
+
+
+def test_enroot_starts_a_folder_by_its_name() -> None:
+    spec = replace(SPEC, runtime="enroot", image="/images/hpcdist", unpacked=True)
+    assert step(spec)[step(spec).index("in") - 1] == "hpcdist"
+    assert outer_env(spec, {"ENROOT_DATA_PATH": "/raid"})["ENROOT_DATA_PATH"] == "/images"
 
 
 def test_pyxis() -> None:
