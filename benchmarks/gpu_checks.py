@@ -22,7 +22,7 @@ from hpcdist.machine.gpus import driver_version
 CHECKOUT = Path(__file__).resolve().parents[1]
 GPU_TESTS = ("data/test_batches.py", "checkpoint/test_host_copy.py", "checkpoint/test_state.py")
 #: Trainers are shortened: each has to compile, communicate, evaluate and save.
-SHORT = ("tracking.uri=", "launch.max_restarts=0", "checkpoint.every_steps=20")
+SHORT = ("launch.max_restarts=0", "checkpoint.every_steps=20", "tracking.drain_timeout_s=5")
 
 
 def say(**figures: object) -> None:
