@@ -22,6 +22,9 @@ WAIT_S = 800.0
 REQUIRE = "HPCDIST_REQUIRE_SLURM"
 """If set to 1, tests that need a dev cluster fail instead of being skipped on machines that cannot start one."""
 
+PROCTRACK = "HPCDIST_PROCTRACK"
+"""How the dev cluster signals processes, `cgroup` or `linuxproc`; the default is that of `hpcdist devcluster up`."""
+
 
 @dataclass(frozen=True)
 class DevCluster:
@@ -110,7 +113,8 @@ def dev_cluster(num_nodes: int) -> Iterator[DevCluster]:
         pytest.skip(reason)
     cluster.down(layout)  # remains of a killed test session
     before = host.HOSTS.read_text()
+    changes = {"num_nodes": num_nodes} | ({"proctrack": os.environ[PROCTRACK]} if PROCTRACK in os.environ else {})
     try:
-        yield DevCluster(layout, cluster.up(layout, {"num_nodes": num_nodes}, env={}), before)
+        yield DevCluster(layout, cluster.up(layout, changes, env={}), before)
     finally:
         cluster.down(layout)
