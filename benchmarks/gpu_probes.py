@@ -33,7 +33,8 @@ from hpcdist.run.folder import RunDir
 DATA_S, COMPUTE_S = 0.010, 0.020
 #: A measured time may differ from the known one by this part, and by the time of the other kernels of a step.
 TOLERANCE, OVERHEAD_S = 0.05, 0.004
-HANG_TIMEOUT_S = 12
+#: Longer than a start takes, also beside other work.
+HANG_TIMEOUT_S = {"cuda": 30, "cpu": 120}
 #: A rank queues an all-reduce behind a kernel that does not end, and waits for its result.
 HUNG_TRAINER = """
 import threading
@@ -159,11 +160,14 @@ def hang(device: torch.device, folder: Path) -> bool:
     options = [
         f"name={name}",
         f"runs_dir={runs}",
-        "tracking.uri=",
+        "tracking.drain_timeout_s=5",
         "launch.max_restarts=0",
         f"launch.device={device.type}",
     ]
-    options += [f"launch.hang_timeout_s={HANG_TIMEOUT_S}", *(["launch.num_ranks=2"] if device.type == "cpu" else [])]
+    options += [
+        f"launch.hang_timeout_s={HANG_TIMEOUT_S[device.type]}",
+        *(["launch.num_ranks=2"] if device.type == "cpu" else []),
+    ]
     command = [sys.executable, "-m", "hpcdist", "run", str(config), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     lines = (done.stdout + done.stderr).strip().splitlines()

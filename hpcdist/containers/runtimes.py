@@ -171,9 +171,10 @@ def container_command(spec: ContainerSpec, command: Sequence[str], attempt: Atte
     return ContainerCommand(argv=["sh", str(SCRIPT), "once", names, *prefix, *inside, *command])
 
 
-def remove_command(spec: ContainerSpec) -> list[str]:
-    """Return the command that removes all containers of a run on a node, of any job and attempt."""
-    return ["sh", str(SCRIPT), "remove", spec.runtime, f"hpcdist.run={spec.run}"]
+def remove_command(spec: ContainerSpec, job_id: str) -> list[str]:
+    """Return the command that removes a run's containers on a node: of any job and attempt, with pyxis of this job."""
+    which = job_id if spec.runtime == "pyxis" else f"hpcdist.run={spec.run}"
+    return ["sh", str(SCRIPT), "remove", spec.runtime, which]
 
 
 def outer_env(spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, str]:

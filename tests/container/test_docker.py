@@ -178,9 +178,8 @@ def test_run_in_docker_records_the_image(box: DockerBox, tmp_path: Path) -> None
     assert (facts["image"], facts["image_digest"]) == ("hpcdist", box.inspect("hpcdist", "image")["Id"])
     missing = box.hpcdist(*TRAIN, "--in", "docker", "--image", "localhost/never-built", cwd=tmp_path)
     assert missing.returncode == 2
-    assert last_lines(missing) == [
-        "hpcdist: docker has no image 'localhost/never-built': `hpcdist image build` makes one here"
-    ]
+    (line,) = last_lines(missing)
+    assert line.startswith("hpcdist: docker has no image 'localhost/never-built': `hpcdist image build` makes one here")
 
 
 # --- compose: MLflow, PostgreSQL and training

@@ -282,6 +282,16 @@ def test_mount_of_enroot_ignores_the_signals_of_slurm_and_ends_with_the_containe
     wait_for(lambda: not mount.is_running(), "the mount to end with the container")
 
 
+def test_interrupted_containers_of_pyxis_are_removed(node: Node) -> None:
+    tool = Path(node.env["PATH"].partition(":")[0]) / "enroot"
+    tool.write_text('#!/bin/sh\n[ "$1" = list ] && printf "pyxis_7.0\\npyxis_77.0\\nmine\\n" || echo "$@"\n')
+    tool.chmod(0o755)
+    done = node.script("remove", "pyxis", "7")
+    assert (done.returncode, done.stdout) == (0, "remove --force pyxis_7.0\n")
+    tool.unlink()
+    assert node.script("remove", "pyxis", "7").returncode == 0
+
+
 def ignored_signals(process: psutil.Process) -> set[int]:
     (line,) = (line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if "SigIgn" in line)
     return {number for number in range(1, 65) if int(line.split()[1], 16) & (1 << (number - 1))}

@@ -193,7 +193,7 @@ def test_commands_other_than_ranks_run_without_pid1(runtime: str, command: list[
 
 
 def test_remove_command_selects_containers_by_label() -> None:
-    assert remove_command(SPEC) == [
+    assert remove_command(SPEC, "7") == [
         "sh", str(SCRIPT), "remove", "podman", "hpcdist.run=/shared/runs/digits/my first",
     ]  # fmt: skip
 
