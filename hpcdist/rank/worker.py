@@ -125,6 +125,7 @@ def _train(
     gc.disable()
     from hpcdist.rank.context import Context
     from hpcdist.rank.device import place
+    from hpcdist.rank.live_commands import CommandFiles
     from hpcdist.rank.seeding import seed_everything
     from hpcdist.rank.stop_agreement import StopAgreement
     from hpcdist.rank.telemetry.heartbeat import Heartbeat
@@ -156,7 +157,13 @@ def _train(
             topology=topology,
             device=device,
             groups=groups,
-            stop=StopAgreement(groups.control, stop_flag, attempt.request, watch_request=topology.rank == 0),
+            stop=StopAgreement(
+                groups.control,
+                stop_flag,
+                attempt.request,
+                watch_request=topology.rank == 0,
+                commands=CommandFiles(attempt) if topology.rank == 0 else None,
+            ),
             journal=journal,
             heartbeat=heartbeat,
         )
