@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 EXTRAS := train,dev
 
 MINUTES ?= 60
+SUITE ?= trixie
 WORKERS ?= 2
 
-.PHONY: help quickstart install check unit smoke test faults fuzz bench docs recording screenshots lock clean
+.PHONY: help quickstart install check unit smoke test faults test-slurm fuzz bench docs recording screenshots lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -29,7 +30,7 @@ check: install ## formatting, lint and types, also of Dockerfiles and shell scri
 	$(BIN)/hadolint docker/Dockerfile docker/mlflow.Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	if [ -x $(BIN)/actionlint ]; then $(BIN)/actionlint; fi
-	$(BIN)/shellcheck .ci/run benchmarks/*.sh docker/*.sh hpcdist/containers/*.sh scripts/*.sh
+	$(BIN)/shellcheck .ci/run benchmarks/*.sh docker/*.sh hpcdist/containers/*.sh hpcdist/containers/apptainer_mount/* scripts/*.sh scripts/runtimes/*.sh
 
 unit: install ## tests that start no processes, in 90 s
 	$(BIN)/python -m pytest tests/unit -m 'not processes and not faults' -n 2
@@ -45,6 +46,9 @@ test: install ## all tests but the heavy ones
 faults: install ## all faults that a run must survive, with a table of them at the end
 	bash scripts/test_packages.sh
 	$(BIN)/python -m pytest -m 'faults or quick_fault' --timeout 1800
+
+test-slurm: install ## the Slurm tests with the Slurm of another release: SUITE=trixie, sid or noble; needs root
+	bash scripts/slurm_suite.sh $(SUITE)
 
 fuzz: install ## random input of all kinds for MINUTES (60), with new seeds each time
 	$(BIN)/python scripts/fuzz.py $(MINUTES)

@@ -2,16 +2,30 @@
 # Install the packages of the browser, Slurm, container and storage tests. Without permission, these tests are skipped.
 set -euo pipefail
 # Chromium for MLflow's pages; Slurm with accounting; iproute2 and nftables for virtual nodes and their ports; podman,
-# debootstrap and charliecloud for images; PostgreSQL for the tracking server; and a compiler for the library that injects
-# faults into file operations.
+# debootstrap and charliecloud for images; PostgreSQL for the tracking server; a compiler for the library that injects
+# faults into file operations; docker; and what apptainer, enroot and pyxis need, which scripts/runtimes installs.
 packages=(git gcc libc6-dev chromium slurmctld slurmd slurmdbd slurm-client munge mariadb-server iproute2 nftables
-  podman runc debootstrap debian-archive-keyring charliecloud postgresql)
+  podman runc debootstrap debian-archive-keyring charliecloud postgresql docker.io make jq squashfs-tools squashfuse)
+
+# Install the container runtimes that Debian 12 does not package: those that are missing, or whose recipe has changed.
+install_runtimes() {
+  local recipes runtimes=/var/tmp/hpcdist-tests/runtimes name
+  recipes=$(dirname "$(readlink -f "$0")")/runtimes
+  [ "$(id -u)" = 0 ] || return 0
+  for name in apptainer enroot pyxis; do
+    cmp -s "$recipes/$name.sh" "$runtimes/$name.recipe" && continue
+    bash "$recipes/$name.sh" || echo "the tests of $name will be skipped: scripts/runtimes/$name.sh failed" >&2
+  done
+}
 
 missing=()
 for package in "${packages[@]}"; do
   [ "$(dpkg-query -W -f '${db:Status-Abbrev}' "$package" 2>/dev/null)" = "ii " ] || missing+=("$package")
 done
-[ ${#missing[@]} -gt 0 ] || exit 0
+if [ ${#missing[@]} = 0 ]; then
+  install_runtimes
+  exit
+fi
 
 if [ "$(id -u)" = 0 ]; then sudo=(); else sudo=(sudo -n); fi
 if ! command -v apt-get >/dev/null || ! "${sudo[@]}" true 2>/dev/null; then
@@ -29,7 +43,10 @@ if [ ! -e "$policy" ]; then
 fi
 for pause in 5 20 0; do # downloads can fail temporarily
   "${sudo[@]}" apt-get update -q &&
-    "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends "${missing[@]}" && exit 0
+    "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends "${missing[@]}" && {
+    install_runtimes
+    exit 0
+  }
   [ "$pause" = 0 ] || sleep "$pause"
 done
 exit 1

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from containers import Containers, missing_requirement
-from fault_table import Cell, as_lines
+from fault_table import Cell, MatrixEntry, as_lines, matrix_lines
 from io_faults import compile_library
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -95,8 +95,10 @@ class FaultTable:
 
     def __init__(self) -> None:
         self.cells: list[Cell] = []
+        self.matrix: list[MatrixEntry] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.matrix += [MatrixEntry(**entry) for name, entry in report.user_properties if name == "matrix"]
         if report.when == "call":
             self.cells += [Cell(**row) for name, row in report.user_properties if name == "cell"]
 
@@ -104,6 +106,9 @@ class FaultTable:
         if self.cells:
             terminalreporter.section("faults")
             terminalreporter.write("\n".join(as_lines(self.cells)) + "\n")
+        if self.matrix:
+            terminalreporter.section("container runtimes and faults")
+            terminalreporter.write("\n".join(matrix_lines(self.matrix)) + "\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -116,6 +121,18 @@ def cell(request: pytest.FixtureRequest) -> Cell:
     return Cell(fault=request.node.name.partition("[")[0].removeprefix("test_").replace("_", " "), trainer="ddp")
 
 
+def matrix_entry(item: pytest.Item, report: pytest.TestReport) -> MatrixEntry | None:
+    """Return the entry of a test of the matrix whose verdict this report decides; None for other reports."""
+    if item.path.name != "test_runtimes.py" or not isinstance(item, pytest.Function):
+        return None
+    if report.passed and report.when != "call":
+        return None
+    more = [str(value) for name, value in item.callspec.params.items() if name != "runtime"]
+    fault = " ".join([item.originalname.removeprefix("test_").replace("_", " "), *more])
+    verdict = f"{report.duration:.0f} s" if report.passed else "skipped" if report.skipped else "FAILED"
+    return MatrixEntry(item.callspec.params["runtime"], fault, verdict)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
@@ -124,6 +141,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         found.seconds = report.duration
         found.verdict = "ok" if report.passed else "FAILED"
         report.user_properties.append(("cell", asdict(found)))
+    if (entry := matrix_entry(item, report)) is not None:
+        report.user_properties.append(("matrix", asdict(entry)))
     # Only `make unit` depends on the marker. The teardown is not counted: it may end fixtures of the whole session.
     is_unit = "not processes" in item.config.option.markexpr
     if is_unit and started and report.when == "call" and report.passed:

@@ -22,6 +22,7 @@ from hpcdist.cli import (
     image,
     internal,
     model_export,
+    rerun,
     resume,
     review,
     run,
@@ -47,7 +48,7 @@ app = typer.Typer(
 PANELS: dict[str, tuple[Any, ...]] = {
     "Start runs": (run, submit, resume, config),
     "Watch runs": (runs, control),
-    "Review": (review, run_comparison, cost, model_export, server),
+    "Review": (review, run_comparison, rerun, cost, model_export, server),
     "Diagnose": (diagnose, bench),
     "Images": (image,),
     "Development": (devcluster,),

@@ -48,6 +48,15 @@ def up(
     grace_time_s: Annotated[
         int | None, _setting("--grace-time-s", "S", "Grace time of a preempted job.", Settings.grace_time_s)
     ] = None,
+    proctrack: Annotated[
+        str | None,
+        _setting(
+            "--proctrack",
+            "cgroup|linuxproc",
+            "How Slurm tracks and signals processes: cgroup as in production, or without cgroups.",
+            "cgroup where root may create cgroups",
+        ),
+    ] = None,
     subnet: Annotated[str | None, _setting("--subnet", "CIDR", "Network of the nodes.", Settings.subnet)] = None,
     users: Annotated[
         list[str] | None,
@@ -73,6 +82,7 @@ def up(
         "gpus_per_node": gpus_per_node,
         "memory_mb": memory_mb,
         "grace_time_s": grace_time_s,
+        "proctrack": proctrack,
         "subnet": subnet,
     }
     changes = {name: value for name, value in asked.items() if value is not None}

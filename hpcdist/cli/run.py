@@ -105,13 +105,10 @@ def run_here(
         origin: The config of the command line, which the run folder records.
     """
     from hpcdist.cli.render import show_plan
-    from hpcdist.machine.compiler import require_compiler
     from hpcdist.machine.own_image import image_facts
     from hpcdist.run import create
 
     plan, uri = resolve_start(config)
-    if config.model.compile and not config.trainer.script:
-        require_compiler(plan.device, {**os.environ, **config.launch.env})
     path = Path(config.runs_dir) / config.experiment / config.name
     show_plan(console(), config, plan, path, uri, verbose=dry_run)
     if plan.device == "cpu" and config.launch.device == "auto":
@@ -128,10 +125,14 @@ def run_here(
 
 def resolve_start(config: Config) -> tuple[Plan, str]:
     """Return the plan of a run on this machine, and its tracking URI. Raises UserMistake if it cannot run here."""
+    from hpcdist.machine.compiler import require_compiler
     from hpcdist.supervisor.plan import Machine, make_plan
     from hpcdist.tracking.uri import resolve_uri
 
-    return make_plan(config, Machine.inspect(os.environ)), resolve_uri(config, os.environ)
+    plan, uri = make_plan(config, Machine.inspect(os.environ)), resolve_uri(config, os.environ)
+    if config.model.compile and not config.trainer.script:
+        require_compiler(plan.device, {**os.environ, **config.launch.env})
+    return plan, uri
 
 
 def supervise_here(run: RunDir, config: Config, plan: Plan, tracking_uri: str, *, follow: bool) -> int:

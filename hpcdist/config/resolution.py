@@ -24,7 +24,9 @@ def resolve(config: Config, source: str) -> Config:
             return text
 
     config = map_paths(config, "", absolute)
+    environment = map_paths(config.cluster.environment, "cluster.environment.", absolute)
     changes: dict[str, Any] = {
+        "cluster": replace(config.cluster, environment=environment),
         "data": map_paths(config.data, "data.", absolute),
         "sections": {name: map_paths(section, f"{name}.", absolute) for name, section in config.sections.items()},
     }

@@ -34,14 +34,41 @@ print("hpcdist-image", json.dumps({{"node": os.environ.get("SLURMD_NODENAME", ""
 _FACTS = re.compile(r"hpcdist-image (\{.*\})")
 #: Error messages of runtimes that use the same exit codes for their own failures and the command's.
 _MESSAGES = {
-    "apptainer": re.compile(r"^(FATAL|ERROR)\s*:"),
+    "apptainer": re.compile(r"^(FATAL|ERROR)\s*:|^Error for command "),
     "charliecloud": re.compile(r"ch-run\["),
     "enroot": re.compile(r"\[ERROR\]|^enroot-[a-z]+: "),
     "pyxis": re.compile(r"^pyxis:"),
 }
 _PYXIS_ERROR = re.compile(r"(?:srun|slurmstepd): error: (pyxis:.*)")
-#: Slurm's messages, pyxis' progress, and the reference to its help that ends every error of docker's client 28.
-_NOT_ITS_OWN = re.compile(r"(srun|slurmstepd|pyxis): |(Run|See) 'docker .*--help'")
+#: Slurm's messages; progress of pyxis and apptainer; references to the help, which end the errors of docker's clients;
+#: and the log line of client 20.10 after an error of the daemon.
+_NOT_ITS_OWN = re.compile(
+    r"(srun|slurmstepd|pyxis): |(INFO|WARNING)\s*:|(Run|See) 'docker .*--help'|Usage:  docker |time=\S+ level=error"
+)
+#: apptainer prints its whole help after a wrong option.
+_BEFORE_HELP = 'Error for command "'
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+#: Errors that no retry solves, and what to do about them.
+_FIXES = (
+    (
+        "rlimit type 8: operation not permitted",
+        "its daemon lacks CAP_SYS_RESOURCE (rootless, or in a container) and cannot unlock memory for RDMA:"
+        " container.extra_args=[--ulimit=memlock=65536:65536] leaves the limit, and NCCL_IB_DISABLE=1 avoids RDMA",
+    ),
+    ("permission denied while trying to connect", "the user must be in the group docker on every node, or use podman"),
+    ("could not select device driver", "the node needs nvidia-container-toolkit, or set container.gpus=none"),
+    (
+        "/dev/fuse: Permission denied",
+        "users must be allowed to open /dev/fuse (chmod 0666), or use a folder as container.image",
+    ),
+    ("Failed to create user namespace", "an administrator must allow user namespaces, or install apptainer-suid"),
+    (
+        "Requesting capability set",
+        "root lacks a capability here (as in a container): name it in APPTAINER_DROP_CAPS, for example"
+        " `export APPTAINER_DROP_CAPS=CAP_SYS_RESOURCE`",
+    ),
+    ("unknown (shorthand )?flag", "see container.extra_args"),
+)
 
 
 def image_probe_command(spec: ContainerSpec) -> ContainerCommand:
@@ -91,6 +118,8 @@ def _start_problem(spec: ContainerSpec, errors: str, machine: str) -> tuple[str,
         return f"{spec.image} is for another processor architecture than {machine} has ({os.uname().machine})", False
     if re.search("image not known|no such image|no such object", text, re.IGNORECASE):
         return f"{spec.image} is not on {machine}: {_last(lines)}", False
+    if fix := _fix(text):
+        return f"{spec.runtime} could not start {spec.image} on {machine}: {_last(lines)}: {fix}", False
     if re.search("no such file|not found|can't execve", text, re.IGNORECASE):
         return f"{spec.image} cannot be started on {machine}, or has no {spec.python} in it: {_last(lines)}", False
     return f"{spec.runtime} could not start {spec.image} on {machine}: {_last(lines)}", True
@@ -106,19 +135,27 @@ def start_failure(runtime: str, code: int, log: str) -> tuple[str, bool] | None:
     if runtime in DETACHED:
         if code not in (125, 126, 127):
             return None
-        return f"{runtime} could not start the container (exit code {code}): {last}", code == 125
-    if code <= 0 or not _MESSAGES[runtime].search(last):
+    elif code <= 0 or not _MESSAGES[runtime].search(last):
         return None
-    return f"{runtime} could not start the container (exit code {code}): {last}", True
+    fix = _fix(last)
+    error = f"{runtime} could not start the container (exit code {code}): {last}"
+    return f"{error}: {fix}" if fix else error, not fix and not (runtime in DETACHED and code != 125)
+
+
+def _fix(text: str) -> str:
+    """Return how to solve an error that no retry solves; empty if it is not known."""
+    return next((fix for pattern, fix in _FIXES if re.search(pattern, text)), "")
 
 
 def _own_lines(text: str) -> list[str]:
-    """Return the output of the runtime and its command, without Slurm's messages and references to docker's help.
+    """Return the output of the runtime and its command, without Slurm's messages, progress, help and colours.
 
     pyxis reports errors through Slurm, as `slurmstepd: error: pyxis: …`, and its progress as `pyxis: …`.
     """
     lines = []
-    for line in filter(str.strip, text.splitlines()):
+    for line in filter(str.strip, _COLOURS.sub("", text).splitlines()):
+        if line.startswith(_BEFORE_HELP):
+            return [line.strip()]
         if error := _PYXIS_ERROR.match(line):
             lines.append(error[1].rstrip())
         elif not _NOT_ITS_OWN.match(line):

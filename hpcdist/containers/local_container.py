@@ -16,6 +16,7 @@ from hpcdist.config.written import redacted_argument
 from hpcdist.containers.images.engine import EngineName
 from hpcdist.containers.spec import ContainerSpec, Mount
 from hpcdist.errors import UserMistake
+from hpcdist.machine.capabilities import CAP_SYS_RESOURCE, has_capability
 from hpcdist.machine.own_image import DIGEST, NAME
 
 #: Prefixes of variables that are passed by name, so that no value is in the command line. All others stay outside.
@@ -23,20 +24,23 @@ PASSED_PREFIXES = ("MLFLOW_TRACKING_", "NCCL_", "GLOO_", "TORCH_", "HPCDIST_")
 #: Variables that the image or the command line sets.
 SET_HERE = ("HPCDIST_RUNS_DIR", "HPCDIST_DATA_DIR", NAME, DIGEST)
 _REFERENCE = "${oc.env:"
-CAP_SYS_RESOURCE = 24  # capabilities(7)
-STATUS = Path("/proc/self/status")
 
 
 def host_container(engine: EngineName, image: str, digest: str, user: str, env: Mapping[str, str]) -> ContainerSpec:
     """Return the container of an image with this machine's devices, limits and user, before a config is applied."""
-    # docker's daemon may always raise the limit; podman without root is bound to the limits of its caller.
-    locks_memory = engine == "docker" or _may_lock_memory()
+    has_rdma = Path("/dev/infiniband").is_dir()
+    if engine == "docker":
+        # A daemon without CAP_SYS_RESOURCE (rootless, in a container) cannot raise the limit, and starts no container.
+        ulimits = ("memlock=-1",) if has_rdma else ()
+    else:
+        # podman without root is bound to the limits of its caller.
+        ulimits = ("memlock=-1" if _may_lock_memory() else "host",)
     return ContainerSpec(
         runtime=engine,
         image=image,
         user=f"{os.getuid()}:{os.getgid()}",
-        ulimits=("memlock=-1" if locks_memory else "host",),
-        devices=("/dev/infiniband",) if Path("/dev/infiniband").is_dir() else (),
+        ulimits=ulimits,
+        devices=("/dev/infiniband",) if has_rdma else (),
         env=tuple(sorted(name for name in env if name.startswith(PASSED_PREFIXES) and name not in SET_HERE)),
         env_values={"USER": user, NAME: image, DIGEST: digest},
         host_network=False,
@@ -112,6 +116,4 @@ def _may_lock_memory() -> bool:
     """Return whether a child of this process may lock unlimited memory, as RDMA must."""
     if resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == resource.RLIM_INFINITY:
         return True
-    lines = STATUS.read_text().splitlines()
-    effective = next((line.split()[1] for line in lines if line.startswith("CapEff:")), "0")
-    return bool(int(effective, 16) >> CAP_SYS_RESOURCE & 1)
+    return has_capability(CAP_SYS_RESOURCE)

@@ -13,6 +13,7 @@
 # the step. This script holds one end of a named pipe, hpcdist.containers.pid1 in the container the other: signals go
 # through it by name, and when this process ends, for whatever reason, the pipe closes and the container ends.
 set -u
+SYSTEM_PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 mode=$1
 shift
 
@@ -51,6 +52,9 @@ node_flags() {
     ulimit -l unlimited 2>/dev/null || ulimit -l "$(ulimit -H -l)"
   else
     for group in $(id -G); do flags="$flags --group-add=$group"; done
+    # RDMA must lock its memory. A daemon without CAP_SYS_RESOURCE (rootless, in a container) cannot raise the limit, and
+    # then starts no container at all: it is only asked to where it is needed.
+    [ ! -e /dev/infiniband ] || flags="$flags --ulimit=memlock=-1"
   fi
   [ ! -e /dev/infiniband ] || flags="$flags --device=/dev/infiniband"
 }
@@ -118,6 +122,10 @@ plain)
   present "$1"
   # Slurm sends SIGUSR2 ahead of the time limit; processes without a handler must not die of it.
   trap '' USR2
+  # Without squashfuse_ll apptainer unpacks the image, so a replacement must not pretend that there is one.
+  if [ "$1" = apptainer ] && (PATH=$SYSTEM_PATH command -v squashfuse_ll >/dev/null); then
+    PATH=${0%/*}/apptainer_mount:$PATH
+  fi
   exec "$@"
   ;;
 remove)

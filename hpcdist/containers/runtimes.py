@@ -4,7 +4,7 @@ apptainer, charliecloud, enroot and pyxis (Slurm's plugin) start containers as c
 Slurm signals and ends them. Containers of podman and docker are no children of the step; `node_wrapper.sh` and
 `hpcdist.containers.pid1` tie them to it.
 
-podman 4.3 and charliecloud 0.31 are tested. The others follow their documentation and have not been run:
+docs/how-to/containers.md lists the tested versions. The command lines follow the runtimes' documentation:
 https://apptainer.org/docs/user/main/cli/apptainer_exec.html, https://docs.docker.com/reference/cli/docker/container/run,
 https://github.com/NVIDIA/enroot/blob/master/doc/cmd/start.md, https://github.com/NVIDIA/pyxis/wiki/Usage
 """
@@ -57,7 +57,7 @@ def docker(spec: ContainerSpec) -> list[str]:
     """Return the argv of `docker run` up to and including the image."""
     # docker splits at commas before it interprets quotes.
     gpus = ["--gpus=all" if spec.gpus == "all" else f'--gpus="device={spec.gpus}"'] if spec.gpus else []
-    return _engine_run("docker", spec, ulimits=spec.ulimits or ("memlock=-1", "stack=67108864"), flags=gpus)
+    return _engine_run("docker", spec, ulimits=(*spec.ulimits, "stack=67108864"), flags=gpus)
 
 
 def _engine_run(engine: str, spec: ContainerSpec, *, ulimits: Sequence[str], flags: Sequence[str]) -> list[str]:

@@ -83,7 +83,7 @@ class ContainerSpec:
     # The following are set for a local container. For a rank, the node-side script adds its user and devices.
     user: str = ""  #: `UID:GID`
     devices: tuple[str, ...] = ()
-    ulimits: tuple[str, ...] = ()  #: empty for the runtime's defaults in ranks' containers
+    ulimits: tuple[str, ...] = ()  #: in addition to those of the runtime
     host_network: bool = True
     terminal: bool = False
     stop_timeout_s: int | None = None

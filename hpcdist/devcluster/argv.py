@@ -7,7 +7,11 @@ from pathlib import Path
 
 from hpcdist.devcluster.settings import HEAD, HOST, LINK, Layout, Settings
 
-PACKAGES = ("slurmctld", "slurmd", "slurmdbd", "slurm-client", "munge", "mariadb-server", "iproute2")
+PACKAGES = (
+    *("slurmctld", "slurmd", "slurmdbd", "slurm-client", "slurm-wlm-basic-plugins", "slurm-wlm-mysql-plugin"),
+    *("munge", "mariadb-server", "iproute2"),
+)
+"""Debian's and Ubuntu's packages. The plugins are only recommended by the packages of Slurm 24.11 and later."""
 SERVICES = ("munge", "mariadb", "slurmctld", "slurmd", "slurmdbd")
 COMMANDS = (
     *("slurmctld", "slurmd", "slurmdbd", "scontrol", "sinfo", "srun", "sacctmgr", "munged", "munge"),

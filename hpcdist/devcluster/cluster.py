@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hpcdist.devcluster import argv, host, processes, provision, render
+from hpcdist.devcluster import argv, cgroups, host, processes, provision, render
 from hpcdist.devcluster.settings import ACCOUNT, NODE_PORT, Layout, Settings, option
 from hpcdist.devcluster.system import exclusive, run, start, succeeds, wait_until
 from hpcdist.errors import DevClusterError
@@ -71,12 +71,14 @@ def up(
         host.require_namespaces()
         host.require_folder(layout)
         settings = _choose(layout, changes)
+        host.require_cgroups(settings)
         host.require_free_network(settings, layout)
         if recorded_settings(layout) != settings:
             provision.begin(settings, layout)
         if not provision.network_is_ready(settings, layout):
             provision.make_network(settings, layout)
         provision.write_files(settings, layout)
+        cgroups.create(settings, layout)
         host.write_hosts(render.with_hosts_block(host.HOSTS.read_text(), settings))
         _start_daemons(settings, layout, list(users))
     return settings
@@ -95,7 +97,8 @@ def _readable_to_all() -> Iterator[None]:
 def _choose(layout: Layout, changes: Mapping[str, Any]) -> Settings:
     """Return the settings to start. Raises DevClusterError if a cluster with other settings is running."""
     recorded = recorded_settings(layout)
-    requested = dataclasses.replace(recorded or Settings(), **changes)
+    proctrack = "cgroup" if cgroups.version() else "linuxproc"
+    requested = dataclasses.replace(recorded or Settings(proctrack=proctrack), **changes)
     up = recorded is not None and processes.members(processes.mounted_namespaces(layout).values())
     if recorded is not None and up and recorded != requested:
         name = next(name for name in changes if getattr(recorded, name) != getattr(requested, name))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpcdist.devcluster import processes, render
+from hpcdist.devcluster import cgroups, processes, render
 from hpcdist.devcluster.argv import BARE_ENV, COMMANDS, PACKAGES, SERVICES
 from hpcdist.devcluster.settings import HEAD, LINK, Layout, Settings
 from hpcdist.devcluster.system import run, succeeds
@@ -69,6 +69,15 @@ def require_namespaces() -> None:
     if not succeeds(["unshare", "--net", "--uts", "true"]):
         raise DevClusterError(
             "this machine does not allow root to create network namespaces: start the container with --privileged"
+        )
+
+
+def require_cgroups(settings: Settings) -> None:
+    """Raise DevClusterError if the cluster tracks processes by cgroups, and root cannot create any."""
+    if settings.proctrack == "cgroup" and not cgroups.version():
+        raise DevClusterError(
+            f"--proctrack cgroup: root cannot create cgroups in {cgroups.ROOT} of this machine (or container): use"
+            " --proctrack linuxproc, or start the container with --privileged"
         )
 
 

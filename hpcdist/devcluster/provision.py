@@ -10,7 +10,7 @@ import stat
 import time
 from pathlib import Path
 
-from hpcdist.devcluster import argv, processes, render
+from hpcdist.devcluster import argv, cgroups, processes, render
 from hpcdist.devcluster.settings import HEAD, LINK, Layout, Settings
 from hpcdist.devcluster.system import run, succeeds
 from hpcdist.errors import DevClusterError
@@ -45,7 +45,7 @@ def write_files(settings: Settings, layout: Layout) -> None:
     _write_secret(layout.database_init, render.database_sql(password).encode(), "mysql")
     _write_secret(layout.conf / "slurmdbd.conf", render.slurmdbd_conf(settings, layout, password).encode(), "root")
     write_atomic(layout.conf / "gres.conf", render.gres_conf(settings, layout))
-    write_atomic(layout.conf / "cgroup.conf", render.cgroup_conf())
+    write_atomic(layout.conf / "cgroup.conf", render.cgroup_conf(settings, layout, cgroups.version()))
     write_atomic(layout.slurm_conf, render.slurm_conf(settings, layout))
     for number in range(settings.gpus_per_node):
         device = layout.gpus / f"gpu{number}"
@@ -103,6 +103,7 @@ def remove(layout: Layout) -> int:
     The settings file, which identifies the folder, is removed last.
     """
     killed = remove_network(layout)
+    cgroups.remove(layout)
     if layout.state.exists():
         for path in layout.state.iterdir():
             if path.is_dir():

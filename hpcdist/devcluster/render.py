@@ -33,7 +33,7 @@ SlurmdPidFile={layout.run}/slurm-slurmd-%n.pid
 SlurmctldLogFile={layout.logs}/slurmctld.log
 SlurmdLogFile={layout.logs}/slurmd-%n.log
 MailProg=/bin/true
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/{settings.proctrack}
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 # Nodes may claim more than this machine has.
@@ -68,13 +68,16 @@ def gres_conf(settings: Settings, layout: Layout) -> str:
     return f"NodeName={node_range(settings)} Name=gpu File={layout.gpus}/gpu{numbers}\n"
 
 
-def cgroup_conf() -> str:
-    """Return cgroup.conf: the cluster uses no cgroups, and the v1 plugin touches none until they are used.
+def cgroup_conf(settings: Settings, layout: Layout, version: str) -> str:
+    """Return cgroup.conf for the machine's version of cgroups: `v1`, `v2`, or empty without usable cgroups.
 
     The default, autodetect, stops slurmd without a mounted cgroup file system, and requests a scope from systemd over
-    D-Bus for version 2.
+    D-Bus for version 2. The plugin of version 1 touches no cgroups until they are used.
     """
-    return "CgroupPlugin=cgroup/v1\n"
+    if settings.proctrack == "cgroup" and version == "v2":
+        return "CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\n"
+    mounted = f"CgroupMountpoint={layout.cgroups}\n" if settings.proctrack == "cgroup" else ""
+    return f"CgroupPlugin=cgroup/v1\n{mounted}"
 
 
 def slurmdbd_conf(settings: Settings, layout: Layout, password: str) -> str:

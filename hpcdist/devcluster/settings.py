@@ -21,6 +21,7 @@ LINK = "hpcdist0"
 """The only network interface that the cluster adds to this machine."""
 ACCOUNT = "devcluster"
 CONTROLLER_PORT, NODE_PORT, ACCOUNTING_PORT = 16817, 16818, 16819
+PROCTRACK = ("cgroup", "linuxproc")
 RESERVED_ADDRESSES = 4  # network, broadcast, head and host
 #: The state folder contains sockets of Slurm, munge and MariaDB; the path of a socket has at most 107 characters.
 MAX_STATE_LENGTH = 60
@@ -39,6 +40,8 @@ class Settings:
     """Memory that Slurm assumes, in MiB; not enforced."""
     grace_time_s: int = 0
     """Seconds between the SIGTERM and the SIGKILL of a job of `main` that `high` preempts."""
+    proctrack: str = "cgroup"
+    """How Slurm finds the processes of a step: `cgroup` as in production, or `linuxproc`, which needs no cgroups."""
     subnet: str = "10.213.77.0/24"
     """Private IPv4 network of the nodes; must not overlap other networks of this machine."""
 
@@ -48,6 +51,8 @@ class Settings:
                 raise DevClusterError(f"{option(name)} must be at least {least}, got {getattr(self, name)}")
         if not 0 <= self.grace_time_s < 65534:  # limit of Slurm
             raise DevClusterError(f"--grace-time-s must be from 0 to 65533, got {self.grace_time_s}")
+        if self.proctrack not in PROCTRACK:
+            raise DevClusterError(f"--proctrack must be {' or '.join(PROCTRACK)}, got {self.proctrack!r}")
         try:
             network = ipaddress.IPv4Network(self.subnet)
         except ValueError as error:
@@ -116,6 +121,9 @@ class Layout:
         self.database_init = state / "mariadb-run" / "init.sql"
         #: Folder of the fake GPUs' device files, gpu0 and so on.
         self.gpus = state / "gpus"
+        #: Mount point of the cluster's cgroup, and the file with the name of that cgroup.
+        self.cgroups = state / "cgroup"
+        self.cgroup_name = self.cgroups / "name"
         self.spool = state / "spool"
         self.controller = state / "slurmctld"
         #: Exists if all namespaces and links were created.

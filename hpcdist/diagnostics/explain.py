@@ -24,6 +24,7 @@ from hpcdist.files.atomic import read_json
 from hpcdist.files.log_text import MAX_LINE_CHARS, last_lines
 from hpcdist.files.ownership import stays_inside
 from hpcdist.run.attempt import Attempt
+from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.status import RunStatus, status_of
 from hpcdist.slurm.job_info import JobInfo
@@ -92,8 +93,8 @@ def _finding(run: RunDir, now: RunStatus) -> Finding | None:
     if now.name == "queued":
         return _why_waiting(facts)
     if now.name == "running":
-        # After a restart, the failure before it.
-        return _of_attempt(run, run.attempt(state.attempt - 1), "") if state.restarts and state.attempt > 1 else None
+        failed = _last_failure(run, state) if state.restarts else None
+        return None if failed is None else _of_attempt(run, failed, "")
     if facts is not None and (facts.state in _JOB_ENDS or facts.out_of_memory):
         end = "OUT_OF_MEMORY" if facts.out_of_memory else facts.state
         # Cancelling the job after the run has failed is not the cause.
@@ -112,6 +113,15 @@ def _finding(run: RunDir, now: RunStatus) -> Finding | None:
         cause = f"its supervisor was killed; {now.reason}" if now.reason else "its supervisor was killed"
         return Finding(cause=cause, fix=f"`hpcdist resume {run.name}` continues from the newest checkpoint")
     return Finding(cause=state.reason or "no cause was recorded", evidence=f"logs in {run.path}/attempts")
+
+
+def _last_failure(run: RunDir, state: State) -> Attempt | None:
+    """Return the newest attempt before the current one that failed; others ended by a requeue or a stop."""
+    for number in range(state.attempt - 1, 0, -1):
+        times = read_times(run.attempt(number))
+        if times is None or times.failed or times.ended is None:
+            return run.attempt(number)
+    return None
 
 
 def _why_waiting(facts: JobInfo | None) -> Finding | None:

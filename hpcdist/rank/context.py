@@ -22,7 +22,7 @@ from hpcdist.rank.live_commands import LiveCommands
 from hpcdist.rank.network.process_group import Groups
 from hpcdist.rank.rank_info import RankInfo
 from hpcdist.rank.seeding import seed_everything
-from hpcdist.rank.stop_agreement import StopAgreement
+from hpcdist.rank.stop_agreement import StopAgreement, stops_after
 from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.telemetry.step_timing import NodeTimes, StepTimer, clock_of
 from hpcdist.rank.topology import Topology
@@ -125,7 +125,7 @@ class Context(RankInfo):
         self._heartbeat.total_steps = total_steps
         self._heartbeat.beat()
         asked = time.perf_counter()
-        stop = self._stop.at_boundary()
+        stop = stops_after(step, self._stop, self.config.stop.pause_at_step, self.attempt)
         self.timer.step_done(step, agreement_s=time.perf_counter() - asked)
         if times := self._times.due(step):
             self._journal.log(times, step)

@@ -16,6 +16,11 @@ from hpcdist.rank.topology import SLURM_FIX, Topology
 from hpcdist.rank.variables import Variables
 
 
+def gpu_uuid(device: torch.device) -> str | None:
+    """Return the UUID of a GPU as NVML writes it; None for the CPU."""
+    return None if device.type == "cpu" else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
 def place(config: Config, topology: Topology, env: Mapping[str, str]) -> tuple[torch.device, str]:
     """Make this rank's device the current one, and return it and the collective backend.
 

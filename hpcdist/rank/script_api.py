@@ -96,9 +96,17 @@ def checkpoint_dir() -> Path:
 class RunningScript:
     """The script of this rank: its heartbeat, and the agreement of the ranks on a stop."""
 
-    def __init__(self, run: RunDir, attempt: Attempt, topology: Topology, hang_timeout_s: float) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        attempt: Attempt,
+        topology: Topology,
+        hang_timeout_s: float,
+        pause_at_step: int | None = None,
+    ) -> None:
         self._run = run
         self._attempt = attempt
+        self._pause_at_step = pause_at_step
         self._topology = topology
         self._hang_timeout_s = hang_timeout_s
         self._heartbeat: Heartbeat | None = None
@@ -127,7 +135,11 @@ class RunningScript:
         heartbeat = self._beating()
         heartbeat.step, heartbeat.total_steps = step, total_steps
         heartbeat.beat()
-        stop = self.stop_agreed or self._agreement().at_boundary()
+        if self.stop_agreed:
+            return True
+        from hpcdist.rank.stop_agreement import stops_after  # which imports torch
+
+        stop = stops_after(step, self._agreement(), self._pause_at_step, self._attempt)
         if self._commands is not None and self._commands.profile_is_due:
             self._commands.step_done(step)
         return stop
@@ -221,11 +233,16 @@ _trainer: Context | None = None
 
 @contextmanager
 def entered(
-    attempt: Attempt, topology: Topology, hang_timeout_s: float, records: RankRecords
+    attempt: Attempt,
+    topology: Topology,
+    hang_timeout_s: float,
+    records: RankRecords,
+    *,
+    pause_at_step: int | None = None,
 ) -> Iterator[RunningScript]:
     """Make this process the script of a rank while the block runs; the worker calls it."""
     global _script
-    _script = RunningScript(records.run, attempt, topology, hang_timeout_s)
+    _script = RunningScript(records.run, attempt, topology, hang_timeout_s, pause_at_step)
     records.on_metrics = _script.note
     try:
         yield _script

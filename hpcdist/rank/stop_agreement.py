@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from hpcdist.rank.live_commands import CommandFiles
 from hpcdist.rank.stop_signals import StopFlag
+from hpcdist.run.attempt import Attempt
 
 log = logging.getLogger(__name__)
 #: Target interval between two agreements in seconds: a longer one delays a stop, a shorter one costs step time.
@@ -54,7 +55,7 @@ class StopAgreement:
         self._group = group
         self.flag = flag
         self._request = request
-        self._watch_request = watch_request
+        self.watches_request = watch_request
         self._commands = commands
         self._next_check = 0.0
         self._is_unreachable = False
@@ -113,7 +114,7 @@ class StopAgreement:
     def _wanted(self, now: float) -> bool:
         if self.flag.is_set:
             return True
-        if not self._watch_request or now < self._next_check:
+        if not self.watches_request or now < self._next_check:
             return False
         self._next_check = now + REQUEST_INTERVAL_S
         try:
@@ -134,3 +135,23 @@ class StopAgreement:
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+
+def stops_after(step: int, stop: StopAgreement, pause_at_step: int | None, attempt: Attempt) -> bool:
+    """Return whether the ranks stop after a step: by agreement, or because the config says so.
+
+    Call it instead of `at_boundary`. All ranks know `pause_at_step`, so they need no agreement on it. The rank that
+    watches for requests writes one, so that the end counts as a requested stop, after which nothing is started again.
+
+    Args:
+        pause_at_step: `stop.pause_at_step`.
+        attempt: receives the request.
+    """
+    if stop.at_boundary():
+        return True
+    if pause_at_step is None or step < pause_at_step:
+        return False
+    if stop.watches_request and not attempt.request.exists():
+        attempt.send_request("stop", by="config", reason=f"stop.pause_at_step={pause_at_step}")
+    stop.agreed = True
+    return True

@@ -82,7 +82,9 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
     records = _begin_records(config, run, attempt, topology)
     ended: Literal["done", "stopped"]
     if config.trainer.script:
-        with script_api.entered(attempt, topology, config.launch.hang_timeout_s, records) as script:
+        with script_api.entered(
+            attempt, topology, config.launch.hang_timeout_s, records, pause_at_step=config.stop.pause_at_step
+        ) as script:
             outcome.step = script.last_step
             run_script(config.trainer.script, run, topology)
         ended = "stopped" if script.stop_agreed or retry.exists(attempt.request) else "done"
@@ -123,8 +125,9 @@ def _train(
     _set_rank_environment(config, topology)
     # Objects created by imports are never freed; collecting garbage during the import takes a sixth of torch's import.
     gc.disable()
+    from hpcdist.machine.energy import EnergyMeter
     from hpcdist.rank.context import Context
-    from hpcdist.rank.device import place
+    from hpcdist.rank.device import gpu_uuid, place
     from hpcdist.rank.live_commands import CommandFiles
     from hpcdist.rank.seeding import seed_everything
     from hpcdist.rank.stop_agreement import StopAgreement
@@ -137,6 +140,7 @@ def _train(
     gc.freeze()  # exclude the imported objects from later collections
     gc.enable()
     device, backend = place(config, topology, os.environ)
+    heartbeat.energy = EnergyMeter(gpu_uuid(device), os.environ if topology.local_rank == 0 else None).joules
     seed_everything(config.seed)
     system_s = system_interval_s(config.tracking.system_interval_s, topology.num_nodes)
     with (

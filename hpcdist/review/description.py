@@ -103,6 +103,11 @@ def _what_ran(facts: RunFacts) -> Iterator[tuple[str, str]]:
         yield "Overrides", "<br>".join([*shown, *_more(len(facts.overrides) - _MAX_OVERRIDES)])
     elif facts.config_name:
         yield "Overrides", "none"
+    if facts.rerun is not None:
+        known_as = f" (MLflow run {escaped(facts.rerun.run_id)})" if facts.rerun.run_id else ""
+        yield "Repeats", escaped(facts.rerun.name) + known_as
+        yield "Not restored", "<br>".join(escaped(text, 300) for text in facts.rerun.missing) or "nothing"
+        yield "Values", escaped(facts.rerun.result, 600) or "not compared yet"
     if facts.sweep:
         yield "Sweep", escaped(facts.sweep)
     yield "Trainer", escaped(facts.trainer)
@@ -211,7 +216,7 @@ def _cost(ledger: Ledger) -> str:
     if ledger.queue_s:
         lines.append(f"{duration(ledger.queue_s)} in the queue")
     if ledger.energy_kwh is not None:
-        lines.append(f"{ledger.energy_kwh:.3g} kWh")
+        lines.append(f"{ledger.energy_kwh:.3g} kWh ({ledger.energy_of})")
     rows = [
         (cause, f"{causes[cause] / 3600:.3g}", f"{100 * causes[cause] / ledger.allocated_s:.1f} %")
         for cause in CAUSES

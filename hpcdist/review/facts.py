@@ -16,6 +16,7 @@ from hpcdist.review.attempts import AttemptFacts, read_attempts
 from hpcdist.review.checkpoints import CheckpointFacts, best_checkpoint, read_checkpoints
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.origin import Override, overrides, read_origin
+from hpcdist.run.rerun_record import RerunRecord, read_rerun
 from hpcdist.run.training_record import Dataset, TrainingRecord, read_training
 
 
@@ -65,6 +66,7 @@ class RunFacts:
     overrides: Mapping[str, Override] = field(default_factory=dict)
     """Keys whose values differ from the config as given."""
     overrides_known: bool = False  #: whether the config as given is recorded
+    rerun: RerunRecord | None = None  #: the run that this run repeats
     sweep: str = ""  #: name of the sweep that this run is a cell of
     model: str = ""  #: `model.name` of a trainer that uses that section; else empty
     num_parameters: int | None = None
@@ -129,6 +131,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         cluster_name=origin.cluster if origin else "",
         overrides=overrides(origin, config) if origin else {},
         overrides_known=origin is not None and bool(origin.values),
+        rerun=read_rerun(run),
         sweep=_text(_read(run.path / "cell.json").get("sweep")),
         model=_model(config),
         num_parameters=training.num_parameters,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from hpcdist.review.allocation_times import AllocationTimes, allocations_of
 from hpcdist.review.causes import CAUSES, Cause
-from hpcdist.review.rank_times import Phase, TimedAttempt, attempt_seconds, read_account, read_phases
+from hpcdist.review.rank_times import Phase, TimedAttempt, attempt_seconds, measured_energy, read_account, read_phases
 from hpcdist.run.folder import RunDir
 
 __all__ = ["CAUSES", "Cause", "Entry", "Interval", "Ledger", "read_ledger"]
@@ -43,6 +43,7 @@ class Ledger:
     intervals: tuple[Interval, ...] = ()
     queue_s: float = 0.0  #: wall time in the queue; no resources are allocated meanwhile
     energy_kwh: float | None = None  #: None where no sensor measures it
+    energy_of: str = ""  #: what was measured: nodes, GPUs or CPUs
     ended: float = 0.0  #: end of the last allocation, or now while it lasts; seconds since the epoch
 
     @property
@@ -67,15 +68,31 @@ def read_ledger(run: RunDir) -> Ledger:
     """Return the ledger of a run until now; without entries for a run of an older hpcdist."""
     allocations = allocations_of(run)
     attempts = [attempt for allocation in allocations for attempt in allocation.attempts]
-    energies = [allocation.energy_j for allocation in allocations if allocation.energy_j is not None]
+    energy = _energy(allocations)
     return Ledger(
         unit="GPU" if any(attempt.times.unit == "GPU" for attempt in attempts) else "core",
         entries=tuple(entry for allocation in allocations for entry in _entries(allocation)),
         intervals=tuple(interval for allocation in allocations for interval in _intervals(allocation)),
         queue_s=sum(allocation.queue_s for allocation in allocations),
-        energy_kwh=sum(energies) / 3.6e6 if energies else None,
+        energy_kwh=sum(energy.values()) / 3.6e6 if energy else None,
+        energy_of=" and ".join(energy),
         ended=max((allocation.ended for allocation in allocations), default=0.0),
     )
+
+
+def _energy(allocations: Sequence[AllocationTimes]) -> dict[str, float]:
+    """Return joules by what was measured; the ranks' own values count where Slurm's accounting has none."""
+    found: dict[str, float] = {}
+    for allocation in allocations:
+        if allocation.energy_j is not None:
+            found["nodes"] = found.get("nodes", 0.0) + allocation.energy_j
+            continue
+        for timed in allocation.attempts:
+            for share in timed.times.shares.values():
+                for sensor, joules in measured_energy(timed.attempt, share.ranks).items():
+                    kind = "GPUs" if sensor.startswith("GPU-") else "CPUs"
+                    found[kind] = found.get(kind, 0.0) + joules
+    return dict(sorted(found.items(), reverse=True))
 
 
 def _entries(allocation: AllocationTimes) -> Iterator[Entry]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -112,6 +112,17 @@ def read_account(attempt: Attempt, rank: int) -> RankAccount | None:
         closed=found.get("closed") is True,
         seconds=found["seconds"],
     )
+
+
+def measured_energy(attempt: Attempt, ranks: Iterable[int]) -> dict[str, float]:
+    """Return the joules that the ranks of a node have measured, by sensor; several ranks may share a GPU."""
+    found: dict[str, float] = {}
+    for rank in ranks:
+        energy = (attempt.read_beat(rank) or {}).get("energy_j")
+        for sensor, joules in energy.items() if isinstance(energy, dict) else ():
+            if _is_time(joules):
+                found[sensor] = max(found.get(sensor, 0.0), joules)
+    return found
 
 
 def read_phases(attempt: Attempt) -> list[tuple[Phase, float, float]]:

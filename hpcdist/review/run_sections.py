@@ -108,6 +108,7 @@ def read_environment(run: RunDir) -> dict[str, str]:
     found = {
         "": read_json(run.environment) or {},
         "container.": read_json(run.container) or {},
+        "rank_environment.": read_json(run.rank_environment) or {},
         "slurm.": read_json(run.slurm) or {},
     }
     texts = {prefix + key: text for prefix, tree in found.items() for key, text in flat_texts(tree).items()}

@@ -8,6 +8,7 @@ import secrets
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,14 +61,35 @@ def check_trainer(config: Config, cwd: Path) -> None:
         raise ConfigError([f"trainer.target: no module {top!r} in {cwd} or among the installed packages"])
 
 
-def create_run(config: Config, cwd: Path, *, launcher: str = "local", origin: Origin | None = None) -> RunDir:
-    """Create the run folder with everything that a start or a later resume needs; remove it on errors."""
+def check_restored(run: RunDir, config: Config) -> None:
+    """Raise ConfigError like `check_trainer` if the restored code of a run does not contain its trainer."""
+    code = snapshot.code_state(run)
+    script = config.trainer.script
+    if not script or run.snapshot_of(Path(script[0])) is None:
+        check_trainer(config, Path(next(iter(snapshot.import_path(code, run)), code.cwd)))
+
+
+def create_run(
+    config: Config,
+    cwd: Path,
+    *,
+    launcher: str = "local",
+    origin: Origin | None = None,
+    restore: Callable[[RunDir], snapshot.CodeState] | None = None,
+) -> RunDir:
+    """Create the run folder with everything that a start or a later resume needs; remove it on errors.
+
+    Args:
+        cwd: folder of the user's code.
+        restore: writes the code of another run into the folder, instead of that in `cwd`.
+    """
     run = RunDir.create(Path(config.runs_dir) / config.experiment / config.name)
     try:
         write_config(run, config)
         if origin is not None:
             write_origin(run, origin)
-        snapshot.write_environment(run, snapshot.take(config, run, cwd), launcher=launcher)
+        code = snapshot.take(config, run, cwd) if restore is None else restore(run)
+        snapshot.write_environment(run, code, launcher=launcher)
     except BaseException:
         shutil.rmtree(run.path)
         raise

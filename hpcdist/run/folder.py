@@ -7,8 +7,10 @@
         origin.json                              the config of the command line, before its overrides
         supervisor.log  shipper.log              output of a supervisor in the background, and of the shipper
         notified.json  notifier.log              events that were sent to a webhook; output of that process
+        rerun.json                               the run that this run repeats, and the result of the comparison
         config.next.yaml                         changed config of a resume, until its first completed step
         container.json                           runtime, image and digest of the ranks' containers
+        rank_environment.json                    archive and versions of the ranks' environment (cluster.environment)
         journal/attempt-001.rank-00000.jsonl     metrics, one record per line
         journal/attempt-001.rank-00000.events.jsonl   parameters, tags and models that the code of a rank has logged
         journal/shipped.json                     offsets of the records that MLflow has received
@@ -122,6 +124,7 @@ class RunDir:
         self.environment = path / "environment.json"
         #: Runtime, image, digest and versions of the ranks' containers; only for runs in containers.
         self.container = path / "container.json"
+        self.rank_environment = path / "rank_environment.json"
         self.slurm = path / "slurm.json"
         self.mlflow = path / "mlflow.json"
         self.lease = path / "lease"

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from hpcdist.config.written import redacted_argument
 from hpcdist.errors import RunFolderError, UserMistake
 from hpcdist.files.atomic import write_atomic, write_json
 from hpcdist.files.formats import fill
+from hpcdist.machine.facts import num_cores, source_digest
 from hpcdist.run.folder import RunDir, read_record
 from hpcdist.run.lease import user_name
 from hpcdist.run.snapshot_filter import IGNORE_FILE, clean_patch, is_secret_file, without_secrets
@@ -30,6 +31,8 @@ _PACKAGES = ("torch", "torchvision", "numpy", "mlflow", "omegaconf", "submitit")
 MB = 2**20
 #: Limit of the secrets in one log line.
 SHOWN = 8
+#: Limit of the untracked files that are recorded by name.
+MAX_UNTRACKED = 50
 log = logging.getLogger(__name__)
 
 
@@ -44,6 +47,9 @@ class CodeState:
     copied: bool  #: whether the run folder holds a copy, which ranks import
     #: Likely secrets that are neither in the copy nor in the patch: files, and lines such as `train.py:12`.
     left_out: list[str] = field(default_factory=list)
+    #: The first MAX_UNTRACKED files of the copy that are not in git, by their path below `root`.
+    untracked: list[str] = field(default_factory=list)
+    num_untracked: int | None = None  #: None if an older hpcdist has recorded the run
 
 
 def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
@@ -68,6 +74,7 @@ def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
         patch, left_out = _patch(root, ignored)
         write_atomic(run.path / "code.patch", patch.encode(errors="surrogateescape"))
     files: list[Path] = []
+    untracked: list[str] = []
     if root:
         # git also lists deleted files, and submodules as folders.
         files = [path for path in _git_paths(root, "--cached", "--others", "--exclude-standard") if _is_file(path)]
@@ -80,13 +87,25 @@ def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
         kept, secret = _without_secrets(top, wanted, in_git=root is not None)
         left_out = list(dict.fromkeys([*left_out, *secret]))
         _copy(top, kept, run.code, config)
+        if root:
+            new = set(_git_paths(top, "--others", "--exclude-standard"))
+            untracked = [path.relative_to(top).as_posix() for path in kept if path in new]
     if left_out:
         log.warning(
             "likely secrets are left out of the run's patch and copy of the code: %s"
             " (a comment `pragma: allowlist secret` keeps a line)",
             ", ".join(left_out[:SHOWN]) + (f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""),
         )
-    return CodeState(cwd=str(cwd), root=str(top), git_commit=commit, git_dirty=dirty, copied=copied, left_out=left_out)
+    return CodeState(
+        cwd=str(cwd),
+        root=str(top),
+        git_commit=commit,
+        git_dirty=dirty,
+        copied=copied,
+        left_out=left_out,
+        untracked=untracked[:MAX_UNTRACKED],
+        num_untracked=len(untracked),
+    )
 
 
 def _patch(root: Path, ignored: Collection[Path]) -> tuple[str, list[str]]:
@@ -144,10 +163,20 @@ def code_state(run: RunDir) -> CodeState:
     facts = read_record(run.environment)
     if facts is None:
         raise RunFolderError(f"run {run.name} is incomplete (no environment.json): remove {run.path}")
+    return code_of(facts, run.environment)
+
+
+def code_of(facts: Mapping[str, Any], path: Path) -> CodeState:
+    """Return the origin of a run's code from the content of its `environment.json`. Raises RunFolderError.
+
+    Args:
+        path: of the file, for messages.
+    """
     code = facts.get("code")
-    found = fill(CodeState, code if isinstance(code, dict) else {}, run.environment)
-    if found.copied and not Path(found.cwd).is_relative_to(found.root):
-        raise RunFolderError(f"{run.environment} is damaged: the folder {found.cwd} is not below {found.root}")
+    found = fill(CodeState, code if isinstance(code, dict) else {}, path)
+    cwd = Path(found.cwd)
+    if found.copied and (not cwd.is_relative_to(found.root) or ".." in cwd.parts):
+        raise RunFolderError(f"{path} is damaged: the folder {found.cwd} is not below {found.root}")
     return found
 
 
@@ -166,16 +195,25 @@ def write_environment(run: RunDir, code: CodeState, **facts: Any) -> None:
         {
             "host": socket.gethostname(),
             "user": user_name(),
-            "platform": platform.platform(),
-            "python": platform.python_version(),
             "command": " ".join(["hpcdist", *map(str, redact_words([*map(redacted_argument, sys.argv[1:])]))]),
-            "versions": {"hpcdist": hpcdist.__version__, **dict(_versions())},
+            **machine_facts(),
             "git_commit": code.git_commit,
             "git_dirty": code.git_dirty,
             "code": asdict(code),
             **facts,
         },
     )
+
+
+def machine_facts() -> dict[str, Any]:
+    """Return platform, cores, versions, and a digest of hpcdist's source files, as `environment.json` holds them."""
+    return {
+        "platform": platform.platform(),
+        "cores": num_cores(),
+        "python": platform.python_version(),
+        "versions": {"hpcdist": hpcdist.__version__, **dict(_versions())},
+        "source": source_digest(str(Path(hpcdist.__file__).parent)),
+    }
 
 
 def _versions() -> Iterator[tuple[str, str]]:

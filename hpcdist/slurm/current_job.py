@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.command_output import parse_count, parse_minutes, parse_text, parse_time
 from hpcdist.slurm.nodelist import expand
+
+#: States of a job whose batch step keeps running.
+_RUNNING = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT")
 
 
 def job_id_of(env: Mapping[str, str]) -> str:
@@ -69,6 +73,13 @@ class CurrentJob:
     def is_requeued(self) -> bool:
         """Return whether Slurm has requeued the job since (after a preemption or a node failure)."""
         return _restart_count(client.job_records(self.id)) > self.restart_count
+
+    def is_ending(self) -> bool:
+        """Return whether Slurm is ending the job before its time limit: a cancellation, a preemption or a requeue."""
+        if self.end_time is not None and time.time() >= self.end_time:
+            return False
+        states = [record.get("JobState", "RUNNING") for record in client.job_records(self.id)]
+        return bool(states) and states[0] not in _RUNNING
 
     def requeue(self, *, exclude: Sequence[str] = ()) -> None:
         """Requeue the job. From now on this process ignores SIGTERM, with which Slurm ends the batch step.

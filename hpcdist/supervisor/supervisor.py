@@ -47,6 +47,7 @@ class Supervisor:
         tracking_uri: tracking server or database for the shipper; None if another process ships the run.
         env: environment of the shipper.
         allocation: time limit of the ranks, if there is one.
+        after_attempt: called after an attempt that was not asked to stop and did not finish; may raise a signal.
         conclude: maps the state after the last attempt to the recorded one; a requeued job, for example, has not ended.
         check_lease: raises LeaseLostError if another supervisor holds the run (`lease.Held.check`).
     """
@@ -63,6 +64,7 @@ class Supervisor:
         allocation: Allocation | None = None,
         conclude: Callable[[State], State] = lambda state: state,
         check_lease: Callable[[], None] = lambda: None,
+        after_attempt: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run
         self._config = config
@@ -73,6 +75,7 @@ class Supervisor:
         self._allocation = allocation
         self._conclude = conclude
         self._check_lease = check_lease
+        self._after_attempt = after_attempt
         self._state = State(status="created")
         self._attempt: Attempt | None = None
         self._signals = SignalRequests()
@@ -157,6 +160,8 @@ class Supervisor:
             times = self._begin_times(attempt)
             end, failure = self._one_attempt(attempt)
             times = replace(times, ended=time.time(), failed=failure is not None)
+            if (end == "stopped" or failure is not None) and self._request_of(attempt) is None:
+                self._after_attempt()
             self._write_request(attempt)
             if failure is None:
                 reason = self._reason(attempt, end)

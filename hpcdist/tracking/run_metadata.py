@@ -14,6 +14,7 @@ from hpcdist.files.atomic import read_json
 from hpcdist.run.create import is_generated
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.origin import overrides, read_origin
+from hpcdist.run.rerun_record import read_rerun
 from hpcdist.run.slurm_job import job_starts
 from hpcdist.run.sweep import affects_results, label
 from hpcdist.tracking.names import clean_name
@@ -84,6 +85,8 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
     if container := {key: value for key, value in (read_json(run.container) or {}).items() if value is not None}:
         facts |= {key: container.pop(key) for key in ("image", "image_digest") if key in container}
         facts["container"] = container
+    if rank_environment := read_json(run.rank_environment):
+        facts["rank_environment"] = {key: value for key, value in rank_environment.items() if value}
     tags = {clean_name(f"hpcdist.{key}"): text for key, text in flatten(facts)}
     tags |= {
         "hpcdist.folder": str(run.path),
@@ -91,6 +94,8 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
         "mlflow.source.name": " ".join(trainer.get("script") or [trainer.get("target", "hpcdist")]),
         "mlflow.source.type": "LOCAL",
     }
+    if (rerun := read_rerun(run)) is not None:
+        tags["hpcdist.rerun_of"] = rerun.run_id or rerun.name
     for tag, key in (("mlflow.source.git.commit", "git_commit"), ("mlflow.user", "user")):
         if environment.get(key):
             tags[tag] = str(environment[key])

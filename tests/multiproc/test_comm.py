@@ -259,6 +259,7 @@ def run_with_wrong_all_reduce(here: Rank, path: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.faults
 def test_stopped_benchmark_resumes_with_the_next_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "SIZES", (4096,))
     run = new_run(tmp_path)

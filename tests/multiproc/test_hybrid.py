@@ -123,7 +123,7 @@ def loss_of(model: ClickModel, tables: dict[str, nn.EmbeddingBag], clicks: Click
     ("optimizer", "num_servers", "pool", "prefetch"),
     [
         ("sgd", 2, "parameter_server", "values"),
-        ("adagrad", 3, "trainer", "values"),
+        pytest.param("adagrad", 3, "trainer", "values", marks=pytest.mark.faults),
         ("sparse_adam", 1, "trainer", "indices"),
     ],
 )

@@ -130,7 +130,7 @@ def perplexity(model: LanguageModel, columns: Columns) -> float:
     [
         # One step of SGD shows the gradients; many steps show the state that is carried over.
         (1, 1, SGD, 1, {}),
-        (2, 2, OptimConfig(lr=0.01, max_grad_norm=0.05), 12, {}),
+        pytest.param(2, 2, OptimConfig(lr=0.01, max_grad_norm=0.05), 12, {}, marks=pytest.mark.faults),
         (2, 1, SGD, 12, {}),
         (1, 2, replace(SGD, lr=0.1, momentum=0.9, max_grad_norm=0.1), 12, {"tie_weights": True}),
     ],
@@ -176,6 +176,7 @@ def train_async(here: Rank, path: Path, cfg: Config) -> float:
     return found[-1]
 
 
+@pytest.mark.faults
 def test_async_replicas_stay_equal_and_learn_nearly_as_much(tmp_path: Path) -> None:
     steps = 60
     cfg = config(
@@ -302,6 +303,7 @@ def test_other_users_cannot_read_change_or_execute_anything(language_runs: Runs,
     assert_sockets_as_documented(by_rank, num_rpc=num_rpc)
 
 
+@pytest.mark.faults
 def test_without_cap_net_admin_only_gloo_listens(language_runs: Runs, control: str) -> None:
     """If socket filters need CAP_NET_ADMIN, no store has a socket, and RPC closes its listening sockets."""
     runs, name = language_runs, "unprivileged"

@@ -41,6 +41,7 @@ def bench(runs: SlurmRuns, name: str, *more: str) -> str:
     return output
 
 
+@pytest.mark.faults
 @pytest.mark.usefixtures("restored_link")
 def test_report_names_the_slow_one_of_four_nodes(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
     output = bench(slurm_runs, "bench-healthy")

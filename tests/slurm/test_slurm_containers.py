@@ -55,16 +55,6 @@ def control(unpacked_image: ContainerImage, slurm_runs: SlurmRuns) -> str:
     return name
 
 
-def ranks(runs: SlurmRuns, name: str) -> dict[int, psutil.Process]:
-    """Return the ranks' processes in the host's process table, by rank."""
-    found = {}
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if words[1:4] == ["-P", "-m", "hpcdist.rank.worker"] and words[-1] == str(runs.run_dir(name).path):
-            found[int(process.environ()["SLURM_PROCID"])] = process
-    return found
-
-
 def clients(subcommand: str, argument: str) -> list[psutil.Process]:
     """Return the processes of a podman subcommand with an argument."""
     return [
@@ -82,7 +72,7 @@ def containers(image: ContainerImage, runs: SlurmRuns, name: str) -> list[str]:
 
 def assert_nothing_left(image: ContainerImage, runs: SlurmRuns, name: str) -> None:
     wait_for(lambda: not containers(image, runs, name), "the containers to be removed", timeout_s=REMOVAL_TIMEOUT_S)
-    assert not ranks(runs, name)
+    assert not runs.rank_processes(name)
     folder = runs.attempt(name).path
     assert not [*folder.glob("*.line"), *folder.glob("*.exit")]
 
@@ -93,7 +83,7 @@ def test_requeued_job_resumes_at_the_last_step(
 ) -> None:
     name = f"requeued-{runtime}"
     job = slurm_runs.submit_held(name, *overrides(in_image, runtime, slurm_runs))
-    inside = ranks(slurm_runs, name)
+    inside = slurm_runs.rank_processes(name)
     assert sorted(inside) == [0, 1, 2, 3]
     for rank, process in inside.items():
         # The rank runs the image's Python in its own root file system.
@@ -135,7 +125,7 @@ def test_killed_rank_restarts_the_ranks_in_place(
 ) -> None:
     name = f"killed-{runtime}"
     job = slurm_runs.submit_held(name, *overrides(in_image, runtime, slurm_runs))
-    ranks(slurm_runs, name)[3].kill()
+    slurm_runs.rank_processes(name)[3].kill()
     slurm_runs.release(name)
     slurm_runs.assert_finished_as(name, job, control)
     assert "rank 3 on n2 was killed by SIGKILL (out of memory?) at step " in slurm_runs.job_log(name)
@@ -175,7 +165,7 @@ def test_restarted_supervisor_removes_the_containers_of_the_killed_one(
 ) -> None:
     name = "supervisor-killed-podman"
     job = slurm_runs.submit_held(name, *overrides(in_image, "podman", slurm_runs))
-    old = ranks(slurm_runs, name).values()
+    old = slurm_runs.rank_processes(name).values()
     os.kill(slurm_runs.holder_pid(name), signal.SIGKILL)
     slurm_runs.assert_finished_as(name, job, control)
     assert slurm_runs.state(name).attempt == 2

@@ -83,4 +83,6 @@ def some_ledger() -> Ledger:
         for attempt in (1, 2)
         for at, phase in enumerate(phases)
     ]
-    return Ledger(unit="core", entries=tuple(entries), intervals=tuple(intervals), queue_s=9.0, energy_kwh=0.25)
+    return Ledger(
+        unit="core", entries=tuple(entries), intervals=tuple(intervals), queue_s=9.0, energy_kwh=0.25, energy_of="nodes"
+    )

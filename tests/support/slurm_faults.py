@@ -61,8 +61,10 @@ class FaultScene:
         self.wait_until_held()
 
     def wait_until_held(self) -> list[int]:
-        """Wait until all ranks are held; return their process ids."""
-        return self.runs.wait_until_held(self.name, NUM_RANKS)
+        """Wait until all ranks are held and the heartbeats tell so; return their process ids."""
+        pids = self.runs.wait_until_held(self.name, NUM_RANKS)
+        self.wait_step(self.subject.last_save + 1)
+        return pids
 
     def release(self) -> None:
         self.runs.release(self.name)
@@ -146,6 +148,8 @@ class FaultScene:
         runs.assert_no_process_left(name)
         causes = runs.ledger(name, self.job).by(lambda entry: entry.cause)
         assert min(causes["start"], causes["compute"]) > 0, causes
+        if self._is_gated:  # other ranks may die before a heartbeat with their last steps
+            assert bool(cell.steps_lost) <= (causes.get("redone", 0) > 0), "steps that were lost are done again"
 
     def assert_recovered_from_checkpoint(self) -> None:
         """Assert that the run has recovered and has lost steps, at most those since the last checkpoint."""

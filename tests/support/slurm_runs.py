@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 from hpcdist_runs import HOLD_OVERRIDES, TRAINING, Runs, assert_equals_control, wait_for
 from slurm_cluster import WAIT_S, DevCluster
 
@@ -62,8 +63,18 @@ class SlurmRuns(Runs):
         return self.run_dir(name).read_state()
 
     def wait_stop_request(self, name: str) -> None:
-        """Wait until the supervisor has asked the ranks of the first attempt to stop."""
-        wait_for(self.attempt(name).request.exists, "the supervisor to request a stop", timeout_s=WAIT_S)
+        """Wait until the supervisor has asked the ranks of the first attempt to stop, or Slurm is about to.
+
+        With proctrack/cgroup only the ranks receive Slurm's signal; the supervisor writes no request before their end.
+        """
+        job = self.job_id(name)
+
+        def is_requested() -> bool:
+            fields = self.cluster.job(job)
+            by_slurm = fields["JobState"] != "RUNNING" or fields["PreemptTime"] != "None"
+            return by_slurm or self.attempt(name).request.exists()
+
+        wait_for(is_requested, "the supervisor or Slurm to request a stop", timeout_s=WAIT_S)
 
     def wait_requeued(self, name: str) -> State:
         """Wait until a run is queued again after its first attempt; return its state."""
@@ -83,8 +94,8 @@ class SlurmRuns(Runs):
     def start_now(self, job: str) -> None:
         """Skip the 120 s for which Slurm holds a requeued job."""
         self.cluster.wait_job_state(job, "PENDING")
-        # Slurm 22.05: slurmd has revoked the credential of the previous start, and rejects a new credential of the
-        # same second ("Killing non-startable batch job: Job credential revoked"). The 120 s normally prevent this.
+        # slurmd has revoked the credential of the previous start, and rejects a new credential of the same second
+        # ("Killing non-startable batch job: Job credential revoked"). A supervisor that lives waits long enough itself.
         queued = time.time()
         wait_for(lambda: time.time() > queued + 2, "the second after the requeue")
         self.cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
@@ -163,6 +174,15 @@ class SlurmRuns(Runs):
 
     def assert_no_process_left(self, name: str) -> None:
         wait_for(lambda: not self.processes(name), f"the processes of {name} to end")
+
+    def rank_processes(self, name: str) -> dict[int, psutil.Process]:
+        """Return the ranks' processes in the host's process table, also those in containers, by rank."""
+        found = {}
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if words[1:4] == ["-P", "-m", "hpcdist.rank.worker"] and words[-1] == str(self.run_dir(name).path):
+                found[int(process.environ()["SLURM_PROCID"])] = process
+        return found
 
     def processes(self, name: str) -> list[str]:
         """Return the command lines on the nodes that contain the run's folder: ranks, supervisor, srun."""

@@ -34,6 +34,7 @@ config
 slurm.job_components slurm.extra_flags slurm.exposed_secrets
 run
 containers
+environments
 preflight devcluster
 diagnostics.failure_patterns
 diagnostics.explain
@@ -58,8 +59,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 
 #: May be imported where torch is not installed, such as on a login node.
 NO_TORCH = """
-errors logs files network machine slurm config run containers preflight devcluster review tracking supervisor
-diagnostics cli rank.variables rank.roles rank.topology
+errors logs files network machine slurm config run containers environments preflight devcluster review tracking
+supervisor diagnostics cli rank.variables rank.roles rank.topology
 bench.results bench.report bench.compare bench.bottleneck bench.plots
 """.split()  # noqa: SIM905
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hpcdist.config.schema.checks import at_least, check, flags, one_line, strings, variables
+from hpcdist.config.schema.environment import EnvironmentConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,7 @@ class ClusterConfig:
     """Environment variables of the job and its ranks. Secrets are not written to the batch script."""
     setup: list[str] = field(default_factory=list)
     """Shell commands at the start of the batch script, such as `module load cuda`, without the secrets of `env`."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
 
     def __post_init__(self) -> None:
         check(
@@ -92,5 +94,6 @@ class ClusterConfig:
             + flags(self, "sbatch", "srun")
             + variables(self, "env")
             + ["setup must not contain a NUL character" for line in self.setup if "\0" in line]
+            + [f"environment.{line}" for line in self.environment.problems(self.time_limit_min)]
             + [f"roles.{role}.{line}" for role, request in self.roles.items() for line in request.problems()]
         )

@@ -123,6 +123,11 @@ def cross_check(config: Config) -> list[str]:
     problems = []
     if config.container.runtime == "charliecloud" and any(mount.endswith(":ro") for mount in config.container.mounts):
         problems.append("container.mounts: charliecloud has no read-only mounts: leave out ':ro'")
+    if config.container.runtime != "none" and config.cluster.environment.kind != "none":
+        problems.append(
+            f"cluster.environment.kind={config.cluster.environment.kind} and container.runtime="
+            f"{config.container.runtime} exclude each other: set one of them to none"
+        )
     if config.trainer.script and config.trainer.target != default_trainer():
         problems.append("trainer.script and trainer.target exclude each other: remove one of them")
     if not config.trainer.script:

@@ -126,6 +126,8 @@ class StopConfig:
     """Stop after this many evaluations without an improvement of `checkpoint.monitor`."""
     threshold: float | None = None
     """Stop when `checkpoint.monitor` reaches this value."""
+    pause_at_step: int | None = None
+    """Save and stop after this step, like `hpcdist stop`; unlike `max_steps`, it does not change the schedule."""
 
     def __post_init__(self) -> None:
-        check(at_least(self, 1, "max_epochs", "max_steps", "patience"))
+        check(at_least(self, 1, "max_epochs", "max_steps", "patience", "pause_at_step"))

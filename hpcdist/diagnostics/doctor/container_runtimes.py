@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hpcdist.machine.capabilities import CAP_SYS_RESOURCE, has_capability
 from hpcdist.machine.check import Check, note, ok, warning
 from hpcdist.machine.timed_command import last_line, run_within
 
@@ -21,6 +22,15 @@ CDI_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
 #: Subordinate ids that a user needs, because an image's files belong to several users.
 _SUB_IDS = 65536
 
+
+#: Versions of the runtimes in hpcdist's tests, as in docs/how-to/containers.md.
+TESTED = {
+    "podman": ("4.3",),
+    "docker": ("20.10", "28"),
+    "apptainer": ("1.4",),
+    "charliecloud": ("0.31",),
+    "enroot": ("4.1",),
+}
 
 RunCommand = Callable[[Sequence[str]], subprocess.CompletedProcess[str]]
 
@@ -42,6 +52,9 @@ class Host:
     has_gpus: bool
     subuid: str = ""  #: text of /etc/subuid
     cdi: bool = False  #: whether a CDI description of NVIDIA devices exists
+    lacks_capability: bool = False  #: whether root lacks CAP_SYS_RESOURCE, and APPTAINER_DROP_CAPS does not say so
+    opens_fuse: bool = True  #: whether the user may open /dev/fuse
+    squashfuse: bool = True  #: whether a program that mounts .sif files is installed
 
     @classmethod
     def inspect(cls, user: str, has_gpus: bool) -> Host:
@@ -52,6 +65,10 @@ class Host:
             has_gpus=has_gpus,
             subuid=ranges.read_text() if ranges.is_file() else "",
             cdi=any(folder.is_dir() and any(folder.glob("nvidia*")) for folder in CDI_FOLDERS),
+            lacks_capability=not has_capability(CAP_SYS_RESOURCE)
+            and "CAP_SYS_RESOURCE" not in os.environ.get("APPTAINER_DROP_CAPS", ""),
+            opens_fuse=os.access("/dev/fuse", os.R_OK | os.W_OK),
+            squashfuse=any(map(shutil.which, ("squashfuse_ll", "squashfuse"))),
         )
 
 
@@ -100,7 +117,17 @@ def _check(command: str, host: Host, query: RunCommand) -> Check | None:
     if (problem := further_problem(host, query)) is not None:
         text, fix = problem
         return warning(name, f"{version}; {text}", fix)
-    return ok(name, version + (", GPUs by --nv" if name == "apptainer" and host.has_gpus else ""))
+    return ok(
+        name, version + _tested(name, version) + (", GPUs by --nv" if name == "apptainer" and host.has_gpus else "")
+    )
+
+
+def _tested(name: str, version: str) -> str:
+    """Return a remark on a version that hpcdist's tests do not cover; empty for the others."""
+    known = TESTED.get(name, ())
+    if not known or any(f"{version}.".startswith((f"{tested}.", f"{tested}-")) for tested in known):
+        return ""
+    return f" (tested with {' and '.join(known)})"
 
 
 def _last(done: subprocess.CompletedProcess[str]) -> str:
@@ -122,6 +149,25 @@ def _docker_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
     if not host.has_gpus or host.cdi or "nvidia" in query(["docker", "info", "--format", "{{json .Runtimes}}"]).stdout:
         return None
     return _NO_TOOLKIT, "install nvidia-container-toolkit, then `sudo nvidia-ctk runtime configure --runtime=docker`"
+
+
+def _apptainer_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
+    """Return a problem of apptainer: root mounts a .sif by the kernel, a user needs namespaces and squashfuse."""
+    if host.uid == 0:
+        if not host.lacks_capability:
+            return None
+        text = "root lacks CAP_SYS_RESOURCE here, as in a container, and apptainer then starts no container"
+        return text, "`export APPTAINER_DROP_CAPS=CAP_SYS_RESOURCE`"
+    built = dict(line.partition("=")[::2] for line in query(["apptainer", "buildcfg"]).stdout.splitlines())
+    if built.get("APPTAINER_SUID_INSTALL") != "1" and (problem := _namespace_problem(host, query)):
+        return problem
+    fix = "or use a folder: `hpcdist image convert --to dir`"
+    if not host.opens_fuse:
+        return "this user may not open /dev/fuse and so cannot start a .sif", f"`sudo chmod 0666 /dev/fuse`, {fix}"
+    own = Path(built.get("LIBEXECDIR", "/")) / "apptainer/bin/squashfuse_ll"
+    if not host.squashfuse and not own.exists():
+        return "without squashfuse every rank unpacks the .sif at its start", f"install squashfuse, {fix}"
+    return None
 
 
 def _podman_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
@@ -159,7 +205,7 @@ _RUNTIMES: dict[str, tuple[str, list[str], Callable[[Host, RunCommand], tuple[st
     # docker's client answers without its daemon, so the server's version is requested.
     "docker": ("docker", ["version", "--format", "{{.Server.Version}}"], _docker_problem),
     "podman": ("podman", ["--version"], _podman_problem),
-    "apptainer": ("apptainer", ["--version"], _no_problem),
+    "apptainer": ("apptainer", ["--version"], _apptainer_problem),
     "enroot": ("enroot", ["version"], _namespace_problem),
     "ch-run": ("charliecloud", ["--version"], _namespace_problem),
     "srun": ("pyxis", ["--help"], _no_problem),

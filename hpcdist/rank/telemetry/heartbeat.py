@@ -27,7 +27,7 @@ class Heartbeat:
     """A file with the time and the step of this rank's last beat, written by a thread.
 
     The trainer only sets values in memory, so that a slow file system does not delay a step. The thread writes the file
-    only after a new beat; the file of a hung rank therefore keeps the time of its last beat.
+    only after a new beat or step; the file of a hung rank therefore keeps the time of its last beat.
 
     The file is overwritten in place: atomic replacements by every rank would load a shared file system, and a reader of
     an incomplete line reads the file again. More ranks write less often, see `polling.beat_interval_s`.
@@ -37,14 +37,17 @@ class Heartbeat:
         self._path = attempt.beat(rank)
         self._file: int | None = None
         self._host = socket.gethostname()
-        self._noted = self._written = 0.0
+        self._noted = 0.0
         self.step = 0
+        self._written = (self._noted, self.step)
         self.total_steps: int | None = None
         self.metrics: dict[str, float] = {}
         #: Returns this rank's step times so far (`StepTimer.report`).
         self.timing: Callable[[], dict[str, float]] = dict
         #: Returns the time account of this rank (`TimeAccount.report`).
         self.account: Callable[[], dict[str, Any]] = dict
+        #: Returns the joules that sensors have counted for this rank, by sensor (`EnergyMeter.joules`).
+        self.energy: Callable[[], dict[str, float]] = dict
         #: Phases that have ended (`TimeAccount.phases`), which are appended to `phases.jsonl`.
         self.phases: Sequence[tuple[str, float, float]] = ()
         self._phases_file = attempt.phases
@@ -86,21 +89,23 @@ class Heartbeat:
         wait_s = self._first_s
         while not self._ended.wait(wait_s):
             wait_s = self._interval_s
-            if self._noted != self._written:
+            # A step may be noted after its beat: a killed rank would lose it.
+            if (self._noted, self.step) != self._written:
                 self._write()
 
     def _write(self) -> None:
-        noted = self._noted
+        noted, step = self._noted, self.step
         text = json.dumps(
             {
                 "time": noted,
                 "host": self._host,
-                "step": self.step,
+                "step": step,
                 "total_steps": self.total_steps,
                 # Values may be NumPy or torch scalars, which JSON does not support.
                 "metrics": {key[:MAX_NAME]: float(value) for key, value in self.metrics.copy().items()},
                 "timing": self.timing(),
                 "account": self.account(),
+                "energy_j": self.energy(),
             }
         )
         # A shorter text must overwrite the longer previous one completely.
@@ -119,7 +124,7 @@ class Heartbeat:
         if self._failed:
             log.warning("the heartbeat %s can be written again", self._path)
         self._failed = False
-        self._written = noted
+        self._written = (noted, step)
         self._append_phases()
 
     def _append_phases(self) -> None:

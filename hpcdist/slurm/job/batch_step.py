@@ -15,6 +15,7 @@ from hpcdist import logs
 from hpcdist.config.loading import load_run_config
 from hpcdist.config.written import secrets_of
 from hpcdist.containers.rank_container import rank_container
+from hpcdist.environments.rank_environment import rank_environment
 from hpcdist.errors import HpcdistError, LeaseLostError, UserMistake
 from hpcdist.files import retry
 from hpcdist.files.atomic import read_json
@@ -26,6 +27,7 @@ from hpcdist.run.lease import Held, hold
 from hpcdist.run.pending_config import newest_step, settle
 from hpcdist.run.secret_file import kept
 from hpcdist.run.slurm_job import record_job_start
+from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job.slurm_launcher import SlurmLauncher
 from hpcdist.slurm.job.srun import rank_env
@@ -39,6 +41,11 @@ log = logging.getLogger(__name__)
 TIME_LIMIT = "time limit"
 #: Origin of a stop request after Slurm's SIGTERM.
 _BY_SLURM = "SIGTERM"
+#: Minimum time between the request for a requeue and the end of the batch step. A job that Slurm kills and starts
+#: again within one second fails: slurmd refuses its new credential ("Job credential revoked"). The job cannot start
+#: before its batch step has ended. Slurm delays most requeued jobs by 120 s, but `scontrol update StartTime=now` ends
+#: that.
+CREDENTIAL_S = 2.0
 
 
 class JobLog:
@@ -94,6 +101,8 @@ def supervise_in_job(run_dir: str) -> str:
     state = supervise(run_dir)
     if state.status == "failed":
         raise HpcdistError(state.reason)
+    if state.status == "queued":
+        time.sleep(CREDENTIAL_S)
     return f"{state.status}: {state.reason}"
 
 
@@ -152,7 +161,12 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
     if box is not None:
         # Paths of the host's packages are not valid in the image.
         for_ranks["PYTHONPATH"] = rank_env(config).get("PYTHONPATH", "")
-    launcher = SlurmLauncher(run, config, job, env=for_ranks, import_path=import_path, cwd=cwd, box=box)
+    environment = rank_environment(config, run, for_ranks)
+    if environment is not None:
+        for_ranks, import_path = dict(environment.env), [*import_path, environment.import_path]
+    launcher = SlurmLauncher(
+        run, config, job, env=for_ranks, import_path=import_path, cwd=cwd, box=box, environment=environment
+    )
     lead_s = config.cluster.signal_lead_s
     for line in rank_table_lines(config, launcher.nodes):
         log.info("%s", line)
@@ -167,8 +181,24 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
             env=env,
             allocation=Allocation(end - lead_s, TIME_LIMIT, end) if (end := job.end_time) is not None else None,
             check_lease=held.check,
+            after_attempt=lambda: _raise_missing_sigterm(job),
             conclude=lambda state: _after(run, job, state, launcher.avoid, config.cluster.max_requeues),
         ).run()
+
+
+def _raise_missing_sigterm(job: CurrentJob) -> None:
+    """Raise SIGTERM in this process if Slurm is ending the job.
+
+    With proctrack/cgroup, Slurm sends SIGTERM at a requeue, a preemption or a cancellation to the ranks, but not to the
+    batch step. With proctrack/linuxproc, the supervisor has received it.
+    """
+    try:
+        ending = job.is_ending()
+    except SlurmError as error:
+        log.warning("the state of the job is unknown: %s", error)
+        return
+    if ending:
+        signal.raise_signal(signal.SIGTERM)
 
 
 def _after(run: RunDir, job: CurrentJob, state: State, avoid: Sequence[str], max_requeues: int) -> State:

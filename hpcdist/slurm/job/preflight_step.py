@@ -10,7 +10,6 @@ import logging
 import re
 import secrets
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,6 +55,7 @@ class Preflight:
     Args:
         nodes: names of each component's nodes.
         env: environment of the ranks.
+        python: interpreter of the ranks.
         het: whether the job is heterogeneous.
     """
 
@@ -67,6 +67,7 @@ class Preflight:
         nodes: Sequence[Sequence[str]],
         *,
         env: Mapping[str, str],
+        python: str,
         box: ContainerSpec | None,
         het: bool,
     ) -> None:
@@ -76,6 +77,7 @@ class Preflight:
         self._by_component = nodes
         self._nodes = [node for own in nodes for node in own]
         self._env = env if box is None else outer_env(box, env)
+        self._python = python
         self._box = box
         self._het = het
         self._done = config.preflight.mode == "off" or len(self._nodes) < 2
@@ -145,7 +147,7 @@ class Preflight:
 
     def _run_step(self, request: Request) -> StepAnswers:
         parts = allocations(self._config)
-        probe = probe_command(request, self._box.python if self._box is not None else sys.executable)
+        probe = probe_command(request, self._python)
         nodes = self._by_component if self._het else [self._nodes]
         command = preflight_command(self._config, parts, nodes, probe, self._box, het=self._het)
         env = {**self._env, **probe_env(request)}

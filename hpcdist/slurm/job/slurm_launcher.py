@@ -14,6 +14,7 @@ from hpcdist.config.schema import Config
 from hpcdist.containers.node_steps import ContainerSteps
 from hpcdist.containers.runtimes import outer_env
 from hpcdist.containers.spec import ContainerSpec
+from hpcdist.environments.rank_environment import RankEnvironment
 from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import read_json
 from hpcdist.machine.timed_command import run_within
@@ -22,6 +23,7 @@ from hpcdist.run.attempt_times import Resources
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client
 from hpcdist.slurm.current_job import CurrentJob, running_steps
+from hpcdist.slurm.job.environment_step import prepare_nodes
 from hpcdist.slurm.job.node_ranks import parse_answers
 from hpcdist.slurm.job.orphaned_steps import UnkillableSteps, end_orphaned_steps
 from hpcdist.slurm.job.preflight_step import Preflight
@@ -57,6 +59,7 @@ class SlurmLauncher:
         import_path: folders at the beginning of the ranks' PYTHONPATH.
         cwd: working directory of the ranks.
         box: the container of each rank, if any.
+        environment: the Python environment of the ranks, if it is not that of the supervisor.
 
     Raises HpcdistError if the allocation's nodes do not match the roles.
     """
@@ -71,6 +74,7 @@ class SlurmLauncher:
         import_path: Sequence[str],
         cwd: Path,
         box: ContainerSpec | None = None,
+        environment: RankEnvironment | None = None,
     ) -> None:
         parts = components(config)
         self.num_ranks = sum(part.num_ranks for part in parts)
@@ -89,10 +93,15 @@ class SlurmLauncher:
         #: In a heterogeneous step: first rank of the component that a host belongs to.
         self._first_ranks = {host: self._hosts.index(own[0]) for own in self.nodes for host in own} if self._het else {}
         self._box = box
+        self._environment = environment
+        self._is_prepared = environment is None
+        self._python = box.python if box else environment.python if environment else sys.executable
         self._containers = ContainerSteps(box, run, self._env, het=self._het) if box is not None else None
         #: When the last attempt was started.
         self._began = time.time()
-        self._preflight = Preflight(run, config, job, self.nodes, env=self._env, box=box, het=self._het)
+        self._preflight = Preflight(
+            run, config, job, self.nodes, env=self._env, python=self._python, box=box, het=self._het
+        )
 
     @property
     def resources(self) -> Resources:
@@ -122,18 +131,20 @@ class SlurmLauncher:
     def start(self, attempt: Attempt) -> RankStep:
         """Start all ranks, the first time after the preflight check.
 
-        Raises HpcdistError if containers cannot start on the nodes or an earlier step does not end, PreflightError if
-        the preflight check fails.
+        Raises HpcdistError if the ranks' containers or environment cannot start on the nodes or an earlier step does
+        not end, PreflightError if the preflight check fails.
         """
         if self._containers is not None:
             self._containers.prepare()
+        if self._environment is not None and not self._is_prepared:
+            prepare_nodes(self._environment, self._run, self.nodes, self._env, het=self._het)
+            self._is_prepared = True
         self._preflight.run(attempt)
         # Ranks of two attempts must not write to one run, and srun would wait forever for an old step's processors.
         if (left := self._end_orphaned_steps()) is not None:
             raise HpcdistError(left.reason)
         self._began = time.time()
-        rank = rank_command(self._run.path, self._box.python) if self._box else rank_command(self._run.path)
-        command = step_command(self._config, attempt, rank, self._box)
+        command = step_command(self._config, attempt, rank_command(self._run.path, self._python), self._box)
         env = self._env | {"HPCDIST_ATTEMPT": str(attempt.number)}
         if len(self.nodes) > 1 and not self._het:
             hostfile = attempt.path / "hosts"

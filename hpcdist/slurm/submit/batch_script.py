@@ -11,6 +11,7 @@ from typing import Any
 from hpcdist.config.schema import ClusterConfig, Config
 from hpcdist.config.written import secret_keys
 from hpcdist.containers.rank_container import rank_container
+from hpcdist.environments.rank_environment import python_of
 from hpcdist.run.folder import RunDir
 from hpcdist.run.snapshot import git_root
 from hpcdist.slurm.extra_flags import option_value
@@ -120,5 +121,6 @@ def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, 
     script = _make_sbatch_string(command=command, folder=folder, **sbatch_parameters(config, run, flags), **array)
     cwd = Path.cwd()
     box = rank_container(config, run, cwd=cwd, root=git_root(cwd) or cwd)
-    rank = rank_command(run.path, box.python) if box else rank_command(run.path)
+    python = box.python if box else python_of(config) or sys.executable
+    rank = rank_command(run.path, python)
     return script, shlex.join(step_command(config, run.attempt(1), rank, box))

@@ -16,6 +16,7 @@ from typing import Any
 
 from hpcdist.config.schema import ClusterConfig, Config
 from hpcdist.containers.rank_container import container_problems
+from hpcdist.environments.checks import environment_problems, module_problems
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
 from hpcdist.files.atomic import read_json
 from hpcdist.files.formats import LARGEST
@@ -62,6 +63,7 @@ def check_submission(
     problems += rejected_flags("sbatch", {**sbatch_flags, **flags}, options=flags)
     problems += rejected_flags("srun", config.cluster.srun)
     problems += container_problems(config, cwd or Path.cwd(), os.environ)
+    problems += environment_problems(config, os.environ)
     findings = _check_cluster(config, requests, missing_data)
     blocking = problems + ([] if force else findings.errors)
     estimate = ""
@@ -96,6 +98,7 @@ def _check_cluster(config: Config, requests: Sequence[ClusterConfig], missing_da
     _check_runs_dir(config, requested, findings)
     _check_signal_lead(config, findings)
     _check_data(config, missing_data, findings)
+    findings.errors += module_problems(config, os.environ)
     if inherited := sorted(name for name in os.environ if name.startswith("SBATCH_")):
         findings.warnings.append(
             f"{', '.join(inherited)} in your environment overrides the batch script: unset what you do not need"

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcdist.config.schema import Config
+from hpcdist.environments.rank_environment import record_environment
 from hpcdist.errors import UserMistake
 from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir, read_record
@@ -79,6 +80,7 @@ def submit(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) 
 
     executor = SlurmExecutor(run.path / "submitit", python=SUPERVISOR)
     executor.update_parameters(**sbatch_parameters(config, run, flags))
+    record_environment(config, [run], os.environ)
     with _queued([run], "job"):
         job = executor.submit(supervise_in_job, str(run.path))
     write_job(run, str(job.job_id), name=f"{run.experiment}/{run.name}")
@@ -128,6 +130,7 @@ def submit_array(
 
     executor = SlurmExecutor(sweep.path / "submitit", python=SUPERVISOR)
     executor.update_parameters(**sbatch_parameters(config, sweep, flags), array_parallelism=parallelism or len(runs))
+    record_environment(config, runs, os.environ)
     with _queued(runs, "job array"):
         jobs = executor.map_array(supervise_in_job, [str(run.path) for run in runs])
     for run, job in zip(runs, jobs, strict=True):

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from hpcdist.config.loading import load_config
-from hpcdist.containers import local_container
 from hpcdist.containers.local_container import folder_overrides, for_config, host_container
 from hpcdist.containers.runtimes import RUNTIMES
 from hpcdist.containers.spec import ContainerSpec
@@ -40,7 +39,7 @@ def container_for(
 def test_docker_command_with_gpus(ada: ContainerSpec) -> None:
     line = shlex.join(argv(container_for(ada), ["run", "ddp_mnist"]))
     assert line == (
-        "docker run --rm --ipc=host --ulimit=memlock=-1 --user=1001:100 --stop-timeout=180"
+        "docker run --rm --ipc=host --ulimit=stack=67108864 --user=1001:100 --stop-timeout=180"
         " --volume=/home/ada/runs:/home/ada/runs --volume=/data/sets:/data/sets --gpus=all"
         f" --env=USER=ada --env=HPCDIST_IMAGE=hpcdist --env=HPCDIST_IMAGE_DIGEST={DIGEST}"
         " --env=HPCDIST_RUNS_DIR=/home/ada/runs --env=HPCDIST_DATA_DIR=/data/sets"
@@ -130,8 +129,7 @@ def test_podman_locks_memory_if_its_caller_may(
     status = tmp_path / "status"
     status.write_text(f"Name:\tpython\nCapEff:\t{capabilities:>016}\n")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    monkeypatch.setattr(local_container, "STATUS", status)
+    monkeypatch.setattr("hpcdist.machine.capabilities.STATUS", status)
     assert host_container("podman", "hpcdist", DIGEST, "ada", {}).ulimits == (
         ("memlock=-1",) if is_allowed else ("host",)
     )
-    assert host_container("docker", "hpcdist", DIGEST, "ada", {}).ulimits == ("memlock=-1",)

@@ -6,6 +6,7 @@ Like podman, the replacement leaves its containers running when Slurm kills it.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from hpcdist.containers.runtimes import SCRIPT
 pytestmark = pytest.mark.processes
 
 FAKE = Path(__file__).parents[2] / "support" / "fake_podman.py"
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 #: Prints each received signal, and exits with 7 at SIGTERM.
 RANK = """
 import os, signal, sys, time
@@ -119,8 +121,43 @@ def test_podman_gets_user_devices_and_matching_variables(node: Node) -> None:
 def test_docker_gets_user_groups_and_devices(node: Node) -> None:
     assert node.script("once", "WANDB", "docker", "run", "IMAGE", "true").returncode == 0
     groups = [f"--group-add={group}" for group in subprocess.check_output(["id", "-G"], text=True).split()]
-    devices = ["--device=/dev/infiniband"] if Path("/dev/infiniband").exists() else []
+    has_rdma = Path("/dev/infiniband").exists()
+    devices = ["--ulimit=memlock=-1", "--device=/dev/infiniband"] if has_rdma else []
     assert node.args() == [f"--user={os.getuid()}:{os.getgid()}", *groups, *devices, "IMAGE", "true"]
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_squashfuse_of_apptainer_ignores_the_signals_of_slurm(node: Node, tmp_path: Path, is_installed: bool) -> None:
+    """Without the program apptainer unpacks the image, so the replacement must not be found either."""
+    system, scripts = tmp_path / "system", tmp_path / "scripts"
+    system.mkdir()
+    shutil.copytree(SCRIPT.parent / "apptainer_mount", scripts / "apptainer_mount")
+    for name in (SCRIPT.name, "apptainer_mount/squashfuse_ll"):
+        text = (SCRIPT.parent / name).read_text()
+        assert text.count(SYSTEM_PATH) == 1
+        scripts.joinpath(name).write_text(text.replace(SYSTEM_PATH, str(system)))
+    status = "print(*[line.split()[1] for line in open('/proc/self/status') if line.startswith('SigIgn')])"
+    programs = {
+        # apptainer looks the program up, and starts it with an empty environment.
+        Path(node.env["PATH"].partition(":")[0]) / "apptainer": (
+            'case $PATH in *apptainer_mount*) exec env -i "$(command -v squashfuse_ll)" ;; esac; echo unpacked'
+        ),
+        system / "squashfuse_ll": f'exec "{sys.executable}" -S -c "{status}"',
+    }
+    for path, text in programs.items():
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    if not is_installed:
+        (system / "squashfuse_ll").unlink()
+    command = ["sh", str(scripts / SCRIPT.name), "plain", "apptainer"]
+    done = subprocess.run(command, env=node.env, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    if not is_installed:
+        assert done.stdout == "unpacked\n"
+        return
+    mask = int(done.stdout, 16)
+    ignored = {number for number in signal.valid_signals() if mask >> (number - 1) & 1}
+    assert {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2} <= ignored
 
 
 @pytest.mark.parametrize("arguments", [["once", "X"], ["plain"], ["rank", "/nowhere", "X"]])

@@ -210,6 +210,50 @@ def test_problems_that_need_the_user_are_not_retried(output: str, errors: str, m
     assert (problem, may_pass) == (message, False)
 
 
+# The texts of docker 20.10 and 28, and of apptainer 1.4, as printed on Debian.
+@pytest.mark.parametrize(
+    ("runtime", "errors", "fix"),
+    [
+        (
+            "docker",
+            "docker: Error response from daemon: failed to create shim task: OCI runtime create failed: runc create"
+            " failed: unable to start container process: error during container init: error setting rlimits for ready"
+            " process: error setting rlimit type 8: operation not permitted: unknown.",
+            "its daemon lacks CAP_SYS_RESOURCE",
+        ),
+        (
+            "docker",
+            "docker: permission denied while trying to connect to the Docker daemon socket at unix:///run/docker.sock:"
+            ' Head "http://%2Frun%2Fdocker.sock/_ping": dial unix /run/docker.sock: connect: permission denied\n\n'
+            "Run 'docker run --help' for more information",
+            "the user must be in the group docker",
+        ),
+        (
+            "docker",
+            'docker: Error response from daemon: could not select device driver "" with capabilities: [[gpu]].',
+            "the node needs nvidia-container-toolkit",
+        ),
+        (
+            "apptainer",
+            "FATAL:   container creation failed: image driver mount failure: image driver squashfuse_ll instance exited"
+            " with error: squashfuse_ll exited: fuse: failed to open /dev/fuse: Permission denied",
+            "users must be allowed to open /dev/fuse",
+        ),
+        (
+            "apptainer",
+            "ERROR  : Failed to create user namespace: maximum number of user namespaces exceeded, check"
+            " /proc/sys/user/max_user_namespaces\nINFO   : A system administrator may need to enable user namespaces",
+            "an administrator must allow user namespaces",
+        ),
+    ],
+)
+def test_errors_that_no_retry_solves_have_a_fix(runtime: str, errors: str, fix: str) -> None:
+    _, problem, may_pass = check_image(replace(SPEC, runtime=runtime), "", errors, "n2")
+    first = " ".join(errors.splitlines()[0].split())
+    assert problem.startswith(f"{runtime} could not start {IMAGE} on n2: {first}: {fix}")
+    assert not may_pass
+
+
 @pytest.mark.parametrize("driver", ["580.65.06", "595.10", None])
 def test_new_or_unknown_driver_is_accepted(driver: str | None) -> None:
     assert check_image(replace(SPEC, gpus="all"), probe_output(driver=driver), "", "n1")[1] == ""
@@ -407,6 +451,41 @@ slurmstepd: error: Failed to invoke spank plugin stack
             ("apptainer could not start the container (exit code 255): ERROR : could not open image /i.sif", True),
         ),
         (
+            "apptainer",
+            255,
+            "INFO:    gocryptfs not found, will not be able to use gocryptfs\n"
+            "\x1b[31mFATAL:  \x1b[0m container creation failed: mount /nowhere->/nowhere error\n"
+            "INFO:    Cleaning up image...\n",
+            (
+                "apptainer could not start the container (exit code 255):"
+                " FATAL: container creation failed: mount /nowhere->/nowhere error",
+                True,
+            ),
+        ),
+        (
+            "apptainer",
+            1,
+            "\x1b[91mERROR  : Requesting capability set 0x1ff while permitted capability set is 0x1fe\n\x1b[0m",
+            (
+                "apptainer could not start the container (exit code 1): ERROR : Requesting capability set 0x1ff while"
+                " permitted capability set is 0x1fe: root lacks a capability here (as in a container): name it in"
+                " APPTAINER_DROP_CAPS, for example `export APPTAINER_DROP_CAPS=CAP_SYS_RESOURCE`",
+                False,
+            ),
+        ),
+        (
+            "apptainer",
+            1,
+            'Error for command "exec": unknown flag: --frob\n\nOptions for exec command:\n  -u, --userns\n\n'
+            "Run 'apptainer --help' for more detailed usage information.\n",
+            (
+                "apptainer could not start the container (exit code 1):"
+                ' Error for command "exec": unknown flag: --frob: see container.extra_args',
+                False,
+            ),
+        ),
+        ("apptainer", 1, "WARNING: passwd file doesn't exist in container, not updating\nValueError: x\n", None),
+        (
             "enroot",
             1,
             "enroot-mount: failed to mount: /nowhere: No such file or directory",
@@ -423,6 +502,27 @@ slurmstepd: error: Failed to invoke spank plugin stack
             (
                 "docker could not start the container (exit code 125): docker: Error response from daemon: no space",
                 True,
+            ),
+        ),
+        (
+            "docker",
+            125,
+            'docker: Error response from daemon: error mounting "/nowhere" to rootfs: no such file or directory.\n'
+            'time="2026-11-22T15:36:48Z" level=error msg="error waiting for container: context canceled"\n',
+            (
+                "docker could not start the container (exit code 125): docker: Error response from daemon:"
+                ' error mounting "/nowhere" to rootfs: no such file or directory.',
+                True,
+            ),
+        ),
+        (
+            "docker",
+            125,
+            "unknown flag: --frob\n\nUsage:  docker run [OPTIONS] IMAGE [COMMAND] [ARG...]\n\n"
+            "Run 'docker run --help' for more information\n",
+            (
+                "docker could not start the container (exit code 125): unknown flag: --frob: see container.extra_args",
+                False,
             ),
         ),
         (

@@ -70,7 +70,7 @@ def test_docker() -> None:
         *SRUN,
         "sh", str(SCRIPT), "rank", f"{RUN.path}/attempts/001", NAMES,
         "docker", "run", "--rm", "--pull=never",
-        "--network=host", "--uts=host", "--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864",
+        "--network=host", "--uts=host", "--ipc=host", "--ulimit=stack=67108864",
         "--security-opt=label=disable", "--no-healthcheck", "--log-driver=none",
         "--label=hpcdist.run=/shared/runs/digits/my first",
         "--volume=/shared:/shared", "--volume=/scratch/imagenet:/data:ro",

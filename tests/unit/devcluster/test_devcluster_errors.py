@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hpcdist.cli import devcluster
-from hpcdist.devcluster import argv, cluster, host, nodes, processes, provision, render, system
+from hpcdist.devcluster import argv, cgroups, cluster, host, nodes, processes, provision, render, system
 from hpcdist.devcluster.settings import LINK, Layout, Settings
 from hpcdist.errors import DevClusterError
 
@@ -64,6 +64,7 @@ def own_namespace() -> processes.Namespace:
         ({"gpus_per_node": -1}, "--gpus-per-node must be at least 0, got -1"),
         ({"memory_mb": 0}, "--memory-mb must be at least 1, got 0"),
         ({"grace_time_s": -1}, "--grace-time-s must be from 0 to 65533, got -1"),
+        ({"proctrack": "pgid"}, "--proctrack must be cgroup or linuxproc, got 'pgid'"),
         ({"subnet": "10.0.0.1/24"}, "--subnet must be like 10.213.77.0/24: 10.0.0.1/24 has host bits set"),
         ({"subnet": "10.0.0.0/29", "num_nodes": 5}, "--subnet 10.0.0.0/29 has room for 4 nodes, not 5: widen it"),
     ],
@@ -148,6 +149,42 @@ def test_missing_permission_for_namespaces_is_an_error(monkeypatch: Patch) -> No
     monkeypatch.setattr(host, "succeeds", lambda command: False)
     with pytest.raises(DevClusterError, match=r"does not allow root to create network namespaces.*--privileged"):
         host.require_namespaces()
+
+
+@pytest.mark.parametrize(
+    ("files", "version"),
+    [
+        ((), ""),
+        (("cgroup.controllers",), "v2"),
+        (("freezer/tasks",), "v1"),
+        (("freezer/tasks", "unified/cgroup.controllers"), "v1"),
+    ],
+)
+def test_version_of_cgroups(files: tuple[str, ...], version: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path)
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert cgroups.version() == version
+
+
+def test_cluster_without_usable_cgroups(layout: Layout, tmp_path: Path, monkeypatch: Patch) -> None:
+    """In a container, for example. Then linuxproc is the default."""
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path / "absent")
+    assert cluster._choose(layout, {}).proctrack == "linuxproc"
+    host.require_cgroups(Settings(proctrack="linuxproc"))
+    with pytest.raises(DevClusterError, match=r"--proctrack cgroup: root cannot create cgroups in .*linuxproc, or"):
+        host.require_cgroups(cluster._choose(layout, {"proctrack": "cgroup"}))
+
+
+def test_removed_cgroup_includes_those_below_it(recorded: Layout, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path)
+    recorded.cgroups.mkdir()
+    recorded.cgroup_name.write_text("own")
+    for name in ("own/slurm_n1/uid_0/job_1", "own/slurm_n2", "other/slurm_n1"):
+        (tmp_path / cgroups.FREEZER / name).mkdir(parents=True)
+    cgroups.remove(recorded)
+    assert os.listdir(tmp_path / cgroups.FREEZER) == ["other"]
 
 
 def test_state_folder_with_other_files_is_rejected(layout: Layout) -> None:

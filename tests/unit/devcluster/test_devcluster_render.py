@@ -37,7 +37,7 @@ SlurmdPidFile=/var/lib/dc/run/slurm-slurmd-%n.pid
 SlurmctldLogFile=/var/lib/dc/log/slurmctld.log
 SlurmdLogFile=/var/lib/dc/log/slurmd-%n.log
 MailProg=/bin/true
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/cgroup
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 # Nodes may claim more than this machine has.
@@ -79,8 +79,14 @@ def test_configuration_without_gpus() -> None:
     assert "NodeName=n[1-3] CPUs=8 RealMemory=32768\n" in render.slurm_conf(BARE, LAYOUT)
 
 
-def test_cgroup_conf_selects_the_v1_plugin() -> None:
-    assert render.cgroup_conf() == "CgroupPlugin=cgroup/v1\n"
+def test_cgroup_conf() -> None:
+    v1, v2 = render.cgroup_conf(TWO, LAYOUT, "v1"), render.cgroup_conf(TWO, LAYOUT, "v2")
+    assert v1 == "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/var/lib/dc/cgroup\n"
+    assert v2 == "CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\n"
+    without = Settings(num_nodes=2, proctrack="linuxproc")
+    assert "ProctrackType=proctrack/linuxproc\n" in render.slurm_conf(without, LAYOUT)
+    for version in ("", "v1", "v2"):
+        assert render.cgroup_conf(without, LAYOUT, version) == "CgroupPlugin=cgroup/v1\n"
 
 
 def test_slurmdbd_conf() -> None:
@@ -254,6 +260,7 @@ def test_describe_status() -> None:
         "n1    10.213.77.1      idle        none",
         "n2    10.213.77.2      down*       no answer",
         "each node claims 4 CPUs, 2 fake GPUs, 1000 MiB",
+        "processes are tracked and signalled by proctrack/cgroup",
         "partitions: main (default), high (preempts jobs of main: they are requeued, GraceTime 20 s)",
         "the nodes reach this machine as devcluster-host (10.213.77.253); logs are in /var/lib/dc/log",
         "use it:",

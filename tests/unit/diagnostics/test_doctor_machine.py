@@ -251,10 +251,10 @@ def checks_of_runtimes(host: Host, *installed: str, **changed: subprocess.Comple
 def test_each_installed_runtime_has_a_line() -> None:
     found = checks_of_runtimes(ADA, "docker", "podman", "apptainer", "singularity", "enroot", "ch-run", "srun")
     assert [check.sentence() for check in found] == [
-        "docker: 27.1.1",
+        "docker: 27.1.1 (tested with 20.10 and 28)",
         "podman: 4.3.1",
-        "apptainer: 1.3.4-1.el9",
-        "enroot: 3.5.0",
+        "apptainer: 1.3.4-1.el9 (tested with 1.4)",
+        "enroot: 3.5.0 (tested with 4.1)",
         "charliecloud: 0.31",
         "pyxis: srun has --container-image",
     ]
@@ -304,6 +304,43 @@ def test_gpus_in_containers_need_the_nvidia_toolkit() -> None:
     with_runtime = answer('{"nvidia":{"path":"nvidia-container-runtime"}}')
     assert checks_of_runtimes(host, "docker", docker=with_runtime)[0].level == "ok"
     assert checks_of_runtimes(host, "apptainer")[0].text.endswith("GPUs by --nv")
+
+
+@pytest.mark.parametrize("version", ["20.10.24+dfsg1", "28.2.2", "28"])
+def test_tested_version_has_no_remark(version: str) -> None:
+    assert checks_of_runtimes(ADA, "docker", docker=answer(f"{version}\n"))[0].text == version
+
+
+def test_documented_versions_are_those_of_the_doctor() -> None:
+    page = (Path(__file__).parents[3] / "docs/how-to/containers.md").read_text()
+    rows = {row.split("|")[1].strip(" `"): row for row in page.splitlines() if row.startswith("| `")}
+    for name, versions in container_runtimes.TESTED.items():
+        assert all(f"{version}" in rows[name] for version in versions), rows[name]
+
+
+def test_apptainer_of_a_user_needs_namespaces_and_squashfuse(tmp_path: Path) -> None:
+    forbidden = answer(errors="unshare: unshare failed: Operation not permitted\n", code=1)
+    (check,) = checks_of_runtimes(ADA, "apptainer", unshare=forbidden)
+    assert (check.level, "user namespaces (unshare: unshare failed" in check.text) == ("warning", True)
+    suid = answer("apptainer version 1.4.5\nAPPTAINER_SUID_INSTALL=1\n")
+    assert checks_of_runtimes(ADA, "apptainer", unshare=forbidden, apptainer=suid)[0].level == "ok"
+
+    (check,) = checks_of_runtimes(replace(ADA, opens_fuse=False), "apptainer")
+    assert (check.level, "cannot start a .sif" in check.text) == ("warning", True)
+    (check,) = checks_of_runtimes(replace(ADA, squashfuse=False), "apptainer")
+    assert (check.level, "every rank unpacks the .sif" in check.text) == ("warning", True)
+    own = tmp_path / "apptainer/bin/squashfuse_ll"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    bundled = answer(f"apptainer version 1.4.5\nLIBEXECDIR={tmp_path}\n")
+    assert checks_of_runtimes(replace(ADA, squashfuse=False), "apptainer", apptainer=bundled)[0].level == "ok"
+
+
+def test_apptainer_of_a_root_without_all_capabilities_has_a_fix() -> None:
+    root = replace(ADA, uid=0, opens_fuse=False, squashfuse=False)
+    assert checks_of_runtimes(root, "apptainer")[0].level == "ok", "the kernel mounts the image"
+    (check,) = checks_of_runtimes(replace(root, lacks_capability=True), "apptainer")
+    assert (check.level, check.fix) == ("warning", "`export APPTAINER_DROP_CAPS=CAP_SYS_RESOURCE`")
 
 
 def test_singularity_without_apptainer_command_is_a_note() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from hpcdist.diagnostics.explain import explain
 from hpcdist.files.atomic import write_json
+from hpcdist.run.attempt_times import AttemptTimes, write_times
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.slurm import job_snapshot
@@ -104,6 +105,18 @@ def test_running_run_explains_its_last_restart(run: RunDir) -> None:
     with hold(run):
         found = explained(run)
     assert (found["status"], found["evidence"]) == ("running", "attempts/001/rank-00000.outcome.json: ValueError: nan")
+
+
+def test_running_run_explains_its_last_failed_attempt(run: RunDir) -> None:
+    """The attempt after the failed one ended with a requeue."""
+    write_outcome(run, 0, "ValueError: nan")
+    for number, failed in ((1, True), (2, False)):
+        attempt = run.attempt(number) if number == 1 else run.new_attempt()
+        write_times(attempt, AttemptTimes(supervised=1.0, began=2.0, ended=3.0, failed=failed))
+    run.new_attempt()
+    change_state(run, status="running", attempt=3, restarts=1, reason="")
+    with hold(run):
+        assert explained(run)["evidence"] == "attempts/001/rank-00000.outcome.json: ValueError: nan"
 
 
 def test_current_stragglers_come_last(run: RunDir) -> None:

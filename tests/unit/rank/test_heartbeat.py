@@ -108,6 +108,15 @@ def test_late_write_has_the_time_of_the_last_beat(attempt: Attempt) -> None:
     assert (read(attempt)["step"], read(attempt)["time"]) == (7, noted)
 
 
+def test_step_that_is_logged_after_the_beat_is_written_with_its_time(attempt: Attempt, writes: list[int]) -> None:
+    beat = without_thread(attempt)
+    step(beat, 7)()
+    noted = beat._noted
+    run_intervals(beat, nothing, lambda: beat.note_logged({"loss": 0.5}, 8), nothing)
+    assert writes == [0, 7, 8]
+    assert (read(attempt)["step"], read(attempt)["time"]) == (8, noted)
+
+
 def test_close_writes_the_last_values_and_ends_the_thread(attempt: Attempt) -> None:
     beat = Heartbeat(attempt, 1, 4096, 1800.0)
     beat.step, beat.total_steps, beat.metrics = 9, 10, {"loss": 0.5}

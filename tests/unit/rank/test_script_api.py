@@ -112,6 +112,25 @@ def test_metrics_steps_and_a_stop_signal_of_one_rank(run: RunDir, script: Runnin
         hpcdist.log({"loss": "x"}, 4)  # type: ignore[dict-item]
 
 
+def test_a_script_pauses_at_the_step_of_its_config(run: RunDir) -> None:
+    records = rank_records.current()
+    assert records is not None
+    attempt = run.attempt(1)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    with entered(attempt, topology(1), 60.0, records, pause_at_step=3) as script:
+        assert [hpcdist.should_stop(step) for step in (1, 2)] == [False, False]
+        assert attempt.read_request() is None
+        assert hpcdist.should_stop(3)
+        assert hpcdist.should_stop(4), "it stays True"
+        assert script.stop_agreed
+    request = attempt.read_request()
+    assert request is not None
+    assert (request.action, request.reason) == ("stop", "stop.pause_at_step=3")
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    records.close()
+
+
 def test_several_ranks_need_a_process_group(run: RunDir) -> None:
     running = RunningScript(run, run.attempt(1), topology(2), 60.0)
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from timed_runs import BEGAN, account, add_attempt
 
-from hpcdist.files.atomic import write_json
+from hpcdist.files.atomic import read_json, write_json
 from hpcdist.review import allocation_times
 from hpcdist.review.ledger import Entry, Ledger, read_ledger
 from hpcdist.run.attempt_times import NodeShare as Share
@@ -175,6 +175,29 @@ def test_starts_of_a_job_are_allocated_from_begin_to_end(run: RunDir) -> None:
     assert (ledger.queue_s, ledger.energy_kwh) == (24.0, pytest.approx(3.0))
     queued = [(i.began - BEGAN, i.ended - BEGAN) for i in ledger.intervals if i.phase == "queue"]
     assert queued == [(-7, 0), (92, 100), (191, 200)]
+
+
+def add_energy(run: RunDir, attempt: int, rank: int, joules: dict[str, float]) -> None:
+    path = run.attempt(attempt).beat(rank)
+    write_json(path, {**(read_json(path) or {}), "energy_j": joules})
+
+
+def test_energy_of_ranks_counts_once_for_each_sensor_and_attempt(run: RunDir) -> None:
+    for number, began in ((1, 1), (2, 101)):
+        add_attempt(run, began, began + 80, [account(began, began + 80)] * 4)
+        add_energy(run, number, 0, {"intel-rapl:0 package-0": 1.2e6, "GPU-a": 3.6e6})
+        add_energy(run, number, 1, {"GPU-a": 3.5e6})  # shares the GPU of rank 0
+        add_energy(run, number, 2, {"intel-rapl:0 package-0": 2.4e6})  # another node
+    ledger = read_ledger(run)
+    assert (ledger.energy_kwh, ledger.energy_of) == (pytest.approx(4.0), "GPUs and CPUs")
+
+
+def test_slurms_energy_comes_before_the_energy_of_ranks(run: RunDir) -> None:
+    write_starts(run, {"nodes": "n[1-2]", "began": 0, "ended": 50, "cores": 5, "energy_j": 7.2e6})
+    add_attempt(run, 5, 40, [account(5, 40)] * 4, supervised=3)
+    add_energy(run, 1, 0, {"GPU-a": 3.6e6})
+    ledger = read_ledger(run)
+    assert (ledger.energy_kwh, ledger.energy_of) == (pytest.approx(2.0), "nodes")
 
 
 def test_an_attempt_ends_with_its_allocation(run: RunDir) -> None:

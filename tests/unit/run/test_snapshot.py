@@ -99,6 +99,8 @@ def test_tracked_and_untracked_files_are_copied_except_ignored_ones(project: Pat
         git_commit=git("rev-parse", "HEAD").strip(),
         git_dirty=True,
         copied=True,
+        untracked=["new.py", "späte\nZeile .txt"],
+        num_untracked=2,
     )
     assert contents(run.code) == {
         ".gitignore": "ignored.py\n",
@@ -249,7 +251,9 @@ def plain_project(project: Path) -> None:
 def test_plain_folder_is_copied_without_hidden_files_and_environments(project: Path, run: RunDir) -> None:
     plain_project(project)
     code = take(config(run), run, project)
-    assert code == CodeState(cwd=str(project), root=str(project), git_commit=None, git_dirty=False, copied=True)
+    assert code == CodeState(
+        cwd=str(project), root=str(project), git_commit=None, git_dirty=False, copied=True, num_untracked=0
+    )
     assert set(contents(run.code)) == {"train.py", "pkg/model.py", "cache.py"}
     assert not (run.path / "code.patch").exists()
     assert import_path(code, run) == [str(run.code)]

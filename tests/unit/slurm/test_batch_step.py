@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir, State, Status
+from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job import batch_step
 from hpcdist.supervisor.restart_policy import Failure
@@ -20,15 +23,23 @@ from hpcdist.supervisor.restart_policy import Failure
 class FakeJob:
     """A job that records its requeues."""
 
-    def __init__(self, restart_count: int = 0, *, requeued: bool = False, error: str = "") -> None:
+    def __init__(
+        self, restart_count: int = 0, *, requeued: bool = False, error: str = "", ending: bool | None = False
+    ) -> None:
         self.id = "41"
         self.restart_count = restart_count
         self.requeues: list[list[str]] = []
         self._requeued = requeued
         self._error = error
+        self._ending = ending
 
     def is_requeued(self) -> bool:
         return self._requeued
+
+    def is_ending(self) -> bool:
+        if self._ending is None:
+            raise SlurmError("scontrol did not answer within 60 s")
+        return self._ending
 
     def requeue(self, *, exclude: Sequence[str]) -> None:
         if self._error:
@@ -67,6 +78,19 @@ def test_run_of_a_cancelled_job_is_stopped(run: RunDir) -> None:
     job = FakeJob(requeued=False)
     state = after(run, job, "stopped", "SIGTERM", avoid=("n2",))
     assert (state.status, state.ended, job.requeues) == ("stopped", 7.0, [])
+
+
+def test_supervisor_of_a_job_that_slurm_ends_receives_the_missing_sigterm(caplog: pytest.LogCaptureFixture) -> None:
+    """With proctrack/cgroup, Slurm sends SIGTERM to the ranks only. A cancelled job must not be requeued."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        for ending in (False, None, True):
+            batch_step._raise_missing_sigterm(cast(CurrentJob, FakeJob(ending=ending)))
+            assert received == [signal.SIGTERM] * (ending is True)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert caplog.messages == ["the state of the job is unknown: scontrol did not answer within 60 s"]
 
 
 @pytest.mark.parametrize("by", [batch_step.TIME_LIMIT, None])
@@ -109,6 +133,18 @@ def test_job_of_a_failed_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         batch_step.supervise_in_job("/runs/first")
     monkeypatch.setattr(batch_step, "supervise", lambda run_dir: State(status="stopped", reason="by ada"))
     assert batch_step.supervise_in_job("/runs/first") == "stopped: by ada"
+
+
+def test_batch_step_of_a_requeued_job_does_not_end_within_the_second_of_the_requeue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(batch_step, "time", SimpleNamespace(sleep=slept.append))
+    for status in ("stopped", "queued"):
+        state = State(status=cast(Status, status), reason="time limit")
+        monkeypatch.setattr(batch_step, "supervise", lambda _, state=state: state)
+        assert batch_step.supervise_in_job("/runs/first") == f"{status}: time limit"
+    assert slept == [batch_step.CREDENTIAL_S]
 
 
 @pytest.mark.parametrize(

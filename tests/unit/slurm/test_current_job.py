@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -142,6 +144,19 @@ def test_a_controller_that_hangs_costs_the_time_limit_once(tmp_path: Path, monke
 def test_requeued_job_has_a_higher_restart_count(commands: FakeCommands, restarts: int, requeued: bool) -> None:
     commands.add("scontrol", LINE.replace("Restarts=2", f"Restarts={restarts}") + "\n")
     assert JOB.is_requeued() == requeued
+
+
+@pytest.mark.parametrize(
+    ("state", "ending"),
+    [("RUNNING", False), ("SUSPENDED", False), ("COMPLETING", True), ("PENDING", True), ("CANCELLED", True)],
+)
+def test_job_that_slurm_ends(commands: FakeCommands, state: str, ending: bool) -> None:
+    commands.add("scontrol", LINE.replace("RUNNING", state) + "\n")
+    assert JOB.is_ending() == ending
+    over = replace(JOB, end_time=time.time() - 1)
+    assert not over.is_ending(), "the job ends because of its time limit"
+    commands.add("scontrol", error="slurm_load_jobs error: Invalid job id specified\n", code=1)
+    assert not JOB.is_ending()
 
 
 def test_requeue_adds_nodes_to_those_that_are_excluded(commands: FakeCommands) -> None:

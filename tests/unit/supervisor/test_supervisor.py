@@ -266,6 +266,34 @@ def test_stop_request_between_two_attempts_reaches_the_second(scene: Scene) -> N
     assert state.reason == "stopped with everything saved (`hpcdist stop` by ada)"
 
 
+@pytest.mark.parametrize("outcome", ["stopped", "failed"])
+def test_signal_raised_after_an_attempt_counts_as_its_request(scene: Scene, outcome: str) -> None:
+    """Slurm may have signalled the ranks only: then they are not restarted, and their job has not failed."""
+    scene.launch = {"max_restarts": 3}
+    scene.script(first=[fails("killed") if outcome == "failed" else [["report", {"outcome": "stopped"}]], EXIT_0])
+    supervisor = scene.supervisor()
+    supervisor._after_attempt = lambda: signal.raise_signal(signal.SIGTERM)
+    state = scene.supervise(supervisor)
+    assert (state.status, state.attempt) == (outcome, 1)
+    request = scene.run.attempt(1).read_request()
+    assert request is not None
+    assert request.by == "SIGTERM"
+
+
+def test_nothing_is_called_after_a_finished_or_requested_attempt(scene: Scene) -> None:
+    called: list[None] = []
+    scene.script(first=[[*DONE], EXIT_0])
+    supervisor = scene.supervisor()
+    supervisor._after_attempt = lambda: called.append(None)
+    assert scene.supervise(supervisor).status == "finished"
+    scene.script(second=[STOP_ON_REQUEST, [["await", "{attempt}/request.json"]]])
+    scene.report.on_attempt = lambda attempt: attempt.send_request("stop", by="ada", reason="`hpcdist stop` by ada")
+    supervisor = scene.supervisor()
+    supervisor._after_attempt = lambda: called.append(None)
+    assert scene.supervise(supervisor).status == "stopped"
+    assert called == []
+
+
 def test_conclude_maps_the_final_state_before_it_is_written(scene: Scene) -> None:
     scene.script(first=[[["report", {"outcome": "stopped"}]], EXIT_0])
     supervisor = scene.supervisor()

@@ -1,0 +1,281 @@
+"""`hpcdist rerun`: repeat a recorded run, and compare the values that both have logged."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpcdist.cli import completion
+from hpcdist.cli.options import (
+    RUNS,
+    Begin,
+    Dependency,
+    DryRun,
+    Follow,
+    Force,
+    Overrides,
+    RunsDir,
+    TrackingUri,
+    Wait,
+    argument,
+    flag,
+    option,
+)
+from hpcdist.cli.submit import check_submission, enqueue, submission_flags
+from hpcdist.cli.terminal import console, say
+from hpcdist.containers.spec import DETACHED
+from hpcdist.errors import UserMistake
+from hpcdist.machine.facts import num_cores
+from hpcdist.machine.own_image import image_facts
+from hpcdist.tracking.uri import redact_uri
+
+if TYPE_CHECKING:
+    from hpcdist.config.schema import Config
+    from hpcdist.run.code_restore import CodeSource
+    from hpcdist.run.folder import RunDir
+    from hpcdist.tracking.recorded_run import RecordedRun
+
+app = typer.Typer()
+
+RecordedName = Annotated[
+    str, argument("RUN", "Name of a run or its folder; its id in MLflow, or the link to its page.", completion.runs)
+]
+
+
+@app.command()
+def rerun(
+    run: RecordedName,
+    overrides: Overrides = None,
+    steps: Annotated[
+        int | None,
+        option("--steps", "N", "Save and stop after step N; the schedule stays that of the whole run.", min=1),
+    ] = None,
+    dry_run: DryRun = False,
+    here: Annotated[bool, flag("--here", "Run on this machine, also if the run was submitted to Slurm.")] = False,
+    with_current_code: Annotated[
+        bool, flag("--with-current-code", "Use the code of the current folder, not that of the run.")
+    ] = False,
+    repository: Annotated[
+        Path | None, option("--repository", "DIR", "A git work tree with the commit of the run.")
+    ] = None,
+    compare: Annotated[
+        bool, flag("--compare", "Start nothing: compare RUN, a rerun that has ended, with its original.")
+    ] = False,
+    ignore: Annotated[
+        list[str] | None, option("--ignore", "PATTERN", "Metrics not to compare, such as 'gpu/*'; may be repeated.")
+    ] = None,
+    tolerance: Annotated[
+        float, option("--tolerance", "X", "Largest relative difference of equal values; 0 compares exactly.", min=0.0)
+    ] = 0.0,
+    follow: Follow = True,
+    wait: Wait = False,
+    dependency: Dependency = None,
+    begin: Begin = None,
+    force: Force = False,
+    runs_dir: RunsDir = RUNS,
+    tracking_uri: TrackingUri = None,
+) -> int:
+    """Repeat a run with its code, config and image, and report the first step at which a logged value differs.
+
+    Commit and uncommitted changes, config, number of ranks and image are those of the run. What cannot be restored,
+    such as versions of packages, is printed. A run of Slurm is submitted again. The code of the run is executed: repeat
+    only runs that you trust.
+
+    The exit code is 0 if no compared value differs, and 1 if one does. Metrics of time, speed and hardware are not
+    compared.
+
+    Examples:
+
+        hpcdist rerun ddp-2026 --steps 100
+
+        hpcdist rerun 0a1b2c3d4e5f60718293a4b5c6d7e8f9 --tracking-uri http://mlflow:5000 --repository ~/project
+
+        hpcdist rerun ddp-2026-rerun-1a2b --compare
+    """
+    from hpcdist.cli.rerun_report import compare_again, compare_rerun, report
+    from hpcdist.run.lookup import resolve_run
+    from hpcdist.tracking.recorded_run import find_recorded
+
+    del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
+    ignored = tuple(ignore or ())
+    with tempfile.TemporaryDirectory(prefix="hpcdist-rerun-") as scratch:
+        if compare:
+            made = resolve_run(run, runs_dir)
+            return report(made, compare_again(made, runs_dir, Path(scratch), tolerance=tolerance, ignore=ignored))
+        recorded = find_recorded(run, runs_dir, os.environ, Path(scratch))
+        config, changed = _config(recorded, overrides or [], runs_dir, steps, here=here)
+        source = None if with_current_code else _code(recorded, repository)
+        on_slurm = _is_slurm(recorded) and not here
+        missing = _missing(recorded, config, source, on_slurm=on_slurm)
+        _show(recorded, config, changed, source, missing)
+        if dry_run:
+            return 0
+        if on_slurm:
+            flags = submission_flags(config, dependency, begin)
+            made, code = _submit(recorded, config, source, missing, flags, follow=follow, wait=wait, force=force)
+        elif dependency or begin:
+            raise UserMistake("--dependency and --begin need Slurm, and this run is repeated on this machine")
+        else:
+            made, code = _run_here(recorded, config, source, missing, follow=follow)
+        if not follow and not (on_slurm and wait):
+            print(f"when it has ended: `hpcdist rerun {made.name} --compare` compares its values")
+            return code
+        return code or report(made, compare_rerun(recorded, made, tolerance=tolerance, ignore=ignored))
+
+
+def _is_slurm(recorded: RecordedRun) -> bool:
+    return recorded.environment.get("launcher") == "slurm"
+
+
+def _config(
+    recorded: RecordedRun, overrides: Sequence[str], runs_dir: Path, steps: int | None, *, here: bool
+) -> tuple[Config, list[str]]:
+    """Return the config of the rerun, and the overrides that change it from that of the run."""
+    from hpcdist.config.loading import load_run_config
+    from hpcdist.run.secret_file import kept
+
+    env = {**(kept(recorded.folder) if recorded.folder is not None else {}), **os.environ}
+    changes = _changes(recorded, load_run_config(recorded.config, [], env, require_secrets=False), here=here)
+    if steps is not None:
+        changes["stop.pause_at_step"] = steps
+    changed = [*(f"{key}={json.dumps(value)}" for key, value in changes.items()), *overrides]
+    stem = re.sub(r"-rerun-[0-9a-f]{4}$", "", recorded.name)
+    place = {"name": f"{stem}-rerun-{secrets.token_hex(2)}", "runs_dir": str(runs_dir.absolute())}
+    if recorded.uri and not os.environ.get("HPCDIST_TRACKING_URI"):
+        place["tracking.uri"] = recorded.uri
+    words = [f"{key}={json.dumps(value)}" for key, value in place.items()]
+    return load_run_config(recorded.config, [*words, *changed], env), changed
+
+
+def _changes(recorded: RecordedRun, config: Config, *, here: bool) -> dict[str, Any]:
+    """Return the values that differ from the run's config so that the rerun repeats what the run did."""
+    found: dict[str, Any] = {}
+    if config.tracking.register_as is not None:
+        found["tracking.register_as"] = None  # a rerun is no new version of the model
+    if _is_slurm(recorded) and not here:
+        if config.container.runtime in DETACHED and recorded.image_digest.startswith("sha256:"):
+            found["container.image"] = recorded.image_digest  # the name may mean another image now
+        return found
+    if recorded.world_size and not config.roles and config.launch.num_ranks != recorded.world_size:
+        found["launch.num_ranks"] = recorded.world_size
+    cores = recorded.environment.get("cores")
+    if not _is_slurm(recorded) and type(cores) is int and cores != num_cores() and not config.launch.num_threads:
+        # The number of threads determines the order of sums.
+        found["launch.num_threads"] = max(1, cores // max(1, recorded.world_size))
+    return found
+
+
+def _code(recorded: RecordedRun, repository: Path | None) -> CodeSource:
+    from hpcdist.run.code_restore import find_code
+
+    places = [Path(recorded.code.root), Path.cwd()] if repository is None else [repository.expanduser()]
+    return find_code(recorded.code, recorded.patch, recorded.folder, places)
+
+
+def _missing(recorded: RecordedRun, config: Config, source: CodeSource | None, *, on_slurm: bool) -> list[str]:
+    """Return what differs from the run and cannot be restored, one sentence each."""
+    from hpcdist.review.rerun_result import machine_differences
+    from hpcdist.run.snapshot import machine_facts
+
+    found = list(source.missing) if source is not None else ["the code: this is that of the current folder"]
+    own = image_facts(os.environ).get("image_digest", "")
+    in_container = on_slurm and config.container.runtime != "none"
+    if recorded.image and not on_slurm and own != recorded.image_digest:
+        found.append(
+            f"the image {recorded.image} ({recorded.image_digest or 'no digest'}): the ranks start outside of it"
+        )
+    if in_container and not recorded.image_digest:
+        found.append(f"the image {config.container.image}: it may have changed, since its digest was not recorded")
+    if not in_container:
+        copied = source is not None and source.copy is not None
+        found += machine_differences(recorded.environment, machine_facts(), code_is_restored=copied)
+    return found
+
+
+def _show(
+    recorded: RecordedRun, config: Config, changed: Sequence[str], source: CodeSource | None, missing: Sequence[str]
+) -> None:
+    from hpcdist.config.written import redacted_argument
+
+    known_as = f" (MLflow run {recorded.run_id})" if recorded.run_id else ""
+    say(f"repeats {recorded.experiment}/{recorded.name}{known_as} as {config.experiment}/{config.name}")
+    say(f"code: {source.text if source is not None else f'the current folder, {Path.cwd()}'}")
+    say("config: as recorded" + (f", except {' '.join(map(redacted_argument, changed))}" if changed else ""))
+    for text in missing:
+        say(f"not restored: {text}")
+
+
+def _create(
+    recorded: RecordedRun, config: Config, source: CodeSource | None, missing: Sequence[str], launcher: str
+) -> RunDir:
+    """Create the run folder with the code of the recorded run; remove it if that fails."""
+    from hpcdist.run import create
+    from hpcdist.run.origin import read_origin
+    from hpcdist.run.rerun_record import RerunRecord, write_rerun
+
+    made = create.create_run(
+        config,
+        Path.cwd(),
+        launcher=launcher,
+        origin=read_origin(recorded.folder) if recorded.folder is not None else None,
+        restore=partial(source.restore, config=config) if source is not None else None,
+    )
+    try:
+        create.check_restored(made, config)
+        record = RerunRecord(
+            name=recorded.name,
+            folder=str(recorded.folder.path) if recorded.folder is not None else "",
+            run_id=recorded.run_id,
+            uri=redact_uri(recorded.uri),
+            missing=list(missing),
+        )
+        write_rerun(made, record)
+    except BaseException:
+        shutil.rmtree(made.path)
+        raise
+    return made
+
+
+def _run_here(
+    recorded: RecordedRun, config: Config, source: CodeSource | None, missing: Sequence[str], *, follow: bool
+) -> tuple[RunDir, int]:
+    """Start the rerun on this machine. Returns its folder and the exit code of its supervision."""
+    from hpcdist.cli.render import show_plan
+    from hpcdist.cli.run import resolve_start, supervise_here
+
+    plan, uri = resolve_start(config)
+    show_plan(console(), config, plan, Path(config.runs_dir) / config.experiment / config.name, uri, verbose=False)
+    made = _create(recorded, config, source, missing, "local")
+    return made, supervise_here(made, config, plan, uri, follow=follow)
+
+
+def _submit(
+    recorded: RecordedRun,
+    config: Config,
+    source: CodeSource | None,
+    missing: Sequence[str],
+    flags: dict[str, str],
+    *,
+    follow: bool,
+    wait: bool,
+    force: bool,
+) -> tuple[RunDir, int]:
+    """Submit the rerun to Slurm. Returns its folder and an exit code."""
+    from hpcdist.slurm.submit.submission import resolve_het
+
+    config, note = resolve_het(config)
+    if note:
+        print(note)
+    check_submission(config, flags, None, force=force)
+    made = _create(recorded, config, source, missing, "slurm")
+    return made, enqueue(made, config, flags, follow=follow, wait=wait)

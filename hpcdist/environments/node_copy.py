@@ -1,0 +1,312 @@
+"""On a node: copy a packed environment to the local disk, check it, and start its Python once.
+
+    python -m hpcdist.environments.node_copy REQUEST
+
+REQUEST is the JSON of a `NodeRequest`. Prints one line with a JSON object (`parse_answers`). One process per node does
+this; others on the same node wait for its lock and then find the copy. Needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcdist.environments.listing import first_difference, write_listing
+
+#: Packages that a rank imports before the user's code.
+REQUIRED = ("numpy", "psutil", "torch")
+_MARK = "hpcdist-environment "
+_CHUNK = 4 << 20
+_CODE = f"""
+import importlib.util, json, sys
+facts = {{"python": "%d.%d.%d" % sys.version_info[:3]}}
+if sys.version_info >= (3, 11):
+    from hpcdist.machine.facts import versions
+    facts.update(versions())
+    facts["missing"] = [name for name in {REQUIRED} if importlib.util.find_spec(name) is None]
+print("facts:", json.dumps(facts))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeRequest:
+    """What a node has to prepare."""
+
+    python: str  #: the ranks' Python, on the node
+    sources: str  #: folder with hpcdist, on the shared file system
+    folder: str = ""  #: the user's folder on the local disk; empty if the environment is used in place
+    key: str = ""
+    archive: str = ""
+    sha256: str = ""
+    prefix: str = ""
+    max_age_s: float = 0.0
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class CopyError(Exception):
+    """The environment cannot be used on this node; `may_pass` if a retry may help."""
+
+    def __init__(self, text: str, *, may_pass: bool = False) -> None:
+        super().__init__(text)
+        self.may_pass = may_pass
+
+
+def main(argv: Sequence[str]) -> None:
+    # Slurm sends SIGUSR2 ahead of the time limit.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    request = NodeRequest(**json.loads(argv[0]))
+    began = time.monotonic()
+    answer: dict[str, Any] = {"node": os.environ.get("SLURMD_NODENAME") or socket.gethostname()}
+    try:
+        answer["copied"] = prepare(request)
+        answer["facts"] = start_python(request)
+    except CopyError as error:
+        answer |= {"error": str(error), "may_pass": error.may_pass}
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        answer |= {"error": str(error), "may_pass": not full}
+    answer["seconds"] = round(time.monotonic() - began, 2)
+    print(f"{_MARK}{json.dumps(answer)}", flush=True)
+
+
+def parse_answers(text: str) -> dict[str, dict[str, Any]]:
+    """Return the answers of nodes by node: `copied`, `seconds`, `facts`; or `error` and `may_pass`."""
+    answers = [json.loads(line) for line in re.findall(rf"{_MARK}(\{{.*\}})", text)]
+    return {answer["node"]: answer for answer in answers}
+
+
+def local_sources(request: NodeRequest) -> Path:
+    """Return the folder with hpcdist that the ranks import."""
+    return Path(request.folder or Path(request.sources).parent) / Path(request.sources).name
+
+
+def prepare(request: NodeRequest) -> bool:
+    """Make sure that complete copies are on the local disk; returns whether the environment had to be copied.
+
+    Raises:
+        CopyError: the local folder belongs to someone else, a program is missing, or the archive is damaged.
+        OSError: the copy cannot be written.
+    """
+    if not request.folder:
+        return False
+    folder = Path(request.folder)
+    _make_private(folder)
+    with _locked(folder):
+        for partial in folder.glob(".partial-*"):  # of a process that was killed
+            shutil.rmtree(partial)
+        copied = not _is_complete(folder, request.key)
+        if copied:
+            _copy(request, folder)
+        sources = local_sources(request)
+        if not _is_complete(folder, sources.name):
+            _finish(folder, sources.name, Path(shutil.copytree(request.sources, _partial(folder))))
+        for name in (request.key, sources.name):
+            os.utime(_listing(folder, name))
+        _remove_unused(folder, request.max_age_s)
+    return copied
+
+
+def start_python(request: NodeRequest) -> dict[str, Any]:
+    """Start the environment's Python once and return its versions.
+
+    Raises:
+        CopyError: it does not start, or is too old.
+    """
+    env = {**os.environ, "PYTHONPATH": str(local_sources(request))}
+    try:
+        done = subprocess.run(
+            [request.python, "-c", _CODE], env=env, cwd="/", capture_output=True, text=True, check=False
+        )
+    except OSError as error:
+        raise CopyError(f"{request.python} cannot be started: {error.strerror}") from error
+    found = re.search(r"^facts: (\{.*\})$", done.stdout, re.MULTILINE)
+    if found is None:
+        lines = done.stderr.split("\n") if done.stderr.strip() else [f"exit code {done.returncode}"]
+        raise CopyError(f"{request.python} does not start: {[line for line in lines if line.strip()][-1].strip()}")
+    facts: dict[str, Any] = json.loads(found[1])
+    return facts
+
+
+def _make_private(folder: Path) -> None:
+    """Create the user's folder, to which nobody else can write."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except FileExistsError:
+        status = folder.lstat()
+    if folder.is_symlink() or not folder.is_dir() or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise CopyError(
+            f"{folder} is not a folder of this user alone, and others could change the code in it: remove it, or set"
+            " cluster.environment.local_dir"
+        )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with open(folder / "lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _listing(folder: Path, name: str) -> Path:
+    return folder / f"{name}.files"
+
+
+def _partial(folder: Path) -> Path:
+    return folder / f".partial-{os.getpid()}"
+
+
+def _is_complete(folder: Path, name: str) -> bool:
+    """Return whether a copy has all its files; programs that clean up /tmp may have removed some."""
+    return first_difference(folder / name, _listing(folder, name)) is None
+
+
+def _finish(folder: Path, name: str, partial: Path) -> None:
+    """Replace a copy by a new one."""
+    _listing(folder, name).unlink(missing_ok=True)
+    if (folder / name).exists():
+        shutil.rmtree(folder / name)
+    write_listing(partial, _listing(folder, name))
+    os.rename(partial, folder / name)
+
+
+def _copy(request: NodeRequest, folder: Path) -> None:
+    partial = _partial(folder)
+    partial.mkdir()
+    try:
+        if request.archive.endswith(".tar.zst"):
+            found = _unpack_tar(Path(request.archive), partial)
+        else:
+            found = _unpack_squashfs(Path(request.archive), partial)
+        if found != request.sha256:
+            raise CopyError(
+                f"{request.archive} has another content (sha256 {found[:16]}…) than when the run was submitted"
+                f" ({request.sha256[:16]}…): restore it, or submit again"
+            )
+        relocate(partial, request.prefix, folder / request.key)
+        _finish(folder, request.key, partial)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _unpack_tar(archive: Path, target: Path) -> str:
+    """Unpack an archive while it is read, once; returns its sha256."""
+    _require("zstd", "tar")
+    digest = hashlib.sha256()
+    command = ["tar", "--extract", "--no-same-owner", "--use-compress-program=zstd -dq", "--file=-"]
+    with open(archive, "rb") as file, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen([*command, f"--directory={target}"], stdin=subprocess.PIPE, stderr=errors)
+        assert process.stdin is not None
+        # tar ends early if it cannot write; its error output has the reason.
+        with suppress(BrokenPipeError), process.stdin as pipe:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+                pipe.write(chunk)
+        if process.wait() != 0:
+            errors.seek(0)
+            raise _unpack_error(archive, errors.read())
+    return digest.hexdigest()
+
+
+def _unpack_squashfs(image: Path, target: Path) -> str:
+    """Unpack an image; returns its sha256.
+
+    It is not mounted: the process of a FUSE mount is a child of the step and ends at Slurm's first signal, while ranks
+    are still saving.
+    """
+    _require("unsquashfs")
+    with open(image, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    command = ["unsquashfs", "-force", "-no-progress", "-no-xattrs", "-dest", str(target), str(image)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise _unpack_error(image, done.stderr or done.stdout)
+    return digest
+
+
+def _require(*programs: str) -> None:
+    missing = [name for name in programs if shutil.which(name) is None]
+    if missing:
+        raise CopyError(f"{missing[0]} is not installed: install it, or use cluster.environment.stage=false")
+
+
+def _unpack_error(archive: Path, errors: str) -> CopyError:
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    # The last lines only say that the program gave up.
+    full = next((line for line in lines if "No space left" in line or "quota" in line.lower()), "")
+    reason = full or (lines[0] if lines else "no error message")
+    fix = ": free space, or set cluster.environment.local_dir to a larger disk" if full else ""
+    return CopyError(f"cannot unpack {archive}: {reason}{fix}", may_pass=not full)
+
+
+def relocate(copy: Path, prefix: str, target: Path) -> None:
+    """Change the paths in a copied virtual environment to its new place.
+
+    Args:
+        copy: the files, which will be renamed to `target`.
+        prefix: the folder of the original, empty if it is not known.
+    """
+    settings = copy / "pyvenv.cfg"
+    if (copy / "base" / "bin").is_dir() and settings.is_file():
+        lines = settings.read_text().splitlines()
+        home = f"home = {target / 'base' / 'bin'}"
+        settings.write_text("\n".join(home if line.partition("=")[0].strip() == "home" else line for line in lines))
+    if not prefix:
+        return
+    old, new = f"#!{prefix}/bin/".encode(), f"#!{target}/bin/".encode()
+    for script in (copy / "bin").iterdir():
+        if script.is_symlink() or not script.is_file():
+            continue
+        with open(script, "r+b") as file:
+            if file.read(len(old)) == old:
+                rest = file.read()
+                file.seek(0)
+                file.write(new + rest)
+                file.truncate()
+
+
+def _remove_unused(folder: Path, max_age_s: float) -> None:
+    """Remove copies that no process uses and that have not been requested for a time."""
+    before = time.time() - max_age_s
+    for copy in filter(Path.is_dir, folder.iterdir()):
+        listing = _listing(folder, copy.name)
+        # A copy without a listing is one whose removal was interrupted.
+        if not listing.exists() or (listing.stat().st_mtime < before and not _is_in_use(copy)):
+            listing.unlink(missing_ok=True)  # first: without it the copy counts as incomplete
+            shutil.rmtree(copy)
+
+
+def _is_in_use(copy: Path) -> bool:
+    """Return whether a process of this user has been started from a copy or has mapped a library in it."""
+    text = f"{copy}/".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        for name in ("cmdline", "maps"):
+            try:
+                if text in (process / name).read_bytes():
+                    return True
+            except OSError:  # the process has ended, or belongs to another user
+                continue
+    return False
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

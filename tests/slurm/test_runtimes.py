@@ -1,0 +1,189 @@
+"""The matrix runtime x fault: every container runtime for real, on two nodes with two ranks each.
+
+Each cell compares the run with an undisturbed one without a container, bit by bit, and checks that nothing outlives the
+job. `make faults` prints the matrix. `make test` runs one cell of each runtime that `test_slurm_containers.py` lacks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import runtime_cases
+from containers import Containers
+from fault_table import Cell
+from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, LAST_STEP
+from runtime_cases import CASES, RuntimeCase, assert_nothing_left
+from slurm_faults import DDP, FaultScene, Subject
+from slurm_runs import SlurmRuns
+from small_image import mismatch
+
+from hpcdist.devcluster import cluster
+
+#: Runtimes with a cell in `make test`.
+QUICK = ("docker", "apptainer-sif", "enroot", "pyxis")
+every_runtime = pytest.mark.parametrize("runtime", CASES, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def runtime(
+    request: pytest.FixtureRequest,
+    containers: Containers,
+    slurm_runs: SlurmRuns,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[RuntimeCase]:
+    """A runtime that is ready on all nodes; its variables are set."""
+    if (reason := mismatch()) is not None:
+        pytest.skip(reason)
+    if (reason := runtime_cases.missing_program(request.param)) is not None:
+        assert os.environ.get("HPCDIST_REQUIRE_CONTAINERS") != "1", reason
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp(request.param)
+    prepared = runtime_cases.prepared(request.param, containers, slurm_runs, folder)
+    with prepared as case, pytest.MonkeyPatch.context() as patch:
+        for name, value in case.env.items():
+            patch.setenv(name, value)
+        yield case
+
+
+@pytest.fixture
+def boxed(
+    request: pytest.FixtureRequest, runtime: RuntimeCase, slurm_runs: SlurmRuns, slurm_control: str
+) -> Iterator[FaultScene]:
+    """Fault injection for a run whose ranks are in containers; teardown restores the cluster."""
+    subject = Subject(
+        name=runtime.name,
+        overrides=(*HOLD_OVERRIDES, *runtime.overrides),
+        hold_at=HOLD_STEP,
+        last_save=DDP.last_save,
+        interval=DDP.interval,
+        last_step=LAST_STEP,
+    )
+    yield FaultScene(slurm_runs, subject, slurm_control, Cell(fault="", trainer=runtime.name))
+    if "grace_s" in request.fixturenames:
+        cluster.set_grace_time(slurm_runs.cluster.layout, 0)
+    slurm_runs.cluster.restore_nodes()
+    runtime.restore()
+
+
+def assert_inside(scene: FaultScene, ranks: dict[int, psutil.Process]) -> None:
+    """Assert that all ranks run in a root file system of their own, on the expected nodes."""
+    assert sorted(ranks) == [0, 1, 2, 3]
+    here = os.stat("/")
+    for rank, process in ranks.items():
+        there = os.stat(f"/proc/{process.pid}/root")
+        assert (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino)
+        assert process.environ()["SLURMD_NODENAME"] == f"n{rank // 2 + 1}"
+
+
+@pytest.mark.faults
+@every_runtime
+def test_plain(boxed: FaultScene, runtime: RuntimeCase) -> None:
+    boxed.submit("plain", *runtime.overrides)
+    boxed.assert_recovered(max_lost_steps=0)
+    assert boxed.cell.attempts == 1
+    assert_nothing_left(runtime, boxed.runs, boxed.name)
+
+
+@pytest.mark.parametrize(
+    "runtime",
+    [pytest.param(case, marks=pytest.mark.quick_fault if case in QUICK else pytest.mark.faults) for case in CASES],
+    indirect=True,
+    scope="module",
+)
+def test_requeue(boxed: FaultScene, runtime: RuntimeCase) -> None:
+    boxed.submit_held("requeue")
+    assert_inside(boxed, boxed.runs.rank_processes(boxed.name))
+    boxed.cluster.run("scontrol", "requeue", boxed.job)
+    boxed.release()
+    boxed.wait_queued()
+    assert HOLD_STEP <= boxed.runs.checkpoint_steps(boxed.name)[-1] < LAST_STEP
+    assert_nothing_left(runtime, boxed.runs, boxed.name)
+    boxed.start_now()
+    boxed.assert_recovered(max_lost_steps=0)
+    assert (boxed.num_starts(), boxed.cell.attempts, boxed.cell.restarts) == (2, 2, 0)
+    assert_nothing_left(runtime, boxed.runs, boxed.name)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("grace_s", [0, 20])
+@every_runtime
+def test_preemption(boxed: FaultScene, runtime: RuntimeCase, grace_s: int) -> None:
+    cluster.set_grace_time(boxed.cluster.layout, grace_s)
+    boxed.submit_held(f"preemption, grace {grace_s}")
+    high = boxed.cluster.start_high_priority_job("--nodes=4")
+    boxed.release()
+    boxed.wait_queued()
+    assert boxed.runs.checkpoint_steps(boxed.name)[-1] >= HOLD_STEP
+    boxed.cluster.wait_job_state(high, "COMPLETED")
+    assert_nothing_left(runtime, boxed.runs, boxed.name)
+    boxed.start_now()
+    boxed.assert_recovered(max_lost_steps=0)
+    assert boxed.num_starts() == 2
+
+
+@pytest.mark.faults
+@every_runtime
+def test_time_limit(boxed: FaultScene, runtime: RuntimeCase) -> None:
+    """The ranks are held until they are asked to stop; only the time limit causes that."""
+    boxed.submit("time limit", *boxed.subject.overrides, "cluster.time_limit_min=2", "cluster.signal_lead_s=60")
+    assert boxed.wait_queued().partition("(")[2] in ("time limit)", "the ranks received a stop signal)")
+    assert 0 < boxed.runs.checkpoint_steps(boxed.name)[-1] < LAST_STEP
+    assert_nothing_left(runtime, boxed.runs, boxed.name)
+    boxed.start_now()
+    boxed.assert_recovered(max_lost_steps=0)
+    assert boxed.num_starts() == 2
+
+
+@pytest.mark.faults
+@every_runtime
+def test_stop_command(boxed: FaultScene, runtime: RuntimeCase) -> None:
+    boxed.submit_held("hpcdist stop")
+    code, output = boxed.runs.command("stop", boxed.name)
+    assert code == 0, output
+    assert boxed.runs.wait_end(boxed.name, boxed.job).status == "stopped"
+    assert boxed.runs.checkpoint_steps(boxed.name)[-1] >= HOLD_STEP
+    assert_nothing_left(runtime, boxed.runs, boxed.name)
+    code, output = boxed.runs.command("resume", boxed.name, "--detach")
+    assert code == 0, output
+    boxed.job = boxed.runs.job_id(boxed.name)
+    boxed.assert_recovered(max_lost_steps=0)
+
+
+@pytest.mark.faults
+@every_runtime
+def test_killed_rank(boxed: FaultScene, runtime: RuntimeCase) -> None:
+    boxed.submit_held("killed rank")
+    boxed.runs.rank_processes(boxed.name)[3].kill()
+    boxed.release()
+    boxed.assert_recovered_from_checkpoint()
+    assert "rank 3 on n2 was killed by SIGKILL (out of memory?) at step " in boxed.runs.job_log(boxed.name)
+    assert (boxed.num_starts(), boxed.cell.attempts, boxed.cell.restarts) == (1, 2, 1)
+    assert_nothing_left(runtime, boxed.runs, boxed.name)
+
+
+@pytest.mark.faults
+@every_runtime
+def test_killed_supervisor(boxed: FaultScene, runtime: RuntimeCase) -> None:
+    """The new supervisor first kills the old ranks, which were never released."""
+    boxed.submit_held("killed supervisor")
+    old = boxed.runs.rank_processes(boxed.name).values()
+    os.kill(boxed.runs.holder_pid(boxed.name), signal.SIGKILL)
+    boxed.assert_recovered_from_checkpoint()
+    assert (boxed.num_starts(), boxed.cell.attempts) == (1, 2)
+    assert not any(process.is_running() for process in old)
+    assert_nothing_left(runtime, boxed.runs, boxed.name)
+
+
+@pytest.mark.faults
+@every_runtime
+def test_dead_node(boxed: FaultScene, runtime: RuntimeCase) -> None:
+    boxed.submit_held("dead node", "launch.hang_timeout_s=60")
+    boxed.kill_node("n2")
+    boxed.wait_restarted()
+    boxed.assert_recovered_from_checkpoint()
+    assert "n2" not in boxed.runs.hosts(boxed.name, 2)
+    assert_nothing_left(runtime, boxed.runs, boxed.name)

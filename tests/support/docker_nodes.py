@@ -1,0 +1,111 @@
+"""A docker daemon on every node of the dev cluster, as on a real one, and a client that uses the node's own daemon."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from containers import CHECKOUT
+from hpcdist_runs import wait_for
+from slurm_cluster import DevCluster
+from small_image import SmallImage
+
+from hpcdist.devcluster import argv
+
+#: Leaves out limits that root may not raise, which would fail every start in a container like CI's.
+RUNC = CHECKOUT / "scripts/runtimes/runc_within_limits.sh"
+#: Jobs of two nodes run on these; n3 replaces a dead node.
+NODES = ("n1", "n2", "n3")
+
+
+@dataclass(frozen=True)
+class DockerNodes:
+    cluster: DevCluster
+    image: SmallImage
+    folder: Path
+
+    @property
+    def bin(self) -> Path:
+        """The folder with the client `docker`; on a machine that is no node it speaks to n1's daemon."""
+        return self.folder / "bin"
+
+    def write_client(self) -> None:
+        self.bin.mkdir()
+        client = self.bin / "docker"
+        client.write_text(
+            "#!/bin/sh\n"
+            f"socket={self.folder}/$(hostname).sock\n"
+            f'[ -S "$socket" ] || socket={self.folder}/n1.sock\n'
+            f'DOCKER_HOST=unix://$socket exec {shutil.which("docker")} "$@"\n'
+        )
+        client.chmod(0o755)
+
+    def docker(self, node: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "DOCKER_HOST": f"unix://{self.folder}/{node}.sock"}
+        return subprocess.run(["docker", *arguments], env=env, capture_output=True, text=True, check=False, timeout=120)
+
+    def start_all(self) -> None:
+        """Start the daemons that do not run, and import the image where it is missing."""
+        for node in NODES:
+            if self.docker(node, "version").returncode != 0:
+                self._start(node)
+            if self.docker(node, "image", "inspect", self.image.name).returncode != 0:
+                done = self.docker(node, "import", str(self.image.tar), self.image.name)
+                assert done.returncode == 0, done.stderr
+
+    def _start(self, node: str) -> None:
+        at = self.folder / node
+        for left in (at.with_suffix(".sock"), at.with_suffix(".pid")):
+            left.unlink(missing_ok=True)
+        daemon = [
+            "dockerd", f"--host=unix://{at}.sock", f"--pidfile={at}.pid", f"--data-root={at}/data",
+            f"--exec-root={at}/exec", "--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false",
+            "--bridge=none", "--storage-driver=overlay2", f"--add-runtime=here={RUNC}", "--default-runtime=here",
+        ]  # fmt: skip
+        with at.with_suffix(".log").open("ab") as log:
+            command = ["setsid", "--fork", *argv.on_node(self.cluster.layout, node, daemon)]
+            subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True)
+        try:
+            wait_for(lambda: self.docker(node, "version").returncode == 0, "dockerd to answer", timeout_s=60)
+        except AssertionError as error:
+            lines = at.with_suffix(".log").read_text().splitlines()[-5:]
+            raise AssertionError(f"dockerd of {node} does not answer: {lines}") from error
+
+    def containers(self, run: Path) -> list[str]:
+        """Return the names of a run's containers on all nodes, including stopped ones."""
+        found = []
+        for node in NODES:
+            done = self.docker(node, "ps", "--all", "--filter", f"label=hpcdist.run={run}", "--format", "{{.Names}}")
+            found += done.stdout.split()
+        return found
+
+    def stop(self) -> None:
+        """Stop all daemons and remove what killed ones left mounted."""
+        for node in NODES:
+            with suppress(FileNotFoundError, ProcessLookupError, ValueError):
+                pid = int((self.folder / f"{node}.pid").read_text())
+                os.kill(pid, signal.SIGTERM)
+                wait_for(lambda pid=pid: not Path(f"/proc/{pid}/cmdline").exists(), "dockerd to end", timeout_s=60)
+        for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
+            if (place := line.split()[4]).startswith(f"{self.folder}/"):
+                subprocess.run(["umount", "--lazy", place], check=False)
+        for node in NODES:
+            shutil.rmtree(self.folder / node, ignore_errors=True)
+
+
+@contextmanager
+def docker_nodes(cluster: DevCluster, image: SmallImage, folder: Path) -> Iterator[DockerNodes]:
+    """Run a daemon with the image on every node of `NODES` for the duration of the block."""
+    found = DockerNodes(cluster, image, folder)
+    found.write_client()
+    try:
+        found.start_all()
+        yield found
+    finally:
+        found.stop()

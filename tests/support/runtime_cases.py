@@ -1,0 +1,207 @@
+"""Container runtimes of the matrix runtime x fault: what each one needs on this machine, and what it must not leave."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+import small_image
+from containers import STORE, Containers
+from docker_nodes import docker_nodes
+from hpcdist_runs import wait_for
+from slurm_cluster import WAIT_S, DevCluster
+from slurm_runs import SlurmRuns
+
+from hpcdist.devcluster import argv, nodes, processes
+
+#: Where scripts/test_packages.sh installs the runtimes that Debian 12 does not package.
+INSTALLED = Path("/var/tmp/hpcdist-tests/runtimes")
+#: enroot's state of all nodes, see scripts/runtimes/enroot.sh.
+ENROOT_STATE = Path("/tmp/enroot-state")
+PYXIS = INSTALLED / "pyxis/spank_pyxis.so"
+#: Nothing of a container is left on a node this long after its job.
+REMOVAL_TIMEOUT_S = 30.0
+CAP_SYS_RESOURCE = 24
+#: Processes of a node that outlive jobs.
+_DAEMONS = ("slurmd", "slurmstepd", "dockerd", "containerd")
+
+
+@dataclass(frozen=True)
+class RuntimeCase:
+    """A runtime with one form of image, ready to use on the nodes of the dev cluster."""
+
+    name: str
+    overrides: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)  #: of whoever submits; it reaches the job
+    #: Return the names of the containers of a run folder, including stopped ones; empty where the step owns them.
+    containers: Callable[[Path], list[str]] = lambda _: []
+    #: Start again what a dead node has lost beside slurmd.
+    restore: Callable[[], None] = lambda: None
+
+    @property
+    def runtime(self) -> str:
+        return self.name.partition("-")[0]
+
+
+CASES = (
+    "podman", "docker", "apptainer-folder", "apptainer-sif", "charliecloud", "enroot", "pyxis"
+)  # fmt: skip
+
+
+def missing_program(case: str) -> str | None:
+    """Return the reason why a runtime cannot be used on this machine; None if it can."""
+    programs = {
+        "podman": ["podman"],
+        "docker": ["dockerd", "docker"],
+        "apptainer-folder": [str(INSTALLED / "apptainer/bin/apptainer")],
+        "apptainer-sif": [str(INSTALLED / "apptainer/bin/apptainer"), "mksquashfs"],
+        "charliecloud": ["ch-run"],
+        "enroot": [str(INSTALLED / "enroot/bin/enroot"), "mksquashfs", "squashfuse"],
+        "pyxis": [str(INSTALLED / "enroot/bin/enroot"), str(PYXIS), "mksquashfs"],
+    }[case]
+    missing = [name for name in programs if shutil.which(name) is None and not Path(name).is_file()]
+    return f"{', '.join(missing)} not found: run scripts/test_packages.sh as root" if missing else None
+
+
+@contextmanager
+def prepared(case: str, containers: Containers, runs: SlurmRuns, folder: Path) -> Iterator[RuntimeCase]:
+    """Prepare a runtime on the nodes for the duration of the block.
+
+    Args:
+        folder: an empty folder for the state of daemons.
+    """
+    image = small_image.build(containers)
+    runtime = case.partition("-")[0]
+    flags = ",".join(f"'{flag}'" for flag in small_image.mount_flags(runtime))
+    settings = [f"container.mounts=[{runs.no_mlflow}]", f"container.extra_args=[{flags}]"]
+
+    def ready(reference: Path | str, **more: object) -> RuntimeCase:
+        own = (f"container.runtime={runtime}", f"container.image={reference}")
+        return RuntimeCase(case, (*own, *settings), **more)  # type: ignore[arg-type]
+
+    with ExitStack() as stack:
+        if case == "podman":
+            env = podman_env(containers, folder)
+            stack.callback(_podman, env, "rm", "--all", "--force")
+            yield ready(image.name, env=env, containers=lambda run: _podman_containers(env, run))
+        elif case == "docker":
+            daemons = stack.enter_context(docker_nodes(runs.cluster, image, folder))
+            path = f"{daemons.bin}:{os.environ['PATH']}"
+            yield ready(image.name, env={"PATH": path}, containers=daemons.containers, restore=daemons.start_all)
+        elif case.startswith("apptainer"):
+            apptainer = INSTALLED / "apptainer/bin"
+            reference = image.folder if case == "apptainer-folder" else image.sif(str(apptainer / "apptainer"))
+            yield ready(reference, env={"PATH": f"{apptainer}:{os.environ['PATH']}", **apptainer_env()})
+        elif case == "charliecloud":
+            yield ready(image.folder)
+        else:
+            path = f"{INSTALLED / 'enroot/bin'}:{os.environ['PATH']}"
+            ENROOT_STATE.mkdir(exist_ok=True)
+            ENROOT_STATE.chmod(0o1777)
+            if case == "pyxis":
+                stack.enter_context(pyxis_plugin(runs.cluster))
+            yield ready(image.sqsh, env={"PATH": path})
+
+
+def apptainer_env() -> dict[str, str]:
+    """Return the variables without which apptainer does not start for a root without all capabilities."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff"))
+    may_raise_limits = int(line.split()[1], 16) >> CAP_SYS_RESOURCE & 1
+    return {} if may_raise_limits else {"APPTAINER_DROP_CAPS": "CAP_SYS_RESOURCE"}
+
+
+def podman_env(containers: Containers, folder: Path) -> dict[str, str]:
+    """Return the variables of a podman with the images of the tests' store, but containers of its own.
+
+    Job ids start at 1 in every dev cluster, so a killed session would leave containers of the same names.
+    """
+    storage = folder / "storage.conf"
+    storage.write_text(
+        f'[storage]\ndriver = "overlay"\ngraphroot = "{folder}/graph"\nrunroot = "{folder}/run"\n'
+        f'[storage.options]\nadditionalimagestores = ["{STORE}/graph"]\n'
+    )
+    return {"CONTAINERS_CONF": containers.env["CONTAINERS_CONF"], "CONTAINERS_STORAGE_CONF": str(storage)}
+
+
+def _podman(env: Mapping[str, str], *arguments: str) -> str:
+    command = ["podman", *arguments]
+    done = subprocess.run(
+        command, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=WAIT_S
+    )
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    return done.stdout
+
+
+def _podman_containers(env: Mapping[str, str], run: Path) -> list[str]:
+    label = f"label=hpcdist.run={run}"
+    return _podman(env, "ps", "--all", "--filter", label, "--format", "{{.Names}}").split()
+
+
+@contextmanager
+def pyxis_plugin(cluster: DevCluster) -> Iterator[None]:
+    """Give all nodes the plugin; slurmd reads its plugins when it starts."""
+    conf = cluster.layout.conf / "plugstack.conf"
+    conf.write_text(f"required {PYXIS}\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(argv.BARE_ENV, "PATH", f"{INSTALLED / 'enroot/bin'}:{argv.BARE_ENV['PATH']}")
+        try:
+            _restart(cluster)
+            yield
+        finally:
+            conf.unlink()
+    _restart(cluster)
+
+
+def _restart(cluster: DevCluster) -> None:
+    for node in cluster.settings.nodes:
+        nodes.kill_node(cluster.layout, node, keep_link=True)
+    for node in cluster.settings.nodes:
+        nodes.start_node(cluster.layout, node)
+    cluster.restore_nodes()
+
+
+# --- what a job leaves
+
+
+def left_on_nodes(cluster: DevCluster) -> list[str]:
+    """Return what is left of containers: processes on the nodes, mounts through FUSE, and enroot's containers."""
+    members = processes.node_members(cluster.layout, cluster.settings)
+    names = [_name(pid) for pids in members.values() for pid in pids]
+    mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines() if " - fuse" in line]
+    return [*(name for name in names if name and not name.startswith(_DAEMONS)), *mounts, *enroot_state(cluster)]
+
+
+def _name(pid: int) -> str:
+    try:
+        process = psutil.Process(pid)
+        return "" if process.status() == psutil.STATUS_ZOMBIE else process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def enroot_state(cluster: DevCluster) -> list[str]:
+    """Return the containers that enroot has unpacked on the cluster's nodes and not removed."""
+    inodes = {os.stat(cluster.layout.namespace(node))[stat.ST_INO] for node in cluster.settings.nodes}
+    return [str(path) for inode in inodes for path in ENROOT_STATE.glob(f"{inode}-*/data/*")]
+
+
+def assert_nothing_left(case: RuntimeCase, runs: SlurmRuns, name: str) -> None:
+    """Assert that neither processes nor containers nor mounts of a run are left, within `REMOVAL_TIMEOUT_S`."""
+
+    def left() -> list[str]:
+        return [*case.containers(runs.run_dir(name).path), *left_on_nodes(runs.cluster)]
+
+    try:
+        wait_for(lambda: not left(), "everything to be removed", timeout_s=REMOVAL_TIMEOUT_S)
+    except AssertionError as error:
+        raise AssertionError(f"left of {name}: {left()}") from error
+    attempt = runs.attempt(name).path
+    assert not [*attempt.glob("*.line"), *attempt.glob("*.exit")]

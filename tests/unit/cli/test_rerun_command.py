@@ -1,0 +1,183 @@
+"""`hpcdist rerun` with a supervisor that starts no ranks: it logs values instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Cli, one_line
+
+from hpcdist.files.atomic import read_json, write_json
+from hpcdist.machine.facts import num_cores
+from hpcdist.run.folder import RunDir, State
+from hpcdist.run.rerun_record import read_rerun
+from hpcdist.supervisor import local_run
+from hpcdist.tracking import sync_runs
+from hpcdist.tracking.journal import JournalWriter
+
+Make = Callable[..., RunDir]
+LOSSES = [1.0, 0.5, 0.25]
+
+
+def log(run: RunDir, losses: list[float]) -> None:
+    with JournalWriter(run.journal) as journal:
+        for step, loss in enumerate(losses, 1):
+            journal.log({"train/loss": loss, "train/samples_per_s": loss}, step)
+
+
+@pytest.fixture
+def first(make: Make) -> RunDir:
+    """A finished run of two ranks with three steps."""
+    run = make("first", "seed=3", "tracking.register_as=model", status="finished", attempt=1, world_size=2)
+    log(run, LOSSES)
+    return run
+
+
+@pytest.fixture
+def trains(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Replace the supervisor: it logs `losses` and ends with `state`. Nothing is uploaded."""
+    seen: dict[str, Any] = {"losses": LOSSES, "state": State(status="finished", attempt=1), "uploaded": []}
+
+    def supervise(run: RunDir, config: Any, plan: Any, report: Any, env: Any, *, tracking_uri: str) -> State:
+        seen.update(run=run, config=config)
+        run.new_attempt()
+        log(run, seen["losses"])
+        write_json(run.attempt(1).path / "rank-00000.beat.json", {"step": len(seen["losses"])})
+        run.write_state(seen["state"])
+        state: State = seen["state"]
+        return state
+
+    monkeypatch.setattr(local_run, "supervise", supervise)
+    monkeypatch.setattr("hpcdist.logs.configure", lambda: None)
+    monkeypatch.setattr(sync_runs, "sync_run", lambda run, env: seen["uploaded"].append(run.name))
+    return seen
+
+
+def test_a_rerun_repeats_the_config_and_the_number_of_ranks(
+    hpcdist: Cli, first: RunDir, trains: dict[str, Any]
+) -> None:
+    result = hpcdist("rerun", "first")
+    assert (result.code, result.err) == (0, "")
+    made, config = trains["run"], trains["config"]
+    assert made.path.parent == first.path.parent
+    assert made.name.startswith("first-rerun-")
+    assert (config.seed, config.launch.num_ranks, config.tracking.register_as) == (3, 2, None)
+    lines = result.out.splitlines()
+    assert lines[0] == f"repeats exp/first as exp/{made.name}"
+    assert lines[2] == "config: as recorded, except tracking.register_as=null launch.num_ranks=2"
+    assert lines[-1] == "no value differs: 3 values of 1 metrics at 3 steps"
+    assert "not compared, since they measure time or hardware: train/samples_per_s" in result.out
+    record = read_rerun(made)
+    assert record is not None
+    assert (record.name, record.folder, record.missing) == ("first", str(first.path), [])
+    assert record.result == lines[-1]
+    assert trains["uploaded"] == [made.name]
+    assert hpcdist("rerun", made.name).out.startswith(f"repeats exp/{made.name} as exp/first-rerun-"), (
+        "no second suffix"
+    )
+
+
+def test_a_difference_is_reported_and_changes_the_exit_code(
+    hpcdist: Cli, first: RunDir, trains: dict[str, Any]
+) -> None:
+    trains["losses"] = [1.0, 0.5, 0.125]
+    result = hpcdist("rerun", "first", "seed=4")
+    assert result.code == 1
+    assert "launch.num_ranks=2 seed=4" in result.out
+    assert result.out.splitlines()[-1] == (
+        "the first difference is at step 3: train/loss was 0.25, is 0.125; 1 of 3 values of 1 metrics at 3 steps differ"
+    )
+    assert trains["config"].seed == 4
+    again = hpcdist("rerun", trains["run"].name, "--compare", "--tolerance", "0.5")
+    assert (again.code, again.out.splitlines()[-1]) == (0, "no value differs: 3 values of 1 metrics at 3 steps")
+    ignoring = hpcdist("rerun", trains["run"].name, "--compare", "--ignore", "train/*")
+    assert (ignoring.code, ignoring.out.splitlines()[-1]) == (
+        1,
+        "nothing was compared: the runs have no common values",
+    )
+
+
+def test_a_rerun_of_some_steps_pauses(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
+    trains["losses"], trains["state"] = LOSSES[:2], State(status="stopped", attempt=1)
+    result = hpcdist("rerun", "first", "--steps", "2")
+    assert result.code == 0
+    assert trains["config"].stop.pause_at_step == 2
+    assert trains["config"].stop.max_steps is None, "which would change the schedule"
+    assert result.out.splitlines()[-1] == "no value differs: 2 values of 1 metrics at 2 steps"
+
+
+def test_a_dry_run_writes_nothing(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
+    result = hpcdist("rerun", "first", "--dry-run")
+    assert result.code == 0
+    assert [path.name for path in first.path.parent.iterdir()] == ["first"]
+    assert "run" not in trains
+
+
+def test_what_cannot_be_restored_is_printed_and_recorded(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
+    facts = read_json(first.environment) or {}
+    cores = 4 * num_cores()
+    changed = {**facts, "python": "3.1", "cores": cores, "image": "hpcdist:old", "image_digest": "sha256:1a"}
+    write_json(first.environment, changed)
+    result = hpcdist("rerun", "first", "--with-current-code")
+    assert f"launch.num_threads={cores // 2}" in result.out
+    missing = [line.removeprefix("not restored: ") for line in result.out.splitlines() if line.startswith("not rest")]
+    assert missing == [
+        "the code: this is that of the current folder",
+        "the image hpcdist:old (sha256:1a): the ranks start outside of it",
+        f"Python 3.1 in the run, {facts['python']} here",
+    ]
+    record = read_rerun(trains["run"])
+    assert record is not None
+    assert record.missing == missing
+
+
+def test_a_failed_rerun_is_not_compared(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
+    trains["state"] = State(status="failed", attempt=1, reason="rank 1 failed")
+    result = hpcdist("rerun", "first")
+    assert result.code == 1
+    assert result.out.splitlines()[-1] == "failed: rank 1 failed"
+
+
+def test_user_errors_are_one_line(hpcdist: Cli, first: RunDir, trains: dict[str, Any], make: Make) -> None:
+    assert one_line(hpcdist("rerun", "none")).startswith("no run 'none' under ")
+    assert one_line(hpcdist("rerun", "first", "--compare")) == (
+        "run first is not a rerun: `hpcdist compare` compares any runs"
+    )
+    assert one_line(hpcdist("rerun", "first", "--begin", "20:00")) == (
+        "--dependency and --begin need Slurm, and this run is repeated on this machine"
+    )
+    write_json(first.environment, {**(read_json(first.environment) or {}), "code": {"copied": True}})
+    assert "is damaged: it has no cwd" in one_line(hpcdist("rerun", "first"))
+    first.path.chmod(0o777)
+    assert "is writable by group or others" in one_line(hpcdist("rerun", "first"))
+
+
+def test_a_rerun_that_runs_or_whose_original_is_gone_cannot_be_compared(
+    hpcdist: Cli, first: RunDir, trains: dict[str, Any]
+) -> None:
+    assert hpcdist("rerun", "first").code == 0
+    made = trains["run"]
+    made.write_state(replace(made.read_state(), status="running"))
+    assert one_line(hpcdist("rerun", made.name, "--compare")).startswith(f"run {made.name} is running: compare it when")
+    made.write_state(replace(made.read_state(), status="finished"))
+    first.path.rename(first.path.with_name("moved"))
+    assert one_line(hpcdist("rerun", made.name, "--compare")) == (
+        f"the original of run {made.name} is gone: {first.path} does not exist"
+    )
+
+
+def test_code_without_the_trainer_is_an_error_that_leaves_no_folder(
+    hpcdist: Cli, make: Make, trains: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text("pass\n")
+    run = make("script", f"trainer={{script: [{tmp_path}/train.py]}}", status="finished", world_size=2)
+    assert (run.code / "train.py").is_file()
+    (tmp_path / "train.py").unlink()
+    assert hpcdist("rerun", "script").code == 1, "the copy has the script; the rerun logs other values than the run"
+    (run.code / "train.py").unlink()
+    before = sorted(run.path.parent.iterdir())
+    assert one_line(hpcdist("rerun", "script")) == f"trainer.script: no such file: {tmp_path}/train.py"
+    assert sorted(run.path.parent.iterdir()) == before

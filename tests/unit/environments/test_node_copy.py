@@ -1,0 +1,391 @@
+"""Environments of ranks, from a virtual environment to its copy on a node: archive, copy, check, removal."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hpcdist
+from hpcdist.config.schema.environment import EnvironmentConfig
+from hpcdist.environments import archive, node_copy, packed
+from hpcdist.environments.archive import Interpreter, interpreter, write_archive
+from hpcdist.environments.listing import fingerprint, first_difference, write_listing
+from hpcdist.environments.node_copy import CopyError, NodeRequest, parse_answers, prepare, relocate, start_python
+from hpcdist.environments.own_sources import copy_sources
+from hpcdist.environments.packed import Packed, pack, store_of, touch
+from hpcdist.errors import UserMistake
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd"),
+]
+DAY_S = 86400.0
+
+
+@pytest.fixture(scope="module")
+def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with a module, a script, and the packages of these tests by a path file."""
+    folder = tmp_path_factory.mktemp("original") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "own_module.py").write_text("PLACE = __file__\n")
+    # An editable installation of hpcdist must not hide the copy of it.
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "tests.pth").write_text("\n".join(packages) + "\n")
+    script = folder / "bin" / "own-script"
+    script.write_text(f"#!{folder}/bin/python3\nimport sys, own_module\nprint(sys.prefix, own_module.PLACE)\n")
+    script.chmod(0o755)
+    return folder
+
+
+Prepared = Callable[..., NodeRequest]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the installation of Python out of archives, which has thousands of files."""
+    monkeypatch.setattr(Interpreter, "is_packed", False)
+
+
+@pytest.fixture
+def prepared(venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
+    """Return a function that packs an environment and returns the request for a node."""
+
+    def make(*, with_python: bool = False, **changes: Any) -> NodeRequest:
+        if not with_python:
+            monkeypatch.setattr(Interpreter, "is_packed", False)
+        found = pack(EnvironmentConfig(kind="venv", path=str(venv)), tmp_path / "runs", os.environ)
+        return replace(request_of(found, tmp_path), **changes)
+
+    return make
+
+
+def request_of(found: Packed, tmp_path: Path) -> NodeRequest:
+    store = store_of(tmp_path / "runs")
+    folder = tmp_path / "disk" / "hpcdist-0"
+    return NodeRequest(
+        python=str(folder / found.key / "bin" / "python3"),
+        sources=str(copy_sources(store)),
+        folder=str(folder),
+        key=found.key,
+        archive=found.path,
+        sha256=found.sha256,
+        prefix=found.prefix,
+        max_age_s=DAY_S,
+    )
+
+
+def test_copy_on_a_node_is_complete_and_independent_of_the_original(
+    prepared: Prepared, venv: Path, tmp_path: Path
+) -> None:
+    request = prepared(with_python=True)
+    assert prepare(request)
+    facts = start_python(request)
+    assert (facts["python"], facts["hpcdist"]) == (".".join(map(str, sys.version_info[:3])), hpcdist.__version__)
+    assert facts["missing"] == []
+    copy = Path(request.folder) / request.key
+    hidden = venv.with_name("hidden")
+    venv.rename(hidden)
+    try:
+        done = subprocess.run([copy / "bin" / "own-script"], capture_output=True, text=True, check=True)
+    finally:
+        hidden.rename(venv)
+    prefix, place = done.stdout.split()
+    assert prefix == str(copy)
+    if not Path(sys.base_prefix).is_relative_to("/usr"):
+        assert (copy / "bin" / "python3").resolve().is_relative_to(copy / "base")
+    assert place.startswith(f"{copy}/lib/")
+    assert Path(request.folder).stat().st_mode & 0o777 == 0o700
+    # The second process on the node finds the copy.
+    changed = (copy / "pyvenv.cfg").stat().st_mtime_ns
+    assert not prepare(request)
+    assert (copy / "pyvenv.cfg").stat().st_mtime_ns == changed
+
+
+def test_incomplete_copy_is_made_again(prepared: Prepared) -> None:
+    request = prepared()
+    prepare(request)
+    copy = Path(request.folder) / request.key
+    (module,) = copy.glob("lib/python*/site-packages/own_module.py")
+    module.unlink()  # as by a program that cleans up /tmp
+    partial = copy.with_name(".partial-1")
+    partial.mkdir()
+    assert prepare(request)
+    assert module.exists()
+    assert not partial.exists()
+    (Path(request.folder) / f"{request.key}.files").unlink()
+    assert prepare(request)
+    # Python and its users write caches into an environment.
+    (copy / "cache").write_text("x")
+    assert not prepare(request)
+
+
+def test_damaged_archive_is_refused(prepared: Prepared) -> None:
+    request = prepared()
+    with pytest.raises(
+        CopyError, match=r"has another content \(sha256 \w+…\) than when the run was submitted"
+    ) as found:
+        prepare(replace(request, sha256="0" * 64))
+    assert not found.value.may_pass
+    assert not (Path(request.folder) / request.key).exists()
+    content = bytearray(Path(request.archive).read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    Path(request.archive).write_bytes(content)
+    with pytest.raises(CopyError):
+        prepare(request)
+    assert [path.name for path in Path(request.folder).iterdir()] == ["lock"]
+
+
+def test_squashfs_image_is_unpacked(venv: Path, tmp_path: Path) -> None:
+    if shutil.which("mksquashfs") is None:
+        pytest.skip("needs mksquashfs: apt-get install squashfs-tools")
+    image = tmp_path / "environment.sqsh"
+    subprocess.run(["mksquashfs", venv, image, "-quiet", "-no-progress", "-noI", "-noD", "-noF"], check=True)
+    found = pack(EnvironmentConfig(kind="squashfs", path=str(image)), tmp_path / "runs", os.environ)
+    assert (found.path, found.prefix) == (str(image), "")
+    request = request_of(found, tmp_path)
+    assert prepare(request)
+    assert start_python(request)["missing"] == []
+    image.write_bytes(image.read_bytes()[:5000])
+    shutil.rmtree(Path(request.folder) / request.key)
+    with pytest.raises(CopyError, match=r"cannot unpack .*environment\.sqsh: "):
+        prepare(request)
+
+
+def test_unused_copies_are_removed_unless_a_process_uses_them(prepared: Prepared) -> None:
+    request = prepared()
+    folder = Path(request.folder)
+    for name in ("old", "running", "fresh"):
+        (folder / name / "bin").mkdir(parents=True)
+        write_listing(folder / name, folder / f"{name}.files")
+        if name != "fresh":
+            os.utime(folder / f"{name}.files", (0, 0))
+    (folder / "interrupted").mkdir()
+    folder.chmod(0o700)
+    os.symlink(sys.executable, folder / "running" / "bin" / "python3")
+    process = subprocess.Popen([folder / "running" / "bin" / "python3", "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        prepare(request)
+    finally:
+        process.communicate(b"\n")
+    left = {path.name for path in folder.iterdir() if path.is_dir()}
+    assert left == {"running", "fresh", request.key, Path(request.sources).name}
+    prepare(request)
+    assert not (folder / "running").exists()
+
+
+def test_local_folder_of_someone_else_is_refused(prepared: Prepared, tmp_path: Path) -> None:
+    request = prepared()
+    folder = Path(request.folder)
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    with pytest.raises(CopyError, match=r"is not a folder of this user alone, .*: remove it, or set"):
+        prepare(request)
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(CopyError, match="is not a folder of this user alone"):
+        prepare(request)
+
+
+def test_missing_programs_and_full_disks_are_named(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = prepared()
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(CopyError, match="zstd is not installed: install it, or use") as found:
+        prepare(request)
+    assert not found.value.may_pass
+    full = node_copy._unpack_error(Path("/a"), "tar: x: Cannot write: No space left on device\ntar: Exiting\n")
+    assert str(full) == (
+        "cannot unpack /a: tar: x: Cannot write: No space left on device: free space, or set"
+        " cluster.environment.local_dir to a larger disk"
+    )
+    assert not full.may_pass
+
+
+def test_python_that_does_not_start_is_reported(prepared: Prepared, tmp_path: Path) -> None:
+    request = prepared(folder="")
+    with pytest.raises(CopyError, match="/no/python3 cannot be started: No such file or directory"):
+        start_python(replace(request, python="/no/python3"))
+    broken = tmp_path / "python3"
+    broken.write_text("#!/bin/sh\necho 'error while loading libpython' >&2\nexit 127\n")
+    broken.chmod(0o755)
+    with pytest.raises(CopyError, match="does not start: error while loading libpython"):
+        start_python(replace(request, python=str(broken)))
+
+
+def test_answer_of_a_node(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    monkeypatch.setattr(node_copy.signal, "signal", lambda *_: None)
+    request = prepared()
+    node_copy.main([request.text()])
+    node_copy.main([request.text()])
+    first, second = capsys.readouterr().out.splitlines()
+    answer = parse_answers(f"noise\n{first}\n")["n7"]
+    assert answer["copied"]
+    assert not parse_answers(second)["n7"]["copied"]
+    node_copy.main([replace(request, key="other", archive="/no/archive.tar.zst").text()])
+    answer = parse_answers(capsys.readouterr().out)["n7"]
+    assert (answer["error"], answer["may_pass"]) == ("[Errno 2] No such file or directory: '/no/archive.tar.zst'", True)
+
+
+# --- archives
+
+
+def test_python_of_the_system_is_not_packed() -> None:
+    one = Interpreter(
+        prefix=Path("/v"),
+        base=Path("/usr"),
+        executable=Path("/usr/bin/python3.12"),
+        version="3.12.3",
+        library="python3.12",
+    )
+    assert not one.is_packed
+    assert replace(one, base=Path("/usr/local"), executable=Path("/usr/local/bin/python3.12")).is_packed
+    assert replace(one, base=Path("/apps/python"), executable=Path("/apps/python/bin/python3.12")).is_packed
+
+
+def test_environment_without_a_working_python_cannot_be_packed(tmp_path: Path) -> None:
+    with pytest.raises(UserMistake, match=r"cluster\.environment: .*bin/python3 does not start: "):
+        interpreter(tmp_path, "python3")
+
+
+def test_archive_that_cannot_be_written_leaves_no_file(
+    venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "a.tar.zst"
+    monkeypatch.setattr(archive, "_COMPRESS", ("sh", "-c", "echo disk is full >&2; exit 1"))
+    with pytest.raises(OSError, match=r"cannot write .*a\.tar\.zst: disk is full"):
+        write_archive(venv, interpreter(venv, "python3"), target)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(archive.shutil, "which", lambda _: None)
+    with pytest.raises(UserMistake, match="packing needs the program zstd"):
+        write_archive(venv, interpreter(venv, "python3"), target)
+
+
+def test_paths_of_binary_files_are_not_changed(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "tool").write_bytes(b"\x7fELF/old/bin/python3")
+    (tmp_path / "bin" / "script").write_bytes(b"#!/old/bin/python3\nold = '/old/bin/x'\n")
+    relocate(tmp_path, "/old", Path("/new/place"))
+    assert (tmp_path / "bin" / "tool").read_bytes() == b"\x7fELF/old/bin/python3"
+    assert (tmp_path / "bin" / "script").read_bytes() == b"#!/new/place/bin/python3\nold = '/old/bin/x'\n"
+
+
+# --- the packed environments of a runs_dir
+
+
+@pytest.mark.usefixtures("small")
+def test_environment_is_packed_again_only_after_a_change(venv: Path, tmp_path: Path) -> None:
+    environment = EnvironmentConfig(kind="venv", path=str(venv))
+    first = pack(environment, tmp_path, os.environ)
+    written = Path(first.path).stat().st_mtime_ns
+    assert pack(environment, tmp_path, os.environ) == first
+    assert Path(first.path).stat().st_mtime_ns == written
+    assert touch(first, tmp_path)
+    added = venv / "bin" / "added"
+    added.write_text("x")
+    second = pack(environment, tmp_path, os.environ)
+    added.unlink()
+    assert second.key != first.key
+    Path(first.path).unlink()
+    assert not touch(first, tmp_path)
+    assert pack(environment, tmp_path, os.environ).key == first.key
+
+
+@pytest.mark.usefixtures("small")
+def test_unused_packed_environments_are_removed(venv: Path, tmp_path: Path) -> None:
+    environment = EnvironmentConfig(kind="venv", path=str(venv), max_age_days=2)
+    found = pack(environment, tmp_path, os.environ)
+    store = store_of(tmp_path)
+    old = time.time() - 3 * DAY_S
+    for name in ("venv-old.json", "venv-old.tar.zst", ".venv-unfinished.tar.zst.1", "venv-used.tar.zst"):
+        (store / name).write_text("{}")
+        os.utime(store / name, (old, old))
+    (store / "venv-used.json").write_text(json.dumps({}))
+    (store / "hpcdist-old").mkdir()
+    os.utime(store / "hpcdist-old", (old, old))
+    os.utime(store / f"{found.key}.json", (old, old))
+    pack(environment, tmp_path, os.environ)
+    assert {path.name for path in store.iterdir()} == {
+        "lock",
+        "venv-used.json",
+        "venv-used.tar.zst",
+        f"{found.key}.json",
+        f"{found.key}.tar.zst",
+    }
+
+
+def test_own_sources_are_copied_once_with_entry_points(tmp_path: Path) -> None:
+    folder = copy_sources(tmp_path)
+    code = (
+        "import hpcdist, importlib.metadata as m;"
+        "print(hpcdist.__file__);"
+        "print([e.dist._path.parent for e in m.entry_points(group='mlflow.tracking_store') if e.name == 'hpcdist'][0])"
+    )
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"{folder}/hpcdist/__init__.py", str(folder)]
+    assert copy_sources(tmp_path) == folder
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+# --- listings
+
+
+def test_fingerprint_depends_on_files_but_not_on_caches(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.py").write_text("1")
+    (tmp_path / "link").symlink_to("a")
+    before = fingerprint(tmp_path)
+    (tmp_path / "a" / "__pycache__").mkdir()
+    (tmp_path / "a" / "__pycache__" / "x.pyc").write_text("1")
+    assert fingerprint(tmp_path) == before
+    (tmp_path / "a" / "x.py").write_text("22")
+    assert fingerprint(tmp_path) != before
+
+
+def test_differences_of_a_listing(tmp_path: Path) -> None:
+    folder, listing = tmp_path / "copy", tmp_path / "copy.files"
+    assert first_difference(folder, listing) == str(folder)
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "with space\u00e9").write_text("12")
+    (folder / "sub" / "link").symlink_to("gone")
+    assert first_difference(folder, listing) == str(folder)
+    write_listing(folder, listing)
+    assert first_difference(folder, listing) is None
+    (folder / "sub" / "with space\u00e9").write_text("1")
+    assert first_difference(folder, listing) == "sub/with space\u00e9"
+    (folder / "sub" / "with space\u00e9").write_text("12")
+    (folder / "sub" / "link").unlink()
+    assert first_difference(folder, listing) == "sub/link"
+    listing.write_text("")
+    shutil.rmtree(folder)
+    assert first_difference(folder, listing) == str(folder)
+
+
+def test_uv_environment_in_place_is_not_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "uv.lock").write_text("version = 1\n")
+    (project / "pyproject.toml").write_text("")
+
+    def fake_build(source: Path, uv_args: object, target: Path, env: object) -> None:
+        target.mkdir()
+
+    monkeypatch.setattr(packed, "build", fake_build)
+    environment = EnvironmentConfig(kind="uv", path=str(project), stage=False)
+    found = pack(environment, tmp_path / "runs", os.environ)
+    assert Path(found.path).is_dir()
+    assert (found.sha256, found.path) == ("", str(store_of(tmp_path / "runs") / found.key))
+    assert pack(environment, tmp_path / "runs", os.environ) == found
