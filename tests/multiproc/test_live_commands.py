@@ -22,6 +22,8 @@ from hpcdist_runs import HPCDIST, Runs, finish, unused_port, wait_for
 from hpcdist.files.atomic import read_json
 
 COMMANDS = "tracking.commands=[stop,save,profile]"
+#: Limit of each wait: on a loaded machine, a pass of the shipper takes minutes.
+PATIENCE_S = 600.0
 #: Steps of 20 ms, until a command ends the run.
 LIVE = ("trainer=gated:train", "params.pace_s=0.02", "data.batch_size=16", "stop.max_epochs=100000", COMMANDS)
 
@@ -59,10 +61,11 @@ def live_run(runs: Runs, name: str, *overrides: str, **env: str) -> Iterator[sub
     """Start a run that a command must end; wait for its first steps and for its MLflow run."""
     process = runs.start("run", *runs.config(name, *LIVE, *overrides), **env)
     try:
-        wait_for(lambda: process.poll() is not None or step_of(runs, name) > 2, "the first steps")
+        wait_for(lambda: process.poll() is not None or step_of(runs, name) > 2, "the first steps", timeout_s=PATIENCE_S)
         wait_for(
             lambda: process.poll() is not None or "run_id" in (read_json(runs.run_dir(name).mlflow) or {}),
             "the MLflow run",
+            timeout_s=PATIENCE_S,
         )
         yield process
     finally:
@@ -90,7 +93,7 @@ def test_running_run_saves_is_profiled_and_stops_by_tag(runs: Runs) -> None:
         assert (code, output) == (2, "hpcdist: run commands has no rank 2: its ranks are 0 to 1\n")
 
         before = step_of(runs, "commands", 1)
-        wait_for(lambda: step_of(runs, "commands", 1) > before, "steps after the profile")
+        wait_for(lambda: step_of(runs, "commands", 1) > before, "steps after the profile", timeout_s=PATIENCE_S)
         set_tag(runs.database, runs.mlflow_id("commands"), "stop")
         code, output = finish(process)
         assert code == 0, output
@@ -146,7 +149,7 @@ class Account:
             text = self.tags(run_id).get("hpcdist.command.result", "").partition(" UTC ")[2]
             return text if text.startswith(begin) and end in text else ""
 
-        return wait_for(found, f"the result of {begin}")
+        return wait_for(found, f"the result of {begin}", timeout_s=PATIENCE_S)
 
 
 @pytest.fixture
@@ -168,7 +171,7 @@ def test_commands_need_edit_permission_on_a_server(server: tuple[Path, str], run
     env = {"MLFLOW_TRACKING_USERNAME": ada.name, "MLFLOW_TRACKING_PASSWORD": ada.password}
     with live_run(runs, "guarded", f"tracking.uri={address}", **env) as process:
         run_id = runs.mlflow_id("guarded")
-        wait_for(lambda: "hpcdist.state" in bob.tags(run_id), "the tags of the run")
+        wait_for(lambda: "hpcdist.state" in bob.tags(run_id), "the tags of the run", timeout_s=PATIENCE_S)
         with pytest.raises(urllib.error.HTTPError, match="403"):
             bob.command(run_id, "stop")
         experiment = bob.send("GET", f"2.0/mlflow/runs/get?run_id={run_id}")["run"]["info"]["experiment_id"]
