@@ -1,51 +1,48 @@
 #!/usr/bin/env bash
-# All GPU benchmarks with one command:    bash benchmarks/gpu.sh [SMOKE OPTIONS]
+# All checks and benchmarks of a GPU machine with one command, in order of worth, in at most 30 minutes:
 #
-#   PYTHON=python3 bash benchmarks/gpu.sh                                  one rank per GPU
-#   bash benchmarks/gpu.sh --device cpu --image-size 64 --steps 6          smoke test without a GPU
+#   PYTHON=python3 bash benchmarks/gpu.sh                  results in gpu-results/, which an interruption keeps
+#   bash benchmarks/gpu.sh --device cpu                    rehearsal without a GPU, in small sizes
+#   bash benchmarks/gpu.sh --pack .wheels                  on a machine with a network: download what a bare one lacks
+#   WHEELS=.wheels bash benchmarks/gpu.sh                  on the GPU machine: use these packages
+#   bash benchmarks/gpu.sh --help                          further options; --list shows the stages
 #
-# Requires torch >= 2.10 and torchvision in $PYTHON and a checkout; nothing is installed or downloaded. Without psutil
-# there are no system metrics, without mlflow no exported model; the benchmarks report this, and the results stay valid.
-# The last lines compare the results with their targets. The exit status is 0 if all benchmarks ran.
+# Requires a checkout, and torch >= 2.10 with torchvision in $PYTHON. Nothing is installed in it or downloaded. Stages
+# whose packages are missing are reported and left out; without mlflow all stages run, because they track nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-out=$(mktemp -d)
-trap 'rm -rf "$out"' EXIT
+# Packages of hpcdist and of the tests that an image with PyTorch may lack; none of them requires torch.
+packages=(omegaconf submitit gymnasium jinja2 rich typer psutil nvidia-ml-py py-spy pytest pytest-timeout
+  pytest-xdist)
 
-device=cuda
-stall=()
-step=("$@")
-for ((i = 1; i <= $#; i++)); do
-    if [ "${!i}" = --device ]; then
-        j=$((i + 1))
-        device=${!j}
-    fi
-done
-if [ "$device" = cpu ]; then
-    step=(--model resnet18 --batch-size 4 --rounds 1 --no-compile "$@")
-    stall=(--megabytes 20 --rounds 2)
+if [ "${1:-}" = --pack ]; then
+  folder=${2:?--pack needs the folder for the packages}
+  "$python" -m pip download --quiet --dest "$folder" \
+    --python-version "${PYTHON_VERSION:-3.12}" --implementation cp --only-binary=:all: \
+    --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64 "${packages[@]}"
+  du -sh "$folder"
+  exit
 fi
+if [ -n "${WHEELS:-}" ]; then
+  site=$(mktemp -d)
+  trap 'rm -rf "$site"' EXIT
+  # Only packages that $python lacks: versions of the installed ones fit to its torch.
+  mapfile -t lacking < <("$python" - "$WHEELS" <<'PYTHON'
+import importlib.metadata, pathlib, re, sys
 
-echo "== images per second over a bare loop"
-"$python" benchmarks/gpu_step.py "${step[@]}" --json | tee "$out/step"
-echo
-echo "== waits for the device"
-"$python" benchmarks/gpu_step.py "${step[@]}" --check-sync --json | tee "$out/sync"
-echo
-echo "== checkpoint stall, pinned buffers"
-"$python" benchmarks/checkpoint_stall.py --device "$device" "${stall[@]}" --json | tee "$out/stall"
-echo
-"$python" - "$out" <<'PYTHON'
-import json, pathlib, sys
+def normal(name):
+    return re.sub("[-_.]+", "-", name).lower()
 
-step, sync, stall = (
-    json.loads(pathlib.Path(sys.argv[1], name).read_text().splitlines()[-1]) for name in ("step", "sync", "stall")
-)
-print("| figure | measured | target |")
-print("|---|---|---|")
-print(f"| images/s, hpcdist over bare loop | {step['over_bare']:.3f} | >= 0.99 |")
-print(f"| checkpoint stall over torch.save | {stall['over_torch_save']['ours']:.3f} | <= 0.25 |")
-print(f"| waits for the device in steps, without logging and checkpoints | {sync['syncs_in_steps']} | 0 |")
+installed = {normal(one.metadata["Name"] or "") for one in importlib.metadata.distributions()}
+for wheel in sorted(pathlib.Path(sys.argv[1]).glob("*.whl")):
+    if normal(wheel.name.partition("-")[0]) not in installed:
+        print(wheel)
 PYTHON
+  )
+  if [ ${#lacking[@]} -gt 0 ]; then
+    "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "${lacking[@]}"
+  fi
+  export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PATH=$site/bin:$PATH
+fi
+"$python" benchmarks/gpu_session.py "$@"

@@ -23,6 +23,7 @@ from xdist.scheduler import LoadScopeScheduling
 _STEER_TESTS = (
     "HPCDIST_DATA_DIR",
     "HPCDIST_DOCS_IMAGES",
+    "HPCDIST_PROCTRACK",
     "HPCDIST_REQUIRE_BROWSER",
     "HPCDIST_REQUIRE_COMPILER",
     "HPCDIST_REQUIRE_CONTAINERS",
@@ -123,7 +124,7 @@ def cell(request: pytest.FixtureRequest) -> Cell:
 
 def matrix_entry(item: pytest.Item, report: pytest.TestReport) -> MatrixEntry | None:
     """Return the entry of a test of the matrix whose verdict this report decides; None for other reports."""
-    if item.path.name != "test_runtimes.py" or not isinstance(item, pytest.Function):
+    if item.path.name != "test_runtime_matrix.py" or not isinstance(item, pytest.Function):
         return None
     if report.passed and report.when != "call":
         return None

@@ -54,7 +54,7 @@ def up(
             "--proctrack",
             "cgroup|linuxproc",
             "How Slurm tracks and signals processes: cgroup as in production, or without cgroups.",
-            "cgroup where root may create cgroups",
+            "cgroup where root may create cgroups of version 1",
         ),
     ] = None,
     subnet: Annotated[str | None, _setting("--subnet", "CIDR", "Network of the nodes.", Settings.subnet)] = None,

@@ -47,7 +47,8 @@ def run_in_container(
     found = find_engine(engine, RUNNERS)
     facts = inspect(found, image)
     require_fit(facts)
-    spec = host_container(found.name, image, facts.digest, user_name(), os.environ)
+    rootless = found.is_rootless_daemon()
+    spec = host_container(found.name, image, facts.digest, user_name(), os.environ, rootless_daemon=rootless)
     path = find_config(source).absolute()
     is_file = Path(source).expanduser().is_file()
     # The user's own code is imported from the current folder; a shipped trainer and its config are in the image.

@@ -38,7 +38,12 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: s
         if site := profile.pop("container", None):
             tree["container"] = {**site, **(tree.get("container") or {})}
         own = tree.get("cluster") or {}
-        tree["cluster"] = {**profile, **own} if isinstance(own, dict) else own
+        if isinstance(own, dict):
+            theirs, mine = profile.get("environment"), own.get("environment")
+            if isinstance(theirs, dict) and isinstance(mine, dict):  # a section of its own, merged by key as well
+                own = {**own, "environment": {**theirs, **mine}}
+            own = {**profile, **own}
+        tree["cluster"] = own
     with _hidden_values(tree):
         return resolve(merge(tree, overrides, str(path)), str(path))
 

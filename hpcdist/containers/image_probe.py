@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,17 +37,25 @@ _FACTS = re.compile(r"hpcdist-image (\{.*\})")
 _MESSAGES = {
     "apptainer": re.compile(r"^(FATAL|ERROR)\s*:|^Error for command "),
     "charliecloud": re.compile(r"ch-run\["),
-    "enroot": re.compile(r"\[ERROR\]|^enroot-[a-z]+: "),
-    "pyxis": re.compile(r"^pyxis:"),
+    "enroot": re.compile(r"\[ERROR\]|^enroot-[a-z]+: |^Usage: enroot |^mkdir: .*enroot"),
+    "pyxis": re.compile(r"^pyxis:|^execve\(\): "),
 }
-_PYXIS_ERROR = re.compile(r"(?:srun|slurmstepd): error: (pyxis:.*)")
+#: slurmstepd adds the node's name where several slurmds share a machine.
+_PYXIS_ERROR = re.compile(r"(?:srun|slurmstepd(?:-\S+)?): error: (pyxis:.*|execve\(\): .*)")
+#: pyxis starts one container per node and step; the log of the task that started it has the reason.
+_STARTED_BY_OTHER_TASK = "pyxis: container was not started successfully by another task"
 #: Slurm's messages; progress of pyxis and apptainer; references to the help, which end the errors of docker's clients;
 #: and the log line of client 20.10 after an error of the daemon.
 _NOT_ITS_OWN = re.compile(
-    r"(srun|slurmstepd|pyxis): |(INFO|WARNING)\s*:|(Run|See) 'docker .*--help'|Usage:  docker |time=\S+ level=error"
+    r"(srun|slurmstepd(-\S+)?|pyxis): |(INFO|WARNING)\s*:|(Run|See) 'docker .*--help'|Usage:  docker |"
+    r"time=\S+ level=error"
 )
-#: apptainer prints its whole help after a wrong option.
-_BEFORE_HELP = 'Error for command "'
+#: apptainer and enroot print their whole help after a wrong option.
+_BEFORE_HELP = ('Error for command "', "Usage: enroot ")
+#: Errors of enroot whose reason is in the line before.
+_CONSEQUENCE = re.compile(r"\[ERROR\] (Failed to mount: |/\S+ exited with return code)")
+#: pyxis reports the signal that ended `enroot create`.
+_ENDED_BY_USR2 = re.compile(rf"pyxis: child \d+ terminated with signal {int(signal.SIGUSR2)}\b")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 #: Errors that no retry solves, and what to do about them.
 _FIXES = (
@@ -67,7 +76,18 @@ _FIXES = (
         "root lacks a capability here (as in a container): name it in APPTAINER_DROP_CAPS, for example"
         " `export APPTAINER_DROP_CAPS=CAP_SYS_RESOURCE`",
     ),
-    ("unknown (shorthand )?flag", "see container.extra_args"),
+    ("unknown (shorthand )?flag|^Usage: enroot ", "see container.extra_args"),
+    ("Command not found: squashfuse", "install squashfuse on the nodes, or use a folder as container.image"),
+    ("Command not found: nvidia-container-cli", "install libnvidia-container-tools, or set container.gpus=none"),
+    (
+        r"\[ERROR\] Invalid argument: /",
+        "the file is not a squashfs image, or the node has no unsquashfs (package squashfs-tools)",
+    ),
+    (
+        "mkdir: .*enroot",
+        "the user must be allowed to create the folders ENROOT_RUNTIME_PATH, ENROOT_DATA_PATH and ENROOT_CACHE_PATH of"
+        " the node's enroot.conf",
+    ),
 )
 
 
@@ -142,6 +162,16 @@ def start_failure(runtime: str, code: int, log: str) -> tuple[str, bool] | None:
     return f"{error}: {fix}" if fix else error, not fix and not (runtime in DETACHED and code != 125)
 
 
+def started_by_other_task(error: str) -> bool:
+    """Return whether the error of a container has its cause in the log of another task."""
+    return error.endswith(_STARTED_BY_OTHER_TASK)
+
+
+def start_interrupted(runtime: str, log: str) -> bool:
+    """Return whether Slurm's signal ahead of the time limit ended the creation of a container by pyxis."""
+    return runtime == "pyxis" and bool(_ENDED_BY_USR2.search(log))
+
+
 def _fix(text: str) -> str:
     """Return how to solve an error that no retry solves; empty if it is not known."""
     return next((fix for pattern, fix in _FIXES if re.search(pattern, text)), "")
@@ -164,10 +194,22 @@ def _own_lines(text: str) -> list[str]:
 
 
 def _last(lines: Sequence[str]) -> str:
-    """Return the line with the reason: the last line, or the last indented line of the log that pyxis quotes."""
-    quoted = [line for line in lines if line.startswith("pyxis:    ")]
-    line = quoted[-1] if quoted and lines[-1].startswith("pyxis:") else lines[-1] if lines else "it printed nothing"
+    """Return the line with the reason: the last line in general."""
+    line = lines[-1] if lines else "it printed nothing"
+    if line.startswith("pyxis:"):
+        line = _pyxis_reason([line for line in lines if line.startswith("pyxis:")])
+    elif _CONSEQUENCE.match(line) and len(lines) > 1:
+        line = f"{lines[-2]} {line}"
     return " ".join(line.split())
+
+
+def _pyxis_reason(lines: Sequence[str]) -> str:
+    """Return the first error of pyxis; if that is a failed program, the error in its output, which pyxis quotes."""
+    quoted = [line for line in lines if line.startswith("pyxis:    ")]
+    errors = [line for line in quoted if re.search(r"\[ERROR\]|FATAL ERROR", line)]
+    if quoted and re.match(r"pyxis: child \d+ failed ", lines[0]):
+        return (errors or quoted)[-1]
+    return lines[0]
 
 
 def image_digest(spec: ContainerSpec, env: Mapping[str, str]) -> str | None:

@@ -26,19 +26,26 @@ SET_HERE = ("HPCDIST_RUNS_DIR", "HPCDIST_DATA_DIR", NAME, DIGEST)
 _REFERENCE = "${oc.env:"
 
 
-def host_container(engine: EngineName, image: str, digest: str, user: str, env: Mapping[str, str]) -> ContainerSpec:
-    """Return the container of an image with this machine's devices, limits and user, before a config is applied."""
+def host_container(
+    engine: EngineName, image: str, digest: str, user: str, env: Mapping[str, str], *, rootless_daemon: bool = False
+) -> ContainerSpec:
+    """Return the container of an image with this machine's devices, limits and user, before a config is applied.
+
+    Args:
+        rootless_daemon: whether docker's daemon belongs to the caller. Its containers then map root to the caller, and
+            the caller's own user id to another user, who cannot write to the caller's folders.
+    """
     has_rdma = Path("/dev/infiniband").is_dir()
     if engine == "docker":
         # A daemon without CAP_SYS_RESOURCE (rootless, in a container) cannot raise the limit, and starts no container.
-        ulimits = ("memlock=-1",) if has_rdma else ()
+        ulimits = ("memlock=-1",) if has_rdma and (not rootless_daemon or _may_lock_memory()) else ()
     else:
         # podman without root is bound to the limits of its caller.
         ulimits = ("memlock=-1" if _may_lock_memory() else "host",)
     return ContainerSpec(
         runtime=engine,
         image=image,
-        user=f"{os.getuid()}:{os.getgid()}",
+        user="0:0" if rootless_daemon else f"{os.getuid()}:{os.getgid()}",
         ulimits=ulimits,
         devices=("/dev/infiniband",) if has_rdma else (),
         env=tuple(sorted(name for name in env if name.startswith(PASSED_PREFIXES) and name not in SET_HERE)),

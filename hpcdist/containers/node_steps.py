@@ -18,6 +18,8 @@ from hpcdist.containers.image_probe import (
     image_probe_command,
     image_probe_env,
     start_failure,
+    start_interrupted,
+    started_by_other_task,
 )
 from hpcdist.containers.rank_container import make_mount_points
 from hpcdist.containers.runtimes import CONTAINERS_STEP, remove_command
@@ -52,6 +54,8 @@ class ContainerSteps:
         self._env = dict(env)
         self._het = het
         self._checked = False
+        #: Whether Slurm's signal has ended a step while it created containers.
+        self._interrupted = False
 
     def prepare(self) -> None:
         """Remove leftover containers and, the first time, check the image on every node.
@@ -82,11 +86,15 @@ class ContainerSteps:
         )
 
     def remove_containers(self) -> None:
-        """Remove the run's containers from every node; the run's lease guarantees that no other job uses them."""
-        if not self._spec.outlives_step:
+        """Remove the run's containers from every node; the run's lease guarantees that no other job uses them.
+
+        pyxis removes its containers itself, unless Slurm interrupts it.
+        """
+        if not (self._spec.outlives_step or (self._interrupted and self._spec.runtime == "pyxis")):
             return
+        command = remove_command(self._spec, self._env.get("SLURM_JOB_ID", ""))
         for group, nodes in self._nodes():
-            done = self._on_nodes(nodes, group, remove_command(self._spec), self._env, REMOVE_S)
+            done = self._on_nodes(nodes, group, command, self._env, REMOVE_S)
             if done.returncode != 0 and not _JOB_IS_OVER.search(done.stderr):
                 log.warning("containers may remain on a node: %s", " ".join(done.stderr.split()))
 
@@ -98,6 +106,11 @@ class ContainerSteps:
         path = attempt.log(rank)
         text = "\n".join(line for _, line in last_lines(path, MAX_LINES)) if path.exists() else ""
         failed = start_failure(self._spec.runtime, code, text)
+        # Ranks ignore the signal that Slurm sends ahead of the time limit: their container was still being created.
+        interrupted = code == -signal.SIGUSR2 or start_interrupted(self._spec.runtime, text)
+        if interrupted:
+            self._interrupted = True
+            failed = f"{self._spec.runtime} was interrupted by SIGUSR2 while it created the container", True
         if failed is not None and not attempt.outcome(rank).exists():
             error, may_pass = failed
             write_json(
@@ -109,7 +122,8 @@ class ContainerSteps:
                     "time": time.time(),
                     "step": None,
                     "error": error,
-                    "peer_lost": False,
+                    "peer_lost": started_by_other_task(error),
+                    "interrupted": interrupted,
                     "traceback": [],
                 },
             )

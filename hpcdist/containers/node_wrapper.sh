@@ -5,6 +5,7 @@
 #   node_wrapper.sh once NAMES RUNTIME run|start FLAGS… IMAGE COMMAND…           the same for another command
 #   node_wrapper.sh plain RUNTIME FLAGS… IMAGE COMMAND…                          a runtime that inherits the environment
 #   node_wrapper.sh remove podman|docker LABEL                                   remove leftover containers
+#   node_wrapper.sh remove pyxis JOB                                             the same
 #   node_wrapper.sh in FOLDER COMMAND…                                           in the container: enroot's command script
 #
 # NAMES are patterns, 'SLURM_*|NCCL_*': matching variables are passed by name, so that no value is in a command line.
@@ -115,6 +116,18 @@ once)
   shift 3
   present "$tool"
   node_flags "$tool"
+  # Slurm sends SIGUSR2 ahead of the time limit; a container that is being started must not die of it.
+  trap '' USR2
+  if [ "$tool" = enroot ]; then
+    # shellcheck disable=SC2086
+    set -- enroot "$verb" $flags "$@"
+    for program in squashfuse fuse-overlayfs; do
+      command -v "$program" >/dev/null || continue
+      # enroot is a bash script, in which an exported function replaces a program. $$ becomes the rank.
+      set -- "BASH_FUNC_$program%%=() { exec bash '${0%/*}/enroot_mount.sh' $$ $program \"\$@\"; }" "$@"
+    done
+    exec env "$@"
+  fi
   # shellcheck disable=SC2086
   exec "$tool" "$verb" $flags "$@"
   ;;
@@ -129,6 +142,11 @@ plain)
   exec "$@"
   ;;
 remove)
+  if [ "$1" = pyxis ]; then
+    # pyxis leaves the files of a container whose creation Slurm has interrupted.
+    for container in $(enroot list 2>/dev/null | grep "^pyxis_$2\\."); do enroot remove --force "$container"; done
+    exit 0
+  fi
   present "$1"
   left=$("$1" ps --all --quiet --filter "label=$2") || exit
   [ -n "$left" ] || exit 0

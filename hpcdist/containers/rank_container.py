@@ -56,6 +56,7 @@ def rank_container(config: Config, run: RunDir, *, cwd: Path, root: Path) -> Con
         gpus="all" if container.gpus == "all" or (container.gpus == "auto" and uses_gpus) else "",
         python=container.python,
         extra_args=tuple(container.extra_args),
+        unpacked=container.runtime == "enroot" and Path(container.image).is_dir(),
         image_env=container.runtime == "charliecloud" and (Path(container.image) / "ch/environment").is_file(),
     )
 
@@ -86,10 +87,9 @@ def _check_path(runtime: str, image: str) -> None:
     path = Path(image)
     if not path.exists():
         raise UserMistake(f"container.image: no such file or folder: {image}")
-    if runtime == "charliecloud" and not ((path / "usr").is_dir() and (path / "dev").is_dir()):
+    is_folder = runtime == "charliecloud" or (runtime == "enroot" and path.is_dir())
+    if is_folder and not ((path / "usr").is_dir() and (path / "dev").is_dir()):
         raise UserMistake(f"container.image: {image} holds no root file system (no usr and dev in it)")
-    if runtime == "enroot" and not path.is_file():
-        raise UserMistake(f"container.image: {image} is no file: enroot starts a .sqsh")
 
 
 def check_image_here(config: Config, spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, Any] | None:

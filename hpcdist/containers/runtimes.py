@@ -118,14 +118,17 @@ def charliecloud(spec: ContainerSpec) -> list[str]:
 
 
 def enroot(spec: ContainerSpec) -> list[str]:
-    """Return the argv of `enroot start`; our script replaces the command script that starts the image's entrypoint."""
+    """Return the argv of `enroot start`; our script replaces the command script that starts the image's entrypoint.
+
+    enroot starts a folder by its name below ENROOT_DATA_PATH, which `outer_env` sets.
+    """
     return [
         "enroot", "start", f"--rc={SCRIPT}",
         *(f"--mount={mount.text(':none:x-create=auto,rbind,ro', ':none:x-create=auto,rbind,rw')}"
           for mount in spec.mounts),
         *(f"--env={name}={value}" for name, value in _device_variables(spec).items()),
         *spec.extra_args,
-        spec.image, "in", str(spec.workdir),
+        Path(spec.image).name if spec.unpacked else spec.image, "in", str(spec.workdir),
     ]  # fmt: skip
 
 
@@ -168,15 +171,17 @@ def container_command(spec: ContainerSpec, command: Sequence[str], attempt: Atte
     return ContainerCommand(argv=["sh", str(SCRIPT), "once", names, *prefix, *inside, *command])
 
 
-def remove_command(spec: ContainerSpec) -> list[str]:
-    """Return the command that removes all containers of a run on a node, of any job and attempt."""
-    return ["sh", str(SCRIPT), "remove", spec.runtime, f"hpcdist.run={spec.run}"]
+def remove_command(spec: ContainerSpec, job_id: str) -> list[str]:
+    """Return the command that removes a run's containers on a node: of any job and attempt, with pyxis of this job."""
+    which = job_id if spec.runtime == "pyxis" else f"hpcdist.run={spec.run}"
+    return ["sh", str(SCRIPT), "remove", spec.runtime, which]
 
 
 def outer_env(spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment to start a container from, reduced to allowed names where the container inherits it."""
     if spec.runtime == "enroot":
-        return {**_NO_LOGIN_SHELL, **env}
+        folder = {"ENROOT_DATA_PATH": str(Path(spec.image).parent)} if spec.unpacked else {}
+        return {**_NO_LOGIN_SHELL, **env, **folder}
     if spec.runtime not in _INHERITING:
         return dict(env)
     seen = {name: value for name, value in env.items() if _matches(name, (*spec.env, *_HOST)) and name not in WITHHELD}

@@ -79,6 +79,7 @@ class ContainerSpec:
     gpus: str = ""  #: `all`, comma-separated device numbers, or empty for none
     python: str = "python3"
     extra_args: tuple[str, ...] = ()
+    unpacked: bool = False  #: enroot: whether the image is a folder
     image_env: bool = False  #: charliecloud: whether the image's folder lists the variables that the image sets
     # The following are set for a local container. For a rank, the node-side script adds its user and devices.
     user: str = ""  #: `UID:GID`

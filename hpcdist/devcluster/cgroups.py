@@ -1,7 +1,6 @@
-"""The cgroups by which Slurm tracks the processes of steps.
+"""The cgroup below which Slurm tracks the processes of steps; it belongs to the cluster and is mounted in its folder.
 
-With version 1, the cluster uses a cgroup of its own, which is mounted in its state folder. With version 2, Slurm itself
-chooses the places of its cgroups.
+Only version 1 is used. For version 2, Slurm asks systemd for its cgroups, and cannot be kept apart from the machine's.
 """
 
 from __future__ import annotations
@@ -20,18 +19,13 @@ ROOT = Path("/sys/fs/cgroup")
 FREEZER = "freezer"
 
 
-def version() -> str:
-    """Return the version of cgroups that proctrack/cgroup can use, `v1` or `v2`; empty if there is none."""
+def are_usable() -> bool:
+    """Return whether cgroups of version 1 can be created: a container often has a read-only view of its machine's."""
     freezer = ROOT / FREEZER
-    if (freezer / "tasks").exists():
-        return "v1" if _is_writable(freezer) else ""
-    return "v2" if (ROOT / "cgroup.controllers").exists() and _is_writable(ROOT) else ""
-
-
-def _is_writable(folder: Path) -> bool:
-    """Return whether cgroups can be created: a container often has a read-only view of its machine's."""
+    if not (freezer / "tasks").exists():
+        return False
     # Not os.access: a mount may be read-only for root as well.
-    probe = folder / f"hpcdist-devcluster-{os.getpid()}"
+    probe = freezer / f"hpcdist-devcluster-{os.getpid()}"
     try:
         probe.mkdir()
     except OSError:
@@ -41,9 +35,9 @@ def _is_writable(folder: Path) -> bool:
 
 
 def create(settings: Settings, layout: Layout) -> None:
-    """Create and mount the cluster's cgroup, if it uses cgroups of version 1 and has none yet."""
+    """Create and mount the cluster's cgroup, if it uses cgroups and has none yet."""
     target = layout.cgroups / FREEZER
-    if settings.proctrack != "cgroup" or version() != "v1" or target.is_mount():
+    if settings.proctrack != "cgroup" or target.is_mount():
         return
     target.mkdir(parents=True, exist_ok=True)
     name = f"hpcdist-devcluster-{secrets.token_hex(4)}"

@@ -97,7 +97,7 @@ def _readable_to_all() -> Iterator[None]:
 def _choose(layout: Layout, changes: Mapping[str, Any]) -> Settings:
     """Return the settings to start. Raises DevClusterError if a cluster with other settings is running."""
     recorded = recorded_settings(layout)
-    proctrack = "cgroup" if cgroups.version() else "linuxproc"
+    proctrack = "cgroup" if cgroups.are_usable() else "linuxproc"
     requested = dataclasses.replace(recorded or Settings(proctrack=proctrack), **changes)
     up = recorded is not None and processes.members(processes.mounted_namespaces(layout).values())
     if recorded is not None and up and recorded != requested:

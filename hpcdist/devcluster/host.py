@@ -74,9 +74,9 @@ def require_namespaces() -> None:
 
 def require_cgroups(settings: Settings) -> None:
     """Raise DevClusterError if the cluster tracks processes by cgroups, and root cannot create any."""
-    if settings.proctrack == "cgroup" and not cgroups.version():
+    if settings.proctrack == "cgroup" and not cgroups.are_usable():
         raise DevClusterError(
-            f"--proctrack cgroup: root cannot create cgroups in {cgroups.ROOT} of this machine (or container): use"
+            f"--proctrack cgroup: root cannot create cgroups of version 1 in {cgroups.ROOT / cgroups.FREEZER}: use"
             " --proctrack linuxproc, or start the container with --privileged"
         )
 

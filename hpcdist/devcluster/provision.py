@@ -45,7 +45,7 @@ def write_files(settings: Settings, layout: Layout) -> None:
     _write_secret(layout.database_init, render.database_sql(password).encode(), "mysql")
     _write_secret(layout.conf / "slurmdbd.conf", render.slurmdbd_conf(settings, layout, password).encode(), "root")
     write_atomic(layout.conf / "gres.conf", render.gres_conf(settings, layout))
-    write_atomic(layout.conf / "cgroup.conf", render.cgroup_conf(settings, layout, cgroups.version()))
+    write_atomic(layout.conf / "cgroup.conf", render.cgroup_conf(settings, layout))
     write_atomic(layout.slurm_conf, render.slurm_conf(settings, layout))
     for number in range(settings.gpus_per_node):
         device = layout.gpus / f"gpu{number}"

@@ -68,14 +68,12 @@ def gres_conf(settings: Settings, layout: Layout) -> str:
     return f"NodeName={node_range(settings)} Name=gpu File={layout.gpus}/gpu{numbers}\n"
 
 
-def cgroup_conf(settings: Settings, layout: Layout, version: str) -> str:
-    """Return cgroup.conf for the machine's version of cgroups: `v1`, `v2`, or empty without usable cgroups.
+def cgroup_conf(settings: Settings, layout: Layout) -> str:
+    """Return cgroup.conf, which selects version 1 of cgroups.
 
     The default, autodetect, stops slurmd without a mounted cgroup file system, and requests a scope from systemd over
     D-Bus for version 2. The plugin of version 1 touches no cgroups until they are used.
     """
-    if settings.proctrack == "cgroup" and version == "v2":
-        return "CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\n"
     mounted = f"CgroupMountpoint={layout.cgroups}\n" if settings.proctrack == "cgroup" else ""
     return f"CgroupPlugin=cgroup/v1\n{mounted}"
 

@@ -47,7 +47,7 @@ def load_modules(names: Sequence[str], env: Mapping[str, str]) -> dict[str, str]
         UserMistake: a module cannot be loaded, or this machine has no environment modules.
     """
     done = _run(names, env)
-    output, mark, variables = done.stdout.rpartition(f"\n{_MARK}\n")
+    output, mark, variables = done.stdout.partition(f"\n{_MARK}\n")
     if done.returncode == _NO_MODULES:
         raise UserMistake(
             "cluster.environment.modules: the command `module` is not available on this machine: load the modules by"

@@ -29,3 +29,8 @@ def run_again_command(facts: RunFacts) -> str:
         given = [f"{key}={text_of(item.after)}" for key, item in facts.overrides.items()]
         words = shlex.join(["hpcdist", verb, facts.config_name, *profile, *given])
     return f"cd {shlex.quote(facts.cwd)} && {words}" if words and facts.cwd else words
+
+
+def rerun_command(facts: RunFacts) -> str:
+    """Return the command that repeats a run with its own code and compares the values; empty before its upload."""
+    return f"hpcdist rerun {facts.run_id}" if facts.run_id else ""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from hpcdist.review.attempts import AttemptFacts
-from hpcdist.review.commands import load_commands, run_again_command
+from hpcdist.review.commands import load_commands, rerun_command, run_again_command
 from hpcdist.review.facts import RunFacts
 from hpcdist.review.ledger import CAUSES, Ledger
 from hpcdist.review.markdown import code_block, escaped, link, run_page, table
@@ -53,6 +53,8 @@ def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) ->
         yield "### Load the model\n\n" + code_block(commands, "python")
     if command := run_again_command(facts):
         yield "### Run it again\n\n" + code_block(command, "bash")
+    if command := rerun_command(facts):
+        yield "With the code of this run, and a comparison of the values:\n\n" + code_block(command, "bash")
 
 
 def _summary(facts: RunFacts, ledger: Ledger) -> str:

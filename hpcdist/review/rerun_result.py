@@ -66,7 +66,7 @@ def machine_differences(before: Mapping[str, Any], after: Mapping[str, Any], *, 
     found = [
         f"{name} {old[name]} in the run, {new.get(name, 'none')} here" for name in old if old[name] != new.get(name)
     ]
-    sources = before.get("source"), after.get("source")
+    sources = before.get("source_digest"), after.get("source_digest")
     if all(sources) and sources[0] != sources[1] and not code_is_restored and old.get("hpcdist") == new.get("hpcdist"):
         found.append(f"hpcdist {old['hpcdist']} has other source files here than in the run")
     return found

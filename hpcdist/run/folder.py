@@ -173,7 +173,10 @@ class RunDir:
                     f"run folder {path} exists already: choose another `name`, or continue that run with"
                     f" `hpcdist resume {path.name}`"
                 ) from error
-            hint = " (in a container, start it as the folder's owner with `--user $(id -u):$(id -g)`)"
+            hint = (
+                " (in a container, start it as the folder's owner with `--user $(id -u):$(id -g)`, or with `--user 0:0`"
+                " if docker is rootless)"
+            )
             raise RunFolderError(
                 f"run folder {path} cannot be created ({error.strerror}): set `runs_dir` to a folder that you can write"
                 + hint * isinstance(error, PermissionError)

@@ -212,7 +212,7 @@ def machine_facts() -> dict[str, Any]:
         "cores": num_cores(),
         "python": platform.python_version(),
         "versions": {"hpcdist": hpcdist.__version__, **dict(_versions())},
-        "source": source_digest(str(Path(hpcdist.__file__).parent)),
+        "source_digest": source_digest(str(Path(hpcdist.__file__).parent)),
     }
 
 

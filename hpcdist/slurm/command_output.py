@@ -7,6 +7,8 @@ import time
 
 _MEMORY = re.compile(r"([0-9]{1,18})([KMGT]?)B?", re.IGNORECASE)
 _MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
+#: The name of a job may contain anything; the key after it is the same in all releases.
+_JOB_NAME = re.compile(r"(JobId=.*?)JobName=(.*?) (UserId=\S+\([0-9]+\) .*)")
 #: Texts that Slurm prints for an empty value.
 _EMPTY = ("", "(null)", "None", "None assigned", "N/A", "Unknown")
 
@@ -14,10 +16,16 @@ _EMPTY = ("", "(null)", "None", "None assigned", "N/A", "Unknown")
 def parse_record(line: str) -> dict[str, str]:
     """Return the `Key=value` words that `scontrol --oneliner` prints; a value is cut at its first space.
 
-    If a key occurs twice, the first value counts: free text (`SubmitLine=`, `Comment=`) comes last and may contain
-    words of this form.
+    Free text may contain words of this form: the name of a job, and the texts at the end of a record (`Command=`,
+    `SubmitLine=`, `Comment=`). Names are taken whole, later texts are ignored, and the first value of a key counts.
     """
-    return dict(word.split("=", 1) for word in reversed(line.split()) if "=" in word)
+    before, name, after = line, {}, ""
+    if match := _JOB_NAME.match(line):
+        before, after = match[1], match[3]
+        name = {"JobName": match[2]}
+    text, _, command = f"{before}{after}".partition(" Command=")
+    words = [*text.split(), *(f"Command={word}" for word in command.split()[:1])]
+    return dict(word.split("=", 1) for word in reversed(words) if "=" in word) | name
 
 
 def parse_records(text: str) -> list[dict[str, str]]:

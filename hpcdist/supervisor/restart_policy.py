@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-Kind = Literal["error", "killed", "hung", "rejected", "unfit", "vanished", "not_started"]
+Kind = Literal["error", "killed", "hung", "rejected", "unfit", "vanished", "not_started", "interrupted"]
 #: Most real-time signals have no name.
 _NAMES = {int(number): number.name for number in signal.Signals}
 
@@ -67,8 +67,10 @@ def first_failure(
     for rank, code in exits.items():
         outcome = outcomes.get(rank)
         if outcome is not None and outcome["outcome"] in ("failed", "rejected"):
+            # Slurm's signal ahead of the time limit ended the start of the rank's container.
+            kind: Kind = "interrupted" if outcome.get("interrupted") else "error"
             failure = Failure(
-                kind="rejected" if outcome["outcome"] == "rejected" else "error",
+                kind="rejected" if outcome["outcome"] == "rejected" else kind,
                 rank=rank,
                 host=str(outcome["host"]),
                 step=outcome["step"],
@@ -80,7 +82,7 @@ def first_failure(
             name = _NAMES.get(-code, f"signal {-code}")
             killed = f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
             error = killed if code < 0 else f"exited with code {code} without a report"
-            kind: Kind = "killed" if code < 0 else "vanished"
+            kind = "killed" if code < 0 else "vanished"
             causes.append(Failure(kind=kind, rank=rank, host=host_of(rank), step=last_step(rank), error=error))
     first = next(iter(causes + consequences), None)
     if first is None:

@@ -196,6 +196,9 @@ class Supervisor:
         """Return the final state of the run after a failure, or None if the ranks are restarted here."""
         failure = failures[-1]
         stop_requested = self._request_of(attempt) is not None
+        if failure.kind == "interrupted" and not stop_requested:
+            reason = f"{failure.sentence()}; Slurm signals the time limit, so no restart here"
+            return replace(state, status="stopped", reason=reason, ended=time.time())
         decision = decide(failures, self._config.launch.max_restarts, stop_requested=stop_requested)
         disk = retry.retry(lambda: shutil.disk_usage(self._run.path), self._run.path)
         disk_full = disk.free < ROOM_FOR_RESTART_BYTES

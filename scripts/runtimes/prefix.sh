@@ -2,6 +2,8 @@
 # Sourced by the other scripts of this folder: where they install, and `retry`.
 # The default is the folder in which the container tests keep their images; `make clean` removes it.
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
+# Resolved before a script changes the folder.
+recipe=$(readlink -f "$0")
 # shellcheck disable=SC2034 # used by the scripts that source this one
 vendor=$here/../../tests/vendor
 runtimes=${HPCDIST_TEST_RUNTIMES:-/var/tmp/hpcdist-tests/runtimes}
@@ -27,5 +29,5 @@ place() {
   cp -a "$1" "$2.new"
   rm -rf "$2"
   mv "$2.new" "$2"
-  cp "$0" "$runtimes/$(basename "$0" .sh).recipe"
+  cp "$recipe" "$runtimes/$(basename "$recipe" .sh).recipe"
 }

@@ -133,7 +133,7 @@ class Containers:
         checkout = self.folder / "checkout"
         if not checkout.exists():
             _copy_checkout(checkout, self.canary)
-            _write_index_secrets(self.folder, self.canary)
+            write_index_secrets(self.folder, self.canary)
         engine = ["--isolation=chroot", "--network=host", "--volume=/etc/ssl/certs:/etc/ssl/certs:ro"]
         engine += [f"--secret=id={name},src={self.folder / name}" for name in ("pip.conf", "uv.toml")]
         options = [word for option in engine for word in ("--option", option)]
@@ -188,7 +188,7 @@ def _copy_checkout(target: Path, canary: str) -> None:
         (target / name).write_text(canary)
 
 
-def _write_index_secrets(folder: Path, canary: str) -> None:
+def write_index_secrets(folder: Path, canary: str) -> None:
     """Write the package index of this machine for pip and uv, with a canary that no layer may contain."""
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True

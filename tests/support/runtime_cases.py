@@ -52,8 +52,15 @@ class RuntimeCase:
 
 
 CASES = (
-    "podman", "docker", "apptainer-folder", "apptainer-sif", "charliecloud", "enroot", "pyxis"
-)  # fmt: skip
+    "podman",
+    "docker",
+    "apptainer-folder",
+    "apptainer-sif",
+    "charliecloud",
+    "enroot-folder",
+    "enroot-sqsh",
+    "pyxis",
+)
 
 
 def missing_program(case: str) -> str | None:
@@ -64,7 +71,8 @@ def missing_program(case: str) -> str | None:
         "apptainer-folder": [str(INSTALLED / "apptainer/bin/apptainer")],
         "apptainer-sif": [str(INSTALLED / "apptainer/bin/apptainer"), "mksquashfs"],
         "charliecloud": ["ch-run"],
-        "enroot": [str(INSTALLED / "enroot/bin/enroot"), "mksquashfs", "squashfuse"],
+        "enroot-folder": [str(INSTALLED / "enroot/bin/enroot")],
+        "enroot-sqsh": [str(INSTALLED / "enroot/bin/enroot"), "mksquashfs", "squashfuse"],
         "pyxis": [str(INSTALLED / "enroot/bin/enroot"), str(PYXIS), "mksquashfs"],
     }[case]
     missing = [name for name in programs if shutil.which(name) is None and not Path(name).is_file()]
@@ -108,7 +116,7 @@ def prepared(case: str, containers: Containers, runs: SlurmRuns, folder: Path) -
             ENROOT_STATE.chmod(0o1777)
             if case == "pyxis":
                 stack.enter_context(pyxis_plugin(runs.cluster))
-            yield ready(image.sqsh, env={"PATH": path})
+            yield ready(image.folder if case == "enroot-folder" else image.sqsh, env={"PATH": path})
 
 
 def apptainer_env() -> dict[str, str]:
@@ -175,7 +183,8 @@ def left_on_nodes(cluster: DevCluster) -> list[str]:
     """Return what is left of containers: processes on the nodes, mounts through FUSE, and enroot's containers."""
     members = processes.node_members(cluster.layout, cluster.settings)
     names = [_name(pid) for pids in members.values() for pid in pids]
-    mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines() if " - fuse" in line]
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    mounts = [line.split()[4] for line in lines if " - fuse.squash" in line]
     return [*(name for name in names if name and not name.startswith(_DAEMONS)), *mounts, *enroot_state(cluster)]
 
 

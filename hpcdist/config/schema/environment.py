@@ -62,6 +62,8 @@ class EnvironmentConfig:
             found.append(f"path must name {meaning[self.kind]} for kind={self.kind}")
         if self.kind == "module" and not self.modules:
             found.append("modules must name the modules that contain Python for kind=module")
+        if self.kind == "none" and self.modules:
+            found.append("modules are not loaded with kind=none: set kind, or use cluster.setup")
         if self.kind == "squashfs" and not self.stage:
             found.append(
                 "stage=false is not possible with kind=squashfs, which is unpacked on each node: set it to true"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, get_args
@@ -18,8 +18,11 @@ from hpcdist.files.lock import flock_if_possible
 Form = Literal["sqsh", "sif", "dir"]
 FORMS: tuple[Form, ...] = get_args(Form)
 #: The runtimes that read each format, and the program that writes it.
-_READERS = {"sqsh": "enroot and pyxis", "sif": "apptainer", "dir": "charliecloud"}
+_READERS = {"sqsh": "enroot and pyxis", "sif": "apptainer", "dir": "charliecloud and enroot"}
 _TOOLS = {"sqsh": "enroot", "sif": "apptainer", "dir": "tar"}
+#: `enroot import podman://…` removes its container with `docker`, and fails after writing the file if docker does not
+#: answer. enroot is a bash script, in which an exported function replaces a program.
+_REMOVE_BY_PODMAN = {"BASH_FUNC_docker%%": '() { podman "$@"; }'}
 
 
 def target_of(facts: ImageFacts, form: Form, folder: Path) -> Path:
@@ -83,7 +86,8 @@ def _write(engine: Engine, facts: ImageFacts, form: Form, part: Path) -> None:
     try:
         if archive is not None:
             engine.output("save", "--format", "docker-archive", "--output", str(archive), facts.name)
-        _run(argv(engine.name, facts.name, form, part, archive))
+        functions = _REMOVE_BY_PODMAN if form == "sqsh" and engine.name == "podman" else {}
+        _run(argv(engine.name, facts.name, form, part, archive), functions)
     finally:
         if archive is not None:
             archive.unlink(missing_ok=True)
@@ -102,15 +106,17 @@ def _unpack(engine: Engine, facts: ImageFacts, command: Sequence[str]) -> None:
 
 
 def _describe(facts: ImageFacts, root: Path) -> None:
-    """Write the image's variables for `ch-run --set-env`, and create the folders that bind mounts need."""
-    (root / "ch").mkdir(exist_ok=True)
-    (root / "ch" / "environment").write_text("".join(f"{line}\n" for line in facts.env))
+    """Write the image's variables for `ch-run --set-env` and enroot, and create the folders that bind mounts need."""
+    for name in ("ch", "etc"):
+        (root / name).mkdir(exist_ok=True)
+        (root / name / "environment").write_text("".join(f"{line}\n" for line in facts.env))
     for name in ("dev", "proc", "sys", "tmp", "mnt", "home"):
         (root / name).mkdir(exist_ok=True)
 
 
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+def _run(command: Sequence[str], env: Mapping[str, str]) -> None:
+    """Run a command with additional variables. Raises ImageError with its last error line."""
+    done = subprocess.run(command, env={**os.environ, **env}, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise ImageError(f"`{' '.join(command[:2])}` failed: {last_line(done.stderr)}")
 

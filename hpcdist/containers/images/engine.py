@@ -32,6 +32,12 @@ class Engine:
             raise ImageError(f"`{self.name} {' '.join(arguments[:2])}` failed: {last_line(done.stderr)}")
         return done.stdout
 
+    def is_rootless_daemon(self) -> bool:
+        """Return whether this is docker with a daemon of an ordinary user, who is root in its containers."""
+        if self.name != "docker":
+            return False
+        return "name=rootless" in self.run("info", "--format", "{{.SecurityOptions}}").stdout
+
 
 def find_engine(requested: str | None, among: Sequence[EngineName]) -> Engine:
     """Return the requested engine, or the first one that works on this machine.

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hpcdist.diagnostics.doctor.pyxis_plugin import pyxis_version
 from hpcdist.machine.capabilities import CAP_SYS_RESOURCE, has_capability
 from hpcdist.machine.check import Check, note, ok, warning
 from hpcdist.machine.timed_command import last_line, run_within
@@ -30,6 +31,7 @@ TESTED = {
     "apptainer": ("1.4",),
     "charliecloud": ("0.31",),
     "enroot": ("4.1",),
+    "pyxis": ("0.24",),
 }
 
 RunCommand = Callable[[Sequence[str]], subprocess.CompletedProcess[str]]
@@ -54,7 +56,7 @@ class Host:
     cdi: bool = False  #: whether a CDI description of NVIDIA devices exists
     lacks_capability: bool = False  #: whether root lacks CAP_SYS_RESOURCE, and APPTAINER_DROP_CAPS does not say so
     opens_fuse: bool = True  #: whether the user may open /dev/fuse
-    squashfuse: bool = True  #: whether a program that mounts .sif files is installed
+    squashfuse: bool = True  #: whether a program that mounts .sif and .sqsh files is installed
 
     @classmethod
     def inspect(cls, user: str, has_gpus: bool) -> Host:
@@ -102,7 +104,7 @@ def _check(command: str, host: Host, query: RunCommand) -> Check | None:
     name, arguments, further_problem = _RUNTIMES[command]
     done = query([command, *arguments])
     if name == "pyxis":
-        return ok(name, "srun has --container-image") if "--container-image" in done.stdout else None
+        return _pyxis(query) if "--container-image" in done.stdout else None
     if done.returncode != 0:
         error = _last(done)
         return warning(
@@ -120,6 +122,11 @@ def _check(command: str, host: Host, query: RunCommand) -> Check | None:
     return ok(
         name, version + _tested(name, version) + (", GPUs by --nv" if name == "apptainer" and host.has_gpus else "")
     )
+
+
+def _pyxis(query: RunCommand) -> Check:
+    version = pyxis_version(query(["scontrol", "show", "config"]).stdout)
+    return ok("pyxis", f"{version}{_tested('pyxis', version)}" if version else "srun has --container-image")
 
 
 def _tested(name: str, version: str) -> str:
@@ -170,6 +177,18 @@ def _apptainer_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
     return None
 
 
+def _enroot_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
+    """Return a problem of enroot, which mounts a .sqsh by squashfuse, also as root."""
+    if problem := _namespace_problem(host, query):
+        return problem
+    fix = "or use a folder: `hpcdist image convert --to dir`"
+    if not host.opens_fuse:
+        return "this user may not open /dev/fuse and so cannot start a .sqsh", f"`sudo chmod 0666 /dev/fuse`, {fix}"
+    if not host.squashfuse:
+        return "without squashfuse it cannot start a .sqsh (pyxis needs none)", f"install squashfuse, {fix}"
+    return None
+
+
 def _podman_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
     rows = (line.split(":") for line in host.subuid.splitlines())
     num_ids = sum(int(row[2]) for row in rows if len(row) == 3 and row[0] in (host.user, str(host.uid)))
@@ -206,7 +225,7 @@ _RUNTIMES: dict[str, tuple[str, list[str], Callable[[Host, RunCommand], tuple[st
     "docker": ("docker", ["version", "--format", "{{.Server.Version}}"], _docker_problem),
     "podman": ("podman", ["--version"], _podman_problem),
     "apptainer": ("apptainer", ["--version"], _apptainer_problem),
-    "enroot": ("enroot", ["version"], _namespace_problem),
+    "enroot": ("enroot", ["version"], _enroot_problem),
     "ch-run": ("charliecloud", ["--version"], _namespace_problem),
     "srun": ("pyxis", ["--help"], _no_problem),
     "singularity": ("singularity", ["--version"], _no_problem),

@@ -38,7 +38,10 @@ def train(ctx: Context, cfg: Config) -> None:
 
 
 def hold(ctx: Context) -> None:
-    """Wait until `release` appears in the attempt's folder, or a request that `should_stop` will read."""
+    """Wait until `release` appears in the attempt's folder, or there is a request that `should_stop` will see.
+
+    A request is a file, or a stop signal: with proctrack/cgroup, Slurm signals the ranks and not the supervisor.
+    """
     began = time.monotonic()
     waiting = threading.Event()
     partial = ctx.attempt.path / f"held-{ctx.rank}.partial"
@@ -48,6 +51,6 @@ def hold(ctx: Context) -> None:
         waiting.wait(0.01)
         if (ctx.attempt.path / "release").exists():
             return
-        if ctx.attempt.request.exists() and now > began + REQUEST_INTERVAL_S:
+        if ctx.stop_signalled or (ctx.attempt.request.exists() and now > began + REQUEST_INTERVAL_S):
             return
     raise TimeoutError("the test did not release this rank")

@@ -127,7 +127,20 @@ def test_insufficient_space_is_reported_before_writing(
 
 
 @pytest.mark.processes
-def test_directory_contains_the_image_variables_for_charliecloud(programs: Path, tmp_path: Path) -> None:
+def test_podman_removes_the_container_of_enroot(programs: Path, tmp_path: Path) -> None:
+    """enroot 4.1 calls `docker rm` for a container of podman, and ends with the exit code of docker."""
+    install(programs, "docker", "exit 1")
+    install(programs, "podman", "")
+    script = '#!/bin/bash\nset -e\ntrap "docker rm -f -v enroot.x" EXIT\necho image > "$3"\n'
+    (programs / "enroot").write_text(script)
+    (programs / "enroot").chmod(0o755)
+    target, _ = convert(Engine("podman"), FACTS, "sqsh", tmp_path)
+    assert target.read_text() == "image\n"
+    assert calls(programs) == ["podman rm -f -v enroot.x"]
+
+
+@pytest.mark.processes
+def test_directory_contains_the_image_variables(programs: Path, tmp_path: Path) -> None:
     install(
         programs,
         "podman",
@@ -137,5 +150,6 @@ def test_directory_contains_the_image_variables_for_charliecloud(programs: Path,
     assert written
     assert (target / "opt" / "f").exists()
     assert list((target / "dev").iterdir()) == []
-    assert (target / "ch" / "environment").read_text() == "PATH=/opt/hpcdist/bin\nHOME=/home/hpcdist\n"
+    for place in ("ch", "etc"):
+        assert (target / place / "environment").read_text() == "PATH=/opt/hpcdist/bin\nHOME=/home/hpcdist\n"
     assert [call.split()[1] for call in calls(programs)] == ["create", "export", "rm"]

@@ -54,6 +54,16 @@ def test_error_has_the_problem_of_each_engine(install: Install) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "is_rootless"), [("[name=seccomp,profile=builtin name=rootless]", True), ("[name=seccomp]", False)]
+)
+def test_daemon_says_whether_it_is_rootless(install: Install, options: str, is_rootless: bool) -> None:
+    install("docker", f"[ \"$*\" = 'info --format {{{{.SecurityOptions}}}}' ] && echo '{options}'")
+    install("podman", "echo name=rootless")
+    assert Engine("docker").is_rootless_daemon() == is_rootless
+    assert not Engine("podman").is_rootless_daemon()
+
+
 def test_unsuitable_engine_is_refused(install: Install) -> None:
     with pytest.raises(UserMistake, match="'buildah' cannot do this; choose one of docker, podman"):
         find_engine("buildah", ALL[:2])

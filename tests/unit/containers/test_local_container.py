@@ -133,3 +133,13 @@ def test_podman_locks_memory_if_its_caller_may(
     assert host_container("podman", "hpcdist", DIGEST, "ada", {}).ulimits == (
         ("memlock=-1",) if is_allowed else ("host",)
     )
+
+
+@pytest.mark.parametrize("may_lock", [True, False])
+def test_user_is_root_in_containers_of_a_rootless_daemon(monkeypatch: pytest.MonkeyPatch, may_lock: bool) -> None:
+    """Root of such a container is the caller outside; the daemon cannot raise limits."""
+    monkeypatch.setattr(Path, "is_dir", lambda path: path == Path("/dev/infiniband"))
+    monkeypatch.setattr("hpcdist.containers.local_container._may_lock_memory", lambda: may_lock)
+    spec = host_container("docker", "hpcdist", DIGEST, "ada", {}, rootless_daemon=True)
+    assert spec.user == "0:0"
+    assert spec.ulimits == (("memlock=-1",) if may_lock else ())

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from hpcdist_runs import wait_for
 
@@ -244,6 +245,56 @@ def test_only_containers_of_the_run_are_removed(node: Node) -> None:
 def test_command_script_of_enroot_changes_the_folder(node: Node) -> None:
     done = node.script("in", str(node.attempt), "pwd")
     assert (done.returncode, done.stdout) == (0, f"{node.attempt}\n")
+
+
+#: Starts squashfuse as `enroot start IMAGE.sqsh` does, and becomes the rank once the image is mounted.
+ENROOT = """#!/bin/bash
+squashfuse -f "${@: -1}" &
+while [ ! -e "$FAKE_PODMAN/mounted" ]; do sleep 0.02; done
+exec sleep 600
+"""
+SQUASHFUSE = """#!/bin/sh
+echo "$$ $*" >"$FAKE_PODMAN/mounting"
+mv "$FAKE_PODMAN/mounting" "$FAKE_PODMAN/mounted"
+exec sleep 600
+"""
+
+
+def test_mount_of_enroot_ignores_the_signals_of_slurm_and_ends_with_the_container(node: Node) -> None:
+    for name, text in (("enroot", ENROOT), ("squashfuse", SQUASHFUSE)):
+        tool = Path(node.env["PATH"].partition(":")[0]) / name
+        tool.write_text(text)
+        tool.chmod(0o755)
+    command = ["sh", str(SCRIPT), "once", "SLURM_*", "enroot", "start", "/image.sqsh"]
+    rank = subprocess.Popen(command, env=node.env, start_new_session=True)
+    try:
+        wait_for((node.state / "mounted").exists, "the image to be mounted")
+        pid, arguments = (node.state / "mounted").read_text().strip().split(" ", 1)
+        mount = psutil.Process(int(pid))
+        assert arguments == "-f /image.sqsh"
+        assert os.getpgid(mount.pid) != os.getpgid(rank.pid), "enroot kills the process group when it gets SIGCONT"
+        for process in (mount, *mount.parents()[:2]):
+            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+                assert number in ignored_signals(process), process
+    finally:
+        rank.kill()
+        rank.wait()
+    wait_for(lambda: not mount.is_running(), "the mount to end with the container")
+
+
+def test_interrupted_containers_of_pyxis_are_removed(node: Node) -> None:
+    tool = Path(node.env["PATH"].partition(":")[0]) / "enroot"
+    tool.write_text('#!/bin/sh\n[ "$1" = list ] && printf "pyxis_7.0\\npyxis_77.0\\nmine\\n" || echo "$@"\n')
+    tool.chmod(0o755)
+    done = node.script("remove", "pyxis", "7")
+    assert (done.returncode, done.stdout) == (0, "remove --force pyxis_7.0\n")
+    tool.unlink()
+    assert node.script("remove", "pyxis", "7").returncode == 0
+
+
+def ignored_signals(process: psutil.Process) -> set[int]:
+    (line,) = (line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if "SigIgn" in line)
+    return {number for number in range(1, 65) if int(line.split()[1], 16) & (1 << (number - 1))}
 
 
 @pytest.mark.parametrize(

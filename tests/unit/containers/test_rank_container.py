@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -245,6 +246,23 @@ def test_problems_that_need_the_user_are_not_retried(output: str, errors: str, m
             " /proc/sys/user/max_user_namespaces\nINFO   : A system administrator may need to enable user namespaces",
             "an administrator must allow user namespaces",
         ),
+        ("enroot", "[ERROR] Command not found: squashfuse", "install squashfuse on the nodes"),
+        (
+            "enroot",
+            "[ERROR] Command not found: nvidia-container-cli, see https://github.com/NVIDIA/libnvidia-container",
+            "install libnvidia-container-tools",
+        ),
+        ("enroot", "[ERROR] Invalid argument: /images/x.sqsh", "the file is not a squashfs image"),
+        (
+            "enroot",
+            "mkdir: cannot create directory '/run/enroot': Permission denied",
+            "the user must be allowed to create the folders ENROOT_RUNTIME_PATH",
+        ),
+        (
+            "enroot",
+            "Usage: enroot start [options] [--] NAME|IMAGE [COMMAND] [ARG...]\n\nStart a container\n --uts  Run it",
+            "see container.extra_args",
+        ),
     ],
 )
 def test_errors_that_no_retry_solves_have_a_fix(runtime: str, errors: str, fix: str) -> None:
@@ -327,7 +345,10 @@ def rootfs(tmp_path: Path) -> Path:
             {"runtime": "charliecloud", "image": "/proc/self"},
             "container.image: /proc/self holds no root file system (no usr and dev in it)",
         ),
-        ({"runtime": "enroot", "image": "/proc"}, "container.image: /proc is no file: enroot starts a .sqsh"),
+        (
+            {"runtime": "enroot", "image": "/proc/self"},
+            "container.image: /proc/self holds no root file system (no usr and dev in it)",
+        ),
     ],
 )
 def test_missing_images_and_mounts_are_reported(tmp_path: Path, container: dict[str, Any], problem: str) -> None:
@@ -420,6 +441,33 @@ slurmstepd: error: pyxis: couldn't start container
 slurmstepd: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1
 slurmstepd: error: Failed to invoke spank plugin stack
 """
+#: Logs of tasks with pyxis 0.24 on Slurm 22.05, of several slurmds on one machine.
+PYXIS_MOUNT_LOG = """\
+slurmstepd-n1: error: pyxis: --container-mounts: source path does not exist: /nowhere
+slurmstepd-n1: error: pyxis: couldn't create enroot start configuration script
+slurmstepd-n1: error: pyxis: printing enroot log file:
+slurmstepd-n1: error: pyxis:     [INFO] Extracting squashfs filesystem...
+slurmstepd-n1: error: pyxis:     created 2 hardlinks
+slurmstepd-n1: error: pyxis: container was not started successfully by another task
+slurmstepd-n1: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1
+slurmstepd-n1: error: Failed to invoke spank plugin stack
+"""
+PYXIS_CORRUPT_LOG = """\
+slurmstepd-n2: error: pyxis: child 990 failed with error code: 1
+slurmstepd-n2: error: pyxis: failed to create container filesystem for image: /tmp/cut.sqsh
+slurmstepd-n2: error: pyxis: printing enroot log file:
+slurmstepd-n2: error: pyxis:     [INFO] Extracting squashfs filesystem...
+slurmstepd-n2: error: pyxis:     FATAL ERROR: File system corruption detected
+slurmstepd-n2: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1
+slurmstepd-n2: error: Failed to invoke spank plugin stack
+slurmstepd-n2: error: *** STEP 3.0 ON n2 CANCELLED AT 2026-11-22T16:08:09 ***
+slurmstepd-n2: error: pyxis: child 1033 failed with error code: 1
+"""
+PYXIS_OTHER_TASK_LOG = """\
+slurmstepd-n2: error: pyxis: container was not started successfully by another task
+slurmstepd-n2: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1
+slurmstepd-n2: error: Failed to invoke spank plugin stack
+"""
 
 
 @pytest.mark.parametrize(
@@ -496,6 +544,17 @@ slurmstepd: error: Failed to invoke spank plugin stack
             ),
         ),
         (
+            "enroot",
+            1,
+            "[WARN] Something went wrong trying to read the squashfs image.\n[ERROR] Failed to mount: /i.sqsh",
+            (
+                "enroot could not start the container (exit code 1): [WARN] Something went wrong trying to read the"
+                " squashfs image. [ERROR] Failed to mount: /i.sqsh",
+                True,
+            ),
+        ),
+        ("enroot", 1, "ValueError: x\nmkdir: cannot create directory '/data': Permission denied", None),
+        (
             "docker",
             125,
             "docker: Error response from daemon: no space\n\nRun 'docker run --help' for more information",
@@ -533,12 +592,64 @@ slurmstepd: error: Failed to invoke spank plugin stack
         ),
         ("pyxis", 1, f"{PYXIS_PROGRESS}ValueError: x\nslurmstepd: error: *** STEP 5.0 ON n1 CANCELLED ***\n", None),
         ("pyxis", 137, PYXIS_PROGRESS, None),
+        (
+            "pyxis",
+            2,
+            "slurmstepd-n1: error: execve(): sh: No such file or directory\n",
+            ("pyxis could not start the container (exit code 2): execve(): sh: No such file or directory", True),
+        ),
+        (
+            "pyxis",
+            1,
+            PYXIS_MOUNT_LOG,
+            (
+                "pyxis could not start the container (exit code 1): pyxis: --container-mounts: source path does not"
+                " exist: /nowhere",
+                True,
+            ),
+        ),
+        (
+            "pyxis",
+            1,
+            PYXIS_CORRUPT_LOG,
+            (
+                "pyxis could not start the container (exit code 1):"
+                " pyxis: FATAL ERROR: File system corruption detected",
+                True,
+            ),
+        ),
     ],
 )
 def test_failures_of_the_runtime_differ_from_those_of_the_rank(
     runtime: str, code: int, log: str, expected: tuple[str, bool] | None
 ) -> None:
     assert start_failure(runtime, code, log) == expected
+
+
+def test_container_of_pyxis_that_slurm_interrupts_is_no_failure_of_the_rank(tmp_path: Path) -> None:
+    (tmp_path / "001").mkdir()
+    attempt = Attempt(tmp_path / "001")
+    steps = ContainerSteps(replace(SPEC, runtime="pyxis"), RunDir(tmp_path), {})
+    ended = "child 77 failed with error code: 1"
+    attempt.log(0).write_text(PYXIS_LOG.replace(ended, f"child 77 terminated with signal {int(signal.SIGUSR2)}"))
+    attempt.log(1).write_text(PYXIS_LOG)
+    for rank in (0, 1):
+        steps.exit_code(attempt, rank, "n1", 1)
+    assert [attempt.outcomes()[rank]["interrupted"] for rank in (0, 1)] == [True, False]
+    # With proctrack/cgroup the signal ends the task itself, and no message is printed.
+    assert steps.exit_code(attempt, 2, "n1", -signal.SIGUSR2) == -signal.SIGUSR2
+    assert attempt.outcomes()[2]["interrupted"]
+    assert attempt.outcomes()[2]["error"] == "pyxis was interrupted by SIGUSR2 while it created the container"
+
+
+def test_rank_whose_container_another_task_should_have_started_is_a_consequence(tmp_path: Path) -> None:
+    (tmp_path / "001").mkdir()
+    attempt = Attempt(tmp_path / "001")
+    steps = ContainerSteps(replace(SPEC, runtime="pyxis"), RunDir(tmp_path), {})
+    for rank, log in enumerate((PYXIS_OTHER_TASK_LOG, PYXIS_CORRUPT_LOG)):
+        attempt.log(rank).write_text(log)
+        steps.exit_code(attempt, rank, "n2", 1)
+    assert [attempt.outcomes()[rank]["peer_lost"] for rank in (0, 1)] == [True, False]
 
 
 def test_start_failure_is_written_as_the_outcome_of_the_rank(tmp_path: Path) -> None:

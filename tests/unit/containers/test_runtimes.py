@@ -125,6 +125,12 @@ def test_enroot() -> None:
     ]  # fmt: skip
 
 
+def test_enroot_starts_a_folder_by_its_name() -> None:
+    spec = replace(SPEC, runtime="enroot", image="/images/hpcdist", unpacked=True)
+    assert step(spec)[step(spec).index("in") - 1] == "hpcdist"
+    assert outer_env(spec, {"ENROOT_DATA_PATH": "/raid"})["ENROOT_DATA_PATH"] == "/images"
+
+
 def test_pyxis() -> None:
     assert step(replace(SPEC, runtime="pyxis", image="/images/hpcdist.sqsh", extra_args=("--container-writable",))) == [
         *SRUN,
@@ -187,7 +193,7 @@ def test_commands_other_than_ranks_run_without_pid1(runtime: str, command: list[
 
 
 def test_remove_command_selects_containers_by_label() -> None:
-    assert remove_command(SPEC) == [
+    assert remove_command(SPEC, "7") == [
         "sh", str(SCRIPT), "remove", "podman", "hpcdist.run=/shared/runs/digits/my first",
     ]  # fmt: skip
 

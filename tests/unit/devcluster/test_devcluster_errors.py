@@ -152,20 +152,22 @@ def test_missing_permission_for_namespaces_is_an_error(monkeypatch: Patch) -> No
 
 
 @pytest.mark.parametrize(
-    ("files", "version"),
+    ("files", "usable"),
     [
-        ((), ""),
-        (("cgroup.controllers",), "v2"),
-        (("freezer/tasks",), "v1"),
-        (("freezer/tasks", "unified/cgroup.controllers"), "v1"),
+        ((), False),
+        (("cgroup.controllers",), False),
+        (("freezer/tasks",), True),
+        (("freezer/tasks", "unified/cgroup.controllers"), True),
     ],
 )
-def test_version_of_cgroups(files: tuple[str, ...], version: str, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_version_1_of_cgroups_is_usable(
+    files: tuple[str, ...], usable: bool, tmp_path: Path, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(cgroups, "ROOT", tmp_path)
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert cgroups.version() == version
+    assert cgroups.are_usable() == usable
 
 
 def test_cluster_without_usable_cgroups(layout: Layout, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -173,7 +175,9 @@ def test_cluster_without_usable_cgroups(layout: Layout, tmp_path: Path, monkeypa
     monkeypatch.setattr(cgroups, "ROOT", tmp_path / "absent")
     assert cluster._choose(layout, {}).proctrack == "linuxproc"
     host.require_cgroups(Settings(proctrack="linuxproc"))
-    with pytest.raises(DevClusterError, match=r"--proctrack cgroup: root cannot create cgroups in .*linuxproc, or"):
+    with pytest.raises(
+        DevClusterError, match=r"--proctrack cgroup: root cannot create cgroups of version 1 in .*linuxproc, or"
+    ):
         host.require_cgroups(cluster._choose(layout, {"proctrack": "cgroup"}))
 
 

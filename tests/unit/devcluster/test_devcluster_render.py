@@ -80,13 +80,10 @@ def test_configuration_without_gpus() -> None:
 
 
 def test_cgroup_conf() -> None:
-    v1, v2 = render.cgroup_conf(TWO, LAYOUT, "v1"), render.cgroup_conf(TWO, LAYOUT, "v2")
-    assert v1 == "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/var/lib/dc/cgroup\n"
-    assert v2 == "CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\n"
+    assert render.cgroup_conf(TWO, LAYOUT) == "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/var/lib/dc/cgroup\n"
     without = Settings(num_nodes=2, proctrack="linuxproc")
     assert "ProctrackType=proctrack/linuxproc\n" in render.slurm_conf(without, LAYOUT)
-    for version in ("", "v1", "v2"):
-        assert render.cgroup_conf(without, LAYOUT, version) == "CgroupPlugin=cgroup/v1\n"
+    assert render.cgroup_conf(without, LAYOUT) == "CgroupPlugin=cgroup/v1\n"
 
 
 def test_slurmdbd_conf() -> None:

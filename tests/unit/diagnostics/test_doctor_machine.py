@@ -236,6 +236,7 @@ WORKING = {
     "enroot": answer("3.5.0\n"),
     "ch-run": answer(errors="0.31\n"),
     "srun": answer("      --container-image=[USER@][REGISTRY#]IMAGE\n"),
+    "scontrol": answer(),
     "unshare": answer(),
 }
 
@@ -334,6 +335,29 @@ def test_apptainer_of_a_user_needs_namespaces_and_squashfuse(tmp_path: Path) -> 
     own.touch()
     bundled = answer(f"apptainer version 1.4.5\nLIBEXECDIR={tmp_path}\n")
     assert checks_of_runtimes(replace(ADA, squashfuse=False), "apptainer", apptainer=bundled)[0].level == "ok"
+
+
+def test_enroot_needs_squashfuse_for_a_sqsh() -> None:
+    for host in (replace(ADA, opens_fuse=False), replace(ADA, squashfuse=False), replace(ADA, uid=0, squashfuse=False)):
+        (check,) = checks_of_runtimes(host, "enroot")
+        assert (check.level, "start a .sqsh" in check.text) == ("warning", True)
+        assert check.fix.endswith("or use a folder: `hpcdist image convert --to dir`")
+
+
+def test_version_of_pyxis_is_read_from_the_plugin(tmp_path: Path) -> None:
+    (tmp_path / "plugins").mkdir()
+    plugin = tmp_path / "plugins/spank_pyxis.so"
+    plugin.write_bytes(b"\x7fELF\0pyxis: failed\0pyxis: version v0.24.0\0")
+    (tmp_path / "plugstack.conf").write_text("# pyxis\nrequired other.so\ninclude plugstack.conf.d/*\n")
+    (tmp_path / "plugstack.conf.d").mkdir()
+    (tmp_path / "plugstack.conf.d/pyxis.conf").write_text("required spank_pyxis.so runtime_path=/run/pyxis\n")
+    settings = answer(f"PluginDir = {plugin.parent}\nSLURM_CONF = {tmp_path}/slurm.conf\n")
+    (check,) = checks_of_runtimes(ADA, "srun", scontrol=settings)
+    assert check.sentence() == "pyxis: 0.24.0"
+    plugin.write_bytes(b"pyxis: version v0.15.0\0")
+    assert checks_of_runtimes(ADA, "srun", scontrol=settings)[0].text == "0.15.0 (tested with 0.24)"
+    plugin.unlink()
+    assert checks_of_runtimes(ADA, "srun", scontrol=settings)[0].text == "srun has --container-image"
 
 
 def test_apptainer_of_a_root_without_all_capabilities_has_a_fix() -> None:

@@ -106,13 +106,13 @@ def test_data_with_another_digest_is_named() -> None:
 
 def test_versions_and_sources_that_differ_are_named() -> None:
     before = {"python": "3.11.2", "platform": "L", "versions": {"hpcdist": "0.1", "torch": "2.1", "submitit": "1"}}
-    after = {"python": "3.12.1", "platform": "L", "versions": {"hpcdist": "0.1", "torch": "2.2"}, "source": "b"}
+    after = {"python": "3.12.1", "platform": "L", "versions": {"hpcdist": "0.1", "torch": "2.2"}, "source_digest": "b"}
     named = [
         "Python 3.11.2 in the run, 3.12.1 here",
         "torch 2.1 in the run, 2.2 here",
         "submitit 1 in the run, none here",
     ]
     assert machine_differences(before, after, code_is_restored=False) == named
-    found = machine_differences({**before, "source": "a"}, after, code_is_restored=False)
+    found = machine_differences({**before, "source_digest": "a"}, after, code_is_restored=False)
     assert found == [*named, "hpcdist 0.1 has other source files here than in the run"]
-    assert machine_differences({**before, "source": "a"}, after, code_is_restored=True) == named
+    assert machine_differences({**before, "source_digest": "a"}, after, code_is_restored=True) == named

@@ -25,7 +25,7 @@ def test_record() -> None:
         " Command=/shared/my run.sh --flag=a=b"
     )
     assert (record["JobId"], record["Restarts"], record["EndTime"]) == ("41", "2", "2026-11-20T07:05:00")
-    assert (record["Dependency"], record["Command"], record["--flag"]) == ("(null)", "/shared/my", "a=b")
+    assert (record["Dependency"], record["Command"], "--flag" in record) == ("(null)", "/shared/my", False)
     assert parse_record("") == {}
 
 
@@ -34,6 +34,22 @@ def test_first_value_of_a_key_counts() -> None:
     line = "JobId=1 JobState=RUNNING NodeList=n1 SubmitLine=sbatch --wrap=x JobState=FAILED NodeList=n9"
     record = parse_record(line)
     assert (record["JobState"], record["NodeList"]) == ("RUNNING", "n1")
+
+
+def test_free_text_is_not_searched_for_keys() -> None:
+    """Keys that plain jobs lack, such as ArrayTaskId, must not come from the user's texts."""
+    line = (
+        "JobId=1 JobName=a JobState=FAILED b UserId=ada(7) JobState=RUNNING NodeList=n1 Command=/x HetJobOffset=1"
+        " SubmitLine=sbatch ArrayTaskId=2 WorkDir=/tmp Comment=Restarts=9"
+    )
+    assert parse_record(line) == {
+        "JobId": "1",
+        "JobName": "a JobState=FAILED b",
+        "UserId": "ada(7)",
+        "JobState": "RUNNING",
+        "NodeList": "n1",
+        "Command": "/x",
+    }
 
 
 def test_heterogeneous_job_has_one_record_per_component() -> None:

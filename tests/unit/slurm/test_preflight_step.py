@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -82,6 +83,7 @@ class Scene:
             cast(CurrentJob, FakeJob(spare)),
             [nodes],
             env={"PATH": f"{self.folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"},
+            python=sys.executable,
             box=None,
             het=het,
         )

@@ -332,6 +332,17 @@ def test_stop_signal_to_the_ranks_ends_the_run_as_stopped(scene: Scene) -> None:
     assert state.reason == "stopped with everything saved (the ranks received a stop signal)"
 
 
+def test_interrupted_start_of_a_container_ends_the_attempt_without_a_restart(scene: Scene) -> None:
+    """Slurm signals ahead of the time limit: the job is requeued, and no restart is counted."""
+    scene.launch = {"max_restarts": 3}
+    scene.script(first=[fails("pyxis could not start the container", interrupted=True), EXIT_0])
+    state = scene.supervise()
+    assert (state.status, state.attempt, state.restarts) == ("stopped", 1, 0)
+    assert state.reason.endswith(
+        "pyxis could not start the container at step 5; Slurm signals the time limit, so no restart here"
+    )
+
+
 def test_ranks_that_exceed_the_stop_grace_fail_without_a_restart(scene: Scene) -> None:
     scene.launch = {"stop_grace_s": 0.3}
     scene.script(

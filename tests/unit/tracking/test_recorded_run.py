@@ -16,6 +16,7 @@ from hpcdist.run.snapshot import CodeState
 from hpcdist.run.training_record import Dataset, TrainingRecord, write_training
 from hpcdist.tracking.mlflow_client import open_client
 from hpcdist.tracking.recorded_run import RecordedRun, find_recorded
+from hpcdist.tracking.shipper import sync
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
@@ -33,7 +34,7 @@ def shipped(scene: Scene) -> str:
     scene.log(range(1, 4))
     scene.log(range(1, 4), key="train/samples_per_s", attempt=1)
     scene.state(status="finished", ended=9e8, world_size=2)
-    scene.shipper().ship()
+    sync(scene.run, scene.uri)
     return str((read_json(scene.run.mlflow) or {})["run_id"])
 
 
@@ -60,8 +61,9 @@ def test_mlflow_alone_describes_a_run(scene: Scene, shipped: str, tmp_path: Path
     found = find(scene, shipped, tmp_path)
     assert (found.folder, found.run_id, found.uri) == (None, shipped, scene.uri)
     assert found.config.read_text() == (tmp_path / "gone" / "config.yaml").read_text()
-    for name in ("name", "experiment", "code", "patch", "world_size", "image", "image_digest", "environment"):
+    for name in ("name", "experiment", "code", "patch", "world_size", "image", "image_digest"):
         assert getattr(found, name) == getattr(elsewhere, name), name
+    assert found.environment["launcher"] == "local"
     assert [(one.name, one.split, one.digest) for one in found.datasets] == [("digits", "train", "1a2b")]
     assert found.values() == {"loss": {1: 1.0, 2: 2.0, 3: 3.0}}, "without measured values"
 

@@ -24,7 +24,7 @@ from small_image import mismatch
 from hpcdist.devcluster import cluster
 
 #: Runtimes with a cell in `make test`.
-QUICK = ("docker", "apptainer-sif", "enroot", "pyxis")
+QUICK = ("docker", "apptainer-sif", "enroot-sqsh", "pyxis")
 every_runtime = pytest.mark.parametrize("runtime", CASES, indirect=True, scope="module")
 
 
@@ -115,6 +115,7 @@ def test_preemption(boxed: FaultScene, runtime: RuntimeCase, grace_s: int) -> No
     cluster.set_grace_time(boxed.cluster.layout, grace_s)
     boxed.submit_held(f"preemption, grace {grace_s}")
     high = boxed.cluster.start_high_priority_job("--nodes=4")
+    boxed.runs.wait_stop_request(boxed.name)
     boxed.release()
     boxed.wait_queued()
     assert boxed.runs.checkpoint_steps(boxed.name)[-1] >= HOLD_STEP

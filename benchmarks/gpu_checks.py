@@ -1,0 +1,163 @@
+"""Parts of a GPU session that run hpcdist itself: facts, tests, trainers, doctor and preflight.
+
+    python benchmarks/gpu_checks.py facts|tests|trainers|doctor|preflight cuda|cpu FOLDER
+
+Each part prints JSON objects, one per line, as soon as a figure is known. The exit code is 1 if something failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hpcdist.machine.facts import num_cores
+from hpcdist.machine.gpus import driver_version
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+GPU_TESTS = ("data/test_batches.py", "checkpoint/test_host_copy.py", "checkpoint/test_state.py")
+#: Trainers are shortened: each has to compile, communicate, evaluate and save.
+SHORT = ("launch.max_restarts=0", "checkpoint.every_steps=20", "tracking.drain_timeout_s=5")
+
+
+def say(**figures: object) -> None:
+    """Print figures as one line of JSON."""
+    print(json.dumps(figures), flush=True)
+
+
+def facts(device: str, folder: Path) -> bool:
+    """Print the GPU, the driver and versions."""
+    import torch
+
+    del folder
+    on_gpu = device == "cuda"
+    say(
+        gpu=torch.cuda.get_device_name() if on_gpu else "none",
+        num_gpus=torch.cuda.device_count() if on_gpu else 0,
+        driver=driver_version() or "none",
+        torch=torch.__version__,
+        cuda=str(torch.version.cuda),
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "not used",
+        cores=num_cores(),
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+    return True
+
+
+class Counter:
+    """pytest plugin that counts outcomes and keeps the names of failed tests."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.failed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: object) -> None:
+        outcome, when = getattr(report, "outcome", ""), getattr(report, "when", "")
+        if when == "call" or outcome != "passed":
+            self.counts[outcome] = self.counts.get(outcome, 0) + 1
+            if outcome == "failed":
+                self.failed.append(getattr(report, "nodeid", "?"))
+
+
+def tests(device: str, folder: Path) -> bool:
+    """Run the tests that are skipped on machines without a GPU."""
+    import pytest
+
+    del folder
+    counter = Counter()
+    files = [str(CHECKOUT / "tests" / "unit" / name) for name in GPU_TESTS]
+    code = pytest.main([*files, "-k", "gpu or cuda", "-q", "-p", "no:cacheprovider"], plugins=[counter])
+    say(**counter.counts, **({"failed_tests": counter.failed} if counter.failed else {}))
+    # In a rehearsal the tests that need a GPU are skipped.
+    return code == 0 and (counter.counts.get("skipped", 0) == 0) == (device == "cuda")
+
+
+def trainer_commands(num_gpus: int) -> dict[str, list[str]]:
+    """Return the arguments of `hpcdist run` by name; with one GPU, roles beyond the first one use the CPU."""
+    ddp = ["ddp_digits", "stop.max_epochs=2"]
+    images = [*ddp, "model.name=resnet18", "data.image_size=32", "stop.max_epochs=1"]
+    found = {
+        "ddp": ddp,
+        "ddp, bf16, channels_last, compiled": [
+            *images, "precision.dtype=bf16", "model.channels_last=true", "model.compile=true",
+        ],
+        "ddp, fp16": [*images, "precision.dtype=fp16"],
+        "rnn": ["rnn_lm", "stop.max_steps=60", "launch.devices.parameter_server=cpu"],
+        "hybrid": ["hybrid_clicks", "stop.max_steps=60", f"roles.trainer={min(2, max(1, num_gpus))}"],
+        "rl": ["rl_cartpole", "stop.max_epochs=5", "launch.device=auto", "launch.devices.observer=cpu"],
+        "pipeline": ["pipeline_resnet50", "stop.max_epochs=1"],
+    }  # fmt: skip
+    if (data := os.environ.get("HPCDIST_DATA_DIR")) and Path(data, "MNIST", "raw").is_dir():
+        found["ddp, mnist"] = ["ddp_mnist", "stop.max_epochs=1"]
+    return found
+
+
+def trainers(device: str, folder: Path) -> bool:
+    """Run each trainer from its shipped config, and print seconds or the reason of a failure."""
+    import torch
+
+    num_gpus = torch.cuda.device_count() if device == "cuda" else 0
+    runs = folder / "runs" / datetime.now(UTC).strftime("%H%M%S")
+    all_good = True
+    for name, arguments in trainer_commands(num_gpus).items():
+        if device == "cuda" and name == "pipeline" and num_gpus < 2:
+            say(**{name: "not run: two stages need two GPUs"})
+            continue
+        if device == "cpu":
+            if "fp16" in name:
+                continue
+            arguments = [word for word in arguments if not word.startswith("launch.device")]
+            arguments = [word for word in arguments if word != "model.compile=true"] + ["launch.device=cpu"]
+        began = time.monotonic()
+        command = [sys.executable, "-m", "hpcdist", "run", *arguments, *SHORT, f"runs_dir={runs}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        print("\n".join(lines[-30:]), flush=True)
+        good = done.returncode == 0 and any(line.startswith("finished") for line in lines)
+        all_good &= good
+        seconds = time.monotonic() - began
+        say(**{name: f"{seconds:.1f} s" if good else f"failed: {lines[-1] if lines else 'no output'}"})
+    return all_good
+
+
+def doctor(device: str, folder: Path) -> bool:
+    """Run `hpcdist doctor`, and print its failures and warnings, and what it says of the GPUs."""
+    command = [sys.executable, "-m", "hpcdist", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    print(done.stdout + done.stderr, flush=True)
+    checks = json.loads(done.stdout)["checks"]
+    found = {f"{one['level']}: {one['name']}": one["text"] for one in checks if one["level"] != "ok"}
+    on_gpu = {
+        one["name"]: one["text"] for one in checks if "gpu" in one["name"].lower() or "cuda" in one["name"].lower()
+    }
+    say(checks=len(checks), **on_gpu, **found)
+    return device == "cpu" or not any(one["level"] == "failure" and "GPU" in one["name"] for one in checks)
+
+
+def preflight(device: str, folder: Path) -> bool:
+    """Print what preflight reads on a node: versions, GPUs, memory and limits."""
+    from hpcdist.preflight.probe import read_machine
+
+    del folder
+    began = time.monotonic()
+    machine = read_machine(os.environ)
+    say(seconds=round(time.monotonic() - began, 2), **{key: machine[key] for key in sorted(machine) if key != "env"})
+    return device == "cpu" or bool(machine.get("gpus"))
+
+
+PARTS: dict[str, Callable[[str, Path], bool]] = {
+    "facts": facts,
+    "tests": tests,
+    "trainers": trainers,
+    "doctor": doctor,
+    "preflight": preflight,
+}
+
+if __name__ == "__main__":
+    _, part, wanted, results = sys.argv
+    sys.exit(0 if PARTS[part](wanted, Path(results)) else 1)

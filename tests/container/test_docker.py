@@ -1,0 +1,292 @@
+"""Tests with a real docker daemon: builds with BuildKit, the README's command, restarts, and docker/compose.yaml.
+
+The first session builds three images in about ten minutes. Later ones use the cached layers.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from containers import BASE, CHECKOUT, UNKNOWN_UID, Containers, last_lines, runs_of_other_users, write_index_secrets
+from docker_box import DockerBox, docker_box, missing_docker
+from hpcdist_runs import wait_for
+
+from hpcdist.run.folder import RunDir
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(2400)]
+REQUIRE_CONTAINERS = "HPCDIST_REQUIRE_CONTAINERS"
+TRUSTING_BASE = "localhost/debian-base-trusting:bookworm"
+POSTGRES = "localhost/postgres-for-tests"
+CERTIFICATES = Path("/usr/local/share/ca-certificates")
+USER = f"{UNKNOWN_UID}:{UNKNOWN_UID}"
+#: The README's flags without `--gpus all`.
+FLAGS = ("--ipc=host", "--ulimit", "memlock=-1", "--user", USER)
+TRAIN = ("run", "ddp_digits", "launch.num_ranks=2", "tracking.system_interval_s=0")
+CODE = ("--volume", f"{CHECKOUT}/tests/support/user_code:/work:ro")
+#: The address of the daemon's bridge, by which containers and other machines would reach a port.
+OTHER_ADDRESS = "172.31.255.1"
+
+
+@pytest.fixture(scope="module")
+def box(containers: Containers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DockerBox]:
+    """Build all images with a daemon on this machine's network, and yield one with bridges of its own."""
+    if (reason := missing_docker()) is not None:
+        if os.environ.get(REQUIRE_CONTAINERS) == "1":
+            pytest.fail(f"{REQUIRE_CONTAINERS}=1, but {reason}")
+        pytest.skip(reason)
+    with docker_box(tmp_path_factory.mktemp("builder"), "host") as builder:
+        _add_base(builder, containers, tmp_path_factory.mktemp("base"))
+        context = CHECKOUT / "tests" / "support" / "postgres_image"
+        builder.docker("build", "--network=host", f"--build-arg=BASE_IMAGE={BASE}", "--tag", POSTGRES, str(context))
+        for target in ("default", "slim", "mlflow"):
+            _build(builder, target, tmp_path_factory.mktemp("secrets"), containers.canary)
+    with docker_box(tmp_path_factory.mktemp("box"), "own") as found:
+        yield found
+
+
+def _add_base(builder: DockerBox, containers: Containers, context: Path) -> None:
+    """Copy the base image from podman, and add this machine's own certificate authorities."""
+    if not builder.has(BASE):
+        with subprocess.Popen(["podman", "save", BASE], env=containers.env, stdout=subprocess.PIPE) as saved:
+            subprocess.run(["docker", "load"], env=builder.env, stdin=saved.stdout, check=True)
+    certificates = sorted(CERTIFICATES.glob("*.crt"))
+    for certificate in certificates:
+        shutil.copy(certificate, context)
+    lines = [f"FROM {BASE}", *([f"COPY *.crt {CERTIFICATES}/", "RUN update-ca-certificates"] if certificates else [])]
+    (context / "Dockerfile").write_text("\n".join(lines) + "\n")
+    builder.docker("build", "--network=host", "--tag", TRUSTING_BASE, str(context))
+
+
+def _build(builder: DockerBox, target: str, folder: Path, canary: str) -> None:
+    write_index_secrets(folder, canary)
+    options = ["--network=host", *(f"--secret=id={name},src={folder / name}" for name in ("pip.conf", "uv.toml"))]
+    command = ["image", "build", "--engine", "docker", "--base", TRUSTING_BASE, "--target", target]
+    command += [f"--option={option}" for option in options]
+    done = builder.hpcdist(*command, cwd=CHECKOUT, within_s=1800)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}\n{builder.log()}"
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    os.chown(folder, UNKNOWN_UID, UNKNOWN_UID)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def control(box: DockerBox, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Train without disturbance, and return the hash of the weights."""
+    folder = tmp_path_factory.mktemp("control")
+    os.chown(folder, UNKNOWN_UID, UNKNOWN_UID)
+    output = box.docker("run", "--rm", *FLAGS, f"--volume={folder}:/runs", "hpcdist", *TRAIN, "stop.max_epochs=2")
+    assert last_output(output).startswith("finished: trained 46 steps"), output
+    return weights_hash(only_run(folder))
+
+
+def last_output(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+def only_run(runs: Path) -> RunDir:
+    (found,) = runs_of_other_users(runs)
+    return found
+
+
+def weights_hash(run: RunDir) -> str:
+    """Return the step and the hash of the newest checkpoint's model."""
+    newest = max((run.path / "checkpoints").glob("step-*"))
+    return f"{newest.name} {hashlib.sha256((newest / 'model.pt').read_bytes()).hexdigest()}"
+
+
+@pytest.mark.parametrize("image", ["hpcdist", "hpcdist:slim"])
+def test_image_check_passes_with_docker(box: DockerBox, image: str, tmp_path: Path) -> None:
+    done = box.hpcdist("image", "check", image, "--engine", "docker", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = dict(re.findall(r"^ok +([^:]+): (.+)$", done.stdout, re.MULTILINE))
+    assert found["base"] == f"{TRUSTING_BASE} {box.inspect(TRUSTING_BASE, 'image')['Id']}"
+    assert found["training on 2 ranks"].startswith("finished: trained 20 steps")
+
+
+def test_command_of_the_readme_trains_as_the_caller(box: DockerBox, control: str, runs: Path) -> None:
+    """The weights do not depend on the container, and all files belong to the caller."""
+    command = ("run", "--rm", *FLAGS, "--volume", f"{runs}:/runs", "hpcdist", *TRAIN, "stop.max_epochs=2")
+    output = box.docker(*command)
+    assert last_output(output).startswith("finished: trained 46 steps"), output
+    assert weights_hash(only_run(runs)) == control
+    assert {(path.lstat().st_uid, path.lstat().st_gid) for path in runs.rglob("*")} == {(UNKNOWN_UID, UNKNOWN_UID)}
+
+
+def test_docker_stop_saves_and_docker_start_continues(box: DockerBox, control: str, runs: Path) -> None:
+    held = ("stop.max_epochs=2", "trainer=gated:train", "params.hold_at=30")
+    name = f"stopped-{os.getpid()}"
+    box.docker("run", "--detach", "--name", name, *FLAGS, *CODE, f"--volume={runs}:/runs", "hpcdist", *TRAIN, *held)
+    try:
+        wait_for(lambda: list(runs.glob("*/*/attempts/001/held-0")), "rank 0 is held", timeout_s=300)
+        box.docker("stop", "--time", "120", name)
+        assert box.inspect(name)["State"]["ExitCode"] == 0
+        assert "stopped with everything saved (SIGTERM to the supervisor)" in box.docker("logs", name)
+        assert only_run(runs).read_state().status == "stopped"
+        box.docker("start", name)
+        assert box.docker("wait", name).strip() == "0"
+        assert "continuing run" in box.docker("logs", name)
+        assert (only_run(runs).read_state().status, only_run(runs).read_state().attempt) == ("finished", 2)
+        assert weights_hash(only_run(runs)) == control
+    finally:
+        box.run("docker", "rm", "--force", name)
+
+
+def test_restart_policy_continues_after_the_container_was_killed(box: DockerBox, control: str, runs: Path) -> None:
+    """The kernel ends all processes of a container when its process 1 dies; docker then starts it again."""
+    held = ("stop.max_epochs=2", "checkpoint.every_steps=20", "trainer=gated:train", "params.hold_at=30")
+    name = f"killed-{os.getpid()}"
+    box.docker(
+        "run", "--detach", "--name", name, "--restart=on-failure:3", *FLAGS, *CODE, f"--volume={runs}:/runs",
+        "hpcdist", *TRAIN, *held,
+    )  # fmt: skip
+    try:
+        wait_for(lambda: list(runs.glob("*/*/attempts/001/held-0")), "rank 0 is held", timeout_s=300)
+        pid = box.inspect(name)["State"]["Pid"]
+        # Process ids in the answer are those of the daemon's namespace.
+        box.run("nsenter", f"--target={box.pid}", "--pid", "--mount", "kill", "-KILL", str(pid))
+        wait_for(lambda: box.inspect(name)["RestartCount"] == 1, "docker restarts the container", timeout_s=120)
+        assert box.docker("wait", name).strip() == "0"
+        state = only_run(runs).read_state()
+        assert (state.status, state.attempt) == ("finished", 2)
+        assert weights_hash(only_run(runs)).split()[1] == control.split()[1]
+    finally:
+        box.run("docker", "rm", "--force", name)
+
+
+def test_run_in_docker_records_the_image(box: DockerBox, tmp_path: Path) -> None:
+    command = (*TRAIN, "stop.max_epochs=1", "name=first", "--in", "docker")
+    done = box.hpcdist(*command, cwd=tmp_path, HPCDIST_RUNS_DIR=str(tmp_path / "runs"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert last_lines(done)[-1].startswith("finished: trained 23 steps")
+    facts = json.loads(only_run(tmp_path / "runs").environment.read_text())
+    assert (facts["image"], facts["image_digest"]) == ("hpcdist", box.inspect("hpcdist", "image")["Id"])
+    missing = box.hpcdist(*TRAIN, "--in", "docker", "--image", "localhost/never-built", cwd=tmp_path)
+    assert missing.returncode == 2
+    (line,) = last_lines(missing)
+    assert line.startswith("hpcdist: docker has no image 'localhost/never-built': `hpcdist image build` makes one here")
+
+
+# --- compose: MLflow, PostgreSQL and training
+
+
+class Project:
+    """docker/compose.yaml in a checkout of its own, for a user that is not root."""
+
+    def __init__(self, box: DockerBox, folder: Path) -> None:
+        self.box = box
+        self.folder = folder
+        self._command = ["docker", "compose", "--file", str(folder / "docker" / "compose.yaml")]
+
+    def compose(self, *arguments: str, within_s: float = 900) -> str:
+        """Run `docker compose ARGUMENTS`, which must succeed. Returns its output and messages."""
+        done = self.box.run(*self._command, *arguments, within_s=within_s, POSTGRES_IMAGE=POSTGRES)
+        output = done.stdout + done.stderr
+        assert done.returncode == 0, f"compose {arguments}: {done.returncode}\n{output[-6000:]}\n{self.box.log()}"
+        return output
+
+    def secret(self, name: str) -> str:
+        return (self.folder / "docker" / "secrets" / name).read_text()
+
+    def container(self, service: str) -> str:
+        return self.compose("ps", "--all", "--quiet", service).strip()
+
+    def status(self, path: str, user: str = "", password: str = "", address: str = "127.0.0.1") -> str:
+        """Return the status code of a request to the published port, or the name of the error."""
+        token = base64.b64encode(f"{user}:{password}".encode()).decode()
+        code = (
+            "import sys, urllib.error, urllib.request as u\n"
+            "headers = {'Authorization': 'Basic ' + sys.argv[2]} if sys.argv[2] else {}\n"
+            "request = u.Request(sys.argv[1], headers=headers)\n"
+            "try: print(u.urlopen(request, timeout=30).status)\n"
+            "except urllib.error.HTTPError as error: print(error.code)\n"
+            "except OSError as error: print(type(error).__name__)\n"
+        )
+        uri = f"http://{address}:5000{path}"
+        done = self.box.in_its_network(sys.executable, "-c", code, uri, token if user else "")
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def project(box: DockerBox, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    """Start the server and its database, and remove them with their volumes after the tests."""
+    folder = tmp_path_factory.mktemp("compose")
+    shutil.copytree(CHECKOUT / "docker", folder / "docker", ignore=shutil.ignore_patterns("secrets", ".env"))
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, UNKNOWN_UID, UNKNOWN_UID)
+    for parent in folder.parents[:3]:  # pytest's folders are closed for other users
+        parent.chmod(parent.stat().st_mode | 0o001)
+    init = ["setpriv", f"--reuid={UNKNOWN_UID}", f"--regid={UNKNOWN_UID}", "--clear-groups", "bash"]
+    subprocess.run([*init, str(folder / "docker" / "compose-init.sh")], check=True, capture_output=True)
+    found = Project(box, folder)
+    try:
+        found.compose("up", "--detach", "--wait", "--wait-timeout", "600", "mlflow")
+        yield found
+    finally:
+        found.compose("--profile", "train-cpu", "--profile", "train", "down", "--volumes", "--timeout", "10")
+
+
+def test_published_port_requires_the_password_and_is_local(project: Project) -> None:
+    path = "/api/2.0/mlflow/experiments/search?max_results=5"
+    assert project.status("/health") == "200"
+    assert project.status(path) == "401"
+    assert project.status(path, "admin", "wrong") == "401"
+    assert project.status(path, "admin", project.secret("admin_password")) == "200"
+    assert project.status("/health", address=OTHER_ADDRESS) == "URLError", "published on 127.0.0.1 only"
+
+
+def test_services_are_healthy_and_show_no_secret(project: Project) -> None:
+    services = {service: project.box.inspect(project.container(service)) for service in ("db", "mlflow")}
+    assert {found["State"]["Health"]["Status"] for found in services.values()} == {"healthy"}
+    assert services["mlflow"]["Config"]["User"] == USER
+    public = json.dumps(services) + project.compose("top") + project.compose("logs")
+    names = ("db_password", "admin_password", "train_password", "flask_key")
+    assert not [name for name in names if project.secret(name) in public]
+
+
+def test_training_logs_to_the_server(project: Project) -> None:
+    output = project.compose(
+        "--profile", "train-cpu", "run", "--rm", "train-cpu", "run", "ddp_digits", "stop.max_epochs=1",
+        "launch.num_ranks=2",
+    )  # fmt: skip
+    assert "finished: trained 23 steps" in output
+    run = only_run(project.folder / "runs")
+    assert run.path.stat().st_uid == UNKNOWN_UID
+    ids = json.loads(run.mlflow.read_text())
+    path = f"/api/2.0/mlflow/runs/get?run_id={ids['run_id']}"
+    assert project.status(path, "hpcdist", project.secret("train_password")) == "200"
+    assert project.container("mlflow-users")
+    code = project.box.inspect(project.container("mlflow-users"))["State"]["ExitCode"]
+    assert code == 0
+
+
+def test_server_and_database_restart_after_a_kill_and_keep_their_data(project: Project) -> None:
+    for service in ("db", "mlflow"):
+        container = project.container(service)
+        pid = project.box.inspect(container)["State"]["Pid"]
+        kill = ["nsenter", f"--target={project.box.pid}", "--pid", "--mount", "kill", f"-{signal.SIGKILL}", str(pid)]
+        assert project.box.run(*kill).returncode == 0
+
+        def is_back(container: str = container) -> bool:
+            found = project.box.inspect(container)
+            return bool(found["RestartCount"] >= 1 and found["State"].get("Health", {}).get("Status") == "healthy")
+
+        wait_for(is_back, f"docker restarts {service}", timeout_s=600)
+    path = "/api/2.0/mlflow/users/get?username=hpcdist"
+    assert project.status(path, "admin", project.secret("admin_password")) == "200"

@@ -1,0 +1,142 @@
+"""The session of a GPU machine: time limits, failures, missing packages, and results that an interruption keeps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from containers import CHECKOUT
+from hpcdist_runs import wait_for
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Return the module `gpu_session` of benchmarks/, which is no package."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(CHECKOUT / "benchmarks"))
+    import gpu_session
+
+    yield gpu_session
+    for name in {"gpu_session", "gpu_stages"} - before:
+        sys.modules.pop(name, None)
+
+
+def stage(session: ModuleType, name: str, code: str, *, limit_s: float = 60.0, needs: tuple[str, ...] = ()) -> object:
+    return session.Stage(
+        name=name, purpose=name, limit_s=limit_s, needs=needs, command=lambda device, folder: ["-c", code]
+    )
+
+
+def run(session: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, stages: list[object], *options: str) -> int:
+    monkeypatch.setattr(session, "STAGES", tuple(stages))
+    monkeypatch.setattr(sys, "argv", ["gpu_session.py", "--device", "cpu", "--results", str(folder), *options])
+    code: int = session.main()
+    return code
+
+
+def results(folder: Path) -> dict[str, dict[str, object]]:
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+def test_stage_that_fails_or_lacks_packages_does_not_stop_the_others(
+    session: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stages = [
+        stage(session, "bad", "print('{\"first\": 1}'); raise SystemExit('no memory')"),
+        stage(session, "lacking", "", needs=("no_such_package", "json")),
+        stage(session, "good", "print('{\"rate\": 2.5}'); print('some text'); print('{\"size\": \"1 MiB\"}')"),
+    ]
+    assert run(session, monkeypatch, tmp_path, stages) == 1
+    found = results(tmp_path)
+    assert (found["bad"]["status"], found["bad"]["reason"]) == ("failed", "no memory")
+    assert found["bad"]["figures"] == {"first": 1}, "kept from before the failure"
+    assert found["lacking"] == {"status": "not run", "reason": "not installed: no_such_package"}
+    assert found["good"]["figures"] == {"rate": 2.5, "size": "1 MiB"}
+    table = (tmp_path / "summary.md").read_text().splitlines()
+    assert "| bad | failed: no memory |" in "\n".join(table)
+    assert "| | | | size | 1 MiB |  |" in table
+
+
+def test_stage_is_ended_at_its_limit_and_keeps_its_figures(
+    session: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The limit passes once the stage has printed a figure; the stage and its child are ended."""
+
+    class Impatient(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None:
+                return super().wait()
+            assert timeout <= 60
+            wait_for(lambda: "child" in (tmp_path / "long.log").read_text(), "the figure of the stage")
+            raise subprocess.TimeoutExpired("stage", timeout)
+
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
+        "print('{\"child\": %d}' % child.pid, flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    monkeypatch.setattr(session.subprocess, "Popen", Impatient)
+    assert run(session, monkeypatch, tmp_path, [stage(session, "long", code, limit_s=15)]) == 1
+    found = results(tmp_path)["long"]
+    assert (found["status"], found["reason"]) == ("time limit", "stopped after 60 s")
+    child = found["figures"]["child"]  # type: ignore[index]
+
+    def has_ended() -> bool:
+        try:
+            return Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+
+    wait_for(has_ended, "the child of the stage to end")
+
+
+def test_next_session_runs_only_what_has_no_result(
+    session: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code = f"open({str(tmp_path / 'starts')!r}, 'a').write('NAME ')"
+    stages = [
+        stage(session, "first", code.replace("NAME", "first")),
+        stage(session, "second", code.replace("NAME", "second") + "; raise SystemExit(3)"),
+    ]
+    folder = tmp_path / "results"
+    assert run(session, monkeypatch, folder, stages) == 1
+    assert run(session, monkeypatch, folder, stages) == 1
+    assert (tmp_path / "starts").read_text() == "first second second "
+    run(session, monkeypatch, folder, stages, "--only", "first")
+    assert (tmp_path / "starts").read_text() == "first second second first "
+    assert run(session, monkeypatch, folder / "spent", stages, "--minutes", "0") == 0
+    assert (tmp_path / "starts").read_text() == "first second second first "
+
+
+def test_unknown_stage_is_refused_with_the_option_that_lists_them(
+    session: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(session, monkeypatch, tmp_path, [stage(session, "only", "")], "--only", "onyl")
+    assert ended.value.code == 2
+    assert "--only: unknown stages onyl; --list shows all" in capsys.readouterr().err
+
+
+def test_real_stages_name_existing_scripts_and_targets(session: ModuleType, tmp_path: Path) -> None:
+    for one in session.STAGES:
+        for device in ("cuda", "cpu"):
+            script, *options = one.command(device, tmp_path)
+            assert Path(script).is_file()
+            assert all(isinstance(option, str) for option in options)
+    figures = {"device": "NVIDIA H100 80GB HBM3", "ours": 2900.0, "over_bare": 0.995}
+    from gpu_stages import rows
+
+    assert rows("step", figures) == [
+        ("images/s", "2900.0", "≥ 2800 on an H100"),
+        ("images/s over bare loop", "0.995", "≥ 0.99"),
+    ]
+    # Within 30 minutes, start-up of the machine included, if no stage needs its full limit.
+    assert sum(one.limit_s for one in session.STAGES) <= 30 * 60

@@ -1,0 +1,286 @@
+"""The environment of ranks in a job: uv projects, modules, variables, and checks before the submission."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdist.config.schema import ClusterConfig, Config
+from hpcdist.config.schema.environment import EnvironmentConfig
+from hpcdist.environments import rank_environment as tested
+from hpcdist.environments.archive import Interpreter
+from hpcdist.environments.checks import environment_problems, module_problems
+from hpcdist.environments.loaded_modules import has_modules, load_modules, program
+from hpcdist.environments.packed import store_of
+from hpcdist.environments.rank_environment import (
+    activated,
+    expanded,
+    python_of,
+    rank_environment,
+    record_environment,
+    user_folder,
+)
+from hpcdist.environments.uv_project import build, uv_fingerprint, uv_problems
+from hpcdist.errors import UserMistake
+from hpcdist.files.atomic import read_json
+from hpcdist.run.folder import RunDir
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd"),
+]
+
+#: A definition of `module` as sites have it: it changes the shell's environment and reports errors on stderr.
+MODULES = """
+module() {
+  case "$2" in
+    python/3.12 | python) export LOADEDMODULES="$LOADEDMODULES:python/3.12" PATH="$MODULE_BIN:$PATH" ;;
+    quiet) ;;
+    *) echo "ERROR: Unable to locate a modulefile for '$2'" >&2; return 1 ;;
+  esac
+  echo "Loading $2"
+}
+"""
+
+
+@pytest.fixture
+def modules_env(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "site" / "init").mkdir(parents=True)
+    (tmp_path / "site" / "init" / "bash").write_text(MODULES)
+    binaries = tmp_path / "module-bin"
+    binaries.mkdir()
+    (binaries / "python3").symlink_to(sys.executable)
+    own = {
+        "MODULESHOME": str(tmp_path / "site"),
+        "MODULE_BIN": str(binaries),
+        "LOADEDMODULES": "first",
+        "MULTI": "a\nb",
+    }
+    return {name: value for name, value in os.environ.items() if not name.startswith("BASH_FUNC_module")} | own
+
+
+def config_of(tmp_path: Path, **keys: object) -> Config:
+    environment = EnvironmentConfig(**keys)  # type: ignore[arg-type]
+    return Config(runs_dir=str(tmp_path / "runs"), cluster=ClusterConfig(environment=environment))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "runs" / "exp" / "first")
+
+
+@pytest.fixture
+def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small virtual environment, which is packed without the installation of Python."""
+    monkeypatch.setattr(Interpreter, "is_packed", False)
+    folder = tmp_path / "venv"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (folder / "bin" / "python3").chmod(0o755)
+    return folder
+
+
+# --- modules
+
+
+def test_modules_change_the_environment(modules_env: dict[str, str]) -> None:
+    assert has_modules(modules_env)
+    found = load_modules(["python"], modules_env)
+    assert found["LOADEDMODULES"] == "first:python/3.12"
+    assert found["MULTI"] == "a\nb"
+    assert program("python3", found) == f"{modules_env['MODULE_BIN']}/python3"
+    with pytest.raises(UserMistake, match=r"cluster\.environment\.python: no python9 on the PATH after loading"):
+        program("python9", found)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("nix/1", "ERROR: Unable to locate a modulefile for 'nix/1'"), ("quiet", "Loading quiet")],
+)
+def test_module_that_cannot_be_loaded(modules_env: dict[str, str], name: str, reason: str) -> None:
+    with pytest.raises(UserMistake) as found:
+        load_modules(["python", name], modules_env)
+    assert str(found.value) == f"cluster.environment.modules: python, {name} cannot be loaded: {reason}"
+
+
+def test_machine_without_modules(modules_env: dict[str, str], tmp_path: Path) -> None:
+    if has_modules(env := {**modules_env, "MODULESHOME": str(tmp_path / "none")}):
+        pytest.skip("this machine has environment modules")
+    with pytest.raises(UserMistake, match="the command `module` is not available on this machine: load the modules by"):
+        load_modules(["python"], env)
+    config = config_of(tmp_path, kind="module", modules=["nix"])
+    assert module_problems(config, env) == []
+    assert module_problems(config_of(tmp_path), modules_env) == []
+    (problem,) = module_problems(config, modules_env)
+    assert problem.startswith("cluster.environment.modules: nix cannot be loaded: ")
+
+
+def test_environment_of_modules(modules_env: dict[str, str], tmp_path: Path, run: RunDir) -> None:
+    found = rank_environment(config_of(tmp_path, kind="module", modules=["python"]), run, modules_env)
+    assert found is not None
+    assert found.python == f"{modules_env['MODULE_BIN']}/python3"
+    assert found.env["LOADEDMODULES"] == "first:python/3.12"
+    assert Path(found.import_path, "hpcdist", "__init__.py").is_file()
+    assert found.request.folder == ""
+    assert found.record == {"kind": "module", "path": "", "modules": ["python"]}
+
+
+# --- uv
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project without dependencies but with a local package, locked by uv."""
+    folder = tmp_path / "project"
+    (folder / "local").mkdir(parents=True)
+    requires = f'requires-python = ">={sys.version_info[0]}.{sys.version_info[1]}"'
+    (folder / "pyproject.toml").write_text(
+        f'[project]\nname = "own"\nversion = "1"\n{requires}\n[tool.uv]\npackage = false\n'
+    )
+    uv("lock", "--offline", f"--project={folder}")
+    return folder
+
+
+def uv(*words: str) -> None:
+    program = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
+    if not Path(program).exists():
+        pytest.skip("needs uv: pip install uv")
+    subprocess.run([program, *words, f"--python={sys.executable}"], capture_output=True, check=True)
+
+
+def test_uv_builds_the_locked_environment(project: Path, tmp_path: Path) -> None:
+    words = [f"--python={sys.executable}", "--offline"]
+    build(project, words, tmp_path / "built", os.environ)
+    code = "import sys; print(sys.prefix)"
+    done = subprocess.run([tmp_path / "built/bin/python3", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / "built")
+    assert not (project / ".venv").exists()
+    text = (project / "pyproject.toml").read_text()
+    (project / "pyproject.toml").write_text(text.replace('version = "1"', 'version = "1"\ndependencies = ["absent"]'))
+    with pytest.raises(UserMistake, match=r"cluster\.environment\.path: uv cannot build .*project: "):
+        build(project, words, tmp_path / "again", os.environ)
+    assert not (tmp_path / "again").exists()
+
+
+def test_fingerprint_of_a_project_depends_on_all_that_determines_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    places = {"own": 'virtual = "."', "b": 'editable = "local"'}
+    lock = "".join(f'[[package]]\nname = "{name}"\nsource = {{ {place} }}\n' for name, place in places.items())
+    (tmp_path / "uv.lock").write_text(lock)
+    seen = [uv_fingerprint(tmp_path, [])]
+    seen.append(uv_fingerprint(tmp_path, ["--extra=train"]))
+    (tmp_path / "local" / "b.py").write_text("")
+    seen.append(uv_fingerprint(tmp_path, []))
+    (tmp_path / "uv.lock").write_text(lock + "\n")
+    seen.append(uv_fingerprint(tmp_path, []))
+    assert len(set(seen)) == 4
+    (tmp_path / "own.py").write_text("the code of the project is in the run's snapshot")
+    assert uv_fingerprint(tmp_path, []) == seen[-1]
+    (tmp_path / "uv.lock").write_text("[[")
+    with pytest.raises(UserMistake, match=r"uv\.lock cannot be read \(.*\): `uv lock`"):
+        uv_fingerprint(tmp_path, [])
+
+
+def test_problems_of_uv_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (problem,) = uv_problems(tmp_path, os.environ)
+    assert problem.startswith(f"cluster.environment.path: {tmp_path} has no uv.lock with a pyproject.toml: ")
+    (tmp_path / "uv.lock").write_text("")
+    (tmp_path / "pyproject.toml").write_text("")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python3")
+    (problem,) = uv_problems(tmp_path, {"PATH": "/nowhere"})
+    assert problem.endswith("needs the program uv, which is not installed here: `pip install uv`")
+
+
+# --- from config to interpreter
+
+
+def test_no_environment_by_default(tmp_path: Path, run: RunDir) -> None:
+    config = config_of(tmp_path)
+    record_environment(config, [run], os.environ)
+    assert rank_environment(config, run, os.environ) is None
+    assert python_of(config) is None
+    assert not run.rank_environment.exists()
+
+
+def test_environment_in_place(tmp_path: Path, run: RunDir, venv: Path) -> None:
+    config = config_of(tmp_path, kind="venv", path=str(venv), stage=False)
+    found = rank_environment(config, run, {"PATH": "/bin", "PYTHONHOME": "/x"})
+    assert found is not None
+    assert found.python == f"{venv}/bin/python3" == python_of(config)
+    assert found.env == {"PATH": f"{venv}/bin:/bin", "VIRTUAL_ENV": str(venv)}
+    assert found.request.folder == ""
+    assert Path(found.import_path).parent == store_of(tmp_path / "runs")
+
+
+def test_job_uses_the_environment_of_the_submission(
+    tmp_path: Path, run: RunDir, venv: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tmp_path, kind="venv", path=str(venv), local_dir="$SCRATCH/x")
+    record_environment(config, [run], os.environ)
+    recorded = read_json(run.rank_environment)
+    assert recorded is not None
+    (venv / "later").write_text("a change after the submission")
+    env = {**os.environ, "SCRATCH": str(tmp_path / "disk")}
+    found = rank_environment(config, run, env)
+    assert found is not None
+    folder = tmp_path / "disk" / "x" / user_folder()
+    assert (found.request.key, found.request.sha256) == (recorded["key"], recorded["sha256"])
+    assert found.python == f"{folder}/{recorded['key']}/bin/python3"
+    assert Path(found.import_path).parent == folder
+    assert python_of(config) == f"$SCRATCH/x/{user_folder()}/venv-…/bin/python3"
+    # If the archive was removed, the ranks use the present content.
+    Path(recorded["path"]).unlink()
+    with caplog.at_level(logging.WARNING):
+        again = rank_environment(config, run, env)
+    assert again is not None
+    assert again.request.key != recorded["key"]
+    assert "has changed since the run was submitted: the ranks use its present content" in caplog.text
+    # `hpcdist in-job` has no submission.
+    run.rank_environment.unlink()
+    last = rank_environment(config, run, env)
+    assert last is not None
+    assert last.request == again.request
+
+
+def test_variables_in_the_local_folder() -> None:
+    assert expanded("$A/${B}", {"A": "/a", "B": "b"}) == "/a/b"
+    with pytest.raises(UserMistake, match=r"local_dir=\$A/x: the job has no variable A: use another folder"):
+        expanded("$A/x", {})
+    with pytest.raises(UserMistake, match=r"local_dir=\$A: tmp is not an absolute path"):
+        expanded("$A", {"A": "tmp"})
+    assert activated({}, Path("/e"))["PATH"] == f"/e/bin:{os.defpath}"
+
+
+# --- checks before the submission
+
+
+def test_problems_before_the_submission(tmp_path: Path, venv: Path) -> None:
+    def problems(**keys: object) -> list[str]:
+        return environment_problems(config_of(tmp_path, **keys), os.environ)
+
+    assert problems(kind="venv", path=str(venv)) == []
+    assert problems(kind="venv", path=str(tmp_path)) == [
+        f"cluster.environment.path: {tmp_path} is not a virtual environment: no program {tmp_path}/bin/python3"
+    ]
+    image = tmp_path / "image.sqsh"
+    assert problems(kind="squashfs", path=str(image)) == [
+        f"cluster.environment.path: {image} cannot be read: No such file or directory"
+    ]
+    image.write_bytes(b"hsqs...")
+    assert problems(kind="squashfs", path=str(image)) == []
+    image.write_bytes(b"other")
+    assert problems(kind="squashfs", path=str(image)) == [
+        f"cluster.environment.path: {image} is not a squashfs image: create it by `mksquashfs ENVIRONMENT {image}`"
+    ]
+    (problem,) = problems(kind="uv", path=str(tmp_path))
+    assert problem.startswith(f"cluster.environment.path: {tmp_path} has no uv.lock")
+    without = environment_problems(config_of(tmp_path, kind="venv", path=str(venv)), {"PATH": "/nowhere"})
+    assert without == ["cluster.environment: packing needs the program zstd: install it, or set stage=false"]
+    assert tested.is_packed(EnvironmentConfig(kind="uv", path="/a", stage=False))
