@@ -47,7 +47,7 @@ faults: install ## all faults that a run must survive, with a table of them at t
 	bash scripts/test_packages.sh
 	$(BIN)/python -m pytest -m 'faults or quick_fault' --timeout 1800
 
-test-slurm: install ## the Slurm tests with the Slurm of another release: SUITE=trixie, sid or noble; needs root
+test-slurm: install ## the Slurm tests with the Slurm of another release: SUITE=trixie or sid; needs root
 	bash scripts/slurm_suite.sh $(SUITE)
 
 fuzz: install ## random input of all kinds for MINUTES (60), with new seeds each time

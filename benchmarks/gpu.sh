@@ -13,7 +13,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 # Packages of hpcdist and of the tests that an image with PyTorch may lack; none of them requires torch.
-packages=(omegaconf submitit gymnasium jinja2 rich typer psutil nvidia-ml-py py-spy pytest pytest-timeout)
+packages=(omegaconf submitit gymnasium jinja2 rich typer psutil nvidia-ml-py py-spy pytest pytest-timeout
+  pytest-xdist)
 
 if [ "${1:-}" = --pack ]; then
   folder=${2:?--pack needs the folder for the packages}

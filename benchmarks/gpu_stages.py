@@ -55,8 +55,8 @@ def stall_command(device: str, folder: Path) -> list[str]:
 
 STAGES = (
     Stage(name="facts", purpose="GPU, driver and versions", limit_s=60, needs=("torch",), command=check("facts")),
-    Stage(name="tests", purpose="tests that need a GPU", limit_s=180, needs=("pytest", "pytest_timeout", *CORE, *TORCH),
-          command=check("tests")),
+    Stage(name="tests", purpose="tests that need a GPU", limit_s=180,
+          needs=("pytest", "pytest_timeout", "xdist", *CORE, *TORCH), command=check("tests")),
     Stage(name="step", purpose="ResNet-50, bf16, channels_last, compiled, over a bare loop", limit_s=420,
           needs=(*CORE, *TORCH), command=step_command("--rounds", "2")),
     Stage(name="stall", purpose="checkpoint stall with pinned buffers", limit_s=120, needs=(*CORE, "torch"),

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Run the Slurm tests with the Slurm of another release of Debian or Ubuntu, and the Python of this checkout's .venv:
+# Run the Slurm tests with the Slurm of another release of Debian, and the Python of this checkout's .venv:
 #
-#   slurm_suite.sh SUITE [COMMAND…]    SUITE is trixie, sid or noble; the command is `pytest tests/slurm` by default
+#   slurm_suite.sh SUITE [COMMAND…]    SUITE is trixie or sid; the command is `pytest tests/slurm` by default
 #
 # The packages of the release are in a folder of their own (1 GB, removed by `make clean`). The command runs in that
 # folder with its own mounts, network, processes and host name, so that nothing of this machine changes.
 set -euo pipefail
-suite=${1:?usage: slurm_suite.sh trixie|sid|noble [COMMAND…]}
+suite=${1:?usage: slurm_suite.sh trixie|sid [COMMAND…]}
 shift
+case $suite in trixie | sid) ;; *) echo "slurm_suite.sh: the suite is trixie or sid, got $suite" >&2 && exit 2 ;; esac
 cd "$(dirname "$0")/.."
 checkout=$PWD
 python=$checkout/.venv/bin/python
@@ -23,27 +24,18 @@ prefix=$("$python" -c 'import sys; print(sys.base_prefix)')
 [ "$prefix" != /usr ] || fail "$python belongs to this machine's /usr, which the release replaces: make .venv with" \
   "another Python, for example: make clean install PYTHON=\$(uv python find 3.11)"
 
-# Components and the script of debootstrap, which may be older than the release.
-case $suite in
-noble)
-  keyring=/usr/share/keyrings/ubuntu-archive-keyring.gpg like=jammy components=main,universe
-  [ -e $keyring ] || fail "$keyring not found: apt-get install ubuntu-keyring"
-  mirror= # the default of debootstrap
-  ;;
-*)
-  keyring=/usr/share/keyrings/debian-archive-keyring.gpg like=sid components=main
-  # shellcheck disable=SC2016 # apt replaces the words
-  mirror=$(apt-get indextargets --format '$(REPO_URI) $(LABEL)' 'Created-By: Packages' | sed -n 's/ Debian$//p' | head -1)
-  ;;
-esac
+keyring=/usr/share/keyrings/debian-archive-keyring.gpg
+[ -e $keyring ] || fail "$keyring not found: apt-get install debian-archive-keyring"
+# The mirror of this machine; without one, the default of debootstrap.
+# shellcheck disable=SC2016 # apt replaces the words
+mirror=$(apt-get indextargets --format '$(REPO_URI) $(LABEL)' 'Created-By: Packages' | sed -n 's/ Debian$//p' | head -1)
 
 make_root() {
   local new=$root.new packages
   packages=$("$python" -c 'from hpcdist.devcluster.argv import PACKAGES; print(*PACKAGES)')
   mkdir -p "${root%/*}"
   rm -rf --one-file-system "$new"
-  unshare --mount debootstrap --variant=minbase --keyring=$keyring --components=$components --include=ca-certificates \
-    "$suite" "$new" "$mirror" "/usr/share/debootstrap/scripts/$like"
+  unshare --mount debootstrap --variant=minbase --keyring=$keyring --include=ca-certificates "$suite" "$new" "$mirror"
   printf '#!/bin/sh\nexit 101\n' >"$new/usr/sbin/policy-rc.d"
   chmod 755 "$new/usr/sbin/policy-rc.d"
   # A mirror may keep an older state of sid.

@@ -129,7 +129,7 @@ def convert(
         option(
             "--to",
             "FORMAT",
-            "sqsh (enroot, pyxis), sif (apptainer) or dir (charliecloud).",
+            "sqsh (enroot, pyxis), sif (apptainer) or dir (charliecloud, enroot).",
             completion.one_of("sqsh", "sif", "dir"),
         ),
     ] = "",

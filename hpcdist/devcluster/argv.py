@@ -11,7 +11,7 @@ PACKAGES = (
     *("slurmctld", "slurmd", "slurmdbd", "slurm-client", "slurm-wlm-basic-plugins", "slurm-wlm-mysql-plugin"),
     *("munge", "mariadb-server", "iproute2"),
 )
-"""Debian's and Ubuntu's packages. The plugins are only recommended by the packages of Slurm 24.11 and later."""
+"""Debian's packages. The packages of Slurm 24.11 and later only recommend the plugins."""
 SERVICES = ("munge", "mariadb", "slurmctld", "slurmd", "slurmdbd")
 COMMANDS = (
     *("slurmctld", "slurmd", "slurmdbd", "scontrol", "sinfo", "srun", "sacctmgr", "munged", "munge"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from slurm_cluster import DevCluster
 
-from hpcdist.devcluster import argv, cluster, host, nodes, processes, render
+from hpcdist.devcluster import argv, cgroups, cluster, host, nodes, processes, render
 from hpcdist.devcluster.settings import HOST, LINK
 
 NAMES = ["n1", "n2", "n3", "n4"]
@@ -243,8 +243,27 @@ def test_down_removes_everything_even_with_running_jobs(devcluster: DevCluster) 
         again = devcluster.hpcdist("devcluster", "down")
         assert again.returncode == 0, again.stderr
     finally:
-        cluster.up(devcluster.layout, {"num_nodes": 4}, env={})
+        devcluster.restart()
     assert sorted(devcluster.run("srun", "--nodes=4", "hostname").split()) == NAMES
+
+
+def test_cluster_that_tracks_processes_by_cgroups(devcluster: DevCluster) -> None:
+    if not cgroups.are_usable():
+        pytest.skip("root cannot create cgroups of version 1 on this machine")
+    layout = devcluster.layout
+    cluster.down(layout)
+    try:
+        cluster.up(layout, {"num_nodes": 1}, env={})
+        assert "proctrack/cgroup" in devcluster.run("scontrol", "show", "config"), "the default"
+        own = cgroups.ROOT / cgroups.FREEZER / layout.cgroup_name.read_text()
+        devcluster.sbatch("sleep 600")
+        devcluster.wait_until(lambda: list(own.rglob("step_batch")), "the batch step has a cgroup")
+        cluster.down(layout)
+        assert not own.exists()
+        assert str(layout.state) not in Path("/proc/self/mounts").read_text()
+    finally:
+        cluster.down(layout)
+        devcluster.restart()
 
 
 def test_down_cleans_up_after_killed_daemons_and_an_interrupted_up(devcluster: DevCluster) -> None:
@@ -266,5 +285,5 @@ def test_down_cleans_up_after_killed_daemons_and_an_interrupted_up(devcluster: D
         cluster.down(layout)
         assert left_behind(devcluster) == []
     finally:
-        cluster.up(layout, {"num_nodes": 4}, env={})
+        devcluster.restart()
     assert devcluster.run("srun", "--nodes=1", "hostname") == "n1\n"

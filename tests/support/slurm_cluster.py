@@ -23,7 +23,7 @@ REQUIRE = "HPCDIST_REQUIRE_SLURM"
 """If set to 1, tests that need a dev cluster fail instead of being skipped on machines that cannot start one."""
 
 PROCTRACK = "HPCDIST_PROCTRACK"
-"""How the dev cluster signals processes, `cgroup` or `linuxproc`; the default is that of `hpcdist devcluster up`."""
+"""How the dev cluster of the tests signals processes: `linuxproc`, the default, or `cgroup`."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,11 @@ class DevCluster:
             self.run("scancel", *jobs)
         self.wait_until(lambda: not self.run("squeue", "--noheader"), "the queue is empty")
 
+    def restart(self) -> None:
+        """Start the cluster again after `cluster.down`."""
+        changes = {"num_nodes": self.settings.num_nodes, "proctrack": self.settings.proctrack}
+        cluster.up(self.layout, changes, env={})
+
     def restore_nodes(self) -> None:
         """Cancel all jobs, start the nodes that are down, and wait until all nodes are idle."""
         self.cancel_all()
@@ -113,8 +118,8 @@ def dev_cluster(num_nodes: int) -> Iterator[DevCluster]:
         pytest.skip(reason)
     cluster.down(layout)  # remains of a killed test session
     before = host.HOSTS.read_text()
-    changes = {"num_nodes": num_nodes} | ({"proctrack": os.environ[PROCTRACK]} if PROCTRACK in os.environ else {})
     try:
+        changes = {"num_nodes": num_nodes, "proctrack": os.environ.get(PROCTRACK, "linuxproc")}
         yield DevCluster(layout, cluster.up(layout, changes, env={}), before)
     finally:
         cluster.down(layout)

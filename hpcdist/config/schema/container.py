@@ -19,7 +19,7 @@ class ContainerConfig:
     runtime: Literal["none", "docker", "podman", "apptainer", "charliecloud", "enroot", "pyxis"] = "none"
     """Container runtime on the nodes; `none` starts ranks without a container."""
     image: str = ""
-    """An image name (docker, podman), a `.sif` file, a folder (charliecloud), or a `.sqsh` file (enroot, pyxis)."""
+    """Name (docker, podman), `.sif` (apptainer), `.sqsh` (enroot, pyxis), folder (charliecloud, apptainer, enroot)."""
     mounts: list[str] = field(default_factory=list)
     """`SOURCE`, `SOURCE:TARGET` or `SOURCE:TARGET:ro`, in addition to the run folder, the code and `data.root`."""
     env: list[str] = field(default_factory=list)

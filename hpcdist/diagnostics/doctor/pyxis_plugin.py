@@ -23,7 +23,9 @@ def pyxis_version(settings: str) -> str:
     """
     found = dict(_SETTING.findall(settings))
     with suppress(OSError):
-        for plugin in _plugins(Path(found.get("SLURM_CONF", "")).with_name("plugstack.conf"), _MAX_DEPTH):
+        for plugin in _plugins(
+            Path(found.get("SLURM_CONF", "/etc/slurm/slurm.conf")).with_name("plugstack.conf"), _MAX_DEPTH
+        ):
             if match := _VERSION.search((Path(found.get("PluginDir", "/")) / plugin).read_bytes()):
                 return match[1].decode()
     return ""
