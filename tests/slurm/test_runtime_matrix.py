@@ -1,7 +1,7 @@
 """The matrix runtime x fault: every container runtime for real, on two nodes with two ranks each.
 
 Each cell compares the run with an undisturbed one without a container, bit by bit, and checks that nothing outlives the
-job. `make faults` prints the matrix. `make test` runs one cell of each runtime that `test_slurm_containers.py` lacks.
+job. `make faults` prints the matrix. `make test` runs the cells in `QUICK`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from small_image import mismatch
 from hpcdist.devcluster import cluster
 
 #: Runtimes with a cell in `make test`.
-QUICK = ("docker", "apptainer-sif", "enroot-sqsh")
+QUICK = ("docker", "apptainer-sif")
 every_runtime = pytest.mark.parametrize("runtime", CASES, indirect=True, scope="module")
 
 
