@@ -160,4 +160,4 @@ PARTS: dict[str, Callable[[str, Path], bool]] = {
 
 if __name__ == "__main__":
     _, part, wanted, results = sys.argv
-    sys.exit(0 if PARTS[part](wanted, Path(results)) else 1)
+    sys.exit(0 if PARTS[part](wanted, Path(results).absolute()) else 1)

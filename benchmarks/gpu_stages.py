@@ -32,7 +32,7 @@ def check(part: str) -> Callable[[str, Path], list[str]]:
 
 def probe(part: str) -> Callable[[str, Path], list[str]]:
     """Return the command of a part of `gpu_probes.py`."""
-    return lambda device, folder: [str(HERE / "gpu_probes.py"), part, device, str(folder)]
+    return lambda device, folder: [str(HERE / "gpu_probes.py"), part, device]
 
 
 def step_command(*options: str) -> Callable[[str, Path], list[str]]:
