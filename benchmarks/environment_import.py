@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--latency-ms", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--folder", type=Path, help="an existing folder for temporary files")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+    with tempfile.TemporaryDirectory(dir=arguments.folder and arguments.folder.resolve()) as name:
         rows = measure(Path(name), arguments.latency_ms, arguments.rounds)
     size = rows.pop("size")
     print(f"archive of {size['archive_mb']:.0f} MB; medians of {arguments.rounds} rounds\n")

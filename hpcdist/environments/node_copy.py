@@ -33,6 +33,10 @@ from hpcdist.environments.listing import first_difference, write_listing
 REQUIRED = ("numpy", "psutil", "torch")
 _MARK = "hpcdist-environment "
 _CHUNK = 4 << 20
+#: Errors of a local folder that a retry does not solve.
+_UNFIT_DISK = (
+    errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST,
+)  # fmt: skip
 _CODE = f"""
 import importlib.util, json, sys
 facts = {{"python": "%d.%d.%d" % sys.version_info[:3]}}
@@ -81,8 +85,9 @@ def main(argv: Sequence[str]) -> None:
     except CopyError as error:
         answer |= {"error": str(error), "may_pass": error.may_pass}
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        answer |= {"error": str(error), "may_pass": not full}
+        unfit = error.errno in _UNFIT_DISK
+        fix = ": set cluster.environment.local_dir to a local disk with enough space" if unfit else ""
+        answer |= {"error": f"{error.strerror}: {error.filename}{fix}", "may_pass": not unfit}
     answer["seconds"] = round(time.monotonic() - began, 2)
     print(f"{_MARK}{json.dumps(answer)}", flush=True)
 

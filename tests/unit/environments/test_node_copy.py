@@ -223,7 +223,7 @@ def test_python_that_does_not_start_is_reported(prepared: Prepared, tmp_path: Pa
 
 
 def test_answer_of_a_node(
-    prepared: Prepared, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
     monkeypatch.setattr(node_copy.signal, "signal", lambda *_: None)
@@ -236,7 +236,14 @@ def test_answer_of_a_node(
     assert not parse_answers(second)["n7"]["copied"]
     node_copy.main([replace(request, key="other", archive="/no/archive.tar.zst").text()])
     answer = parse_answers(capsys.readouterr().out)["n7"]
-    assert (answer["error"], answer["may_pass"]) == ("[Errno 2] No such file or directory: '/no/archive.tar.zst'", True)
+    assert (answer["error"], answer["may_pass"]) == ("No such file or directory: /no/archive.tar.zst", True)
+    (tmp_path / "file").write_text("")
+    node_copy.main([replace(request, folder=str(tmp_path / "file" / "own")).text()])
+    answer = parse_answers(capsys.readouterr().out)["n7"]
+    assert answer["error"].endswith(
+        f"{tmp_path}/file: set cluster.environment.local_dir to a local disk with enough space"
+    )
+    assert not answer["may_pass"]
 
 
 # --- archives
