@@ -18,9 +18,7 @@ def test_requeued_job_resumes_at_the_last_step(scene: FaultScene) -> None:
     scene.release()
     assert scene.wait_queued() == "stopped with everything saved (SIGTERM to the supervisor)"
     assert HOLD_STEP <= scene.runs.checkpoint_steps(scene.name)[-1] < LAST_STEP, "stopped in the middle"
-    # At once: the supervisor has waited until slurmd accepts the job again.
-    scene.cluster.wait_job_state(scene.job, "PENDING")
-    scene.cluster.run("scontrol", "update", f"JobId={scene.job}", "StartTime=now")
+    scene.start_now()
     scene.assert_recovered(max_lost_steps=0)
     assert (scene.num_starts(), scene.cell.attempts, scene.cell.restarts) == (2, 2, 0)
 
