@@ -131,12 +131,13 @@ class AsyncSaver(BackgroundWriter):
         metrics: Mapping[str, float] | None = None,
         collect_shards: CollectShards | None = None,
         block: bool = False,
+        on_written: Callable[[], None] = lambda: None,
     ) -> None:
         """Copy the state to host memory and write it in the background; later changes of the state are not saved.
 
         Waits for the previous save first. If the step is saved already, the call only adds the metrics. With `block`
-        it returns only after the checkpoint is on disk. The other arguments are the fields of `Snapshot`; `step` must
-        not be less than the step of the newest checkpoint.
+        it returns only after the checkpoint is on disk. `on_written` is called once it is on disk. The other arguments
+        are the fields of `Snapshot`; `step` must not be less than the step of the newest checkpoint.
 
         Raises CheckpointError if the previous save has failed, for a step older than the newest checkpoint, for a value
         that a checkpoint cannot contain, and with `block` if this save fails.
@@ -155,12 +156,14 @@ class AsyncSaver(BackgroundWriter):
         if step == newest:
             # For example a save at the last step of an epoch, followed by the epoch's evaluation.
             self._store.annotate(step, metrics or {})
+            on_written()
             return
         numbers = {k: float(v) for k, v in (metrics or {}).items()}
 
         def write(host: dict[str, Any]) -> None:
             snapshot = Snapshot(step=step, metrics=numbers, collect_shards=collect_shards, **host)
             self._store.write(snapshot, before_publish=self._before_publish)
+            on_written()
             self._store.prune()
 
         self.submit({"model": model, "trainer": trainer, "rank_states": rank_states}, write)

@@ -15,6 +15,7 @@ from hpcdist import __version__
 from hpcdist.cli import (
     bench,
     config,
+    control,
     cost,
     devcluster,
     diagnose,
@@ -46,7 +47,7 @@ app = typer.Typer(
 #: Panel of the help → modules with its commands.
 PANELS: dict[str, tuple[Any, ...]] = {
     "Start runs": (run, submit, resume, config),
-    "Watch runs": (runs,),
+    "Watch runs": (runs, control),
     "Review": (review, run_comparison, rerun, cost, model_export, server),
     "Diagnose": (diagnose, bench),
     "Images": (image,),

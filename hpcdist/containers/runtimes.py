@@ -29,6 +29,7 @@ _HOST = (
 INFINIBAND = Path("/dev/infiniband")
 #: Runtimes with containers that inherit the environment of the process that starts them.
 _INHERITING = ("apptainer", "charliecloud", "pyxis")
+_PYXIS_MOUNTS = "--container-mounts="
 #: Job name of the Slurm steps that inspect or remove containers.
 CONTAINERS_STEP = "hpcdist-containers"
 #: enroot's login shell reads /etc/profile, which resets PATH in Debian's images and so hides the image's own Python.
@@ -134,13 +135,16 @@ def enroot(spec: ContainerSpec) -> list[str]:
 
 def pyxis(spec: ContainerSpec) -> list[str]:
     """Return srun's flags: pyxis is a plugin of Slurm."""
+    # srun keeps only the last of several lists of mounts.
+    more = [text.removeprefix(_PYXIS_MOUNTS) for text in spec.extra_args if text.startswith(_PYXIS_MOUNTS)]
+    mounts = [*(mount.text() for mount in spec.mounts), *more]
     return [
         f"--container-image={spec.image}",
         # srun refuses an empty list of mounts.
-        *([f"--container-mounts={','.join(mount.text() for mount in spec.mounts)}"] if spec.mounts else []),
+        *([f"{_PYXIS_MOUNTS}{','.join(mounts)}"] if mounts else []),
         f"--container-workdir={spec.workdir}",
         "--no-container-entrypoint", "--no-container-mount-home", "--no-container-remap-root",
-        *spec.extra_args,
+        *(text for text in spec.extra_args if not text.startswith(_PYXIS_MOUNTS)),
     ]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,8 +105,9 @@ class RankCheckpoints:
         local: Mapping[str, Any] | None,
         metrics: Mapping[str, float] | None,
         shard: Shard | None,
+        on_written: Callable[[], None],
     ) -> None:
-        """Save a checkpoint; see `Context.save`."""
+        """Save a checkpoint; see `Context.save`. `on_written` is called on rank 0 once it is on disk."""
         is_owner = shard is not None and not shard.is_empty
         rank_state = {"rng": rng_state(self._device), "local": local and _to_cpu(local)}
         gathered = self._groups.gather((rank_state, is_owner))
@@ -123,6 +124,7 @@ class RankCheckpoints:
                 rank_states=[state for state, _ in gathered],
                 metrics=dict(metrics or {}),
                 collect_shards=(lambda into: self._shards.collect(step, owners, staging, into)) if owners else None,
+                on_written=on_written,
             )
 
     def _before_publish(self) -> None:

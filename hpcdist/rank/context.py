@@ -18,6 +18,7 @@ from hpcdist.checkpoint.shards import Shard
 from hpcdist.config.schema import Config
 from hpcdist.errors import CheckpointError
 from hpcdist.rank.checkpointing import RankCheckpoints, Restored
+from hpcdist.rank.live_commands import LiveCommands
 from hpcdist.rank.network.process_group import Groups
 from hpcdist.rank.rank_info import RankInfo
 from hpcdist.rank.seeding import seed_everything
@@ -92,6 +93,7 @@ class Context(RankInfo):
         self.end_reason = ""
         self.groups = groups
         self._stop = stop
+        self._commands = LiveCommands(run, attempt, topology.rank, stop, device)
         self._journal = journal
         self._heartbeat = heartbeat
         self._notes = TrainingNotes(attempt, is_main=self.is_main)
@@ -127,6 +129,10 @@ class Context(RankInfo):
         self.timer.step_done(step, agreement_s=time.perf_counter() - asked)
         if times := self._times.due(step):
             self._journal.log(times, step)
+        if self._commands.profile_is_due:
+            with self.timer.account.phase("idle"):
+                self._commands.step_done(step)
+            self.timer.exclude_step()
         return stop
 
     @property
@@ -138,6 +144,11 @@ class Context(RankInfo):
     def stop_signalled(self) -> bool:
         """Whether this rank alone has received a stop signal. Use `should_stop` for the decision of all ranks."""
         return self._stop.flag.is_set
+
+    @property
+    def save_requested(self) -> bool:
+        """Whether `hpcdist save` has requested a save that has not begun; equal on all ranks that count steps."""
+        return self._commands.save_is_due
 
     def request_stop(self) -> None:
         """Request a stop of all ranks, as a stop signal to this rank does; `should_stop` then returns True."""
@@ -287,9 +298,11 @@ class Context(RankInfo):
     # --- checkpoints
 
     def should_save(self, step: int) -> bool:
-        """Return whether to save now: every `checkpoint.every_steps` steps, and when the ranks have agreed to stop."""
+        """Return whether to save now: every `checkpoint.every_steps` steps, before a stop, and after `hpcdist save`."""
         every = self.config.checkpoint.every_steps
         is_regular = every is not None and step % every == 0
+        if self._commands.save_is_due:
+            return True
         return self._checkpoints.saved_step != step and (self._stop.agreed or is_regular)
 
     def save(
@@ -321,7 +334,15 @@ class Context(RankInfo):
         Raises CheckpointError if the save cannot start, or if an earlier one has failed.
         """
         with self.timer.account.phase("checkpoint"):
-            self._checkpoints.save(step, model=model, trainer=trainer, local=local, metrics=metrics, shard=shard)
+            self._checkpoints.save(
+                step,
+                model=model,
+                trainer=trainer,
+                local=local,
+                metrics=metrics,
+                shard=shard,
+                on_written=self._commands.saving(step),
+            )
             if shard is not None:
                 self.barrier()  # a rank that continues may change another rank's shard (by RPC) before it is copied
         self.timer.skip()
@@ -344,6 +365,7 @@ class Context(RankInfo):
         Raises CheckpointError if a save has failed, or if the trainer stopped without saving its last step.
         """
         self.timer.close()
+        self._commands.close()
         with self.timer.account.phase("checkpoint"):
             self._stop.close()
             self._checkpoints.close()

@@ -27,14 +27,18 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.errors import TrainerError
+from hpcdist.rank.live_commands import CommandFiles, LiveCommands
 from hpcdist.rank.stop_signals import STOP_SIGNALS, StopFlag
 from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.tracking import rank_records
 from hpcdist.tracking.rank_records import RankRecords
 
 if TYPE_CHECKING:
+    import torch
+
     from hpcdist.rank.context import Context
     from hpcdist.rank.stop_agreement import StopAgreement
 
@@ -93,14 +97,21 @@ class RunningScript:
     """The script of this rank: its heartbeat, and the agreement of the ranks on a stop."""
 
     def __init__(
-        self, attempt: Attempt, topology: Topology, hang_timeout_s: float, pause_at_step: int | None = None
+        self,
+        run: RunDir,
+        attempt: Attempt,
+        topology: Topology,
+        hang_timeout_s: float,
+        pause_at_step: int | None = None,
     ) -> None:
+        self._run = run
         self._attempt = attempt
         self._pause_at_step = pause_at_step
         self._topology = topology
         self._hang_timeout_s = hang_timeout_s
         self._heartbeat: Heartbeat | None = None
         self._stop: StopAgreement | None = None
+        self._commands: LiveCommands | None = None
         self._group: Any = None
         self._flag = StopFlag()
 
@@ -128,7 +139,10 @@ class RunningScript:
             return True
         from hpcdist.rank.stop_agreement import stops_after  # which imports torch
 
-        return stops_after(step, self._agreement(), self._pause_at_step, self._attempt)
+        stop = stops_after(step, self._agreement(), self._pause_at_step, self._attempt)
+        if self._commands is not None and self._commands.profile_is_due:
+            self._commands.step_done(step)
+        return stop
 
     def _beating(self) -> Heartbeat:
         # Begun at the first step: a script that reports none is watched by its output alone.
@@ -143,7 +157,14 @@ class RunningScript:
         group = self._default_group()
         if self._stop is None:
             _install(self._flag)
-            self._stop = StopAgreement(None, self._flag, self._attempt.request, watch_request=self._topology.rank == 0)
+            self._stop = StopAgreement(
+                None,
+                self._flag,
+                self._attempt.request,
+                watch_request=self._topology.rank == 0,
+                commands=CommandFiles(self._attempt) if self._topology.rank == 0 else None,
+            )
+            self._commands = LiveCommands(self._run, self._attempt, self._topology.rank, self._stop, _device())
             self._stop.agree_in(self._control_group())
         elif group is not self._group:
             self._stop.agree_in(self._control_group())  # the script has initialised its process group again
@@ -176,9 +197,18 @@ class RunningScript:
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self._hang_timeout_s + 60))
 
     def close(self) -> None:
-        """Write the last heartbeat."""
+        """End a profile in progress, and write the last heartbeat."""
+        if self._commands is not None:
+            self._commands.close()
         if self._heartbeat is not None:
             self._heartbeat.close()
+
+
+def _device() -> torch.device:
+    """Return the kind of device that the script uses."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
 
 
 def _install(flag: StopFlag) -> None:
@@ -212,7 +242,7 @@ def entered(
 ) -> Iterator[RunningScript]:
     """Make this process the script of a rank while the block runs; the worker calls it."""
     global _script
-    _script = RunningScript(attempt, topology, hang_timeout_s, pause_at_step)
+    _script = RunningScript(records.run, attempt, topology, hang_timeout_s, pause_at_step)
     records.on_metrics = _script.note
     try:
         yield _script

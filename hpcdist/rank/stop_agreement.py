@@ -1,4 +1,4 @@
-"""Agreement of all ranks on the step at which they save and stop.
+"""Agreement of all ranks on the step at which they save and stop, or obey another command.
 
 A rank must not save alone, because others may be one step ahead or behind.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from hpcdist.rank.live_commands import CommandFiles
 from hpcdist.rank.stop_signals import StopFlag
 from hpcdist.run.attempt import Attempt
 
@@ -24,9 +25,9 @@ REQUEST_INTERVAL_S = 1.0
 class StopAgreement:
     """Gives all ranks the same answer to `should_stop` at the same step boundary.
 
-    A round is one all-reduce of two floats on a CPU group. It starts at one boundary and its result is read at the
+    A round is one all-reduce of four floats on a CPU group. It starts at one boundary and its result is read at the
     next, so that it overlaps with the step. It also carries the step's duration, from which all ranks derive the same
-    number of boundaries to skip until the next round.
+    number of boundaries to skip until the next round, and the numbers of the newest commands.
 
     Args:
         group: a gloo group of all ranks, on which all ranks start collectives in the same order; None if the world size
@@ -34,21 +35,39 @@ class StopAgreement:
         flag: the signal flag of this rank.
         request: file whose existence requests a stop.
         watch_request: whether this rank checks for the file, at most once a second; one rank is sufficient.
+        commands: the command files, for the rank that checks for the request; None for others.
+
+    Attributes:
+        agreed: whether the ranks stop.
+        newest_save: number of the newest command `save` that all ranks know; 0 before the first one.
+        newest_profile: number of the newest command `profile` that all ranks know.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, flag: StopFlag, request: Path, *, watch_request: bool) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        flag: StopFlag,
+        request: Path,
+        *,
+        watch_request: bool,
+        commands: CommandFiles | None = None,
+    ) -> None:
         self._group = group
         self.flag = flag
         self._request = request
         self.watches_request = watch_request
+        self._commands = commands
         self._next_check = 0.0
         self._is_unreachable = False
-        self._message = torch.zeros(2)
+        self._message = torch.zeros(4)
+        #: Numbers of the newest commands that this rank has found, by action.
+        self._found = {"save": 0, "profile": 0}
         self._work: dist.Work | None = None
         self._skip = 0
         self._boundaries = 0
         self._round_began = time.monotonic()
         self.agreed = False
+        self.newest_save = self.newest_profile = 0
 
     def agree_in(self, group: dist.ProcessGroup | None) -> None:
         """Use another group from the next boundary on; None if this rank decides alone."""
@@ -66,8 +85,9 @@ class StopAgreement:
         if self._work is not None:
             self._work.wait()
             self._work = None
-            wanted, step_s = self._message.tolist()
+            wanted, step_s, save, profile = self._message.tolist()
             self.agreed = wanted > 0
+            self.newest_save, self.newest_profile = int(save), int(profile)
             self._skip_for(step_s)
         elif self._skip > 0:
             self._skip -= 1
@@ -82,9 +102,10 @@ class StopAgreement:
         wanted = self._wanted(now)
         if self._group is None:
             self.agreed = wanted
+            self.newest_save, self.newest_profile = self._found["save"], self._found["profile"]
             self._skip_for(step_s)
             return
-        self._message[0], self._message[1] = float(wanted), step_s
+        self._message = torch.tensor([float(wanted), step_s, self._found["save"], self._found["profile"]])
         self._work = dist.all_reduce(self._message, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def _skip_for(self, step_s: float) -> None:
@@ -98,6 +119,9 @@ class StopAgreement:
         self._next_check = now + REQUEST_INTERVAL_S
         try:
             found = self._request.exists()
+            # One command a second, so that each number is part of a round.
+            if self._commands is not None and (command := self._commands.poll()) is not None:
+                self._found[command[1].action] = command[0]
         except OSError as error:
             if not self._is_unreachable:
                 log.warning("%s: %s; the next check for a stop request is in a second", self._request, error.strerror)

@@ -128,6 +128,7 @@ def _train(
     from hpcdist.machine.energy import EnergyMeter
     from hpcdist.rank.context import Context
     from hpcdist.rank.device import gpu_uuid, place
+    from hpcdist.rank.live_commands import CommandFiles
     from hpcdist.rank.seeding import seed_everything
     from hpcdist.rank.stop_agreement import StopAgreement
     from hpcdist.rank.telemetry.heartbeat import Heartbeat
@@ -160,7 +161,13 @@ def _train(
             topology=topology,
             device=device,
             groups=groups,
-            stop=StopAgreement(groups.control, stop_flag, attempt.request, watch_request=topology.rank == 0),
+            stop=StopAgreement(
+                groups.control,
+                stop_flag,
+                attempt.request,
+                watch_request=topology.rank == 0,
+                commands=CommandFiles(attempt) if topology.rank == 0 else None,
+            ),
             journal=journal,
             heartbeat=heartbeat,
         )

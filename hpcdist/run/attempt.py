@@ -92,6 +92,14 @@ class Attempt:
         """The last collectives of a rank (`rank/telemetry/flight_recorder.py`), written on request."""
         return self.path / f"rank-{rank:05d}.flight.json"
 
+    def command(self, number: int) -> Path:
+        """A command to the ranks that does not end the attempt (`run/live_command.py`)."""
+        return self.path / f"command-{number:03d}.json"
+
+    def command_result(self, number: int, rank: int) -> Path:
+        """What a rank has done on a command."""
+        return self.path / f"command-{number:03d}.rank-{rank:05d}.json"
+
     def node_stacks(self, node: str) -> Path:
         """Snapshots of the ranks on one node, for the supervisor (`supervisor/hang`)."""
         return self.path / f"node-{node}.stacks.json"

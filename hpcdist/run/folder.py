@@ -24,6 +24,7 @@
         attempts/001/                            one per start of the ranks, see run/attempt.py
             key                                  secret of the attempt; readable by the owner alone
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
+            command-001.json  command-001.rank-00000.json   a command to save or profile, and what a rank has done
             times.json                           begin and end with its cause, resources of the ranks
             training.json                        first step, datasets and model size
             phases.jsonl                         phases of rank 0: start, evaluations, saves

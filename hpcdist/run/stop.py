@@ -23,8 +23,11 @@ SUPERVISOR_WITHIN_S = 30.0
 POLL_S = 0.5
 
 
-def end(run: RunDir, action: Literal["stop", "cancel"]) -> str:
+def end(run: RunDir, action: Literal["stop", "cancel"], *, by: str = "") -> str:
     """Request that a run saves and stops, or ends at once; take a waiting job out of the queue.
+
+    Args:
+        by: the author of the request, for messages; by default the command of this user.
 
     Returns:
         A message for the user.
@@ -32,18 +35,18 @@ def end(run: RunDir, action: Literal["stop", "cancel"]) -> str:
     Raises:
         UserMistake: the run is not running, or neither its supervisor nor Slurm can be reached.
     """
+    author = by or f"`hpcdist {action}` by {user_name()}"
     snapshot = query_job(run)
     if snapshot is not None and (holder(run) is None or (snapshot.info is not None and snapshot.info.waiting)):
-        if (done := _dequeue(run, action, snapshot)) is not None:
+        if (done := _dequeue(run, action, snapshot, author)) is not None:
             return done
         _wait_for_supervisor(run)
-    by = user_name()
     state = run.read_state()
     if holder(run) is None or state.attempt == 0:
         raise UserMistake(
             f"run {run.name} is not running: it has no supervisor, and its last state is {state.status!r}"
         )
-    run.send_request(action, by=by, reason=f"`hpcdist {action}` by {by}")
+    run.send_request(action, by=by or user_name(), reason=author)
     if action == "stop":
         return f"{run.name} will save and stop; `hpcdist status {run.name}` shows its progress"
     return f"{run.name} will end at once"
@@ -82,7 +85,7 @@ def end_sweep(sweep: SweepDir, action: Literal["stop", "cancel"]) -> list[str]:
     return messages
 
 
-def _dequeue(run: RunDir, action: Literal["stop", "cancel"], snapshot: JobSnapshot) -> str | None:
+def _dequeue(run: RunDir, action: Literal["stop", "cancel"], snapshot: JobSnapshot, author: str) -> str | None:
     """Take a waiting job out of the queue; None if the job runs, or starts during this call."""
     job = job_of(run)
     assert job is not None
@@ -101,7 +104,7 @@ def _dequeue(run: RunDir, action: Literal["stop", "cancel"], snapshot: JobSnapsh
     if after is None or not after.is_over:
         return None
     ended: Status = "stopped" if action == "stop" else "cancelled"
-    reason = f"{ended} in the queue (`hpcdist {action}` by {user_name()})"
+    reason = f"{ended} in the queue ({author})"
     # The lease of a dead job is void.
     with hold(run, job_id=(read_json(run.lease) or {}).get("job_id")):
         run.write_state(replace(run.read_state(), status=ended, reason=reason, ended=time.time()))

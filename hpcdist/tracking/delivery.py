@@ -17,6 +17,7 @@ from hpcdist.tracking.batches import Batches
 from hpcdist.tracking.best_version import move_best
 from hpcdist.tracking.changed_names import ChangedNames
 from hpcdist.tracking.checkpoint_models import CheckpointModels
+from hpcdist.tracking.command_tag import CommandTag
 from hpcdist.tracking.ledger_metrics import LedgerMetrics
 from hpcdist.tracking.logged_model import log_model, register
 from hpcdist.tracking.mlflow_run import MlflowRun
@@ -57,6 +58,7 @@ class Delivery:
         self._report = ReportWriter(run)
         self._page = RunPage(run)
         self._ledger = LedgerMetrics(run)
+        self._command = CommandTag(run, lambda: self.progress.save(self._saved))
         self._checkpoints_shipped = -math.inf
         self._logs_shipped = 0.0
         #: Time of the next search for artifacts of the trainer.
@@ -96,12 +98,12 @@ class Delivery:
         self.open_run()
         self._follow_config()
         state = state or self.run.read_state()
+        failure = self._obey_commands(state)
         num_points = self.ship_records(state)
         self._ship_page(state)
         self._ship_tags(state)
         self._ship_views(state)
         self._ledger.ship(state, self.open_run())
-        failure = None
         try:
             self._ship_events()
             self._ship_artifacts(state)
@@ -117,6 +119,14 @@ class Delivery:
             self.progress.complete = mark
             self.progress.save(self._saved)
         return num_points
+
+    def _obey_commands(self, state: State) -> TrackingError | None:
+        """Obey the commands that were set as a tag. Returns the error, if any, which does not stop the upload."""
+        try:
+            self._command.update(self.open_run(), self.config, state, self.progress)
+        except TrackingError as error:
+            return error
+        return None
 
     def _follow_config(self) -> None:
         """Log the keys that a resume has changed, once they are in the config of the run."""

@@ -169,6 +169,20 @@ class MlflowRun:
             for start in range(0, len(pairs), _MAX_TAGS):
                 self.client.log_batch(self.run_id, tags=pairs[start : start + _MAX_TAGS], synchronous=True)
 
+    def tag(self, key: str) -> str:
+        """Return the value of a tag in MLflow; empty if the run does not have it."""
+        with translated(self.uri):
+            return str(self.client.get_run(self.run_id).data.tags.get(key, ""))
+
+    def delete_tag(self, key: str) -> None:
+        """Delete a tag of the run, if it has it."""
+        with translated(self.uri):
+            try:
+                self.client.delete_tag(self.run_id, key)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+
     def set_status(self, status: str, ended_ms: int | None) -> None:
         """Set MLflow's status; FINISHED, FAILED and KILLED come with an end time."""
         with translated(self.uri):

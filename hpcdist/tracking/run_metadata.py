@@ -80,6 +80,8 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
     trainer = config.get("trainer") or {}
     # `code` is the path that the code was copied from; the commit is a key of its own.
     facts = {key: value for key, value in environment.items() if key != "code" and value is not None}
+    if "command" in facts:  # the tag `hpcdist.command` is for commands to the run, see `command_tag.py`
+        facts["command_line"] = facts.pop("command")
     if container := {key: value for key, value in (read_json(run.container) or {}).items() if value is not None}:
         facts |= {key: container.pop(key) for key in ("image", "image_digest") if key in container}
         facts["container"] = container

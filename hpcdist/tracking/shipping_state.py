@@ -51,6 +51,8 @@ class ShippingState:
     """Event file → bytes that are in MLflow (`rank_events.py`)."""
     checkpoints: dict[str, str] = field(default_factory=dict)
     """Checkpoint folder → fingerprint of the manifest that its logged model has completely."""
+    command: dict[str, str] = field(default_factory=dict)
+    """The command of the tag `hpcdist.command` that is not completely answered (`command_tag.py`)."""
     tags: dict[str, str] = field(default_factory=dict)
     page: dict[str, str] = field(default_factory=dict)
     """Hashes of `description` and `datasets`, the `primary_metric` and `lost_steps`, see `run_page.py`."""

@@ -51,6 +51,7 @@ def box(containers: Containers, tmp_path_factory: pytest.TempPathFactory) -> Ite
         builder.docker("build", "--network=host", f"--build-arg=BASE_IMAGE={BASE}", "--tag", POSTGRES, str(context))
         for target in ("default", "slim", "mlflow"):
             _build(builder, target, tmp_path_factory.mktemp("secrets"), containers.canary)
+        builder.docker("image", "prune", "--force")  # images of earlier sessions, without a name by now
     with docker_box(tmp_path_factory.mktemp("box"), "own") as found:
         yield found
 

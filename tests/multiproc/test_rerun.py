@@ -32,8 +32,8 @@ def test_a_rerun_of_some_steps_repeats_the_values_and_continues_as_the_original(
     assert runs.checkpoint_steps(name)[-1] == PAUSE_STEP
     tags = runs.tags(name)
     assert tags["hpcdist.rerun_of"] == original
-    assert f"**Repeats** | {control_run} (MLflow run {original})" in tags["mlflow.note.content"]
-    assert "**Values** | no value differs: " in tags["mlflow.note.content"]
+    assert f"**Repeats** &ensp;| {control_run} (MLflow run {original})" in tags["mlflow.note.content"]
+    assert "**Values** &ensp;| no value differs: " in tags["mlflow.note.content"]
 
     # The schedule is that of the whole run, so the paused one ends with the same weights.
     code, output = runs.command("resume", name, "stop.pause_at_step=null")

@@ -19,7 +19,7 @@ class ContainerConfig:
     runtime: Literal["none", "docker", "podman", "apptainer", "charliecloud", "enroot", "pyxis"] = "none"
     """Container runtime on the nodes; `none` starts ranks without a container."""
     image: str = ""
-    """Name (docker, podman), `.sif` (apptainer), `.sqsh` (enroot, pyxis) or folder (charliecloud, apptainer, enroot)."""
+    """Name (docker, podman), `.sif` (apptainer), `.sqsh` (enroot, pyxis), folder (charliecloud, apptainer, enroot)."""
     mounts: list[str] = field(default_factory=list)
     """`SOURCE`, `SOURCE:TARGET` or `SOURCE:TARGET:ro`, in addition to the run folder, the code and `data.root`."""
     env: list[str] = field(default_factory=list)

@@ -7,6 +7,8 @@ from typing import Literal
 
 from hpcdist.config.schema.checks import above, at_least, check, strings, variables
 
+COMMANDS = ("stop", "save", "profile")
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -39,6 +41,8 @@ class TrackingConfig:
     """Points of a metric that MLflow gets without gaps; of further ones it gets extremes. 0 sends all points."""
     drain_timeout_s: float = 60.0
     """Seconds that the end of a run waits for MLflow; `hpcdist sync` ships the rest later."""
+    commands: list[str] = field(default_factory=list)
+    """Commands to obey from the tag `hpcdist.command` in MLflow: stop, save, profile. Needs EDIT permission there."""
     tags: dict[str, str] = field(default_factory=dict)
     """Additional tags of the MLflow run."""
 
@@ -47,6 +51,11 @@ class TrackingConfig:
             at_least(self, 1, "log_every_steps")
             + at_least(self, 0, "system_interval_s", "charted_nodes", "exact_points", "drain_timeout_s")
             + strings(self, "tags")
+            + [
+                f"commands: {name!r} must be one of {', '.join(COMMANDS)}"
+                for name in self.commands
+                if name not in COMMANDS
+            ]
         )
 
 

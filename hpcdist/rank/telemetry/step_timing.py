@@ -197,6 +197,10 @@ class StepTimer:
         if self._began is not None and not self._is_computing:
             self._begin_step(self._now())
 
+    def exclude_step(self) -> None:
+        """Do not count the step that has begun, such as one of a profile, which makes it slower."""
+        self._began = None
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Count the time inside the block as evaluation, not as part of a step."""

@@ -190,8 +190,9 @@ def train_epoch(loop: RnnLoop) -> Iterator[None]:
     upcoming = loop.columns[position.step_in_epoch]  # the next batch to launch
     while left := position.remaining_steps_in_epoch:
         # No batch is in flight at a step after which a checkpoint is saved or an evaluation follows.
+        is_ending = loop.ctx.stop_agreed or loop.ctx.save_requested
         limit = min(max_in_flight, left, every - position.step % every if every else left)
-        while len(in_flight) < limit and not loop.ctx.stop_agreed:
+        while len(in_flight) < limit and not is_ending:
             in_flight.append(learner.launch(upcoming))
             upcoming = loop.columns[(position.step_in_epoch + len(in_flight)) % position.steps_per_epoch]
         flight = in_flight.popleft()

@@ -67,7 +67,7 @@ def bash(folder: Path) -> Complete:
 
 @pytest.mark.processes
 def test_bash_completes_commands_runs_configs_and_keys(bash: Complete) -> None:
-    assert bash("re") == ["resume"]
+    assert bash("resu") == ["resume"]
     assert bash("status", "") == ["sweep-a", "second", "first"]
     assert bash("status", "fi") == ["first"]
     assert bash("status", "digits/") == ["digits/second", "digits/first"]

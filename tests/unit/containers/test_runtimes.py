@@ -149,6 +149,13 @@ def test_pyxis_without_mounts_has_no_mounts_flag() -> None:
     assert not [word for word in command if word.startswith("--container-mounts")]
 
 
+def test_pyxis_gets_one_list_of_mounts() -> None:
+    """srun would keep only the last of two lists, so the run folder would be missing in the container."""
+    command = step(replace(SPEC, runtime="pyxis", extra_args=("--container-mounts=/opt:/opt",)))
+    lists = [word for word in command if word.startswith("--container-mounts")]
+    assert lists == ["--container-mounts=/shared:/shared,/scratch/imagenet:/data:ro,/opt:/opt"]
+
+
 def test_components_have_separate_containers_with_their_gpus() -> None:
     """Each component opens its log by itself and has its own variables outside of the container."""
     config = Config(

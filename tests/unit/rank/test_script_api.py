@@ -132,7 +132,7 @@ def test_a_script_pauses_at_the_step_of_its_config(run: RunDir) -> None:
 
 
 def test_several_ranks_need_a_process_group(run: RunDir) -> None:
-    running = RunningScript(run.attempt(1), topology(2), 60.0)
+    running = RunningScript(run, run.attempt(1), topology(2), 60.0)
     try:
         with pytest.raises(TrainerError, match="2 ranks need a process group to agree on a stop"):
             running.should_stop(1, None)

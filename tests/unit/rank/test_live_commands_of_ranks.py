@@ -1,0 +1,182 @@
+"""The commands `save` and `profile` on one rank, with a real profiler."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpcdist.files.atomic import write_json
+from hpcdist.rank import live_commands, stop_agreement
+from hpcdist.rank.live_commands import CommandFiles, LiveCommands
+from hpcdist.rank.stop_agreement import StopAgreement
+from hpcdist.rank.stop_signals import StopFlag
+from hpcdist.run.command_sender import send_command
+from hpcdist.run.folder import RunDir
+from hpcdist.run.lease import hold
+from hpcdist.run.live_command import CommandResult, LiveCommand, read_result
+
+SAVE = LiveCommand(action="save")
+
+
+def profile(num_steps: int, *ranks: int) -> LiveCommand:
+    return LiveCommand(action="profile", num_steps=num_steps, ranks=list(ranks))
+
+
+class OneRank:
+    """Rank 0 of a running run with steps of one matrix product."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.attempt = run.attempts()[-1]
+        self.step = 0
+        self.restart()
+
+    def restart(self) -> None:
+        files = CommandFiles(self.attempt)
+        self.agreement = StopAgreement(None, StopFlag(), self.attempt.request, watch_request=True, commands=files)
+        self.commands = LiveCommands(self.run, self.attempt, 0, self.agreement, torch.device("cpu"))
+
+    def send(self, command: LiveCommand) -> int:
+        with hold(self.run):
+            return send_command(self.run, command)[1]
+
+    def train(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            torch.rand(8, 8) @ torch.rand(8, 8)
+            self.step += 1
+            assert not self.agreement.at_boundary()
+            if self.commands.profile_is_due:
+                self.commands.step_done(self.step)
+
+    def result(self, number: int) -> CommandResult | None:
+        return read_result(self.attempt, number, 0)
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OneRank:
+    monkeypatch.setattr(stop_agreement, "REQUEST_INTERVAL_S", 0.0)
+    monkeypatch.setattr(stop_agreement, "AGREEMENT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(live_commands, "READ_INTERVAL_S", 0.0)
+    run = RunDir.create(tmp_path / "runs" / "e" / "r")
+    run.config.write_text("trainer: {target: ddp, script: []}\n")
+    run.new_attempt()
+    run.write_state(replace(run.read_state(), status="running", attempt=1, world_size=2))
+    return OneRank(run)
+
+
+def trace_of(rank: OneRank, result: CommandResult) -> list[str]:
+    with gzip.open(rank.run.path / result.path) as file:
+        return [str(event.get("name")) for event in json.load(file)["traceEvents"]]
+
+
+def test_profile_records_the_steps_after_the_first_one(rank: OneRank) -> None:
+    rank.train(3)
+    assert rank.send(profile(2, 0)) == 1
+    rank.train(6)
+    result = rank.result(1)
+    assert result == CommandResult(
+        step=6, num_steps=2, path="artifacts/profiles/step-00000006/rank-00000.pt.trace.json.gz"
+    )
+    names = trace_of(rank, result)
+    assert [name for name in names if name.startswith("ProfilerStep#")] == ["ProfilerStep#1", "ProfilerStep#2"]
+    assert names.count("aten::mm") == 2
+    assert os.listdir(rank.run.artifacts / "profiles" / "step-00000006") == ["rank-00000.pt.trace.json.gz"]
+    assert not rank.commands.profile_is_due
+
+
+def test_profiles_follow_each_other_and_end_with_the_rank(rank: OneRank) -> None:
+    rank.send(profile(1, 0))
+    rank.send(profile(100, 0))
+    rank.send(profile(1, 0))
+    rank.train(8)
+    rank.commands.close()
+    first, second = rank.result(1), rank.result(2)
+    assert first is not None
+    assert second is not None
+    assert (first.num_steps, second.num_steps > 1) == (1, True)
+    assert second.step == first.step + 2
+    assert rank.result(3) == CommandResult(error="the ranks ended before the profile began")
+
+
+def test_only_chosen_ranks_are_profiled(rank: OneRank) -> None:
+    rank.send(profile(1, 1))
+    rank.train(4)
+    assert not rank.run.artifacts.exists()
+    assert not rank.commands.profile_is_due
+
+
+def test_profile_that_cannot_be_written_does_not_end_the_training(
+    rank: OneRank, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank.run.artifacts.write_text("a file instead of a folder")
+    rank.send(profile(1, 0))
+    rank.train(5)
+    assert rank.result(1) == CommandResult(error="Not a directory")
+    assert caplog.messages == ["the profile cannot be made: Not a directory"]
+    assert not rank.commands.profile_is_due
+
+
+def test_command_that_is_not_visible_on_a_node_yet_is_read_later(
+    rank: OneRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers: list[Any] = [None, OSError(errno.ESTALE, os.strerror(errno.ESTALE)), profile(1, 0)]
+
+    def read(*_: object, **__: object) -> LiveCommand | None:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    rank.send(profile(1, 0))
+    rank.agreement.newest_profile = 1
+    monkeypatch.setattr(live_commands, "read_command", read)
+    rank.agreement._commands = None
+    for step in range(3):
+        rank.commands.step_done(step)
+    assert rank.commands.profile_is_due
+    rank.commands.close()
+    assert "Stale file handle; trying again" in caplog.text
+
+
+def test_save_is_due_until_a_checkpoint_is_saved(rank: OneRank) -> None:
+    rank.train(1)
+    assert not rank.commands.save_is_due
+    rank.send(SAVE)
+    rank.send(SAVE)
+    rank.train(4)
+    assert rank.commands.save_is_due
+    written = rank.commands.saving(5)
+    assert not rank.commands.save_is_due
+    assert rank.result(1) is None
+    written()
+    expected = CommandResult(step=5, path="checkpoints/step-00000005")
+    assert [rank.result(number) for number in (1, 2)] == [expected, expected]
+    rank.commands.saving(6)()
+    assert not rank.attempt.command_result(3, 0).exists()
+
+
+def test_half_written_command_is_read_again(rank: OneRank) -> None:
+    rank.attempt.command(1).write_text('{"action": "sa')
+    rank.train(2)
+    assert not rank.commands.save_is_due
+    write_json(rank.attempt.command(1), {"action": "save"})
+    rank.train(2)
+    assert rank.commands.save_is_due
+
+
+def test_result_that_cannot_be_written_is_logged(rank: OneRank, caplog: pytest.LogCaptureFixture) -> None:
+    rank.send(SAVE)
+    rank.train(2)
+    rank.attempt.command_result(1, 0).mkdir()
+    with caplog.at_level(logging.WARNING):
+        rank.commands.saving(2)()
+    assert "command-001.rank-00000.json: Is a directory" in caplog.text
