@@ -15,7 +15,10 @@ from slurm_runs import NUM_RANKS, SlurmRuns
 from hpcdist.environments.rank_environment import user_folder
 from hpcdist.files.atomic import read_json
 
-pytestmark = pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd"),
+]
 
 
 @pytest.fixture
@@ -32,7 +35,6 @@ def overrides(tmp_path: Path) -> list[str]:
     ]
 
 
-@pytest.mark.faults  # two starts of four ranks
 def test_requeued_run_uses_the_copy_again(
     slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str, overrides: list[str], tmp_path: Path
 ) -> None:
