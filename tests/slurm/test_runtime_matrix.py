@@ -24,7 +24,7 @@ from small_image import mismatch
 from hpcdist.devcluster import cluster
 
 #: Runtimes with a cell in `make test`.
-QUICK = ("docker", "apptainer-sif")
+QUICK = ("docker", "apptainer-sif", "enroot-sqsh")
 every_runtime = pytest.mark.parametrize("runtime", CASES, indirect=True, scope="module")
 
 
