@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hpcdist.errors import RunFolderError, TrackingError, UserMistake
@@ -135,7 +136,25 @@ def open_client(uri: str) -> MlflowClient:
             raise TrackingError(str(error)) from error
         with open(f"{database}.lock", "a", opener=partial(os.open, mode=0o600)) as lock:
             flock_if_possible(lock)
+            if not database.stat().st_size:
+                _create_tables(database)
             return _connected(uri)
+
+
+def _create_tables(database: Path) -> None:
+    """Create the tables of a new sqlite database in another file, then give it the name of the database.
+
+    MLflow cannot continue with the tables of a process that was killed while it created them.
+    """
+    new = database.with_name(f".{database.name}.{os.uname().nodename}.{os.getpid()}")
+    make_database(new)
+    try:
+        client = _connected(f"sqlite:///{new}")
+        client._tracking_client.store.engine.dispose()
+        if not database.stat().st_size:  # otherwise a program without this lock has created them meanwhile
+            new.replace(database)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def _connected(uri: str) -> MlflowClient:
