@@ -11,6 +11,8 @@ from command_line import Cli, one_line
 
 from hpcdist.run.folder import RunDir
 
+pytestmark = pytest.mark.processes  # runs are created with the commit that git reports
+
 
 @pytest.fixture
 def two(make: Callable[..., RunDir]) -> tuple[RunDir, RunDir]:

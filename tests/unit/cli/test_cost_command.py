@@ -21,6 +21,8 @@ from hpcdist.run.sweep_folder import SweepDir
 from hpcdist.slurm import client
 from hpcdist.slurm.accounting import AccountedStart
 
+pytestmark = pytest.mark.processes  # runs are created with the commit that git reports
+
 Make = Callable[..., RunDir]
 
 

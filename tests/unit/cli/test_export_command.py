@@ -14,6 +14,8 @@ from hpcdist.checkpoint.checkpoint_folder import Snapshot
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.run.folder import RunDir
 
+pytestmark = pytest.mark.processes  # runs are created with the commit that git reports
+
 
 @pytest.fixture
 def run(make: Callable[..., RunDir]) -> RunDir:

@@ -18,6 +18,8 @@ from hpcdist.supervisor import local_run
 from hpcdist.tracking import sync_runs
 from hpcdist.tracking.journal import JournalWriter
 
+pytestmark = pytest.mark.processes  # runs are created with the commit that git reports
+
 Make = Callable[..., RunDir]
 LOSSES = [1.0, 0.5, 0.25]
 
