@@ -57,7 +57,7 @@ class Delivery:
         self._parent = ParentRun.of(run, uri)
         self._report = ReportWriter(run)
         self._page = RunPage(run)
-        self._ledger = LedgerMetrics(run)
+        self._ledger = LedgerMetrics(run, lambda: self.progress.save(self._saved))
         self._command = CommandTag(run, lambda: self.progress.save(self._saved))
         self._checkpoints_shipped = -math.inf
         self._logs_shipped = 0.0
@@ -103,7 +103,7 @@ class Delivery:
         self._ship_page(state)
         self._ship_tags(state)
         self._ship_views(state)
-        self._ledger.ship(state, self.open_run())
+        self._ledger.ship(state, self.open_run(), self.progress)
         try:
             self._ship_events()
             self._ship_artifacts(state)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
+from collections.abc import Callable
 
 from hpcdist.errors import RunFolderError
 from hpcdist.review.ledger import CAUSES, Ledger, read_ledger
 from hpcdist.run.folder import RunDir, State
 from hpcdist.tracking.journal_tail import Point
 from hpcdist.tracking.mlflow_run import MlflowRun
+from hpcdist.tracking.shipping_state import ShippingState
 
 log = logging.getLogger(__name__)
 #: Interval of the metrics of a running run.
@@ -21,16 +24,20 @@ class LedgerMetrics:
     """Logs the ledger of a run once a minute while it runs, and when it has stopped or ended.
 
     The step of a record is the number of seconds since the creation of the run, as that of system metrics: training
-    steps are repeated after a restart.
+    steps are repeated after a restart. No two records have the same step, also if another process uploads the next
+    one: accounting may change the ledger of an ended run.
+
+    Args:
+        save: writes the state of the upload to its file.
     """
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, save: Callable[[], None]) -> None:
         self._run = run
+        self._save = save
         self._logged = time.monotonic()
         self._state: tuple[str, int] | None = None
-        self._step = 0
 
-    def ship(self, state: State, mlflow: MlflowRun) -> None:
+    def ship(self, state: State, mlflow: MlflowRun, progress: ShippingState) -> None:
         """Log the ledger if it is due. A run of an older hpcdist has none. Raises TrackingError like `log_points`."""
         now, mark = time.monotonic(), (state.status, state.attempt)
         if (now - self._logged < INTERVAL_S) if state.status == "running" else (mark == self._state):
@@ -40,16 +47,19 @@ class LedgerMetrics:
         except RunFolderError as error:  # a damaged file, which must not prevent the upload of everything else
             log.warning("the ledger of %s is not uploaded: %s", self._run.name, error)
             ledger = Ledger()
-        if found := points(ledger, state.created, after=self._step):
+        found = points(ledger, state.created, after=progress.ledger_step)
+        digest = hashlib.sha256(repr([(point.key, point.value) for point in found]).encode()).hexdigest()[:16]
+        if found and digest != progress.ledger_digest:
             mlflow.log_points(found)
-            self._step = found[0].step
+            progress.ledger_step, progress.ledger_digest = found[0].step, digest
+            self._save()
         self._state, self._logged = mark, now
 
 
 def points(ledger: Ledger, created: float, *, after: int = 0) -> list[Point]:
     """Return the ledger as points: GPU-hours or core-hours by cause, goodput, queue time and energy.
 
-    Their time is the end of the ledger, so that another upload of the same ledger adds no points.
+    Their time is the end of the ledger.
 
     Args:
         created: when the run was created, in seconds since the epoch.

@@ -53,6 +53,8 @@ class ShippingState:
     """Checkpoint folder → fingerprint of the manifest that its logged model has completely."""
     command: dict[str, str] = field(default_factory=dict)
     """The command of the tag `hpcdist.command` that is not completely answered (`command_tag.py`)."""
+    ledger_step: int = 0  #: of the last points of the ledger
+    ledger_digest: str = ""  #: of their values
     tags: dict[str, str] = field(default_factory=dict)
     page: dict[str, str] = field(default_factory=dict)
     """Hashes of `description` and `datasets`, the `primary_metric` and `lost_steps`, see `run_page.py`."""

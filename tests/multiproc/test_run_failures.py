@@ -91,7 +91,7 @@ def test_hung_rank_ends_the_attempt_and_is_reported(runs: Runs, tmp_path: Path) 
     assert "; rank 2 differs from the others: in " in last
     assert re.search(r"wait \(threading\.py:\d+\), called by train \(counting\.py:\d+\); ranks 0-1 in ", last), last
     waits = re.compile(
-        r"; rank 2 has not called gloo all_reduce \[2\] \(number \d+ of group control\), which ranks 0-1 wait"
+        r"; rank 2 has not called gloo all_reduce \[4\] \(number \d+ of group control\), which ranks 0-1 wait"
     )
     assert waits.search(last), last
     attempt = runs.attempt(name)

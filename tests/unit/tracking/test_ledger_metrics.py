@@ -11,8 +11,13 @@ from hpcdist.files.atomic import write_json
 from hpcdist.review.ledger import CAUSES
 from hpcdist.tracking import ledger_metrics
 from hpcdist.tracking.ledger_metrics import LedgerMetrics
+from hpcdist.tracking.shipping_state import ShippingState
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+
+
+def new_metrics(scene: Scene) -> LedgerMetrics:
+    return LedgerMetrics(scene.run, lambda: None)
 
 
 def test_ledger_of_an_ended_run_is_logged_once(scene: Scene) -> None:
@@ -32,36 +37,48 @@ def test_ledger_of_an_ended_run_is_logged_once(scene: Scene) -> None:
 def test_ledger_of_a_running_run_is_logged_in_intervals(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(ledger_metrics.time, "monotonic", lambda: now)
-    mlflow, ledger = scene.shipper().open_run(), LedgerMetrics(scene.run)
+    mlflow, ledger, progress = scene.shipper().open_run(), new_metrics(scene), ShippingState()
     scene.state(created=BEGAN)
     numbers = []
     for now in (30, 61, 90, 121):
         add_attempt(scene.run, 1 + now, 21 + now, [account(1 + now, 21 + now)] * 4)
-        ledger.ship(scene.run.read_state(), mlflow)
+        ledger.ship(scene.run.read_state(), mlflow, progress)
         numbers.append(len(scene.client.get_metric_history(scene.run_id, "ledger/compute")))
     assert numbers == [0, 1, 1, 2]
     scene.state(status="failed", ended=BEGAN + 200)
     for _ in range(2):
-        ledger.ship(scene.run.read_state(), mlflow)
+        ledger.ship(scene.run.read_state(), mlflow, progress)
     steps = [point.step for point in scene.client.get_metric_history(scene.run_id, "ledger/compute")]
-    assert len(set(steps)) == len(steps) == 3, "each step once"
+    assert len(set(steps)) == len(steps) == 2, "each step once, and nothing for an equal ledger"
     write_json(scene.run.path / "job.json", {"job_id": "1", "lives": {"0": {"began": BEGAN, "ended": BEGAN + 200}}})
-    LedgerMetrics(scene.run).ship(scene.run.read_state(), mlflow)
+    new_metrics(scene).ship(scene.run.read_state(), mlflow, progress)
     assert scene.entity.data.metrics["ledger/allocated"] == pytest.approx(200 * 5 / 3600), "as accounting says"
+
+
+def test_ledger_that_accounting_changes_gets_another_step_from_the_next_process(scene: Scene) -> None:
+    add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
+    scene.state(status="finished", ended=BEGAN + 40, created=BEGAN - 10)
+    scene.shipper().ship_once()
+    write_json(scene.run.path / "job.json", {"job_id": "1", "lives": {"0": {"began": BEGAN, "ended": BEGAN + 37.04}}})
+    for _ in range(2):
+        scene.shipper().ship_once()
+    steps = [point.step for point in scene.client.get_metric_history(scene.run_id, "ledger/allocated")]
+    assert sorted(steps) == [47, 48]
+    assert scene.entity.data.metrics["ledger/allocated"] == pytest.approx(37.04 * 5 / 3600)
 
 
 def test_ledger_is_logged_after_an_outage(scene: Scene) -> None:
     add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
     scene.state(status="stopped", ended=BEGAN + 40)
-    mlflow, ledger = scene.shipper().open_run(), LedgerMetrics(scene.run)
+    mlflow, ledger, progress = scene.shipper().open_run(), new_metrics(scene), ShippingState()
 
     class Unavailable:
         def log_points(self, points: object) -> int:
             raise TrackingError("the server does not answer")
 
     with pytest.raises(TrackingError, match="does not answer"):
-        ledger.ship(scene.run.read_state(), Unavailable())  # type: ignore[arg-type]
-    ledger.ship(scene.run.read_state(), mlflow)
+        ledger.ship(scene.run.read_state(), Unavailable(), progress)  # type: ignore[arg-type]
+    ledger.ship(scene.run.read_state(), mlflow, progress)
     assert "ledger/goodput" in scene.entity.data.metrics
 
 
@@ -70,7 +87,7 @@ def test_run_without_a_ledger_has_no_metrics_of_it(scene: Scene, caplog: pytest.
     scene.state(status="finished", ended=BEGAN + 40)
     scene.shipper().ship_once()
     write_json(scene.run.path / "job.json", {"format": 99})
-    LedgerMetrics(scene.run).ship(scene.run.read_state(), scene.shipper().open_run())
+    new_metrics(scene).ship(scene.run.read_state(), scene.shipper().open_run(), ShippingState())
     assert "the ledger of first is not uploaded" in caplog.text
     assert not [key for key in scene.entity.data.metrics if key.startswith("ledger/")]
 
