@@ -3,9 +3,10 @@
 set -euo pipefail
 # Chromium for MLflow's pages; Slurm with accounting; iproute2 and nftables for virtual nodes and their ports; podman,
 # debootstrap and charliecloud for images; PostgreSQL for the tracking server; a compiler for the library that injects
-# faults into file operations; docker; and what apptainer, enroot and pyxis need, which scripts/runtimes installs.
+# faults into file operations; docker; what apptainer, enroot and pyxis need, which scripts/runtimes installs; and zstd for
+# packed environments.
 packages=(git gcc libc6-dev chromium slurmctld slurmd slurmdbd slurm-client munge mariadb-server iproute2 nftables
-  podman runc debootstrap debian-archive-keyring charliecloud postgresql docker.io make jq squashfs-tools squashfuse)
+  podman runc debootstrap debian-archive-keyring charliecloud postgresql docker.io make jq squashfs-tools squashfuse zstd)
 
 # Install the container runtimes that Debian 12 does not package: those that are missing, or whose recipe has changed.
 install_runtimes() {

@@ -132,8 +132,8 @@ def check_image(spec: ContainerSpec, output: str, errors: str, machine: str) -> 
 def _start_problem(spec: ContainerSpec, errors: str, machine: str) -> tuple[str, bool]:
     lines = _own_lines(errors)
     text = " ".join(lines)
-    if "is not installed on" in text:
-        return lines[0].removeprefix("hpcdist: "), False
+    if missing := next((line for line in lines if "is not installed on" in line), ""):
+        return missing.removeprefix("hpcdist: "), False
     if re.search("exec format error", text, re.IGNORECASE):
         return f"{spec.image} is for another processor architecture than {machine} has ({os.uname().machine})", False
     if re.search("image not known|no such image|no such object", text, re.IGNORECASE):

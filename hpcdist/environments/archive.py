@@ -30,8 +30,8 @@ _NOT_NEEDED = frozenset({"site-packages", "dist-packages", "test", "idlelib", "e
 _COMPRESS = ("zstd", "-q", "-T0", "-3", "-f", "-o")
 _PROBE = """
 import json, os, sys
-print(json.dumps({"prefix": sys.prefix, "base": sys.base_prefix, "executable": os.path.realpath(sys.executable),
-                  "version": "%d.%d.%d" % sys.version_info[:3], "library": "python%d.%d" % sys.version_info[:2]}))
+print(json.dumps({"base": os.path.realpath(sys.base_prefix), "executable": os.path.realpath(sys.executable),
+                  "library": "python%d.%d" % sys.version_info[:2]}))
 """
 
 
@@ -39,10 +39,8 @@ print(json.dumps({"prefix": sys.prefix, "base": sys.base_prefix, "executable": o
 class Interpreter:
     """The Python of a virtual environment."""
 
-    prefix: Path  #: the virtual environment
-    base: Path  #: the installation of Python that it is based on
+    base: Path  #: the installation of Python that it is based on, without symbolic links
     executable: Path  #: the program, without symbolic links
-    version: str
     library: str  #: name of the folder of the standard library, such as `python3.12`
 
     @property
@@ -67,10 +65,8 @@ def interpreter(environment: Path, python: str) -> Interpreter:
         reason = getattr(error, "stderr", "") or str(error)
         raise UserMistake(f"cluster.environment: {program} does not start: {' '.join(reason.split())}") from error
     return Interpreter(
-        prefix=Path(found["prefix"]),
         base=Path(found["base"]),
         executable=Path(found["executable"]),
-        version=found["version"],
         library=found["library"],
     )
 

@@ -27,8 +27,12 @@ if ! type module >/dev/null 2>&1; then
 fi
 type module >/dev/null 2>&1 || exit {_NO_MODULES}
 for name in "$@"; do
+  before=$LOADEDMODULES
   module load "$name" || exit 1
-  case ":$LOADEDMODULES:" in *":$name:"* | *":$name/"*) ;; *) exit 1 ;; esac
+  case ":$LOADEDMODULES:" in
+  *":$name:"* | *":$name/"*) ;;
+  *) [ "$LOADEDMODULES" != "$before" ] || exit 1 ;;  # an alias, or gcc/13 for gcc/13.2
+  esac
 done
 printf '\\n{_MARK}\\n'
 exec env -0
@@ -55,7 +59,8 @@ def load_modules(names: Sequence[str], env: Mapping[str, str]) -> dict[str, str]
         )
     if done.returncode != 0 or not mark:
         named = _ERROR.search(done.stderr + output)  # Lmod prints advice after it
-        reason = named[0] if named else last_line(done.stderr) or last_line(output) or "module load printed nothing"
+        printed = last_line(done.stderr) or last_line(output)
+        reason = named[0] if named else printed or "module load changed nothing in LOADEDMODULES"
         raise UserMistake(f"cluster.environment.modules: {', '.join(names)} cannot be loaded: {reason}")
     pairs = (entry.partition("=") for entry in variables.split("\0") if "=" in entry)
     return {name: value for name, _, value in pairs}

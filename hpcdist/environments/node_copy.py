@@ -34,8 +34,9 @@ REQUIRED = ("numpy", "psutil", "torch")
 _MARK = "hpcdist-environment "
 _CHUNK = 4 << 20
 #: Errors of a local folder that a retry does not solve.
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _UNFIT_DISK = (
-    errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST,
+    *_FULL_DISK, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST,
 )  # fmt: skip
 _CODE = f"""
 import importlib.util, json, sys
@@ -85,9 +86,11 @@ def main(argv: Sequence[str]) -> None:
     except CopyError as error:
         answer |= {"error": str(error), "may_pass": error.may_pass}
     except OSError as error:
-        unfit = error.errno in _UNFIT_DISK
+        # shutil.copytree collects errors as texts.
+        reason = str(error.args[0][0][2]) if isinstance(error, shutil.Error) else error.strerror or str(error)
+        unfit = error.errno in _UNFIT_DISK or any(os.strerror(number) in reason for number in _FULL_DISK)
         fix = ": set cluster.environment.local_dir to a local disk with enough space" if unfit else ""
-        answer |= {"error": f"{error.strerror}: {error.filename}{fix}", "may_pass": not unfit}
+        answer |= {"error": f"{reason}: {error.filename or request.folder}{fix}", "may_pass": not unfit}
     answer["seconds"] = round(time.monotonic() - began, 2)
     print(f"{_MARK}{json.dumps(answer)}", flush=True)
 
@@ -186,12 +189,14 @@ def _is_complete(folder: Path, name: str) -> bool:
 
 
 def _finish(folder: Path, name: str, partial: Path) -> None:
-    """Replace a copy by a new one."""
+    """Replace a copy by a new one. Processes that use the old one miss its files for the time of two renames only."""
+    old = folder / f".partial-old-{os.getpid()}"
     _listing(folder, name).unlink(missing_ok=True)
     if (folder / name).exists():
-        shutil.rmtree(folder / name)
+        os.rename(folder / name, old)
     write_listing(partial, _listing(folder, name))
     os.rename(partial, folder / name)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _copy(request: NodeRequest, folder: Path) -> None:
@@ -215,7 +220,7 @@ def _copy(request: NodeRequest, folder: Path) -> None:
 
 def _unpack_tar(archive: Path, target: Path) -> str:
     """Unpack an archive while it is read, once; returns its sha256."""
-    _require("zstd", "tar")
+    _require("zstd", "tar", fix="install it, or use cluster.environment.stage=false")
     digest = hashlib.sha256()
     command = ["tar", "--extract", "--no-same-owner", "--use-compress-program=zstd -dq", "--file=-"]
     with open(archive, "rb") as file, tempfile.TemporaryFile("w+") as errors:
@@ -235,10 +240,10 @@ def _unpack_tar(archive: Path, target: Path) -> str:
 def _unpack_squashfs(image: Path, target: Path) -> str:
     """Unpack an image; returns its sha256.
 
-    It is not mounted: the process of a FUSE mount is a child of the step and ends at Slurm's first signal, while ranks
-    are still saving.
+    It is not mounted: with proctrack/linuxproc and proctrack/pgid, Slurm signals every process of a step, and the
+    process of a FUSE mount would end while ranks are still saving.
     """
-    _require("unsquashfs")
+    _require("unsquashfs", fix="install squashfs-tools on the nodes, or use another cluster.environment.kind")
     with open(image, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     command = ["unsquashfs", "-force", "-no-progress", "-no-xattrs", "-dest", str(target), str(image)]
@@ -248,10 +253,10 @@ def _unpack_squashfs(image: Path, target: Path) -> str:
     return digest
 
 
-def _require(*programs: str) -> None:
+def _require(*programs: str, fix: str) -> None:
     missing = [name for name in programs if shutil.which(name) is None]
     if missing:
-        raise CopyError(f"{missing[0]} is not installed: install it, or use cluster.environment.stage=false")
+        raise CopyError(f"{missing[0]} is not installed: {fix}")
 
 
 def _unpack_error(archive: Path, errors: str) -> CopyError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import hpcdist
@@ -20,15 +21,16 @@ def copy_sources(store: Path) -> Path:
     if target.is_dir():
         os.utime(target)
         return target
-    partial = store / f".{target.name}.{os.getpid()}"
-    shutil.copytree(package, partial / "hpcdist", ignore=shutil.ignore_patterns("__pycache__"))
-    _copy_metadata(partial)
+    partial = Path(tempfile.mkdtemp(dir=store, prefix=f".{target.name}."))
     try:
+        shutil.copytree(package, partial / "hpcdist", ignore=shutil.ignore_patterns("__pycache__"))
+        _copy_metadata(partial)
         os.rename(partial, target)
     except OSError:
-        shutil.rmtree(partial)
         if not target.is_dir():  # otherwise another job has created it meanwhile
             raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return target
 
 

@@ -126,14 +126,15 @@ def _locked(store: Path) -> Iterator[None]:
 def _remove_unused(store: Path, max_age_days: float, *, keep: str) -> None:
     """Remove environments, copies of hpcdist and unfinished files that have not been used for a time."""
     before = time.time() - max_age_days * DAY_S
-    for path in store.iterdir():
+    for path in sorted(store.iterdir(), key=lambda path: path.suffix == ".json"):  # records after their files
         name = path.name.removesuffix(".json").removesuffix(".tar.zst")
         if name in (keep, "lock"):
             continue
         record = store / f"{name}.json"
         with suppress(FileNotFoundError):
             used = (record if record.exists() else path).stat().st_mtime
-            if used < before and path != record:
+            if used < before:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-                record.unlink(missing_ok=True)
+                if path != record:
+                    record.unlink(missing_ok=True)
                 log.info("removed %s, which was not used for %g days", path, max_age_days)

@@ -69,7 +69,8 @@ def build(project: Path, uv_args: Sequence[str], target: Path, env: Mapping[str,
         UserMistake: uv fails.
     """
     uv = _uv(env)
-    assert uv is not None, "checked by uv_problems"
+    if uv is None:  # a job that packs again may run on another machine than `submit`
+        raise UserMistake("cluster.environment: the program uv is not installed here: `pip install uv`")
     command = [uv, "sync", "--quiet", "--locked", "--no-editable", "--no-install-project", "--compile-bytecode"]
     command += ["--no-progress", f"--project={project}", *uv_args]
     # Without links to uv's cache, whose files may be removed while the environment is in use.

@@ -59,7 +59,7 @@ class _Sum:
 
 
 def _has_all_cores(env: Mapping[str, str]) -> bool:
-    """Return whether no other Slurm job runs on this node: RAPL cannot tell the jobs of a node apart."""
+    """Return whether this step has all CPUs of its node, for all of which RAPL counts. Always true without Slurm."""
     return env.get("SLURM_CPUS_ON_NODE", str(psutil.cpu_count())) == str(psutil.cpu_count())
 
 
@@ -78,7 +78,10 @@ def _read_domain(folder: Path) -> tuple[float, float]:
 
 
 def _gpu_counter(uuid: str) -> Callable[[], tuple[float, float]] | None:
-    import pynvml
+    try:
+        import pynvml
+    except ModuleNotFoundError:  # an environment of ranks need not contain nvidia-ml-py
+        return None
 
     def read() -> tuple[float, float]:
         try:

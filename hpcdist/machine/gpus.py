@@ -45,8 +45,11 @@ class Gpu:
 
 def open_gpus() -> dict[int, Any]:
     """Return NVML's handle of each GPU that answers, by index; empty without a working driver."""
-    import pynvml
-
+    try:
+        import pynvml
+    except ModuleNotFoundError:  # an environment of ranks need not contain nvidia-ml-py
+        log.debug("no facts about GPUs: the package nvidia-ml-py is not installed")
+        return {}
     found = {}
     try:
         pynvml.nvmlInit()

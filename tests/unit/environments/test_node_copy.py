@@ -246,20 +246,52 @@ def test_answer_of_a_node(
     assert not answer["may_pass"]
 
 
+def test_full_disk_while_hpcdist_is_copied(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(node_copy.signal, "signal", lambda *_: None)
+
+    def full(source: str, target: Path) -> None:
+        raise shutil.Error([(source, str(target), "[Errno 28] No space left on device: 'a'")])
+
+    request = prepared()
+    monkeypatch.setattr(node_copy.shutil, "copytree", full)
+    node_copy.main([request.text()])
+    (answer,) = parse_answers(capsys.readouterr().out).values()
+    assert answer["error"].startswith("[Errno 28] No space left on device: 'a': ")
+    assert not answer["may_pass"]
+
+
 # --- archives
 
 
 def test_python_of_the_system_is_not_packed() -> None:
     one = Interpreter(
-        prefix=Path("/v"),
         base=Path("/usr"),
         executable=Path("/usr/bin/python3.12"),
-        version="3.12.3",
         library="python3.12",
     )
     assert not one.is_packed
     assert replace(one, base=Path("/usr/local"), executable=Path("/usr/local/bin/python3.12")).is_packed
     assert replace(one, base=Path("/apps/python"), executable=Path("/apps/python/bin/python3.12")).is_packed
+
+
+def test_python_behind_a_symbolic_link_is_packed(tmp_path: Path) -> None:
+    """As uv's cpython-3.12, or a home folder on another disk."""
+    real, linked = tmp_path / "real", tmp_path / "linked"
+    (real / "bin").mkdir(parents=True)
+    linked.symlink_to(real)
+    text = f"""#!{sys.executable}
+import sys
+sys.base_prefix, sys.executable = {str(linked)!r}, {str(linked / "bin" / "python3")!r}
+exec(sys.argv[-1])
+"""
+    program = tmp_path / "bin" / "python3"
+    program.parent.mkdir()
+    program.write_text(text)
+    program.chmod(0o755)
+    assert interpreter(tmp_path, "python3").base == real
+    assert interpreter(tmp_path, "python3").is_packed
 
 
 def test_environment_without_a_working_python_cannot_be_packed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import psutil
@@ -69,3 +70,5 @@ def test_gpu_is_counted_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert meter.joules() == {"GPU-1": 7.5}
     assert EnergyMeter("GPU-2", None).joules() == {}, "a MIG slice has no counter"
     assert EnergyMeter("GPU-3", None).joules() == {}
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert EnergyMeter("GPU-1", None).joules() == {}, "the package nvidia-ml-py is not installed"

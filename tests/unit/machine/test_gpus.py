@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pynvml
@@ -28,6 +29,11 @@ BROKEN = gpu(
 WITHOUT_ECC = gpu("NVIDIA GeForce RTX 4090", MemoryInfo=memory(12, 24564), CurrentClocksEventReasons=0)
 #: NVML reports the memory and processes of the slices instead.
 IN_MIG_MODE = gpu("NVIDIA A100-SXM4-40GB")
+
+
+def test_without_nvml_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # an environment of ranks with torch, NumPy and psutil only
+    assert gpus.open_gpus() == {}
 
 
 def test_gpus_have_memory_errors_throttling_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
