@@ -20,6 +20,7 @@ fail() {
 }
 [ "$(id -u)" = 0 ] || fail "needs root, to create namespaces and to install packages in $root"
 command -v debootstrap >/dev/null || fail "debootstrap not found: apt-get install debootstrap"
+[ -x "$python" ] || fail "$python not found: make install"
 prefix=$("$python" -c 'import sys; print(sys.base_prefix)')
 [ "$prefix" != /usr ] || fail "$python belongs to this machine's /usr, which the release replaces: make .venv with" \
   "another Python, for example: make clean install PYTHON=\$(uv python find 3.11)"

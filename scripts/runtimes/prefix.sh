@@ -31,3 +31,23 @@ place() {
   mv "$2.new" "$2"
   cp "$recipe" "$runtimes/$(basename "$recipe" .sh).recipe"
 }
+
+# Define `sid`, which runs apt-get for Debian sid with lists of its own, beside those of this machine.
+use_sid() {
+  local mirror
+  # shellcheck disable=SC2016 # apt replaces the words
+  mirror=$(apt-get indextargets --format '$(REPO_URI) $(LABEL)' 'Created-By: Packages' | sed -n 's/ Debian$//p' | head -1)
+  [ -n "$mirror" ] || {
+    echo "$(basename "$recipe"): apt has no Debian mirror in its sources" >&2
+    exit 1
+  }
+  mkdir -p "$work/lists/partial" "$work/cache/archives/partial"
+  echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror sid main" >"$work/sources.list"
+  # shellcheck disable=SC2329 # called by the scripts that source this one
+  sid() {
+    apt-get -q -o Dir::Etc::sourcelist="$work/sources.list" -o Dir::Etc::sourceparts=/dev/null \
+      -o Dir::State::lists="$work/lists" -o Dir::Cache="$work/cache" -o APT::Sandbox::User=root \
+      -o Acquire::Check-Valid-Until=false -o Acquire::Languages=none "$@"
+  }
+  retry sid update >/dev/null
+}
