@@ -150,7 +150,7 @@ def test_stop_command(boxed: FaultScene, runtime: RuntimeCase) -> None:
     assert_nothing_left(runtime, boxed.runs, boxed.name)
     code, output = boxed.runs.command("resume", boxed.name, "--detach")
     assert code == 0, output
-    boxed.job = boxed.runs.job_id(boxed.name)
+    boxed.job, boxed.earlier_jobs = boxed.runs.job_id(boxed.name), (boxed.job,)
     boxed.assert_recovered(max_lost_steps=0)
 
 

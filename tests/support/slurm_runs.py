@@ -163,9 +163,9 @@ class SlurmRuns(Runs):
         wait_for(is_complete, f"all starts of job {job} in accounting", timeout_s=WAIT_S)
         return sum(float(elapsed) * float(cores) for _, elapsed, cores in rows)
 
-    def ledger(self, name: str, job: str) -> Ledger:
-        """Return the ledger of a run whose job has ended; it equals accounting."""
-        accounted = self.accounted_core_s(job)
+    def ledger(self, name: str, *jobs: str) -> Ledger:
+        """Return the ledger of a run whose jobs have ended; it equals accounting."""
+        accounted = sum(self.accounted_core_s(job) for job in jobs)
         code, output = self.command("cost", name, "--csv")
         assert code == 0, output
         ledger = read_ledger(self.run_dir(name))
