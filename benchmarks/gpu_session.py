@@ -128,13 +128,15 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=30.0, help="time budget (default: 30)")
-    parser.add_argument("--results", type=Path, default=CHECKOUT / "gpu-results", metavar="DIR")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="default: gpu-results, or cpu-results with cpu")
     parser.add_argument("--only", default="", metavar="STAGE,…", help="run these stages, also again")
     parser.add_argument("--list", action="store_true", help="list the stages")
     arguments = parser.parse_args()
     unknown = {*filter(None, arguments.only.split(","))} - {stage.name for stage in STAGES}
     if unknown:
         parser.error(f"--only: unknown stages {', '.join(sorted(unknown))}; --list shows all")
+    # A GPU session must not take the results of a rehearsal for its own.
+    arguments.results = arguments.results or CHECKOUT / ("gpu-results" if arguments.device == "cuda" else "cpu-results")
     return arguments
 
 
@@ -145,7 +147,8 @@ def main() -> int:
             print(f"{stage.name:12}{stage.limit_s:5.0f} s  {stage.purpose}")
         return 0
     # A session that is stopped ends its stage as well.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
     end = time.monotonic() + 60 * arguments.minutes
     folder: Path = arguments.results.absolute()
     folder.mkdir(parents=True, exist_ok=True)

@@ -190,7 +190,7 @@ def _missing(recorded: RecordedRun, config: Config, source: CodeSource | None, *
     found = list(source.missing) if source is not None else ["the code: this is that of the current folder"]
     own = image_facts(os.environ).get("image_digest", "")
     in_container = on_slurm and config.container.runtime != "none"
-    if recorded.image and not on_slurm and own != recorded.image_digest:
+    if recorded.image and not on_slurm and not (own and own == recorded.image_digest):
         found.append(
             f"the image {recorded.image} ({recorded.image_digest or 'no digest'}): the ranks start outside of it"
         )

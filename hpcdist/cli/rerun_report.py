@@ -39,6 +39,12 @@ def compare_rerun(recorded: RecordedRun, made: RunDir, *, tolerance: float, igno
         ignore=ignore,
     )
     notes = data_differences(recorded.datasets, facts.datasets) + image_differences(recorded.image_digest, facts)
+    if facts.state.status not in ("finished", "stopped"):
+        notes.append(f"the rerun is {facts.state.status}: values after its last step are not compared")
+    if tolerance:
+        notes.append(f"values with a relative difference of at most {tolerance:g} count as equal (--tolerance)")
+    if ignore:
+        notes.append(f"metrics not compared: {', '.join(sorted(ignore))} (--ignore)")
     return RerunResult(values=values, notes=tuple(notes))
 
 

@@ -20,7 +20,8 @@ class EnergyMeter:
     """The energy that sensors have counted since this object was created.
 
     Args:
-        gpu_uuid: a GPU that only this run uses, as NVML writes it (`GPU-…`); None to read none.
+        gpu_uuid: the GPU of this rank, as NVML writes it (`GPU-…`); its counter includes other programs. None to read
+            none.
         env: environment of the process; None to leave out the CPU packages, of which one process per node is enough.
         powercap: folder of the RAPL counters.
     """

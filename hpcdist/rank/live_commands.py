@@ -63,8 +63,9 @@ class LiveCommands:
         self._rank = rank
         self._stop = stop
         self._device = device
-        self._num_saves = 0  #: number of the last `save` command that was obeyed
-        self._num_profiles = 0  #: number of the last `profile` command that was read
+        # Saves and profiles have numbers of one sequence.
+        self._last_save = 0  #: number of the last `save` command that was obeyed
+        self._last_profile = 0  #: number of the last `profile` command that was read
         self._waiting: deque[tuple[int, LiveCommand]] = deque()
         self._profiler: StepProfiler | None = None
         self._first_step = 0
@@ -76,17 +77,23 @@ class LiveCommands:
     @property
     def save_is_due(self) -> bool:
         """Whether a `save` command has not been obeyed yet; equal on all ranks."""
-        return self._stop.newest_save > self._num_saves
+        return self._stop.newest_save > self._last_save
 
     def saving(self, step: int) -> Callable[[], None]:
         """Note that a checkpoint of this step is being saved. Returns a function to call once it is on disk."""
-        numbers = range(self._num_saves + 1, self._stop.newest_save + 1)
-        self._num_saves = self._stop.newest_save
+        numbers = range(self._last_save + 1, self._stop.newest_save + 1)
+        self._last_save = self._stop.newest_save
 
         def written() -> None:
             path = self._run.checkpoints / f"step-{step:08d}"
             for number in numbers:
-                self._report(number, CommandResult(step=step, path=str(path.relative_to(self._run.path))))
+                try:
+                    command = read_command(self._attempt, number)
+                except OSError as error:
+                    log.warning("%s: %s", self._attempt.command(number), error.strerror)
+                    continue
+                if command is not None and command.action == "save":
+                    self._report(number, CommandResult(step=step, path=str(path.relative_to(self._run.path))))
 
         return written if self._rank == 0 and numbers else lambda: None
 
@@ -95,11 +102,11 @@ class LiveCommands:
     @property
     def profile_is_due(self) -> bool:
         """Whether `step_done` has something to do."""
-        return self._profiler is not None or self._stop.newest_profile > self._num_profiles
+        return self._profiler is not None or self._stop.newest_profile > self._last_profile
 
     def step_done(self, step: int) -> None:
         """Begin, continue or end a profile after a step."""
-        if self._stop.newest_profile > self._num_profiles:
+        if self._stop.newest_profile > self._last_profile:
             self._read(self._stop.newest_profile)
         if self._profiler is not None:
             try:
@@ -134,7 +141,7 @@ class LiveCommands:
             return
         if command is None:
             return  # the file system does not show it on this node yet
-        self._num_profiles = number
+        self._last_profile = number
         if self._rank in command.ranks:
             self._waiting.append((number, command))
 

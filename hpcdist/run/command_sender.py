@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from typing import Any
 from hpcdist.config.written import plain_tree
 from hpcdist.errors import UserMistake
 from hpcdist.files import formats, retry
+from hpcdist.files.atomic import write_atomic
 from hpcdist.rank.roles import Roles
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
@@ -53,17 +55,15 @@ def _create(attempt: Attempt, text: str) -> int:
 
 
 def _create_as(path: Path, text: str) -> bool:
-    """Create a command file; return False if another command has the name."""
+    """Create a complete command file; return False if another command has the name."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    write_atomic(temporary, text, mode=0o600)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        os.link(temporary, path)  # unlike a rename, it fails if another command has the name
     except FileExistsError:
         return False
-    try:
-        with open(descriptor, "w") as file:
-            file.write(text)
-    except OSError:
-        retry.discard(path)
-        raise
+    finally:
+        retry.discard(temporary)
     return True
 
 

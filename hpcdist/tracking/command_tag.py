@@ -1,8 +1,9 @@
 """Commands by a tag of the MLflow run: `hpcdist.command` = `stop`, `save` or `profile steps=10 ranks=0,3`.
 
-The shipper reads the tag every few seconds if `tracking.commands` allows commands. It removes the tag before it obeys,
-so that a command is obeyed once, and answers in the tag `hpcdist.command.result`. `ShippingState.command` holds the
-command in between, for the case that the shipper dies.
+The shipper reads the tag every few seconds if `tracking.commands` allows commands. It records the command
+(`ShippingState.command`) and removes the tag before it obeys, and answers in the tag `hpcdist.command.result`.
+If it dies between obeying and recording the result, the next shipper obeys again: a second `stop` has no effect,
+a second `save` or `profile` is repeated.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hpcdist.tracking.shipping_state import ShippingState, completion_of
 log = logging.getLogger(__name__)
 TAG = "hpcdist.command"
 RESULT_TAG = "hpcdist.command.result"
-#: Interval of requests for the tag: with those of the shipper and the ranks, a command is obeyed within a minute.
+#: Interval of requests for the tag. With those of the shipper and the ranks, a command is usually obeyed in a minute.
 INTERVAL_S = 10.0
 #: Author of the commands, for messages. MLflow does not record who has set a tag.
 AUTHOR = f"the tag {TAG} in MLflow"
@@ -57,7 +58,8 @@ class CommandTag:
         if not _is_claimed(progress.command):
             self._claim(mlflow, state, progress)
         if _is_claimed(command := progress.command):
-            mlflow.delete_tag(TAG)
+            if mlflow.tag(TAG).strip()[:200] == command["text"]:  # a command set meanwhile stays for the next call
+                mlflow.delete_tag(TAG)
             command = command | self._obey(command, allowed, state)
             log.info("%s=%s: %s", TAG, command["text"], command["result"])
             self._note(progress, command)
@@ -111,7 +113,7 @@ class CommandTag:
             parsed = parse(command["text"])
             action = "stop" if parsed is None else parsed.action
             if action not in allowed:
-                raise UserMistake(f"tracking.commands does not allow it: {', '.join(allowed)}")
+                raise UserMistake(f"tracking.commands allows {', '.join(allowed)}, not {action}: add it to the config")
             if parsed is None:
                 return {"result": end(self._run, "stop", by=AUTHOR)}
             attempt, number = send_command(self._run, parsed)
@@ -136,7 +138,9 @@ def parse(text: str) -> LiveCommand | None:
     if action in ("stop", "save") and not words:
         return None if action == "stop" else LiveCommand(action="save", by=AUTHOR)
     if action != "profile" or options.keys() - {"steps", "ranks"}:
-        raise UserMistake(f"{text[:40]!r}: expected stop, save, profile, or such as 'profile steps=10 ranks=0,3'")
+        raise UserMistake(
+            f"{text[:40]!r} is no command: set stop, save or profile, such as 'profile steps=10 ranks=0,3'"
+        )
     steps = options.get("steps", str(DEFAULT_PROFILE_STEPS))
     if not (steps.isascii() and steps.isdigit() and len(steps) < 10):
         raise UserMistake(f"steps={steps[:40]}: expected a number")

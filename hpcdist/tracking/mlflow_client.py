@@ -147,6 +147,8 @@ def _create_tables(database: Path) -> None:
     MLflow cannot continue with the tables of a process that was killed while it created them.
     """
     new = database.with_name(f".{database.name}.{os.uname().nodename}.{os.getpid()}")
+    for suffix in ("", "-journal", "-wal", "-shm"):  # of a killed process with the same id, as in a container
+        new.with_name(new.name + suffix).unlink(missing_ok=True)
     make_database(new)
     try:
         client = _connected(f"sqlite:///{new}")

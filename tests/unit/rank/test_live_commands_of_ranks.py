@@ -164,6 +164,17 @@ def test_save_is_due_until_a_checkpoint_is_saved(rank: OneRank) -> None:
     assert not rank.attempt.command_result(3, 0).exists()
 
 
+def test_save_during_a_profile_does_not_answer_the_profile(rank: OneRank) -> None:
+    rank.send(profile(100, 0))
+    rank.train(3)
+    rank.send(SAVE)
+    rank.train(4)
+    rank.commands.saving(7)()
+    assert rank.result(1) is None
+    assert rank.result(2) == CommandResult(step=7, path="checkpoints/step-00000007")
+    rank.commands.close()
+
+
 def test_half_written_command_is_read_again(rank: OneRank) -> None:
     rank.attempt.command(1).write_text('{"action": "sa')
     rank.train(2)

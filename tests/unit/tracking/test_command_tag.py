@@ -92,7 +92,7 @@ def test_results_of_the_ranks_follow(live: Live) -> None:
 @pytest.mark.parametrize(
     ("text", "result"),
     [
-        ("halt", "refused: 'halt': expected stop, save, profile, or such as 'profile steps=10 ranks=0,3'"),
+        ("halt", "refused: 'halt' is no command: set stop, save or profile, such as 'profile steps=10 ranks=0,3'"),
         ("profile ranks=4", "refused: run first has no rank 4: its ranks are 0 to 3"),
         ("profile steps=0", "refused: a profile has 1 to 1000 steps, got 0"),
     ],
@@ -107,7 +107,7 @@ def test_config_allows_commands(scene: Scene, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(command_tag, "INTERVAL_S", 0.0)
     with hold(scene.run):
         some = Live(scene, "save")
-        assert some.obey("stop") == "stop: refused: tracking.commands does not allow it: save"
+        assert some.obey("stop") == "stop: refused: tracking.commands allows save, not stop: add it to the config"
         assert not some.attempt.request.exists()
         scene.write_config(CONFIG)
         some.shipper = scene.shipper()
@@ -172,8 +172,8 @@ def test_commands_are_parsed() -> None:
     assert parse("profile") == profile
     assert parse("profile ranks=3,1 steps=20") == replace(profile, num_steps=20, ranks=[1, 3])
     for text, message in (
-        ("stop now", "'stop now': expected stop, save, profile, or such as 'profile steps=10 ranks=0,3'"),
-        ("profile depth=2", "'profile depth=2': expected stop"),
+        ("stop now", "'stop now' is no command: set stop, save or profile, such as 'profile steps=10 ranks=0,3'"),
+        ("profile depth=2", "'profile depth=2' is no command"),
         ("profile steps=ten", "steps=ten: expected a number"),
         ("profile ranks=a", "ranks 'a': expected ranks, separated by commas, such as 0,3"),
     ):
