@@ -16,6 +16,7 @@ from hpcdist.run.live_command import CommandResult, LiveCommand, read_command, w
 from hpcdist.tracking import command_tag
 from hpcdist.tracking.command_tag import parse
 from hpcdist.tracking.delivery import Delivery
+from hpcdist.tracking.shipping_state import ShippingState
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -63,6 +64,24 @@ def test_stop_is_requested_once_and_answered(live: Live) -> None:
     live.attempt.request.unlink()
     live.shipper.ship_once()
     assert not live.attempt.request.exists()
+
+
+def test_command_that_is_set_before_the_tag_is_removed_is_obeyed_next(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = command_tag.CommandTag._note
+
+    def note_and_set(self: command_tag.CommandTag, progress: ShippingState, command: dict[str, str]) -> None:
+        note(self, progress, command)
+        if command.get("text") == "save" and "result" not in command:
+            live.set("stop")
+
+    monkeypatch.setattr(command_tag.CommandTag, "_note", note_and_set)
+    assert live.obey("save") == "save: sent to the ranks"
+    assert live.tags()["hpcdist.command"] == "stop"
+    live.shipper.ship_once()
+    assert (read_json(live.attempt.request) or {})["action"] == "stop"
+    assert "hpcdist.command" not in live.tags()
 
 
 def test_results_of_the_ranks_follow(live: Live) -> None:
