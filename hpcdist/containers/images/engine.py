@@ -72,5 +72,6 @@ def _engine_problem(name: EngineName) -> str | None:
 
 
 def last_line(text: str) -> str:
+    """Return the last line of an engine's output, for a message."""
     lines = text.strip().splitlines()
     return lines[-1] if lines else "no error message"
