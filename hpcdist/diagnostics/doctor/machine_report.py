@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpcdist.diagnostics.doctor import container_runtimes, host_name, rank_startup, runs_folder, software
 from hpcdist.diagnostics.doctor.container_checks import container_checks, in_container
-from hpcdist.diagnostics.doctor.environment_checks import program_checks
+from hpcdist.diagnostics.doctor.environment_report import program_checks
 from hpcdist.diagnostics.doctor.gpu_checks import gpu_checks
 from hpcdist.diagnostics.doctor.job_endings import job_end_checks
 from hpcdist.diagnostics.doctor.mlflow_store import MlflowStore, store_checks

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.diagnostics.doctor.environment_checks import program_checks, run_checks
+from hpcdist.diagnostics.doctor.environment_report import program_checks, run_checks
 from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir
 

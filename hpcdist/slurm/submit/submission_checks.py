@@ -16,7 +16,7 @@ from typing import Any
 
 from hpcdist.config.schema import ClusterConfig, Config
 from hpcdist.containers.rank_container import container_problems
-from hpcdist.environments.checks import environment_problems, module_problems
+from hpcdist.environments.environment_checks import environment_problems, module_problems
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
 from hpcdist.files.atomic import read_json
 from hpcdist.files.formats import LARGEST
