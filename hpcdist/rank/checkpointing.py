@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from hpcdist.config.schema import Config
 from hpcdist.errors import CheckpointError
 from hpcdist.files import retry
 from hpcdist.rank.network.process_group import Groups
+from hpcdist.rank.roles import Roles
 from hpcdist.rank.seeding import seed_everything
 from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
@@ -38,9 +39,11 @@ class Restored:
         step: number of steps done when the checkpoint was saved.
         model: state dict of the bare model, as passed to `Context.save` on rank 0.
         trainer: the `trainer` argument of `Context.save`.
-        local: the `local` argument of `Context.save` on this rank; None if the world size has changed since.
+        local: the `local` argument of `Context.save` on the rank that had the same role and index; None if the number
+            of ranks of this role has changed since.
         folder: the checkpoint folder.
         world_size: number of ranks of the run when it saved the checkpoint.
+        local_by_rank: the `local` arguments of all ranks that saved the checkpoint.
     """
 
     step: int
@@ -49,6 +52,7 @@ class Restored:
     local: dict[str, Any] | None
     folder: Path
     world_size: int
+    local_by_rank: list[dict[str, Any] | None]
 
     def shard(self, rank: int) -> dict[str, Any] | None:
         """Return the `Shard` that a rank saved, or None if that rank saved none.
@@ -90,6 +94,9 @@ class RankCheckpoints:
         self._run = run
         self._attempt = attempt
         self._topology = topology
+        self._roles = Roles.of(config.roles, topology.world_size)
+        self._has_roles = bool(config.roles)
+        self._name = self._roles.name_of(topology.rank)
         self._device = device
         self._groups = groups
         self._journal = journal
@@ -109,7 +116,7 @@ class RankCheckpoints:
     ) -> None:
         """Save a checkpoint; see `Context.save`. `on_written` is called on rank 0 once it is on disk."""
         is_owner = shard is not None and not shard.is_empty
-        rank_state = {"rng": rng_state(self._device), "local": local and _to_cpu(local)}
+        rank_state = {"rng": rng_state(self._device), "local": local and _to_cpu(local), "role": self._name}
         gathered = self._groups.gather((rank_state, is_owner))
         is_new, self.saved_step = step != self.saved_step, step
         staging = self.store.staging(step, self._attempt.number)
@@ -152,17 +159,21 @@ class RankCheckpoints:
         checkpoint = self.store.load(path, verify=False)
         self.saved_step = checkpoint.step
         local = None
-        if checkpoint.world_size == self._topology.world_size:
-            rank_state = checkpoint.rank_states[self._topology.rank]
+        before = self._predecessor(checkpoint.rank_states)
+        if before is not None:
+            rank_state = checkpoint.rank_states[before]
             local = rank_state["local"]
             set_rng_state(rank_state["rng"], self._device)
         else:
-            log.warning(
-                "the checkpoint was saved by %d ranks and is resumed by %d: the sample order differs from here on",
+            seed_everything(self._seed + 1 + self._topology.rank + checkpoint.step)
+        if checkpoint.world_size != self._topology.world_size:
+            log.log(
+                logging.INFO if self._has_roles else logging.WARNING,
+                "the checkpoint was saved by %d ranks and is resumed by %d%s",
                 checkpoint.world_size,
                 self._topology.world_size,
+                "" if self._has_roles else ": the sample order differs from here on",
             )
-            seed_everything(self._seed + 1 + self._topology.rank + checkpoint.step)
         log.info("resumed at step %d from %s", checkpoint.step, path)
         return Restored(
             step=checkpoint.step,
@@ -171,7 +182,22 @@ class RankCheckpoints:
             local=local,
             folder=Path(path),
             world_size=checkpoint.world_size,
+            local_by_rank=[state["local"] for state in checkpoint.rank_states],
         )
+
+    def _predecessor(self, states: Sequence[Mapping[str, Any]]) -> int | None:
+        """Return the rank that had this rank's role and index, or None if the number of ranks of its role has changed.
+
+        Args:
+            states: the state of every rank in the checkpoint.
+        """
+        names = [str(state.get("role", "")) for state in states]
+        if not all(names):  # saved by an hpcdist that did not record the roles
+            return self._topology.rank if len(states) == self._topology.world_size else None
+        role = self._name.partition(":")[0]
+        if sum(name.partition(":")[0] == role for name in names) != self._roles.count(role):
+            return None
+        return names.index(self._name)
 
     def check(self) -> None:
         """Raise CheckpointError if a save in the background has failed; does not wait."""
