@@ -12,11 +12,6 @@ from hpcdist.rank.context import Context
 log = logging.getLogger(__name__)
 
 
-def shares_of(trainer: int, num_trainers: int, num_shares: int) -> range:
-    """Return the consecutive shares of the samples that a trainer has; their numbers differ by at most one."""
-    return range(num_shares * trainer // num_trainers, num_shares * (trainer + 1) // num_trainers)
-
-
 def num_shares_of(saved: Restored | None, num_trainers: int) -> int:
     """Return the number of shares of the samples: that of the checkpoint, unless there are more trainers."""
     num_shares = num_trainers if saved is None else int(saved.trainer.get("num_shares", num_trainers))

@@ -39,11 +39,12 @@ from hpcdist.rank.context import Context
 from hpcdist.rank.ddp_buckets import settle_buckets
 from hpcdist.rank.network.rpc import RpcGroup, rpc_group
 from hpcdist.rank.optimizer import build_optimizer
+from hpcdist.rank.roles import share_of
 from hpcdist.rank.training_loop import Meter, run_epochs
 from hpcdist.rank.training_position import TrainingPosition
 from hpcdist.trainers.hybrid.click_logs import Clicks, batches, identity, load_clicks, padded
 from hpcdist.trainers.hybrid.click_model import ClickModel, auc, dense_part
-from hpcdist.trainers.hybrid.data_shares import num_shares_of, saved_sums, shares_of
+from hpcdist.trainers.hybrid.data_shares import num_shares_of, saved_sums
 from hpcdist.trainers.hybrid.figures import evaluation_figures
 from hpcdist.trainers.hybrid.lookups import LookupPlan, Lookups, Units, choose
 from hpcdist.trainers.hybrid.schema import HybridConfig
@@ -139,7 +140,7 @@ def make_loop(ctx: Context, cfg: Config, layout: Layout, groups: ProcessGroups, 
         optimizer.load_state_dict(saved.trainer["optimizer"])
 
     num_shares = num_shares_of(saved, num_trainers)
-    shares = shares_of(ctx.role_index, num_trainers, num_shares)
+    shares = share_of(ctx.role_index, num_trainers, num_shares)
     loaded = load_clicks(hybrid, cfg.seed, shares=shares, num_shares=num_shares)
     data, test = (clicks.with_ids(layout.place(clicks.bags.ids, clicks.table_of_id)) for clicks in loaded)
     plan = _lookup_plan(cfg, layout, data, shares, num_trainers)

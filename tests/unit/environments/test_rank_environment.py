@@ -15,7 +15,7 @@ from hpcdist.config.schema import ClusterConfig, Config
 from hpcdist.config.schema.environment import EnvironmentConfig
 from hpcdist.environments import rank_environment as tested
 from hpcdist.environments.archive import Interpreter
-from hpcdist.environments.checks import environment_problems, module_problems
+from hpcdist.environments.environment_checks import environment_problems, module_problems
 from hpcdist.environments.loaded_modules import has_modules, load_modules, program
 from hpcdist.environments.packed import store_of
 from hpcdist.environments.rank_environment import (
