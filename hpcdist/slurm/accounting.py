@@ -30,8 +30,8 @@ class AccountedStart:
 def parse_starts(text: str, job_id: str) -> list[AccountedStart]:
     """Return the starts of a job from `sacct --duplicates`, oldest first.
 
-    The components of a heterogeneous job start together and count as one start. Times in which the job only waited are
-    left out.
+    The components of a heterogeneous job start together and count as one start, and so do the sizes of a job that has
+    lost nodes, with the nodes and cores of its begin. Times in which the job only waited are left out.
     """
     fields = START_FIELDS.split(",")
     found: list[AccountedStart] = []
@@ -42,7 +42,22 @@ def parse_starts(text: str, job_id: str) -> list[AccountedStart]:
         row = dict(zip(fields, values, strict=True))
         if row["JobID"].partition("+")[0] == job_id and (start := _parse_start(row)) is not None:
             found.append(start)
-    return _joined(sorted(found, key=lambda start: start.began))
+    return _without_resizes(_joined(sorted(found, key=lambda start: start.began)))
+
+
+def _without_resizes(starts: Sequence[AccountedStart]) -> list[AccountedStart]:
+    """Join the records of a job from which Slurm has removed a failed node: each change of its size begins a new one.
+
+    A requeued job never starts within the second of its end.
+    """
+    found: list[AccountedStart] = []
+    for start in starts:
+        if found and start.began == found[-1].ended and start.cores <= found[-1].cores:
+            energies = [one.energy_j for one in (found[-1], start) if one.energy_j is not None]
+            found[-1] = replace(found[-1], ended=start.ended, energy_j=sum(energies) if energies else None)
+        else:
+            found.append(start)
+    return found
 
 
 def _parse_start(row: dict[str, str]) -> AccountedStart | None:
