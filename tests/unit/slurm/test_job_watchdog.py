@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from hpcdist.slurm.job.het_watchdog import is_partly_requeued
 
 
