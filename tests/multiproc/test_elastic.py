@@ -80,8 +80,23 @@ def fit(here: Rank, path: Path, cfg: Config, stop_at: int | None) -> tuple[str, 
         return ctx.end_reason or "stopped", audit
 
 
+def assert_sums_are_those_of_one_rank(here: Rank) -> None:
+    """Compare sums over all ranks with those of one, with more and fewer leaves than ranks."""
+    for num_leaves in (1, 2, 5, 8):
+        edges = [num_leaves * rank // here.world_size for rank in range(here.world_size + 1)]
+        shares = [range(low, high) for low, high in pairwise(edges)]
+        found = []
+        for all_shares, share in (([range(num_leaves)], range(num_leaves)), (shares, shares[here.rank])):
+            partial = PartialSums(num_leaves, share)
+            for leaf in share:
+                partial.add(leaf, torch.randn(7, generator=torch.Generator().manual_seed(leaf)) * 10**leaf)
+            found.append(Exchange(num_leaves, all_shares).sum(partial.vectors(), torch.zeros(7)))
+        assert torch.equal(*found), num_leaves
+
+
 def fit_both(here: Rank, paths: dict[bool, Path], stop_at: int | None) -> dict[bool, tuple[str, Audit]]:
     """Train the exact run and the other one."""
+    assert_sums_are_those_of_one_rank(here)
     return {exact: fit(here, path, config(exact=exact), stop_at) for exact, path in paths.items()}
 
 
@@ -182,32 +197,3 @@ def test_weights_are_bit_equal_on_8_3_5_and_8_ranks(alone: dict[bool, Trained], 
     trained = train_on([(2, 8), (4, 3), (7, 5), (None, 8)], tmp_path, True)[True]
     assert_states_equal(trained.weights, alone[True].weights)
     assert_each_sample_once_an_epoch(trained.audit)
-
-
-# --- the sum in a fixed order
-
-
-def sums(here: Rank) -> list[torch.Tensor]:
-    """Return the sums of several numbers of leaves, each as of one process and as of all ranks."""
-    found = []
-    for num_leaves in (1, 2, 5, 8):
-        leaves = [
-            torch.randn(7, generator=torch.Generator().manual_seed(leaf)) * 10**leaf for leaf in range(num_leaves)
-        ]
-        edges = [num_leaves * rank // here.world_size for rank in range(here.world_size + 1)]
-        shares = [range(low, high) for low, high in pairwise(edges)]
-        for exchange, share in (
-            (Exchange(num_leaves, [range(num_leaves)]), range(num_leaves)),
-            (Exchange(num_leaves, shares), shares[here.rank]),
-        ):
-            partial = PartialSums(num_leaves, share)
-            for leaf in share:
-                partial.add(leaf, leaves[leaf].clone())
-            found.append(exchange.sum(partial.vectors(), torch.zeros(7)))
-    return found
-
-
-def test_sum_is_bit_equal_on_ranks_with_and_without_leaves() -> None:
-    for found in spawn_ranks(sums, 3):
-        for alone, distributed in zip(found[::2], found[1::2], strict=True):
-            assert torch.equal(alone, distributed)
