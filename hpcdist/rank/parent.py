@@ -12,6 +12,7 @@ supervisor closes the socket or dies, the parent ends. When the parent dies, the
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import importlib
 import json
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.config.loading import load_run_config
+from hpcdist.files import retry
 from hpcdist.machine import process_record
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.plan import PARENT_MODULE, RANK_MODULE
@@ -46,9 +48,12 @@ _OF_TRAINERS = (
 #: Signals that end a process or a job; the socket alone ends the parent. Slurm sends SIGTERM to all processes of a job.
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
+#: How long the parent retries to read the config, as a rank does.
+FILE_TIMEOUT_S = 120.0
 #: Maximum size of a request; a larger one would be cut off.
 MESSAGE_BYTES = 64 * 1024
-_MAX_DESCRIPTORS = 2
+#: Descriptors of a request to fork: the guard's pipe and the log.
+_NUM_DESCRIPTORS = 2
 
 
 def main() -> None:
@@ -57,7 +62,8 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(1))
     os.dup2(2, 1)  # the imports may print
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
-    _import_modules(RunDir(Path(folder)))
+    with retry.patient(FILE_TIMEOUT_S):
+        _import_modules(RunDir(Path(folder)))
     _require_forkable()
     control.send(b"{}")
     _serve(control, handlers)
@@ -100,7 +106,7 @@ def _serve(control: socket.socket, handlers: Mapping[signal.Signals, Any]) -> No
     """Answer the supervisor's requests. Returns in each forked rank; the parent exits when the supervisor does."""
     while True:
         try:
-            data, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, _MAX_DESCRIPTORS)
+            data, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, _NUM_DESCRIPTORS)
         except OSError:
             data = b""
         if not data:
@@ -123,6 +129,8 @@ def _fork(
     request: Mapping[str, Any], descriptors: list[int], control: socket.socket, handlers: Mapping[signal.Signals, Any]
 ) -> tuple[int, dict[str, Any]]:
     """Fork a rank. Returns its process id, 0 in the rank itself and -1 after an error, and the answer."""
+    if len(descriptors) < _NUM_DESCRIPTORS:
+        return -1, {"error": errno.EMFILE}
     parent = os.getpid()
     # A signal to the rank waits until it has its own handlers.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
