@@ -200,6 +200,7 @@ class RunDir:
         return replace(found, reason=found.reason.encode(errors="replace").decode())
 
     def write_state(self, state: State) -> None:
+        """Write the state durably; a run that has ended loses its secrets."""
         write_json(self.path / "state.json", state.__dict__, durable=True)
         if state.status in ("finished", "cancelled"):
             retry.retry(lambda: self.secrets.unlink(missing_ok=True), self.secrets)
@@ -222,6 +223,7 @@ class RunDir:
         return [Attempt(path) for path in found if path.is_dir()]
 
     def new_attempt(self) -> Attempt:
+        """Create the folder of the next attempt, with its key."""
         # Retried as a whole: a file server may create the folder and still answer with an error.
         attempt = retry.retry(self._make_attempt, self.path / "attempts")
         key = secrets.token_bytes(KEY_BYTES)
@@ -235,4 +237,5 @@ class RunDir:
         return Attempt(path)
 
     def attempt(self, number: int) -> Attempt:
+        """Return an attempt, which may not exist."""
         return Attempt(self.path / "attempts" / f"{number:03d}")

@@ -55,6 +55,7 @@ class Plan:
     devices: dict[str, str] = field(default_factory=dict)
 
     def device_of(self, rank: int) -> str:
+        """Return the device of a rank."""
         return self.device if self.roles is None else self.devices[self.roles.of_rank(rank)[0]]
 
     def rank_env(self, rank: int, *, job_id: str, attempt: int, master_port: int) -> dict[str, str]:
