@@ -112,13 +112,13 @@ def submit_run(
     from hpcdist.run import create
     from hpcdist.run.folder import RunDir
     from hpcdist.slurm.job_components import rank_table_lines
-    from hpcdist.slurm.submit import checks, submission
+    from hpcdist.slurm.submit import submission, submission_checks
     from hpcdist.slurm.submit.batch_script import render
 
     config, note = submission.resolve_het(config)
     components = [*filter(None, [note]), *rank_table_lines(config)]
     if dry_run:
-        checks.check_config(config, Path.cwd())
+        submission_checks.check_config(config, Path.cwd())
         script, step = render(config, RunDir(Path(config.runs_dir) / config.experiment / config.name), flags)
         print(f"{script}\n# then, in the batch step:\n{comment(step)}\n#\n" + "\n".join(map(comment, components)))
         return 0
@@ -138,7 +138,7 @@ def comment(text: str) -> str:
 def check_submission(config: Config, flags: dict[str, str], cwd: Path | None, *, force: bool) -> None:
     """Check a submission and print warnings and the expected start. Raises UserMistake for errors."""
     from hpcdist.data.download import missing
-    from hpcdist.slurm.submit.checks import check_submission
+    from hpcdist.slurm.submit.submission_checks import check_submission
 
     warnings, estimate = check_submission(config, flags, cwd, missing_data=missing(config.data), force=force)
     print("\n".join([*(f"note: {warning}" for warning in warnings), estimate]))

@@ -205,7 +205,7 @@ def submit_sweep(
 def _show_script(sweep: Sweep, to_run: Sequence[Choice], flags: Mapping[str, str], parallelism: int | None) -> None:
     from hpcdist.run.folder import RunDir
     from hpcdist.slurm.submit.batch_script import render
-    from hpcdist.slurm.submit.checks import check_config
+    from hpcdist.slurm.submit.submission_checks import check_config
 
     config = to_run[0].cell.config
     # A single cell is an ordinary job.

@@ -102,7 +102,9 @@ def image_probe_env(spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, st
     return {name: value for name, value in outer_env(spec, env).items() if name != "PYTHONPATH"}
 
 
-def check_image(spec: ContainerSpec, output: str, errors: str, machine: str) -> tuple[dict[str, Any] | None, str, bool]:
+def probe_outcome(
+    spec: ContainerSpec, output: str, errors: str, machine: str
+) -> tuple[dict[str, Any] | None, str, bool]:
     """Interpret the output of `image_probe_command` on one machine.
 
     Returns:
@@ -239,7 +241,7 @@ def check_image_on_nodes(spec: ContainerSpec, nodes: Sequence[str], output: str,
     shared = [line for line in errors.splitlines() if _PYXIS_ERROR.match(line)]
     for task, node in enumerate(nodes):
         messages = "\n".join([*shared, _of_task(errors, task)])
-        facts, problem, may_pass = check_image(spec, _of_task(output, task), messages, node)
+        facts, problem, may_pass = probe_outcome(spec, _of_task(output, task), messages, node)
         if problem:
             # One line for all nodes with the same problem.
             problems.setdefault(problem.replace(f"on {node}", "on {}"), []).append(node)

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcdist.config.schema import Config
 from hpcdist.config.written import secrets_of
-from hpcdist.containers.image_probe import PROBE_TIMEOUT_S, check_image, image_probe_command, image_probe_env
+from hpcdist.containers.image_probe import PROBE_TIMEOUT_S, image_probe_command, image_probe_env, probe_outcome
 from hpcdist.containers.runtimes import container_command
 from hpcdist.containers.spec import DETACHED, PASSED, WITHHELD, ContainerSpec, Mount, without_nested
 from hpcdist.errors import UserMistake
@@ -109,7 +109,7 @@ def check_image_here(config: Config, spec: ContainerSpec, env: Mapping[str, str]
             " it, or set container.check_image=false if only the nodes have it"
         )
     done = run_within(command.argv, PROBE_TIMEOUT_S, env=image_probe_env(spec, env))
-    facts, problem, _ = check_image(spec, done.stdout, done.stderr, "this machine")
+    facts, problem, _ = probe_outcome(spec, done.stdout, done.stderr, "this machine")
     if problem:
         raise UserMistake(f"container.image: {problem}")
     return facts

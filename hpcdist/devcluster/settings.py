@@ -22,6 +22,7 @@ LINK = "hpcdist0"
 ACCOUNT = "devcluster"
 CONTROLLER_PORT, NODE_PORT, ACCOUNTING_PORT = 16817, 16818, 16819
 PROCTRACK = ("cgroup", "linuxproc")
+RUNTIMES = ("none", "apptainer", "docker", "pyxis")
 RESERVED_ADDRESSES = 4  # network, broadcast, head and host
 #: The state folder contains sockets of Slurm, munge and MariaDB; the path of a socket has at most 107 characters.
 MAX_STATE_LENGTH = 60
@@ -42,6 +43,10 @@ class Settings:
     """Seconds between the SIGTERM and the SIGKILL of a job of `main` that `high` preempts."""
     proctrack: str = "cgroup"
     """How Slurm finds the processes of a step: `cgroup` as in production, or `linuxproc`, which needs no cgroups."""
+    runtime: str = "none"
+    """Container runtime that the nodes have beside Slurm."""
+    pyxis_plugin: str = "/usr/local/lib/slurm/spank_pyxis.so"
+    """File of the plugin pyxis, which must be built for the installed Slurm; used with the runtime `pyxis` only."""
     subnet: str = "10.213.77.0/24"
     """Private IPv4 network of the nodes; must not overlap other networks of this machine."""
 
@@ -53,6 +58,8 @@ class Settings:
             raise DevClusterError(f"--grace-time-s must be from 0 to 65533, got {self.grace_time_s}")
         if self.proctrack not in PROCTRACK:
             raise DevClusterError(f"--proctrack must be {' or '.join(PROCTRACK)}, got {self.proctrack!r}")
+        if self.runtime not in RUNTIMES:
+            raise DevClusterError(f"--runtime must be one of {', '.join(RUNTIMES)}, got {self.runtime!r}")
         try:
             network = ipaddress.IPv4Network(self.subnet)
         except ValueError as error:
@@ -63,6 +70,7 @@ class Settings:
 
     @cached_property
     def network(self) -> ipaddress.IPv4Network:
+        """The network of the virtual nodes."""
         return ipaddress.IPv4Network(self.subnet)
 
     @cached_property
@@ -73,6 +81,7 @@ class Settings:
 
     @property
     def nodes(self) -> list[str]:
+        """Names of the virtual nodes."""
         return [f"n{number}" for number in range(1, self.num_nodes + 1)]
 
     def with_prefix(self, name: str) -> str:
@@ -80,6 +89,7 @@ class Settings:
         return f"{self.addresses[name]}/{self.network.prefixlen}"
 
     def to_json(self) -> str:
+        """Return the settings as a JSON document."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
@@ -129,6 +139,12 @@ class Layout:
         #: Exists if all namespaces and links were created.
         self.network_ready = state / "network-ready"
         self.namespaces = state / "netns"
+        #: Programs of the container runtime that keep the nodes apart; comes first on the daemons' PATH.
+        self.bin = state / "bin"
+        #: Folder of the docker daemons' sockets and states, of their images, and of enroot's containers.
+        self.docker = state / "docker"
+        self.docker_images = state / "docker-images"
+        self.enroot = state / "enroot"
         self.logs = state / "log"
         self.run = state / "run"
 
@@ -136,9 +152,14 @@ class Layout:
         """Return the mount point of the network namespace of a node or the head."""
         return self.namespaces / name
 
+    def docker_socket(self, node: str) -> Path:
+        """Return the socket of a node's docker daemon."""
+        return self.docker / f"{node}.sock"
+
     def output(self, daemon: str) -> Path:
         """Return the file with a daemon's output. Slurm's daemons also write a .log file with timestamps."""
         return self.logs / f"{daemon}.out"
 
     def pid_file(self, daemon: str) -> Path:
+        """Return the file with the process id of a daemon."""
         return self.run / f"{daemon}.pid"

@@ -16,6 +16,8 @@ from hpcdist.files import formats, retry
 from hpcdist.files.atomic import read_json, write_json
 
 KEY_BYTES = 32
+#: Author of the stop request after which the ranks are restarted on more nodes.
+BY_GROWTH = "growth"
 _OUTCOME = re.compile(r"rank-([0-9]{1,9})\.outcome\.json")
 _NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -55,6 +57,7 @@ class Attempt:
         self.stacks_summary = path / "stacks.txt"
 
     def log(self, rank: int) -> Path:
+        """Return the file with a rank's output."""
         return self.path / f"rank-{rank:05d}.log"
 
     def read_key(self) -> bytes:
@@ -74,6 +77,7 @@ class Attempt:
             file.write(key)
 
     def beat(self, rank: int) -> Path:
+        """Return the file with a rank's newest heartbeat."""
         return self.path / f"rank-{rank:05d}.beat.json"
 
     def read_beat(self, rank: int) -> dict[str, Any] | None:
@@ -82,6 +86,7 @@ class Attempt:
         return found if found is not None and _is_beat(found) else None
 
     def outcome(self, rank: int) -> Path:
+        """Return the file with a rank's result."""
         return self.path / f"rank-{rank:05d}.outcome.json"
 
     def stacks(self, rank: int) -> Path:

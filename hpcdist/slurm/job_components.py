@@ -14,6 +14,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from hpcdist.config.schema import ClusterConfig, Config, RoleRequest, role_device
+from hpcdist.config.schema.elastic import largest_world_size
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.rank.roles import Roles, rank_table
 from hpcdist.slurm.command_output import parse_memory_mb
@@ -40,6 +41,7 @@ class JobComponent:
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks on all nodes of the component."""
         return self.nodes * self.tasks_per_node
 
     @property
@@ -60,6 +62,7 @@ class JobComponent:
 def components(config: Config) -> tuple[JobComponent, ...]:
     """Return the components in rank order. Raises ConfigError if numbers contradict each other."""
     cluster = config.cluster
+    _check_outlives_nodes(config)
     if not cluster.roles:
         world_size = cluster.nodes * cluster.tasks_per_node
         roles = Roles.of(config.roles, sum(config.roles.values()) or world_size)
@@ -80,6 +83,29 @@ def components(config: Config) -> tuple[JobComponent, ...]:
         nodes, tasks_per_node = _shape(cluster, request, names, sum(config.roles[name] for name in names))
         found.append(_component(cluster, names, request, nodes, tasks_per_node))
     return tuple(found)
+
+
+def _check_outlives_nodes(config: Config) -> None:
+    """Raise ConfigError if a range of nodes or spare nodes contradict other keys."""
+    cluster, min_ranks = config.cluster, config.elastic.min_ranks or 1
+    if cluster.min_nodes is not None and cluster.min_nodes * cluster.tasks_per_node < min_ranks:
+        raise ConfigError(
+            [
+                f"cluster.min_nodes={cluster.min_nodes} × cluster.tasks_per_node={cluster.tasks_per_node} is less than"
+                f" elastic.min_ranks={min_ranks}: raise the first or lower the last"
+            ]
+        )
+    if config.roles and cluster.fewest_nodes < cluster.nodes:
+        raise ConfigError(
+            [f"cluster.min_nodes={cluster.min_nodes}: a run with roles has a fixed number of ranks: remove it"]
+        )
+    if cluster.roles and cluster.spare_nodes:
+        raise ConfigError(
+            [
+                f"cluster.spare_nodes={cluster.spare_nodes}: a spare node can replace no node of another request:"
+                " remove it, or cluster.roles"
+            ]
+        )
 
 
 def _component(
@@ -236,6 +262,14 @@ def rank_table_lines(config: Config, nodes: Sequence[Sequence[str]] | None = Non
         groups.append((range(first, first + part.num_ranks), request))
         first += part.num_ranks
     return rank_table(Roles.of(config.roles, first), groups, devices)
+
+
+def with_nodes(config: Config, num_nodes: int) -> Config:
+    """Return the config of a run on another number of nodes, with the same micro-batches."""
+    elastic = config.elastic
+    if config.data.global_batch_size is not None:
+        elastic = replace(elastic, micro_batches=elastic.micro_batches or largest_world_size(config))
+    return replace(config, cluster=replace(config.cluster, nodes=num_nodes), elastic=elastic)
 
 
 def component_cluster(cluster: ClusterConfig, part: JobComponent) -> ClusterConfig:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcdist.containers.images.engine import Engine, last_line
+from hpcdist.containers.images.engine import Engine, error_line
 from hpcdist.errors import ImageError
 
 _DEFAULT = re.compile(r"^ARG BASE_IMAGE=(\S+)$", re.MULTILINE)
@@ -58,7 +58,7 @@ def look_up(engine: Engine, name: str, *, pull: bool) -> Base:
     if found is None and pull:
         done = engine.run("pull", "--quiet", name)
         if done.returncode:
-            return Base(name=name, problem=f"{engine.name} cannot pull it: {last_line(done.stderr)}")
+            return Base(name=name, problem=f"{engine.name} cannot pull it: {error_line(done)}")
         found = _inspect(engine, name)
     if found is None:
         return Base(name=name, problem=f"{engine.name} does not have it here, and a dry run pulls nothing")

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, get_args
 
-from hpcdist.containers.images.engine import Engine, EngineName, last_line
+from hpcdist.containers.images.engine import Engine, EngineName, error_line
 from hpcdist.containers.images.labels import ImageFacts
 from hpcdist.errors import ImageError, UserMistake
 from hpcdist.files.lock import flock_if_possible
@@ -100,7 +100,7 @@ def _unpack(engine: Engine, facts: ImageFacts, command: Sequence[str]) -> None:
         with subprocess.Popen([engine.name, "export", container], stdout=subprocess.PIPE) as source:
             done = subprocess.run(command, stdin=source.stdout, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode or source.returncode:
-            raise ImageError(f"image {facts.name} could not be unpacked: {last_line(done.stderr)}")
+            raise ImageError(f"image {facts.name} could not be unpacked: {error_line(done)}")
     finally:
         engine.output("rm", container)
 
@@ -118,7 +118,7 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> None:
     """Run a command with additional variables. Raises ImageError with its last error line."""
     done = subprocess.run(command, env={**os.environ, **env}, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise ImageError(f"`{' '.join(command[:2])}` failed: {last_line(done.stderr)}")
+        raise ImageError(f"`{' '.join(command[:2])}` failed: {error_line(done)}")
 
 
 def _require_room(facts: ImageFacts, form: Form, folder: Path) -> None:

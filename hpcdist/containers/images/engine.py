@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpcdist.errors import ImageError, UserMistake
+from hpcdist.machine.timed_command import last_line
 
 EngineName = Literal["docker", "podman", "buildah"]
 #: Engines that can run containers; buildah only builds images.
@@ -29,7 +30,7 @@ class Engine:
         """Run a command of the engine and return its standard output. Raises ImageError with its last error line."""
         done = self.run(*arguments)
         if done.returncode:
-            raise ImageError(f"`{self.name} {' '.join(arguments[:2])}` failed: {last_line(done.stderr)}")
+            raise ImageError(f"`{self.name} {' '.join(arguments[:2])}` failed: {error_line(done)}")
         return done.stdout
 
     def is_rootless_daemon(self) -> bool:
@@ -68,9 +69,9 @@ def _engine_problem(name: EngineName) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_S)
     except subprocess.TimeoutExpired:
         return "does not answer"
-    return f"is installed, but fails: {last_line(done.stderr)}" if done.returncode else None
+    return f"is installed, but fails: {error_line(done)}" if done.returncode else None
 
 
-def last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "no error message"
+def error_line(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the last line that a command of an engine has written to its standard error."""
+    return last_line(done.stderr, limit_chars=1000) or "no error message"

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import hpcdist
-from hpcdist.containers.images.engine import Engine, last_line
+from hpcdist.containers.images.engine import Engine, error_line
 from hpcdist.containers.images.labels import ENTRYPOINT, ImageFacts, inspect, read_sbom, require_fit
 from hpcdist.errors import ImageError
 from hpcdist.machine.check import Check
+from hpcdist.machine.timed_command import last_line
 
 #: Runs inside the image and prints one JSON object. It imports hpcdist's modules and its declared dependencies.
 SELF_TEST = Path(__file__).with_name("self_test.py")
@@ -59,7 +60,7 @@ def _self_test(engine: Engine, image: str) -> dict[str, Any]:
     command = ("run", "--rm", "--interactive", "--entrypoint", "python3", image, "-")
     done = engine.run(*command, stdin=SELF_TEST.read_text())
     if done.returncode:
-        raise ImageError(f"image {image} cannot be started: {last_line(done.stderr)}")
+        raise ImageError(f"image {image} cannot be started: {error_line(done)}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

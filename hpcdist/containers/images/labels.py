@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import hpcdist
-from hpcdist.containers.images.engine import Engine, last_line
+from hpcdist.containers.images.engine import Engine, error_line
 from hpcdist.errors import ImageError
 from hpcdist.machine.cuda_drivers import driver_problem
 
@@ -54,7 +54,7 @@ def inspect(engine: Engine, image: str) -> ImageFacts:
     """Read the facts of a local image. Raises ImageError if there is no image of that name."""
     done = engine.run("image", "inspect", image)
     if done.returncode:
-        error = last_line(done.stderr)
+        error = error_line(done)
         if any(words in error.lower() for words in ("no such image", "image not known", "no such object")):
             raise ImageError(
                 f"{engine.name} has no image {image!r}: `hpcdist image build` makes one here,"

@@ -35,11 +35,18 @@ class SlurmFacts:
 
     @property
     def installed(self) -> bool:
+        """Whether any of Slurm's commands is installed."""
         return len(self.missing) < len(NEEDED)
 
     @property
     def reached(self) -> bool:
+        """Whether the controller has answered."""
         return bool(self.settings)
+
+    @property
+    def proctrack(self) -> str:
+        """Name of the plugin that finds the processes of a step, such as `cgroup`; empty if unknown."""
+        return self.settings.get("ProctrackType", "").removeprefix("proctrack/")
 
 
 def read_slurm() -> SlurmFacts:
@@ -137,6 +144,7 @@ def _accounting(settings: dict[str, str], user: str) -> list[Check]:
 
 
 def few(names: list[str], most: int = 5) -> str:
+    """Return the first names, and the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

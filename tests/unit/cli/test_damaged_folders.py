@@ -29,7 +29,7 @@ from hpcdist.run.snapshot import code_state
 from hpcdist.run.sweep_folder import SweepDir, sweep_of
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
-from hpcdist.slurm.submit.checks import longest_save
+from hpcdist.slurm.submit.submission_checks import longest_save
 from hpcdist.tracking import artifacts, links, run_metadata
 from hpcdist.tracking.journal_tail import JournalTail
 from hpcdist.tracking.shipping_state import ShippingState

@@ -18,11 +18,11 @@ from supervisor_scene import Scene
 import hpcdist
 from hpcdist.config.schema import ClusterConfig, Config, ContainerConfig, DataConfig, LaunchConfig, TrainerConfig
 from hpcdist.containers.image_probe import (
-    check_image,
     check_image_on_nodes,
     image_digest,
     image_probe_command,
     image_probe_env,
+    probe_outcome,
     start_failure,
 )
 from hpcdist.containers.node_steps import ContainerSteps
@@ -154,7 +154,7 @@ def test_probe_reports_the_versions_of_its_python(tmp_path: Path) -> None:
     assert command[-3:-1] == [sys.executable, "-c"]
     env = {"PYTHONPATH": os.pathsep.join(sys.path), "SLURMD_NODENAME": "n7"}
     output = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
-    facts, problem, _ = check_image(SPEC, output, "", "n7")
+    facts, problem, _ = probe_outcome(SPEC, output, "", "n7")
     assert problem == ""
     assert facts is not None
     torch_version = __import__("torch").__version__
@@ -207,7 +207,7 @@ def test_probe_has_neither_mounts_nor_pythonpath() -> None:
     ],
 )
 def test_problems_that_need_the_user_are_not_retried(output: str, errors: str, message: str) -> None:
-    _, problem, may_pass = check_image(replace(SPEC, gpus="all"), output, errors, "n2")
+    _, problem, may_pass = probe_outcome(replace(SPEC, gpus="all"), output, errors, "n2")
     assert (problem, may_pass) == (message, False)
 
 
@@ -266,7 +266,7 @@ def test_problems_that_need_the_user_are_not_retried(output: str, errors: str, m
     ],
 )
 def test_errors_that_no_retry_solves_have_a_fix(runtime: str, errors: str, fix: str) -> None:
-    _, problem, may_pass = check_image(replace(SPEC, runtime=runtime), "", errors, "n2")
+    _, problem, may_pass = probe_outcome(replace(SPEC, runtime=runtime), "", errors, "n2")
     first = " ".join(errors.splitlines()[0].split())
     assert problem.startswith(f"{runtime} could not start {IMAGE} on n2: {first}: {fix}")
     assert not may_pass
@@ -274,13 +274,13 @@ def test_errors_that_no_retry_solves_have_a_fix(runtime: str, errors: str, fix: 
 
 @pytest.mark.parametrize("driver", ["580.65.06", "595.10", None])
 def test_new_or_unknown_driver_is_accepted(driver: str | None) -> None:
-    assert check_image(replace(SPEC, gpus="all"), probe_output(driver=driver), "", "n1")[1] == ""
-    assert check_image(SPEC, probe_output(driver="400.1"), "", "n1")[1] == "", "the ranks use no GPU"
+    assert probe_outcome(replace(SPEC, gpus="all"), probe_output(driver=driver), "", "n1")[1] == ""
+    assert probe_outcome(SPEC, probe_output(driver="400.1"), "", "n1")[1] == "", "the ranks use no GPU"
 
 
 def test_other_start_failures_are_retried() -> None:
     message = f"podman could not start {IMAGE} on n2: Error: no space left"
-    assert check_image(SPEC, "", "srun: error: n2: task 1: Exited\nError: no space left\n", "n2") == (
+    assert probe_outcome(SPEC, "", "srun: error: n2: task 1: Exited\nError: no space left\n", "n2") == (
         None,
         message,
         True,

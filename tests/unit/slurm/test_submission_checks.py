@@ -11,7 +11,7 @@ from slurm_recordings import FakeCommands
 from hpcdist.config.schema import ClusterConfig, Config, ContainerConfig, DataConfig, RoleRequest, TrainerConfig
 from hpcdist.errors import ConfigError, UserMistake
 from hpcdist.files.atomic import write_json
-from hpcdist.slurm.submit.checks import check_config, check_submission, longest_save
+from hpcdist.slurm.submit.submission_checks import check_config, check_submission, longest_save
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
