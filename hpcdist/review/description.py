@@ -185,9 +185,7 @@ def _result(facts: RunFacts) -> Iterator[str]:
     if facts.checkpoints:
         kept = ", ".join(_kept(facts, one) for one in facts.checkpoints[-_MAX_CHECKPOINTS:])
         page = models_page(facts.experiment_id)
-        yield f"kept checkpoints, in the folder {escaped(str(facts.checkpoints[-1].path.parent))}: {kept}" + (
-            f"; all of the experiment: {link('Models', page)}" if page else ""
-        )
+        yield "kept checkpoints" + (f" ({link('of all runs', page)})" if page else "") + f": {kept}"
     metrics = [name for name in facts.metrics if not name.startswith(("system/", "time/"))]
     if metrics:
         shown = [f"{escaped(name)} {facts.metrics[name]:.5g}" for name in metrics[:_MAX_METRICS]]
@@ -196,7 +194,7 @@ def _result(facts: RunFacts) -> Iterator[str]:
 
 def _kept(facts: RunFacts, checkpoint: CheckpointFacts) -> str:
     value = checkpoint.metrics.get(facts.monitor)
-    return f"step {checkpoint.step:,}" + ("" if value is None else f" ({escaped(facts.monitor)} {value:.6g})")
+    return f"step {checkpoint.step:,}" + ("" if value is None else f" ({value:.6g})")
 
 
 def _attempts(facts: RunFacts, num_kept: int) -> str:

@@ -76,8 +76,8 @@ def test_description_of_a_live_run() -> None:
         "| **Data** | digits (train), 1,437 samples, digest ab12 |",
         "commit c0ffee with [uncommitted changes](#/experiments/1/runs/abc/artifacts/code.patch)",
         "best checkpoint: /runs/c/step\\-00000100\n",
-        "kept checkpoints, in the folder /runs/c: step 100 (eval/loss 0.25); all of the experiment:"
-        " [Models](#/experiments/1/models?workflowType=machine_learning)\n",
+        "kept checkpoints ([of all runs](#/experiments/1/models?workflowType=machine_learning)): step 100 (0.25)\n",
+        "# weights of the best checkpoint, step 100\n",
         "| **Image** | none, without a container |",
         "- last values: train/loss 0.5\n",
         "| 1 | 1970-01-01 00:16 UTC | 10 min | n1, n2 | 0 to 120 | failed |"
@@ -110,7 +110,10 @@ def test_description_of_a_finished_run() -> None:
     assert "**2 GPU-hours** allocated, of which 75 % were useful compute (goodput); 1 min 30 s in the queue" in text
     assert "| compute | 1.5 | 75.0 % |\n| down | 0.5 | 25.0 % |" in text
     assert "[uploaded](#/experiments/1/runs/abc/artifacts/checkpoints/best)" in text
-    assert 'mlflow.pytorch.load_model("runs:/abc/model")' in text
+    assert '# final model, after step 200\nimport mlflow; model = mlflow.pytorch.load_model("runs:/abc/model")' in text
+    assert "# weights of the best checkpoint, step 100\n" in text
+    same = described(replace(facts, attempts=(replace(SECOND, last_step=100),)))
+    assert "best checkpoint, step 100\n" not in same, "the final model has these weights"
     assert "Progress" not in text
     image = described(replace(facts, image="site/image:3", image_digest="sha256:12"))
     assert "| **Image** | site/image:3, digest sha256:12 |" in image
