@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from generators import commands, config, environment, findings, messages, packages
+from generators import commands, config, environment, findings, messages, packages, runtimes
 
 MARKER = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
 GENERATORS: dict[str, Callable[[], str]] = {
@@ -24,6 +24,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "modules": packages.packages,
     "preflight": findings.preflight_findings,
     "run-folder": packages.run_folder,
+    "runtimes": runtimes.recorded_tests,
     "waiting": findings.waiting_reasons,
 }
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hpcdist.config.schema import Config, describe
 from hpcdist.config.schema.declaration import trainer_sections
-from hpcdist.config.tree import SHORT_FORMS
+from hpcdist.config.tree import NODE_RANGE, SHORT_FORMS
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null"}
 _INTERPOLATION = {"$ref": "#/$defs/interpolation"}
@@ -27,6 +27,7 @@ def json_schema() -> dict[str, Any]:
         if "off" in short.get("anyOf", [{}])[0].get("enum", ()):
             short["anyOf"] = [*short["anyOf"], {"const": False}]  # YAML 1.1 reads `off` as a boolean
         schema["properties"][name] = {"description": full["description"], "anyOf": [short, full]}
+    schema["properties"]["cluster"]["properties"]["nodes"]["anyOf"].append({"type": "string", "pattern": NODE_RANGE})
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "hpcdist config",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from hpcdist.config.document import parse
 
 #: Sections that may be written as one value, each with the key that this value sets.
 SHORT_FORMS = {"trainer": "target", "preflight": "mode"}
+#: A range of numbers of nodes: `cluster.nodes: 2-8`.
+NODE_RANGE = "^[0-9]{1,9}-[0-9]{1,9}$"
 
 
 def leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -33,9 +36,13 @@ def parse_value(raw: str) -> Any:
 
 
 def expand_short_forms(tree: dict[str, Any]) -> None:
-    """Replace sections that are written as one value: `trainer: ddp`, `preflight: off`."""
+    """Replace short forms: `trainer: ddp`, `preflight: off`, `cluster.nodes: 2-8`."""
     for section in SHORT_FORMS:
         _expand(tree, section)
+    cluster = tree.get("cluster")
+    if isinstance(cluster, dict) and re.match(NODE_RANGE, nodes := str(cluster.get("nodes"))):
+        least, _, most = nodes.partition("-")
+        tree["cluster"] = {"min_nodes": int(least), **cluster, "nodes": int(most)}
 
 
 def insert(tree: dict[str, Any], path: Sequence[str], value: Any) -> bool:

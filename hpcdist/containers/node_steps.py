@@ -54,6 +54,8 @@ class ContainerSteps:
         self._env = dict(env)
         self._het = het
         self._checked = False
+        #: The nodes of the job on which steps can run, if these are not all.
+        self.present: Sequence[str] = ()
         #: Whether Slurm's signal has ended a step while it created containers.
         self._interrupted = False
 
@@ -132,6 +134,8 @@ class ContainerSteps:
 
     def _nodes(self) -> list[tuple[list[str], list[str]]]:
         """Return srun's flags and the nodes, in Slurm's order, of each component of the job."""
+        if self.present:
+            return [([f"--nodelist={','.join(self.present)}"], list(self.present))]
         if not self._het:
             return [([], expand(self._env["SLURM_JOB_NODELIST"]))]
         size = int(self._env["SLURM_HET_SIZE"])

@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 #: Time between SIGTERM and SIGKILL, in which srun ends its tasks.
 KILL_DELAY_S = 1.0
+#: Interval of looks at the output of a command that may end early.
+POLL_S = 0.05
 
 
 def run_within(
@@ -45,6 +47,30 @@ def run_within(
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
         return subprocess.CompletedProcess(command, -1 if late else process.returncode, texts[0], texts[1] + late)
+
+
+def run_until(command: Sequence[str], is_enough: Callable[[str], bool], *, env: Mapping[str, str] | None = None) -> str:
+    """Run a command until it ends or `is_enough` is true for its output so far; return the output.
+
+    Raises:
+        FileNotFoundError: the command does not exist.
+    """
+    with tempfile.TemporaryFile() as output:
+        null = subprocess.DEVNULL
+        process = subprocess.Popen(command, env=env, stdin=null, stdout=output, stderr=null, start_new_session=True)
+        try:
+            while True:
+                ended = process.poll() is not None
+                # Not `read`, which would move the position at which the command writes.
+                text = os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode(errors="replace")
+                if ended or is_enough(text):
+                    return text
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def last_line(text: str, limit_chars: int = 200) -> str:

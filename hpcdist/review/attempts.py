@@ -78,7 +78,9 @@ def _read(attempt: Attempt, state: State, *, resumed_at: int | None) -> AttemptF
         ended=ended,
         status=status,
         cause=cause,
-        nodes=tuple(times.nodes) if times is not None else _hosts(attempt, beat),
+        nodes=tuple(node for node in times.nodes if node not in times.idle)
+        if times is not None
+        else _hosts(attempt, beat),
         num_ranks=(times.num_ranks if times is not None else 0) or state.world_size,
         time_limit=times.time_limit if times is not None else None,
         training_began=training.began if training else None,

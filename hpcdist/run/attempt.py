@@ -16,6 +16,8 @@ from hpcdist.files import formats, retry
 from hpcdist.files.atomic import read_json, write_json
 
 KEY_BYTES = 32
+#: Author of the stop request after which the ranks are restarted on more nodes.
+BY_GROWTH = "growth"
 _OUTCOME = re.compile(r"rank-([0-9]{1,9})\.outcome\.json")
 _NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 

@@ -32,6 +32,7 @@ class Resources:
 
     unit: Literal["GPU", "core"] = "core"
     nodes: Mapping[str, NodeShare] = field(default_factory=dict)
+    idle: tuple[str, ...] = ()  #: those of `nodes` that run no ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ class AttemptTimes:
     measured: bool = True  #: whether the ranks measure their time; plain scripts do not
     unit: Literal["GPU", "core"] = "core"
     nodes: dict[str, Any] = field(default_factory=dict)  #: see `shares`
+    idle: list[str] = field(default_factory=list)  #: nodes of the allocation without ranks
 
     @property
     def shares(self) -> dict[str, NodeShare]:
@@ -80,7 +82,7 @@ def write_times(attempt: Attempt, times: AttemptTimes) -> None:
 def begin(attempt: Attempt, resources: Resources, times: AttemptTimes) -> AttemptTimes:
     """Write the times of an attempt that begins, with the resources of its ranks; returns them."""
     nodes = {name: asdict(share) for name, share in resources.nodes.items()}
-    times = replace(times, unit=resources.unit, nodes=nodes)
+    times = replace(times, unit=resources.unit, nodes=nodes, idle=list(resources.idle))
     write_times(attempt, times)
     return times
 

@@ -26,6 +26,7 @@ _SBATCH_KEYS = {
     "exclude": "cluster.exclude",
     "signal": "cluster.signal_lead_s",
     "no-requeue": "cluster.max_requeues=0",
+    "no-kill": "cluster.min_nodes or cluster.spare_nodes",
 }
 #: Flags that hpcdist sets itself.
 _SBATCH_RESERVED = (

@@ -60,6 +60,7 @@ class JobComponent:
 def components(config: Config) -> tuple[JobComponent, ...]:
     """Return the components in rank order. Raises ConfigError if numbers contradict each other."""
     cluster = config.cluster
+    _check_outlives_nodes(config)
     if not cluster.roles:
         world_size = cluster.nodes * cluster.tasks_per_node
         roles = Roles.of(config.roles, sum(config.roles.values()) or world_size)
@@ -80,6 +81,22 @@ def components(config: Config) -> tuple[JobComponent, ...]:
         nodes, tasks_per_node = _shape(cluster, request, names, sum(config.roles[name] for name in names))
         found.append(_component(cluster, names, request, nodes, tasks_per_node))
     return tuple(found)
+
+
+def _check_outlives_nodes(config: Config) -> None:
+    """Raise ConfigError if a run with roles requests what needs interchangeable nodes or ranks."""
+    cluster = config.cluster
+    if config.roles and cluster.fewest_nodes < cluster.nodes:
+        raise ConfigError(
+            [f"cluster.min_nodes={cluster.min_nodes}: a run with roles has a fixed number of ranks: remove it"]
+        )
+    if cluster.roles and cluster.spare_nodes:
+        raise ConfigError(
+            [
+                f"cluster.spare_nodes={cluster.spare_nodes}: a spare node can replace no node of another request:"
+                " remove it, or cluster.roles"
+            ]
+        )
 
 
 def _component(
@@ -236,6 +253,11 @@ def rank_table_lines(config: Config, nodes: Sequence[Sequence[str]] | None = Non
         groups.append((range(first, first + part.num_ranks), request))
         first += part.num_ranks
     return rank_table(Roles.of(config.roles, first), groups, devices)
+
+
+def with_nodes(config: Config, num_nodes: int) -> Config:
+    """Return the config of a run on another number of nodes."""
+    return replace(config, cluster=replace(config.cluster, nodes=num_nodes))
 
 
 def component_cluster(cluster: ClusterConfig, part: JobComponent) -> ClusterConfig:

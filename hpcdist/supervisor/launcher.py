@@ -55,10 +55,32 @@ class Ranks(Protocol):
         ...
 
 
-class Launcher(Protocol):
-    """Starts the ranks of each attempt of a run on the same nodes."""
+class NodeChanges(Protocol):
+    """Changes of the nodes of a run that goes on without failed nodes (`slurm/job/elastic_nodes.py`)."""
 
-    num_ranks: int
+    def lost(self) -> tuple[int, str] | None:
+        """Return the first rank on a node that does not answer any more, and the node; None if all answer."""
+        ...
+
+    def replaced(self) -> str:
+        """Choose the nodes of the next attempt after a failure.
+
+        Return a sentence if they differ from those of the last attempt, which explains the failure; otherwise "".
+        """
+        ...
+
+    def growth(self) -> str:
+        """Return a sentence if the ranks should be restarted now on more nodes; otherwise "". Called often."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts the ranks of each attempt of a run."""
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of the running or next attempt."""
+        ...
 
     @property
     def resources(self) -> Resources:

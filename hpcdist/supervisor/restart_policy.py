@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-Kind = Literal["error", "killed", "hung", "rejected", "unfit", "vanished", "not_started", "interrupted"]
+Kind = Literal["error", "killed", "hung", "rejected", "unfit", "vanished", "not_started", "interrupted", "lost"]
 #: Most real-time signals have no name.
 _NAMES = {int(number): number.name for number in signal.Signals}
 
@@ -31,7 +31,7 @@ class Failure:
             return self.error
         where = f"rank {self.rank}{f' ({self.role})' if self.role else ''} on {self.host}"
         at = f" at step {self.step}" if self.step is not None else ""
-        failed = "" if self.kind in ("killed", "hung", "vanished", "not_started") else "failed with "
+        failed = "" if self.kind in ("killed", "hung", "vanished", "not_started", "lost") else "failed with "
         return f"{where} {failed}{self.error}{at}" + (f"; {self.detail}" if self.detail else "")
 
     def same_as(self, other: Failure) -> bool:

@@ -20,11 +20,11 @@ from hpcdist.files import retry
 from hpcdist.files.atomic import write_json
 from hpcdist.files.log_limit import limit_log
 from hpcdist.rank.roles import Roles
-from hpcdist.run.attempt import Attempt, Request
+from hpcdist.run.attempt import BY_GROWTH, Attempt, Request
 from hpcdist.run.attempt_times import AttemptTimes, begin, reached_step, write_times
 from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.pending_config import settle
-from hpcdist.supervisor.launcher import Launcher, Ranks
+from hpcdist.supervisor.launcher import Launcher, NodeChanges, Ranks
 from hpcdist.supervisor.notifier import NotifierProcess
 from hpcdist.supervisor.reporter import AdoptingReporter, Reporter
 from hpcdist.supervisor.restart_policy import Failure, Kind, decide, first_failure, not_started
@@ -50,6 +50,7 @@ class Supervisor:
         after_attempt: called after an attempt that was not asked to stop and did not finish; may raise a signal.
         conclude: maps the state after the last attempt to the recorded one; a requeued job, for example, has not ended.
         check_lease: raises LeaseLostError if another supervisor holds the run (`lease.Held.check`).
+        nodes: changes of the nodes between attempts, if the run goes on without failed nodes.
     """
 
     def __init__(
@@ -65,7 +66,11 @@ class Supervisor:
         conclude: Callable[[State], State] = lambda state: state,
         check_lease: Callable[[], None] = lambda: None,
         after_attempt: Callable[[], None] = lambda: None,
+        nodes: NodeChanges | None = None,
     ) -> None:
+        self._nodes = nodes
+        #: Number of restarts on other nodes, which `launch.max_restarts` does not limit.
+        self._moves = 0
         self._run = run
         self._config = config
         self._launcher = launcher
@@ -152,7 +157,7 @@ class Supervisor:
             state = replace(
                 state,
                 attempt=attempt.number,
-                restarts=restarts_before + len(failures),
+                restarts=restarts_before + len(failures) + self._moves,
                 world_size=self._launcher.num_ranks,
             )
             self._write(state)
@@ -163,6 +168,10 @@ class Supervisor:
             if (end == "stopped" or failure is not None) and self._request_of(attempt) is None:
                 self._after_attempt()
             self._write_request(attempt)
+            if failure is None and end == "stopped" and self._grows(attempt):
+                write_times(attempt, replace(times, status=end, reason="restarted on more nodes"))
+                self._moves += 1
+                continue
             if failure is None:
                 reason = self._reason(attempt, end)
                 write_times(attempt, replace(times, status=end, reason=reason))
@@ -173,6 +182,11 @@ class Supervisor:
             write_times(attempt, replace(times, status="failed", reason=failure.sentence()))
             failures.append(failure)
             self._report.failure(failure, _log_of(attempt, failure))
+            if change := self._new_nodes(attempt, failure):
+                failures.pop()
+                self._moves += 1
+                self._report.note(f"restart from the newest checkpoint: {change}")
+                continue
             if (over := self._after_failure(state, attempt, failures)) is not None:
                 return over
             self._report.note(
@@ -191,6 +205,20 @@ class Supervisor:
                 time_limit=None if self._allocation is None else self._allocation.end,
             ),
         )
+
+    def _grows(self, attempt: Attempt) -> bool:
+        """Return whether the ranks have stopped to be restarted on more nodes, and for no other reason."""
+        found = attempt.read_request()
+        return found is not None and found.by == BY_GROWTH and self._request_of(attempt) is None
+
+    def _new_nodes(self, attempt: Attempt, failure: Failure) -> str:
+        """Return a sentence if the run continues on other nodes than those of a failed attempt; otherwise ""."""
+        if self._nodes is None or failure.kind in ("rejected", "unfit", "interrupted"):
+            return ""
+        if self._request_of(attempt) is not None:
+            return ""
+        write_json(attempt.failure, asdict(failure))
+        return self._nodes.replaced()
 
     def _after_failure(self, state: State, attempt: Attempt, failures: list[Failure]) -> State | None:
         """Return the final state of the run after a failure, or None if the ranks are restarted here."""
@@ -221,14 +249,16 @@ class Supervisor:
             attempt.send_request(late.action, by=late.by, reason=late.reason)
 
     def _request_of(self, attempt: Attempt) -> Request | None:
-        """Return the request to an attempt, from its file or from a signal to this process."""
-        return attempt.read_request() or self._signals.request()
+        """Return the request to end the run with an attempt, from its file or from a signal to this process."""
+        found = attempt.read_request()
+        return found if found is not None and found.by != BY_GROWTH else self._signals.request()
 
     def _write_request(self, attempt: Attempt) -> None:
         """Write the request of a signal to the attempt's folder, for starting ranks and for later commands."""
         asked = self._signals.request()
         try:
-            if asked is not None and attempt.read_request() is None:
+            found = attempt.read_request()
+            if asked is not None and (found is None or found.by == BY_GROWTH):
                 attempt.send_request(asked.action, by=asked.by, reason=asked.reason)
         except OSError as error:
             self._report.note(
@@ -264,6 +294,7 @@ class Supervisor:
                 self._allocation,
                 signal_request=self._signals.request,
                 check_lease=self._check_lease,
+                nodes=self._nodes,
             )
             hung = watch.until_over() or _none_started(ranks)
             # A copy, because `close` kills the remaining ranks, which did not fail.

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from hpcdist.config.schema import Config
-from hpcdist.run.attempt import Attempt, Request
+from hpcdist.run.attempt import BY_GROWTH, Attempt, Request
 from hpcdist.supervisor.hang.collect import collect
-from hpcdist.supervisor.launcher import Ranks
+from hpcdist.supervisor.launcher import NodeChanges, Ranks
 from hpcdist.supervisor.progress import ProgressMonitor
 from hpcdist.supervisor.reporter import Reporter
 from hpcdist.supervisor.restart_policy import Failure, not_started
@@ -58,7 +58,9 @@ class Watch:
         *,
         signal_request: Callable[[], Request | None] = lambda: None,
         check_lease: Callable[[], None] = lambda: None,
+        nodes: NodeChanges | None = None,
     ) -> None:
+        self._nodes = nodes
         self._attempt = attempt
         self._ranks = ranks
         self._config = config
@@ -90,6 +92,8 @@ class Watch:
             self._handle_requests(now)
             if self.cancelled:
                 return None
+            if (lost := self._lost_node()) is not None:
+                return lost
             failed = any(self._is_failure(code) for code in self._ranks.exits.values())
             if failed:
                 self._kill_by(now + PEER_GRACE_S)
@@ -100,6 +104,14 @@ class Watch:
             self.progress.show()
             self._note_delay(now, time.monotonic())
         return None
+
+    def _lost_node(self) -> Failure | None:
+        """Return the failure of a node that does not answer any more."""
+        if self._nodes is None or (found := self._nodes.lost()) is None:
+            return None
+        rank, node = found
+        error = "was lost: its node does not answer"
+        return Failure(kind="lost", rank=rank, host=node, step=self.progress.last_step(rank), error=error)
 
     def _late(self, now: float) -> Failure | None:
         """Return the failure of ranks that were not started in time; checks once, when the time is over."""
@@ -148,7 +160,10 @@ class Watch:
         asked = self._signal_request()
         if asked is None and self._allocation is not None and time.time() >= self._allocation.stop_at:
             asked = Request(action="stop", by=self._allocation.by, reason=self._allocation.by)
-        if asked is None or (found is not None and (asked.action == "stop" or found.action == "cancel")):
+        if asked is None and found is None and self._nodes is not None and (why := self._nodes.growth()):
+            asked = Request(action="stop", by=BY_GROWTH, reason=f"to restart on more nodes: {why}")
+        final = found is not None and found.by != BY_GROWTH
+        if asked is None or (found is not None and final and (asked.action == "stop" or found.action == "cancel")):
             return found
         if now >= self._write_at:
             self._write_at = now + REWRITE_S

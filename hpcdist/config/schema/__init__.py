@@ -9,6 +9,7 @@ from hpcdist.config.schema.cluster import ClusterConfig, RoleRequest
 from hpcdist.config.schema.container import ContainerConfig
 from hpcdist.config.schema.declaration import Trainer, default_trainer, find_trainer, trainer_names, unused_sections
 from hpcdist.config.schema.describe import describe
+from hpcdist.config.schema.elastic import ElasticConfig, division_problems, largest_world_size
 from hpcdist.config.schema.exact import exact, type_mismatch
 from hpcdist.config.schema.launching import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.config.schema.notification import NotifyConfig
@@ -30,6 +31,7 @@ __all__ = [
     "Config",
     "ContainerConfig",
     "DataConfig",
+    "ElasticConfig",
     "LaunchConfig",
     "ModelConfig",
     "NotifyConfig",
@@ -45,8 +47,10 @@ __all__ = [
     "cross_check",
     "default_trainer",
     "describe",
+    "division_problems",
     "exact",
     "find_trainer",
+    "largest_world_size",
     "role_device",
     "to_tree",
     "trainer_names",

@@ -51,7 +51,11 @@ class ClusterConfig:
     qos: str | None = None
     """Quality of service."""
     nodes: int = 1
-    """Number of nodes."""
+    """Number of nodes. A range, `2-8`, also sets min_nodes."""
+    min_nodes: int | None = None
+    """Least number of nodes with which the run may start or continue; null requires all of them."""
+    spare_nodes: int = 0
+    """Additional nodes of the allocation that stay idle until they replace a failed node."""
     tasks_per_node: int = 1
     """Ranks on each node; with GPUs, usually one per GPU."""
     gpus_per_node: int = 0
@@ -88,8 +92,9 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check(
-            at_least(self, 1, "nodes", "tasks_per_node", "cpus_per_task", "time_limit_min")
-            + at_least(self, 0, "gpus_per_node", "signal_lead_s", "max_requeues")
+            at_least(self, 1, "nodes", "min_nodes", "tasks_per_node", "cpus_per_task", "time_limit_min")
+            + at_least(self, 0, "spare_nodes", "gpus_per_node", "signal_lead_s", "max_requeues")
+            + self._range_problems()
             + one_line(self, "partition", "account", "qos", "mem", "constraint", "exclude", "sbatch", "srun")
             + flags(self, "sbatch", "srun")
             + variables(self, "env")
@@ -97,3 +102,18 @@ class ClusterConfig:
             + [f"environment.{line}" for line in self.environment.problems(self.time_limit_min)]
             + [f"roles.{role}.{line}" for role, request in self.roles.items() for line in request.problems()]
         )
+
+    @property
+    def outlives_nodes(self) -> bool:
+        """Whether the run continues in its allocation after the loss of a node."""
+        return self.spare_nodes > 0 or self.fewest_nodes < self.nodes
+
+    @property
+    def fewest_nodes(self) -> int:
+        """The least number of nodes with which the run may start or continue."""
+        return self.nodes if self.min_nodes is None else self.min_nodes
+
+    def _range_problems(self) -> list[str]:
+        if self.fewest_nodes <= self.nodes:
+            return []
+        return [f"min_nodes must be at most nodes={self.nodes}, got {self.min_nodes}"]

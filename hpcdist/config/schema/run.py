@@ -10,6 +10,7 @@ from hpcdist.config.schema.checks import at_least, check, one_line
 from hpcdist.config.schema.cluster import ClusterConfig
 from hpcdist.config.schema.container import ContainerConfig
 from hpcdist.config.schema.declaration import default_trainer, trainer_problems
+from hpcdist.config.schema.elastic import ElasticConfig, elastic_problems
 from hpcdist.config.schema.launching import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.config.schema.notification import NotifyConfig
 from hpcdist.config.schema.paths import IS_PATH
@@ -55,6 +56,7 @@ class Config:
     stop: StopConfig = field(default_factory=StopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     container: ContainerConfig = field(default_factory=ContainerConfig)
@@ -132,6 +134,7 @@ def cross_check(config: Config) -> list[str]:
         problems.append("trainer.script and trainer.target exclude each other: remove one of them")
     if not config.trainer.script:
         problems += trainer_problems(config)
+    problems += elastic_problems(config)
     if config.launch.device == "cpu":
         if config.launch.backend == "nccl":
             problems.append("launch.backend=nccl needs GPUs, but launch.device=cpu: use launch.backend=gloo")

@@ -46,7 +46,9 @@ class DataConfig:
     download: bool = True
     """Download a missing dataset to `root`, once per node."""
     batch_size: int = 64
-    """Training samples per rank and micro-batch."""
+    """Training samples per rank and micro-batch, unless global_batch_size is set."""
+    global_batch_size: int | None = None
+    """Training samples of an optimizer step on any number of ranks (see `elastic`); null: batch_size on each rank."""
     eval_batch_size: int = 256
     """Test samples per rank and batch."""
     image_size: int | None = None
@@ -64,7 +66,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check(
-            at_least(self, 1, "batch_size", "eval_batch_size", "image_size", "num_samples")
+            at_least(self, 1, "batch_size", "global_batch_size", "eval_batch_size", "image_size", "num_samples")
             + at_least(self, 0, "num_workers")
             + at_least(self, 2, "num_classes")
         )

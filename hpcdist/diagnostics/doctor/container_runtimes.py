@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hpcdist.containers.recorded_tests import FAULTS, tested_versions, tests_of
 from hpcdist.diagnostics.doctor.pyxis_plugin import pyxis_version
 from hpcdist.machine.capabilities import CAP_SYS_RESOURCE, has_capability
 from hpcdist.machine.check import Check, note, ok, warning
@@ -23,16 +24,10 @@ CDI_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
 #: Subordinate ids that a user needs, because an image's files belong to several users.
 _SUB_IDS = 65536
 
-
-#: Versions of the runtimes in hpcdist's tests, as in docs/how-to/containers.md.
-TESTED = {
-    "podman": ("4.3",),
-    "docker": ("20.10", "28"),
-    "apptainer": ("1.4",),
-    "charliecloud": ("0.31",),
-    "enroot": ("4.1",),
-    "pyxis": ("0.24",),
-}
+#: Values of ProctrackType with which Slurm signals every process of a step.
+_SIGNALS_ALL = ("linuxproc", "pgid")
+#: Oldest major version of a runtime that has the options which hpcdist uses.
+_OLDEST = {"podman": 4, "apptainer": 1}
 
 RunCommand = Callable[[Sequence[str]], subprocess.CompletedProcess[str]]
 
@@ -57,9 +52,10 @@ class Host:
     lacks_capability: bool = False  #: whether root lacks CAP_SYS_RESOURCE, and APPTAINER_DROP_CAPS does not say so
     opens_fuse: bool = True  #: whether the user may open /dev/fuse
     squashfuse: bool = True  #: whether a program that mounts .sif and .sqsh files is installed
+    proctrack: str = ""  #: how Slurm finds the processes of a step: the plugin's name; empty without Slurm
 
     @classmethod
-    def inspect(cls, user: str, has_gpus: bool) -> Host:
+    def inspect(cls, user: str, has_gpus: bool, proctrack: str) -> Host:
         ranges = Path("/etc/subuid")
         return cls(
             uid=os.getuid(),
@@ -71,6 +67,7 @@ class Host:
             and "CAP_SYS_RESOURCE" not in os.environ.get("APPTAINER_DROP_CAPS", ""),
             opens_fuse=os.access("/dev/fuse", os.R_OK | os.W_OK),
             squashfuse=any(map(shutil.which, ("squashfuse_ll", "squashfuse"))),
+            proctrack=proctrack,
         )
 
 
@@ -116,25 +113,45 @@ def _check(command: str, host: Host, query: RunCommand) -> Check | None:
     if name == "singularity":
         text = f"{version}; container.runtime=apptainer calls `apptainer`, which is not installed"
         return note(name, text, 'create a link: `ln -s "$(command -v singularity)" ~/.local/bin/apptainer`')
-    if (problem := further_problem(host, query)) is not None:
+    if (problem := _too_old(name, version) or further_problem(host, query)) is not None:
         text, fix = problem
         return warning(name, f"{version}; {text}", fix)
-    return ok(
-        name, version + _tested(name, version) + (", GPUs by --nv" if name == "apptainer" and host.has_gpus else "")
-    )
+    gpus = ", GPUs by --nv" if name == "apptainer" and host.has_gpus else ""
+    return ok(name, f"{version}{gpus}; {_tested(name, version)}{_remark(name, host)}")
 
 
 def _pyxis(query: RunCommand) -> Check:
     version = pyxis_version(query(["scontrol", "show", "config"]).stdout)
-    return ok("pyxis", f"{version}{_tested('pyxis', version)}" if version else "srun has --container-image")
+    return ok("pyxis", f"{version}; {_tested('pyxis', version)}" if version else "srun has --container-image")
+
+
+def _too_old(name: str, version: str) -> tuple[str, str] | None:
+    major = re.match(r"\d+", version)
+    if name not in _OLDEST or major is None or int(major[0]) >= _OLDEST[name]:
+        return None
+    return f"hpcdist requires {name} {_OLDEST[name]} or newer", "install a newer one"
 
 
 def _tested(name: str, version: str) -> str:
-    """Return a remark on a version that hpcdist's tests do not cover; empty for the others."""
-    known = TESTED.get(name, ())
-    if not known or any(f"{version}.".startswith((f"{tested}.", f"{tested}-")) for tested in known):
+    """Return the results of hpcdist's tests on Slurm with this release."""
+    found = [
+        f"{len(one.passed)} of {len(FAULTS)} tests" + (f" with a {one.image} image" if one.image else "")
+        + f" on Slurm {one.slurm} with proctrack/{one.proctrack} as {one.user}"
+        for one in tests_of(name, version)
+    ]  # fmt: skip
+    if found:
+        return f"passed {', '.join(found)}"
+    return f"no test with this release is recorded (tested: {', '.join(tested_versions(name))})"
+
+
+def _remark(name: str, host: Host) -> str:
+    """Return a property of a runtime that differs on Slurm from the others'."""
+    if not host.proctrack:
         return ""
-    return f" (tested with {' and '.join(known)})"
+    return {
+        "docker": "; its containers are outside of Slurm's cgroups: limit them by container.extra_args on shared nodes",
+        "charliecloud": "; mounts are read-write, `:ro` is rejected",
+    }.get(name, "")
 
 
 def _last(done: subprocess.CompletedProcess[str]) -> str:
@@ -172,6 +189,9 @@ def _apptainer_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
     if not host.opens_fuse:
         return "this user may not open /dev/fuse and so cannot start a .sif", f"`sudo chmod 0666 /dev/fuse`, {fix}"
     own = Path(built.get("LIBEXECDIR", "/")) / "apptainer/bin/squashfuse_ll"
+    if own.exists() and host.proctrack in _SIGNALS_ALL:
+        text = f"proctrack/{host.proctrack} signals {own}, which mounts a .sif: ranks lose their files while they save"
+        return text, f"`container.extra_args=[--unsquash]`, {fix}"
     if not host.squashfuse and not own.exists():
         return "without squashfuse every rank unpacks the .sif at its start", f"install squashfuse, {fix}"
     return None

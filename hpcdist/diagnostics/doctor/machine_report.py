@@ -80,9 +80,9 @@ def machine_sections(request: Request) -> list[Section]:
         Section(
             title="Containers",
             run=lambda: container_runtimes.runtime_checks(
-                container_runtimes.Host.inspect(user, has_gpus), expected=not inside
+                container_runtimes.Host.inspect(user, has_gpus, slurm().proctrack), expected=not inside
             ),
-            timeout_s=3 * container_runtimes.TIMEOUT_S,
+            timeout_s=3 * container_runtimes.TIMEOUT_S + SLURM_S,
         ),
     ]
     if inside:

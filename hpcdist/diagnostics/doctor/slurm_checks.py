@@ -41,6 +41,11 @@ class SlurmFacts:
     def reached(self) -> bool:
         return bool(self.settings)
 
+    @property
+    def proctrack(self) -> str:
+        """Name of the plugin that finds the processes of a step, such as `cgroup`; empty if unknown."""
+        return self.settings.get("ProctrackType", "").removeprefix("proctrack/")
+
 
 def read_slurm() -> SlurmFacts:
     """Query the facts that all sections about Slurm need."""

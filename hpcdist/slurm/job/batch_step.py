@@ -21,7 +21,7 @@ from hpcdist.files import retry
 from hpcdist.files.atomic import read_json
 from hpcdist.files.ownership import require_trusted
 from hpcdist.run import snapshot
-from hpcdist.run.attempt import Attempt
+from hpcdist.run.attempt import BY_GROWTH, Attempt
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.lease import Held, hold
 from hpcdist.run.pending_config import newest_step, settle
@@ -168,7 +168,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
         run, config, job, env=for_ranks, import_path=import_path, cwd=cwd, box=box, environment=environment
     )
     lead_s = config.cluster.signal_lead_s
-    for line in rank_table_lines(config, launcher.nodes):
+    for line in rank_table_lines(launcher.sized, launcher.used_nodes):
         log.info("%s", line)
     with launcher:
         return Supervisor(
@@ -181,6 +181,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
             env=env,
             allocation=Allocation(end - lead_s, TIME_LIMIT, end) if (end := job.end_time) is not None else None,
             check_lease=held.check,
+            nodes=launcher.elastic,
             after_attempt=lambda: _raise_missing_sigterm(job),
             conclude=lambda state: _after(run, job, state, launcher.avoid, config.cluster.max_requeues),
         ).run()
@@ -231,7 +232,7 @@ def _log_end(state: State) -> State:
 def _stop_origin(run: RunDir, state: State) -> str | None:
     """Return the origin of the last attempt's stop request, or None."""
     request = run.attempt(state.attempt).read_request()
-    return None if request is None else request.by
+    return None if request is None or request.by == BY_GROWTH else request.by
 
 
 def _is_over(run: RunDir, state: State, job: CurrentJob) -> bool:

@@ -23,7 +23,13 @@ COPY_S = 1800.0
 
 
 def prepare_nodes(
-    environment: RankEnvironment, run: RunDir, nodes: Sequence[Sequence[str]], env: Mapping[str, str], *, het: bool
+    environment: RankEnvironment,
+    run: RunDir,
+    nodes: Sequence[Sequence[str]],
+    env: Mapping[str, str],
+    *,
+    het: bool,
+    chosen: bool = False,
 ) -> None:
     """Prepare the environment on all nodes of a job, and record it with its versions in the run folder.
 
@@ -31,13 +37,14 @@ def prepare_nodes(
         nodes: names of the nodes, by component.
         env: environment of the step.
         het: whether the job is heterogeneous.
+        chosen: whether the allocation may have more nodes.
 
     Raises:
         UserMistake: a retry cannot help: a node lacks a program or space, or the environment does not fit.
         HpcdistError: a node does not answer, or cannot read the archive.
     """
     words = [sys.executable, "-P", "-m", "hpcdist.environments.node_copy", environment.request.text()]
-    done = run_within(nodes_command(nodes, words, het=het), COPY_S, env=env)
+    done = run_within(nodes_command(nodes, words, het=het, chosen=chosen), COPY_S, env=env)
     answers = parse_answers(done.stdout)
     check_answers([node for own in nodes for node in own], answers, environment.python, last_line(done.stderr))
     copied = [answer for answer in answers.values() if answer["copied"]]

@@ -63,6 +63,7 @@ def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_
         raise ConfigError(
             [f"{text} tasks per node: request the same number for each node, with `#SBATCH --ntasks-per-node=N`"]
         )
+    num_nodes = int(env["SLURM_JOB_NUM_NODES"]) - cluster.spare_nodes
     # Slurm sets these only if the script requests GPUs.
     gpus = env.get("SLURM_GPUS_PER_NODE") or env.get("SLURM_GPUS_ON_NODE") or "0"
     return replace(
@@ -72,7 +73,8 @@ def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_
         partition=env.get("SLURM_JOB_PARTITION"),
         account=env.get("SLURM_JOB_ACCOUNT"),
         qos=env.get("SLURM_JOB_QOS"),
-        nodes=int(env["SLURM_JOB_NUM_NODES"]),
+        # A job with a range of nodes may get more of them after a requeue.
+        nodes=num_nodes if cluster.min_nodes is None else max(cluster.nodes, num_nodes),
         tasks_per_node=tasks.pop(),
         cpus_per_task=int(env.get("SLURM_CPUS_PER_TASK", "1")),
         gpus_per_node=int(gpus.rpartition(":")[2]),

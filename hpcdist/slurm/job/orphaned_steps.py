@@ -9,7 +9,7 @@ their slurmstepd, even after the end of the job, because Slurm cannot signal the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from hpcdist.slurm import client
@@ -30,21 +30,24 @@ class UnkillableSteps(NamedTuple):
     nodes: tuple[str, ...] = ()  #: nodes on which ranks may have survived SIGKILL
 
 
-def end_orphaned_steps(names: tuple[str, ...], kill_ranks: Callable[[], Sequence[str]]) -> UnkillableSteps | None:
+def end_orphaned_steps(
+    names: tuple[str, ...], kill_ranks: Callable[[], Sequence[str]], abandoned: Collection[str] = ()
+) -> UnkillableSteps | None:
     """End the job's steps with names that begin with one of `names`; return the steps that do not end, or None.
 
     Args:
         kill_ranks: kills the run's ranks on every node without Slurm, and returns the nodes on which ranks may have
             survived. It is called if steps do not end in time.
+        abandoned: names of steps that cannot end and do not matter.
 
     Raises SlurmError if the controller does not answer for JOB_RETRY_S seconds.
     """
-    steps = _end(names, END_S)
+    steps = _end(names, END_S, abandoned)
     if not steps:
         return None
     nodes = tuple(kill_ranks())
     if nodes:
-        steps = _end(names, UNKILLABLE_S)
+        steps = _end(names, UNKILLABLE_S, abandoned)
         nodes = tuple(kill_ranks()) if steps else ()
     if not steps:
         return None
@@ -53,13 +56,13 @@ def end_orphaned_steps(names: tuple[str, ...], kill_ranks: Callable[[], Sequence
     return UnkillableSteps(f"step {step_id} ({name}) does not end{':' if nodes else ','} {why}", nodes)
 
 
-def _end(names: tuple[str, ...], limit_s: float) -> dict[str, str]:
+def _end(names: tuple[str, ...], limit_s: float, abandoned: Collection[str]) -> dict[str, str]:
     """Kill steps until none is left or the time is over; returns the steps that are left, names by id."""
     until = time.monotonic() + limit_s
     kill_at = 0.0
     while True:
         running = running_steps(retry_s=client.JOB_RETRY_S)
-        steps = {step: name for step, name in running.items() if name.startswith(names)}
+        steps = {step: name for step, name in running.items() if name.startswith(names) and name not in abandoned}
         now = time.monotonic()
         if not steps or now > until:
             return steps

@@ -83,6 +83,8 @@ class Preflight:
         self._done = config.preflight.mode == "off" or len(self._nodes) < 2
         #: Nodes that failed and that other nodes can replace.
         self.avoid: list[str] = []
+        #: Nodes that failed, unless the check concerns most nodes or `preflight.on_failure` is `stop`.
+        self.blamed: list[str] = []
         #: Whether the check failed.
         self.failed = False
 
@@ -168,6 +170,7 @@ class Preflight:
         blamed = list(dict.fromkeys(check.node for check in failures))
         if "" in blamed or 2 * len(blamed) > len(self._nodes):
             return f"{sentence}; it concerns most nodes: none is excluded"
+        self.blamed = blamed
         if self._het:
             return f"{sentence}; a heterogeneous job cannot be requeued without {', '.join(blamed)}"
         try:

@@ -89,6 +89,7 @@ class RankStep:
         running_ranks: returns the ranks that run on the nodes, None if a node does not answer; called if srun does not
             end after rank 0 has reported the end.
         shows_start: whether Slurm opens each rank's log when it launches the task.
+        end_ranks: kills the ranks without Slurm; returns whether Slurm cannot end the step, because a node is lost.
     """
 
     def __init__(
@@ -106,7 +107,9 @@ class RankStep:
         on_each_node: NodeCommand | None = None,
         running_ranks: Callable[[], set[int] | None] | None = None,
         shows_start: bool = True,
+        end_ranks: Callable[[Attempt], bool] | None = None,
     ) -> None:
+        self._end_ranks = end_ranks
         self._on_each_node = on_each_node
         self._running_ranks = running_ranks
         self._shows_start = shows_start
@@ -270,9 +273,13 @@ class RankStep:
 
     def close(self) -> None:
         """End the step on every node that answers, and srun with it."""
+        failed = self._process.poll() is None or any(self.exits.values())
+        left = failed and self._end_ranks is not None and self._end_ranks(self._attempt)
         if self._process.poll() is None:
+            if left:
+                os.killpg(self._process.pid, signal.SIGKILL)
             # Killing srun alone would leave its tasks running.
-            if not signal_named_steps(step_name(self._attempt), "KILL"):
+            elif not signal_named_steps(step_name(self._attempt), "KILL"):
                 self._process.terminate()  # the step has not been created, or the controller does not answer
             try:
                 self._process.wait(END_STEP_S)

@@ -13,12 +13,15 @@ from hpcdist.slurm.job_components import JobComponent, allocations, components, 
 from hpcdist.slurm.nodelist import expand, expand_tasks
 
 
-def job_resources(config: Config, nodes: Sequence[Sequence[str]], env: Mapping[str, str]) -> Resources:
+def job_resources(
+    config: Config, nodes: Sequence[Sequence[str]], env: Mapping[str, str], idle: Sequence[str] = ()
+) -> Resources:
     """Return the resources of a job: GPUs if it has requested any, otherwise cores.
 
     Args:
-        nodes: names of the nodes, by component.
+        nodes: names of the nodes with ranks, by component.
         env: environment of the batch step.
+        idle: names of the other nodes of a job with one component.
     """
     parts = components(config)
     hosts = hosts_by_rank(parts, nodes)
@@ -31,15 +34,18 @@ def job_resources(config: Config, nodes: Sequence[Sequence[str]], env: Mapping[s
             if own[host].gpus_per_node and role_device(config, roles.of_rank(rank)[0]) != "cpu":
                 ranks[host].append(rank)
         gpus = {host: (whole or part).gpus_per_node for host, part in own.items()}
-        return Resources(unit="GPU", nodes={host: _share(gpus[host], 1, ranks[host]) for host in own})
+        gpus |= dict.fromkeys(idle, parts[0].gpus_per_node)
+        shares = {host: _share(count, 1, ranks.get(host, [])) for host, count in gpus.items()}
+        return Resources(unit="GPU", nodes=shares, idle=tuple(idle))
     for rank, host in enumerate(hosts):
         ranks[host].append(rank)
     cores = _cores_by_node(env)
-    return Resources(
-        nodes={
-            host: _share(_cores(part, cores.get(host)), part.cpus_per_task, ranks[host]) for host, part in own.items()
-        }
-    )
+    own |= dict.fromkeys(idle, parts[0])
+    shares = {
+        host: _share(_cores(part, cores.get(host)), part.cpus_per_task, ranks.get(host, []))
+        for host, part in own.items()
+    }
+    return Resources(nodes=shares, idle=tuple(idle))
 
 
 def _cores(part: JobComponent, found: int | None) -> int:

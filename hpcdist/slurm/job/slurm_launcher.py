@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import time
@@ -15,14 +16,14 @@ from hpcdist.containers.node_steps import ContainerSteps
 from hpcdist.containers.runtimes import outer_env
 from hpcdist.containers.spec import ContainerSpec
 from hpcdist.environments.rank_environment import RankEnvironment
-from hpcdist.errors import HpcdistError
-from hpcdist.files.atomic import read_json
+from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.machine.timed_command import run_within
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.attempt_times import Resources
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client
 from hpcdist.slurm.current_job import CurrentJob, running_steps
+from hpcdist.slurm.job.elastic_nodes import elastic_nodes, failing_node
 from hpcdist.slurm.job.environment_step import prepare_nodes
 from hpcdist.slurm.job.node_ranks import parse_answers
 from hpcdist.slurm.job.orphaned_steps import UnkillableSteps, end_orphaned_steps
@@ -32,17 +33,18 @@ from hpcdist.slurm.job.resources import job_resources
 from hpcdist.slurm.job.srun import (
     STEP_NAMES,
     WATCHDOG_STEP,
+    StepNodes,
     node_names_command,
     nodes_command,
     step_command,
     watchdog_command,
 )
-from hpcdist.slurm.job_components import assign_nodes, components, hosts_by_rank, is_het
+from hpcdist.slurm.job_components import assign_nodes, components, hosts_by_rank, is_het, with_nodes
 from hpcdist.slurm.nodelist import expand
 from hpcdist.supervisor.plan import code_env, rank_command
 from hpcdist.supervisor.process_guard import Guard
-from hpcdist.supervisor.restart_policy import Failure, suspect
 
+log = logging.getLogger(__name__)
 #: A node that does not answer a step in this time counts as failed. Slurm's messages time out after 10 s.
 NODE_ANSWER_S = 20.0
 #: How long a restarted controller may take to reach its nodes; until then it starts no step on them.
@@ -76,22 +78,23 @@ class SlurmLauncher:
         box: ContainerSpec | None = None,
         environment: RankEnvironment | None = None,
     ) -> None:
-        parts = components(config)
-        self.num_ranks = sum(part.num_ranks for part in parts)
         #: Nodes that the job must not get again.
         self.avoid: list[str] = []
         self._job = job
-        #: Names of each component's nodes.
-        self.nodes = nodes_of(config, env)
+        outlives_nodes = config.cluster.outlives_nodes
+        #: Names of each component's nodes in the allocation.
+        self.nodes = [job.nodes] if outlives_nodes and job.nodes else nodes_of(config, env)
         self._het = is_het(config)
         self._run = run
         self._config = config
         # Ranks need their environment even if the job was submitted with --export=NONE, which some sites require.
         self._env = {**env, **code_env(import_path, env.get("PYTHONPATH")), "SLURM_EXPORT_ENV": "ALL"}
         self._cwd = cwd
-        self._hosts = hosts_by_rank(parts, self.nodes)
+        #: The nodes of each attempt, if the run goes on without failed ones; otherwise None.
+        self.elastic = elastic_nodes(run, config, job, self.nodes[0], self._env) if outlives_nodes else None
+        hosts = hosts_by_rank(components(self.sized), self.used_nodes)
         #: In a heterogeneous step: first rank of the component that a host belongs to.
-        self._first_ranks = {host: self._hosts.index(own[0]) for own in self.nodes for host in own} if self._het else {}
+        self._first_ranks = {host: hosts.index(own[0]) for own in self.nodes for host in own} if self._het else {}
         self._box = box
         self._environment = environment
         self._is_prepared = environment is None
@@ -104,9 +107,27 @@ class SlurmLauncher:
         )
 
     @property
+    def sized(self) -> Config:
+        """The config with the number of nodes of the running or next attempt."""
+        if self.elastic is None:
+            return self._config
+        return with_nodes(self._config, len(self.elastic.pool.used))
+
+    @property
+    def used_nodes(self) -> Sequence[Sequence[str]]:
+        """Names of each component's nodes in the running or next attempt."""
+        return self.nodes if self.elastic is None else [self.elastic.pool.used]
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of the running or next attempt."""
+        return sum(part.num_ranks for part in components(self.sized))
+
+    @property
     def resources(self) -> Resources:
         """The GPUs of the job, or its cores if it has none."""
-        return job_resources(self._config, self.nodes, self._env)
+        idle = () if self.elastic is None else self.elastic.pool.idle
+        return job_resources(self.sized, self.used_nodes, self._env, idle)
 
     def __enter__(self) -> SlurmLauncher:
         # Steps of a killed supervisor of this job: ranks continue without their srun. `start` raises an error if they
@@ -115,17 +136,23 @@ class SlurmLauncher:
             self._end_orphaned_steps(WATCHDOG_STEP)
         self._guard = Guard()
         self._watchdog: subprocess.Popen[bytes] | None = None
+        self._watchdog_node: str | None = None
         if self._het:
-            command = watchdog_command(self._env["SLURM_JOB_ID"])
-            log = self._run.path / "attempts" / "het-watchdog.log"
-            self._watchdog = self._guard.start(command, env=self._env, cwd=self._cwd, output=log)
+            self._watchdog = self._start_watchdog()
         return self
+
+    def _start_watchdog(self, node: str | None = None) -> subprocess.Popen[bytes]:
+        command = watchdog_command(self._env["SLURM_JOB_ID"], node)
+        output = self._run.path / "attempts" / "job-watchdog.log"
+        return self._guard.start(command, env=self._env, cwd=self._cwd, output=output)
 
     def __exit__(self, *_: object) -> None:
         if self._watchdog is not None:
             # The step's task ends with the job.
             self._watchdog.kill()
             self._watchdog.wait()
+        if self.elastic is not None:
+            self.elastic.close()
         self._guard.close()
 
     def start(self, attempt: Attempt) -> RankStep:
@@ -134,23 +161,34 @@ class SlurmLauncher:
         Raises HpcdistError if the ranks' containers or environment cannot start on the nodes or an earlier step does
         not end, PreflightError if the preflight check fails.
         """
+        if self.elastic is not None:
+            # A node that has been away may have lost its copy of the environment.
+            self._is_prepared = not self.elastic.begin() and self._is_prepared
+            self._watch_batch_host()
+            if self._containers is not None:
+                self._containers.present = self.elastic.pool.present
         if self._containers is not None:
             self._containers.prepare()
         if self._environment is not None and not self._is_prepared:
-            prepare_nodes(self._environment, self._run, self.nodes, self._env, het=self._het)
+            nodes, chosen = (self.nodes, False) if self.elastic is None else ([self.elastic.pool.present], True)
+            prepare_nodes(self._environment, self._run, nodes, self._env, het=self._het, chosen=chosen)
             self._is_prepared = True
-        self._preflight.run(attempt)
+        self._check_nodes(attempt)
         # Ranks of two attempts must not write to one run, and srun would wait forever for an old step's processors.
         if (left := self._end_orphaned_steps()) is not None:
             raise HpcdistError(left.reason)
         self._began = time.time()
-        command = step_command(self._config, attempt, rank_command(self._run.path, self._python), self._box)
+        step_nodes = None
+        if self.elastic is not None:
+            step_nodes = StepNodes(self.elastic.pool.used, overlap=bool(self.elastic.abandoned))
+        hosts = hosts_by_rank(components(self.sized), self.used_nodes)
+        command = step_command(self.sized, attempt, rank_command(self._run.path, self._python), self._box, step_nodes)
         env = self._env | {"HPCDIST_ATTEMPT": str(attempt.number)}
         if len(self.nodes) > 1 and not self._het:
             hostfile = attempt.path / "hosts"
-            hostfile.write_text("".join(f"{host}\n" for host in self._hosts))
+            hostfile.write_text("".join(f"{host}\n" for host in hosts))
             # Slurm sorts the nodes of a step: the first one need not be rank 0's.
-            env |= {"SLURM_HOSTFILE": str(hostfile), "HPCDIST_MASTER_ADDR": self._hosts[0]}
+            env |= {"SLURM_HOSTFILE": str(hostfile), "HPCDIST_MASTER_ADDR": hosts[0]}
             # srun would warn that the allocation's value does not fit.
             env.pop("SLURM_NTASKS_PER_NODE", None)
         if self._box is not None:
@@ -163,7 +201,7 @@ class SlurmLauncher:
             self._guard,
             cwd=self._cwd,
             # Without a hostfile the user may have set another --distribution.
-            hosts=self._hosts if len(self.nodes) > 1 else (),
+            hosts=hosts if len(self.nodes) > 1 or self.elastic is not None else (),
             first_ranks=self._first_ranks,
             containers=self._containers,
             on_each_node=self._run_on_each_node,
@@ -171,13 +209,40 @@ class SlurmLauncher:
             running_ranks=self._running_ranks if self._box is None else None,
             # With pyxis in a heterogeneous job the rank opens its log itself, after its node has imported the image.
             shows_start=not (self._het and self._box is not None and self._box.runtime == "pyxis"),
+            end_ranks=self.elastic.end_ranks if self.elastic is not None else None,
         )
+
+    def _check_nodes(self, attempt: Attempt) -> None:
+        """Run the preflight check; leave out the nodes that fail it if enough others remain."""
+        try:
+            self._preflight.run(attempt)
+        except PreflightError as error:
+            blamed = self._preflight.blamed
+            if self.elastic is None or not blamed or not self.elastic.pool.reject(blamed):
+                raise
+            self._preflight.failed = False
+            self.avoid = self._preflight.avoid
+            log.warning("%s; continuing without %s", error, ", ".join(blamed))
+
+    def _watch_batch_host(self) -> None:
+        """Run the watchdog of a job with `--no-kill` on a node other than the batch host."""
+        assert self.elastic is not None
+        batch_host = self._env.get("SLURMD_NODENAME") or self.nodes[0][0]
+        others = [node for node in self.elastic.pool.present if node != batch_host]
+        if self._watchdog is not None and (self._watchdog.poll() is not None or self._watchdog_node not in others):
+            self._watchdog.kill()
+            self._watchdog.wait()
+            self._guard.forget(self._watchdog.pid)
+            self._watchdog = None
+        if self._watchdog is None and others:
+            self._watchdog_node = others[-1]
+            self._watchdog = self._start_watchdog(others[-1])
 
     def _run_on_each_node(
         self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]
     ) -> None:
         """Run a command once on each node, outside of containers, for at most `limit_s` seconds."""
-        step = nodes_command(self.nodes, command, het=self._het)
+        step = nodes_command(self.used_nodes, command, het=self._het, chosen=self.elastic is not None)
         self._guard.run(step, env=self._env, cwd=self._cwd, output=output, limit_s=limit_s, interrupted=interrupted)
 
     def broken(self) -> str:
@@ -198,7 +263,7 @@ class SlurmLauncher:
 
     def _lost_nodes(self) -> str:
         """Return a sentence about nodes that do not answer."""
-        command = node_names_command(self.nodes, het=self._het)
+        command = node_names_command(self.used_nodes, het=self._het, chosen=self.elastic is not None)
         until = time.monotonic() + REGISTRATION_S
         # One of the nodes is this host, which is not lost: without any answer, the controller has started no step.
         while not (answers := run_within(command, NODE_ANSWER_S, env=self._env).stdout.split()):
@@ -217,9 +282,8 @@ class SlurmLauncher:
 
     def _failing_node(self) -> str:
         """Return a sentence about a node on which ranks fail repeatedly, if the partition can replace it."""
-        blamed = suspect([failure_of(attempt) for attempt in self._run.attempts()]) or ""
-        # The host name may be n1.site and Slurm's name n1.
-        if self._avoid([node for node in self._all_nodes if node in (blamed, blamed.partition(".")[0])]):
+        blamed = failing_node(self._run, self._all_nodes)
+        if blamed and self._avoid([blamed]):
             return f"ranks on {blamed} have failed twice in a row, and on no other node: avoided from now on"
         return ""
 
@@ -234,11 +298,13 @@ class SlurmLauncher:
 
     @property
     def _all_nodes(self) -> list[str]:
-        return [node for own in self.nodes for node in own]
+        """The nodes of the running or next attempt."""
+        return [node for own in self.used_nodes for node in own]
 
     def _end_orphaned_steps(self, *names: str) -> UnkillableSteps | None:
         """End steps of earlier attempts; returns the steps that do not end, with the nodes that have rebooted."""
-        left = end_orphaned_steps((*STEP_NAMES, *names), self._kill_ranks)
+        abandoned = self.elastic.abandoned if self.elastic is not None else ()
+        left = end_orphaned_steps((*STEP_NAMES, *names), self._kill_ranks, abandoned)
         if left is None or left.nodes:
             return left
         try:
@@ -260,7 +326,8 @@ class SlurmLauncher:
     def _ranks_on_nodes(self, action: Literal["list", "kill"]) -> Mapping[str, list[int]]:
         """Return the running ranks of each node that answers; after `kill` those that have survived."""
         words = [sys.executable, "-P", "-m", "hpcdist.slurm.job.node_ranks", str(self._run.path), action]
-        done = run_within(nodes_command(self.nodes, words, het=self._het), RANKS_ON_NODES_S, env=self._env)
+        step = nodes_command(self.used_nodes, words, het=self._het, chosen=self.elastic is not None)
+        done = run_within(step, RANKS_ON_NODES_S, env=self._env)
         return parse_answers(done.stdout, self._all_nodes)
 
 
@@ -274,9 +341,3 @@ def nodes_of(config: Config, env: Mapping[str, str]) -> list[tuple[str, ...]]:
         return [tuple(nodes)]
     wants_features = len({part.constraint for part in parts}) > 1
     return assign_nodes(parts, nodes, client.node_features(nodes) if wants_features else {})
-
-
-def failure_of(attempt: Attempt) -> Failure | None:
-    """Return the failure that the supervisor has recorded for an attempt, or None."""
-    found = read_json(attempt.failure)
-    return None if found is None else Failure(**found)

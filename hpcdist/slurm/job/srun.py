@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcdist.config.schema import ClusterConfig, Config
 from hpcdist.containers.runtimes import CONTAINERS_STEP, IGNORE_USR2, container_command
@@ -18,7 +18,7 @@ from hpcdist.supervisor.plan import processor_env
 PREFLIGHT_STEP = "preflight"
 #: A step that runs a command on each node while other steps run.
 NODES_STEP = "hpcdist-nodes"
-WATCHDOG_STEP = "het-watchdog"
+WATCHDOG_STEP = "job-watchdog"
 #: Beginnings of the names of steps that end before the next attempt; the watchdog ends with the supervisor.
 STEP_NAMES = ("attempt-", PREFLIGHT_STEP, NODES_STEP, CONTAINERS_STEP)
 #: In a heterogeneous step `%t` is wrong (22.05), so each rank opens its log itself.
@@ -26,29 +26,51 @@ _RANK_WITH_LOG = 'trap \'\' USR2; log=$(printf "%s/rank-%05d.log" "$0" "$SLURM_P
 _WITH_LOG = _RANK_WITH_LOG.removeprefix("trap '' USR2; ")
 
 
+class StepNodes(NamedTuple):
+    """The nodes of a step in an allocation of more nodes."""
+
+    names: Sequence[str]
+    overlap: bool = False  #: whether an earlier step, which Slurm cannot end, still has their processors
+
+
 def step_command(
-    config: Config, attempt: Attempt, command: Sequence[str], box: ContainerSpec | None = None
+    config: Config,
+    attempt: Attempt,
+    command: Sequence[str],
+    box: ContainerSpec | None = None,
+    chosen: StepNodes | None = None,
 ) -> list[str]:
-    """Return the step that runs all ranks of a run, in containers if `box` is given."""
+    """Return the step that runs all ranks of a run, in containers if `box` is given.
+
+    Args:
+        chosen: the nodes, if they are not all of the allocation. Their number is `cluster.nodes`.
+    """
     parts = components(config)
     if is_het(config):
         return _het_command(config, parts, attempt, command, box)
     (whole,) = allocations(config)
     cluster = component_cluster(config.cluster, whole)
     if len(parts) == 1:
-        return srun_command(cluster, attempt, command, box)
+        return srun_command(cluster, attempt, command, box, chosen)
     return _placed_command(cluster, sum(part.num_ranks for part in parts), attempt, command, box)
 
 
 def srun_command(
-    cluster: ClusterConfig, attempt: Attempt, command: Sequence[str], box: ContainerSpec | None = None
+    cluster: ClusterConfig,
+    attempt: Attempt,
+    command: Sequence[str],
+    box: ContainerSpec | None = None,
+    chosen: StepNodes | None = None,
 ) -> list[str]:
     """Return the step with the same number of ranks on each node.
 
     A rank that fails ends the others (`--kill-on-bad-exit`). The cores per task are repeated because srun does not
     inherit them from sbatch since Slurm 22.05.
     """
-    return ["srun", *_options(_flags(cluster, attempt)), *_rank_words(attempt, command, box)]
+    flags = _flags(cluster, attempt)
+    if chosen is not None:
+        flags |= {"nodelist": ",".join(chosen.names), "overlap": chosen.overlap or None}
+    return ["srun", *_options(flags), *_rank_words(attempt, command, box)]
 
 
 def _rank_words(attempt: Attempt | None, command: Sequence[str], box: ContainerSpec | None) -> list[str]:
@@ -134,36 +156,40 @@ def rank_env(config: Config, part: JobComponent | None = None) -> dict[str, str]
     return {**policy, **config.cluster.env, **config.launch.env}
 
 
-def watchdog_command(job_id: str) -> list[str]:
-    """Return the step of `het_watchdog` on one node of the second component."""
+def watchdog_command(job_id: str, node: str | None = None) -> list[str]:
+    """Return the step of `job_watchdog` on a node, or on one of the second component of a heterogeneous job."""
     flags = [
-        "--het-group=1",
+        f"--nodelist={node}" if node else "--het-group=1",
         "--overlap",
         f"--job-name={WATCHDOG_STEP}",
         "--nodes=1",
         "--ntasks=1",
         "--cpus-per-task=1",
     ]
-    return ["srun", *flags, "--input=none", sys.executable, "-P", "-m", "hpcdist.slurm.job.het_watchdog", job_id]
+    return ["srun", *flags, "--input=none", sys.executable, "-P", "-m", "hpcdist.slurm.job.job_watchdog", job_id]
 
 
-def node_names_command(nodes: Sequence[Sequence[str]], *, het: bool) -> list[str]:
-    """Return a step that prints the name of each node."""
-    return nodes_command(nodes, ["sh", "-c", "echo $SLURMD_NODENAME"], het=het)
+def node_names_command(nodes: Sequence[Sequence[str]], *, het: bool, chosen: bool = False) -> list[str]:
+    """Return a step that prints the name of each node; see `nodes_command`."""
+    return nodes_command(nodes, ["sh", "-c", "echo $SLURMD_NODENAME"], het=het, chosen=chosen)
 
 
-def nodes_command(nodes: Sequence[Sequence[str]], command: Sequence[str], *, het: bool) -> list[str]:
+def nodes_command(
+    nodes: Sequence[Sequence[str]], command: Sequence[str], *, het: bool, chosen: bool = False
+) -> list[str]:
     """Return a step that runs a command once on each node while other steps run there.
 
     Args:
         nodes: names of the nodes, by component.
         het: whether the job is heterogeneous.
+        chosen: whether the allocation may have more nodes.
     """
     words = ["srun"]
     for index, own in enumerate(nodes if het else [[node for part in nodes for node in part]]):
         words += [":"] * (index > 0) + [f"--het-group={index}"] * het
         words += ["--overlap", f"--job-name={NODES_STEP}"]
         words += [f"--nodes={len(own)}", f"--ntasks={len(own)}", "--ntasks-per-node=1"]
+        words += [f"--nodelist={','.join(own)}"] * chosen
         words += ["--cpus-per-task=1", "--input=none", *command]
     return words
 

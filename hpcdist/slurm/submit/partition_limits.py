@@ -103,14 +103,22 @@ def _check_size(cluster: ClusterConfig, partition: Partition, findings: Findings
         )
     total = sum(group.num_nodes for group in nodes)
     most = _max([total], partition.limit("MaxNodes"))
-    if nodes and cluster.nodes > most:
+    asked, fewest = _requested(cluster)
+    if nodes and fewest > most:
         limit = f"has {total}" if most == total else f"allows {most} per job"
-        findings.errors.append(f"cluster.nodes={cluster.nodes}: partition {name} {limit}: lower it or choose another")
-    if cluster.nodes < (least := partition.limit("MinNodes") or 0):
+        findings.errors.append(f"{asked}: partition {name} {limit}: lower it or choose another")
+    if cluster.nodes + cluster.spare_nodes < (least := partition.limit("MinNodes") or 0):
         findings.errors.append(
             f"cluster.nodes={cluster.nodes}: partition {name} requires at least {least}: raise it or choose another"
         )
     _check_nodes(cluster, partition, findings)
+
+
+def _requested(cluster: ClusterConfig) -> tuple[str, int]:
+    """Return the keys and values of the least number of nodes that a job needs, and that number."""
+    asked = f"cluster.nodes={cluster.nodes}" if cluster.min_nodes is None else f"cluster.min_nodes={cluster.min_nodes}"
+    spare = f" and cluster.spare_nodes={cluster.spare_nodes}" if cluster.spare_nodes else ""
+    return asked + spare, cluster.fewest_nodes + cluster.spare_nodes
 
 
 def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
@@ -134,16 +142,16 @@ def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Finding
         if nodes and requested > most
     ]
     findings.errors += too_large
-    if too_large or cluster.nodes > _num_nodes(nodes):
+    asked, fewest = _requested(cluster)
+    if too_large or fewest > _num_nodes(nodes):
         return
     fitting = [g for g in nodes if g.cpus >= cpus and g.gpus >= cluster.gpus_per_node and g.memory_mb >= (memory or 0)]
     total, up = _num_nodes(fitting), _num_nodes([group for group in fitting if group.usable])
-    if cluster.nodes > total:
+    if fewest > total:
         findings.errors.append(
-            f"cluster.nodes={cluster.nodes}: {total} nodes of partition {name} have the requested hardware:"
-            " lower the number or the request"
+            f"{asked}: {total} nodes of partition {name} have the requested hardware: lower the number or the request"
         )
-    elif cluster.nodes > up:
+    elif fewest > up:
         findings.warnings.append(f"only {up} of the {total} matching nodes of {name} are up: the run will wait")
     _check_default_memory(cluster, partition, cpus, findings)
 

@@ -14,5 +14,6 @@ TRAINER = Trainer(
     default_config="ddp_digits",
     shared_sections=("model", "data", "optim", "schedule", "precision"),
     check=_check,
-    fixed_keys=("model.name", "optim.name"),
+    is_elastic=True,
+    fixed_keys=("model.name", "optim.name", "data.global_batch_size", "elastic.micro_batches"),
 )

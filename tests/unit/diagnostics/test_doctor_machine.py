@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from hpcdist.containers.recorded_tests import FAULTS, RECORDED
+from hpcdist.containers.runtimes import RUNTIMES
 from hpcdist.diagnostics.doctor import container_runtimes, software
 from hpcdist.diagnostics.doctor import runs_folder as folder
 from hpcdist.diagnostics.doctor.container_checks import container_checks, in_container
@@ -249,14 +251,25 @@ def checks_of_runtimes(host: Host, *installed: str, **changed: subprocess.Comple
     )
 
 
+def passed(runtime: str) -> str:
+    """Return doctor's text about the recorded tests of a runtime."""
+    texts = []
+    for one in RECORDED:
+        if one.runtime == runtime:
+            image = f" with a {one.image} image" if one.image else ""
+            where = f" on Slurm {one.slurm} with proctrack/{one.proctrack} as {one.user}"
+            texts.append(f"{len(one.passed)} of {len(FAULTS)} tests{image}{where}")
+    return f"passed {', '.join(texts)}"
+
+
 def test_each_installed_runtime_has_a_line() -> None:
     found = checks_of_runtimes(ADA, "docker", "podman", "apptainer", "singularity", "enroot", "ch-run", "srun")
     assert [check.sentence() for check in found] == [
-        "docker: 27.1.1 (tested with 20.10 and 28)",
-        "podman: 4.3.1",
-        "apptainer: 1.3.4-1.el9 (tested with 1.4)",
-        "enroot: 3.5.0 (tested with 4.1)",
-        "charliecloud: 0.31",
+        "docker: 27.1.1; no test with this release is recorded (tested: 20.10.24)",
+        f"podman: 4.3.1; {passed('podman')}",
+        "apptainer: 1.3.4-1.el9; no test with this release is recorded (tested: 1.4.5)",
+        "enroot: 3.5.0; no test with this release is recorded (tested: 4.1.2)",
+        f"charliecloud: 0.31; {passed('charliecloud')}",
         "pyxis: srun has --container-image",
     ]
     assert {check.level for check in found} == {"ok"}
@@ -304,19 +317,33 @@ def test_gpus_in_containers_need_the_nvidia_toolkit() -> None:
     assert [check.level for check in checks_of_runtimes(replace(host, cdi=True), "docker", "podman")] == ["ok", "ok"]
     with_runtime = answer('{"nvidia":{"path":"nvidia-container-runtime"}}')
     assert checks_of_runtimes(host, "docker", docker=with_runtime)[0].level == "ok"
-    assert checks_of_runtimes(host, "apptainer")[0].text.endswith("GPUs by --nv")
+    assert ", GPUs by --nv; " in checks_of_runtimes(host, "apptainer")[0].text
 
 
-@pytest.mark.parametrize("version", ["20.10.24+dfsg1", "28.2.2", "28"])
-def test_tested_version_has_no_remark(version: str) -> None:
-    assert checks_of_runtimes(ADA, "docker", docker=answer(f"{version}\n"))[0].text == version
+def test_recorded_tests_of_the_release_are_named() -> None:
+    (docker,) = checks_of_runtimes(ADA, "docker", docker=answer("20.10.5+dfsg1\n"))
+    assert docker.text == f"20.10.5+dfsg1; {passed('docker')}"
+    (apptainer,) = checks_of_runtimes(ADA, "apptainer", apptainer=answer("apptainer version 1.4.0\n"))
+    assert "tests with a folder image on Slurm " in apptainer.text
+    assert "tests with a .sif image on Slurm " in apptainer.text
 
 
-def test_documented_versions_are_those_of_the_doctor() -> None:
-    page = (Path(__file__).parents[3] / "docs/how-to/containers.md").read_text()
-    rows = {row.split("|")[1].strip(" `"): row for row in page.splitlines() if row.startswith("| `")}
-    for name, versions in container_runtimes.TESTED.items():
-        assert all(f"{version}" in rows[name] for version in versions), rows[name]
+def test_old_runtime_is_a_warning() -> None:
+    (check,) = checks_of_runtimes(ADA, "podman", podman=answer("podman version 3.4.4\n"))
+    assert (check.level, check.text) == ("warning", "3.4.4; hpcdist requires podman 4 or newer")
+
+
+def test_properties_that_matter_on_slurm_are_named() -> None:
+    on_slurm = replace(ADA, proctrack="cgroup")
+    assert "outside of Slurm's cgroups" in checks_of_runtimes(on_slurm, "docker")[0].text
+    assert "`:ro` is rejected" in checks_of_runtimes(on_slurm, "ch-run")[0].text
+    assert checks_of_runtimes(ADA, "ch-run")[0].text == f"0.31; {passed('charliecloud')}"
+
+
+def test_recorded_tests_name_runtimes_and_faults_of_the_matrix() -> None:
+    for one in RECORDED:
+        assert set(one.passed) <= set(FAULTS)
+    assert {one.runtime for one in RECORDED} == {*RUNTIMES, "pyxis"}
 
 
 def test_apptainer_of_a_user_needs_namespaces_and_squashfuse(tmp_path: Path) -> None:
@@ -335,6 +362,9 @@ def test_apptainer_of_a_user_needs_namespaces_and_squashfuse(tmp_path: Path) -> 
     own.touch()
     bundled = answer(f"apptainer version 1.4.5\nLIBEXECDIR={tmp_path}\n")
     assert checks_of_runtimes(replace(ADA, squashfuse=False), "apptainer", apptainer=bundled)[0].level == "ok"
+    (check,) = checks_of_runtimes(replace(ADA, proctrack="linuxproc"), "apptainer", apptainer=bundled)
+    assert (check.level, f"proctrack/linuxproc signals {own}" in check.text) == ("warning", True)
+    assert checks_of_runtimes(replace(ADA, proctrack="cgroup"), "apptainer", apptainer=bundled)[0].level == "ok"
 
 
 def test_enroot_needs_squashfuse_for_a_sqsh() -> None:
@@ -353,9 +383,9 @@ def test_version_of_pyxis_is_read_from_the_plugin(tmp_path: Path) -> None:
     (tmp_path / "plugstack.conf.d/pyxis.conf").write_text("required spank_pyxis.so runtime_path=/run/pyxis\n")
     settings = answer(f"PluginDir = {plugin.parent}\nSLURM_CONF = {tmp_path}/slurm.conf\n")
     (check,) = checks_of_runtimes(ADA, "srun", scontrol=settings)
-    assert check.sentence() == "pyxis: 0.24.0"
+    assert check.sentence() == f"pyxis: 0.24.0; {passed('pyxis')}"
     plugin.write_bytes(b"pyxis: version v0.15.0\0")
-    assert checks_of_runtimes(ADA, "srun", scontrol=settings)[0].text == "0.15.0 (tested with 0.24)"
+    assert checks_of_runtimes(ADA, "srun", scontrol=settings)[0].text.startswith("0.15.0; no test with this release")
     plugin.unlink()
     assert checks_of_runtimes(ADA, "srun", scontrol=settings)[0].text == "srun has --container-image"
 

@@ -1,0 +1,247 @@
+"""A run that goes on in its allocation without failed nodes, and with them when they answer again.
+
+Slurm notices a dead node only after `SlurmdTimeout`. Until then the processes of a step on that node never end for
+Slurm, and neither does the step. So ranks are killed on each node that answers, without Slurm, the step is abandoned,
+and the next step overlaps it on the other nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from hpcdist.config.schema import Config
+from hpcdist.errors import HpcdistError
+from hpcdist.files.atomic import read_json
+from hpcdist.machine.timed_command import run_until
+from hpcdist.rank.topology import port_for
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
+from hpcdist.run.pending_config import newest_step
+from hpcdist.slurm import client
+from hpcdist.slurm.current_job import CurrentJob
+from hpcdist.slurm.job.host_probe import HostProbe, addresses_of
+from hpcdist.slurm.job.node_pool import NodePool
+from hpcdist.slurm.job.node_ranks import parse_answers
+from hpcdist.slurm.job.srun import NODES_STEP, nodes_command, step_name
+from hpcdist.slurm.nodelist import expand
+from hpcdist.supervisor.restart_policy import Failure, suspect
+
+log = logging.getLogger(__name__)
+#: Once a node has answered, the others have this time to answer as well.
+PATIENCE_S = 4.0
+#: Time limit for the first answer: Slurm's messages time out after 10 s.
+FIRST_ANSWER_S = 20.0
+#: Time limit for the end of the ranks on the nodes that answer.
+KILL_RANKS_S = 60.0
+#: With too few other nodes the run goes back into the queue, so a node is given more time to answer.
+SILENT_BEFORE_REQUEUE_S = 30.0
+#: Interval of checks for a new checkpoint and for lost nodes that answer again.
+CHECK_EVERY_S = 5.0
+_ALIVE = "hpcdist-alive"
+
+
+class ElasticNodes:
+    """Detects lost nodes of the running attempt and chooses the nodes of the next one (`supervisor.NodeChanges`).
+
+    Args:
+        pool: the nodes of the job.
+        tasks_per_node: number of ranks on each node.
+        env: environment of steps.
+        grow: whether ranks are restarted when a lost node answers again.
+    """
+
+    def __init__(
+        self, pool: NodePool, run: RunDir, job_id: str, *, tasks_per_node: int, env: Mapping[str, str], grow: bool
+    ) -> None:
+        self.pool = pool
+        #: Names of steps that Slurm cannot end because a node is lost. None of their ranks is left on other nodes.
+        self.abandoned: set[str] = set()
+        self._run = run
+        self._job_id = job_id
+        self._tasks_per_node = tasks_per_node
+        self._env = env
+        self._grow = grow
+        self._probe = HostProbe(addresses_of(pool.present), port_for(env["SLURM_JOB_ID"], 0))
+        self._lost: tuple[str, ...] = ()
+        self._thread = ThreadPoolExecutor(1)
+        self._check: Future[tuple[list[str], list[str]]] | None = None
+        self._next_check = 0.0
+        self._step_at_start: int | None = None
+        self._returned: list[str] = []
+
+    def close(self) -> None:
+        """End the checks of nodes."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._probe.close()
+
+    def begin(self) -> bool:
+        """Prepare the next attempt: use the nodes that have answered again; return whether there are any."""
+        returned, self._returned = self._returned, []
+        self.pool.restore(returned)
+        self._lost = ()
+        self._step_at_start = newest_step(self._run)
+        return bool(returned)
+
+    # --- lost nodes
+
+    def lost(self) -> tuple[int, str] | None:
+        """Return the first rank on a node of the attempt that does not answer, and the node; None if all answer."""
+        silent = self._probe.silent()
+        if idle := [node for node in silent if node not in self.pool.used and node in self.pool.present]:
+            self.pool.lose(idle)
+            log.warning("%s: no answer from the node, which runs no ranks", ", ".join(idle))
+        lost = [node for node in self.pool.used if node in silent]
+        if not lost or not (self.pool.can_lose(lost) or self._probe.silent(SILENT_BEFORE_REQUEUE_S)):
+            return None
+        self._lost = tuple(lost)
+        return self.pool.used.index(lost[0]) * self._tasks_per_node, lost[0]
+
+    def end_ranks(self, attempt: Attempt) -> bool:
+        """Kill the ranks on all nodes without Slurm. Return whether Slurm cannot end the attempt's step.
+
+        That is so if a node does not answer, or if no node does.
+        """
+        asked = [node for node in self.pool.used if node not in self._lost]
+        answers = kill_ranks(self._run, asked, self._env)
+        if not answers:
+            return bool(self._lost)
+        self._lost = (*self._lost, *(node for node in asked if node not in answers))
+        if not self._lost:
+            return False
+        if not any(answers.values()):
+            self.abandoned |= {step_name(attempt), NODES_STEP}
+        return True
+
+    def replaced(self) -> str:
+        """Choose other nodes after a failure; return a sentence about them, or "" if the nodes stay the same."""
+        lost, before = self._lost, self.pool.used
+        self._lost = ()
+        if lost:
+            chosen, why = self.pool.lose(lost), "no answer from"
+        elif blamed := failing_node(self._run, before):
+            lost = (blamed,)
+            chosen, why = self.pool.reject(lost), "ranks have failed twice in a row on"
+        else:
+            return ""
+        return f"{why} {', '.join(lost)}: {self._change(before)}" if chosen else ""
+
+    def _change(self, before: Sequence[str]) -> str:
+        """Return how the nodes of the next attempt differ from those of the last one."""
+        new = [node for node in self.pool.used if node not in before]
+        now = (
+            f"continuing on {len(self.pool.used)} of {len(before)} nodes" if len(self.pool.used) != len(before) else ""
+        )
+        taken = f"{', '.join(new)} takes over" if new else ""
+        return ", ".join(filter(None, [taken, now]))
+
+    # --- growth
+
+    def growth(self) -> str:
+        """Return a sentence if lost nodes answer again and a checkpoint is newer than the attempt's start; else "".
+
+        Called several times a second; the nodes are checked in another thread.
+        """
+        if self._returned:
+            return f"{', '.join(self._returned)} answers again"
+        missing = self.pool.missing
+        if not self._grow or not missing:
+            return ""
+        if self._check is not None:
+            if self._check.done():
+                self._take(self._check)
+                self._check = None
+            return ""
+        if time.monotonic() >= self._next_check:
+            self._next_check = time.monotonic() + CHECK_EVERY_S
+            if newest_step(self._run) != self._step_at_start:
+                self._check = self._thread.submit(self._examine, missing)
+        return ""
+
+    def _take(self, check: Future[tuple[list[str], list[str]]]) -> None:
+        try:
+            returned, gone = check.result()
+        except HpcdistError as error:
+            log.info("the lost nodes cannot be checked: %s", error)
+            return
+        self._returned = returned
+        self.pool.forget(gone)
+        if gone:
+            log.info("Slurm has taken %s out of the job: the next requeue may replace it", ", ".join(gone))
+
+    def _examine(self, missing: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Return the nodes on which ranks can run again, and those that do not belong to the job any more."""
+        records = client.job_records(self._job_id)
+        allocated = expand(records[0].get("NodeList", "")) if records else []
+        mine = [node for node in missing if node in allocated]
+        # Ranks of an earlier attempt may have survived there.
+        answers = kill_ranks(self._run, mine, self._env)
+        gone = [node for node in missing if node not in allocated] if records else []
+        return [node for node in mine if answers.get(node) == []], gone
+
+
+def elastic_nodes(
+    run: RunDir, config: Config, job: CurrentJob, nodes: Sequence[str], env: Mapping[str, str]
+) -> ElasticNodes:
+    """Return the choice of nodes of a job.
+
+    Raises HpcdistError if the job has fewer nodes than the run needs.
+    """
+    cluster = config.cluster
+    if len(nodes) < cluster.fewest_nodes:
+        raise HpcdistError(f"job {job.id} has {len(nodes)} nodes, but cluster.min_nodes={cluster.fewest_nodes}")
+    pool = NodePool(nodes, most=cluster.nodes, least=cluster.fewest_nodes, spare=cluster.spare_nodes)
+    return ElasticNodes(pool, run, job.id, tasks_per_node=cluster.tasks_per_node, env=env, grow=True)
+
+
+def failing_node(run: RunDir, nodes: Sequence[str]) -> str:
+    """Return the node among `nodes` on which ranks fail repeatedly; "" if there is none."""
+    blamed = suspect([failure_of(attempt) for attempt in run.attempts()]) or ""
+    # The host name may be n1.site and Slurm's name n1.
+    return next((node for node in nodes if node in (blamed, blamed.partition(".")[0])), "")
+
+
+def failure_of(attempt: Attempt) -> Failure | None:
+    """Return the failure that the supervisor has recorded for an attempt, or None."""
+    found = read_json(attempt.failure)
+    return None if found is None else Failure(**found)
+
+
+def kill_ranks(run: RunDir, nodes: Sequence[str], env: Mapping[str, str]) -> Mapping[str, list[int]]:
+    """Kill a run's ranks on nodes without Slurm; return those that survive, by node, for the nodes that answer.
+
+    srun waits for nodes that do not answer. So it is ended when the others have had time to answer.
+    """
+    if not nodes:
+        return {}
+    words = [sys.executable, "-P", "-m", "hpcdist.slurm.job.node_ranks", str(run.path), "kill"]
+    # The first line comes before Python is loaded, perhaps from a slow file system.
+    command = ["sh", "-c", f'echo {_ALIVE} "$SLURMD_NODENAME"; exec "$@"', "sh", *words]
+    step = nodes_command([nodes], command, het=False, chosen=True)
+    text = run_until(step, _Answers(nodes).are_complete, env=env)
+    return parse_answers(text, nodes)
+
+
+class _Answers:
+    """Decides when enough nodes have answered."""
+
+    def __init__(self, nodes: Iterable[str]) -> None:
+        self._nodes = set(nodes)
+        self._began = time.monotonic()
+        self._changed = self._began
+        self._num_alive = 0
+
+    def are_complete(self, text: str) -> bool:
+        """Return whether no more answers are expected after `text`, the output so far."""
+        now = time.monotonic()
+        rows = [line.split() for line in text.splitlines()]
+        alive = {row[1] for row in rows if len(row) > 1 and row[0] == _ALIVE} & self._nodes
+        if len(alive) != self._num_alive:
+            self._num_alive, self._changed = len(alive), now
+        if not alive:
+            return now - self._began > FIRST_ANSWER_S
+        over = parse_answers(text, self._nodes).keys() >= alive or now - self._changed > KILL_RANKS_S
+        return over and (alive == self._nodes or now - self._changed > PATIENCE_S)
