@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from hpcdist import __version__
-from hpcdist.cli import (
-    bench,
-    config,
-    control,
-    cost,
-    devcluster,
-    diagnose,
-    image,
-    internal,
-    model_export,
-    rerun,
-    resume,
-    review,
-    run,
-    run_comparison,
-    runs,
-    server,
-    submit,
-)
 from hpcdist.errors import HpcdistError, shortened
 
 #: Exit code after an unexpected exception (EX_SOFTWARE of sysexits.h).
@@ -38,34 +21,61 @@ DEFECT = 70
 #: The standard error of these commands is a log file, which receives the traceback.
 _LOGGED = ("supervise", "worker", "in-job")
 
-app = typer.Typer(
-    name="hpcdist",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-#: Panel of the help → modules with its commands.
-PANELS: dict[str, tuple[Any, ...]] = {
-    "Start runs": (run, submit, resume, config),
-    "Watch runs": (runs, control),
-    "Review": (review, run_comparison, rerun, cost, model_export, server),
-    "Diagnose": (diagnose, bench),
-    "Images": (image,),
-    "Development": (devcluster,),
+#: Panel of the help → modules of this package → their commands.
+PANELS = {
+    "Start runs": {"run": ("run",), "submit": ("submit",), "resume": ("resume",), "config": ("config",)},
+    "Watch runs": {
+        "runs": ("runs", "status", "logs", "follow", "stop", "cancel"),
+        "control": ("save", "profile"),
+    },
+    "Review": {
+        "review": ("ui", "sync"),
+        "run_comparison": ("compare",),
+        "rerun": ("rerun",),
+        "cost": ("cost",),
+        "model_export": ("export",),
+        "server": ("server",),
+    },
+    "Diagnose": {"diagnose": ("explain", "doctor"), "bench": ("bench",)},
+    "Images": {"image": ("image",)},
+    "Development": {"devcluster": ("devcluster",)},
+    "": {"internal": ("worker", "supervise", "in-job")},
 }
+#: Modules whose commands are a group, with a help of its own.
+_GROUPS = ("server", "bench", "image", "devcluster")
 
 
-def _add_commands() -> None:
+def make_app(command: str = "") -> typer.Typer:
+    """Return the command line with all commands, or only with those of the module that has `command`.
+
+    A command starts a third faster without the modules, the options and the help of all others.
+    """
+    app = typer.Typer(
+        name="hpcdist",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(hpcdist)
     for panel, modules in PANELS.items():
-        for module in modules:
-            if module not in (bench, image, devcluster, server):  # these are groups, with a help of their own
-                for command in module.app.registered_commands:
-                    command.rich_help_panel = panel
+        for name, commands in modules.items():
+            if command and command not in commands:
+                continue
+            module = importlib.import_module(f"hpcdist.cli.{name}")
+            if not panel:
+                app.add_typer(module.app)
+                continue
+            if name not in _GROUPS:
+                for one in module.app.registered_commands:
+                    one.rich_help_panel = panel
             app.add_typer(module.app, rich_help_panel=panel)
-    app.add_typer(internal.app)
+    return app
 
 
-_add_commands()
+def _command_of(arguments: Sequence[str]) -> str:
+    """Return the first argument if it is a command; empty for options, completion and mistakes."""
+    first = arguments[0] if arguments and "_HPCDIST_COMPLETE" not in os.environ else ""
+    return first if any(first in commands for modules in PANELS.values() for commands in modules.values()) else ""
 
 
 def _print_version(wanted: bool) -> None:
@@ -74,7 +84,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def hpcdist(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
@@ -94,7 +103,7 @@ def main() -> NoReturn:
             # File names may be no text, and the encoding of the terminal may lack characters.
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = app(standalone_mode=False, prog_name="hpcdist")
+        code = make_app(_command_of(sys.argv[1:]))(standalone_mode=False, prog_name="hpcdist")
     except Exception as error:
         if "_HPCDIST_COMPLETE" in os.environ:  # the shell asks for completions: a message would garble the prompt
             sys.exit(1)

@@ -57,6 +57,18 @@ def up(
             "cgroup where root may create cgroups of version 1",
         ),
     ] = None,
+    runtime: Annotated[
+        str | None,
+        _setting(
+            "--runtime",
+            "apptainer|docker|pyxis",
+            "Container runtime of the nodes, which must be installed on this machine.",
+            Settings.runtime,
+        ),
+    ] = None,
+    pyxis_plugin: Annotated[
+        str | None, _setting("--pyxis-plugin", "FILE", "With --runtime pyxis: its plugin.", Settings.pyxis_plugin)
+    ] = None,
     subnet: Annotated[str | None, _setting("--subnet", "CIDR", "Network of the nodes.", Settings.subnet)] = None,
     users: Annotated[
         list[str] | None,
@@ -72,6 +84,8 @@ def up(
         sudo hpcdist devcluster up --install
 
         sudo hpcdist devcluster up --nodes 16 --grace-time-s 20
+
+        sudo hpcdist devcluster up --runtime docker
     """
     from hpcdist.devcluster import cluster
 
@@ -83,6 +97,8 @@ def up(
         "memory_mb": memory_mb,
         "grace_time_s": grace_time_s,
         "proctrack": proctrack,
+        "runtime": runtime,
+        "pyxis_plugin": pyxis_plugin,
         "subnet": subnet,
     }
     changes = {name: value for name, value in asked.items() if value is not None}

@@ -103,15 +103,38 @@ def slurmd(node: str, *, own_mounts: bool = False, rebooted: bool = False) -> Da
     return Daemon(f"slurmd-{node}", node, ("slurmd", "-D", *["-b"] * rebooted, "-N", node), own_mounts)
 
 
+def dockerd(layout: Layout, node: str) -> Daemon:
+    """Return a node's docker daemon, whose containers have the node's network.
+
+    It has its own process ids and mounts, so that its containers and their mounts end when it is killed.
+    """
+    apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount", "--propagation=slave")
+    files = (
+        f"--host=unix://{layout.docker_socket(node)}",
+        f"--pidfile={layout.docker}/{node}.pid",
+        f"--exec-root={layout.docker}/{node}",
+        f"--data-root={layout.docker_images}/{node}",
+    )
+    network = ("--bridge=none", "--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false")
+    return Daemon(f"dockerd-{node}", node, (*apart, str(layout.bin / "dockerd"), *files, *network))
+
+
+def node_runtimes(settings: Settings, layout: Layout) -> list[Daemon]:
+    """Return the daemons of the nodes' container runtime, which has none but docker."""
+    return [dockerd(layout, node) for node in settings.nodes] if settings.runtime == "docker" else []
+
+
 def daemons(settings: Settings, layout: Layout) -> list[Daemon]:
     """Return all daemons of a cluster in the order of their start."""
-    return [munged(layout), mariadbd(layout), slurmdbd(), slurmctld(), *map(slurmd, settings.nodes)]
+    runtimes = node_runtimes(settings, layout)
+    return [munged(layout), mariadbd(layout), slurmdbd(), slurmctld(), *runtimes, *map(slurmd, settings.nodes)]
 
 
 def daemon_env(layout: Layout) -> dict[str, str]:
     """Return the whole environment of daemons, so that the caller's environment reaches neither them nor jobs."""
     return {
         **BARE_ENV,
+        "PATH": f"{layout.bin}:{BARE_ENV['PATH']}",
         "SLURM_CONF": str(layout.slurm_conf),
         # slurmdbd's configuration has no key for the socket; MariaDB's client library asks this variable.
         "MYSQL_UNIX_PORT": str(layout.database_socket),

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hpcdist.devcluster import argv, cgroups, host, processes, provision, render
+from hpcdist.devcluster import argv, cgroups, host, node_runtimes, processes, provision, render
 from hpcdist.devcluster.settings import ACCOUNT, NODE_PORT, Layout, Settings, option
 from hpcdist.devcluster.system import exclusive, run, start, succeeds, wait_until
 from hpcdist.errors import DevClusterError
@@ -57,7 +57,7 @@ def up(
     Args:
         changes: the requested fields of Settings; the others are those of the running cluster, or defaults.
         users: users besides root who may submit jobs.
-        env: environment of apt-get, such as proxies.
+        env: environment of apt-get, such as proxies; container runtimes are searched for on its PATH.
 
     Raises:
         DevClusterError: a requirement is missing, or something conflicts with the cluster.
@@ -73,11 +73,13 @@ def up(
         settings = _choose(layout, changes)
         host.require_cgroups(settings)
         host.require_free_network(settings, layout)
+        programs = node_runtimes.find_programs(settings, layout, env)
         if recorded_settings(layout) != settings:
             provision.begin(settings, layout)
         if not provision.network_is_ready(settings, layout):
             provision.make_network(settings, layout)
         provision.write_files(settings, layout)
+        node_runtimes.write_files(settings, layout, programs)
         cgroups.create(settings, layout)
         host.write_hosts(render.with_hosts_block(host.HOSTS.read_text(), settings))
         _start_daemons(settings, layout, list(users))
@@ -127,7 +129,7 @@ def require_settings(layout: Layout) -> Settings:
 
 def _start_daemons(settings: Settings, layout: Layout, users: list[str]) -> None:
     """Start the daemons that are not running, each after those that it depends on answer."""
-    munged, mariadbd, slurmdbd, slurmctld, *slurmds = argv.daemons(settings, layout)
+    munged, mariadbd, slurmdbd, slurmctld, *_ = argv.daemons(settings, layout)
     start(layout, munged)
     start(layout, mariadbd)
     credential = ["munge", "--no-input", f"--socket={layout.munge_socket}"]
@@ -142,10 +144,13 @@ def _start_daemons(settings: Settings, layout: Layout, users: list[str]) -> None
     start(layout, slurmctld)
     ping = ["scontrol", "ping"]
     wait_until(lambda: succeeds(ping, env=env), "slurmctld does not answer", layout, slurmctld, READY_WITHIN_S)
-    for slurmd in slurmds:
-        start(layout, slurmd)
-    for node, slurmd in zip(settings.nodes, slurmds, strict=True):
-        wait_for_node(settings, layout, node, slurmd)
+    for node in settings.nodes:
+        node_runtimes.start_daemon(settings, layout, node)
+    for node in settings.nodes:
+        node_runtimes.wait_for_daemon(settings, layout, node)
+        start(layout, argv.slurmd(node))
+    for node in settings.nodes:
+        wait_for_node(settings, layout, node, argv.slurmd(node))
 
 
 def _add_accounts(layout: Layout, users: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcdist.devcluster import argv, processes
+from hpcdist.devcluster import argv, node_runtimes, processes
 from hpcdist.devcluster.cluster import require_settings, wait_for_node
 from hpcdist.devcluster.host import require_root
 from hpcdist.devcluster.settings import HEAD, Layout, Settings
@@ -36,6 +36,8 @@ def start_node(layout: Layout, node: str, *, own_mounts: bool = False) -> None:
         settings = _require_node(layout, node)
         _set_link(layout, node, "up")
         _full_speed(layout, node)
+        node_runtimes.start_daemon(settings, layout, node)
+        node_runtimes.wait_for_daemon(settings, layout, node)
         slurmd = argv.slurmd(node, own_mounts=own_mounts, rebooted=True)
         start(layout, slurmd)
         wait_for_node(settings, layout, node, slurmd)

@@ -22,6 +22,7 @@ LINK = "hpcdist0"
 ACCOUNT = "devcluster"
 CONTROLLER_PORT, NODE_PORT, ACCOUNTING_PORT = 16817, 16818, 16819
 PROCTRACK = ("cgroup", "linuxproc")
+RUNTIMES = ("none", "apptainer", "docker", "pyxis")
 RESERVED_ADDRESSES = 4  # network, broadcast, head and host
 #: The state folder contains sockets of Slurm, munge and MariaDB; the path of a socket has at most 107 characters.
 MAX_STATE_LENGTH = 60
@@ -42,6 +43,10 @@ class Settings:
     """Seconds between the SIGTERM and the SIGKILL of a job of `main` that `high` preempts."""
     proctrack: str = "cgroup"
     """How Slurm finds the processes of a step: `cgroup` as in production, or `linuxproc`, which needs no cgroups."""
+    runtime: str = "none"
+    """Container runtime that the nodes have beside Slurm."""
+    pyxis_plugin: str = "/usr/local/lib/slurm/spank_pyxis.so"
+    """File of the plugin pyxis, which must be built for the installed Slurm; used with the runtime `pyxis` only."""
     subnet: str = "10.213.77.0/24"
     """Private IPv4 network of the nodes; must not overlap other networks of this machine."""
 
@@ -53,6 +58,8 @@ class Settings:
             raise DevClusterError(f"--grace-time-s must be from 0 to 65533, got {self.grace_time_s}")
         if self.proctrack not in PROCTRACK:
             raise DevClusterError(f"--proctrack must be {' or '.join(PROCTRACK)}, got {self.proctrack!r}")
+        if self.runtime not in RUNTIMES:
+            raise DevClusterError(f"--runtime must be one of {', '.join(RUNTIMES)}, got {self.runtime!r}")
         try:
             network = ipaddress.IPv4Network(self.subnet)
         except ValueError as error:
@@ -129,12 +136,22 @@ class Layout:
         #: Exists if all namespaces and links were created.
         self.network_ready = state / "network-ready"
         self.namespaces = state / "netns"
+        #: Programs of the container runtime that keep the nodes apart; comes first on the daemons' PATH.
+        self.bin = state / "bin"
+        #: Folder of the docker daemons' sockets and states, of their images, and of enroot's containers.
+        self.docker = state / "docker"
+        self.docker_images = state / "docker-images"
+        self.enroot = state / "enroot"
         self.logs = state / "log"
         self.run = state / "run"
 
     def namespace(self, name: str) -> Path:
         """Return the mount point of the network namespace of a node or the head."""
         return self.namespaces / name
+
+    def docker_socket(self, node: str) -> Path:
+        """Return the socket of a node's docker daemon."""
+        return self.docker / f"{node}.sock"
 
     def output(self, daemon: str) -> Path:
         """Return the file with a daemon's output. Slurm's daemons also write a .log file with timestamps."""

@@ -39,6 +39,7 @@ class Restored:
         model: state dict of the bare model, as passed to `Context.save` on rank 0.
         trainer: the `trainer` argument of `Context.save`.
         local: the `local` argument of `Context.save` on this rank; None if the world size has changed since.
+        local_by_rank: the `local` arguments of all ranks that saved the checkpoint.
         folder: the checkpoint folder.
         world_size: number of ranks of the run when it saved the checkpoint.
     """
@@ -47,6 +48,7 @@ class Restored:
     model: dict[str, torch.Tensor]
     trainer: dict[str, Any]
     local: dict[str, Any] | None
+    local_by_rank: list[dict[str, Any] | None]
     folder: Path
     world_size: int
 
@@ -86,6 +88,9 @@ class RankCheckpoints:
         self.saver = AsyncSaver(self.store, before_publish=self._before_publish)
         #: Step of the checkpoint that was saved or restored last; -1 before the first one.
         self.saved_step = -1
+        #: Number of micro-batches of an elastic run, which a checkpoint holds; None before it is known.
+        self.num_micro_batches: int | None = None
+        self._is_elastic = config.data.global_batch_size is not None
         self._seed = config.seed
         self._run = run
         self._attempt = attempt
@@ -109,7 +114,11 @@ class RankCheckpoints:
     ) -> None:
         """Save a checkpoint; see `Context.save`. `on_written` is called on rank 0 once it is on disk."""
         is_owner = shard is not None and not shard.is_empty
-        rank_state = {"rng": rng_state(self._device), "local": local and _to_cpu(local)}
+        rank_state = {
+            "rng": rng_state(self._device),
+            "local": local and _to_cpu(local),
+            "num_micro_batches": self.num_micro_batches,
+        }
         gathered = self._groups.gather((rank_state, is_owner))
         is_new, self.saved_step = step != self.saved_step, step
         staging = self.store.staging(step, self._attempt.number)
@@ -152,10 +161,15 @@ class RankCheckpoints:
         checkpoint = self.store.load(path, verify=False)
         self.saved_step = checkpoint.step
         local = None
+        self.num_micro_batches = checkpoint.rank_states[0].get("num_micro_batches")
         if checkpoint.world_size == self._topology.world_size:
             rank_state = checkpoint.rank_states[self._topology.rank]
             local = rank_state["local"]
             set_rng_state(rank_state["rng"], self._device)
+        elif self._is_elastic and self.num_micro_batches is not None:
+            # After a step the state is equal on all ranks, see `rank/elastic/micro_batches.py`.
+            set_rng_state(checkpoint.rank_states[0]["rng"], self._device)
+            log.info("%d ranks instead of %d continue the run", self._topology.world_size, checkpoint.world_size)
         else:
             log.warning(
                 "the checkpoint was saved by %d ranks and is resumed by %d: the sample order differs from here on",
@@ -169,6 +183,7 @@ class RankCheckpoints:
             model=checkpoint.model,
             trainer=checkpoint.trainer,
             local=local,
+            local_by_rank=[state["local"] for state in checkpoint.rank_states],
             folder=Path(path),
             world_size=checkpoint.world_size,
         )

@@ -17,7 +17,7 @@ from hpcdist.checkpoint.shards import Shard
 from hpcdist.config.schema import Config
 from hpcdist.errors import CheckpointError
 from hpcdist.rank.checkpointing import RankCheckpoints, Restored
-from hpcdist.rank.context_records import ContextRecords
+from hpcdist.rank.context_batches import ContextBatches
 from hpcdist.rank.live_commands import LiveCommands
 from hpcdist.rank.network.process_group import Groups
 from hpcdist.rank.seeding import seed_everything
@@ -31,7 +31,7 @@ from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import JournalWriter
 
 
-class Context(ContextRecords):
+class Context(ContextBatches):
     """One rank's interface to the run. The worker creates it and passes it to the trainer.
 
     A trainer is a function `train(ctx, config)` that every rank calls:
@@ -81,9 +81,8 @@ class Context(ContextRecords):
         heartbeat: Heartbeat,
     ) -> None:
         super().__init__(
-            topology, config.roles, run=run, attempt=attempt, device=device, journal=journal, heartbeat=heartbeat
+            config, topology, run=run, attempt=attempt, device=device, journal=journal, heartbeat=heartbeat
         )
-        self.config = config
         self.end_reason = ""
         self.groups = groups
         self._stop = stop
@@ -120,6 +119,7 @@ class Context(ContextRecords):
         self.timer.step_done(step, agreement_s=time.perf_counter() - asked)
         if times := self._times.due(step):
             self._journal.log(times, step)
+        self._log_world_size(step)
         if self._commands.profile_is_due:
             with self.timer.account.phase("idle"):
                 self._commands.step_done(step)
@@ -205,13 +205,15 @@ class Context(ContextRecords):
         # Its decorators import torch's compiler: seconds that a rank without DistributedDataParallel saves.
         from hpcdist.rank.telemetry.timed_ddp import TimedDDP
 
-        return TimedDDP(
+        model = TimedDDP(
             module.to(self.device),
             self.timer,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-            **options,
+            **self._ddp_options(options),
         )
+        self._set_reduction(model)
+        return model
 
     def seed_per_rank(self) -> None:
         """Seed each rank's generators differently, for example for dropout.
@@ -281,6 +283,7 @@ class Context(ContextRecords):
         restored = self._checkpoints.restore()
         if restored is not None:
             self._heartbeat.step = restored.step
+            self._forget_division()
         self._notes.begin(0 if restored is None else restored.step)
         return restored
 

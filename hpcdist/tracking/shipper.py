@@ -19,22 +19,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpcdist import logs
 from hpcdist.config.schema import LaunchConfig
-from hpcdist.errors import HpcdistError, TrackingError
+from hpcdist.errors import HpcdistError, RunFolderError, TrackingError
 from hpcdist.files import retry
 from hpcdist.files.log_limit import limit_log
 from hpcdist.run import lease
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.status import close_if_lost
 from hpcdist.tracking import run_metadata
-from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.uri import redact_uri
+
+if TYPE_CHECKING:
+    from hpcdist.tracking.delivery import Delivery
 
 log = logging.getLogger(__name__)
 
 POLL_S = 2.0
+#: Time limit of the wait for the first step, and interval of its polls.
+IMPORT_WITHIN_S = 10.0
+START_POLL_S = 0.2
 MAX_BACKOFF_S = 30.0
 #: Limit of the time that a server may ask to wait (Retry-After).
 MAX_WAIT_S = 600.0
@@ -71,6 +77,11 @@ def ship_forever(run: RunDir, uri: str, parent_pid: int, *, through_queue: bool 
     while True:
         with _only_shipper(run) as only:
             if only:
+                if not through_queue:
+                    _wait_for_first_step(run, parent)
+                # Imports MLflow: seconds of CPU time, which starting ranks need.
+                from hpcdist.tracking.delivery import Delivery
+
                 return _Loop(Delivery(run, uri), parent).run()
         if not logged:
             log.info("another shipper uploads %s: waiting until it exits", run.name)
@@ -101,6 +112,27 @@ class _Parent:
         # The end of the pipe without a byte means that the parent died.
         self.reported_end = os.read(sys.stdin.fileno(), 1) != b""
         return self.reported_end or signal.sigtimedwait(_SIGNALS, seconds) is not None
+
+
+def _wait_for_first_step(run: RunDir, parent: _Parent) -> None:
+    """Wait until rank 0 has done a step, the run or its supervisor has ended, or a signal arrives.
+
+    Plain scripts may report no steps, so the wait has a limit.
+    """
+    began = time.time()
+    end = time.monotonic() + IMPORT_WITHIN_S
+    while time.monotonic() < end and not parent.gone:
+        state = run.read_state()
+        if state.status in (*ENDED, "queued") or _has_stepped(run, state, began) or parent.wait(START_POLL_S):
+            return
+
+
+def _has_stepped(run: RunDir, state: State, since: float) -> bool:
+    try:
+        beat = run.attempt(state.attempt).read_beat(0) if state.attempt else None
+        return beat is not None and beat["step"] > 0 and beat["time"] > since
+    except (RunFolderError, OSError):
+        return False
 
 
 class _Loop:
@@ -206,6 +238,8 @@ def sync(run: RunDir, uri: str, *, close_dead: bool = True) -> SyncReport:
     with _only_shipper(run) as only:
         if not only:
             return SyncReport(busy=True)
+        from hpcdist.tracking.delivery import Delivery  # imports MLflow
+
         closed = close_if_lost(run) if close_dead else ""
         shipper = Delivery(run, uri)
         shipper.open_run()

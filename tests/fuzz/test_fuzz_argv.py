@@ -9,9 +9,10 @@ from config_strategies import NASTY, axes, overrides
 from fuzzing import check_message, fuzz
 from hypothesis import strategies as st
 
-from hpcdist.cli.app import app
+from hpcdist.cli.app import make_app
 from hpcdist.errors import HpcdistError
 
+APP = make_app()
 #: Commands that start no processes; `run` has `--dry-run` for that.
 COMMANDS = (
     ["run", "--dry-run"],
@@ -46,7 +47,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @fuzz(share=0.5, command=st.sampled_from(COMMANDS), words=st.lists(WORDS, max_size=3))
 def test_command_line_gives_a_result_or_an_error(empty: None, command: list[str], words: list[str]) -> None:
     try:
-        app([*command, *words], standalone_mode=False)
+        APP([*command, *words], standalone_mode=False)
     except HpcdistError as error:
         check_message(error)
     except OSError:

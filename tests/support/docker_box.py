@@ -27,6 +27,8 @@ from hpcdist.supervisor.process_guard import Guard
 
 STORE = Path("/var/tmp/hpcdist-tests/docker")
 RECIPES = CHECKOUT / "scripts" / "runtimes"
+#: Leaves out limits that root may not raise, as in a container.
+RUNC = CHECKOUT / "hpcdist/devcluster/runc_within_limits.sh"
 #: Where scripts/runtimes/docker.sh installs the docker of Debian sid; without it the installed one is used.
 SID = RUNTIMES / "docker"
 #: `host`: the network of this machine without bridges, for builds that download packages. `own`: bridges, network
@@ -163,7 +165,7 @@ def _command(place: Path, store: Path, network: Network) -> list[str]:
     options = [f"--host=unix://{place}/docker.sock", f"--data-root={store}/data", f"--exec-root={place}/exec"]
     options += [f"--pidfile={place}/pid", "--storage-driver=overlay2"]
     # Root of a container cannot raise limits, which docker does for its containers.
-    options += [f"--add-runtime=within-limits={RECIPES}/runc_within_limits.sh", "--default-runtime=within-limits"]
+    options += [f"--add-runtime=within-limits={RUNC}", "--default-runtime=within-limits"]
     if network == "host":
         options += ["--bridge=none", "--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false"]
     else:

@@ -19,7 +19,7 @@ from small_image import SmallImage
 from hpcdist.devcluster import argv
 
 #: Leaves out limits that root may not raise, which would fail every start in a container like CI's.
-RUNC = CHECKOUT / "scripts/runtimes/runc_within_limits.sh"
+RUNC = CHECKOUT / "hpcdist/devcluster/runc_within_limits.sh"
 #: Jobs of two nodes run on these; n3 replaces a dead node.
 NODES = ("n1", "n2", "n3")
 

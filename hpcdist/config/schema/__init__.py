@@ -8,7 +8,7 @@ documentation (`hpcdist config --schema`).
 from hpcdist.config.schema.cluster import ClusterConfig, RoleRequest
 from hpcdist.config.schema.container import ContainerConfig
 from hpcdist.config.schema.declaration import Trainer, default_trainer, find_trainer, trainer_names, unused_sections
-from hpcdist.config.schema.describe import describe
+from hpcdist.config.schema.describe import all_keys, describe
 from hpcdist.config.schema.elastic import ElasticConfig, division_problems, largest_world_size
 from hpcdist.config.schema.exact import exact, type_mismatch
 from hpcdist.config.schema.launching import CheckpointConfig, LaunchConfig, TrackingConfig
@@ -44,6 +44,7 @@ __all__ = [
     "TrackingConfig",
     "Trainer",
     "TrainerConfig",
+    "all_keys",
     "cross_check",
     "default_trainer",
     "describe",

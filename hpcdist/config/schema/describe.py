@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import Field, fields
 from typing import Any
 
 from hpcdist.config.schema.cluster import RoleRequest
@@ -10,8 +11,41 @@ from hpcdist.config.schema.declaration import trainer_sections
 from hpcdist.config.schema.run import Config
 
 
-def describe(section: type = Config, prefix: str = "") -> list[tuple[str, str, Any, str]]:
+def all_keys(section: type = Config, prefix: str = "") -> Iterator[tuple[str, type, Field[Any]]]:
+    """Yield every key as (path, dataclass that declares it, its field), without reading any source."""
+    for key in fields(section):
+        if section is Config and key.name == "sections":
+            for name, own in trainer_sections().items():
+                yield from all_keys(own, f"{name}.")
+            continue
+        nested = default_of(key)
+        if hasattr(nested, "__dataclass_fields__"):
+            yield from all_keys(type(nested), f"{prefix}{key.name}.")
+            continue
+        yield prefix + key.name, section, key
+        if key.type == f"dict[str, {RoleRequest.__name__}]":
+            yield from all_keys(RoleRequest, f"{prefix}{key.name}.ROLE.")
+
+
+def default_of(key: Field[Any]) -> Any:
+    """Return the default of a key."""
+    return key.default_factory() if callable(key.default_factory) else key.default
+
+
+def describe() -> list[tuple[str, str, Any, str]]:
     """Return every key as (path, type, default, documentation)."""
+    sources: dict[type, dict[str, tuple[str, str]]] = {}
+    rows: list[tuple[str, str, Any, str]] = []
+    for path, section, key in all_keys():
+        if section not in sources:
+            sources[section] = _read_source(section)
+        kind, documentation = sources[section][key.name]
+        rows.append((path, kind, default_of(key), documentation))
+    return rows
+
+
+def _read_source(section: type) -> dict[str, tuple[str, str]]:
+    """Return annotation and docstring of every field of a dataclass, by its name."""
     # Imported here, because ranks do not need the documentation.
     import ast
     import inspect
@@ -19,24 +53,10 @@ def describe(section: type = Config, prefix: str = "") -> list[tuple[str, str, A
 
     body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     assert isinstance(body, ast.ClassDef)
-    documentation: dict[str, str] = {}
-    annotations: dict[str, str] = {}
+    found: dict[str, tuple[str, str]] = {}
     for statement, following in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            annotations[statement.target.id] = ast.unparse(statement.annotation)
-            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                documentation[statement.target.id] = str(following.value.value)
-    rows: list[tuple[str, str, Any, str]] = []
-    for key in fields(section):
-        if section is Config and key.name == "sections":
-            for name, own in trainer_sections().items():
-                rows += describe(own, f"{name}.")
-            continue
-        default = key.default if not callable(key.default_factory) else key.default_factory()
-        if hasattr(default, "__dataclass_fields__"):
-            rows += describe(type(default), f"{prefix}{key.name}.")
-            continue
-        rows.append((prefix + key.name, annotations[key.name], default, documentation.get(key.name, "")))
-        if annotations[key.name] == f"dict[str, {RoleRequest.__name__}]":
-            rows += describe(RoleRequest, f"{prefix}{key.name}.ROLE.")
-    return rows
+            is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            text = str(following.value.value) if is_text else ""  # type: ignore[attr-defined]
+            found[statement.target.id] = ast.unparse(statement.annotation), text
+    return found

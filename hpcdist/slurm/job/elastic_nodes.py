@@ -194,7 +194,9 @@ def elastic_nodes(
     if len(nodes) < cluster.fewest_nodes:
         raise HpcdistError(f"job {job.id} has {len(nodes)} nodes, but cluster.min_nodes={cluster.fewest_nodes}")
     pool = NodePool(nodes, most=cluster.nodes, least=cluster.fewest_nodes, spare=cluster.spare_nodes)
-    return ElasticNodes(pool, run, job.id, tasks_per_node=cluster.tasks_per_node, env=env, grow=True)
+    return ElasticNodes(
+        pool, run, job.id, tasks_per_node=cluster.tasks_per_node, env=env, grow=config.elastic.grow == "restart"
+    )
 
 
 def failing_node(run: RunDir, nodes: Sequence[str]) -> str:

@@ -59,7 +59,7 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         **{key: value for key, value in optional.items() if value is not None},
         "job_name": f"{run.experiment}/{run.name}",
         "time": cluster.time_limit_min,
-        "nodes": requested_nodes(cluster),
+        "nodes": cluster.nodes + cluster.spare_nodes,
         "ntasks_per_node": cluster.tasks_per_node,
         "cpus_per_task": cluster.cpus_per_task,
         # submitit does not support heterogeneous jobs. Its set-up lines follow its parameters, and sbatch reads all
@@ -78,18 +78,18 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         "signal_delay_s": cluster.signal_lead_s,
         "additional_parameters": {
             "requeue": True,
-            # The supervisor goes on without a failed node.
-            **({"no_kill": True} if cluster.outlives_nodes else {}),
+            # submitit computes with the number above. The supervisor goes on without a failed node.
+            **({"nodes": requested_nodes(cluster), "no_kill": True} if cluster.outlives_nodes else {}),
             **flags_of_config,
             **(flags or {}),
         },
     }
 
 
-def requested_nodes(cluster: ClusterConfig) -> str | int:
+def requested_nodes(cluster: ClusterConfig) -> str:
     """Return the value of sbatch's `--nodes`: a number or a range, spare nodes included."""
     least, most = cluster.fewest_nodes + cluster.spare_nodes, cluster.nodes + cluster.spare_nodes
-    return most if least == most else f"{least}-{most}"
+    return str(most) if least == most else f"{least}-{most}"
 
 
 def _exports(config: Config) -> list[str]:

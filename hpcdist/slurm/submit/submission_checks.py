@@ -97,6 +97,7 @@ def _check_cluster(config: Config, requests: Sequence[ClusterConfig], missing_da
     _check_qos(config.cluster, findings)
     _check_runs_dir(config, requested, findings)
     _check_signal_lead(config, findings)
+    _check_batch_size(config, findings)
     _check_data(config, missing_data, findings)
     findings.errors += module_problems(config, os.environ)
     if inherited := sorted(name for name in os.environ if name.startswith("SBATCH_")):
@@ -166,6 +167,15 @@ def _check_signal_lead(config: Config, findings: Findings) -> None:
         findings.warnings.append(
             f"cluster.signal_lead_s={lead}: run {name} needed {save_s:.0f} s for a checkpoint:"
             f" set at least twice that, cluster.signal_lead_s={2 * save_s:.0f}"
+        )
+
+
+def _check_batch_size(config: Config, findings: Findings) -> None:
+    cluster = config.cluster
+    if cluster.fewest_nodes < cluster.nodes and config.data.global_batch_size is None and not config.trainer.script:
+        findings.warnings.append(
+            f"cluster.min_nodes={cluster.min_nodes} without data.global_batch_size: the batch of a step, and so the"
+            " training, depends on the number of nodes"
         )
 
 

@@ -24,6 +24,7 @@ from hpcdist.data.download import prepare
 from hpcdist.data.identity import log_image_data
 from hpcdist.data.loading import ImageData, load_datasets
 from hpcdist.models.image import build_model
+from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.ddp_buckets import settle_buckets
 from hpcdist.rank.optimizer import build_optimizer, lr_factor, set_lr
@@ -68,16 +69,18 @@ def make_loop(ctx: Context, cfg: Config) -> DdpLoop:
     model = build_ddp_model(ctx, cfg, data)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     scaler = torch.amp.GradScaler(ctx.device.type, enabled=cfg.precision.dtype == "fp16")
-    batches_per_epoch = math.ceil(math.ceil(len(data.train) / ctx.world_size) / cfg.data.batch_size)
-    steps_per_epoch = math.ceil(batches_per_epoch / cfg.optim.grad_accum_steps)
-
     saved = ctx.restore()
     if saved is not None:
         model.module.load_state_dict(saved.model)
         optimizer.load_state_dict(saved.trainer["optimizer"])
         scaler.load_state_dict(saved.trainer["scaler"])
+    if cfg.data.global_batch_size is None:
+        batches_per_epoch = math.ceil(math.ceil(len(data.train) / ctx.world_size) / cfg.data.batch_size)
+        steps_per_epoch = math.ceil(batches_per_epoch / cfg.optim.grad_accum_steps)
+    else:
+        steps_per_epoch = ctx.division(len(data.train)).steps_per_epoch
     position = TrainingPosition.resume(saved.trainer["position"] if saved else None, steps_per_epoch, cfg.stop)
-    meter = Meter(saved.local if saved else None, ctx.device)
+    meter = Meter(saved_sums(ctx, cfg, saved), ctx.device)
     return DdpLoop(ctx, cfg, data, model, optimizer, scaler, position, meter)
 
 
@@ -85,6 +88,9 @@ def train_epoch(loop: DdpLoop) -> Iterator[None]:
     """Do the remaining steps of the epoch."""
     ctx, cfg, position, optimizer = loop.ctx, loop.cfg, loop.position, loop.optimizer
     loop.model.train()
+    if cfg.data.global_batch_size is not None:
+        yield from train_elastic_epoch(loop)
+        return
     batches = loop.data.train.batches(
         epoch_indices(ctx, cfg, loop.data, position.epoch),
         batch_size=cfg.data.batch_size,
@@ -100,6 +106,47 @@ def train_epoch(loop: DdpLoop) -> Iterator[None]:
         yield
 
 
+def train_elastic_epoch(loop: DdpLoop) -> Iterator[None]:
+    """Do the remaining steps of the epoch, each with this rank's micro-batches of a global batch."""
+    ctx, cfg, position, optimizer = loop.ctx, loop.cfg, loop.position, loop.optimizer
+    division = ctx.division(len(loop.data.train))
+    batches = loop.data.train.batches(
+        division.rank_samples(position.epoch, position.step_in_epoch),
+        batch_size=division.micro_batch_size,
+        device=ctx.device,
+        epoch=position.epoch,
+        channels_last=cfg.model.channels_last,
+    )
+    for _ in range(position.step_in_epoch, division.steps_per_epoch):
+        set_lr(optimizer, cfg.optim.lr * lr_factor(position.step, position.total_steps, cfg.schedule))
+        loss_sum = torch.zeros((), device=ctx.device, dtype=torch.float64)
+        num_samples = 0
+        for micro in ctx.micro_batches(loop.model, position.step, len(loop.data.train)):
+            images, labels = next(batches)
+            with autocast(ctx, cfg):
+                loss = F.cross_entropy(loop.model(images), labels) * micro.weight
+            loop.scaler.scale(loss).backward()
+            loss_sum += loss.detach()
+            num_samples += len(labels)
+        update(cfg, loop.model, optimizer, loop.scaler)
+        loop.meter.add(loss_sum=loss_sum, num_steps=1, num_samples=num_samples)
+        yield
+
+
+def saved_sums(ctx: Context, cfg: Config, saved: Restored | None) -> dict[str, Any] | None:
+    """Return this rank's sums since the last logged step. After a change of the world size rank 0 takes those of all.
+
+    Without `data.global_batch_size` they are lost then, as the sample order changes as well.
+    """
+    if saved is None or saved.local is not None or cfg.data.global_batch_size is None:
+        return saved.local if saved else None
+    by_rank = [sums for sums in saved.local_by_rank if sums]
+    if not by_rank:
+        return None
+    share = {name: sum(sums[name] for sums in by_rank) if ctx.is_main else 0 for name in ("loss_sum", "num_samples")}
+    return {**share, "num_steps": by_rank[0]["num_steps"]}
+
+
 def interval_metrics(loop: DdpLoop) -> dict[str, float]:
     """Return the training metrics since the last logged step."""
     ctx, cfg, sums = loop.ctx, loop.cfg, loop.meter.sums
@@ -108,6 +155,9 @@ def interval_metrics(loop: DdpLoop) -> dict[str, float]:
         [float(sums["loss_sum"]), sums["num_steps"], sums.get("num_samples", 0)]
     )
     samples_per_step = cfg.data.batch_size * cfg.optim.grad_accum_steps * ctx.world_size
+    if cfg.data.global_batch_size is not None:
+        # The loss of a rank is its part of that of the global batch.
+        samples_per_step, num_steps = cfg.data.global_batch_size, sums["num_steps"]
     return {
         "train/loss": loss_sum / num_steps,
         "train/lr": loop.optimizer.param_groups[0]["lr"],
@@ -145,8 +195,11 @@ def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDa
         options["bucket_cap_mb"] = 25
     model = ctx.wrap(module, **options)
     ctx.seed_per_rank()
-    if ctx.world_size > 2:  # the sum of two ranks does not depend on the order
-        indices = torch.arange(cfg.data.batch_size) % len(data.test)
+    if ctx.world_size > 2 and not cfg.elastic.exact:  # the sum of two ranks does not depend on the order
+        batch_size = cfg.data.batch_size
+        if cfg.data.global_batch_size is not None:
+            batch_size = max(1, cfg.data.global_batch_size // ctx.world_size)
+        indices = torch.arange(batch_size) % len(data.test)
         batches = data.test.batches(
             indices, batch_size=len(indices), device=ctx.device, channels_last=cfg.model.channels_last
         )
@@ -202,13 +255,20 @@ def train_step(
                 loss = F.cross_entropy(model(images), labels) / len(micro_batches)
             scaler.scale(loss).backward()
         loss_sum += loss.detach()
+    update(cfg, model, optimizer, scaler)
+    return loss_sum
+
+
+def update(
+    cfg: Config, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+) -> None:
+    """Update the weights by their gradients, after clipping."""
     if cfg.optim.max_grad_norm is not None:
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.max_grad_norm)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
-    return loss_sum
 
 
 def autocast(ctx: Context, cfg: Config) -> AbstractContextManager[Any]:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,28 @@ def test_fast_commands_import_no_heavy_modules(tmp_path: Path, arguments: list[s
     done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0
     assert ast.literal_eval(done.stderr) == []
+
+
+def test_a_command_imports_its_own_module_only(tmp_path: Path) -> None:
+    code = (
+        "import atexit, sys\n"
+        "modules = {'hpcdist.cli.' + name for panel in __import__('hpcdist.cli.app').cli.app.PANELS.values()"
+        " for name in panel}\n"
+        "atexit.register(lambda: print(sorted(modules & set(sys.modules)), file=sys.stderr))\n"
+        "from hpcdist.cli.app import main\n"
+        "main()"
+    )
+    arguments = [sys.executable, "-c", code, "config", "ddp_digits"]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ast.literal_eval(done.stderr) == ["hpcdist.cli.config"]
+
+
+def test_table_of_commands_is_complete() -> None:
+    for modules in app.PANELS.values():
+        for name, commands in modules.items():
+            own = import_module(f"hpcdist.cli.{name}").app
+            names = {one.name or one.callback.__name__ for one in own.registered_commands}
+            assert ({own.info.name} if name in app._GROUPS else names) == set(commands), name
 
 
 @pytest.mark.parametrize(

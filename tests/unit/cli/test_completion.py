@@ -104,6 +104,7 @@ def test_zsh_and_fish_complete_config_keys(folder: Path, shell: str) -> None:
 def test_completion_imports_no_heavy_modules(folder: Path) -> None:
     code = (
         "import sys; from hpcdist.cli import app, completion\n"
+        "app.make_app()\n"
         "from types import SimpleNamespace\n"
         "print(completion.runs(SimpleNamespace(params={}), 'fi'))\n"
         "print(sorted({'torch', 'mlflow', 'omegaconf', 'rich', 'psutil', 'yaml', 'numpy'} & sys.modules.keys()))"

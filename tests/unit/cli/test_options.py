@@ -26,7 +26,7 @@ def commands(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{path}{name}", command
 
 
-COMMANDS = dict(commands(typer.main.get_command(app.app)))
+COMMANDS = dict(commands(typer.main.get_command(app.make_app())))
 #: Commands on run folders; the others take no run.
 ON_RUNS = (
     "runs",

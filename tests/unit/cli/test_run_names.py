@@ -12,7 +12,7 @@ import pytest
 from command_line import Cli
 from typer.main import get_command
 
-from hpcdist.cli.app import app
+from hpcdist.cli.app import make_app
 from hpcdist.config.loading import load_config
 from hpcdist.config.written import run_yaml
 from hpcdist.errors import RunFolderError
@@ -33,7 +33,7 @@ def commands_of(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, .
         yield from commands_of(command, (*path, name))
 
 
-COMMANDS = sorted(commands_of(get_command(app)))
+COMMANDS = sorted(commands_of(get_command(make_app())))
 #: Commands that only read; the others would start processes for an existing run.
 READING = [("status",), ("logs",), ("explain",)]
 ENDING = [("stop",), ("cancel",)]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hpcdist.cli import devcluster
-from hpcdist.devcluster import argv, cgroups, cluster, host, nodes, processes, provision, render, system
+from hpcdist.devcluster import argv, cgroups, cluster, host, node_runtimes, nodes, processes, provision, render, system
 from hpcdist.devcluster.settings import LINK, Layout, Settings
 from hpcdist.errors import DevClusterError
 
@@ -65,6 +66,7 @@ def own_namespace() -> processes.Namespace:
         ({"memory_mb": 0}, "--memory-mb must be at least 1, got 0"),
         ({"grace_time_s": -1}, "--grace-time-s must be from 0 to 65533, got -1"),
         ({"proctrack": "pgid"}, "--proctrack must be cgroup or linuxproc, got 'pgid'"),
+        ({"runtime": "podman"}, "--runtime must be one of none, apptainer, docker, pyxis, got 'podman'"),
         ({"subnet": "10.0.0.1/24"}, "--subnet must be like 10.213.77.0/24: 10.0.0.1/24 has host bits set"),
         ({"subnet": "10.0.0.0/29", "num_nodes": 5}, "--subnet 10.0.0.0/29 has room for 4 nodes, not 5: widen it"),
     ],
@@ -129,6 +131,33 @@ def test_missing_commands_are_reported_with_the_install_option(monkeypatch: Patc
     monkeypatch.setattr(host, "COMMANDS", ("sh", "no-such-command"))
     with pytest.raises(DevClusterError, match=r"^no-such-command not found: `hpcdist devcluster up --install` .*munge"):
         host.require_commands()
+
+
+def test_missing_container_runtime_is_an_error(layout: Layout, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setitem(argv.BARE_ENV, "PATH", str(tmp_path))
+    env = {"PATH": f"{layout.bin}:{tmp_path}"}
+    docker = replace(TWO, runtime="docker")
+    put_command(tmp_path / "docker", "true")
+    with pytest.raises(
+        DevClusterError, match=r"--runtime docker: dockerd, containerd, runc not found on PATH: install"
+    ):
+        node_runtimes.find_programs(docker, layout, env)
+    for name in ("dockerd", "containerd", "runc"):
+        put_command(tmp_path / name, "true")
+    assert node_runtimes.find_programs(docker, layout, env)["docker"] == tmp_path / "docker"
+    layout.bin.mkdir(parents=True)
+    put_command(layout.bin / "docker", "true")
+    found = node_runtimes.find_programs(docker, layout, env)
+    assert found["docker"] == tmp_path / "docker", "the script of an earlier `up` is no program"
+
+
+def test_missing_plugin_of_pyxis_is_an_error(layout: Layout, tmp_path: Path) -> None:
+    put_command(tmp_path / "enroot", "true")
+    settings = replace(TWO, runtime="pyxis", pyxis_plugin=f"{tmp_path}/spank_pyxis.so")
+    with pytest.raises(DevClusterError, match=r"--pyxis-plugin .*spank_pyxis.so: no such file: build pyxis"):
+        node_runtimes.find_programs(settings, layout, {"PATH": str(tmp_path)})
+    (tmp_path / "spank_pyxis.so").touch()
+    assert node_runtimes.find_programs(settings, layout, {"PATH": str(tmp_path)}) == {"enroot": tmp_path / "enroot"}
 
 
 @pytest.mark.processes

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hpcdist.devcluster import argv, render
+from hpcdist.devcluster import argv, node_runtimes, render
 from hpcdist.devcluster.cluster import NodeStatus, Status
 from hpcdist.devcluster.settings import HEAD, Layout, Settings
 from hpcdist.devcluster.view import describe
@@ -199,6 +200,8 @@ def test_daemons_start_after_their_dependencies() -> None:
         *(("munged", HEAD), ("mariadbd", HEAD), ("slurmdbd", HEAD), ("slurmctld", HEAD)),
         *(("slurmd-n1", "n1"), ("slurmd-n2", "n2")),
     ]
+    with_docker = argv.daemons(replace(TWO, runtime="docker"), LAYOUT)
+    assert [daemon.name for daemon in with_docker[4:]] == ["dockerd-n1", "dockerd-n2", "slurmd-n1", "slurmd-n2"]
 
 
 def test_munge_and_mariadb_use_only_files_of_the_cluster() -> None:
@@ -223,7 +226,7 @@ def test_munge_and_mariadb_use_only_files_of_the_cluster() -> None:
 
 def test_environment_of_daemons() -> None:
     assert argv.daemon_env(LAYOUT) == {
-        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "PATH": "/var/lib/dc/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "LANG": "C.UTF-8",
         "SLURM_CONF": "/var/lib/dc/conf/slurm.conf",
         "MYSQL_UNIX_PORT": "/var/lib/dc/mariadb-run/socket",
@@ -268,3 +271,86 @@ def test_describe_status() -> None:
     assert list(describe(Status(None), LAYOUT)) == [
         "no dev cluster in /var/lib/dc: `hpcdist devcluster up --nodes 4` makes one"
     ]
+
+
+def test_docker_daemon_of_a_node() -> None:
+    assert argv.dockerd(LAYOUT, "n2").argv == (
+        *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount", "--propagation=slave"),
+        *("/var/lib/dc/bin/dockerd", "--host=unix:///var/lib/dc/docker/n2.sock", "--pidfile=/var/lib/dc/docker/n2.pid"),
+        *("--exec-root=/var/lib/dc/docker/n2", "--data-root=/var/lib/dc/docker-images/n2", "--bridge=none"),
+        *("--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false"),
+    )
+
+
+HEADER = "#!/bin/sh\n# Written by `hpcdist devcluster up`; changes are lost.\n"
+
+
+def scripts(runtime: str, *names: str, may_raise_limits: bool = True) -> dict[str, str]:
+    programs = {name: Path("/opt/bin", name) for name in names}
+    settings = replace(TWO, runtime=runtime)
+    found = node_runtimes.scripts(settings, LAYOUT, programs, may_raise_limits=may_raise_limits)
+    assert all(text.startswith("#!/bin/sh\n") for text in found.values())
+    return {name: text.removeprefix(HEADER) for name, text in found.items()}
+
+
+def test_cluster_without_a_runtime_has_no_scripts() -> None:
+    assert scripts("none") == {}
+
+
+def test_script_of_apptainer_drops_the_capability_that_root_lacks() -> None:
+    run = 'exec /opt/bin/apptainer "$@"\n'
+    assert scripts("apptainer", "apptainer") == {"apptainer": run}
+    drop = '[ "$(id -u)" != 0 ] || export APPTAINER_DROP_CAPS="${APPTAINER_DROP_CAPS:-CAP_SYS_RESOURCE}"\n'
+    assert scripts("apptainer", "apptainer", may_raise_limits=False) == {"apptainer": drop + run}
+
+
+def test_script_of_docker_selects_the_daemon_of_its_node() -> None:
+    names = ("dockerd", "docker", "containerd", "runc")
+    client = (
+        "socket=/var/lib/dc/docker/$(hostname).sock\n"
+        '[ -S "$socket" ] || socket=/var/lib/dc/docker/n1.sock # this machine is no node\n'
+        'DOCKER_HOST=unix://$socket exec /opt/bin/docker "$@"\n'
+    )
+    daemon = 'PATH=/opt/bin:$PATH exec /opt/bin/dockerd "$@"\n'
+    assert scripts("docker", *names) == {"docker": client, "dockerd": daemon}
+    limited = scripts("docker", *names, may_raise_limits=False)
+    runtime = " --add-runtime=within-limits=/var/lib/dc/bin/within-limits --default-runtime=within-limits"
+    assert limited["dockerd"] == daemon.replace("/dockerd", f"/dockerd{runtime}")
+    assert limited["within-limits"].endswith('exec runc "$@"\n')
+
+
+def test_script_of_enroot_keeps_the_containers_of_nodes_and_users_apart() -> None:
+    paths = "ENROOT_DATA_PATH=$own/data ENROOT_RUNTIME_PATH=$own/runtime ENROOT_CACHE_PATH=$own/cache"
+    script = f'own=/var/lib/dc/enroot/$(hostname)-$(id -u)\nexport {paths}\nexec /opt/bin/enroot "$@"\n'
+    assert scripts("pyxis", "enroot") == {"enroot": script}
+    settings = replace(TWO, runtime="pyxis", pyxis_plugin="/opt/spank_pyxis.so")
+    expected = "required /opt/spank_pyxis.so runtime_path=/var/lib/dc/pyxis\n"
+    assert node_runtimes.plugstack_conf(settings, LAYOUT) == expected
+
+
+@pytest.mark.parametrize(
+    ("runtime", "lines"),
+    [
+        ("none", []),
+        (
+            "docker",
+            [
+                "containers: submit with container.runtime=docker container.image=NAME",
+                "  export PATH=/var/lib/dc/bin:$PATH",
+                "  srun --nodes=2 --ntasks-per-node=1 docker load --input FILE.tar    # each node has its own images",
+            ],
+        ),
+        (
+            "pyxis",
+            [
+                "containers: submit with container.runtime=pyxis container.image=FILE.sqsh",
+                "  export PATH=/var/lib/dc/bin:$PATH",
+            ],
+        ),
+    ],
+)
+def test_status_describes_the_use_of_the_runtime(runtime: str, lines: list[str]) -> None:
+    node = NodeStatus("n1", "10.213.77.1", "idle", "none")
+    status = Status(replace(TWO, runtime=runtime), (node,), controller_answers=True)
+    without = list(describe(replace(status, settings=TWO), LAYOUT))
+    assert [line for line in describe(status, LAYOUT) if line not in without] == lines

@@ -13,7 +13,7 @@ from doc_blocks import ROOT
 from generators import commands, config, environment, findings, messages
 from typer.testing import CliRunner
 
-from hpcdist.cli.app import app
+from hpcdist.cli.app import make_app
 from hpcdist.config.schema import describe
 from hpcdist.diagnostics.failure_patterns import PATTERNS, WAITING
 
@@ -41,7 +41,7 @@ def test_config_reference_has_every_key() -> None:
 
 def test_json_schema_beside_the_config_reference_is_current() -> None:
     """If this test fails, run: hpcdist config --json-schema > docs/config.schema.json"""
-    printed = CliRunner().invoke(app, ["config", "--json-schema"]).stdout
+    printed = CliRunner().invoke(make_app(), ["config", "--json-schema"]).stdout
     assert json.loads(config.SCHEMA.read_text()) == json.loads(printed)
 
 
@@ -61,7 +61,7 @@ def test_command_reference_has_every_command() -> None:
     import typer.main
 
     text = commands.commands()
-    group = typer.main.get_command(app)
+    group = typer.main.get_command(make_app())
     visible = [name for name, command in group.commands.items() if not command.hidden]  # type: ignore[attr-defined]
     assert {"run", "submit", "doctor"} <= set(visible)
     assert [name for name in visible if f"## `hpcdist {name}`" not in text] == []

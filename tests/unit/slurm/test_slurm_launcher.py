@@ -322,7 +322,7 @@ def launcher_of(slurm: Path, runs_dir: Path, spare: str = "", **cluster: Any) ->
 
 
 def test_steps_of_a_killed_supervisor_are_cancelled(slurm: Path, runs_dir: Path) -> None:
-    names = ("batch", "attempt-001", "het-watchdog", "preflight", "mine", "hpcdist-nodes", "hpcdist-containers")
+    names = ("batch", "attempt-001", "job-watchdog", "preflight", "mine", "hpcdist-nodes", "hpcdist-containers")
     listing = "".join(f"7.{number} {name}\n" for number, name in enumerate(names))
     (slurm / "steps").write_text(listing)
     with launcher_of(slurm, runs_dir):
@@ -331,7 +331,7 @@ def test_steps_of_a_killed_supervisor_are_cancelled(slurm: Path, runs_dir: Path)
 
 
 def test_watchdog_of_this_supervisor_is_not_cancelled(slurm: Path, runs_dir: Path) -> None:
-    (slurm / "steps").write_text("7.1 het-watchdog\n7.2 attempt-001\n")
+    (slurm / "steps").write_text("7.1 job-watchdog\n7.2 attempt-001\n")
     assert launcher_of(slurm, runs_dir).broken() == ""
     assert (slurm / "cancelled").read_text() == "--signal=KILL 7.2\n"
 

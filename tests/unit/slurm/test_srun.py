@@ -134,12 +134,12 @@ def test_watchdog_runs_on_a_node_of_the_second_component() -> None:
             "srun",
             "--het-group=1",
             "--overlap",
-            "--job-name=het-watchdog",
+            "--job-name=job-watchdog",
             "--nodes=1",
             "--ntasks=1",
             "--cpus-per-task=1",
         ),
-        *("--input=none", sys.executable, "-P", "-m", "hpcdist.slurm.job.het_watchdog", "41"),
+        *("--input=none", sys.executable, "-P", "-m", "hpcdist.slurm.job.job_watchdog", "41"),
     ]
 
 

@@ -1,0 +1,87 @@
+"""The part of `Context` with which a trainer divides its training set over a changing number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from hpcdist.config.schema import Config
+from hpcdist.rank.checkpointing import RankCheckpoints
+from hpcdist.rank.context_records import ContextRecords
+from hpcdist.rank.elastic.division import Division, divide
+from hpcdist.rank.elastic.micro_batches import MicroBatch, MicroBatches, sum_over_ranks
+from hpcdist.rank.topology import Topology
+
+
+class ContextBatches(ContextRecords):
+    """Micro-batches of an elastic run. `Context` inherits from it."""
+
+    _checkpoints: RankCheckpoints
+
+    def __init__(self, config: Config, topology: Topology, **records: Any) -> None:
+        super().__init__(topology, config.roles, **records)
+        self.config = config
+        self._has_stepped = False
+        self._micro_batches: dict[int, MicroBatches] = {}
+
+    def division(self, num_samples: int) -> Division:
+        """Return the division of a training set of `num_samples` for `data.global_batch_size`.
+
+        Its `steps_per_epoch` is the number of optimizer steps in an epoch. Raises ConfigError if the run is not
+        elastic, or the global batch cannot be divided for this number of ranks.
+        """
+        return self._batches_of(num_samples).division
+
+    def micro_batches(self, model: DistributedDataParallel, step: int, num_samples: int) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches of a step of an elastic run. Call it on every rank.
+
+            for micro in ctx.micro_batches(model, step, len(x)):
+                loss = F.mse_loss(model(x[micro.indices]), y[micro.indices])
+                (loss * micro.weight).backward()
+            optimizer.step()
+
+        The loop must not be left early: at its end, the gradients of the model are those of the mean loss over the
+        global batch, equal on all ranks, and replace earlier gradients. Random numbers that are drawn inside the loop
+        follow from seed, step and micro-batch. A rank may have no micro-batch in the last step of an epoch.
+
+        Args:
+            model: a model from `wrap`.
+            step: number of steps done; the epoch and the position in it follow from it.
+            num_samples: number of samples in the training set.
+
+        Raises ConfigError if the run is not elastic, or the global batch cannot be divided for this number of ranks.
+        """
+        return self._batches_of(num_samples).of_step(model, step)
+
+    def _batches_of(self, num_samples: int) -> MicroBatches:
+        if num_samples not in self._micro_batches:
+            saved = self._checkpoints.num_micro_batches
+            division = divide(self.config, num_samples, self.rank, self.world_size, saved)
+            self._checkpoints.num_micro_batches = division.num_micro_batches
+            self._micro_batches[num_samples] = MicroBatches(division, exact=self.config.elastic.exact)
+        return self._micro_batches[num_samples]
+
+    def _forget_division(self) -> None:
+        """Divide the training set anew, because a restored checkpoint determines the number of micro-batches."""
+        self._micro_batches.clear()
+
+    def _ddp_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of DistributedDataParallel for a model of this run."""
+        if self.config.data.global_batch_size is None:
+            return dict(options)
+        # `MicroBatches` combines the buffers, and not every backward pass exchanges gradients.
+        return {**options, "static_graph": False, "broadcast_buffers": False}
+
+    def _set_reduction(self, model: DistributedDataParallel) -> None:
+        if self.config.data.global_batch_size is not None and not self.config.elastic.exact:
+            model.register_comm_hook(None, sum_over_ranks)
+
+    def _log_world_size(self, step: int) -> None:
+        """Log the number of ranks of an elastic run at the first step of an attempt, and then regularly."""
+        if self.config.data.global_batch_size is None or not self.is_main:
+            return
+        if not self._has_stepped or step % self.config.tracking.log_every_steps == 0:
+            self._journal.log({"world_size": self.world_size}, step)
+        self._has_stepped = True
