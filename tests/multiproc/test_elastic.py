@@ -54,7 +54,9 @@ class Net(nn.Module):
         return self.body(images)
 
 
-def fit(here: Rank, path: Path, cfg: Config, stop_at: int | None = None) -> tuple[str, list[tuple[int, int, list[int]]]]:
+def fit(
+    here: Rank, path: Path, cfg: Config, stop_at: int | None = None
+) -> tuple[str, list[tuple[int, int, list[int]]]]:
     """Train as the worker does. Returns the reason of the end, and (step, micro-batch, samples) of this rank."""
     audit: list[tuple[int, int, list[int]]] = []
     torch.set_num_threads(1)
@@ -78,7 +80,9 @@ def fit(here: Rank, path: Path, cfg: Config, stop_at: int | None = None) -> tupl
         return ctx.end_reason or "stopped", audit
 
 
-def train_on(sizes: dict[int | None, int], folder: Path, *, exact: bool) -> tuple[RunDir, list[tuple[int, int, list[int]]]]:
+def train_on(
+    sizes: dict[int | None, int], folder: Path, *, exact: bool
+) -> tuple[RunDir, list[tuple[int, int, list[int]]]]:
     """Train one run on changing numbers of ranks. `sizes` has the number of ranks by the step at which they stop."""
     run = new_run(folder)
     audit = []
@@ -125,4 +129,11 @@ def test_weights_are_bit_equal_for_every_sequence_of_world_sizes(alone: RunDir, 
     assert [found["samples", step] for step in (3, 6, 9)] == [48, 83, 131]
     for step in (3, 6, 9):
         assert found["train/loss", step] == pytest.approx(expected["train/loss", step], rel=1e-6)
-    assert {step: value for (key, step), value in found.items() if key == "world_size"} == {1: 4, 3: 3, 5: 5, 6: 5, 8: 2, 9: 2}
+    assert {step: value for (key, step), value in found.items() if key == "world_size"} == {
+        1: 4,
+        3: 3,
+        5: 5,
+        6: 5,
+        8: 2,
+        9: 2,
+    }

@@ -11,7 +11,12 @@ def test_lost_nodes_are_left_out_until_fewer_than_the_least_number_remain() -> N
     pool = NodePool(FOUR, most=4, least=2)
     assert (pool.used, pool.idle, pool.missing) == (FOUR, (), ())
     assert pool.lose(["n2", "n4"])
-    assert (pool.used, pool.idle, pool.present, pool.missing) == (("n1", "n3"), ("n2", "n4"), ("n1", "n3"), ("n2", "n4"))
+    assert (pool.used, pool.idle, pool.present, pool.missing) == (
+        ("n1", "n3"),
+        ("n2", "n4"),
+        ("n1", "n3"),
+        ("n2", "n4"),
+    )
     assert not pool.can_lose(["n3"])
     assert not pool.lose(["n3"])
     assert pool.used == ("n1", "n3"), "nothing has changed"
