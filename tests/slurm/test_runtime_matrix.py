@@ -191,4 +191,4 @@ def test_dead_node(boxed: FaultScene, runtime: RuntimeCase) -> None:
     boxed.wait_restarted()
     boxed.assert_recovered_from_checkpoint()
     assert "n2" not in boxed.runs.hosts(boxed.name, 2)
-    assert_nothing_left(runtime, boxed.runs, boxed.name)
+    assert_nothing_left(runtime, boxed.runs, boxed.name, dead="n2")

@@ -43,7 +43,7 @@ class RuntimeCase:
     env: dict[str, str] = field(default_factory=dict)  #: of whoever submits; it reaches the job
     #: Return the names of the containers of a run folder, including stopped ones; empty where the step owns them.
     containers: Callable[[Path], list[str]] = lambda _: []
-    #: Start again what a dead node has lost beside slurmd.
+    #: Start again what a dead node has lost beside slurmd, and remove what its disk has kept.
     restore: Callable[[], None] = lambda: None
     #: Mounts of this machine that other sessions have made.
     earlier_mounts: frozenset[str] = frozenset()
@@ -120,7 +120,8 @@ def prepared(case: str, containers: Containers, runs: SlurmRuns, folder: Path) -
             ENROOT_STATE.chmod(0o1777)
             if case == "pyxis":
                 stack.enter_context(pyxis_plugin(runs.cluster))
-            yield ready(image.folder if case == "enroot-folder" else image.sqsh, env={"PATH": path})
+            reference = image.folder if case == "enroot-folder" else image.sqsh
+            yield ready(reference, env={"PATH": path}, restore=lambda: remove_enroot_state(runs.cluster))
 
 
 def apptainer_env() -> dict[str, str]:
@@ -183,11 +184,11 @@ def _restart(cluster: DevCluster) -> None:
 # --- what a job leaves
 
 
-def left_on_nodes(cluster: DevCluster) -> list[str]:
-    """Return what is left of containers: processes on the nodes, and enroot's containers."""
+def left_on_nodes(cluster: DevCluster, dead: str = "") -> list[str]:
+    """Return what is left of containers: processes on the nodes, and enroot's containers on those that are not dead."""
     members = processes.node_members(cluster.layout, cluster.settings)
     names = [_name(pid) for pids in members.values() for pid in pids]
-    return [*(name for name in names if name and name not in _DAEMONS), *enroot_state(cluster)]
+    return [*(name for name in names if name and name not in _DAEMONS), *map(str, enroot_state(cluster, dead))]
 
 
 def container_mounts(cluster: DevCluster) -> set[str]:
@@ -211,18 +212,28 @@ def _name(pid: int) -> str:
         return ""
 
 
-def enroot_state(cluster: DevCluster) -> list[str]:
+def enroot_state(cluster: DevCluster, dead: str = "") -> list[Path]:
     """Return the containers that enroot has unpacked on the cluster's nodes and not removed."""
-    inodes = {os.stat(cluster.layout.namespace(node))[stat.ST_INO] for node in cluster.settings.nodes}
-    return [str(path) for inode in inodes for path in ENROOT_STATE.glob(f"{inode}-*/data/*")]
+    alive = [node for node in cluster.settings.nodes if node != dead]
+    inodes = {os.stat(cluster.layout.namespace(node))[stat.ST_INO] for node in alive}
+    return [path for inode in inodes for path in ENROOT_STATE.glob(f"{inode}-*/data/*")]
 
 
-def assert_nothing_left(case: RuntimeCase, runs: SlurmRuns, name: str) -> None:
-    """Assert that neither processes nor containers nor mounts of a run are left, within `REMOVAL_TIMEOUT_S`."""
+def remove_enroot_state(cluster: DevCluster) -> None:
+    for path in enroot_state(cluster):
+        shutil.rmtree(path)
+
+
+def assert_nothing_left(case: RuntimeCase, runs: SlurmRuns, name: str, *, dead: str = "") -> None:
+    """Assert that neither processes nor containers nor mounts of a run are left, within `REMOVAL_TIMEOUT_S`.
+
+    Args:
+        dead: a node whose power has failed; its disk keeps what was unpacked.
+    """
 
     def left() -> list[str]:
         mounts = container_mounts(runs.cluster) - case.earlier_mounts
-        return [*case.containers(runs.run_dir(name).path), *left_on_nodes(runs.cluster), *mounts]
+        return [*case.containers(runs.run_dir(name).path), *left_on_nodes(runs.cluster, dead), *mounts]
 
     try:
         wait_for(lambda: not left(), "everything to be removed", timeout_s=REMOVAL_TIMEOUT_S)
