@@ -174,6 +174,7 @@ class RemoteError(HpcdistError):
 
     @classmethod
     def of(cls, error: BaseException, where: str) -> RemoteError:
+        """Return the error of another rank, with its traceback as text."""
         trace = "".join(traceback.format_exception(error)).rstrip()
         return cls(f"{where}: {type(error).__name__}: {error}\n{trace}")
 

@@ -64,9 +64,11 @@ class RankNames:
             self._members[node].append(rank)
 
     def share_node(self, link: Link) -> bool:
+        """Return whether both ranks of a link are on one node."""
         return self._node[link[0]] == self._node[link[1]]
 
     def name(self, rank: int) -> str:
+        """Return a rank's name in messages, with its node if there are several."""
         node = self._node[rank]
         if len(self._members) == 1:
             return f"rank {rank}"

@@ -49,6 +49,7 @@ class OperationVariant:
     def make(
         self, team: Team, count: int, dtype: torch.dtype, *, root: int = 0, piece_bytes: int = PIECE_BYTES
     ) -> Operation:
+        """Create the operation for a team, with `count` elements per piece."""
         return self.kind(team, count, dtype, root=root, reduction=self.reduction or "sum", piece_bytes=piece_bytes)
 
 

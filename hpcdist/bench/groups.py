@@ -36,6 +36,7 @@ class Team:
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return len(self.ranks)
 
     @property

@@ -43,6 +43,7 @@ class Series:
 
     @property
     def title(self) -> str:
+        """Name of the series in reports."""
         parts = [
             self.variant.title,
             self.dtype if self.variant.kind.reduces else "",

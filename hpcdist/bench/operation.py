@@ -74,6 +74,7 @@ class Operation(ABC):
 
     @property
     def title(self) -> str:
+        """Name in reports, with the reduction if there is one."""
         return f"{self.name}[{self.reduction}]" if self.reduces else self.name
 
     @abstractmethod
@@ -103,6 +104,7 @@ class Operation(ABC):
         self.call(async_op=False)
 
     def empty(self, count: int) -> Tensor:
+        """Return a buffer of `count` elements on the team's device."""
         return torch.empty(count, dtype=self.dtype, device=self.team.device)
 
     def parts_of(self, pattern: Callable[[int], Tensor]) -> Tensor:
@@ -111,6 +113,7 @@ class Operation(ABC):
 
 
 def wait_for(works: Works) -> None:
+    """Wait until all of the operations have ended; None stands for one that had nothing to do."""
     for work in works:
         if work is not None:
             work.wait()

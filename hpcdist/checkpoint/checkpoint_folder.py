@@ -97,10 +97,12 @@ class Manifest:
 
 
 def shard_name(rank: int) -> str:
+    """Return the file name of a rank's shard."""
     return f"shard-{rank:05d}.pt"
 
 
 def folder_name(step: int) -> str:
+    """Return the name of a checkpoint's folder."""
     return f"step-{step:08d}"
 
 

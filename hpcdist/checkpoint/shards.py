@@ -47,9 +47,11 @@ class Shard:
 
     @property
     def is_empty(self) -> bool:
+        """Whether the rank contributes nothing to the checkpoint."""
         return not self.model and self.trainer is None
 
     def content(self) -> dict[str, Any]:
+        """Return the content of the shard's file."""
         rows = {name: list(span) for name, span in self.rows.items()}
         return {"model": self.model, "rows": rows, "trainer": self.trainer}
 

@@ -103,10 +103,12 @@ class RunView:
         self._progress.stop()
 
     def attempt(self, attempt: Attempt, num_ranks: int) -> None:
+        """Print the start of an attempt."""
         self._began = None
         self.note(f"attempt {attempt.number}: starting {num_ranks} rank{'s' * (num_ranks > 1)}, logs in {attempt.path}")
 
     def note(self, text: str) -> None:
+        """Print a line as it is."""
         self._console.print(escape(text), highlight=False, soft_wrap=True)
 
     def output(self, text: str) -> None:
@@ -122,6 +124,7 @@ class RunView:
         self._console.print(f"    full log: {escape(str(log))}", highlight=False, soft_wrap=True)
 
     def progress(self, beat: Mapping[str, Any]) -> None:
+        """Show the step and metrics of rank 0's newest heartbeat."""
         step, total = beat["step"], beat["total_steps"]
         if total is None or step == self._last_step:
             return

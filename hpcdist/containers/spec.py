@@ -91,4 +91,5 @@ class ContainerSpec:
 
     @property
     def outlives_step(self) -> bool:
+        """Whether containers are no children of the Slurm step and have to be removed."""
         return self.runtime in DETACHED

@@ -68,6 +68,7 @@ def daemon(layout: Layout, spec: Daemon) -> list[str]:
 
 
 def munged(layout: Layout) -> Daemon:
+    """Return the daemon of munge, which runs as its own user."""
     files = (
         *("--socket", str(layout.munge_socket), "--key-file", str(layout.munge_key)),
         *("--pid-file", str(layout.munge / "pid"), "--seed-file", str(layout.munge / "seed")),
@@ -91,10 +92,12 @@ def mariadbd(layout: Layout) -> Daemon:
 
 
 def slurmdbd() -> Daemon:
+    """Return the daemon of the accounting database."""
     return Daemon("slurmdbd", HEAD, ("slurmdbd", "-D"))
 
 
 def slurmctld() -> Daemon:
+    """Return the controller."""
     return Daemon("slurmctld", HEAD, ("slurmctld", "-D"))
 
 

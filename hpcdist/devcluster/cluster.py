@@ -41,6 +41,7 @@ class Status:
 
     @property
     def is_up(self) -> bool:
+        """Whether the controller answers and no daemon has ended."""
         return self.controller_answers and not self.dead
 
 

@@ -38,6 +38,7 @@ def require_root(command: str) -> None:
 
 
 def missing_commands() -> list[str]:
+    """Return the required commands that are not installed."""
     return [name for name in COMMANDS if not _is_installed(name)]
 
 

@@ -108,6 +108,7 @@ GRANT ALL ON slurm.* TO slurm@localhost;
 
 
 def node_range(settings: Settings) -> str:
+    """Return the names of all nodes in Slurm's notation."""
     return f"n[1-{settings.num_nodes}]" if settings.num_nodes > 1 else "n1"
 
 

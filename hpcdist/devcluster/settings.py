@@ -70,6 +70,7 @@ class Settings:
 
     @cached_property
     def network(self) -> ipaddress.IPv4Network:
+        """The network of the virtual nodes."""
         return ipaddress.IPv4Network(self.subnet)
 
     @cached_property
@@ -80,6 +81,7 @@ class Settings:
 
     @property
     def nodes(self) -> list[str]:
+        """Names of the virtual nodes."""
         return [f"n{number}" for number in range(1, self.num_nodes + 1)]
 
     def with_prefix(self, name: str) -> str:
@@ -87,6 +89,7 @@ class Settings:
         return f"{self.addresses[name]}/{self.network.prefixlen}"
 
     def to_json(self) -> str:
+        """Return the settings as a JSON document."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
@@ -158,4 +161,5 @@ class Layout:
         return self.logs / f"{daemon}.out"
 
     def pid_file(self, daemon: str) -> Path:
+        """Return the file with the process id of a daemon."""
         return self.run / f"{daemon}.pid"

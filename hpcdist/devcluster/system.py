@@ -29,6 +29,7 @@ def run(command: list[str], *, env: Mapping[str, str] | None = None, stdin: str 
 
 
 def succeeds(command: list[str], *, env: Mapping[str, str] | None = None) -> bool:
+    """Return whether a command exits with 0."""
     return _call(command, env, "").returncode == 0
 
 

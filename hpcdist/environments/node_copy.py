@@ -63,6 +63,7 @@ class NodeRequest:
     max_age_s: float = 0.0
 
     def text(self) -> str:
+        """Return the request as an argument of the command."""
         return json.dumps(asdict(self))
 
 
@@ -75,6 +76,7 @@ class CopyError(Exception):
 
 
 def main(argv: Sequence[str]) -> None:
+    """Prepare the environment on this node and print the answer."""
     # Slurm sends SIGUSR2 ahead of the time limit.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     request = NodeRequest(**json.loads(argv[0]))

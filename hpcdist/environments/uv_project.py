@@ -27,7 +27,7 @@ def uv_problems(project: Path, env: Mapping[str, str]) -> list[str]:
         return [
             f"{key}: {project} has no {LOCK} with a {_PROJECT}: name the project's folder, or create it by `uv lock`"
         ]
-    if _uv(env) is None:
+    if uv_program(env) is None:
         return [f"{key}: {project} needs the program uv, which is not installed here: `pip install uv`"]
     return []
 
@@ -68,7 +68,7 @@ def build(project: Path, uv_args: Sequence[str], target: Path, env: Mapping[str,
     Raises:
         UserMistake: uv fails.
     """
-    uv = _uv(env)
+    uv = uv_program(env)
     if uv is None:  # a job that packs again may run on another machine than `submit`
         raise UserMistake("cluster.environment: the program uv is not installed here: `pip install uv`")
     command = [uv, "sync", "--quiet", "--locked", "--no-editable", "--no-install-project", "--compile-bytecode"]
@@ -82,7 +82,7 @@ def build(project: Path, uv_args: Sequence[str], target: Path, env: Mapping[str,
         raise UserMistake(f"cluster.environment.path: uv cannot build {project}: {' '.join(done.stderr.split())}")
 
 
-def _uv(env: Mapping[str, str]) -> str | None:
+def uv_program(env: Mapping[str, str]) -> str | None:
     """Return the program uv: of the search path, or the one installed beside this Python."""
     own = os.path.dirname(sys.executable)
     return shutil.which("uv", path=os.pathsep.join([env.get("PATH", os.defpath), own]))

@@ -64,6 +64,7 @@ def check_nodes(request: Request, answers: Answers) -> list[Check]:
 
 
 def in_order(checks: Iterable[Check]) -> list[Check]:
+    """Return the checks with the worst levels first."""
     return sorted(checks, key=lambda check: (-LEVELS.index(check.level), ORDER.index(check.name)))
 
 

@@ -84,6 +84,7 @@ class Request:
 
     @classmethod
     def from_json(cls, text: str, token: str) -> Request:
+        """Return the request of a JSON document; the token is passed separately."""
         raw = json.loads(text)
         return cls(**{**raw, "nodes": tuple(raw["nodes"]), "token": token})
 

@@ -112,6 +112,7 @@ class Link:
         return str(self._sock.getsockname()[0])
 
     def close(self) -> None:
+        """Close the connection."""
         self._sock.close()
 
     async def handshake(self, token: str, hello: Mapping[str, Any], *, connecting: bool) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class Outcome:
             self._reserve.write_bytes(bytes(_RESERVE_BYTES))
 
     def write(self, outcome: Literal["done", "stopped", "failed", "rejected"], **details: Any) -> None:
+        """Write the rank's result."""
         self.close()
         write_json(
             self._path,

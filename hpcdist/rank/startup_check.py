@@ -21,6 +21,7 @@ _SIDE = 256
 
 
 def main(arguments: list[str]) -> int:
+    """Run the stages of a trial rank and print a line of JSON for each; return the exit code."""
     device, backend, *numbers, meeting = arguments
     rank, ranks = map(int, numbers)
     stages: dict[str, Callable[[], dict[str, Any]]] = {

@@ -16,6 +16,7 @@ class StopFlag:
         self.is_set = False
 
     def install(self) -> None:
+        """Handle the stop signals in this process."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
 

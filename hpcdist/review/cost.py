@@ -32,9 +32,11 @@ class Cost:
 
     @property
     def goodput(self) -> float:
+        """Share of the allocated GPU or core hours in which steps were computed."""
         return self.hours["compute"] / self.allocated if self.allocated else 0.0
 
     def add(self, ledger: Ledger) -> None:
+        """Add the hours and the energy of a run."""
         self.num_runs += 1
         self.queue_hours += ledger.queue_s / 3600
         for entry in ledger.entries:

@@ -27,6 +27,7 @@ class Series:
         self._first: tuple[int, float] | None = None
 
     def add(self, step: int, value: float) -> None:
+        """Add a point; points may arrive in any order."""
         self.num_points += 1
         if not math.isfinite(value):
             self.num_not_finite += 1
@@ -57,10 +58,12 @@ class Series:
 
     @property
     def lowest(self) -> float | None:
+        """The smallest finite value."""
         return min(self._values, default=None)
 
     @property
     def highest(self) -> float | None:
+        """The largest finite value."""
         return max(self._values, default=None)
 
 

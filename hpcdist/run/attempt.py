@@ -57,6 +57,7 @@ class Attempt:
         self.stacks_summary = path / "stacks.txt"
 
     def log(self, rank: int) -> Path:
+        """Return the file with a rank's output."""
         return self.path / f"rank-{rank:05d}.log"
 
     def read_key(self) -> bytes:
@@ -76,6 +77,7 @@ class Attempt:
             file.write(key)
 
     def beat(self, rank: int) -> Path:
+        """Return the file with a rank's newest heartbeat."""
         return self.path / f"rank-{rank:05d}.beat.json"
 
     def read_beat(self, rank: int) -> dict[str, Any] | None:
@@ -84,6 +86,7 @@ class Attempt:
         return found if found is not None and _is_beat(found) else None
 
     def outcome(self, rank: int) -> Path:
+        """Return the file with a rank's result."""
         return self.path / f"rank-{rank:05d}.outcome.json"
 
     def stacks(self, rank: int) -> Path:

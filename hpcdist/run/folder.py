@@ -21,6 +21,7 @@
         artifacts/                               files of the trainer, such as plots and samples
         logged_models/m-…/                       models that the code of a rank has logged with MLflow
         report.html                              report of the run as one page, written by the shipper
+        attempts/rank-parent.log                 output of the process that forks the ranks, see rank/parent.py
         attempts/001/                            one per start of the ranks, see run/attempt.py
             key                                  secret of the attempt; readable by the owner alone
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
@@ -199,6 +200,7 @@ class RunDir:
         return replace(found, reason=found.reason.encode(errors="replace").decode())
 
     def write_state(self, state: State) -> None:
+        """Write the state durably; a run that has ended loses its secrets."""
         write_json(self.path / "state.json", state.__dict__, durable=True)
         if state.status in ("finished", "cancelled"):
             retry.retry(lambda: self.secrets.unlink(missing_ok=True), self.secrets)
@@ -221,6 +223,7 @@ class RunDir:
         return [Attempt(path) for path in found if path.is_dir()]
 
     def new_attempt(self) -> Attempt:
+        """Create the folder of the next attempt, with its key."""
         # Retried as a whole: a file server may create the folder and still answer with an error.
         attempt = retry.retry(self._make_attempt, self.path / "attempts")
         key = secrets.token_bytes(KEY_BYTES)
@@ -234,4 +237,5 @@ class RunDir:
         return Attempt(path)
 
     def attempt(self, number: int) -> Attempt:
+        """Return an attempt, which may not exist."""
         return Attempt(self.path / "attempts" / f"{number:03d}")

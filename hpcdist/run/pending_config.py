@@ -98,6 +98,7 @@ def settle(run: RunDir, state: State, first_step: int) -> State:
 
 
 def adopt(run: RunDir) -> None:
+    """Replace the config of a run by its pending one."""
     retry.rename(run.next_config, run.config)
     retry.retry(lambda: fsync_folder(run.path), run.path)
 

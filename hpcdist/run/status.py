@@ -41,6 +41,7 @@ class RunStatus:
 
     @property
     def sentence(self) -> str:
+        """Status and reason."""
         return f"{self.name}: {self.reason}" if self.reason else self.name
 
 

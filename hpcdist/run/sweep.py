@@ -51,6 +51,7 @@ class Sweep:
 
     @property
     def folder(self) -> Path:
+        """Folder of the sweep's runs."""
         config = self.cells[0].config
         return Path(config.runs_dir) / config.experiment / self.name
 

@@ -41,6 +41,7 @@ class JobComponent:
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks on all nodes of the component."""
         return self.nodes * self.tasks_per_node
 
     @property

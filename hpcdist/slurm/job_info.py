@@ -49,10 +49,12 @@ class JobInfo:
 
     @property
     def waiting(self) -> bool:
+        """Whether the job is in the queue."""
         return self.state in WAITING
 
     @property
     def out_of_memory(self) -> bool:
+        """Whether the job or a step of it has exceeded its memory."""
         return "OUT_OF_MEMORY" in (self.state, *self.step_states)
 
     def queue_s(self, now: float) -> float | None:

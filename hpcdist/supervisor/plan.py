@@ -21,6 +21,9 @@ from hpcdist.rank.topology import port_for
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 RANKS_WITHOUT_GPU = 2
+RANK_MODULE = "hpcdist.rank.worker"
+#: Forks the ranks. The names have the same length, because a forked process changes its command line in place.
+PARENT_MODULE = "hpcdist.rank.parent"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,7 @@ class Plan:
     devices: dict[str, str] = field(default_factory=dict)
 
     def device_of(self, rank: int) -> str:
+        """Return the device of a rank."""
         return self.device if self.roles is None else self.devices[self.roles.of_rank(rank)[0]]
 
     def rank_env(self, rank: int, *, job_id: str, attempt: int, master_port: int) -> dict[str, str]:
@@ -156,7 +160,12 @@ def processor_env(threads: int, *, use_gpus: bool) -> dict[str, str]:
 
 def rank_command(run_dir: Path, python: str = sys.executable) -> list[str]:
     """Return the command of a rank. `-P` keeps the current folder out of sys.path: code comes from the snapshot."""
-    return [python, "-P", "-m", "hpcdist.rank.worker", str(run_dir)]
+    return [python, "-P", "-m", RANK_MODULE, str(run_dir)]
+
+
+def parent_command(run_dir: Path, python: str = sys.executable) -> list[str]:
+    """Return the command of the process that forks ranks; only the module differs from the ranks' command."""
+    return [python, "-P", "-m", PARENT_MODULE, str(run_dir)]
 
 
 def code_env(import_path: Sequence[str], python_path: str | None) -> dict[str, str]:

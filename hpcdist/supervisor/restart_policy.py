@@ -27,6 +27,7 @@ class Failure:
     detail: str = ""  #: further findings, which do not count when failures are compared
 
     def sentence(self) -> str:
+        """Return rank, node, error and step in one sentence."""
         if not self.host:  # no rank was started
             return self.error
         where = f"rank {self.rank}{f' ({self.role})' if self.role else ''} on {self.host}"

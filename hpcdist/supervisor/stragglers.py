@@ -35,6 +35,7 @@ class Part(NamedTuple):
 
     @property
     def own_s(self) -> float:
+        """Seconds per step in which a rank waits for nobody."""
         return self.data_s + self.compute_s
 
 
@@ -49,6 +50,7 @@ class Window(NamedTuple):
 
     @property
     def is_slow(self) -> bool:
+        """Whether the rank delays the others."""
         excess = self.own.own_s - self.others.own_s
         return excess > 0 and excess >= SLOWER * self.others.own_s and excess >= MIN_SHARE * self.own.step_s
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from context_scene import new_run, open_context
 from hpcdist_runs import assert_states_equal
 from spawn import Rank, spawn_ranks
@@ -16,9 +15,6 @@ from torch import nn
 
 from hpcdist.checkpoint.weights import load_weights
 from hpcdist.config.schema import Config, DataConfig, ElasticConfig, OptimConfig, StopConfig, TrackingConfig
-from hpcdist.rank.context import Context
-from hpcdist.rank.elastic.division import Division
-from hpcdist.rank.elastic.summation import Exchange, PartialSums
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal_reader import read_records
 from hpcdist.trainers.ddp import train

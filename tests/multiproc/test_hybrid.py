@@ -96,7 +96,7 @@ def in_one_process(cfg: Config, num_steps: int = NUM_STEPS) -> dict[str, Tensor]
         kinds[options.table_optimizer](weights, lr=options.table_lr),
         torch.optim.SGD(model.dense.parameters(), lr=0.1),
     ]
-    shares = [load_clicks(options, cfg.seed, share=share, num_shares=2)[0] for share in range(2)]
+    shares = [load_clicks(options, cfg.seed, shares=range(share, share + 1), num_shares=2)[0] for share in range(2)]
     orders = [list(batches(len(share), 16, seed=cfg.seed, epoch=0)) for share in shares]
     with torch.sparse.check_sparse_tensor_invariants():  # torch warns unless it is set
         for step in range(num_steps):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from hpcdist_runs import wait_for
 from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, SlurmRuns
 
+from hpcdist.environments.loaded_modules import has_modules
 from hpcdist.environments.rank_environment import user_folder
 from hpcdist.files.atomic import read_json
 
@@ -118,17 +120,24 @@ def test_requeued_run_uses_the_copy_again(
     assert log.count(f"environment: {record['key']} is on all 2 nodes") == 1
 
 
+@pytest.mark.parametrize("installed", [False, True], ids=["function", "installed"])
 def test_ranks_use_the_python_of_a_module(
-    slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str, tmp_path: Path
+    slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str, installed: bool, tmp_path: Path
 ) -> None:
-    name = "module"
+    name = f"module-{installed}".lower()
     venv = make_venv(tmp_path)
-    (tmp_path / "site" / "init").mkdir(parents=True)
-    (tmp_path / "site" / "init" / "bash").write_text(MODULES % venv)
+    if installed:
+        if not has_modules(os.environ):
+            pytest.skip("needs environment modules: apt-get install environment-modules, or lmod")
+        (tmp_path / "python").mkdir()
+        (tmp_path / "python" / "tests").write_text(f"#%Module1.0\nprepend-path PATH {venv}/bin\n")
+        variable = f"cluster.env.MODULEPATH={tmp_path}"
+    else:
+        (tmp_path / "site" / "init").mkdir(parents=True)
+        (tmp_path / "site" / "init" / "bash").write_text(MODULES % venv)
+        variable = f"cluster.env.MODULESHOME={tmp_path / 'site'}"
     settings = ["kind=module", "modules=[python/tests]"]
-    job = slurm_runs.submit_held(
-        name, *(f"cluster.environment.{value}" for value in settings), f"cluster.env.MODULESHOME={tmp_path / 'site'}"
-    )
+    job = slurm_runs.submit_held(name, *(f"cluster.environment.{value}" for value in settings), variable)
     assert_ranks_use(f"{venv}/bin/python3", slurm_runs, name)
     devcluster.run("scontrol", "requeue", job)
     slurm_runs.release(name)

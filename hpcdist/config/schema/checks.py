@@ -29,10 +29,12 @@ def at_least(section: object, low: float, *names: str, strictly: bool = False) -
 
 
 def above(section: object, low: float, *names: str) -> list[str]:
+    """Return a problem for each value that is not greater than `low`."""
     return at_least(section, low, *names, strictly=True)
 
 
 def strings(section: object, name: str) -> list[str]:
+    """Return a problem for each value of a mapping that is not a string."""
     return [
         f"{name}.{key} must be a string, got {value!r}"
         for key, value in getattr(section, name).items()

@@ -56,6 +56,7 @@ def trainer_names() -> tuple[str, ...]:
 
 
 def default_trainer() -> str:
+    """Return the trainer of a config that names none."""
     return trainer_names()[0]
 
 

@@ -17,6 +17,7 @@ from importlib import metadata
 
 
 def main() -> None:
+    """Import all modules of hpcdist and its requirements; exit with 1 and the errors if some cannot be imported."""
     warnings.simplefilter("ignore")
     distributions = ["hpcdist", *_requirements()]
     failed: dict[str, str] = {}

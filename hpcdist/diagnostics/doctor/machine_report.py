@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hpcdist.diagnostics.doctor import container_runtimes, host_name, rank_startup, runs_folder, software
 from hpcdist.diagnostics.doctor.container_checks import container_checks, in_container
+from hpcdist.diagnostics.doctor.environment_report import program_checks
 from hpcdist.diagnostics.doctor.gpu_checks import gpu_checks
 from hpcdist.diagnostics.doctor.job_endings import job_end_checks
 from hpcdist.diagnostics.doctor.mlflow_store import MlflowStore, store_checks
@@ -28,6 +29,8 @@ from hpcdist.slurm.nodelist import expand
 SLURM_S = 45.0
 #: The first access to a network file system may take seconds.
 FOLDER_S = 60.0
+#: Shell functions of environment modules may read a slow file system.
+ENVIRONMENTS_S = 30.0
 #: A few requests to a server; a failing name lookup takes most of the time.
 STORE_S = 30.0
 
@@ -85,6 +88,8 @@ def machine_sections(request: Request) -> list[Section]:
             timeout_s=3 * container_runtimes.TIMEOUT_S + SLURM_S,
         ),
     ]
+    if on_cluster:
+        sections.append(Section(title="Environments", run=lambda: program_checks(env), timeout_s=ENVIRONMENTS_S))
     if inside:
         sections.insert(0, Section(title="Container", run=lambda: container_checks(image_facts(env), env)))
     return sections

@@ -66,4 +66,5 @@ def document(page: Page, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def would_fail(page: Page) -> bool:
+    """Return whether a finding would make a run fail."""
     return any(check.level == "failure" for _, checks in page for check in checks)

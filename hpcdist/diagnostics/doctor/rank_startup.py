@@ -42,6 +42,7 @@ class Trial:
     code: int | None = None  #: None if it was still running at the timeout
 
     def stage(self, name: str) -> Mapping[str, Any]:
+        """Return the result of a stage; empty if the trial did not reach it."""
         return next((stage for stage in self.stages if stage["stage"] == name), {})
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcdist.config.schema import Config
+from hpcdist.diagnostics.doctor import environment_report
 from hpcdist.diagnostics.doctor.job_nodes import STEP_TIMEOUT_S, check_job_nodes
 from hpcdist.diagnostics.doctor.section import Section
 from hpcdist.files.atomic import read_json
@@ -45,6 +46,7 @@ def run_sections(run: RunDir, config: Config) -> list[Section]:
         return sections
     return [
         *sections,
+        Section(title="Environment", run=lambda: environment_report.run_checks(run)),
         Section(title="Nodes in Slurm", run=lambda: _node_states(run), timeout_s=_STATUS_S),
         Section(title="Node preflight", run=lambda: _live(run, config), timeout_s=STEP_TIMEOUT_S + _STATUS_S),
     ]

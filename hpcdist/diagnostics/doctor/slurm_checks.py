@@ -35,10 +35,12 @@ class SlurmFacts:
 
     @property
     def installed(self) -> bool:
+        """Whether any of Slurm's commands is installed."""
         return len(self.missing) < len(NEEDED)
 
     @property
     def reached(self) -> bool:
+        """Whether the controller has answered."""
         return bool(self.settings)
 
     @property
@@ -142,6 +144,7 @@ def _accounting(settings: dict[str, str], user: str) -> list[Check]:
 
 
 def few(names: list[str], most: int = 5) -> str:
+    """Return the first names, and the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

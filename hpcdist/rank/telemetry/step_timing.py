@@ -93,6 +93,7 @@ class CudaClock:
 
 
 def clock_of(device: torch.device) -> Clock:
+    """Return the clock for the work of a device."""
     return CudaClock() if device.type == "cuda" else HostClock()
 
 
@@ -137,6 +138,7 @@ class StepTimer:
 
     @property
     def totals(self) -> Totals:
+        """The sums since the start."""
         return Totals(self._steps, self._step_s, self._own_steps, self._data_s, self._compute_s)
 
     def report(self) -> dict[str, float]:

@@ -61,6 +61,7 @@ class JobLog:
         self._network: Path | None = None
 
     def attempt(self, attempt: Attempt, num_ranks: int) -> None:
+        """Log the start of an attempt, and record the job's start in the run folder."""
         self._network = attempt.network
         log.info("attempt %d: starting %d ranks, logs in %s", attempt.number, num_ranks, attempt.path)
         if self._run is not None:
@@ -83,12 +84,14 @@ class JobLog:
             self._network = None
 
     def note(self, text: str) -> None:
+        """Log a line."""
         log.info("%s", text)
 
     def output(self, text: str) -> None:
         """Ignore the output of a script, which is in its rank's log."""
 
     def failure(self, failure: Failure, path: Path) -> None:
+        """Log a rank's failure with its traceback."""
         log.error("%s (full log: %s)\n%s", failure.sentence(), path, "".join(failure.traceback))
 
 

@@ -25,6 +25,7 @@ _POLL_EVERY_S = 0.05
 
 
 def main(argv: Sequence[str]) -> None:
+    """Print the node and the ranks of a run on it; with `kill`, end them."""
     folder, action = argv
     node = os.environ.get("SLURMD_NODENAME", "")
     run = Path(folder)

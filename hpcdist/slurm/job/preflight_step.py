@@ -247,6 +247,7 @@ def page(nodes: Sequence[str], checks: Sequence[Check], seconds: float) -> str:
 
 
 def text_file(attempt: Attempt) -> Path:
+    """Return the file with the results of an attempt's preflight as text."""
     return attempt.preflight.with_suffix(".txt")
 
 

@@ -136,6 +136,7 @@ def _flags(cluster: ClusterConfig, attempt: Attempt) -> dict[str, Any]:
 
 
 def step_name(attempt: Attempt) -> str:
+    """Return the name of an attempt's step."""
     return f"attempt-{attempt.number:03d}"
 
 

@@ -43,6 +43,7 @@ _AT_ONCE = 4
 
 
 def main(argv: Sequence[str]) -> None:
+    """Take the stacks of this node's ranks within a time limit and write them to the attempt's folder."""
     folder, limit_s = argv
     attempt = Attempt(Path(folder))
     slurm_node = os.environ.get("SLURMD_NODENAME", "")
@@ -118,10 +119,12 @@ class RankPrints:
         )
 
     def calls(self, rank: int) -> list[Calls] | None:
+        """Return a rank's collectives from its flight record; None if there is no new record."""
         record = read_json(self._attempt.flight(rank))
         return calls_of(record["recorders"]) if record and record["time"] >= self._since else None
 
     def stack(self, rank: int, problem: str = "") -> Stack:
+        """Return the stack that a rank has written to its log."""
         try:
             with open(self._attempt.log(rank), "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))

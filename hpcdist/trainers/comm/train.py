@@ -120,6 +120,7 @@ class Bench:
     # --- save and resume
 
     def save(self, step: int) -> None:
+        """Save the results so far and the plan, from which a restart continues."""
         self.write()
         state = {"results": self.results.to_json(), "done": self.done, "plan": self._plan()}
         self.ctx.save(step, model=None, trainer=state)
@@ -292,6 +293,7 @@ class Bench:
     # --- summary
 
     def summary(self, seconds: float) -> str:
+        """Return the number of checks and points and the best rates in one line."""
         found = self.results
         text = f"{len(found.checked)} checks passed; {len(found.rows)} points and {len(found.pairs)} pairs of ranks"
         text += f" measured in {seconds:.0f} s"

@@ -170,6 +170,7 @@ class Vectorized:
         return {"env": values, "observations": _to_tensor(self.observations), "over": _to_tensor(self.over)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from the result of `state`."""
         for name, value in state["env"].items():
             setattr(self._inner, name, _to_array(value))
         self.observations, self.over = _to_array(state["observations"]), _to_array(state["over"])
@@ -238,6 +239,7 @@ class Separate:
         return {"seeds": list(self._seeds), "actions": actions, "over": _to_tensor(self.over)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from the result of `state`, by repeating the actions."""
         for index, (env, seed, played) in enumerate(zip(self._envs, state["seeds"], state["actions"], strict=True)):
             self._reset(index, seed)
             for action in played.numpy():

@@ -140,6 +140,7 @@ class Learner:
         return loss, columns.num_targets
 
     def sum_over_trainers(self, values: Sequence[float]) -> list[float]:
+        """Return the sums of values over all trainers."""
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(total, group=self._trainers)
         return [float(value) for value in total.tolist()]

@@ -22,6 +22,7 @@ class PendingRows:
         self._calls = calls
 
     def wait(self) -> Tensor:
+        """Return the rows when all calls have ended."""
         parts = [call.wait() for call in self._calls]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -88,6 +88,7 @@ class VocabularyServer:
     # --- called by trainers
 
     def pull(self, ids: Tensor) -> Tensor:
+        """Return the rows of some ids."""
         with self._condition:
             return self._lookup(ids)
 

@@ -16,7 +16,7 @@ from hpcdist.config.schema.environment import EnvironmentConfig
 from hpcdist.environments import rank_environment as tested
 from hpcdist.environments.archive import Interpreter
 from hpcdist.environments.environment_checks import environment_problems, module_problems
-from hpcdist.environments.loaded_modules import has_modules, load_modules, program
+from hpcdist.environments.loaded_modules import has_modules, load_modules, modules_version, program
 from hpcdist.environments.packed import store_of
 from hpcdist.environments.rank_environment import (
     activated,
@@ -39,9 +39,12 @@ pytestmark = [
 #: A definition of `module` as sites have it: it changes the shell's environment and reports errors on stderr.
 MODULES = """
 module() {
+  if [ "$1" = --version ]; then printf '\n%s\n' 'Modules based on Lua: Version 8.6.19  2022-04-16' >&2; return; fi
   case "$2" in
     python/3.12 | python) export LOADEDMODULES="$LOADEDMODULES:python/3.12" PATH="$MODULE_BIN:$PATH" ;;
     quiet) ;;
+    lmod) printf '%s\n' 'Lmod has detected the following error: Cannot load module "a/1" because' \
+        'these module(s) are loaded:' '   python' '' 'While processing the following module(s):' >&2; return 1 ;;
     *) echo "ERROR: Unable to locate a modulefile for '$2'" >&2; return 1 ;;
   esac
   echo "Loading $2"
@@ -91,6 +94,7 @@ def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_modules_change_the_environment(modules_env: dict[str, str]) -> None:
     assert has_modules(modules_env)
+    assert modules_version(modules_env) == "Lmod 8.6.19"
     found = load_modules(["python"], modules_env)
     assert found["LOADEDMODULES"] == "first:python/3.12"
     assert found["MULTI"] == "a\nb"
@@ -101,7 +105,15 @@ def test_modules_change_the_environment(modules_env: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("nix/1", "ERROR: Unable to locate a modulefile for 'nix/1'"), ("quiet", "Loading quiet")],
+    [
+        ("nix/1", "ERROR: Unable to locate a modulefile for 'nix/1'"),
+        ("quiet", "Loading quiet"),
+        (
+            "lmod",
+            'Lmod has detected the following error: Cannot load module "a/1" because'
+            " these module(s) are loaded: python",
+        ),
+    ],
 )
 def test_module_that_cannot_be_loaded(modules_env: dict[str, str], name: str, reason: str) -> None:
     with pytest.raises(UserMistake) as found:
@@ -114,6 +126,7 @@ def test_machine_without_modules(modules_env: dict[str, str], tmp_path: Path) ->
         pytest.skip("this machine has environment modules")
     with pytest.raises(UserMistake, match="the command `module` is not available on this machine: load the modules by"):
         load_modules(["python"], env)
+    assert modules_version(env) is None
     config = config_of(tmp_path, kind="module", modules=["nix"])
     assert module_problems(config, env) == []
     assert module_problems(config_of(tmp_path), modules_env) == []
