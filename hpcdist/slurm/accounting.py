@@ -47,15 +47,13 @@ def parse_starts(text: str, job_id: str) -> list[AccountedStart]:
 
 
 def _without_resizes(starts: Sequence[AccountedStart]) -> list[AccountedStart]:
-    """Join the records of a job from which Slurm has removed a failed node: each change of its size begins a new one.
-
-    A requeued job never starts within the second of its end.
-    """
+    """Join the records of a job from which Slurm has removed a failed node: each change of its size begins a new one."""
     found: list[AccountedStart] = []
     for start in starts:
-        if found and start.began == found[-1].ended and start.cores <= found[-1].cores:
+        if found and found[-1].state == "RESIZING":
             energies = [one.energy_j for one in (found[-1], start) if one.energy_j is not None]
-            found[-1] = replace(found[-1], ended=start.ended, energy_j=sum(energies) if energies else None)
+            energy_j = sum(energies) if energies else None
+            found[-1] = replace(found[-1], ended=start.ended, energy_j=energy_j, state=start.state)
         else:
             found.append(start)
     return found

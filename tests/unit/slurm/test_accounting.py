@@ -64,12 +64,12 @@ def test_components_of_a_heterogeneous_job_are_one_start() -> None:
 
 def test_sizes_of_a_job_that_loses_nodes_are_one_start() -> None:
     lines = [
-        "7|j|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-4]|8|cpu=8|5",
-        "7|j|2026-11-20T06:00:00|2026-11-20T06:01:05|2026-11-20T06:02:05|n[1,3-4]|6|cpu=6|7",
-        "7|j|2026-11-20T06:02:05|2026-11-20T06:04:10|Unknown|n[1-4]|8|cpu=8|",
+        "7|j|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-4]|8|cpu=8|5|RESIZING",
+        "7|j|2026-11-20T06:00:00|2026-11-20T06:01:05|2026-11-20T06:02:05|n[1,3-4]|6|cpu=6|7|REQUEUED",
+        "7|j|2026-11-20T06:02:05|2026-11-20T06:04:10|Unknown|n[1-4]|8|cpu=8||RUNNING",
     ]
     first, second = parse_starts("\n".join(lines), "7")
-    assert (first.nodes, first.cores, first.energy_j) == ("n[1-4]", 8, 12.0)
+    assert (first.nodes, first.cores, first.energy_j, first.state) == ("n[1-4]", 8, 12.0, "REQUEUED")
     assert (first.began, first.ended) == (at("06:00:05"), at("06:02:05"))
     assert (second.began, second.ended, second.cores) == (at("06:04:10"), None, 8)
 
