@@ -47,7 +47,7 @@ def parse_starts(text: str, job_id: str) -> list[AccountedStart]:
 
 
 def _without_resizes(starts: Sequence[AccountedStart]) -> list[AccountedStart]:
-    """Join the records of a job from which Slurm has removed a failed node: each change of its size begins a new one."""
+    """Join the records of a job from which Slurm has removed a failed node: each size has its own."""
     found: list[AccountedStart] = []
     for start in starts:
         if found and found[-1].state == "RESIZING":

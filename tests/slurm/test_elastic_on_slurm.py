@@ -19,7 +19,7 @@ from hpcdist.run.folder import ENDED
 #: One rank on each node. A step takes at least `pace_s`, so that the run outlasts the faults.
 ELASTIC = [
     *("data.global_batch_size=24", "elastic.exact=true", "elastic.micro_batches=4", "checkpoint.every_steps=5"),
-    *("stop.max_steps=90", "preflight=off"),
+    *("stop.max_steps=60", "preflight=off", "launch.num_threads=1"),
 ]
 PACED = ["trainer=paced:train", "params.pace_s=0.5", "cluster.tasks_per_node=1"]
 
