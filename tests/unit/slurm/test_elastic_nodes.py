@@ -157,8 +157,10 @@ def test_lost_node_is_used_again_after_a_checkpoint_when_it_answers(slurm: Slurm
     slurm.alive(*NODES)
     assert grown(nodes) == "n3 answers again"
     assert nodes.pool.used == ("n1", "n2", "n4"), "the running attempt keeps its nodes"
+    nodes.grow()
+    assert nodes.pool.used == NODES, "before the resources of the next attempt are recorded"
     assert nodes.begin()
-    assert nodes.pool.used == NODES
+    assert not nodes.begin()
     assert slurm.asked[-1] == "n3", "ranks that have survived there are killed"
     nodes.close()
 
