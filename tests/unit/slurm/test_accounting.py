@@ -62,6 +62,18 @@ def test_components_of_a_heterogeneous_job_are_one_start() -> None:
     assert start.ended == at("06:01:06")
 
 
+def test_sizes_of_a_job_that_loses_nodes_are_one_start() -> None:
+    lines = [
+        "7|j|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-4]|8|cpu=8|5|RESIZING",
+        "7|j|2026-11-20T06:00:00|2026-11-20T06:01:05|2026-11-20T06:02:05|n[1,3-4]|6|cpu=6|7|REQUEUED",
+        "7|j|2026-11-20T06:02:05|2026-11-20T06:04:10|Unknown|n[1-4]|8|cpu=8||RUNNING",
+    ]
+    first, second = parse_starts("\n".join(lines), "7")
+    assert (first.nodes, first.cores, first.energy_j, first.state) == ("n[1-4]", 8, 12.0, "REQUEUED")
+    assert (first.began, first.ended) == (at("06:00:05"), at("06:02:05"))
+    assert (second.began, second.ended, second.cores) == (at("06:04:10"), None, 8)
+
+
 # --- resources
 
 
@@ -77,6 +89,16 @@ def test_cores_of_a_node_beyond_those_of_its_ranks_are_allocated_too() -> None:
     assert job_resources(config, [("n1", "n2")], {}).nodes["n1"].allocated == 4, "as requested"
     damaged = env | {"SLURM_JOB_CPUS_PER_NODE": "many"}
     assert job_resources(config, [("n1", "n2")], damaged).nodes["n1"].allocated == 4
+
+
+def test_nodes_without_ranks_are_allocated_too() -> None:
+    config = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=2, spare_nodes=1))
+    env = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_CPUS_PER_NODE": "2(x3)"}
+    found = job_resources(config, [("n1", "n3")], env, ["n2"])
+    assert found.nodes["n2"] == NodeShare(allocated=2, share=1, ranks=[])
+    assert (found.nodes["n3"].ranks, found.idle) == ([2, 3], ("n2",))
+    on_gpus = replace(config, cluster=replace(config.cluster, gpus_per_node=2))
+    assert job_resources(on_gpus, [("n1", "n3")], env, ["n2"]).nodes["n2"] == NodeShare(allocated=2, share=1, ranks=[])
 
 
 def test_gpus_count_if_a_job_has_any() -> None:
