@@ -89,6 +89,14 @@ BENCHMARKS = (
         ),
     ),
     Benchmark(
+        "start_calls",
+        (),
+        (
+            Figure("files that a rank opens at its start, each rank imports", ("rows", "each rank imports", "open")),
+            Figure("files that a rank opens at its start, forked", ("rows", "forked", "open")),
+        ),
+    ),
+    Benchmark(
         "recovery",
         ("--rounds", "5"),
         (
