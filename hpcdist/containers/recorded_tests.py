@@ -46,7 +46,7 @@ RECORDED = (
     RecordedTests(runtime="charliecloud", version="0.31", passed=("plain", *_STEP)),
     RecordedTests(runtime="enroot", image="folder", version="4.1.2", passed=_STEP),
     RecordedTests(runtime="enroot", image=".sqsh", version="4.1.2", passed=(*_STEP, *_PREEMPTION)),
-    RecordedTests(runtime="pyxis", version="0.24", passed=("plain", *_STEP)),
+    RecordedTests(runtime="pyxis", version="0.24", passed=("plain", *_STEP, "killed supervisor")),
 )
 
 

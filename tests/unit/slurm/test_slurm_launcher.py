@@ -457,7 +457,7 @@ class FakeJob:
             "n1 n2",
             ["n2.site", "n2.site"],
             "n2",
-            "ranks on n2.site have failed twice in a row, and on no other node: avoided from now on",
+            "ranks on n2 have failed twice in a row, and on no other node: avoided from now on",
             ["n2"],
             False,
         ),
