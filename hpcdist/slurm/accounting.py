@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from hpcdist.slurm.command_output import parse_count, parse_text, parse_time
 
 #: Output fields requested of sacct.
-START_FIELDS = "JobID,JobName,Submit,Start,End,NodeList,AllocCPUS,AllocTRES,ConsumedEnergyRaw"
+START_FIELDS = "JobID,JobName,Submit,Start,End,NodeList,AllocCPUS,AllocTRES,ConsumedEnergyRaw,State"
 _GPUS = re.compile(r"(?:^|,)gres/gpu=([0-9]{1,9})(?:,|$)")
 
 
@@ -25,6 +25,7 @@ class AccountedStart:
     cores: int
     gpus: int
     energy_j: float | None  #: None if the cluster does not measure it
+    state: str = ""  #: of this start, such as PREEMPTED or NODE_FAIL
 
 
 def parse_starts(text: str, job_id: str) -> list[AccountedStart]:
@@ -62,6 +63,7 @@ def _parse_start(row: dict[str, str]) -> AccountedStart | None:
         cores=cores,
         gpus=int(gpus[1]) if gpus else 0,
         energy_j=None if energy is None else float(energy),
+        state=row["State"].partition(" ")[0],  # without `by UID`
     )
 
 

@@ -1,35 +1,49 @@
-"""Launcher of ranks as child processes, each in its own process group."""
+"""Launcher of ranks on this machine, each in its own process group, forked by one parent process or started alone."""
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
 import socket
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
+from hpcdist.files.log_text import last_lines
 from hpcdist.machine.facts import num_cores
+from hpcdist.rank.variables import OWN_MEETING, OWN_PLACE
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.attempt_times import NodeShare, Resources
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.plan import Plan, code_env, free_port, rank_command
 from hpcdist.supervisor.process_guard import Guard
+from hpcdist.supervisor.rank_parent import ParentEnded, RankParent, wait_readable
+
+log = logging.getLogger(__name__)
 
 
 class LocalLauncher:
-    """Starts ranks on this machine. A context manager, which owns the process guard.
+    """Starts ranks on this machine. A context manager, which owns the process guard and the parent of the ranks.
 
     Args:
         env: environment of the ranks; variables of the plan take precedence.
         import_path: folders that precede all others in the ranks' import path.
         cwd: working directory of the ranks.
+        fork: whether a parent process forks the ranks, if it can.
     """
 
     def __init__(
-        self, run: RunDir, plan: Plan, *, env: Mapping[str, str], import_path: Sequence[str], cwd: Path
+        self,
+        run: RunDir,
+        plan: Plan,
+        *,
+        env: Mapping[str, str],
+        import_path: Sequence[str],
+        cwd: Path,
+        fork: bool = False,
     ) -> None:
         self.num_ranks = plan.num_ranks
         self._run = run
@@ -37,12 +51,16 @@ class LocalLauncher:
         self._env = dict(env)
         self._code = code_env(import_path, plan.env.get("PYTHONPATH") or env.get("PYTHONPATH"))
         self._cwd = cwd
+        self._fork = fork
+        self._parent: RankParent | None = None
 
     def __enter__(self) -> LocalLauncher:
         self._guard = Guard()
+        self._start_parent()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._close_parent()
         self._guard.close()
 
     @property
@@ -61,21 +79,68 @@ class LocalLauncher:
 
     def start(self, attempt: Attempt) -> LocalRanks:
         """Start all ranks, with a free port."""
-        job_id = f"{self._run.experiment}/{self._run.name}"
-        port = free_port(job_id, attempt.number)
-        ranks = range(self.num_ranks)
-        envs = [self._plan.rank_env(rank, job_id=job_id, attempt=attempt.number, master_port=port) for rank in ranks]
+        if self._parent is not None and not self._parent.is_alive():
+            self._replace_parent(self._parent)
         return LocalRanks(
             rank_command(self._run.path),
-            [self._env | env | self._code for env in envs],
-            [attempt.log(rank) for rank in ranks],
+            self._envs(attempt.number, free_port(self._job_id, attempt.number)),
+            [attempt.log(rank) for rank in range(self.num_ranks)],
             self._guard,
             cwd=self._cwd,
+            parent=self._parent,
         )
+
+    @property
+    def _job_id(self) -> str:
+        return f"{self._run.experiment}/{self._run.name}"
+
+    def _envs(self, attempt: int, port: int) -> list[dict[str, str]]:
+        """Return the complete environments of the ranks."""
+        envs = [
+            self._plan.rank_env(rank, job_id=self._job_id, attempt=attempt, master_port=port)
+            for rank in range(self.num_ranks)
+        ]
+        return [self._env | env | self._code for env in envs]
+
+    def _start_parent(self) -> None:
+        """Start the parent process of the ranks, unless their environments differ in more than their topology."""
+        topology = {*OWN_PLACE, *OWN_MEETING}
+        envs = [{name: env[name] for name in env.keys() - topology} for env in self._envs(0, 1)]
+        # Libraries read variables such as OMP_NUM_THREADS at their import, glibc reads MALLOC_ variables before that.
+        if self._fork and all(env == envs[0] for env in envs):
+            output = self._run.path / "attempts" / "rank-parent.log"
+            self._parent = RankParent(self._run.path, self._guard, env=envs[0], cwd=self._cwd, output=output)
+
+    def _replace_parent(self, ended: RankParent) -> None:
+        """Start another parent after the end of one; a parent that could not fork has no successor."""
+        self._close_parent()
+        if ended.was_ready:
+            log.warning("the parent process of the ranks has ended and is started again (see %s)", ended.output)
+            self._start_parent()
+
+    def _close_parent(self) -> None:
+        if self._parent is not None:
+            self._parent.close()
+            self._parent = None
+
+
+class _Process(Protocol):
+    """What `subprocess.Popen` and `ForkedRank` have in common."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+    def kill(self) -> None: ...
 
 
 class LocalRanks:
     """The ranks of one attempt on this machine.
+
+    Ranks are forked as soon as their parent has imported torch, perhaps in a later call of `wait`. If the parent cannot
+    fork, they are started by their command.
 
     Args:
         command: command of every rank.
@@ -83,6 +148,7 @@ class LocalRanks:
         logs: files for standard output and error, by rank.
         guard: starts the processes.
         cwd: working directory of the ranks.
+        parent: forks the ranks, if given.
     """
 
     def __init__(
@@ -93,23 +159,24 @@ class LocalRanks:
         guard: Guard,
         *,
         cwd: Path,
+        parent: RankParent | None = None,
     ) -> None:
+        self._command = command
+        self._envs = envs
+        self._logs = logs
         self._guard = guard
         self._cwd = cwd
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._parent = parent
+        self._processes: list[_Process] = []
+        self._descriptors: list[int] = []
+        self._error = ""
         #: Exit codes in the order in which the ranks ended; negative ones are signals.
         self.exits: dict[int, int] = {}
-        try:
-            for env, log in zip(envs, logs, strict=True):
-                self._processes.append(guard.start(command, env=env, cwd=cwd, output=log))
-            self._descriptors = [os.pidfd_open(process.pid) for process in self._processes]
-        except BaseException:
-            self._kill_groups()
-            raise
+        self._start()
 
     @property
     def running(self) -> list[int]:
-        return [rank for rank in range(len(self._processes)) if rank not in self.exits]
+        return [rank for rank in range(len(self._envs)) if rank not in self.exits]
 
     def host_of(self, rank: int) -> str:
         """Return the name of this host."""
@@ -117,26 +184,32 @@ class LocalRanks:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a rank has ended or the time is over; updates `exits`."""
+        if self._parent is not None and not self._processes and self.running:
+            if wait_readable(self._parent.fileno(), timeout_s):
+                self._start_late()
+            return
         poll = select.poll()
         for rank in self.running:
             poll.register(self._descriptors[rank], select.POLLIN)
-        poll.poll(timeout_s * 1000)
+        ended = {descriptor for descriptor, _ in poll.poll(timeout_s * 1000)}
         for rank in self.running:
-            code = self._processes[rank].poll()
-            if code is not None:
+            if self._descriptors[rank] in ended and (code := self._processes[rank].poll()) is not None:
                 self.exits[rank] = code
 
     def absent(self) -> list[int]:
-        """Return no ranks: all are child processes and have been started."""
-        return []
+        """Return the ranks that could not be started."""
+        return list(range(len(self._envs))) if self._error else []
 
     def last_message(self) -> str:
-        return ""
+        return self._error
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the running ranks, but not to their children."""
-        for rank in self.running:
-            self._processes[rank].send_signal(number)
+        if not self._processes and number == signal.SIGTERM:
+            self.exits = dict.fromkeys(range(len(self._envs)), -number)  # as if they had been starting
+        for rank in self.running if self._processes else ():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptors[rank], number)
 
     def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
         """Run a command on this machine."""
@@ -145,14 +218,57 @@ class LocalRanks:
     def close(self) -> None:
         """Kill all process groups and wait for their leaders."""
         self._kill_groups()
+        for rank in self.running:  # never started
+            self.exits[rank] = -signal.SIGKILL
         for descriptor in self._descriptors:
             os.close(descriptor)
+
+    def _start(self) -> None:
+        """Start the ranks, unless their parent is still importing."""
+        try:
+            if self._parent is not None and not self._parent.is_ready():
+                return
+            for env, path in zip(self._envs, self._logs, strict=True):
+                self._processes.append(self._start_one(self._parent, env, path))
+            self._descriptors = [os.pidfd_open(process.pid) for process in self._processes]
+        except ParentEnded:
+            assert self._parent is not None, "only a parent can end"
+            _log_end(self._parent)
+            self._kill_groups()
+            self._processes, self._parent, self.exits = [], None, {}
+            self._start()
+        except BaseException:
+            self._kill_groups()
+            raise
+
+    def _start_late(self) -> None:
+        """Start the ranks in a call of `wait`, which has no error to return: all ranks count as ended then."""
+        try:
+            self._start()
+        except OSError as error:
+            self._error = str(error)
+            self._processes = []
+            self.exits = dict.fromkeys(range(len(self._envs)), 1)
+
+    def _start_one(self, parent: RankParent | None, env: Mapping[str, str], path: Path) -> _Process:
+        if parent is None:
+            return self._guard.start(self._command, env=env, cwd=self._cwd, output=path)
+        with open(path, "ab") as file:
+            return parent.fork(env, file.fileno())
 
     def _kill_groups(self) -> None:
         for rank, process in enumerate(self._processes):
             with suppress(ProcessLookupError):
                 # A group outlives its leader as long as a grandchild is alive.
                 os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             code = process.wait()
             self.exits.setdefault(rank, code)
             self._guard.forget(process.pid)
+
+
+def _log_end(parent: RankParent) -> None:
+    """Log that ranks are started without their parent, and why."""
+    with suppress(OSError):
+        lines = [text for _, text in last_lines(parent.output, 1)]
+        log.warning("each rank imports torch itself, since their parent process has ended: %s", "".join(lines).strip())

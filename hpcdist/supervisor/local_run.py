@@ -39,7 +39,8 @@ def supervise(
         # Values are redacted in config.yaml; ranks read them from the environment.
         env = {**env, **secrets_of(config)}
         import_path = snapshot.import_path(code, run)
-        with LocalLauncher(run, plan, env=env, import_path=import_path, cwd=cwd) as launcher:
+        fork = config.launch.fork and not config.trainer.script
+        with LocalLauncher(run, plan, env=env, import_path=import_path, cwd=cwd, fork=fork) as launcher:
             supervisor = Supervisor(
                 run, config, launcher, report, tracking_uri=tracking_uri, env=env, check_lease=held.check
             )

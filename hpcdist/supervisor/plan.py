@@ -21,6 +21,9 @@ from hpcdist.rank.topology import port_for
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 RANKS_WITHOUT_GPU = 2
+RANK_MODULE = "hpcdist.rank.worker"
+#: Forks the ranks. The names have the same length, because a forked process changes its command line in place.
+PARENT_MODULE = "hpcdist.rank.parent"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,8 @@ def make_plan(config: Config, machine: Machine) -> Plan:
     """Return the plan of a config on a machine.
 
     Raises:
-        ConfigError: the config requires more GPUs than are visible, or its roles contradict `launch.num_ranks`.
+        ConfigError: the config requires more GPUs than are visible, its roles contradict `launch.num_ranks`, or there
+            are fewer ranks than `elastic.min_ranks`.
     """
     launch = config.launch
     roles = _roles(config)
@@ -88,11 +92,18 @@ def make_plan(config: Config, machine: Machine) -> Plan:
         if device == "cuda" and not use_gpus:
             key = f"launch.devices.{role}" if role in launch.devices else "launch.device"
             raise ConfigError([f"{key}=cuda, but no GPU is visible here: use {key}=auto or cpu"])
-    if use_gpus:
-        _check_gpus(launch.num_ranks, roles, asked, machine.num_gpus)
     ranks = roles.world_size if roles else launch.num_ranks
+    min_ranks = config.elastic.min_ranks
+    if use_gpus and roles is None and min_ranks is not None and min_ranks <= machine.num_gpus:
+        ranks = min(ranks, machine.num_gpus)
+    if use_gpus:
+        _check_gpus(ranks, roles, asked, machine.num_gpus)
     num_ranks = ranks or (machine.num_gpus if use_gpus else RANKS_WITHOUT_GPU)
-    threads = launch.num_threads or max(1, machine.num_cpus // num_ranks)
+    if min_ranks is not None and num_ranks < min_ranks:
+        raise ConfigError([f"{num_ranks} ranks are fewer than elastic.min_ranks={min_ranks}: change one of them"])
+    # A sum over another number of threads is rounded differently.
+    even_threads = 1 if config.elastic.exact else max(1, machine.num_cpus // num_ranks)
+    threads = launch.num_threads or even_threads
     all_gpus = use_gpus and all(device != "cpu" for device in asked.values())
     backend = launch.backend if launch.backend != "auto" else ("nccl" if all_gpus else "gloo")
     return Plan(
@@ -157,7 +168,12 @@ def processor_env(threads: int, *, use_gpus: bool) -> dict[str, str]:
 
 def rank_command(run_dir: Path, python: str = sys.executable) -> list[str]:
     """Return the command of a rank. `-P` keeps the current folder out of sys.path: code comes from the snapshot."""
-    return [python, "-P", "-m", "hpcdist.rank.worker", str(run_dir)]
+    return [python, "-P", "-m", RANK_MODULE, str(run_dir)]
+
+
+def parent_command(run_dir: Path, python: str = sys.executable) -> list[str]:
+    """Return the command of the process that forks ranks; only the module differs from the ranks' command."""
+    return [python, "-P", "-m", PARENT_MODULE, str(run_dir)]
 
 
 def code_env(import_path: Sequence[str], python_path: str | None) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -49,19 +50,35 @@ class Guard:
         )
 
     def start(
-        self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, output: Path
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        output: Path,
+        control: socket.socket | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a child in a new session; standard output and error are appended to `output`."""
+        """Start a child in a new session.
+
+        Args:
+            output: file to which standard output and error are appended.
+            control: takes the place of standard output.
+        """
         with open(output, "ab") as file:
             return subprocess.Popen(
                 ["/bin/sh", "-c", _REGISTER_AND_EXEC, "sh", *command],
                 env=env,
                 cwd=cwd,
                 stdin=self._process.stdin,
-                stdout=file,
-                stderr=subprocess.STDOUT,
+                stdout=file if control is None else control.fileno(),
+                stderr=file,
                 start_new_session=True,
             )
+
+    def fileno(self) -> int:
+        """Return the descriptor of the pipe through which a process registers its group, as `+pgid` and a newline."""
+        assert self._process.stdin is not None
+        return self._process.stdin.fileno()
 
     def run(
         self,

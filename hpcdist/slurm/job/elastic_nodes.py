@@ -22,6 +22,7 @@ from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
 from hpcdist.run.pending_config import newest_step
 from hpcdist.slurm import client
+from hpcdist.slurm.command_output import parse_text
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job.host_probe import HostProbe, addresses_of
 from hpcdist.slurm.job.node_pool import NodePool
@@ -175,11 +176,12 @@ class ElasticNodes:
     def _examine(self, missing: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return the nodes on which ranks can run again, and those that do not belong to the job any more."""
         records = client.job_records(self._job_id)
-        allocated = expand(records[0].get("NodeList", "")) if records else []
+        names = parse_text(records[0].get("NodeList")) if records else ""
+        allocated = expand(names) if names else []
         mine = [node for node in missing if node in allocated]
         # Ranks of an earlier attempt may have survived there.
         answers = kill_ranks(self._run, mine, self._env)
-        gone = [node for node in missing if node not in allocated] if records else []
+        gone = [node for node in missing if node not in allocated] if allocated else []
         return [node for node in mine if answers.get(node) == []], gone
 
 

@@ -34,7 +34,7 @@ def has_lost_batch_host(records: Sequence[Mapping[str, str]]) -> bool:
     if not records or records[0].get("JobState") != "RUNNING":
         return False
     host, nodes = parse_text(records[0].get("BatchHost")), parse_text(records[0].get("NodeList"))
-    return host is not None and nodes is not None and host not in expand(nodes)
+    return bool(host and nodes) and host not in expand(nodes)
 
 
 def main() -> None:

@@ -112,6 +112,17 @@ def test_a_rerun_of_some_steps_pauses(hpcdist: Cli, first: RunDir, trains: dict[
     assert result.out.splitlines()[-1] == "no value differs: 2 values of 1 metrics at 2 steps"
 
 
+def test_a_failed_rerun_names_the_command_that_compares(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
+    trains["losses"], trains["state"] = LOSSES[:2], State(status="failed", reason="rank 1 was killed", attempt=1)
+    result = hpcdist("rerun", "first")
+    assert result.code == 1
+    command = f"`hpcdist rerun {trains['run'].name} --compare`"
+    assert f"the rerun did not end as planned: {command} compares its values until its end" in result.out
+    again = hpcdist("rerun", trains["run"].name, "--compare")
+    assert (again.code, again.out.splitlines()[-1]) == (0, "no value differs: 2 values of 1 metrics at 2 steps")
+    assert "the rerun is failed: values after its last step are not compared" in again.out
+
+
 def test_a_dry_run_writes_nothing(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
     result = hpcdist("rerun", "first", "--dry-run")
     assert result.code == 0

@@ -14,10 +14,10 @@ from hpcdist.slurm.accounting import AccountedStart, parse_starts
 from hpcdist.slurm.job.resources import job_resources
 
 SACCT = """\
-41|train|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-2]|8|billing=8,cpu=8,gres/gpu=4,node=2|0
-41|train|2026-11-20T06:01:05|2026-11-20T06:03:05|Unknown|n[3-4]|8|cpu=8,gres/gpu:a100=4,gres/gpu=4,mem=4G,node=2|7200
-41|train|2026-11-20T06:04:05|Unknown|Unknown|None assigned|0||
-4|other|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n1|1|cpu=1|
+41|train|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-2]|8|billing=8,cpu=8,gres/gpu=4,node=2|0|PREEMPTED
+41|train|2026-11-20T06:01:05|2026-11-20T06:03:05|Unknown|n[3-4]|8|cpu=8,gres/gpu:a100=4,gres/gpu=4,mem=4G,node=2|7200|RUNNING
+41|train|2026-11-20T06:04:05|Unknown|Unknown|None assigned|0|||PENDING
+4|other|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n1|1|cpu=1||CANCELLED by 1000
 41|no job
 """
 
@@ -36,16 +36,26 @@ def test_each_start_of_a_job_is_read() -> None:
         cores=8,
         gpus=4,
         energy_j=None,
+        state="PREEMPTED",
     )
-    second = replace(first, began=at("06:03:05"), ended=None, queue_s=120.0, nodes="n[3-4]", energy_j=7200.0)
+    second = replace(
+        first,
+        began=at("06:03:05"),
+        ended=None,
+        queue_s=120.0,
+        nodes="n[3-4]",
+        energy_j=7200.0,
+        state="RUNNING",
+    )
     assert parse_starts(SACCT, "41") == [first, second]
     assert parse_starts("", "41") == []
+    assert [start.state for start in parse_starts(SACCT, "4")] == ["CANCELLED"]
 
 
 def test_components_of_a_heterogeneous_job_are_one_start() -> None:
     lines = [
-        "7+0|j|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n1|4|cpu=4,gres/gpu=2|5",
-        "7+1|j|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:06|n2|2|cpu=2|",
+        "7+0|j|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n1|4|cpu=4,gres/gpu=2|5|COMPLETED",
+        "7+1|j|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:06|n2|2|cpu=2||COMPLETED",
     ]
     (start,) = parse_starts("\n".join(lines), "7")
     assert (start.nodes, start.cores, start.gpus, start.energy_j) == ("n1,n2", 6, 2, 5.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
+from hpcdist.config.schema import ClusterConfig, Config, DataConfig, ElasticConfig, LaunchConfig, RoleRequest
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.slurm.job_components import (
     JobComponent,
@@ -18,6 +18,7 @@ from hpcdist.slurm.job_components import (
     is_het,
     merged,
     rank_table_lines,
+    with_nodes,
 )
 
 
@@ -234,6 +235,39 @@ def test_memory_must_be_set_for_all_components_or_none() -> None:
 
 TWO = [part("server"), part("worker", nodes=2, tasks_per_node=2)]
 KINDS = {name: frozenset(kinds.split()) for name, kinds in {"n1": "a b", "n2": "a", "n3": "b", "n4": "b"}.items()}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"roles": {"server": 1, "worker": 3}, "cluster": {"nodes": 4, "min_nodes": 2}},
+            "cluster.min_nodes=2: a run with roles has a fixed number of ranks: remove it",
+        ),
+        (
+            {"cluster": {"nodes": 4, "min_nodes": 2}, "elastic": ElasticConfig(min_ranks=3)},
+            "cluster.min_nodes=2 × cluster.tasks_per_node=1 is less than elastic.min_ranks=3: raise the first or lower"
+            " the last",
+        ),
+        (
+            {
+                "roles": {"server": 1, "worker": 3},
+                "cluster": {"spare_nodes": 1, "roles": {"worker": RoleRequest(nodes=3)}},
+            },
+            "cluster.spare_nodes=1: a spare node can replace no node of another request: remove it, or cluster.roles",
+        ),
+    ],
+)
+def test_ranges_of_nodes_that_contradict_other_keys_are_rejected(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        components(Config(**config | {"cluster": ClusterConfig(**config["cluster"])}))
+
+
+def test_config_of_fewer_nodes_has_the_micro_batches_of_all() -> None:
+    config = Config(cluster=ClusterConfig(nodes=4, min_nodes=2), data=DataConfig(global_batch_size=32))
+    smaller = with_nodes(config, 3)
+    assert (smaller.cluster.nodes, smaller.elastic.micro_batches) == (3, 4)
+    assert components(smaller)[0].num_ranks == 3
 
 
 def test_nodes_are_assigned_in_order() -> None:

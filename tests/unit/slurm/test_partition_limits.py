@@ -32,12 +32,19 @@ def of(**facts: str) -> Partition:
 def test_valid_request() -> None:
     assert found(**FITTING) == Findings()
     assert found(nodes=4) == Findings()
+    assert found(nodes=9, min_nodes=4) == Findings(), "Slurm starts the job with four of up to nine nodes"
 
 
 @pytest.mark.parametrize(
     ("facts", "cluster", "line"),
     [
         ({}, {"nodes": 5}, "cluster.nodes=5: partition gpu has 4: lower it or choose another"),
+        (
+            {},
+            {"nodes": 4, "spare_nodes": 1},
+            "cluster.nodes=4 and cluster.spare_nodes=1: partition gpu has 4: lower it or choose another",
+        ),
+        ({}, {"nodes": 9, "min_nodes": 5}, "cluster.min_nodes=5: partition gpu has 4: lower it or choose another"),
         (
             {"MaxNodes": "2"},
             {"nodes": 3},

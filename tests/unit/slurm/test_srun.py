@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
 from hpcdist.run.attempt import Attempt
-from hpcdist.slurm.job.srun import node_names_command, rank_env, srun_command, step_command, watchdog_command
+from hpcdist.slurm.job.srun import StepNodes, node_names_command, rank_env, srun_command, step_command, watchdog_command
 
 RANK = ["python", "-m", "worker", "/shared/my run"]
 #: A rank ignores SIGUSR2 until it has a handler.
@@ -177,3 +177,14 @@ def test_rank_environment_is_that_of_the_first_component() -> None:
     assert (env["OMP_NUM_THREADS"], "MALLOC_TRIM_THRESHOLD_" in env) == ("4", True)
     env = rank_env(roles(het=False))
     assert (env["OMP_NUM_THREADS"], "MALLOC_TRIM_THRESHOLD_" in env) == ("4", False)
+
+
+def test_steps_on_some_nodes_of_an_allocation_name_them() -> None:
+    config, attempt = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=2)), Attempt(Path("/a/002"))
+    words = step_command(config, attempt, RANK, None, StepNodes(("n1", "n3"), overlap=True))
+    assert {"--nodes=2", "--ntasks=4", "--nodelist=n1,n3", "--overlap"} <= set(words)
+    words = step_command(config, attempt, RANK, None, StepNodes(("n1", "n3")))
+    assert "--nodelist=n1,n3" in words
+    assert "--overlap" not in words
+    assert "--nodelist=n1,n3" in node_names_command([("n1", "n3")], het=False, chosen=True)
+    assert watchdog_command("41", "n3")[1] == "--nodelist=n3"

@@ -1,0 +1,97 @@
+"""Restarts on other nodes: failures that lost nodes explain, nodes that do not answer, and nodes that return."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from supervisor_scene import DONE, STOP_ON_REQUEST, Scene, fails
+
+from hpcdist.run.attempt import BY_GROWTH
+from hpcdist.run.folder import RunDir
+
+EXIT_0: list[list[Any]] = []
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def scene(runs_dir: Path) -> Scene:
+    return Scene(RunDir.create(runs_dir / "exp" / "first"))
+
+
+class Nodes:
+    """Node changes that a test prescribes for the first attempts; later ones have none."""
+
+    def __init__(self, *, changes: tuple[str, ...] = (), lost: tuple[int, str] | None = None, growth: str = "") -> None:
+        self.changes = list(changes)
+        self.silent = lost
+        self.more = growth
+
+    def lost(self) -> tuple[int, str] | None:
+        return self.silent
+
+    def replaced(self) -> str:
+        self.silent = None
+        return self.changes.pop(0) if self.changes else ""
+
+    def growth(self) -> str:
+        return self.more
+
+
+def test_failures_that_nodes_explain_do_not_count_against_max_restarts(scene: Scene) -> None:
+    scene.launch = {"max_restarts": 0}
+    scene.script(first=[fails("peer lost"), EXIT_0], second=[fails("peer lost"), EXIT_0], third=[[*DONE], EXIT_0])
+    supervisor = scene.supervisor()
+    supervisor._nodes = Nodes(changes=("no answer from n3: continuing on 3 of 4 nodes", "n4 takes over"))
+    state = scene.supervise(supervisor)
+    assert (state.status, state.attempt, state.restarts) == ("finished", 3, 2)
+    assert "restart from the newest checkpoint: no answer from n3: continuing on 3 of 4 nodes" in scene.report.notes
+    assert scene.run.attempt(1).failure.exists(), "it counts in the search for a failing node"
+
+
+def test_other_failures_count_as_without_changes_of_nodes(scene: Scene) -> None:
+    scene.launch = {"max_restarts": 0}
+    scene.script(first=[fails("nan"), EXIT_0])
+    supervisor = scene.supervisor()
+    supervisor._nodes = Nodes()
+    assert (scene.supervise(supervisor).status, scene.run.read_state().attempt) == ("failed", 1)
+
+
+def test_node_without_an_answer_ends_the_attempt(scene: Scene) -> None:
+    scene.script(first=[STOP_ON_REQUEST, STOP_ON_REQUEST], second=[[*DONE], EXIT_0])
+    supervisor = scene.supervisor()
+    nodes = supervisor._nodes = Nodes(changes=("no answer from n2: continuing on 1 of 2 nodes",))
+    scene.report.on_attempt = lambda attempt: setattr(nodes, "silent", (1, "n2") if attempt.number == 1 else None)
+    state = scene.supervise(supervisor)
+    assert (state.status, state.attempt, state.restarts) == ("finished", 2, 1)
+    ((failure, _),) = scene.report.failures
+    assert (failure.kind, failure.rank, failure.host) == ("lost", 1, "n2")
+    assert failure.sentence().startswith("rank 1 on n2 was lost: its node does not answer")
+
+
+def test_ranks_are_restarted_on_more_nodes_and_the_run_goes_on(scene: Scene) -> None:
+    scene.script(first=[STOP_ON_REQUEST, STOP_ON_REQUEST], second=[[*DONE], EXIT_0])
+    supervisor = scene.supervisor()
+    nodes = supervisor._nodes = Nodes(growth="n3 answers again")
+    scene.report.on_attempt = lambda attempt: setattr(nodes, "more", "n3 answers again" if attempt.number == 1 else "")
+    state = scene.supervise(supervisor)
+    assert (state.status, state.attempt, state.restarts) == ("finished", 2, 1)
+    request = scene.run.attempt(1).read_request()
+    assert request is not None
+    assert (request.by, request.reason) == (BY_GROWTH, "to restart on more nodes: n3 answers again")
+    assert scene.run.attempt(2).read_request() is None
+
+
+def test_stop_signal_during_a_restart_on_more_nodes_ends_the_run(scene: Scene) -> None:
+    scene.script(first=[STOP_ON_REQUEST, STOP_ON_REQUEST])
+    supervisor = scene.supervisor()
+    supervisor._nodes = Nodes(growth="n3 answers again")
+    supervisor._after_attempt = lambda: signal.raise_signal(signal.SIGTERM)
+    state = scene.supervise(supervisor)
+    assert (state.status, state.attempt) == ("stopped", 1)
+    request = scene.run.attempt(1).read_request()
+    assert request is not None
+    assert request.by == "SIGTERM"
