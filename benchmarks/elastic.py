@@ -5,8 +5,8 @@
 Gloo ranks with one thread each train with SGD on random images, one micro-batch per rank. `cnn` is `simple_cnn` at
 28² with 32 samples per rank, `wide` two linear layers of 2.5 million values with 8 samples, whose time is mainly the
 exchange of gradients. All contenders run in the same processes and alternate; a ratio is one of two blocks of steps in
-the same round, and the results are medians over rounds. `sent` is the number of bytes that one rank sends per step, as
-calculated from the algorithms: a ring all-reduce for DDP and the default.
+the same round, and the results are medians over rounds. CPU time is that of rank 0's process. `sent` is the number of
+bytes that one rank sends per step, as calculated from the algorithms: a ring all-reduce for DDP and the default.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ def contender(kind: str, name: str, rank: int, world_size: int) -> Callable[[int
 
 
 def measure(rank: int, world_size: int, folder: str, rounds: int, num_steps: int) -> None:
-    """Measure all contenders in one rank; rank 0 writes the milliseconds per step of each round."""
+    """Measure all contenders in one rank; rank 0 writes (wall, CPU) milliseconds per step of each round."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10))
-    times: dict[str, dict[str, list[float]]] = {}
+    times: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for name in SAMPLES:
         steps = {kind: contender(kind, name, rank, world_size) for kind in CONTENDERS}
         numbers = {kind: itertools.count() for kind in CONTENDERS}
@@ -98,12 +98,13 @@ def measure(rank: int, world_size: int, folder: str, rounds: int, num_steps: int
         for number in range(rounds + 1):
             for kind, step in steps.items():
                 dist.barrier()
-                began = time.perf_counter()
+                began, cpu_began = time.perf_counter(), time.process_time()
                 for _ in range(num_steps):
                     step(next(numbers[kind]))
                 dist.barrier()
+                spent = time.perf_counter() - began, time.process_time() - cpu_began
                 if number > 0:  # the first round settles buckets, caches and allocators
-                    times[name][kind].append((time.perf_counter() - began) * 1000 / num_steps)
+                    times[name][kind].append((spent[0] * 1000 / num_steps, spent[1] * 1000 / num_steps))
     if rank == 0:
         Path(folder, "times.json").write_text(json.dumps(times))
     dist.destroy_process_group()
@@ -129,18 +130,28 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.update(MALLOC_ENV, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     result: dict[str, object] = {"benchmark": "elastic", "rounds": arguments.rounds, "load": os.getloadavg()[0]}
-    print(f"{'ranks':>5} {'model':<5} {'contender':<15} {'ms per step':>11} {'over DDP':>9} {'sent, MB':>9}")
+    print(
+        f"{'ranks':>5} {'model':<5} {'contender':<15} {'ms per step':>11} {'over DDP':>9} {'CPU ms':>7}"
+        f" {'over DDP':>9} {'sent, MB':>9}"
+    )
     for world_size in arguments.ranks:
         with tempfile.TemporaryDirectory(prefix="elastic_") as folder:
             mp.spawn(measure, (world_size, folder, arguments.rounds, arguments.steps), nprocs=world_size)  # type: ignore[attr-defined]
             times = json.loads(Path(folder, "times.json").read_text())
         for name, by_kind in times.items():
             for kind, values in by_kind.items():
-                ratio, sent = median_ratio(values, by_kind["DDP"]), sent_bytes(kind, name, world_size)
-                print(f"{world_size:>5} {name:<5} {kind:<15} {median(values):>11.2f} {ratio:>9.2f} {sent / 1e6:>9.2f}")
+                (wall, cpu), (ddp_wall, ddp_cpu) = zip(*values, strict=True), zip(*by_kind["DDP"], strict=True)
+                sent = sent_bytes(kind, name, world_size)
+                ratio, cpu_ratio = median_ratio(wall, ddp_wall), median_ratio(cpu, ddp_cpu)
+                print(
+                    f"{world_size:>5} {name:<5} {kind:<15} {median(wall):>11.2f} {ratio:>9.2f} {median(cpu):>7.2f}"
+                    f" {cpu_ratio:>9.2f} {sent / 1e6:>9.2f}"
+                )
                 result[f"{kind}, {name}, {world_size} ranks"] = {
-                    "ms": median(values),
+                    "ms": median(wall),
                     "over_ddp": ratio,
+                    "cpu_ms": median(cpu),
+                    "cpu_over_ddp": cpu_ratio,
                     "rounds": values,
                     "sent_bytes": sent,
                 }

@@ -175,6 +175,7 @@ def show(results: Sequence[Result]) -> dict[str, dict[str, float]]:
             "undisturbed": statistics.median(whole),
             "killed": statistics.median(killed),
             "ratio": median([k / w for k, w in zip(killed, whole, strict=False)]),
+            "slowdown": median([w / k for k, w in zip(killed, whole, strict=False)]),
             "kills": statistics.median(r["kills"] for r in own),
             "redone": statistics.median(r["done_steps"] - r["steps"] for r in own),
             "to_target_s": median(to_target),

@@ -43,10 +43,10 @@ RECORDED = (
     RecordedTests(runtime="docker", version="20.10.24", passed=_STEP),
     RecordedTests(runtime="apptainer", image="folder", version="1.4.5", passed=_STEP),
     RecordedTests(runtime="apptainer", image=".sif", version="1.4.5", passed=(*_STEP, *_PREEMPTION, "time limit")),
-    RecordedTests(runtime="charliecloud", version="0.31", passed=_STEP),
+    RecordedTests(runtime="charliecloud", version="0.31", passed=("plain", *_STEP)),
     RecordedTests(runtime="enroot", image="folder", version="4.1.2", passed=_STEP),
     RecordedTests(runtime="enroot", image=".sqsh", version="4.1.2", passed=(*_STEP, *_PREEMPTION)),
-    RecordedTests(runtime="pyxis", version="0.24", passed=_STEP),
+    RecordedTests(runtime="pyxis", version="0.24", passed=("plain", *_STEP, "killed supervisor")),
 )
 
 

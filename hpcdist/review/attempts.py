@@ -53,10 +53,10 @@ def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFac
     """Return the attempts of a run, the first one first."""
     found: list[AttemptFacts] = []
     resumed: int | None = checkpoints[-1].step if checkpoints else 0
-    endings = _endings_by_slurm(run)
+    ends = ends_by_slurm(run)
     for attempt in reversed(run.attempts()):
         facts = _read(attempt, state, resumed_at=resumed)
-        if (ending := endings.get(attempt.number)) and facts.status not in ("running", "finished"):
+        if (ending := _CAUSES.get(ends.get(attempt.number, ""))) and facts.status not in ("running", "finished"):
             facts = replace(facts, cause=ending if facts.cause == UNRECORDED else f"{ending}: {facts.cause}")
         if facts.first_step is not None:
             resumed = facts.first_step
@@ -66,8 +66,11 @@ def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFac
     return tuple(reversed(found))
 
 
-def _endings_by_slurm(run: RunDir) -> dict[int, str]:
-    """Return the causes by which Slurm ended the starts of the job, by the number of the last attempt of each."""
+def ends_by_slurm(run: RunDir) -> dict[int, str]:
+    """Return the states with which Slurm ended the starts of the job, by the number of the last attempt of each.
+
+    An attempt that finished has none.
+    """
     try:
         starts = all_job_starts(run)
     except (RunFolderError, OSError):
@@ -79,7 +82,8 @@ def _endings_by_slurm(run: RunDir) -> dict[int, str]:
         start = next((start for start in reversed(starts) if start.contains(times.supervised)), None)
         if start is not None:
             last[start] = number
-    return {number: _CAUSES[start.state] for start, number in last.items() if start.state in _CAUSES}
+    finished = {number for number, times in known if times.status == "finished"}
+    return {number: start.state for start, number in last.items() if start.state and number not in finished}
 
 
 def _read(attempt: Attempt, state: State, *, resumed_at: int | None) -> AttemptFacts:

@@ -14,6 +14,7 @@ from hpcdist.config.written import run_yaml
 from hpcdist.files.atomic import write_json
 from hpcdist.review.attempts import UNRECORDED
 from hpcdist.review.facts import RunFacts, read_facts
+from hpcdist.review.run_sections import read_faults
 from hpcdist.run.attempt_times import AttemptTimes, NodeShare, Resources, begin, write_times
 from hpcdist.run.folder import RunDir
 from hpcdist.run.origin import Override, load_origin, write_origin
@@ -105,6 +106,9 @@ def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
         "a node failed (Slurm: NODE_FAIL)",
         "trained 400 steps",
     ]
+    (fault,) = read_faults(folder.run)
+    assert (fault.attempt, fault.error) == (3, "Slurm ended the job: NODE_FAIL"), "a preemption is no fault"
+    assert fault.finding.cause == "a node failed"
     write_json(folder.run.path / "job.json", {"job_id": "7", "lives": {"0": {**lives["0"], "state": 5}}})
     assert folder.facts(status="finished").attempts[1].cause == "stopped with everything saved", "a damaged record"
 
