@@ -107,7 +107,9 @@ def scripts(
     if settings.runtime == "pyxis":
         own = f"{layout.enroot}/$(hostname)-$(id -u)"
         paths = " ".join(f"ENROOT_{name}_PATH=$own/{name.lower()}" for name in ("DATA", "RUNTIME", "CACHE"))
-        return {"enroot": f'{_HEAD}own={own}\nexport {paths}\nexec {programs["enroot"]} "$@"\n'}
+        # enroot calls further programs of its folder.
+        path = f"PATH=$PATH:{programs['enroot'].parent}"
+        return {"enroot": f'{_HEAD}own={own}\nexport {path} {paths}\nexec {programs["enroot"]} "$@"\n'}
     return {}
 
 
