@@ -35,19 +35,15 @@ log = logging.getLogger(__name__)
 class Restored:
     """The checkpoint that `Context.restore` returns. All tensors are in host memory.
 
-        Attributes:
-            step: number of steps done when the checkpoint was saved.
-            model: state dict of the bare model, as passed to `Context.save` on rank 0.
-            trainer: the `trainer` argument of `Context.save`.
-    <<<<<<< HEAD
-            local: the `local` argument of `Context.save` on the rank that had the same role and index; None if the number
-                of ranks of this role has changed since.
-    =======
-            local: the `local` argument of `Context.save` on this rank; None if the world size has changed since.
-            local_by_rank: the `local` arguments of all ranks that saved the checkpoint.
-    >>>>>>> 501e4f5579bc1452143ac4298c216f9291bc6b62
-            folder: the checkpoint folder.
-            world_size: number of ranks of the run when it saved the checkpoint.
+    Attributes:
+        step: number of steps done when the checkpoint was saved.
+        model: state dict of the bare model, as passed to `Context.save` on rank 0.
+        trainer: the `trainer` argument of `Context.save`.
+        local: the `local` argument of `Context.save` on the rank that had the same role and index; None if the number
+            of ranks of this role has changed since.
+        local_by_rank: the `local` arguments of all ranks that saved the checkpoint.
+        folder: the checkpoint folder.
+        world_size: number of ranks of the run when it saved the checkpoint.
     """
 
     step: int

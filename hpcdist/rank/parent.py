@@ -12,10 +12,12 @@ supervisor closes the socket or dies, the parent ends. When the parent dies, the
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.config.loading import load_run_config
+from hpcdist.files import retry
 from hpcdist.machine import process_record
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.plan import PARENT_MODULE, RANK_MODULE
@@ -43,12 +46,19 @@ _OF_TRAINERS = (
     "hpcdist.rank.telemetry.heartbeat",
     "hpcdist.rank.telemetry.system_metrics",
 )
+#: Imports torch._dynamo, as long an import as that of torch. Ranks need it for DistributedDataParallel and optimizers.
+_OF_STEPS = "hpcdist.rank.telemetry.timed_ddp"
+#: Time without a request after which the parent imports this for the next attempt, if it is not certain to be needed.
+_IDLE_S = 10.0
 #: Signals that end a process or a job; the socket alone ends the parent. Slurm sends SIGTERM to all processes of a job.
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
+#: How long the parent retries to read the config, as a rank does.
+FILE_TIMEOUT_S = 120.0
 #: Maximum size of a request; a larger one would be cut off.
 MESSAGE_BYTES = 64 * 1024
-_MAX_DESCRIPTORS = 2
+#: Descriptors of a request to fork: the guard's pipe and the log.
+_NUM_DESCRIPTORS = 2
 
 
 def main() -> None:
@@ -57,8 +67,10 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(1))
     os.dup2(2, 1)  # the imports may print
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
-    _import_modules(RunDir(Path(folder)))
-    _require_forkable()
+    with retry.patient(FILE_TIMEOUT_S):
+        _import_modules(RunDir(Path(folder)))
+    if problem := _why_not_forkable():
+        sys.exit(problem)
     control.send(b"{}")
     _serve(control, handlers)
     # In a rank.
@@ -78,29 +90,50 @@ def _import_modules(run: RunDir) -> None:
             importlib.import_module(name)
         if ":" not in config.trainer.target:
             importlib.import_module(f"hpcdist.trainers.{config.trainer.target}.train")
+            importlib.import_module(_OF_STEPS)
+    _share_memory()
+
+
+def _share_memory() -> None:
     # Objects that are never collected are never written to, so that their memory stays shared with the ranks.
     gc.freeze()
     gc.enable()
 
 
-def _require_forkable() -> None:
-    """Exit with a message if a forked process would not work: threads do not exist in it, CUDA fails."""
+def _import_for_restarts() -> None:
+    """Import what the first attempt has imported itself. An error is one of the ranks, too, and not of this process."""
+    try:
+        gc.disable()
+        importlib.import_module(_OF_STEPS)
+    except Exception:
+        traceback.print_exc()
+    _share_memory()
+
+
+def _why_not_forkable() -> str:
+    """Return why a forked process would not work, or nothing. Threads do not exist in it, and CUDA fails."""
     # Fork handlers end the threads of OpenBLAS, which NumPy starts at its import if OMP_NUM_THREADS > 1.
     if (pid := os.fork()) == 0:
         os._exit(0)
     os.waitpid(pid, 0)
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
-        sys.exit(f"the imports have started {threads - 1} threads")
-    if sys.modules["torch"].cuda.is_initialized():
-        sys.exit("the imports have initialised CUDA")
+        return f"the imports have started {threads - 1} threads"
+    return "the imports have initialised CUDA" if sys.modules["torch"].cuda.is_initialized() else ""
 
 
 def _serve(control: socket.socket, handlers: Mapping[signal.Signals, Any]) -> None:
     """Answer the supervisor's requests. Returns in each forked rank; the parent exits when the supervisor does."""
+    timeout: float | None = _IDLE_S
+    problem = ""
     while True:
+        if not select.select([control], [], [], timeout)[0]:
+            timeout = None
+            _import_for_restarts()
+            problem = _why_not_forkable()
+            continue
         try:
-            data, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, _MAX_DESCRIPTORS)
+            data, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, _NUM_DESCRIPTORS)
         except OSError:
             data = b""
         if not data:
@@ -110,6 +143,8 @@ def _serve(control: socket.socket, handlers: Mapping[signal.Signals, Any]) -> No
             pid, status = os.waitpid(request["reap"], os.WNOHANG)
             answer: dict[str, Any] = {"code": os.waitstatus_to_exitcode(status) if pid else None}
         else:
+            if problem:
+                sys.exit(problem)
             pid, answer = _fork(request, descriptors, control, handlers)
             if pid == 0:
                 return
@@ -123,6 +158,8 @@ def _fork(
     request: Mapping[str, Any], descriptors: list[int], control: socket.socket, handlers: Mapping[signal.Signals, Any]
 ) -> tuple[int, dict[str, Any]]:
     """Fork a rank. Returns its process id, 0 in the rank itself and -1 after an error, and the answer."""
+    if len(descriptors) < _NUM_DESCRIPTORS:
+        return -1, {"error": errno.EMFILE}
     parent = os.getpid()
     # A signal to the rank waits until it has its own handlers.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

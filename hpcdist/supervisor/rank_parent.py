@@ -94,8 +94,8 @@ class RankParent:
         """End the parent, and with it the ranks."""
         self._control.close()
         try:
-            self._process.wait(_LEAVE_S)
-        except subprocess.TimeoutExpired:  # it may be stopped, or import from a file system that does not answer
+            self._process.wait(_LEAVE_S if self.was_ready else 0)
+        except subprocess.TimeoutExpired:  # it still imports, or is stopped
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

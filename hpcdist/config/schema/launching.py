@@ -70,7 +70,7 @@ class LaunchConfig:
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Backend of torch.distributed; `auto` is nccl if all ranks have GPUs, else gloo."""
     num_threads: int = 0
-    """CPU threads per rank (OMP_NUM_THREADS); 0 divides the cores evenly."""
+    """CPU threads per rank (OMP_NUM_THREADS); 0 divides the cores evenly, or uses one with elastic.exact."""
     fork: bool = True
     """Whether one process per machine imports torch and forks the ranks; false: each rank imports torch itself."""
     init_timeout_s: float = 120.0

@@ -231,11 +231,12 @@ def evaluate(loop: HybridLoop) -> dict[str, float]:
     """
     ctx, test, lookups = loop.ctx, loop.test, loop.lookups
     size = loop.cfg.section(HybridConfig).eval_batch_size
-    scores = []
-    for number in range(loop.num_eval_batches):  # a share with one sample less than others may end in an empty batch
+    scores = [torch.zeros(0)]
+    for number in range(loop.num_eval_batches):  # a share with fewer samples than others ends in empty batches
         batch = _prepare(ctx, lookups, test, torch.arange(len(test))[number * size : (number + 1) * size])
         pooled = lookups.collect(lookups.request(batch.units, train=False)).to(ctx.device)
-        scores.append(_logits(loop.model.module, pooled, batch.numeric).cpu())
+        if len(batch.labels):
+            scores.append(_logits(loop.model.module, pooled, batch.numeric).cpu())
         ctx.alive()
     mine = [torch.cat(scores), test.labels] + ([] if test.best_scores is None else [test.best_scores])
     gathered: list[Any] = [None] * ctx.roles.count("trainer")

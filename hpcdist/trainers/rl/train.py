@@ -239,7 +239,12 @@ def save(loop: RlLoop, metrics: Mapping[str, float]) -> None:
 
 def _record(ctx: Context, cfg: Config, problem: Problem, policy: Policy, history: History) -> None:
     """Write a plot of the returns and, if the environment can be rendered, one episode as a GIF."""
-    write_atomic(ctx.artifact("returns.png"), returns_plot(problem, history.evaluations, history.last_returns))
+    try:
+        plot = returns_plot(problem, history.evaluations, history.last_returns)
+    except ImportError as error:
+        log.warning("returns.png is not written: %s (install matplotlib with the extra `train`)", error)
+    else:
+        write_atomic(ctx.artifact("returns.png"), plot)
     try:
         gif = greedy_gif(problem, Actor(policy.actor_state(), policy.activation), seed=cfg.seed)
     except (gymnasium.error.Error, ImportError) as error:
