@@ -175,10 +175,11 @@ def show(results: Sequence[Result]) -> dict[str, dict[str, float]]:
             "undisturbed": statistics.median(whole),
             "killed": statistics.median(killed),
             "ratio": median([k / w for k, w in zip(killed, whole, strict=False)]),
+            "slowdown": median([w / k for k, w in zip(killed, whole, strict=False)]),
             "kills": statistics.median(r["kills"] for r in own),
             "redone": statistics.median(r["done_steps"] - r["steps"] for r in own),
             "to_target_s": median(to_target),
-            "ours_over": median([o / k for o, k in zip(ours, killed, strict=False)]) if ours else float("nan"),
+            "over_ours": median([k / o for o, k in zip(ours, killed, strict=False)]) if ours else float("nan"),
             "time_over_ours": median([t / o for t, o in zip(to_target, base, strict=False)]) if base else float("nan"),
         }
         row = rows[name]
@@ -188,7 +189,7 @@ def show(results: Sequence[Result]) -> dict[str, dict[str, float]]:
         )
     for name in names:
         if name != "hpcdist" and ours:
-            print(f"useful steps per second of hpcdist over {name}: {rows[name]['ours_over']:.2f}")
+            print(f"useful steps per second of hpcdist over {name}: {1 / rows[name]['over_ours']:.2f}")
     return rows
 
 

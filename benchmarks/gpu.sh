@@ -12,15 +12,17 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-# Packages of hpcdist and of the tests that an image with PyTorch may lack; none of them requires torch.
+# Packages of hpcdist, the trainers and the tests that an image with PyTorch may lack; none of them requires torch.
 packages=(omegaconf submitit gymnasium jinja2 rich typer psutil nvidia-ml-py py-spy pytest pytest-timeout
-  pytest-xdist)
+  pytest-xdist matplotlib scikit-learn tokenizers)
 
 if [ "${1:-}" = --pack ]; then
   folder=${2:?--pack needs the folder for the packages}
   "$python" -m pip download --quiet --dest "$folder" \
     --python-version "${PYTHON_VERSION:-3.12}" --implementation cp --only-binary=:all: \
     --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64 "${packages[@]}"
+  # Every image with torchvision has these.
+  rm -f "$folder"/numpy-*.whl "$folder"/pillow-*.whl
   du -sh "$folder"
   exit
 fi

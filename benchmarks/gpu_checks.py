@@ -7,6 +7,7 @@ Each part prints JSON objects, one per line, as soon as a figure is known. The e
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -21,6 +22,13 @@ from hpcdist.machine.gpus import driver_version
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 GPU_TESTS = ("data/test_batches.py", "checkpoint/test_host_copy.py", "checkpoint/test_state.py")
+#: Packages of the extra `train` that shipped configs import.
+PACKAGES = {
+    "ddp_digits": ("sklearn",),
+    "pipeline_resnet50": ("sklearn",),
+    "rnn_lm": ("tokenizers",),
+    "rl_cartpole": ("gymnasium", "matplotlib"),
+}
 #: Trainers are shortened: each has to compile, communicate, evaluate and save.
 SHORT = ("launch.max_restarts=0", "checkpoint.every_steps=20", "tracking.drain_timeout_s=5")
 
@@ -97,6 +105,11 @@ def trainer_commands(num_gpus: int) -> dict[str, list[str]]:
     return found
 
 
+def missing_packages(config: str) -> list[str]:
+    """Return the packages that a shipped config needs besides torch and that are not installed."""
+    return [name for name in PACKAGES.get(config, ()) if importlib.util.find_spec(name) is None]
+
+
 def trainers(device: str, folder: Path) -> bool:
     """Run each trainer from its shipped config, and print seconds or the reason of a failure."""
     import torch
@@ -105,6 +118,9 @@ def trainers(device: str, folder: Path) -> bool:
     runs = folder / "runs" / datetime.now(UTC).strftime("%H%M%S")
     all_good = True
     for name, arguments in trainer_commands(num_gpus).items():
+        if missing := missing_packages(arguments[0]):
+            say(**{name: f"not run: not installed: {', '.join(missing)}"})
+            continue
         if device == "cuda" and name == "pipeline" and num_gpus < 2:
             say(**{name: "not run: two stages need two GPUs"})
             continue

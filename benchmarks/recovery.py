@@ -38,7 +38,7 @@ CONTENDERS = ("torchrun, torch.save", "hpcdist")
 SAVE_EVERY = 20
 #: Steps after a restart or the start before the next kill; more than SAVE_EVERY, so that a new checkpoint is on disk.
 STEPS_BETWEEN = 30
-LIMIT_S = 300.0
+LIMIT_S = 900.0
 PARTS = ("processes", "train()", "build", "restore", "step")
 
 

@@ -1,6 +1,6 @@
-"""Seconds from the command to the first all-reduce of 2 ranks, and duration of short commands.
+"""Seconds from the command to the first all-reduce of the ranks, and duration of short commands.
 
-    python benchmarks/startup.py [--rounds 7] [--json]
+    python benchmarks/startup.py [--rounds 7] [--ranks 2 8] [--json]
 
 `hpcdist run` with a trainer and with an unchanged script, compared with `torchrun` of that script. All start in a small
 git repository, in turn; the time ends when rank 0 has the sum. Shipping to MLflow, heartbeats, logs and the snapshot of
@@ -20,30 +20,28 @@ from pathlib import Path
 
 from harness import BASELINES, HPCDIST, argument_parser, call, clean_env, commit_all, median_ratio
 
-NUM_RANKS = 2
-
 TRAINER_CONFIG = """\
 experiment: startup
 trainer: first_all_reduce_trainer:train
-launch: {device: cpu, num_ranks: 2, num_threads: 1}
+launch: {{device: cpu, num_ranks: {num_ranks}, num_threads: 1}}
 """
 SCRIPT_CONFIG = """\
 experiment: startup
-trainer: {script: [first_all_reduce.py]}
-launch: {device: cpu, num_ranks: 2, num_threads: 1}
+trainer: {{script: [first_all_reduce.py]}}
+launch: {{device: cpu, num_ranks: {num_ranks}, num_threads: 1}}
 """
 
 
-def make_project(folder: Path) -> None:
+def make_project(folder: Path, num_ranks: int) -> None:
     """Create a user's repository: the two programs and their configs, committed."""
     for name in ("first_all_reduce.py", "first_all_reduce_trainer.py"):
         shutil.copy(BASELINES / name, folder)
-    (folder / "trainer.yaml").write_text(TRAINER_CONFIG)
-    (folder / "script.yaml").write_text(SCRIPT_CONFIG)
+    (folder / "trainer.yaml").write_text(TRAINER_CONFIG.format(num_ranks=num_ranks))
+    (folder / "script.yaml").write_text(SCRIPT_CONFIG.format(num_ranks=num_ranks))
     commit_all(folder)
 
 
-def contenders(project: Path, runs: Path, out: Path) -> dict[str, Callable[[Mapping[str, str]], float]]:
+def contenders(project: Path, runs: Path, out: Path, num_ranks: int) -> dict[str, Callable[[Mapping[str, str]], float]]:
     """Return functions that run a command and return its seconds, by name."""
 
     def until_sum(command: list[str]) -> Callable[[Mapping[str, str]], float]:
@@ -63,7 +61,7 @@ def contenders(project: Path, runs: Path, out: Path) -> dict[str, Callable[[Mapp
 
         return measure
 
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(NUM_RANKS)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     run = [*HPCDIST, "run"]
     return {
         "torchrun": until_sum([*torchrun, "first_all_reduce.py", str(out)]),
@@ -76,34 +74,52 @@ def contenders(project: Path, runs: Path, out: Path) -> dict[str, Callable[[Mapp
     }
 
 
-def main() -> None:
-    parser = argument_parser(__doc__, rounds=7)
-    parser.add_argument("--only", default="", help="measure only torchrun and the names that contain this")
-    arguments = parser.parse_args()
-
+def measure(num_ranks: int, rounds: int, only: str) -> dict[str, list[float]]:
+    """Return the seconds of each contender by round."""
     env = {**clean_env(), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="startup_") as name:
         project, runs = Path(name) / "project", Path(name) / "runs"
         project.mkdir()
-        make_project(project)
-        measures = contenders(project, runs, Path(name) / "sum.txt")
-        times: dict[str, list[float]] = {key: [] for key in measures if arguments.only in key or key == "torchrun"}
+        make_project(project, num_ranks)
+        measures = contenders(project, runs, Path(name) / "sum.txt", num_ranks)
+        times: dict[str, list[float]] = {key: [] for key in measures if only in key or key == "torchrun"}
         # The first round, which fills the page cache and writes byte code, does not count.
-        for number in range(arguments.rounds + 1):
+        for number in range(rounds + 1):
             for key, values in times.items():
                 seconds = measures[key](env)
                 if number > 0:
                     values.append(seconds)
+    return times
 
-    print(f"{NUM_RANKS} gloo ranks, median of {arguments.rounds} rounds\n")
+
+def show(num_ranks: int, times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Print a line per contender and return the medians."""
+    rounds = len(times["torchrun"])
+    print(f"{num_ranks} gloo ranks, median of {rounds} rounds\n")
     print(f"{'':24}{'s':>8}{'min':>8}{'max':>8}  over torchrun")
     rows = {}
     for key, values in times.items():
         over = median_ratio(values, times["torchrun"])
         rows[key] = {"s": statistics.median(values), "over_torchrun": over}
         print(f"{key:24}{rows[key]['s']:8.3f}{min(values):8.3f}{max(values):8.3f}  {over:.3f}")
+    print()
+    return rows
+
+
+def main() -> None:
+    parser = argument_parser(__doc__, rounds=7)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--only", default="", help="measure only torchrun and the names that contain this")
+    arguments = parser.parse_args()
+
+    rows = {}
+    for number, num_ranks in enumerate(arguments.ranks):
+        # The short commands do not depend on the number of ranks.
+        only = arguments.only if number == 0 else arguments.only or "run, "
+        rows[num_ranks] = show(num_ranks, measure(num_ranks, arguments.rounds, only))
     if arguments.json:
-        print(json.dumps({"benchmark": "startup", "rounds": arguments.rounds, "rows": rows}))
+        print(json.dumps({"benchmark": "startup", "rounds": arguments.rounds, "rows": rows[arguments.ranks[0]],
+                          "by_ranks": rows}))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,13 +8,16 @@ set -euo pipefail
 packages=(git gcc libc6-dev chromium slurmctld slurmd slurmdbd slurm-client munge mariadb-server iproute2 nftables
   podman runc debootstrap debian-archive-keyring charliecloud postgresql docker.io make jq squashfs-tools squashfuse zstd)
 
-# Install the container runtimes that Debian 12 does not package: those that are missing, or whose recipe has changed.
+# Install the container runtimes that Debian 12 does not package: those that are missing, or whose recipe or archive has
+# changed.
 install_runtimes() {
-  local recipes runtimes=/var/tmp/hpcdist-tests/runtimes name
+  local recipes name
   recipes=$(dirname "$(readlink -f "$0")")/runtimes
   [ "$(id -u)" = 0 ] || return 0
+  # shellcheck source=scripts/runtimes/installed.sh
+  . "$recipes/installed.sh"
   for name in apptainer enroot pyxis; do
-    cmp -s "$recipes/$name.sh" "$runtimes/$name.recipe" && continue
+    [ "$(stamp "$name")" = "$(cat "$runtimes/$name.stamp" 2>/dev/null)" ] && continue
     bash "$recipes/$name.sh" || echo "the tests of $name will be skipped: scripts/runtimes/$name.sh failed" >&2
   done
 }

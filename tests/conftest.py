@@ -30,6 +30,7 @@ _STEER_TESTS = (
     "HPCDIST_REQUIRE_POSTGRESQL",
     "HPCDIST_REQUIRE_SLURM",
     "HPCDIST_SCREENSHOTS",
+    "HPCDIST_TEST_RUNTIMES",
 )
 for _name in list(os.environ):
     if _name.startswith(("HPCDIST_", "SLURM_", "SBATCH_", "MLFLOW_")) and _name not in _STEER_TESTS:

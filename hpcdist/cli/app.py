@@ -22,7 +22,7 @@ DEFECT = 70
 _LOGGED = ("supervise", "worker", "in-job")
 
 #: Panel of the help → modules of this package → their commands.
-PANELS = {
+PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "Start runs": {"run": ("run",), "submit": ("submit",), "resume": ("resume",), "config": ("config",)},
     "Watch runs": {
         "runs": ("runs", "status", "logs", "follow", "stop", "cancel"),

@@ -51,32 +51,36 @@ RecordedName = Annotated[
     str, argument("RUN", "Name of a run or its folder; its id in MLflow, or the link to its page.", completion.runs)
 ]
 
+Steps = Annotated[
+    int | None,
+    option("--steps", "N", "Save and stop after step N; the schedule stays that of the whole run.", min=1),
+]
+Here = Annotated[bool, flag("--here", "Run on this machine, also if the run was submitted to Slurm.")]
+WithCurrentCode = Annotated[
+    bool, flag("--with-current-code", "Use the code of the current folder, not that of the run.")
+]
+Repository = Annotated[Path | None, option("--repository", "DIR", "A git work tree with the commit of the run.")]
+Compare = Annotated[bool, flag("--compare", "Start nothing: compare RUN, a rerun that has ended, with its original.")]
+Ignore = Annotated[
+    list[str] | None, option("--ignore", "PATTERN", "Metrics not to compare, such as 'gpu/*'; may be repeated.")
+]
+Tolerance = Annotated[
+    float, option("--tolerance", "X", "Largest relative difference of equal values; 0 compares exactly.", min=0.0)
+]
+
 
 @app.command()
 def rerun(
     run: RecordedName,
     overrides: Overrides = None,
-    steps: Annotated[
-        int | None,
-        option("--steps", "N", "Save and stop after step N; the schedule stays that of the whole run.", min=1),
-    ] = None,
+    steps: Steps = None,
     dry_run: DryRun = False,
-    here: Annotated[bool, flag("--here", "Run on this machine, also if the run was submitted to Slurm.")] = False,
-    with_current_code: Annotated[
-        bool, flag("--with-current-code", "Use the code of the current folder, not that of the run.")
-    ] = False,
-    repository: Annotated[
-        Path | None, option("--repository", "DIR", "A git work tree with the commit of the run.")
-    ] = None,
-    compare: Annotated[
-        bool, flag("--compare", "Start nothing: compare RUN, a rerun that has ended, with its original.")
-    ] = False,
-    ignore: Annotated[
-        list[str] | None, option("--ignore", "PATTERN", "Metrics not to compare, such as 'gpu/*'; may be repeated.")
-    ] = None,
-    tolerance: Annotated[
-        float, option("--tolerance", "X", "Largest relative difference of equal values; 0 compares exactly.", min=0.0)
-    ] = 0.0,
+    here: Here = False,
+    with_current_code: WithCurrentCode = False,
+    repository: Repository = None,
+    compare: Compare = False,
+    ignore: Ignore = None,
+    tolerance: Tolerance = 0.0,
     follow: Follow = True,
     wait: Wait = False,
     dependency: Dependency = None,
@@ -102,16 +106,14 @@ def rerun(
 
         hpcdist rerun ddp-2026-rerun-1a2b --compare
     """
-    from hpcdist.cli.rerun_report import compare_again, compare_rerun, report
-    from hpcdist.run.lookup import resolve_run
+    from hpcdist.cli.rerun_report import compare_rerun, report
     from hpcdist.tracking.recorded_run import find_recorded
 
     del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
     ignored = tuple(ignore or ())
     with tempfile.TemporaryDirectory(prefix="hpcdist-rerun-") as scratch:
         if compare:
-            made = resolve_run(run, runs_dir)
-            return report(made, compare_again(made, runs_dir, Path(scratch), tolerance=tolerance, ignore=ignored))
+            return _compare(run, runs_dir, Path(scratch), tolerance, ignored)
         recorded = find_recorded(run, runs_dir, os.environ, Path(scratch))
         config, changed = _config(recorded, overrides or [], runs_dir, steps, here=here)
         source = None if with_current_code else _code(recorded, repository)
@@ -127,10 +129,25 @@ def rerun(
             raise UserMistake("--dependency and --begin need Slurm, and this run is repeated on this machine")
         else:
             made, code = _run_here(recorded, config, source, missing, follow=follow)
-        if not follow and not (on_slurm and wait):
-            print(f"when it has ended: `hpcdist rerun {made.name} --compare` compares its values")
-            return code
-        return code or report(made, compare_rerun(recorded, made, tolerance=tolerance, ignore=ignored))
+        is_over = follow or (on_slurm and wait)
+        if is_over and not code:
+            return report(made, compare_rerun(recorded, made, tolerance=tolerance, ignore=ignored))
+        compares = f"`hpcdist rerun {made.name} --compare` compares its values"
+        print(
+            f"the rerun did not end as planned: {compares} until its end"
+            if is_over
+            else f"when it has ended: {compares}"
+        )
+        return code
+
+
+def _compare(name: str, runs_dir: Path, scratch: Path, tolerance: float, ignored: Sequence[str]) -> int:
+    """Compare a rerun that has ended with its original. Returns the exit code."""
+    from hpcdist.cli.rerun_report import compare_again, report
+    from hpcdist.run.lookup import resolve_run
+
+    made = resolve_run(name, runs_dir)
+    return report(made, compare_again(made, runs_dir, scratch, tolerance=tolerance, ignore=ignored))
 
 
 def _is_slurm(recorded: RecordedRun) -> bool:

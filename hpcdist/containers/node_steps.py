@@ -56,8 +56,8 @@ class ContainerSteps:
         self._checked = False
         #: The nodes of the job on which steps can run, if these are not all.
         self.present: Sequence[str] = ()
-        #: Whether Slurm's signal has ended a step while it created containers.
-        self._interrupted = False
+        #: Whether a signal to a step, also of an earlier supervisor, may have ended pyxis' work on its containers.
+        self._interrupted = True
 
     def prepare(self) -> None:
         """Remove leftover containers and, the first time, check the image on every node.
@@ -66,6 +66,7 @@ class ContainerSteps:
             UserMistake: a retry cannot help: a node lacks the runtime or the image, or the image has another version.
         """
         self.remove_containers()
+        self._interrupted = False
         if self._checked:
             return
         make_mount_points(self._spec)
@@ -87,11 +88,15 @@ class ContainerSteps:
             },
         )
 
-    def remove_containers(self) -> None:
+    def remove_containers(self, *, failed: bool = False) -> None:
         """Remove the run's containers from every node; the run's lease guarantees that no other job uses them.
 
-        pyxis removes its containers itself, unless Slurm interrupts it.
+        pyxis removes its containers itself, unless a signal to the step ends the creation or the removal.
+
+        Args:
+            failed: whether the step has failed or was killed.
         """
+        self._interrupted |= failed
         if not (self._spec.outlives_step or (self._interrupted and self._spec.runtime == "pyxis")):
             return
         command = remove_command(self._spec, self._env.get("SLURM_JOB_ID", ""))

@@ -143,7 +143,7 @@ plain)
   ;;
 remove)
   if [ "$1" = pyxis ]; then
-    # pyxis leaves the files of a container whose creation Slurm has interrupted.
+    # pyxis leaves the files of a container if a signal to the step ends its creation or its removal.
     for container in $(enroot list 2>/dev/null | grep "^pyxis_$2\\."); do enroot remove --force "$container"; done
     exit 0
   fi

@@ -15,6 +15,7 @@ from hpcdist.errors import DevClusterError
 
 POLL_INTERVAL_S = 0.1
 COMMAND_TIMEOUT_S = 120.0
+LOCK_WITHIN_S = 10.0
 #: Name of an abstract socket, which the kernel removes at the end of the process.
 LOCK = "\0hpcdist-devcluster"
 
@@ -88,10 +89,22 @@ def wait_until(
 
 @contextmanager
 def exclusive() -> Iterator[None]:
-    """Hold the lock of `up`, `down` and `node`. Raises DevClusterError if another process holds it."""
+    """Hold the lock of `up`, `down` and `node`.
+
+    Raises:
+        DevClusterError: another process holds it for `LOCK_WITHIN_S`. After a killed `up`, its child may do so until it
+            has started the child's program.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lock:
-        try:
-            lock.bind(LOCK)
-        except OSError:
-            raise DevClusterError("another `hpcdist devcluster` is at work on this machine: wait for it") from None
+        deadline = time.monotonic() + LOCK_WITHIN_S
+        while True:
+            try:
+                lock.bind(LOCK)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise DevClusterError(
+                        "another `hpcdist devcluster` is at work on this machine: wait for it"
+                    ) from None
+            time.sleep(POLL_INTERVAL_S)
         yield

@@ -32,7 +32,8 @@ from hpcdist.slurm.job_info import JobInfo
 #: Lines searched at the end of a log, and number of logs searched.
 MAX_LINES = 20_000
 MAX_LOGS = 64
-_JOB_ENDS = {
+#: Causes and fixes by the state with which Slurm ends a job.
+JOB_ENDS = {
     "OUT_OF_MEMORY": ("the job used more memory than it requested", HOST_MEMORY_FIX),
     "TIMEOUT": ("the job reached its time limit before the ranks had saved", TIME_FIX),
     "DEADLINE": ("the job reached its deadline", TIME_FIX),
@@ -95,11 +96,11 @@ def _finding(run: RunDir, now: RunStatus) -> Finding | None:
     if now.name == "running":
         failed = _last_failure(run, state) if state.restarts else None
         return None if failed is None else _of_attempt(run, failed, "")
-    if facts is not None and (facts.state in _JOB_ENDS or facts.out_of_memory):
+    if facts is not None and (facts.state in JOB_ENDS or facts.out_of_memory):
         end = "OUT_OF_MEMORY" if facts.out_of_memory else facts.state
         # Cancelling the job after the run has failed is not the cause.
         if end != "CANCELLED" or now.name in ("lost", "cancelled"):
-            cause, fix = _JOB_ENDS[end]
+            cause, fix = JOB_ENDS[end]
             evidence = f"Slurm: {facts.sentence()}" + (f", MaxRSS {facts.max_rss}" if facts.max_rss else "")
             return Finding(cause=cause, evidence=evidence, fix=fix)
     if now.name in ("stopped", "cancelled"):

@@ -34,9 +34,14 @@ def environment_problems(config: Config, env: Mapping[str, str]) -> list[str]:
 
 
 def module_problems(config: Config, env: Mapping[str, str]) -> list[str]:
-    """Return why the modules cannot be loaded on this machine; no problem if it has no environment modules."""
+    """Return why the modules cannot be loaded on this machine; no problem if it has no environment modules.
+
+    Nothing is checked with `cluster.setup`, whose commands run in the job only.
+    """
     names = config.cluster.environment.modules
-    if not names or not has_modules(env):
+    env = {**env, **config.cluster.env}
+    # Commands of the job, such as `module use`, may change which modules exist.
+    if not names or config.cluster.setup or not has_modules(env):
         return []
     try:
         load_modules(names, env)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hpcdist.errors import RunFolderError
 from hpcdist.files import formats, retry
 from hpcdist.files.bounded_json import read_json_value
 
@@ -73,3 +74,12 @@ def read_json(path: Path, *, within_s: float | None = None) -> dict[str, Any] | 
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return None
     return formats.unstamped(value, path) if isinstance(value, dict) else None
+
+
+def read_if_valid(kind: type[formats.T], path: Path) -> formats.T | None:
+    """Return a dataclass with the values of a JSON file; None if the file is missing, damaged or cannot be read."""
+    try:
+        raw = read_json(path)
+        return None if raw is None else formats.fill(kind, raw, path)
+    except (RunFolderError, OSError):
+        return None

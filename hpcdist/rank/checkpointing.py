@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from hpcdist.config.schema import Config
 from hpcdist.errors import CheckpointError
 from hpcdist.files import retry
 from hpcdist.rank.network.process_group import Groups
+from hpcdist.rank.roles import Roles
 from hpcdist.rank.seeding import seed_everything
 from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
@@ -38,7 +39,8 @@ class Restored:
         step: number of steps done when the checkpoint was saved.
         model: state dict of the bare model, as passed to `Context.save` on rank 0.
         trainer: the `trainer` argument of `Context.save`.
-        local: the `local` argument of `Context.save` on this rank; None if the world size has changed since.
+        local: the `local` argument of `Context.save` on the rank that had the same role and index; None if the number
+            of ranks of this role has changed since.
         local_by_rank: the `local` arguments of all ranks that saved the checkpoint.
         folder: the checkpoint folder.
         world_size: number of ranks of the run when it saved the checkpoint.
@@ -95,6 +97,9 @@ class RankCheckpoints:
         self._run = run
         self._attempt = attempt
         self._topology = topology
+        self._roles = Roles.of(config.roles, topology.world_size)
+        self._has_roles = bool(config.roles)
+        self._name = self._roles.name_of(topology.rank)
         self._device = device
         self._groups = groups
         self._journal = journal
@@ -117,6 +122,7 @@ class RankCheckpoints:
         rank_state = {
             "rng": rng_state(self._device),
             "local": local and _to_cpu(local),
+            "role": self._name,
             "num_micro_batches": self.num_micro_batches,
         }
         gathered = self._groups.gather((rank_state, is_owner))
@@ -162,30 +168,53 @@ class RankCheckpoints:
         self.saved_step = checkpoint.step
         local = None
         self.num_micro_batches = checkpoint.rank_states[0].get("num_micro_batches")
-        if checkpoint.world_size == self._topology.world_size:
-            rank_state = checkpoint.rank_states[self._topology.rank]
+        before = self._predecessor(checkpoint.rank_states)
+        if before is not None:
+            rank_state = checkpoint.rank_states[before]
             local = rank_state["local"]
             set_rng_state(rank_state["rng"], self._device)
         elif self._is_elastic and self.num_micro_batches is not None:
             # After a step the state is equal on all ranks, see `rank/elastic/micro_batches.py`.
             set_rng_state(checkpoint.rank_states[0]["rng"], self._device)
-            log.info("%d ranks instead of %d continue the run", self._topology.world_size, checkpoint.world_size)
         else:
-            log.warning(
-                "the checkpoint was saved by %d ranks and is resumed by %d: the sample order differs from here on",
-                checkpoint.world_size,
-                self._topology.world_size,
-            )
             seed_everything(self._seed + 1 + self._topology.rank + checkpoint.step)
+        if checkpoint.world_size != self._topology.world_size:
+            self._report_size(checkpoint.world_size)
         log.info("resumed at step %d from %s", checkpoint.step, path)
         return Restored(
             step=checkpoint.step,
             model=checkpoint.model,
             trainer=checkpoint.trainer,
             local=local,
-            local_by_rank=[state["local"] for state in checkpoint.rank_states],
             folder=Path(path),
             world_size=checkpoint.world_size,
+            local_by_rank=[state["local"] for state in checkpoint.rank_states],
+        )
+
+    def _predecessor(self, states: Sequence[Mapping[str, Any]]) -> int | None:
+        """Return the rank that had this rank's role and index, or None if the number of ranks of its role has changed.
+
+        Args:
+            states: the state of every rank in the checkpoint.
+        """
+        names = [str(state.get("role", "")) for state in states]
+        if not all(names):  # saved by an hpcdist that did not record the roles
+            return self._topology.rank if len(states) == self._topology.world_size else None
+        role = self._name.partition(":")[0]
+        if sum(name.partition(":")[0] == role for name in names) != self._roles.count(role):
+            return None
+        return names.index(self._name)
+
+    def _report_size(self, before: int) -> None:
+        """Log a change of the number of ranks; trainers with roles report its effect themselves."""
+        now = self._topology.world_size
+        if self._has_roles or (self._is_elastic and self.num_micro_batches is not None):
+            log.info("%d ranks instead of %d continue the run", now, before)
+            return
+        log.warning(
+            "the checkpoint was saved by %d ranks and is resumed by %d: the sample order differs from here on",
+            before,
+            now,
         )
 
     def check(self) -> None:

@@ -71,11 +71,14 @@ class ContextBatches(ContextRecords):
         """Return the options of DistributedDataParallel for a model of this run."""
         if self.config.data.global_batch_size is None:
             return dict(options)
-        # `MicroBatches` combines the buffers, and not every backward pass exchanges gradients.
-        return {**options, "static_graph": False, "broadcast_buffers": False}
+        return {**options, "static_graph": False}  # not every backward pass exchanges gradients
 
     def _set_reduction(self, model: DistributedDataParallel) -> None:
-        if self.config.data.global_batch_size is not None and not self.config.elastic.exact:
+        """Leave the exchange of buffers, and that of gradients in part, to `MicroBatches`."""
+        if self.config.data.global_batch_size is None:
+            return
+        model.broadcast_buffers = False
+        if not self.config.elastic.exact:
             model.register_comm_hook(None, sum_over_ranks)
 
     def _log_world_size(self, step: int) -> None:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,23 +80,36 @@ class LiveCommands:
         """Whether a `save` command has not been obeyed yet; equal on all ranks."""
         return self._stop.newest_save > self._last_save
 
-    def saving(self, step: int) -> Callable[[], None]:
-        """Note that a checkpoint of this step is being saved. Returns a function to call once it is on disk."""
+    def saving(self, step: int, path: Path | None = None) -> Callable[[], None]:
+        """Note that a checkpoint of this step is being saved. Returns a function to call once it is on disk.
+
+        Args:
+            path: the checkpoint; by default that of the step in the folder of checkpoints.
+        """
+        saved = path or self._run.checkpoints / f"step-{step:08d}"
+        numbers = self._new_saves()
+        result = CommandResult(step=step, path=str(saved.relative_to(self._run.path)))
+        return partial(self._report_saves, numbers, result)
+
+    def refuse_save(self, error: str) -> None:
+        """Report that this run cannot obey the new commands `save`."""
+        self._report_saves(self._new_saves(), CommandResult(error=error))
+
+    def _new_saves(self) -> range:
+        """Return the numbers of the commands since the last save, and count them as obeyed."""
         numbers = range(self._last_save + 1, self._stop.newest_save + 1)
         self._last_save = self._stop.newest_save
+        return numbers
 
-        def written() -> None:
-            path = self._run.checkpoints / f"step-{step:08d}"
-            for number in numbers:
-                try:
-                    command = read_command(self._attempt, number)
-                except OSError as error:
-                    log.warning("%s: %s", self._attempt.command(number), error.strerror)
-                    continue
-                if command is not None and command.action == "save":
-                    self._report(number, CommandResult(step=step, path=str(path.relative_to(self._run.path))))
-
-        return written if self._rank == 0 and numbers else lambda: None
+    def _report_saves(self, numbers: range, result: CommandResult) -> None:
+        for number in numbers if self._rank == 0 else ():
+            try:
+                command = read_command(self._attempt, number)
+            except OSError as error:
+                log.warning("%s: %s", self._attempt.command(number), error.strerror)
+                continue
+            if command is not None and command.action == "save":
+                self._report(number, result)
 
     # --- profile
 
@@ -107,7 +121,7 @@ class LiveCommands:
     def step_done(self, step: int) -> None:
         """Begin, continue or end a profile after a step."""
         if self._stop.newest_profile > self._last_profile:
-            self._read(self._stop.newest_profile)
+            self._read_profiles()
         if self._profiler is not None:
             try:
                 if self._profiler.step_done():
@@ -129,21 +143,23 @@ class LiveCommands:
             self._report(number, CommandResult(error=ENDED_BEFORE))
         self._waiting.clear()
 
-    def _read(self, number: int) -> None:
+    def _read_profiles(self) -> None:
+        """Read all commands up to the newest profile: a node may see several at once."""
         now = time.monotonic()
         if now < self._next_read:
             return
         self._next_read = now + READ_INTERVAL_S
-        try:
-            command = read_command(self._attempt, number, within_s=0)
-        except OSError as error:
-            log.warning("%s: %s; trying again", self._attempt.command(number), error.strerror)
-            return
-        if command is None:
-            return  # the file system does not show it on this node yet
-        self._last_profile = number
-        if self._rank in command.ranks:
-            self._waiting.append((number, command))
+        for number in range(self._last_profile + 1, self._stop.newest_profile + 1):
+            try:
+                command = read_command(self._attempt, number, within_s=0)
+            except OSError as error:
+                log.warning("%s: %s; trying again", self._attempt.command(number), error.strerror)
+                return
+            if command is None:
+                return  # the file system does not show it on this node yet
+            self._last_profile = number
+            if command.action == "profile" and self._rank in command.ranks:
+                self._waiting.append((number, command))
 
     def _begin(self, step: int) -> None:
         from hpcdist.rank.telemetry.step_profiler import StepProfiler

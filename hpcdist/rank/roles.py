@@ -14,6 +14,11 @@ from hpcdist.errors import ConfigError
 DEFAULT_ROLE = "trainer"
 
 
+def share_of(index: int, num_owners: int, num_items: int) -> range:
+    """Return the consecutive items that an owner has; the numbers of items of two owners differ by at most one."""
+    return range(num_items * index // num_owners, num_items * (index + 1) // num_owners)
+
+
 @dataclass(frozen=True)
 class Roles:
     """The roles and their numbers of ranks, in rank order. Create it with `Roles.of`."""

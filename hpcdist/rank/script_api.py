@@ -1,12 +1,14 @@
-"""`hpcdist.log`, `hpcdist.should_stop` and `hpcdist.checkpoint_dir`: hpcdist in a script that has no `Context`.
+"""`hpcdist.log`, `should_stop`, `should_save` and `checkpoint_dir`: hpcdist in a script that has no `Context`.
 
     step = load_newest(hpcdist.checkpoint_dir())
     while step < 1000:
         loss = train_step()
         step += 1
         hpcdist.log({"train/loss": loss}, step)
-        if hpcdist.should_stop(step):
+        stop = hpcdist.should_stop(step)
+        if hpcdist.should_save(step):
             save(hpcdist.checkpoint_dir(), step)
+        if stop:
             break
 
 They work in `trainer.script` runs and in trainers, on all ranks. Outside of a run they do nothing, so that the script
@@ -19,7 +21,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -46,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 #: Folder of checkpoints outside of a run, in the current folder.
 LOCAL_CHECKPOINTS = "checkpoints"
+#: Result of a command `save` to a script that does not ask for one.
+NO_SAVE = "not saved, since the script does not call hpcdist.should_save(step) after hpcdist.should_stop(step)"
 
 
 def log(metrics: Mapping[str, float], step: int) -> None:
@@ -81,6 +85,21 @@ def should_stop(step: int, total_steps: int | None = None) -> bool:
     return _script.should_stop(step, total_steps) if _script is not None else False
 
 
+def should_save(step: int) -> bool:
+    """Return whether to save a checkpoint after this step.
+
+    Call it after `should_stop`. The answer is True before a stop, every `checkpoint.every_steps` steps, and after
+    `hpcdist save`, which reports the save when the script calls `should_stop` or `should_save` with the next step. It
+    is the same on all ranks that ask. Outside of a run it is False.
+
+    Args:
+        step: number of steps done.
+    """
+    if _trainer is not None:
+        return _trainer.should_save(step)
+    return _script.should_save(step) if _script is not None else False
+
+
 def checkpoint_dir() -> Path:
     """Return a folder for the script's checkpoints, which outlives attempts. It exists.
 
@@ -103,10 +122,15 @@ class RunningScript:
         topology: Topology,
         hang_timeout_s: float,
         pause_at_step: int | None = None,
+        save_every_steps: int | None = None,
     ) -> None:
         self._run = run
         self._attempt = attempt
         self._pause_at_step = pause_at_step
+        self._save_every_steps = save_every_steps
+        self._asks_to_save = False
+        #: Step of the checkpoint that the script is saving because of a command, and the function that reports it.
+        self._saving: tuple[int, Callable[[], None]] | None = None
         self._topology = topology
         self._hang_timeout_s = hang_timeout_s
         self._heartbeat: Heartbeat | None = None
@@ -135,14 +159,34 @@ class RunningScript:
         heartbeat = self._beating()
         heartbeat.step, heartbeat.total_steps = step, total_steps
         heartbeat.beat()
+        self._report_saved(step)
         if self.stop_agreed:
             return True
         from hpcdist.rank.stop_agreement import stops_after  # which imports torch
 
+        commanded = self._commands is not None and self._commands.save_is_due
         stop = stops_after(step, self._agreement(), self._pause_at_step, self._attempt)
         if self._commands is not None and self._commands.profile_is_due:
             self._commands.step_done(step)
+        if self._commands is not None and commanded and not self._asks_to_save:
+            self._commands.refuse_save(NO_SAVE)  # it was due at the step before
         return stop
+
+    def should_save(self, step: int) -> bool:
+        """See the function `should_save`."""
+        self._asks_to_save = True
+        self._report_saved(step)
+        if self._commands is not None and self._commands.save_is_due:
+            self._saving = step, self._commands.saving(step, self._run.checkpoints)
+        every = self._save_every_steps
+        is_regular = every is not None and step % every == 0
+        return self.stop_agreed or is_regular or (self._saving is not None and self._saving[0] == step)
+
+    def _report_saved(self, step: int | None = None) -> None:
+        """Report that a commanded checkpoint is on disk, since the script has returned from saving that step."""
+        if self._saving is not None and self._saving[0] != step:
+            self._saving[1]()
+            self._saving = None
 
     def _beating(self) -> Heartbeat:
         # Begun at the first step: a script that reports none is watched by its output alone.
@@ -196,8 +240,10 @@ class RunningScript:
             os.environ.update(interface_env(self._topology.master_addr, os.environ))
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self._hang_timeout_s + 60))
 
-    def close(self) -> None:
-        """End a profile in progress, and write the last heartbeat."""
+    def close(self, *, failed: bool = False) -> None:
+        """Report the last save unless the script has failed, end a profile in progress, write the last heartbeat."""
+        if not failed:
+            self._report_saved()
         if self._commands is not None:
             self._commands.close()
         if self._heartbeat is not None:
@@ -239,15 +285,18 @@ def entered(
     records: RankRecords,
     *,
     pause_at_step: int | None = None,
+    save_every_steps: int | None = None,
 ) -> Iterator[RunningScript]:
     """Make this process the script of a rank while the block runs; the worker calls it."""
     global _script
-    _script = RunningScript(records.run, attempt, topology, hang_timeout_s, pause_at_step)
+    _script = RunningScript(records.run, attempt, topology, hang_timeout_s, pause_at_step, save_every_steps)
     records.on_metrics = _script.note
+    failed = True
     try:
         yield _script
+        failed = False
     finally:
-        _script.close()
+        _script.close(failed=failed)
 
 
 def enter_trainer(ctx: Context) -> None:

@@ -83,7 +83,12 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
     ended: Literal["done", "stopped"]
     if config.trainer.script:
         with script_api.entered(
-            attempt, topology, config.launch.hang_timeout_s, records, pause_at_step=config.stop.pause_at_step
+            attempt,
+            topology,
+            config.launch.hang_timeout_s,
+            records,
+            pause_at_step=config.stop.pause_at_step,
+            save_every_steps=config.checkpoint.every_steps,
         ) as script:
             outcome.step = script.last_step
             run_script(config.trainer.script, run, topology)
@@ -154,6 +159,7 @@ def _train(
             disk=str(run.path),
         ),
     ):
+        commands = CommandFiles(attempt) if topology.rank == 0 else None
         ctx = Context(
             config=config,
             run=run,
@@ -162,11 +168,7 @@ def _train(
             device=device,
             groups=groups,
             stop=StopAgreement(
-                groups.control,
-                stop_flag,
-                attempt.request,
-                watch_request=topology.rank == 0,
-                commands=CommandFiles(attempt) if topology.rank == 0 else None,
+                groups.control, stop_flag, attempt.request, watch_request=topology.rank == 0, commands=commands
             ),
             journal=journal,
             heartbeat=heartbeat,

@@ -12,9 +12,6 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import holder
 from hpcdist.run.slurm_job import JobStart, all_job_starts
 
-#: Times of Slurm are whole seconds.
-_ROUNDING_S = 2.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class AllocationTimes:
@@ -52,7 +49,7 @@ def allocations_of(run: RunDir, now: float | None = None) -> list[AllocationTime
     groups: dict[JobStart | float, list[TimedAttempt]] = {}
     for attempt in attempts:
         supervised = attempt.times.supervised
-        own = next((start for start in reversed(starts) if _contains(start, supervised)), supervised)
+        own = next((start for start in reversed(starts) if start.contains(supervised)), supervised)
         groups.setdefault(own, []).append(attempt)
     is_gpu = any(attempt.times.unit == "GPU" for attempt in attempts)
     found = [_without_attempts(start, is_gpu) for start in starts if start not in groups and start.ended is not None]
@@ -61,11 +58,6 @@ def allocations_of(run: RunDir, now: float | None = None) -> list[AllocationTime
         own_time = AllocationTimes(began=began, ended=group[-1].ended, attempts=group, nodes=group[0].nodes)
         found.append(_with_start(own_time, key) if isinstance(key, JobStart) else own_time)
     return sorted(found, key=lambda one: one.began)
-
-
-def _contains(start: JobStart, moment: float) -> bool:
-    assert start.began is not None
-    return start.began - _ROUNDING_S <= moment and (start.ended is None or moment <= start.ended + _ROUNDING_S)
 
 
 def _with_start(own: AllocationTimes, start: JobStart) -> AllocationTimes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpcdist.errors import RunFolderError
@@ -12,10 +12,18 @@ from hpcdist.review.checkpoints import CheckpointFacts
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.attempt_times import AttemptTimes, read_times
 from hpcdist.run.folder import ENDED, RunDir, State
+from hpcdist.run.slurm_job import all_job_starts
 from hpcdist.run.training_record import read_training
 
 #: Cause of an attempt whose end nobody recorded.
 UNRECORDED = "the supervisor was killed, or its node failed: no end was recorded"
+#: States of Slurm's accounting that explain the end of the last attempt of a start of the job.
+_CAUSES = {
+    "PREEMPTED": "preempted by a job of higher priority",
+    "NODE_FAIL": "a node failed (Slurm: NODE_FAIL)",
+    "TIMEOUT": "the job reached its time limit (Slurm: TIMEOUT)",
+    "OUT_OF_MEMORY": "the job used more memory than it requested (Slurm: OUT_OF_MEMORY)",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +53,37 @@ def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFac
     """Return the attempts of a run, the first one first."""
     found: list[AttemptFacts] = []
     resumed: int | None = checkpoints[-1].step if checkpoints else 0
+    ends = ends_by_slurm(run)
     for attempt in reversed(run.attempts()):
         facts = _read(attempt, state, resumed_at=resumed)
+        if (ending := _CAUSES.get(ends.get(attempt.number, ""))) and facts.status not in ("running", "finished"):
+            facts = replace(facts, cause=ending if facts.cause == UNRECORDED else f"{ending}: {facts.cause}")
         if facts.first_step is not None:
             resumed = facts.first_step
         elif facts.last_step:  # of an older version, which did not record the first step
             resumed = None
         found.append(facts)
     return tuple(reversed(found))
+
+
+def ends_by_slurm(run: RunDir) -> dict[int, str]:
+    """Return the states with which Slurm ended the starts of the job, by the number of the last attempt of each.
+
+    An attempt that finished has none.
+    """
+    try:
+        starts = all_job_starts(run)
+    except (RunFolderError, OSError):
+        return {}
+    known = [(attempt.number, times) for attempt in run.attempts() if (times := _times(attempt)) is not None]
+    last = {}
+    for number, times in known:
+        # The newest one: a start may begin in the second in which the one before ends.
+        start = next((start for start in reversed(starts) if start.contains(times.supervised)), None)
+        if start is not None:
+            last[start] = number
+    finished = {number for number, times in known if times.status == "finished"}
+    return {number: start.state for start, number in last.items() if start.state and number not in finished}
 
 
 def _read(attempt: Attempt, state: State, *, resumed_at: int | None) -> AttemptFacts:

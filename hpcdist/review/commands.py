@@ -9,14 +9,21 @@ from hpcdist.run.sweep import text_of
 
 
 def load_commands(facts: RunFacts) -> str:
-    """Return lines of Python that load the final model, else the weights of a checkpoint; empty without any."""
+    """Return lines of Python that load the final model, and the weights of the best checkpoint if that is another one.
+
+    Without a best checkpoint, the newest one is loaded. Empty without any.
+    """
+    last_step = facts.attempts[-1].last_step if facts.attempts else None
+    lines = []
     if facts.has_model and facts.run_id:
-        return f'import mlflow; model = mlflow.pytorch.load_model("runs:/{facts.run_id}/model")'
+        lines += [f"# final model{'' if last_step is None else f', after step {last_step:,}'}"]
+        lines += [f'import mlflow; model = mlflow.pytorch.load_model("runs:/{facts.run_id}/model")']
     checkpoint = facts.best or (facts.checkpoints[-1] if facts.checkpoints else None)
-    if checkpoint is None:
-        return ""
-    path = str(checkpoint.path)
-    return f"from hpcdist.checkpoint.weights import load_weights; state_dict = load_weights({path!r})"
+    if checkpoint is not None and not (lines and checkpoint.step == last_step):
+        lines += [f"# weights of the {'best' if facts.best else 'newest'} checkpoint, step {checkpoint.step:,}"]
+        path = str(checkpoint.path)
+        lines += [f"from hpcdist.checkpoint.weights import load_weights; state_dict = load_weights({path!r})"]
+    return "\n".join(lines)
 
 
 def run_again_command(facts: RunFacts) -> str:

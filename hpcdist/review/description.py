@@ -6,16 +6,18 @@ import time
 from collections.abc import Iterator, Sequence
 
 from hpcdist.review.attempts import AttemptFacts
+from hpcdist.review.checkpoints import CheckpointFacts
 from hpcdist.review.commands import load_commands, rerun_command, run_again_command
 from hpcdist.review.facts import RunFacts
 from hpcdist.review.ledger import CAUSES, Ledger
-from hpcdist.review.markdown import code_block, escaped, link, run_page, table
+from hpcdist.review.markdown import code_block, escaped, link, models_page, run_page, table
 from hpcdist.run.sweep import text_of
 from hpcdist.run.training_record import Dataset
 
 #: Rows of a table beyond these are left out, in the middle of the attempts.
 _MAX_OVERRIDES = 30
 _MAX_METRICS = 12
+_MAX_CHECKPOINTS = 12
 _MAX_NODES = 8
 _KEPT_ATTEMPTS = (1000, 60, 30, 20, 10, 6, 4, 2)
 
@@ -42,6 +44,9 @@ def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) ->
         yield summary
     if facts.progress is not None:
         yield _progress(facts, now)
+    elif facts.is_live:
+        is_running = facts.state.status == "running"
+        yield f"State at {clock(now)}" + (": no step is done yet in this attempt." if is_running else ".")
     yield "### What ran\n\n" + table(("", ""), ((f"**{name}**", value) for name, value in _what_ran(facts)))
     if result := list(_result(facts)):
         yield "### Result\n\n" + "\n".join(f"- {line}" for line in result)
@@ -126,8 +131,11 @@ def _what_ran(facts: RunFacts) -> Iterator[tuple[str, str]]:
             f"commit {escaped(facts.git_commit)}"
             + (f" with {link('uncommitted changes', _artifact(facts, 'code.patch'))}" if facts.git_dirty else ""),
         )
+    digest = f", digest {escaped(facts.image_digest)}" if facts.image_digest else ""
     if facts.image:
-        yield "Image", escaped(facts.image) + (f", digest {escaped(facts.image_digest)}" if facts.image_digest else "")
+        yield "Image", escaped(facts.image) + digest
+    elif facts.config.get("container.runtime") == "none":
+        yield "Image", "none, without a container"
     yield "Ranks", f"{facts.state.world_size}{_where(facts)}"
     versions = [f"{name} {facts.versions[name]}" for name in ("hpcdist", "torch") if facts.versions.get(name)]
     yield (
@@ -174,12 +182,19 @@ def _result(facts: RunFacts) -> Iterator[str]:
         uploaded = not facts.is_live and facts.state.status != "stopped"
         artifact = f"; {link('uploaded', _artifact(facts, 'checkpoints/best'))}" if uploaded else ""
         yield f"best checkpoint: {escaped(str(facts.best.path))}{artifact}"
-    if facts.checkpoints and facts.checkpoints[-1] is not facts.best:
-        yield f"newest checkpoint: {escaped(str(facts.checkpoints[-1].path))}"
+    if facts.checkpoints:
+        kept = ", ".join(_kept(facts, one) for one in facts.checkpoints[-_MAX_CHECKPOINTS:])
+        page = models_page(facts.experiment_id)
+        yield "kept checkpoints" + (f" ({link('of all runs', page)})" if page else "") + f": {kept}"
     metrics = [name for name in facts.metrics if not name.startswith(("system/", "time/"))]
     if metrics:
         shown = [f"{escaped(name)} {facts.metrics[name]:.5g}" for name in metrics[:_MAX_METRICS]]
         yield f"last values: {', '.join([*shown, *_more(len(metrics) - _MAX_METRICS)])}"
+
+
+def _kept(facts: RunFacts, checkpoint: CheckpointFacts) -> str:
+    value = checkpoint.metrics.get(facts.monitor)
+    return f"step {checkpoint.step:,}" + ("" if value is None else f" ({value:.6g})")
 
 
 def _attempts(facts: RunFacts, num_kept: int) -> str:

@@ -46,6 +46,11 @@ def link(text: str, target: str) -> str:
     return f"[{text}]({target})"
 
 
+def models_page(experiment_id: str) -> str:
+    """Return the address of the tab Models of an experiment, relative to MLflow's UI; empty without an id."""
+    return f"#/experiments/{quote(experiment_id)}/models?workflowType=machine_learning" if experiment_id else ""
+
+
 def run_page(experiment_id: str, run_id: str, artifact: str = "") -> str:
     """Return the address of a run, or of one of its artifacts, relative to MLflow's UI; empty without ids."""
     if not experiment_id or not run_id:

@@ -9,9 +9,10 @@ from typing import Any
 
 from hpcdist.config.redaction import redact_text
 from hpcdist.config.tree import leaves
-from hpcdist.diagnostics.explain import Finding, explain_failure
+from hpcdist.diagnostics.explain import JOB_ENDS, Finding, explain_failure
 from hpcdist.files.atomic import read_json
 from hpcdist.machine.check import LEVELS
+from hpcdist.review.attempts import ends_by_slurm
 from hpcdist.run.folder import RunDir
 
 #: Limits of the rows of a table.
@@ -51,11 +52,18 @@ class PreflightCheck:
 
 
 def read_faults(run: RunDir) -> list[Fault]:
-    """Return the first failure of each attempt that failed, the oldest first."""
+    """Return the first failure of each attempt that failed, or that Slurm ended, the oldest first."""
     found = []
+    ends = ends_by_slurm(run)
     for attempt in run.attempts():
         failure = read_json(attempt.failure)
         if failure is None:
+            end = ends.get(attempt.number, "")
+            if end in JOB_ENDS and end not in ("PREEMPTED", "CANCELLED"):  # these are no faults
+                cause, fix = JOB_ENDS[end]
+                finding = Finding(cause=cause, fix=fix)
+                error = f"Slurm ended the job: {end}"
+                found.append(Fault(attempt=attempt.number, where="", step=None, error=error, finding=finding))
             continue
         error = text_of(failure.get("error"))
         host, step = text_of(failure.get("host")), failure.get("step")

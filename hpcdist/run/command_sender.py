@@ -19,7 +19,7 @@ from hpcdist.rank.roles import Roles
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import holder, user_name
-from hpcdist.run.live_command import LiveCommand
+from hpcdist.run.live_command import LiveCommand, read_command
 
 #: Steps of one profile: the events of all of them are in memory until the last one.
 MAX_PROFILE_STEPS = 1000
@@ -28,22 +28,37 @@ MAX_PROFILE_STEPS = 1000
 def send_command(run: RunDir, command: LiveCommand) -> tuple[Attempt, int]:
     """Send a command to the ranks of a running run. Returns the attempt and the number of the command.
 
+    A command whose key was sent to this attempt before is not sent again.
+
     Raises:
         UserMistake: the run has no running ranks, or these ranks cannot obey.
     """
     state = run.read_state()
     attempt = run.attempt(state.attempt)
+    if command.key and (number := _number_of(attempt, command.key)):
+        return attempt, number
     if state.status != "running" or state.attempt == 0 or holder(run) is None:
         raise UserMistake(f"run {run.name} is not running: its state is {state.status!r}")
     config = plain_tree(run.config)
     if command.action == "profile":
         _require_profiled_ranks(run, config, attempt, command.ranks, state.world_size)
-    elif (config.get("trainer") or {}).get("script"):
-        raise UserMistake(f"run {run.name} runs a script, which decides itself when to save")
+    else:
+        _require_steps_of_script(run, config, attempt)
     if request := attempt.read_request():
         raise UserMistake(f"run {run.name} is ending ({request.reason})")
     text = json.dumps(formats.stamped({**asdict(command), "time": time.time()})) + "\n"
     return attempt, retry.retry(lambda: _create(attempt, text), attempt.path)
+
+
+def _number_of(attempt: Attempt, key: str) -> int:
+    """Return the number of the command with a key; 0 if this attempt has none."""
+    number = 1
+    while retry.exists(attempt.command(number)):
+        found = read_command(attempt, number)
+        if found is not None and found.key == key:
+            return number
+        number += 1
+    return 0
 
 
 def _create(attempt: Attempt, text: str) -> int:
@@ -72,14 +87,18 @@ def _require_profiled_ranks(
 ) -> None:
     if outside := sorted(rank for rank in ranks if rank >= world_size):
         raise UserMistake(f"run {run.name} has no rank {outside[0]}: its ranks are 0 to {world_size - 1}")
-    if (config.get("trainer") or {}).get("script") and attempt.read_beat(0) is None:
-        raise UserMistake(
-            f"run {run.name} reports no steps: its script must call hpcdist.should_stop(step) after each step"
-        )
+    _require_steps_of_script(run, config, attempt)
     without = [rank for rank in sorted(ranks) if has_no_steps(attempt, rank)]
     if without:
         name = Roles.of(config.get("roles") or {}, world_size).name_of(without[0])
         raise UserMistake(f"rank {without[0]} of run {run.name} ({name}) has no steps to profile: choose another rank")
+
+
+def _require_steps_of_script(run: RunDir, config: Mapping[str, Any], attempt: Attempt) -> None:
+    if (config.get("trainer") or {}).get("script") and attempt.read_beat(0) is None:
+        raise UserMistake(
+            f"run {run.name} reports no steps: its script must call hpcdist.should_stop(step) after each step"
+        )
 
 
 def has_no_steps(attempt: Attempt, rank: int) -> bool:

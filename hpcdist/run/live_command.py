@@ -32,6 +32,7 @@ class LiveCommand:
     num_steps: int = DEFAULT_PROFILE_STEPS  #: steps of a profile
     ranks: list[int] = field(default_factory=lambda: [0])  #: ranks of a profile
     time: float = 0.0  #: of the command, in seconds since the epoch
+    key: str = ""  #: unique to a command whose sender may send it again after a crash; empty for others
 
 
 @dataclass(frozen=True, kw_only=True)

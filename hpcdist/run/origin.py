@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpcdist.errors import HpcdistError, RunFolderError
-from hpcdist.files.atomic import read_json, write_json
-from hpcdist.files.formats import fill
+from hpcdist.errors import HpcdistError
+from hpcdist.files.atomic import read_if_valid, write_json
 from hpcdist.run.folder import RunDir
 
 #: Keys that say where a run is stored, not what it does.
@@ -52,12 +51,7 @@ def write_origin(run: RunDir, origin: Origin) -> None:
 
 def read_origin(run: RunDir) -> Origin | None:
     """Return the origin of a run; None if it is not recorded, or the file is damaged."""
-    path = run.path / "origin.json"
-    try:
-        found = read_json(path)
-        return None if found is None else fill(Origin, found, path)
-    except (RunFolderError, OSError):
-        return None
+    return read_if_valid(Origin, run.path / "origin.json")
 
 
 def overrides(origin: Origin, values: Mapping[str, Any]) -> dict[str, Override]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from hpcdist.errors import RunFolderError
-from hpcdist.files.atomic import read_json, write_json
-from hpcdist.files.formats import fill
+from hpcdist.files.atomic import read_if_valid, write_json
 from hpcdist.run.folder import RunDir
 
 
@@ -29,9 +27,4 @@ def write_rerun(run: RunDir, record: RerunRecord) -> None:
 
 def read_rerun(run: RunDir) -> RerunRecord | None:
     """Return the record; None if the run is not a rerun, or the file is damaged."""
-    path = run.path / "rerun.json"
-    try:
-        found = read_json(path)
-        return None if found is None else fill(RerunRecord, found, path)
-    except (RunFolderError, OSError):
-        return None
+    return read_if_valid(RerunRecord, run.path / "rerun.json")

@@ -53,6 +53,13 @@ class JobStart:
     cores: int = 0  #: number of allocated cores; 0 if accounting has not reported it
     gpus: int = 0
     energy_j: float | None = None
+    state: str = ""  #: of this start in accounting, such as PREEMPTED or NODE_FAIL; empty if it is not known
+
+    def contains(self, moment: float) -> bool:
+        """Return whether the job was allocated in this start at a time in seconds since the epoch."""
+        if self.began is None:
+            return False
+        return self.began - _SAME_S <= moment and (self.ended is None or moment <= self.ended + _SAME_S)
 
 
 def record_job_start(run: RunDir, env: Mapping[str, str]) -> None:
@@ -154,7 +161,7 @@ def _starts(run: RunDir, job_id: str) -> dict[str, dict[str, Any]]:
 
 
 def _is_start(start: object) -> bool:
-    if not isinstance(start, dict) or not isinstance(start.get("nodes", ""), str):
+    if not isinstance(start, dict) or not all(isinstance(start.get(key, ""), str) for key in ("nodes", "state")):
         return False
     counts = [start.get(key, 0) for key in ("cores", "gpus")]
     times = [start.get("queue_s", 0.0), *(start.get(key) or 0.0 for key in ("began", "ended", "energy_j"))]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from hpcdist.slurm.command_output import parse_count, parse_text, parse_time
 
 #: Output fields requested of sacct.
-START_FIELDS = "JobID,JobName,Submit,Start,End,NodeList,AllocCPUS,AllocTRES,ConsumedEnergyRaw"
+START_FIELDS = "JobID,JobName,Submit,Start,End,NodeList,AllocCPUS,AllocTRES,ConsumedEnergyRaw,State"
 _GPUS = re.compile(r"(?:^|,)gres/gpu=([0-9]{1,9})(?:,|$)")
 
 
@@ -25,13 +25,14 @@ class AccountedStart:
     cores: int
     gpus: int
     energy_j: float | None  #: None if the cluster does not measure it
+    state: str = ""  #: of this start, such as PREEMPTED or NODE_FAIL
 
 
 def parse_starts(text: str, job_id: str) -> list[AccountedStart]:
     """Return the starts of a job from `sacct --duplicates`, oldest first.
 
-    The components of a heterogeneous job start together and count as one start. Times in which the job only waited are
-    left out.
+    The components of a heterogeneous job start together and count as one start, and so do the sizes of a job that has
+    lost nodes, with the nodes and cores of its begin. Times in which the job only waited are left out.
     """
     fields = START_FIELDS.split(",")
     found: list[AccountedStart] = []
@@ -42,7 +43,20 @@ def parse_starts(text: str, job_id: str) -> list[AccountedStart]:
         row = dict(zip(fields, values, strict=True))
         if row["JobID"].partition("+")[0] == job_id and (start := _parse_start(row)) is not None:
             found.append(start)
-    return _joined(sorted(found, key=lambda start: start.began))
+    return _without_resizes(_joined(sorted(found, key=lambda start: start.began)))
+
+
+def _without_resizes(starts: Sequence[AccountedStart]) -> list[AccountedStart]:
+    """Join the records of a job from which Slurm has removed a failed node: each size has its own."""
+    found: list[AccountedStart] = []
+    for start in starts:
+        if found and found[-1].state == "RESIZING":
+            energies = [one.energy_j for one in (found[-1], start) if one.energy_j is not None]
+            energy_j = sum(energies) if energies else None
+            found[-1] = replace(found[-1], ended=start.ended, energy_j=energy_j, state=start.state)
+        else:
+            found.append(start)
+    return found
 
 
 def _parse_start(row: dict[str, str]) -> AccountedStart | None:
@@ -62,6 +76,7 @@ def _parse_start(row: dict[str, str]) -> AccountedStart | None:
         cores=cores,
         gpus=int(gpus[1]) if gpus else 0,
         energy_j=None if energy is None else float(energy),
+        state=row["State"].partition(" ")[0],  # without `by UID`
     )
 
 

@@ -27,6 +27,7 @@ _SBATCH_KEYS = {
     "signal": "cluster.signal_lead_s",
     "no-requeue": "cluster.max_requeues=0",
     "no-kill": "cluster.min_nodes or cluster.spare_nodes",
+    "mincpus": "cluster.cpus_per_task",
 }
 #: Flags that hpcdist sets itself.
 _SBATCH_RESERVED = (

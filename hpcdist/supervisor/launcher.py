@@ -73,6 +73,10 @@ class NodeChanges(Protocol):
         """Return a sentence if the ranks should be restarted now on more nodes; otherwise "". Called often."""
         ...
 
+    def grow(self) -> None:
+        """Choose more nodes for the next attempt, after `growth` and the end of the ranks."""
+        ...
+
 
 class Launcher(Protocol):
     """Starts the ranks of each attempt of a run."""

@@ -81,7 +81,8 @@ def make_plan(config: Config, machine: Machine) -> Plan:
     """Return the plan of a config on a machine.
 
     Raises:
-        ConfigError: the config requires more GPUs than are visible, or its roles contradict `launch.num_ranks`.
+        ConfigError: the config requires more GPUs than are visible, its roles contradict `launch.num_ranks`, or there
+            are fewer ranks than `elastic.min_ranks`.
     """
     launch = config.launch
     roles = _roles(config)
@@ -91,11 +92,18 @@ def make_plan(config: Config, machine: Machine) -> Plan:
         if device == "cuda" and not use_gpus:
             key = f"launch.devices.{role}" if role in launch.devices else "launch.device"
             raise ConfigError([f"{key}=cuda, but no GPU is visible here: use {key}=auto or cpu"])
-    if use_gpus:
-        _check_gpus(launch.num_ranks, roles, asked, machine.num_gpus)
     ranks = roles.world_size if roles else launch.num_ranks
+    min_ranks = config.elastic.min_ranks
+    if use_gpus and roles is None and min_ranks is not None and min_ranks <= machine.num_gpus:
+        ranks = min(ranks, machine.num_gpus)
+    if use_gpus:
+        _check_gpus(ranks, roles, asked, machine.num_gpus)
     num_ranks = ranks or (machine.num_gpus if use_gpus else RANKS_WITHOUT_GPU)
-    threads = launch.num_threads or max(1, machine.num_cpus // num_ranks)
+    if min_ranks is not None and num_ranks < min_ranks:
+        raise ConfigError([f"{num_ranks} ranks are fewer than elastic.min_ranks={min_ranks}: change one of them"])
+    # A sum over another number of threads is rounded differently.
+    even_threads = 1 if config.elastic.exact else max(1, machine.num_cpus // num_ranks)
+    threads = launch.num_threads or even_threads
     all_gpus = use_gpus and all(device != "cpu" for device in asked.values())
     backend = launch.backend if launch.backend != "auto" else ("nccl" if all_gpus else "gloo")
     return Plan(

@@ -170,6 +170,8 @@ class Supervisor:
             self._write_request(attempt)
             if failure is None and end == "stopped" and self._grows(attempt):
                 write_times(attempt, replace(times, status=end, reason="restarted on more nodes"))
+                if self._nodes is not None:
+                    self._nodes.grow()
                 self._moves += 1
                 continue
             if failure is None:

@@ -2,16 +2,18 @@
 
 The shipper reads the tag every few seconds if `tracking.commands` allows commands. It records the command
 (`ShippingState.command`) and removes the tag before it obeys, and answers in the tag `hpcdist.command.result`.
-If it dies between obeying and recording the result, the next shipper obeys again: a second `stop` has no effect,
-a second `save` or `profile` is repeated.
+If it dies between obeying and recording the result, the next shipper obeys again, which has no effect: a second
+request to stop is the first one, and the key of a `save` or `profile` finds the command that was sent.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from hpcdist.errors import HpcdistError, UserMistake
@@ -26,7 +28,7 @@ from hpcdist.tracking.shipping_state import ShippingState, completion_of
 log = logging.getLogger(__name__)
 TAG = "hpcdist.command"
 RESULT_TAG = "hpcdist.command.result"
-#: Interval of requests for the tag. With those of the shipper and the ranks, a command is usually obeyed in a minute.
+#: Interval of requests for the tag, also during a pass of the shipper.
 INTERVAL_S = 10.0
 #: Author of the commands, for messages. MLflow does not record who has set a tag.
 AUTHOR = f"the tag {TAG} in MLflow"
@@ -74,7 +76,12 @@ class CommandTag:
         if text:
             # The status of the last pass: this is the first one after the resume of a run that had ended.
             is_stale = progress.status.partition(" ")[0] in ("FINISHED", "FAILED", "KILLED")
-            command = {"text": text[:200], "attempt": str(state.attempt), "stale": "yes" if is_stale else ""}
+            command = {
+                "text": text[:200],
+                "key": secrets.token_hex(8),
+                "attempt": str(state.attempt),
+                "stale": "yes" if is_stale else "",
+            }
             self._note(progress, command)
 
     def _follow(self, state: State, progress: ShippingState) -> None:
@@ -116,7 +123,7 @@ class CommandTag:
                 raise UserMistake(f"tracking.commands allows {', '.join(allowed)}, not {action}: add it to the config")
             if parsed is None:
                 return {"result": end(self._run, "stop", by=AUTHOR)}
-            attempt, number = send_command(self._run, parsed)
+            attempt, number = send_command(self._run, replace(parsed, key=command.get("key", "")))
         except (HpcdistError, OSError) as error:
             return {"result": f"refused: {error}"}
         ranks = ",".join(str(rank) for rank in parsed.ranks)

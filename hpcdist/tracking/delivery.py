@@ -59,6 +59,10 @@ class Delivery:
         self._page = RunPage(run)
         self._ledger = LedgerMetrics(run, lambda: self.progress.save(self._saved))
         self._command = CommandTag(run, lambda: self.progress.save(self._saved))
+        #: Status that the pass in progress reports.
+        self._state: State | None = None
+        #: Error of a request for the commands in this pass.
+        self._command_failure: TrackingError | None = None
         self._checkpoints_shipped = -math.inf
         self._logs_shipped = 0.0
         #: Time of the next search for artifacts of the trainer.
@@ -98,12 +102,13 @@ class Delivery:
         self.open_run()
         self._follow_config()
         state = state or self.run.read_state()
-        failure = self._obey_commands(state)
+        self._state, self._command_failure = state, None
+        self._obey_commands()
         num_points = self.ship_records(state)
-        self._ship_page(state)
-        self._ship_tags(state)
-        self._ship_views(state)
-        self._ledger.ship(state, self.open_run(), self.progress)
+        for ship in (self._ship_page, self._ship_tags, self._ship_views, self._ship_ledger):
+            ship(state)
+            self._obey_during_pass()
+        failure = None
         try:
             self._ship_events()
             self._ship_artifacts(state)
@@ -113,20 +118,25 @@ class Delivery:
         except TrackingError as error:
             failure = error  # the status of the run is reported in any case
         self._ship_status(state)
-        if failure is not None:
+        if failure := failure or self._command_failure:
             raise failure
         if (mark := completion_of(state)) and self.progress.complete != mark:
             self.progress.complete = mark
             self.progress.save(self._saved)
         return num_points
 
-    def _obey_commands(self, state: State) -> TrackingError | None:
-        """Obey the commands that were set as a tag. Returns the error, if any, which does not stop the upload."""
+    def _obey_commands(self) -> None:
+        """Obey the commands that were set as a tag, at their interval. An error does not stop the upload."""
+        assert self._state is not None
         try:
-            self._command.update(self.open_run(), self.config, state, self.progress)
+            self._command.update(self.open_run(), self.config, self._state, self.progress)
         except TrackingError as error:
-            return error
-        return None
+            self._command_failure = error
+
+    def _obey_during_pass(self) -> None:
+        """Obey new commands to a running run: with a slow server or large files, a pass takes minutes."""
+        if self._command_failure is None and self._state is not None and self._state.status == "running":
+            self._obey_commands()
 
     def _follow_config(self) -> None:
         """Log the keys that a resume has changed, once they are in the config of the run."""
@@ -157,6 +167,7 @@ class Delivery:
                 self.progress.num_refused += num_refused
                 self.progress.save(self._saved)
                 num_sent += len(points) - num_refused
+                self._obey_during_pass()
                 if time.monotonic() >= until:
                     break
         except OSError as error:
@@ -194,6 +205,10 @@ class Delivery:
         for name, offset in ship_new_events(self.open_run(), self.run, self.config, self.progress.events, self._names):
             self.progress.events[name] = offset
             self.progress.save(self._saved)
+            self._obey_during_pass()
+
+    def _ship_ledger(self, state: State) -> None:
+        self._ledger.ship(state, self.open_run(), self.progress)
 
     def _ship_views(self, state: State) -> None:
         """Write the prepared views of the experiment in the first pass and at the end of the run.
@@ -243,6 +258,7 @@ class Delivery:
                     self.open_run().upload(item.source, item.target)
                     self.progress.artifacts[item.target] = item.fingerprint
                     num_unsaved += 1
+                    self._obey_during_pass()
                     if time.monotonic() - saved_at >= SAVE_S:  # the state is large if the run has many artifacts
                         self.progress.save(self._saved)
                         log.info("%s: %d artifacts uploaded", self.run.name, len(self.progress.artifacts))

@@ -21,6 +21,7 @@ from hpcdist_runs import Runs, assert_states_equal, finish, wait_for
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
+from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.checkpoint.weights import load_weights
 from hpcdist.config.schema import CheckpointConfig, Config, OptimConfig, StopConfig, TrackingConfig
 from hpcdist.run.folder import RunDir
@@ -68,15 +69,21 @@ def train_on_rank(here: Rank, path: Path, cfg: Config) -> None:
         ctx.close()
 
 
-def trained(folder: Path, cfg: Config) -> dict[str, Tensor]:
-    """Return the weights at the end of a run, joined from all shards."""
+def trained(folder: Path, *parts: Config) -> dict[str, Tensor]:
+    """Return the weights at the end of a run, joined from all shards.
+
+    Args:
+        parts: the config of the run, and of each time that it is resumed.
+    """
     run = new_run(folder)
-    spawn_ranks(train_on_rank, sum(cfg.roles.values()), path=run.path, cfg=cfg)
+    for cfg in parts:
+        spawn_ranks(train_on_rank, sum(cfg.roles.values()), path=run.path, cfg=cfg)
     return load_weights(run.checkpoints / f"step-{NUM_STEPS:08d}")
 
 
 def in_one_process(cfg: Config, num_steps: int = NUM_STEPS) -> dict[str, Tensor]:
     """Return the weights after the same steps on the joint batches with torch.nn and torch.optim."""
+    num_trainers = cfg.roles["trainer"]
     options = cfg.section(HybridConfig)
     torch.manual_seed(cfg.seed)
     model = ClickModel(TABLES, dim=options.embedding_dim, num_numeric=2, hidden=options.hidden_sizes, bag_size=1)
@@ -96,14 +103,17 @@ def in_one_process(cfg: Config, num_steps: int = NUM_STEPS) -> dict[str, Tensor]
         kinds[options.table_optimizer](weights, lr=options.table_lr),
         torch.optim.SGD(model.dense.parameters(), lr=0.1),
     ]
-    shares = [load_clicks(options, cfg.seed, share=share, num_shares=2)[0] for share in range(2)]
+    shares = [
+        load_clicks(options, cfg.seed, shares=range(share, share + 1), num_shares=num_trainers)[0]
+        for share in range(num_trainers)
+    ]
     orders = [list(batches(len(share), 16, seed=cfg.seed, epoch=0)) for share in shares]
     with torch.sparse.check_sparse_tensor_invariants():  # torch warns unless it is set
         for step in range(num_steps):
             losses = [
                 loss_of(model, tables, part.take(order[step])) for part, order in zip(shares, orders, strict=True)
             ]
-            (sum(losses) / 2).backward()
+            (sum(losses) / num_trainers).backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -138,6 +148,24 @@ def test_training_equals_one_process_on_the_joint_batch(
     # The weights of all shards change: an optimizer with gradients of other tensors would not change them.
     initial = in_one_process(cfg, num_steps=0)
     assert [name for name, weight in found.items() if torch.equal(weight, initial[name])] == []
+
+
+def resized(cfg: Config, steps: int, *, trainers: int, servers: int) -> Config:
+    roles = {"trainer": trainers, "parameter_server": servers}
+    return replace(cfg, roles=roles, stop=StopConfig(max_steps=steps), tracking=TrackingConfig(log_every_steps=3))
+
+
+def test_other_numbers_of_trainers_and_servers_continue_with_the_same_joint_batches(tmp_path: Path) -> None:
+    cfg = config(table_optimizer="adagrad")
+    sizes = [resized(cfg, 2, trainers=3, servers=1), resized(cfg, NUM_STEPS, trainers=2, servers=2)]
+    found, expected = trained(tmp_path, *sizes), in_one_process(sizes[0])
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6, msg=name)
+    # The sums of an interval with a change of the number of trainers are complete.
+    store = CheckpointStore(tmp_path / "runs" / "exp" / "first" / "checkpoints")
+    newest = store.latest()
+    assert newest is not None
+    assert store.load(str(newest.path)).trainer["position"]["samples"] == 3 * 16 * 3
 
 
 def test_async_mode_loses_no_updates(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,28 @@ def test_ranks_learn_the_weights_of_one_process(tmp_path: Path, values: dict[str
             assert torch.equal(value, expected[key]), key
         else:  # torch computes one batch instead of NumPy two: a sampled action may differ by rounding
             torch.testing.assert_close(value, expected[key], rtol=0.05, atol=0.01, msg=key)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"mode": "async", "env_id": "Pendulum-v1"}, pytest.param({"inference": "remote"}, marks=pytest.mark.faults)],
+    ids=["async", "remote"],
+)
+def test_other_numbers_of_observers_learn_the_same_weights(tmp_path: Path, values: dict[str, Any]) -> None:
+    run = new_run(tmp_path)
+    for num_observers, num_updates in ((2, 1), (1, 3), (2, NUM_UPDATES)):
+        cfg = replace(
+            config(**values), roles={"agent": 1, "observer": num_observers}, stop=StopConfig(max_steps=num_updates)
+        )
+        spawn_ranks(train_on_ranks, 1 + num_observers, path=run.path, cfg=cfg)
+    newest = CheckpointStore(run.checkpoints).latest()
+    assert newest is not None
+    weights, expected = load_weights(newest.path), train_in_one_process(config(**values))
+    for key, value in weights.items():
+        if values.get("inference") == "remote":
+            torch.testing.assert_close(value, expected[key], rtol=0.05, atol=0.01, msg=key)
+        else:
+            assert torch.equal(value, expected[key]), key
 
 
 # --- whole runs

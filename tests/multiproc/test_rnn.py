@@ -125,6 +125,16 @@ def perplexity(model: LanguageModel, columns: Columns) -> float:
     return math.exp(loss / columns.num_targets)
 
 
+def test_another_number_of_servers_continues_the_same_training(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    for num_servers, steps in ((1, 3), (3, 6)):
+        cfg = config(2, num_servers, SGD, steps)
+        spawn_ranks(train, 2 + num_servers, path=run.path, cfg=cfg)
+    found, (expected, _, _) = load_weights(run.checkpoints / "step-00000006"), in_one_process(cfg, 6)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize(
     ("trainers", "servers", "optim", "steps", "options"),
     [

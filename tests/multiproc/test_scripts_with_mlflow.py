@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from hpcdist_runs import Runs, finish, wait_for
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "mlflow_loggers"
@@ -81,6 +83,10 @@ def test_a_script_is_stopped_and_continues(scripts: Runs) -> None:
     started = scripts.start("run", "scripts.yaml", "name=long", "trainer.script=[stoppable.py]", uri, *quiet())
     attempt = scripts.attempt("long")
     wait_for(lambda: attempt.path.exists() and (attempt.read_beat(0) or {}).get("step", 0) >= 5, "5 steps")
+    code, saved = scripts.command("save", str(scripts.run_dir("long").path))
+    assert code == 0, saved
+    step, folder = re.fullmatch(r"rank 0: saved step (\d+): (\S+)\n", saved).groups()  # type: ignore[union-attr]
+    assert torch.load(Path(folder) / "newest.pt")["step"] == int(step)
     code, stopped = scripts.command("stop", str(scripts.run_dir("long").path))
     assert code == 0, stopped
     code, output = finish(started)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import runtime_cases
 import small_image
-from containers import Containers
-from runtime_cases import INSTALLED, PYXIS
+from containers import RUNTIMES, Containers
+from runtime_cases import PYXIS
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 from test_devcluster import left_behind
@@ -28,7 +28,7 @@ CASES = {
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose PATH has all runtimes."""
-    bins = ":".join(str(INSTALLED / name / "bin") for name in ("apptainer", "enroot"))
+    bins = ":".join(str(RUNTIMES / name / "bin") for name in ("apptainer", "enroot"))
     monkeypatch.setenv("PATH", f"{bins}:{os.environ['PATH']}")
 
 

@@ -1,7 +1,7 @@
 """The matrix runtime x fault: every container runtime for real, on two nodes with two ranks each.
 
 Each cell compares the run with an undisturbed one without a container, bit by bit, and checks that nothing outlives the
-job. `make faults` prints the matrix. `make test` runs the cells in `QUICK`.
+job. `make faults` prints the matrix. `make test` runs the cells of `QUICK_REQUEUE` and `QUICK_PLAIN`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,18 @@ from small_image import mismatch
 
 from hpcdist.devcluster import cluster
 
-#: Runtimes with a cell in `make test`.
-QUICK = ("docker", "apptainer-sif", "enroot-sqsh")
+#: Runtimes with a cell in `make test`: a requeue, or an undisturbed run. test_slurm_containers.py has one of podman.
+QUICK_REQUEUE = ("docker", "apptainer-sif", "enroot-sqsh")
+QUICK_PLAIN = ("charliecloud", "pyxis")
 every_runtime = pytest.mark.parametrize("runtime", CASES, indirect=True, scope="module")
+
+
+def quick_for(quick: tuple[str, ...]) -> pytest.MarkDecorator:
+    """Return the parameters of a test that only some runtimes run in `make test`."""
+    marked = [
+        pytest.param(case, marks=pytest.mark.quick_fault if case in quick else pytest.mark.faults) for case in CASES
+    ]
+    return pytest.mark.parametrize("runtime", marked, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +88,7 @@ def assert_inside(scene: FaultScene, ranks: dict[int, psutil.Process]) -> None:
         assert process.environ()["SLURMD_NODENAME"] == f"n{rank // 2 + 1}"
 
 
-@pytest.mark.faults
-@every_runtime
+@quick_for(QUICK_PLAIN)
 def test_plain(boxed: FaultScene, runtime: RuntimeCase) -> None:
     boxed.submit("plain", *runtime.overrides)
     boxed.assert_recovered(max_lost_steps=0)
@@ -88,12 +96,7 @@ def test_plain(boxed: FaultScene, runtime: RuntimeCase) -> None:
     assert_nothing_left(runtime, boxed.runs, boxed.name)
 
 
-@pytest.mark.parametrize(
-    "runtime",
-    [pytest.param(case, marks=pytest.mark.quick_fault if case in QUICK else pytest.mark.faults) for case in CASES],
-    indirect=True,
-    scope="module",
-)
+@quick_for(QUICK_REQUEUE)
 def test_requeue(boxed: FaultScene, runtime: RuntimeCase) -> None:
     boxed.submit_held("requeue")
     assert_inside(boxed, boxed.runs.rank_processes(boxed.name))
@@ -113,11 +116,12 @@ def test_requeue(boxed: FaultScene, runtime: RuntimeCase) -> None:
 @every_runtime
 def test_preemption(boxed: FaultScene, runtime: RuntimeCase, grace_s: int) -> None:
     cluster.set_grace_time(boxed.cluster.layout, grace_s)
-    boxed.submit_held(f"preemption, grace {grace_s}")
-    high = boxed.cluster.start_high_priority_job("--nodes=4")
-    boxed.runs.wait_stop_request(boxed.name)
-    boxed.release()
-    boxed.wait_queued()
+    with boxed.cluster.kill_wait(30):
+        boxed.submit_held(f"preemption, grace {grace_s}")
+        high = boxed.cluster.start_high_priority_job("--nodes=4")
+        boxed.runs.wait_stop_request(boxed.name)
+        boxed.release()
+        boxed.wait_queued()
     assert boxed.runs.checkpoint_steps(boxed.name)[-1] >= HOLD_STEP
     boxed.cluster.wait_job_state(high, "COMPLETED")
     assert_nothing_left(runtime, boxed.runs, boxed.name)
@@ -187,4 +191,4 @@ def test_dead_node(boxed: FaultScene, runtime: RuntimeCase) -> None:
     boxed.wait_restarted()
     boxed.assert_recovered_from_checkpoint()
     assert "n2" not in boxed.runs.hosts(boxed.name, 2)
-    assert_nothing_left(runtime, boxed.runs, boxed.name)
+    assert_nothing_left(runtime, boxed.runs, boxed.name, dead="n2")

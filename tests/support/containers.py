@@ -21,6 +21,8 @@ from hpcdist.run.folder import RunDir
 CHECKOUT = Path(__file__).resolve().parents[2]
 #: Layers are kept for the next session: the first build takes minutes, later ones seconds. `make clean` removes them.
 STORE = Path("/var/tmp/hpcdist-tests/containers")
+#: Where the recipes of scripts/runtimes install, as in scripts/runtimes/installed.sh.
+RUNTIMES = Path(os.environ.get("HPCDIST_TEST_RUNTIMES", STORE.parent / "runtimes"))
 BASE = "localhost/debian-base:bookworm"
 DEFAULT, SLIM, MLFLOW = "localhost/hpcdist:test", "localhost/hpcdist:test-slim", "localhost/hpcdist-mlflow:test"
 TAGS = {"default": DEFAULT, "slim": SLIM, "mlflow": MLFLOW}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-from containers import CHECKOUT
+from containers import CHECKOUT, RUNTIMES
 from hpcdist_runs import wait_for
 
 from hpcdist.supervisor.process_guard import Guard
@@ -30,7 +30,7 @@ RECIPES = CHECKOUT / "scripts" / "runtimes"
 #: Leaves out limits that root may not raise, as in a container.
 RUNC = CHECKOUT / "hpcdist/devcluster/runc_within_limits.sh"
 #: Where scripts/runtimes/docker.sh installs the docker of Debian sid; without it the installed one is used.
-SID = Path(os.environ.get("HPCDIST_TEST_RUNTIMES", "/var/tmp/hpcdist-tests/runtimes"), "docker")
+SID = RUNTIMES / "docker"
 #: `host`: the network of this machine without bridges, for builds that download packages. `own`: bridges, network
 #: address translation and published ports in a network namespace without a way to other machines.
 Network = Literal["host", "own"]

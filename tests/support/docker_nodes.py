@@ -20,8 +20,8 @@ from hpcdist.devcluster import argv
 
 #: Leaves out limits that root may not raise, which would fail every start in a container like CI's.
 RUNC = CHECKOUT / "hpcdist/devcluster/runc_within_limits.sh"
-#: Jobs of two nodes run on these; n3 replaces a dead node.
-NODES = ("n1", "n2", "n3")
+#: After the failure of one node a job may start on any two of the others.
+NODES = ("n1", "n2", "n3", "n4")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class DockerNodes:
     def start_all(self) -> None:
         """Start the daemons that do not run, and import the image where it is missing."""
         for node in NODES:
-            if self.docker(node, "version").returncode != 0:
+            if not self._runs(node):
                 self._start(node)
             if self.docker(node, "image", "inspect", self.image.name).returncode != 0:
                 done = self.docker(node, "import", str(self.image.tar), self.image.name)
@@ -77,11 +77,18 @@ class DockerNodes:
             lines = at.with_suffix(".log").read_text().splitlines()[-5:]
             raise AssertionError(f"dockerd of {node} does not answer: {lines}") from error
 
+    def _runs(self, node: str) -> bool:
+        with suppress(FileNotFoundError, ProcessLookupError, ValueError):
+            pid = int((self.folder / f"{node}.pid").read_text())
+            return b"dockerd" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return False
+
     def containers(self, run: Path) -> list[str]:
-        """Return the names of a run's containers on all nodes, including stopped ones."""
+        """Return the names of a run's containers, including stopped ones; the daemon of a dead node has none."""
         found = []
-        for node in NODES:
+        for node in filter(self._runs, NODES):
             done = self.docker(node, "ps", "--all", "--filter", f"label=hpcdist.run={run}", "--format", "{{.Names}}")
+            assert done.returncode == 0, f"docker ps on {node}: {done.stderr}"
             found += done.stdout.split()
         return found
 

@@ -7,14 +7,14 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
 import small_image
-from containers import STORE, Containers
+from containers import RUNTIMES, STORE, Containers
 from docker_nodes import docker_nodes
 from hpcdist_runs import wait_for
 from slurm_cluster import WAIT_S, DevCluster
@@ -22,16 +22,16 @@ from slurm_runs import SlurmRuns
 
 from hpcdist.devcluster import argv, nodes, processes
 
-#: Where scripts/test_packages.sh installs the runtimes that Debian 12 does not package.
-INSTALLED = Path("/var/tmp/hpcdist-tests/runtimes")
 #: enroot's state of all nodes, see scripts/runtimes/enroot.sh.
 ENROOT_STATE = Path("/tmp/enroot-state")
-PYXIS = INSTALLED / "pyxis/spank_pyxis.so"
+PYXIS = RUNTIMES / "pyxis/spank_pyxis.so"
 #: Nothing of a container is left on a node this long after its job.
 REMOVAL_TIMEOUT_S = 30.0
 CAP_SYS_RESOURCE = 24
-#: Processes of a node that outlive jobs.
+#: Processes of a node that outlive jobs. `containerd-shim` is one per container and is not among them.
 _DAEMONS = ("slurmd", "slurmstepd", "dockerd", "containerd")
+#: Beginnings of the types of file systems that squashfuse, squashfuse_ll and fuse-overlayfs mount.
+_IMAGE_MOUNTS = ("fuse.squash", "fuse.fuse-overlayfs")
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,10 @@ class RuntimeCase:
     env: dict[str, str] = field(default_factory=dict)  #: of whoever submits; it reaches the job
     #: Return the names of the containers of a run folder, including stopped ones; empty where the step owns them.
     containers: Callable[[Path], list[str]] = lambda _: []
-    #: Start again what a dead node has lost beside slurmd.
+    #: Start again what a dead node has lost beside slurmd, and remove what its disk has kept.
     restore: Callable[[], None] = lambda: None
+    #: Mounts of this machine that other sessions have made.
+    earlier_mounts: frozenset[str] = frozenset()
 
     @property
     def runtime(self) -> str:
@@ -68,12 +70,12 @@ def missing_program(case: str) -> str | None:
     programs = {
         "podman": ["podman"],
         "docker": ["dockerd", "docker"],
-        "apptainer-folder": [str(INSTALLED / "apptainer/bin/apptainer")],
-        "apptainer-sif": [str(INSTALLED / "apptainer/bin/apptainer"), "mksquashfs"],
+        "apptainer-folder": [str(RUNTIMES / "apptainer/bin/apptainer")],
+        "apptainer-sif": [str(RUNTIMES / "apptainer/bin/apptainer"), "mksquashfs"],
         "charliecloud": ["ch-run"],
-        "enroot-folder": [str(INSTALLED / "enroot/bin/enroot")],
-        "enroot-sqsh": [str(INSTALLED / "enroot/bin/enroot"), "mksquashfs", "squashfuse"],
-        "pyxis": [str(INSTALLED / "enroot/bin/enroot"), str(PYXIS), "mksquashfs"],
+        "enroot-folder": [str(RUNTIMES / "enroot/bin/enroot")],
+        "enroot-sqsh": [str(RUNTIMES / "enroot/bin/enroot"), "mksquashfs", "squashfuse"],
+        "pyxis": [str(RUNTIMES / "enroot/bin/enroot"), str(PYXIS), "mksquashfs"],
     }[case]
     missing = [name for name in programs if shutil.which(name) is None and not Path(name).is_file()]
     return f"{', '.join(missing)} not found: run scripts/test_packages.sh as root" if missing else None
@@ -91,9 +93,11 @@ def prepared(case: str, containers: Containers, runs: SlurmRuns, folder: Path) -
     flags = ",".join(f"'{flag}'" for flag in small_image.mount_flags(runtime))
     settings = [f"container.mounts=[{runs.no_mlflow}]", f"container.extra_args=[{flags}]"]
 
+    earlier = frozenset(container_mounts(runs.cluster))
+
     def ready(reference: Path | str, **more: object) -> RuntimeCase:
         own = (f"container.runtime={runtime}", f"container.image={reference}")
-        return RuntimeCase(case, (*own, *settings), **more)  # type: ignore[arg-type]
+        return RuntimeCase(case, (*own, *settings), earlier_mounts=earlier, **more)  # type: ignore[arg-type]
 
     with ExitStack() as stack:
         if case == "podman":
@@ -105,18 +109,19 @@ def prepared(case: str, containers: Containers, runs: SlurmRuns, folder: Path) -
             path = f"{daemons.bin}:{os.environ['PATH']}"
             yield ready(image.name, env={"PATH": path}, containers=daemons.containers, restore=daemons.start_all)
         elif case.startswith("apptainer"):
-            apptainer = INSTALLED / "apptainer/bin"
+            apptainer = RUNTIMES / "apptainer/bin"
             reference = image.folder if case == "apptainer-folder" else image.sif(str(apptainer / "apptainer"))
             yield ready(reference, env={"PATH": f"{apptainer}:{os.environ['PATH']}", **apptainer_env()})
         elif case == "charliecloud":
             yield ready(image.folder)
         else:
-            path = f"{INSTALLED / 'enroot/bin'}:{os.environ['PATH']}"
+            path = f"{RUNTIMES / 'enroot/bin'}:{os.environ['PATH']}"
             ENROOT_STATE.mkdir(exist_ok=True)
             ENROOT_STATE.chmod(0o1777)
             if case == "pyxis":
                 stack.enter_context(pyxis_plugin(runs.cluster))
-            yield ready(image.folder if case == "enroot-folder" else image.sqsh, env={"PATH": path})
+            reference = image.folder if case == "enroot-folder" else image.sqsh
+            yield ready(reference, env={"PATH": path}, restore=lambda: remove_enroot_state(runs.cluster))
 
 
 def apptainer_env() -> dict[str, str]:
@@ -159,7 +164,7 @@ def pyxis_plugin(cluster: DevCluster) -> Iterator[None]:
     conf = cluster.layout.conf / "plugstack.conf"
     conf.write_text(f"required {PYXIS}\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(argv.BARE_ENV, "PATH", f"{INSTALLED / 'enroot/bin'}:{argv.BARE_ENV['PATH']}")
+        patch.setitem(argv.BARE_ENV, "PATH", f"{RUNTIMES / 'enroot/bin'}:{argv.BARE_ENV['PATH']}")
         try:
             _restart(cluster)
             yield
@@ -179,13 +184,24 @@ def _restart(cluster: DevCluster) -> None:
 # --- what a job leaves
 
 
-def left_on_nodes(cluster: DevCluster) -> list[str]:
-    """Return what is left of containers: processes on the nodes, mounts through FUSE, and enroot's containers."""
+def left_on_nodes(cluster: DevCluster, dead: str = "") -> list[str]:
+    """Return what is left of containers: processes on the nodes, and enroot's containers on those that are not dead."""
     members = processes.node_members(cluster.layout, cluster.settings)
     names = [_name(pid) for pids in members.values() for pid in pids]
-    lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    mounts = [line.split()[4] for line in lines if " - fuse.squash" in line]
-    return [*(name for name in names if name and not name.startswith(_DAEMONS)), *mounts, *enroot_state(cluster)]
+    return [*(name for name in names if name and name not in _DAEMONS), *map(str, enroot_state(cluster, dead))]
+
+
+def container_mounts(cluster: DevCluster) -> set[str]:
+    """Return the mount points of images and containers in the mount namespaces of this process and of all nodes."""
+    members = processes.node_members(cluster.layout, cluster.settings)
+    found = set()
+    for pid in ("self", *(pid for pids in members.values() for pid in pids)):
+        with suppress(OSError):  # the process has ended
+            for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
+                place, kind = line.split()[4], line.partition(" - ")[2].partition(" ")[0]
+                if kind.startswith(_IMAGE_MOUNTS) or (kind == "overlay" and place.endswith("/merged")):
+                    found.add(place)
+    return found
 
 
 def _name(pid: int) -> str:
@@ -196,17 +212,28 @@ def _name(pid: int) -> str:
         return ""
 
 
-def enroot_state(cluster: DevCluster) -> list[str]:
+def enroot_state(cluster: DevCluster, dead: str = "") -> list[Path]:
     """Return the containers that enroot has unpacked on the cluster's nodes and not removed."""
-    inodes = {os.stat(cluster.layout.namespace(node))[stat.ST_INO] for node in cluster.settings.nodes}
-    return [str(path) for inode in inodes for path in ENROOT_STATE.glob(f"{inode}-*/data/*")]
+    alive = [node for node in cluster.settings.nodes if node != dead]
+    inodes = {os.stat(cluster.layout.namespace(node))[stat.ST_INO] for node in alive}
+    return [path for inode in inodes for path in ENROOT_STATE.glob(f"{inode}-*/data/*")]
 
 
-def assert_nothing_left(case: RuntimeCase, runs: SlurmRuns, name: str) -> None:
-    """Assert that neither processes nor containers nor mounts of a run are left, within `REMOVAL_TIMEOUT_S`."""
+def remove_enroot_state(cluster: DevCluster) -> None:
+    for path in enroot_state(cluster):
+        shutil.rmtree(path)
+
+
+def assert_nothing_left(case: RuntimeCase, runs: SlurmRuns, name: str, *, dead: str = "") -> None:
+    """Assert that neither processes nor containers nor mounts of a run are left, within `REMOVAL_TIMEOUT_S`.
+
+    Args:
+        dead: a node whose power has failed; its disk keeps what was unpacked.
+    """
 
     def left() -> list[str]:
-        return [*case.containers(runs.run_dir(name).path), *left_on_nodes(runs.cluster)]
+        mounts = container_mounts(runs.cluster) - case.earlier_mounts
+        return [*case.containers(runs.run_dir(name).path), *left_on_nodes(runs.cluster, dead), *mounts]
 
     try:
         wait_for(lambda: not left(), "everything to be removed", timeout_s=REMOVAL_TIMEOUT_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -71,6 +72,19 @@ class DevCluster:
     def start_high_priority_job(self, *options: str) -> str:
         """Submit a short job that preempts jobs of partition main; return its job id."""
         return self.sbatch("true", "--partition=high", "--exclusive", *options)
+
+    @contextmanager
+    def kill_wait(self, seconds: int) -> Iterator[None]:
+        """Set KillWait for the duration of the block; on a busy machine a run may need more than 5 s to save."""
+        conf = self.layout.slurm_conf
+        before = conf.read_text()
+        try:
+            conf.write_text(re.sub(r"(?m)^KillWait=.*$", f"KillWait={seconds}", before))
+            self.run("scontrol", "reconfigure")
+            yield
+        finally:
+            conf.write_text(before)
+            self.run("scontrol", "reconfigure")
 
     def cancel_all(self) -> None:
         """Cancel all jobs and wait until the queue is empty."""

@@ -17,7 +17,7 @@ class ElasticConfig:
     """`data.global_batch_size` makes a run elastic; the keys of this section determine its details."""
 
     min_ranks: int | None = None
-    """Smallest number of ranks on which the run may start or continue; null: 1, or the nodes of Slurm decide."""
+    """Smallest number of ranks of the run; then fewer visible GPUs than launch.num_ranks suffice on this machine."""
     micro_batches: int | None = None
     """Equal parts of the global batch that are computed one by one; null: the largest number of ranks of the config."""
     exact: bool = False
@@ -42,6 +42,12 @@ def elastic_problems(config: Config) -> list[str]:
         problems.append(
             f"launch.num_ranks={config.launch.num_ranks} is less than elastic.min_ranks={elastic.min_ranks}:"
             " change one of them"
+        )
+    fewest = config.cluster.fewest_nodes * config.cluster.tasks_per_node
+    if config.cluster.min_nodes is not None and elastic.min_ranks is not None and fewest < elastic.min_ranks:
+        problems.append(
+            f"cluster.min_nodes={config.cluster.min_nodes} allows {fewest} ranks, fewer than"
+            f" elastic.min_ranks={elastic.min_ranks}: change one of them"
         )
     if batch_size is None:
         if elastic.exact or elastic.micro_batches is not None:

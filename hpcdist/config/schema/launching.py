@@ -70,7 +70,7 @@ class LaunchConfig:
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Backend of torch.distributed; `auto` is nccl if all ranks have GPUs, else gloo."""
     num_threads: int = 0
-    """CPU threads per rank (OMP_NUM_THREADS); 0 divides the cores evenly."""
+    """CPU threads per rank (OMP_NUM_THREADS); 0 divides the cores evenly, or uses one with elastic.exact."""
     fork: bool = True
     """Whether a local run imports torch once, in a process that forks the ranks of all attempts (not for scripts)."""
     init_timeout_s: float = 120.0

@@ -21,6 +21,8 @@ from hpcdist.run.folder import RunDir
 #: Limit for nodes to find each other, and for the whole step.
 MEET_S = 20.0
 STEP_TIMEOUT_S = 60.0
+#: Slurm ends the step after this time even if srun was killed; minutes are its unit.
+STEP_LIMIT_MIN = 2
 #: Added to the attempt's number to get another port than the ranks'; no job has that many attempts.
 _OTHER_PORT = 500
 
@@ -77,6 +79,7 @@ def step_command(job_id: str, nodes: Sequence[str], request: Request) -> list[st
         f"--jobid={job_id}",
         "--overlap",
         "--job-name=doctor",
+        f"--time={STEP_LIMIT_MIN}",
         f"--nodes={count}",
         f"--ntasks={count}",
         "--ntasks-per-node=1",

@@ -73,19 +73,25 @@ class ElasticNodes:
         self._next_check = 0.0
         self._step_at_start: int | None = None
         self._returned: list[str] = []
+        self._has_grown = False
 
     def close(self) -> None:
         """End the checks of nodes."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._probe.close()
 
+    def grow(self) -> None:
+        """Use the nodes that have answered again in the next attempt."""
+        self.pool.restore(self._returned)
+        self._has_grown = bool(self._returned)
+
     def begin(self) -> bool:
-        """Prepare the next attempt: use the nodes that have answered again; return whether there are any."""
-        returned, self._returned = self._returned, []
-        self.pool.restore(returned)
+        """Prepare the next attempt; return whether it uses nodes again that were lost."""
+        has_grown, self._has_grown = self._has_grown, False
+        self._returned = []
         self._lost = ()
         self._step_at_start = newest_step(self._run)
-        return bool(returned)
+        return has_grown
 
     # --- lost nodes
 

@@ -35,8 +35,8 @@ class NodePool:
 
     @property
     def idle(self) -> tuple[str, ...]:
-        """The nodes of the allocation that the next attempt does not use."""
-        return tuple(node for node in self._allocated if node not in self.used)
+        """The nodes on which steps can run and that the next attempt does not use."""
+        return tuple(node for node in self.present if node not in self.used)
 
     @property
     def missing(self) -> tuple[str, ...]:

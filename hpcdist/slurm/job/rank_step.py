@@ -287,7 +287,7 @@ class RankStep:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
         if self._containers is not None:
-            self._containers.remove_containers()
+            self._containers.remove_containers(failed=failed)
         self._guard.forget(self._process.pid)
         self._log.close()
         os.close(self._descriptor)

@@ -168,6 +168,8 @@ class SlurmLauncher:
             if self._containers is not None:
                 self._containers.present = self.elastic.pool.present
         if self._containers is not None:
+            # pyxis may still be removing containers, and ending its step kills that: `prepare` removes the rest.
+            self._end_orphaned_steps()
             self._containers.prepare()
         if self._environment is not None and not self._is_prepared:
             nodes, chosen = (self.nodes, False) if self.elastic is None else ([self.elastic.pool.present], True)

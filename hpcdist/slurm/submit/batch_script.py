@@ -52,6 +52,7 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         "exclude": cluster.exclude,
         "gpus_per_node": cluster.gpus_per_node or None,
     }
+    size, more = _size(cluster)
     flags_of_config = {
         name: shown for name, value in cluster.sbatch.items() if (shown := option_value(value)) is not None
     }
@@ -59,9 +60,7 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         **{key: value for key, value in optional.items() if value is not None},
         "job_name": f"{run.experiment}/{run.name}",
         "time": cluster.time_limit_min,
-        "nodes": cluster.nodes + cluster.spare_nodes,
-        "ntasks_per_node": cluster.tasks_per_node,
-        "cpus_per_task": cluster.cpus_per_task,
+        **size,
         # submitit does not support heterogeneous jobs. Its set-up lines follow its parameters, and sbatch reads all
         # #SBATCH lines before the first command.
         "setup": [
@@ -78,18 +77,26 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         "signal_delay_s": cluster.signal_lead_s,
         "additional_parameters": {
             "requeue": True,
-            # submitit computes with the number above. The supervisor goes on without a failed node.
-            **({"nodes": requested_nodes(cluster), "no_kill": True} if cluster.outlives_nodes else {}),
+            **more,
             **flags_of_config,
             **(flags or {}),
         },
     }
 
 
-def requested_nodes(cluster: ClusterConfig) -> str:
-    """Return the value of sbatch's `--nodes`: a number or a range, spare nodes included."""
-    least, most = cluster.fewest_nodes + cluster.spare_nodes, cluster.nodes + cluster.spare_nodes
-    return str(most) if least == most else f"{least}-{most}"
+def _size(cluster: ClusterConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return nodes and cores of the first component as parameters of submitit, and as flags that it does not know."""
+    most = cluster.nodes + cluster.spare_nodes
+    cores = {"ntasks_per_node": cluster.tasks_per_node, "cpus_per_task": cluster.cpus_per_task}
+    # The supervisor goes on without a failed node.
+    more = {"no_kill": True} if cluster.outlives_nodes else {}
+    least = cluster.fewest_nodes + cluster.spare_nodes
+    if least == most:
+        return {"nodes": most, **cores}, more
+    # With --ntasks-per-node, Slurm gives the job at most one node for each task of its least number of nodes. submitit
+    # computes with the number of nodes, so the range comes as a flag.
+    mincpus = cluster.tasks_per_node * cluster.cpus_per_task
+    return {"nodes": most}, {**more, "nodes": f"{least}-{most}", "mincpus": mincpus}
 
 
 def _exports(config: Config) -> list[str]:

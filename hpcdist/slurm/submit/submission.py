@@ -16,7 +16,7 @@ from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir, read_record
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
-from hpcdist.slurm.job.batch_step import supervise_in_job
+from hpcdist.slurm.job.job_function import supervise_in_job
 from hpcdist.slurm.job_components import allocations, is_het
 from hpcdist.slurm.submit.batch_script import SUPERVISOR, render, sbatch_parameters
 

@@ -82,8 +82,8 @@ def batches(num_samples: int, batch_size: int, *, seed: int, epoch: int, start: 
     yield from order.split(batch_size)[start:]
 
 
-def load_clicks(cfg: HybridConfig, seed: int, *, share: int, num_shares: int) -> tuple[Clicks, Clicks]:
-    """Return one trainer's share of the training samples and of the test samples.
+def load_clicks(cfg: HybridConfig, seed: int, *, shares: range, num_shares: int) -> tuple[Clicks, Clicks]:
+    """Return the training samples and the test samples of consecutive shares.
 
     Training shares have equal size, so up to `num_shares` - 1 samples are left out; test shares have each test sample
     once. Raises DataError for a file that is missing, damaged or does not match the config.
@@ -101,8 +101,8 @@ def load_clicks(cfg: HybridConfig, seed: int, *, share: int, num_shares: int) ->
             f"{cfg.file or 'the synthetic log'} has {len(source)} samples: too few for {num_shares} trainers"
         )
     first_test = len(source) - num_test
-    bounds = [first_test + num_test * number // num_shares for number in (share, share + 1)]
-    return source.read(share * num_train, (share + 1) * num_train), source.read(bounds[0], bounds[1])
+    bounds = [first_test + num_test * number // num_shares for number in (shares.start, shares.stop)]
+    return source.read(shares.start * num_train, shares.stop * num_train), source.read(bounds[0], bounds[1])
 
 
 def identity(cfg: HybridConfig, seed: int) -> tuple[str, str, str]:

@@ -28,7 +28,7 @@ class HybridConfig:
     table_lr: float = 0.05
     """Learning rate of the tables."""
     batch_size: int = 512
-    """Samples per trainer and step."""
+    """Samples per share and step; at the first start of a run each trainer has one share of the samples."""
     eval_batch_size: int = 4096
     """Test samples per trainer and batch."""
     pool_on: Literal["auto", "trainer", "parameter_server"] = "auto"
@@ -66,6 +66,11 @@ class HybridConfig:
             + self._name_problems()
             + ([] if 0 < self.eval_fraction < 1 else [f"eval_fraction must be in (0, 1), got {self.eval_fraction}"])
         )
+
+    @property
+    def num_numeric(self) -> int:
+        """Number of numeric features of a sample."""
+        return len(self.numeric_columns) if self.file else self.num_numeric_columns
 
     def _name_problems(self) -> list[str]:
         problems = [f"tables.{name} must be >= 1, got {rows}" for name, rows in self.tables.items() if rows < 1]

@@ -9,6 +9,10 @@ batch, up to the order of sums. `mode: async` applies each trainer's gradients o
 and answers a lookup at once, so it can miss the trainer's own last update and pending updates of others. Trainers
 then wait for each other in DDP only. Async runs do not repeat exactly, and frequent rows may need a smaller `table_lr`.
 
+The number of shares of the samples is that of the trainers at the first start. A resume with fewer trainers gives some
+of them several shares, with one batch of each in a step: the joint batches, and in sync mode the result up to the order
+of sums, stay the same. A resume with more trainers than shares divides the samples anew.
+
 Source of the method: https://docs.pytorch.org/tutorials/advanced/rpc_ddp_tutorial.html
 """
 
@@ -35,10 +39,12 @@ from hpcdist.rank.context import Context
 from hpcdist.rank.ddp_buckets import settle_buckets
 from hpcdist.rank.network.rpc import RpcGroup, rpc_group
 from hpcdist.rank.optimizer import build_optimizer
+from hpcdist.rank.roles import share_of
 from hpcdist.rank.training_loop import Meter, run_epochs
 from hpcdist.rank.training_position import TrainingPosition
 from hpcdist.trainers.hybrid.click_logs import Clicks, batches, identity, load_clicks, padded
 from hpcdist.trainers.hybrid.click_model import ClickModel, auc, dense_part
+from hpcdist.trainers.hybrid.data_shares import num_shares_of, saved_sums
 from hpcdist.trainers.hybrid.figures import evaluation_figures
 from hpcdist.trainers.hybrid.lookups import LookupPlan, Lookups, Units, choose
 from hpcdist.trainers.hybrid.schema import HybridConfig
@@ -74,7 +80,9 @@ class HybridLoop:
     cfg: Config
     groups: ProcessGroups
     group: RpcGroup
-    data: Clicks  #: this trainer's share of the training samples, with global rows as ids
+    shares: range  #: this trainer's shares of the samples
+    num_shares: int
+    data: Clicks  #: the training samples of these shares, with global rows as ids
     test: Clicks
     num_eval_batches: int  #: equal on all trainers
     model: DistributedDataParallel  #: the dense part
@@ -99,7 +107,7 @@ def train(ctx: Context, cfg: Config) -> None:
             ctx.end_reason = run_epochs(loop, train_epoch, interval_metrics, evaluate, save)
             loop.lookups.leave()
             if ctx.end_reason and ctx.is_main:
-                _export(ctx, cfg, layout, loop.model, group, num_numeric=loop.test.numeric.shape[1])
+                _export(loop, layout)
 
 
 def _make_groups(ctx: Context, cfg: Config) -> ProcessGroups:
@@ -120,31 +128,47 @@ def _make_groups(ctx: Context, cfg: Config) -> ProcessGroups:
 def make_loop(ctx: Context, cfg: Config, layout: Layout, groups: ProcessGroups, group: RpcGroup) -> HybridLoop:
     """Load this trainer's samples, build the dense part, and restore the newest checkpoint."""
     hybrid, num_trainers = cfg.section(HybridConfig), ctx.roles.count("trainer")
-    shares = load_clicks(hybrid, cfg.seed, share=ctx.role_index, num_shares=num_trainers)
-    data, test = (clicks.with_ids(layout.place(clicks.bags.ids, clicks.table_of_id)) for clicks in shares)
-    num_inputs = len(layout.tables) * layout.dim + data.numeric.shape[1]
+    num_inputs = len(layout.tables) * layout.dim + hybrid.num_numeric
     model = ctx.wrap(dense_part(num_inputs, hybrid.hidden_sizes), process_group=groups.dense, static_graph=True)
     if num_trainers > 2:  # the sum of two trainers does not depend on the order
         example = torch.zeros(2, num_inputs, device=ctx.device)
         settle_buckets(model, lambda: model(example).sum())
     optimizer = build_optimizer(model.parameters(), cfg.optim)
-    plan = _lookup_plan(cfg, layout, data, num_trainers)
-    log.info("%d training and %d test samples; %s", len(data), len(test), plan)
-    num_test = [0.0] * num_trainers
-    num_test[ctx.role_index] = len(test)
-    test_shares = _sum_over_trainers(groups, num_test)
-    num_eval_batches = math.ceil(max(test_shares) / hybrid.eval_batch_size)
-    _log_inputs(ctx, cfg, model.module, num_train=len(data) * num_trainers, num_test=int(sum(test_shares)))
-    lookups = Lookups(groups.exchange, ctx.ranks_of("parameter_server"), layout, plan)
-
     saved = ctx.restore()
     if saved is not None:
         model.module.load_state_dict({name.removeprefix("dense."): value for name, value in saved.model.items()})
         optimizer.load_state_dict(saved.trainer["optimizer"])
-    steps_per_epoch = math.ceil(len(data) / hybrid.batch_size)
-    position = TrainingPosition.resume(saved.trainer["position"] if saved else None, steps_per_epoch, cfg.stop)
-    meter = Meter(saved.local if saved else None)
-    return HybridLoop(ctx, cfg, groups, group, data, test, num_eval_batches, model, optimizer, lookups, position, meter)
+
+    num_shares = num_shares_of(saved, num_trainers)
+    shares = share_of(ctx.role_index, num_trainers, num_shares)
+    loaded = load_clicks(hybrid, cfg.seed, shares=shares, num_shares=num_shares)
+    data, test = (clicks.with_ids(layout.place(clicks.bags.ids, clicks.table_of_id)) for clicks in loaded)
+    plan = _lookup_plan(cfg, layout, data, shares, num_trainers)
+    log.info("%d training and %d test samples; %s", len(data), len(test), plan)
+    num_test = [0.0] * num_trainers
+    num_test[ctx.role_index] = len(test)
+    test_sizes = _sum_over_trainers(groups, num_test)
+    num_eval_batches = math.ceil(max(test_sizes) / hybrid.eval_batch_size)
+    share_size = len(data) // len(shares)
+    _log_inputs(ctx, cfg, model.module, num_train=share_size * num_shares, num_test=int(sum(test_sizes)))
+    lookups = Lookups(groups.exchange, ctx.ranks_of("parameter_server"), layout, plan)
+    steps_per_epoch = math.ceil(share_size / hybrid.batch_size)
+    return HybridLoop(
+        ctx=ctx,
+        cfg=cfg,
+        groups=groups,
+        group=group,
+        shares=shares,
+        num_shares=num_shares,
+        data=data,
+        test=test,
+        num_eval_batches=num_eval_batches,
+        model=model,
+        optimizer=optimizer,
+        lookups=lookups,
+        position=TrainingPosition.resume(saved.trainer["position"] if saved else None, steps_per_epoch, cfg.stop),
+        meter=Meter(saved_sums(ctx, saved)),
+    )
 
 
 def _log_inputs(ctx: Context, cfg: Config, dense: nn.Module, *, num_train: int, num_test: int) -> None:
@@ -160,7 +184,9 @@ def train_epoch(loop: HybridLoop) -> Iterator[None]:
     """Do the remaining steps of the epoch; the rows of the next batch are requested before this one is computed."""
     ctx, model, optimizer, lookups, position = loop.ctx, loop.model, loop.optimizer, loop.lookups, loop.position
     model.train()
-    samples = _epoch_samples(loop.cfg, loop.data, epoch=position.epoch, start=position.step_in_epoch)
+    # DDP and the servers average over the trainers, which may have different numbers of shares.
+    num_shares, weight = len(loop.shares), len(loop.shares) * ctx.roles.count("trainer") / loop.num_shares
+    samples = _epoch_samples(loop.cfg, loop.data, loop.shares, epoch=position.epoch, start=position.step_in_epoch)
     prepared = (_prepare(ctx, lookups, loop.data, one) for one in islice(samples, position.remaining_steps_in_epoch))
     batch, following = next(prepared), next(prepared, None)
     lookup = lookups.request(batch.units, train=True)
@@ -172,10 +198,10 @@ def train_epoch(loop: HybridLoop) -> Iterator[None]:
         # The hook sends the gradients to the servers as soon as they are computed, during DDP's exchange.
         inputs.register_hook(lambda gradient, lookup=lookup: lookups.push(lookup, gradient))
         loss = F.binary_cross_entropy_with_logits(_logits(model, inputs, batch.numeric), batch.labels)
-        loss.backward()
+        (loss * weight if weight != 1 else loss).backward()
         optimizer.step()
         optimizer.zero_grad()
-        loop.meter.add(loss_sum=loss.item(), num_steps=1, num_samples=len(batch.labels))
+        loop.meter.add(loss_sum=loss.item() * num_shares, num_steps=num_shares, num_samples=len(batch.labels))
         after_following = next(prepared, None)  # while the servers apply the gradients
         yield
         if following is None or following_lookup is None:
@@ -205,11 +231,12 @@ def evaluate(loop: HybridLoop) -> dict[str, float]:
     """
     ctx, test, lookups = loop.ctx, loop.test, loop.lookups
     size = loop.cfg.section(HybridConfig).eval_batch_size
-    scores = []
-    for number in range(loop.num_eval_batches):  # a share with one sample less than others may end in an empty batch
+    scores = [torch.zeros(0)]
+    for number in range(loop.num_eval_batches):  # a share with fewer samples than others ends in empty batches
         batch = _prepare(ctx, lookups, test, torch.arange(len(test))[number * size : (number + 1) * size])
         pooled = lookups.collect(lookups.request(batch.units, train=False)).to(ctx.device)
-        scores.append(_logits(loop.model.module, pooled, batch.numeric).cpu())
+        if len(batch.labels):
+            scores.append(_logits(loop.model.module, pooled, batch.numeric).cpu())
         ctx.alive()
     mine = [torch.cat(scores), test.labels] + ([] if test.best_scores is None else [test.best_scores])
     gathered: list[Any] = [None] * ctx.roles.count("trainer")
@@ -233,17 +260,22 @@ def save(loop: HybridLoop, metrics: Mapping[str, float]) -> None:
     ctx.save(
         position.step,
         model=nn.ModuleDict({"dense": loop.model}),
-        trainer={"optimizer": loop.optimizer.state_dict(), "position": asdict(position)},
+        trainer={
+            "optimizer": loop.optimizer.state_dict(),
+            "position": asdict(position),
+            "num_trainers": ctx.roles.count("trainer"),
+            "num_shares": loop.num_shares,
+        },
         local=loop.meter.sums,
         metrics=metrics,
         shard=Shard(),
     )
 
 
-def _lookup_plan(cfg: Config, layout: Layout, data: Clicks, num_trainers: int) -> LookupPlan:
+def _lookup_plan(cfg: Config, layout: Layout, data: Clicks, shares: range, num_trainers: int) -> LookupPlan:
     """Return the configured plan; for `auto` the one with less traffic for the first two batches."""
     hybrid = cfg.section(HybridConfig)
-    first_two = [data.take(samples).bags for samples in islice(_epoch_samples(cfg, data, epoch=0, start=0), 2)]
+    first_two = [data.take(samples).bags for samples in islice(_epoch_samples(cfg, data, shares, epoch=0, start=0), 2)]
     found = choose([(bags.ids, bags.offsets) for bags in first_two], layout.starts, num_trainers)
     return LookupPlan(
         pool_at_server=found.pool_at_server if hybrid.pool_on == "auto" else hybrid.pool_on == "parameter_server",
@@ -252,8 +284,12 @@ def _lookup_plan(cfg: Config, layout: Layout, data: Clicks, num_trainers: int) -
     )
 
 
-def _epoch_samples(cfg: Config, data: Clicks, *, epoch: int, start: int) -> Iterator[Tensor]:
-    return batches(len(data), cfg.section(HybridConfig).batch_size, seed=cfg.seed, epoch=epoch, start=start)
+def _epoch_samples(cfg: Config, data: Clicks, shares: range, *, epoch: int, start: int) -> Iterator[Tensor]:
+    """Yield the samples of each step: one batch of every share, in the same order in all shares."""
+    size = len(data) // len(shares)
+    firsts = torch.arange(len(shares))[:, None] * size
+    for batch in batches(size, cfg.section(HybridConfig).batch_size, seed=cfg.seed, epoch=epoch, start=start):
+        yield (firsts + batch).flatten()
 
 
 def _prepare(ctx: Context, lookups: Lookups, data: Clicks, samples: Tensor) -> PreparedBatch:
@@ -274,11 +310,9 @@ def _logits(dense: nn.Module, pooled: Tensor, numeric: Tensor) -> Tensor:
     return logits.squeeze(1)
 
 
-def _export(
-    ctx: Context, cfg: Config, layout: Layout, model: DistributedDataParallel, group: RpcGroup, *, num_numeric: int
-) -> None:
+def _export(loop: HybridLoop, layout: Layout) -> None:
     """Export the final model for one process, if its tables are small enough to be gathered on rank 0."""
-    hybrid = cfg.section(HybridConfig)
+    ctx, cfg, hybrid = loop.ctx, loop.cfg, loop.cfg.section(HybridConfig)
     size_mb = 4e-6 * sum(layout.tables.values()) * layout.dim
     if size_mb > hybrid.export_max_mb:
         log.info(
@@ -287,14 +321,15 @@ def _export(
             hybrid.export_max_mb,
         )
         return
-    data, _ = load_clicks(hybrid, cfg.seed, share=0, num_shares=ctx.roles.count("trainer"))
+    data, _ = load_clicks(hybrid, cfg.seed, shares=range(1), num_shares=loop.num_shares)
     bag_size = int(data.bags.offsets.diff().max().clamp(min=1))
     whole = ClickModel(
-        layout.tables, dim=layout.dim, num_numeric=num_numeric, hidden=hybrid.hidden_sizes, bag_size=bag_size
+        layout.tables, dim=layout.dim, num_numeric=hybrid.num_numeric, hidden=hybrid.hidden_sizes, bag_size=bag_size
     )
-    state = {f"dense.{name}": value for name, value in model.module.state_dict().items()}
+    state = {f"dense.{name}": value for name, value in loop.model.module.state_dict().items()}
+    servers = loop.group.of_role("parameter_server")
     for table in layout.tables:
-        parts = [rpc.rpc_async(server, rows_of_table, (table,)) for server in group.of_role("parameter_server")]
+        parts = [rpc.rpc_async(server, rows_of_table, (table,)) for server in servers]
         state[weight_name(table)] = torch.cat([part.wait() for part in parts])
     whole.load_state_dict(state)
     ctx.export_model(whole, padded(data.take(torch.arange(2)), bag_size))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,50 +15,98 @@ from torch.distributed import rpc
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import PeerLost, RemoteError
+from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.network.rpc import RpcGroup, remote, rpc_group, rpc_target
+from hpcdist.rank.roles import share_of
 from hpcdist.trainers.rl.environments import Problem
 from hpcdist.trainers.rl.inference import request_inference
 from hpcdist.trainers.rl.policy import Actor
 from hpcdist.trainers.rl.rollouts import Collector, Rollout
 from hpcdist.trainers.rl.schema import RlConfig
 
+log = logging.getLogger(__name__)
+
 
 class Observer:
-    """An observer's environments and the policy that acts in them. It is the observer's RPC target."""
+    """The collectors of an observer and the policy that acts in them. It is the observer's RPC target.
 
-    def __init__(self, ctx: Context, cfg: Config, problem: Problem) -> None:
+    Args:
+        indices: the collectors of this observer.
+    """
+
+    def __init__(self, ctx: Context, cfg: Config, problem: Problem, indices: range) -> None:
         self._ctx, self._cfg = ctx, cfg
-        self.collector = Collector(problem, cfg.section(RlConfig).num_envs, seed=cfg.seed, index=ctx.role_index)
+        num_envs = cfg.section(RlConfig).num_envs
+        self.collectors = {index: Collector(problem, num_envs, seed=cfg.seed, index=index) for index in indices}
+        # Not a context manager: after an error its exit would wait for threads that wait for a lost agent.
+        self._pool = ThreadPoolExecutor(len(indices), thread_name_prefix="collectors")
 
-    def collect(self, number: int, weights: dict[str, Tensor]) -> Rollout:
-        """Collect a rollout.
+    def collect(self, number: int, weights: dict[str, Tensor]) -> list[Rollout]:
+        """Collect a rollout with every collector.
 
         Args:
-            number: of the rollout; its random numbers follow from it.
+            number: of the rollout; its random numbers follow from it and the collector.
             weights: `Policy.actor_state`; with `rl.inference: remote` only `log_std`, if there is one.
         """
-        rl, began = self._cfg.section(RlConfig), time.perf_counter()
+        rl, log_std, began = self._cfg.section(RlConfig), weights.get("log_std"), time.perf_counter()
         if rl.inference == "local":
-            rollout = self.collector.collect(
-                number, rl.num_rollout_steps, Actor(weights, rl.activation), weights.get("log_std")
-            )
+            actor = Actor(weights, rl.activation)
+            rollouts = [one.collect(number, rl.num_rollout_steps, actor, log_std) for one in self.collectors.values()]
             self._ctx.timer.add(compute_s=time.perf_counter() - began)
-            return rollout
+            return rollouts
+
         # Most of this time is that of the agent's answers, the same for all observers, so it is not measured.
-        infer = functools.partial(request_inference, self._ctx.role_index, self._cfg.launch.hang_timeout_s)
-        return self.collector.collect(number, rl.num_rollout_steps, infer, weights.get("log_std"))
+        def collect(index: int, collector: Collector) -> Rollout:
+            infer = functools.partial(request_inference, index, self._cfg.launch.hang_timeout_s)
+            return collector.collect(number, rl.num_rollout_steps, infer, log_std)
+
+        # In threads: the agent answers the requests of all collectors together.
+        return list(self._pool.map(collect, *zip(*self.collectors.items(), strict=True)))
+
+    def state(self) -> dict[str, Any]:
+        """Return the states of all collectors for `load`."""
+        return {"collectors": {index: one.state() for index, one in self.collectors.items()}}
+
+    def load(self, saved: Restored) -> None:
+        """Load the states of this observer's collectors, which other observers may have saved."""
+        for index, state in _collector_states(saved).items():
+            if index in self.collectors:
+                self.collectors[index].load_state(state)
+
+
+def _collector_states(saved: Restored) -> dict[int, Any]:
+    """Return the saved states by collector. Older versions of hpcdist had one collector per observer."""
+    states: dict[int, Any] = {}
+    for observer, local in enumerate(saved.local_by_rank[1:]):
+        if local is not None:
+            states |= local.get("collectors", {observer: local})
+    return states
+
+
+def num_collectors_of(saved: Restored | None, num_observers: int) -> int:
+    """Return the number of collectors: that of the checkpoint, unless there are more observers."""
+    num_collectors = num_observers if saved is None else int(saved.trainer.get("num_collectors", num_observers))
+    if num_observers > num_collectors:
+        log.warning(
+            "%d observers continue a run with %d collectors: an update learns from more environment steps from here on",
+            num_observers,
+            num_collectors,
+        )
+    return max(num_observers, num_collectors)
 
 
 def serve_rollouts(ctx: Context, cfg: Config, problem: Problem) -> None:
     """Collect rollouts for the agent until it leaves."""
-    observer = Observer(ctx, cfg, problem)
     saved = ctx.restore()
-    if saved is not None and saved.local is not None:
-        observer.collector.load_state(saved.local)
+    num_observers = ctx.roles.count("observer")
+    indices = share_of(ctx.role_index, num_observers, num_collectors_of(saved, num_observers))
+    observer = Observer(ctx, cfg, problem, indices)
+    if saved is not None:
+        observer.load(saved)
 
     def save(step: int) -> None:
-        ctx.save(step, model=None, trainer={}, local=observer.collector.state())
+        ctx.save(step, model=None, trainer={}, local=observer.state())
 
     with rpc_group(ctx, target=observer) as group:
         ctx.agree_among([0])
@@ -63,7 +114,7 @@ def serve_rollouts(ctx: Context, cfg: Config, problem: Problem) -> None:
 
 
 @remote
-def _collect(number: int, weights: dict[str, Tensor]) -> Rollout:
+def _collect(number: int, weights: dict[str, Tensor]) -> list[Rollout]:
     return rpc_target(Observer).collect(number, weights)
 
 
@@ -71,13 +122,15 @@ class ObserverGroup:
     """All observers as the agent sees them.
 
     Args:
-        pending: rollouts of the next update that a checkpoint holds, perhaps of another number of observers.
+        num_collectors: number of rollouts of an update.
+        pending: rollouts of the next update that a checkpoint holds.
     """
 
-    def __init__(self, group: RpcGroup, cfg: Config, pending: Sequence[Rollout] = ()) -> None:
+    def __init__(self, group: RpcGroup, cfg: Config, num_collectors: int, pending: Sequence[Rollout] = ()) -> None:
+        self.num_collectors = num_collectors
         self._names = group.of_role("observer")
         self._cfg = cfg
-        self._pending: Sequence[torch.futures.Future[Rollout] | Rollout] = pending
+        self._pending: Sequence[torch.futures.Future[list[Rollout]] | Rollout] = pending
 
     @property
     def has_pending(self) -> bool:
@@ -102,7 +155,7 @@ class ObserverGroup:
                 received.append(item)
                 continue
             try:
-                received.append(item.wait())
+                received += item.wait()
             except RuntimeError as error:
                 if RemoteError.received(error) is not None:
                     raise

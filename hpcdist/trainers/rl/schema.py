@@ -23,7 +23,7 @@ class RlConfig:
     max_episode_steps: int | None = None
     """Truncate episodes after this many steps; null keeps the environment's own limit."""
     num_envs: int = 8
-    """Environments per observer, stepped together."""
+    """Environments per collector, stepped together; at the first start of a run each observer has one collector."""
     num_rollout_steps: int = 128
     """Steps of each environment in one rollout, between two updates."""
     updates_per_epoch: int = 10

@@ -1,10 +1,13 @@
 """Reinforcement learning with an agent and observers: proximal policy optimisation on gymnasium environments.
 
-Observers step their environments and record rollouts. The agent, rank 0, learns from one rollout of each and evaluates
-the policy over full greedy episodes. In `mode: sync` update k learns from rollouts of weights k, and observers are
-idle meanwhile. In `mode: async` observers collect with weights k the rollouts of update k + 1. The weights are always
-one update old, so a seed determines the result in both modes. In async mode the policy that learns is not the one that
-acted: PPO's probability ratio corrects for that, at the price of somewhat more samples.
+Observers step the environments of their collectors and record rollouts. The agent, rank 0, learns from one rollout of
+each collector and evaluates the policy over full greedy episodes. At the first start each observer has one collector; a
+resume with fewer observers gives some of them several, and the result stays the same.
+
+In `mode: sync` update k learns from rollouts of weights k, and observers are idle meanwhile. In `mode: async` observers
+collect with weights k the rollouts of update k + 1. The weights are always one update old, so a seed determines the
+result in both modes. In async mode the policy that learns is not the one that acted: PPO's probability ratio corrects
+for that, at the price of somewhat more samples.
 
 Observers infer with a copy of the weights in NumPy. Measured on CartPole (2 observers on 2 cores), that is several
 times faster than an RPC to the agent for each step.
@@ -37,7 +40,7 @@ from hpcdist.trainers.rl.environments import Environments, Problem, make_environ
 from hpcdist.trainers.rl.episodes import greedy_gif, greedy_returns, returns_plot
 from hpcdist.trainers.rl.figures import returns_curves, returns_histogram
 from hpcdist.trainers.rl.inference import InferenceServer
-from hpcdist.trainers.rl.observers import ObserverGroup, serve_rollouts
+from hpcdist.trainers.rl.observers import ObserverGroup, num_collectors_of, serve_rollouts
 from hpcdist.trainers.rl.policy import Actor, Policy
 from hpcdist.trainers.rl.ppo import learn
 from hpcdist.trainers.rl.rollouts import Rollout, random_numbers
@@ -94,10 +97,11 @@ def train(ctx: Context, cfg: Config) -> None:
     )
     ctx.log_model_size(sum(parameter.numel() for parameter in policy.parameters()))
     saved = ctx.restore()
-    inference = InferenceServer(policy, ctx.device, ctx.roles.count("observer"))
+    num_collectors = num_collectors_of(saved, ctx.roles.count("observer"))
+    inference = InferenceServer(policy, ctx.device, num_collectors)
     with rpc_group(ctx, target=inference) as group:
         ctx.agree_among([0])
-        train_policy(make_loop(ctx, cfg, problem, policy, saved, group))
+        train_policy(make_loop(ctx, cfg, problem, policy, saved, group, num_collectors))
 
 
 def build_policy(problem: Problem, cfg: RlConfig) -> Policy:
@@ -113,7 +117,13 @@ def build_policy(problem: Problem, cfg: RlConfig) -> Policy:
 
 
 def make_loop(
-    ctx: Context, cfg: Config, problem: Problem, policy: Policy, saved: Restored | None, group: RpcGroup
+    ctx: Context,
+    cfg: Config,
+    problem: Problem,
+    policy: Policy,
+    saved: Restored | None,
+    group: RpcGroup,
+    num_collectors: int,
 ) -> RlLoop:
     """Build the rest of the agent's state, and load it from the checkpoint if there is one."""
     rl = cfg.section(RlConfig)
@@ -123,7 +133,7 @@ def make_loop(
         policy.load_state_dict(saved.model)
         optimizer.load_state_dict(saved.trainer["optimizer"])
         pending = [Rollout(*tensors) for tensors in saved.trainer["pending"]]
-    observers = ObserverGroup(group, cfg, pending)
+    observers = ObserverGroup(group, cfg, num_collectors, pending)
     test_envs = make_environments(problem, rl.num_eval_episodes, random_numbers(cfg.seed, 1, 0))
     position = TrainingPosition.resume(saved.trainer["position"] if saved else None, rl.updates_per_epoch, cfg.stop)
     meter = Meter(saved.trainer["meter"] if saved else None, ctx.device)
@@ -221,6 +231,7 @@ def save(loop: RlLoop, metrics: Mapping[str, float]) -> None:
             "meter": loop.meter.sums,
             "history": asdict(loop.history),
             "pending": [list(rollout) for rollout in received],
+            "num_collectors": loop.observers.num_collectors,
         },
         metrics=metrics,
     )
@@ -228,7 +239,12 @@ def save(loop: RlLoop, metrics: Mapping[str, float]) -> None:
 
 def _record(ctx: Context, cfg: Config, problem: Problem, policy: Policy, history: History) -> None:
     """Write a plot of the returns and, if the environment can be rendered, one episode as a GIF."""
-    write_atomic(ctx.artifact("returns.png"), returns_plot(problem, history.evaluations, history.last_returns))
+    try:
+        plot = returns_plot(problem, history.evaluations, history.last_returns)
+    except ImportError as error:
+        log.warning("returns.png is not written: %s (install matplotlib with the extra `train`)", error)
+    else:
+        write_atomic(ctx.artifact("returns.png"), plot)
     try:
         gif = greedy_gif(problem, Actor(policy.actor_state(), policy.activation), seed=cfg.seed)
     except (gymnasium.error.Error, ImportError) as error:

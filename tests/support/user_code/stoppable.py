@@ -23,9 +23,10 @@ while step < last:
     time.sleep(0.05)
     step += 1
     hpcdist.log({"train/loss": 1 / step, "ranks": value.item()}, step)
-    if hpcdist.should_stop(step, last):
-        if rank == 0:
-            torch.save({"step": step}, checkpoint)
+    stop = hpcdist.should_stop(step, last)
+    if hpcdist.should_save(step) and rank == 0:
+        torch.save({"step": step}, checkpoint)
+    if stop:
         break
 print(f"rank {rank} ended at {step}", flush=True)
 dist.destroy_process_group()

@@ -112,6 +112,20 @@ def test_a_rerun_of_some_steps_pauses(hpcdist: Cli, first: RunDir, trains: dict[
     assert result.out.splitlines()[-1] == "no value differs: 2 values of 1 metrics at 2 steps"
 
 
+def test_a_failed_rerun_names_the_command_that_compares(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
+    trains["losses"], trains["state"] = LOSSES[:2], State(status="failed", reason="rank 1 was killed", attempt=1)
+    result = hpcdist("rerun", "first")
+    assert result.code == 1
+    command = f"`hpcdist rerun {trains['run'].name} --compare`"
+    assert result.out.splitlines()[-2:] == [
+        "failed: rank 1 was killed",
+        f"the rerun did not end as planned: {command} compares its values until its end",
+    ]
+    again = hpcdist("rerun", trains["run"].name, "--compare")
+    assert (again.code, again.out.splitlines()[-1]) == (0, "no value differs: 2 values of 1 metrics at 2 steps")
+    assert "the rerun is failed: values after its last step are not compared" in again.out
+
+
 def test_a_dry_run_writes_nothing(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
     result = hpcdist("rerun", "first", "--dry-run")
     assert result.code == 0
@@ -135,13 +149,6 @@ def test_what_cannot_be_restored_is_printed_and_recorded(hpcdist: Cli, first: Ru
     record = read_rerun(trains["run"])
     assert record is not None
     assert record.missing == missing
-
-
-def test_a_failed_rerun_is_not_compared(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
-    trains["state"] = State(status="failed", attempt=1, reason="rank 1 failed")
-    result = hpcdist("rerun", "first")
-    assert result.code == 1
-    assert result.out.splitlines()[-1] == "failed: rank 1 failed"
 
 
 def test_user_errors_are_one_line(hpcdist: Cli, first: RunDir, trains: dict[str, Any], make: Make) -> None:

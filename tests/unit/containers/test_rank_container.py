@@ -714,6 +714,29 @@ def test_each_attempt_removes_containers_and_the_first_checks_the_image(tmp_path
 
 
 @pytest.mark.processes
+def test_containers_of_pyxis_are_removed_after_a_killed_supervisor_or_a_failed_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = FakeJob(tmp_path, f"case $* in *label*) echo '0: {probe_output()}'; echo '1: {probe_output()}';; esac")
+    monkeypatch.setenv("PATH", job.env["PATH"])
+    spec = replace(SPEC, runtime="pyxis")
+    steps = ContainerSteps(spec, RunDir(tmp_path), {**job.env, "SLURM_JOB_ID": "7"})
+
+    def num_removals() -> int:
+        return sum(" remove pyxis 7" in call for call in job.calls())
+
+    steps.prepare()
+    assert num_removals() == 1, "an earlier supervisor may have been killed"
+    steps.remove_containers()
+    steps.prepare()
+    assert num_removals() == 1, "pyxis removes the containers of a step that ends by itself"
+    steps.remove_containers(failed=True)
+    assert num_removals() == 2
+    steps.prepare()
+    assert num_removals() == 3, "SIGKILL to a step that has not ended also ends pyxis' removal"
+
+
+@pytest.mark.processes
 def test_each_component_of_a_heterogeneous_job_has_separate_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -374,11 +376,20 @@ def test_commands_do_not_inherit_the_callers_slurm_variables(monkeypatch: Patch)
     assert "SLURM_CONF=/x\n" in system.run(["env"], env={"SLURM_CONF": "/x"})
 
 
-def test_exclusive_lock_allows_one_command_at_a_time() -> None:
+def test_exclusive_lock_allows_one_command_at_a_time(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(system, "LOCK_WITHIN_S", 0.1)
     with system.exclusive(), pytest.raises(DevClusterError, match="another `hpcdist devcluster` is at work"):
         system.exclusive().__enter__()
     with system.exclusive():
         pass
+
+
+def test_exclusive_lock_is_awaited_while_a_killed_command_still_holds_it(monkeypatch: Patch) -> None:
+    with ExitStack() as killed:
+        killed.enter_context(system.exclusive())
+        monkeypatch.setattr(time, "sleep", lambda _: killed.close())
+        with system.exclusive():
+            pass
 
 
 def test_timeout_of_a_daemon_is_reported_with_its_last_output(recorded: Layout) -> None:

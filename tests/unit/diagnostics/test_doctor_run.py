@@ -205,11 +205,12 @@ def test_preflight_step_runs_beside_the_ranks(
     config = load_config("ddp_digits", ["cluster.nodes=2", "cluster.gpus_per_node=4"])
     slow, beside = checks_of(run, config)["Node preflight"]
     assert (slow.level, beside.level) == ("warning", "note")
-    assert srun.command[:7] == [
+    assert srun.command[:8] == [
         "srun",
         "--jobid=7",
         "--overlap",
         "--job-name=doctor",
+        "--time=2",
         "--nodes=2",
         "--ntasks=2",
         "--ntasks-per-node=1",

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,18 @@ def test_machine_without_modules(modules_env: dict[str, str], tmp_path: Path) ->
     assert module_problems(config_of(tmp_path), modules_env) == []
     (problem,) = module_problems(config, modules_env)
     assert problem.startswith("cluster.environment.modules: nix cannot be loaded: ")
+
+
+def test_modules_of_the_job_are_checked_with_its_variables(modules_env: dict[str, str], tmp_path: Path) -> None:
+    variables = {name: modules_env.pop(name) for name in ("MODULESHOME", "MODULE_BIN")}
+    if has_modules(modules_env):
+        pytest.skip("this machine has environment modules")
+    config = config_of(tmp_path, kind="module", modules=["nix"])
+    of_job = replace(config, cluster=replace(config.cluster, env=variables))
+    (problem,) = module_problems(of_job, modules_env)
+    assert problem.startswith("cluster.environment.modules: nix cannot be loaded: ")
+    with_setup = replace(config, cluster=replace(of_job.cluster, setup=["module use /apps/modules"]))
+    assert module_problems(with_setup, modules_env) == []
 
 
 def test_environment_of_modules(modules_env: dict[str, str], tmp_path: Path, run: RunDir) -> None:

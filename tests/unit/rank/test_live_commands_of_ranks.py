@@ -147,6 +147,17 @@ def test_command_that_is_not_visible_on_a_node_yet_is_read_later(
     assert "Stale file handle; trying again" in caplog.text
 
 
+def test_node_that_sees_several_commands_at_once_obeys_all_of_them(rank: OneRank) -> None:
+    for command in (profile(1, 0), SAVE, profile(1, 1), profile(2, 0)):
+        rank.send(command)
+    rank.agreement._commands = None
+    rank.agreement.newest_profile = 4
+    for step in range(1, 9):
+        rank.commands.step_done(step)
+    results = [rank.result(number) for number in range(1, 5)]
+    assert [result.num_steps if result else None for result in results] == [1, None, None, 2]
+
+
 def test_save_is_due_until_a_checkpoint_is_saved(rank: OneRank) -> None:
     rank.train(1)
     assert not rank.commands.save_is_due

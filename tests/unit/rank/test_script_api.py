@@ -1,4 +1,4 @@
-"""`hpcdist.log`, `hpcdist.should_stop` and `hpcdist.checkpoint_dir`, outside of a run and on one rank."""
+"""`hpcdist.log`, `should_stop`, `should_save` and `checkpoint_dir`, outside of a run and on one rank."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,10 @@ from hpcdist.errors import TrainerError, UserMistake
 from hpcdist.rank import script_api
 from hpcdist.rank.script_api import RunningScript, entered
 from hpcdist.rank.topology import Topology
+from hpcdist.run.command_sender import send_command
 from hpcdist.run.folder import RunDir
+from hpcdist.run.lease import hold
+from hpcdist.run.live_command import CommandResult, LiveCommand, read_result
 from hpcdist.tracking import rank_records
 from hpcdist.tracking.journal_reader import read_records
 from hpcdist.tracking.rank_records import RankRecords
@@ -68,6 +72,7 @@ def test_outside_of_a_run_nothing_happens(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     hpcdist.log({"loss": 1.0}, 1)
     assert not hpcdist.should_stop(1)
+    assert not hpcdist.should_save(1)
     assert list(tmp_path.iterdir()) == []
     assert hpcdist.checkpoint_dir() == tmp_path / "checkpoints"
     assert (tmp_path / "checkpoints").is_dir()
@@ -77,7 +82,8 @@ def test_outside_of_a_run_nothing_happens(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_functions_import_neither_torch_nor_mlflow(tmp_path: Path) -> None:
     code = (
         "import hpcdist, sys; slow = {'torch', 'mlflow', 'numpy', 'omegaconf'}; before = len(sys.modules)\n"
-        "hpcdist.log({'a': 1}, 1); hpcdist.should_stop(1); hpcdist.checkpoint_dir()\n"
+        "hpcdist.log({'a': 1}, 1); hpcdist.should_stop(1); hpcdist.should_save(1);"
+        " hpcdist.checkpoint_dir()\n"
         "print(sorted(slow & sys.modules.keys()))"
     )
     env = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
@@ -126,6 +132,75 @@ def test_a_script_pauses_at_the_step_of_its_config(run: RunDir) -> None:
     request = attempt.read_request()
     assert request is not None
     assert (request.action, request.reason) == ("stop", "stop.pause_at_step=3")
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    records.close()
+
+
+def live(run: RunDir) -> RunDir:
+    run.config.write_text("trainer: {target: ddp, script: [train.py]}\n")
+    run.write_state(replace(run.read_state(), status="running", attempt=1, world_size=1))
+    return run
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ranks look for commands at every step."""
+    for name in ("REQUEST_INTERVAL_S", "AGREEMENT_INTERVAL_S"):
+        monkeypatch.setattr(f"hpcdist.rank.stop_agreement.{name}", 0.0)
+
+
+def saved_at(script: RunningScript, first: int, last: int) -> list[int]:
+    """Train steps; return those at which the script saves."""
+    found = []
+    for step in range(first, last + 1):
+        assert not hpcdist.should_stop(step)
+        if hpcdist.should_save(step):
+            found.append(step)
+    return found
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_script_saves_on_command_and_reports_it_after_the_save(run: RunDir, script: RunningScript) -> None:
+    attempt = run.attempt(1)
+    assert saved_at(script, 1, 2) == []
+    with hold(live(run)):
+        assert send_command(run, LiveCommand(action="save"))[1] == 1
+    assert not hpcdist.should_stop(3)
+    assert hpcdist.should_save(3)
+    assert hpcdist.should_save(3), "the same answer at the same step"
+    assert read_result(attempt, 1, 0) is None, "the script is still saving"
+    assert saved_at(script, 4, 6) == []
+    assert read_result(attempt, 1, 0) == CommandResult(step=3, path="checkpoints")
+    with hold(run):
+        send_command(run, LiveCommand(action="save"))
+    assert saved_at(script, 7, 7) == [7]
+    script.close(failed=True)
+    assert read_result(attempt, 2, 0) is None, "the script failed while it saved"
+    script.close()
+    assert read_result(attempt, 2, 0) == CommandResult(step=7, path="checkpoints")
+
+
+@pytest.mark.usefixtures("at_once", "script")
+def test_a_script_that_never_asks_to_save_refuses_the_command(run: RunDir) -> None:
+    hpcdist.should_stop(1)
+    with hold(live(run)):
+        send_command(run, LiveCommand(action="save"))
+    for step in (2, 3, 4):
+        assert not hpcdist.should_stop(step)
+    result = read_result(run.attempt(1), 1, 0)
+    assert result is not None
+    assert result.error.startswith("not saved, since the script does not call hpcdist.should_save(step)")
+
+
+def test_a_script_saves_at_the_interval_of_its_config_and_before_a_stop(run: RunDir) -> None:
+    records = rank_records.current()
+    assert records is not None
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    with entered(run.attempt(1), topology(1), 60.0, records, pause_at_step=7, save_every_steps=3) as script:
+        assert saved_at(script, 1, 6) == [3, 6]
+        assert hpcdist.should_stop(7)
+        assert hpcdist.should_save(7)
     for number, handler in before.items():
         signal.signal(number, handler)
     records.close()

@@ -37,6 +37,7 @@ FACTS = RunFacts(
     git_commit="c0ffee",
     git_dirty=True,
     trainer="ddp",
+    config={"container.runtime": "none"},
     config_name="mine.yaml",
     cluster_name="site",
     overrides={"optim.lr": Override(before=0.1, after=0.01), "params.text": Override(before=None, after="x $y")},
@@ -75,6 +76,9 @@ def test_description_of_a_live_run() -> None:
         "| **Data** | digits (train), 1,437 samples, digest ab12 |",
         "commit c0ffee with [uncommitted changes](#/experiments/1/runs/abc/artifacts/code.patch)",
         "best checkpoint: /runs/c/step\\-00000100\n",
+        "kept checkpoints ([of all runs](#/experiments/1/models?workflowType=machine_learning)): step 100 (0.25)\n",
+        "# weights of the best checkpoint, step 100\n",
+        "| **Image** | none, without a container |",
         "- last values: train/loss 0.5\n",
         "| 1 | 1970-01-01 00:16 UTC | 10 min | n1, n2 | 0 to 120 | failed |"
         " rank 1 &#124; was &lt;b&gt;killed&lt;/b&gt; | 20 |"
@@ -86,6 +90,11 @@ def test_description_of_a_live_run() -> None:
     ):
         assert row in text
     assert "### Cost" not in text, "the ledger is empty"
+    assert "State at" not in text
+    begun = described(replace(FACTS, progress=None))
+    assert "\n\nState at 1970-01-01 00:38 UTC: no step is done yet in this attempt.\n" in begun
+    queued = described(replace(FACTS, progress=None, state=State(status="queued", reason="preempted")))
+    assert "\n\nState at 1970-01-01 00:38 UTC.\n" in queued
 
 
 def test_description_of_a_finished_run() -> None:
@@ -101,8 +110,13 @@ def test_description_of_a_finished_run() -> None:
     assert "**2 GPU-hours** allocated, of which 75 % were useful compute (goodput); 1 min 30 s in the queue" in text
     assert "| compute | 1.5 | 75.0 % |\n| down | 0.5 | 25.0 % |" in text
     assert "[uploaded](#/experiments/1/runs/abc/artifacts/checkpoints/best)" in text
-    assert 'mlflow.pytorch.load_model("runs:/abc/model")' in text
+    assert '# final model, after step 200\nimport mlflow; model = mlflow.pytorch.load_model("runs:/abc/model")' in text
+    assert "# weights of the best checkpoint, step 100\n" in text
+    same = described(replace(facts, attempts=(replace(SECOND, last_step=100),)))
+    assert "best checkpoint, step 100\n" not in same, "the final model has these weights"
     assert "Progress" not in text
+    image = described(replace(facts, image="site/image:3", image_digest="sha256:12"))
+    assert "| **Image** | site/image:3, digest sha256:12 |" in image
 
 
 @pytest.mark.parametrize("max_chars", [8000, 4000, 2500])

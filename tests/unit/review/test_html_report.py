@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hpcdist.review import html_report
 from hpcdist.review.figures import Curves, Histogram, Matrix, Text
 from hpcdist.review.html_report import render_report, write_report
 from hpcdist.review.series import Series
+from hpcdist.run.rerun_record import RerunRecord, write_rerun
 from hpcdist.tracking.metric_series import read_series
 
 HOSTILE = "</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
@@ -100,6 +102,20 @@ def test_report_has_every_part_of_a_run(full: ReportScene) -> None:
     assert "once upon a time" in found.text
     assert "attempt 2" in found.text, "the mark in the charts"
     assert found.open == [], "elements without an end"
+
+
+def test_report_of_a_rerun_names_the_original_and_the_result(scene: ReportScene) -> None:
+    assert "repeats" not in page_of(scene)
+    record = RerunRecord(name="original", run_id="0a1b", missing=["torch 2 in the run, 3 here"])
+    write_rerun(scene.run, record)
+    text = Elements(page_of(scene)).text
+    assert "repeats" + "original (MLflow run 0a1b)" in text
+    assert "not restored" + "torch 2 in the run, 3 here" in text
+    assert "values" + "not compared yet" in text
+    write_rerun(scene.run, replace(record, missing=[], result="no value differs: 12 values"))
+    text = Elements(page_of(scene)).text
+    assert "not restored" + "nothing" in text
+    assert "values" + "no value differs: 12 values" in text
 
 
 def test_report_needs_no_network_and_no_scripts(full: ReportScene) -> None:

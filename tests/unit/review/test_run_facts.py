@@ -14,6 +14,7 @@ from hpcdist.config.written import run_yaml
 from hpcdist.files.atomic import write_json
 from hpcdist.review.attempts import UNRECORDED
 from hpcdist.review.facts import RunFacts, read_facts
+from hpcdist.review.run_sections import read_faults
 from hpcdist.run.attempt_times import AttemptTimes, NodeShare, Resources, begin, write_times
 from hpcdist.run.folder import RunDir
 from hpcdist.run.origin import Override, load_origin, write_origin
@@ -86,6 +87,30 @@ def test_attempt_without_a_recorded_end(folder: Folder) -> None:
     closed = folder.facts(status="failed", reason="node n1 failed", ended=2400.0).attempts[1]
     assert (closed.status, closed.cause, closed.ended) == ("failed", "node n1 failed", 2400.0)
     assert closed.steps_lost == 40, "there is no checkpoint"
+
+
+def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
+    folder.attempt(first_step=0, step=120, status="failed", reason="rank 1 was killed")
+    folder.attempt(first_step=100, step=250, status="stopped", reason="stopped with everything saved")
+    folder.attempt(first_step=250, step=300)
+    folder.attempt(first_step=250, step=400, status="finished", reason="trained 400 steps")
+    starts = [(990.0, 2600.0, "PREEMPTED"), (2600.0, 3700.0, "NODE_FAIL"), (3700.0, 4600.0, "OUT_OF_MEMORY")]
+    lives = {
+        str(number): {"nodes": "n1", "began": began, "ended": ended, "cores": 2, "state": state}
+        for number, (began, ended, state) in enumerate(starts)
+    }
+    write_json(folder.run.path / "job.json", {"job_id": "7", "lives": lives})
+    assert [one.cause for one in folder.facts(status="finished").attempts] == [
+        "rank 1 was killed",
+        "preempted by a job of higher priority: stopped with everything saved",
+        "a node failed (Slurm: NODE_FAIL)",
+        "trained 400 steps",
+    ]
+    (fault,) = read_faults(folder.run)
+    assert (fault.attempt, fault.error) == (3, "Slurm ended the job: NODE_FAIL"), "a preemption is no fault"
+    assert fault.finding.cause == "a node failed"
+    write_json(folder.run.path / "job.json", {"job_id": "7", "lives": {"0": {**lives["0"], "state": 5}}})
+    assert folder.facts(status="finished").attempts[1].cause == "stopped with everything saved", "a damaged record"
 
 
 def test_progress_of_a_live_run(folder: Folder) -> None:

@@ -14,10 +14,10 @@ from hpcdist.slurm.accounting import AccountedStart, parse_starts
 from hpcdist.slurm.job.resources import job_resources
 
 SACCT = """\
-41|train|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-2]|8|billing=8,cpu=8,gres/gpu=4,node=2|0
-41|train|2026-11-20T06:01:05|2026-11-20T06:03:05|Unknown|n[3-4]|8|cpu=8,gres/gpu:a100=4,gres/gpu=4,mem=4G,node=2|7200
-41|train|2026-11-20T06:04:05|Unknown|Unknown|None assigned|0||
-4|other|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n1|1|cpu=1|
+41|train|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-2]|8|billing=8,cpu=8,gres/gpu=4,node=2|0|PREEMPTED
+41|train|2026-11-20T06:01:05|2026-11-20T06:03:05|Unknown|n[3-4]|8|cpu=8,gres/gpu:a100=4,gres/gpu=4,mem=4G,node=2|7200|RUNNING
+41|train|2026-11-20T06:04:05|Unknown|Unknown|None assigned|0|||PENDING
+4|other|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n1|1|cpu=1||CANCELLED by 1000
 41|no job
 """
 
@@ -36,20 +36,42 @@ def test_each_start_of_a_job_is_read() -> None:
         cores=8,
         gpus=4,
         energy_j=None,
+        state="PREEMPTED",
     )
-    second = replace(first, began=at("06:03:05"), ended=None, queue_s=120.0, nodes="n[3-4]", energy_j=7200.0)
+    second = replace(
+        first,
+        began=at("06:03:05"),
+        ended=None,
+        queue_s=120.0,
+        nodes="n[3-4]",
+        energy_j=7200.0,
+        state="RUNNING",
+    )
     assert parse_starts(SACCT, "41") == [first, second]
     assert parse_starts("", "41") == []
+    assert [start.state for start in parse_starts(SACCT, "4")] == ["CANCELLED"]
 
 
 def test_components_of_a_heterogeneous_job_are_one_start() -> None:
     lines = [
-        "7+0|j|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n1|4|cpu=4,gres/gpu=2|5",
-        "7+1|j|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:06|n2|2|cpu=2|",
+        "7+0|j|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n1|4|cpu=4,gres/gpu=2|5|COMPLETED",
+        "7+1|j|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:06|n2|2|cpu=2||COMPLETED",
     ]
     (start,) = parse_starts("\n".join(lines), "7")
     assert (start.nodes, start.cores, start.gpus, start.energy_j) == ("n1,n2", 6, 2, 5.0)
     assert start.ended == at("06:01:06")
+
+
+def test_sizes_of_a_job_that_loses_nodes_are_one_start() -> None:
+    lines = [
+        "7|j|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-4]|8|cpu=8|5|RESIZING",
+        "7|j|2026-11-20T06:00:00|2026-11-20T06:01:05|2026-11-20T06:02:05|n[1,3-4]|6|cpu=6|7|REQUEUED",
+        "7|j|2026-11-20T06:02:05|2026-11-20T06:04:10|Unknown|n[1-4]|8|cpu=8||RUNNING",
+    ]
+    first, second = parse_starts("\n".join(lines), "7")
+    assert (first.nodes, first.cores, first.energy_j, first.state) == ("n[1-4]", 8, 12.0, "REQUEUED")
+    assert (first.began, first.ended) == (at("06:00:05"), at("06:02:05"))
+    assert (second.began, second.ended, second.cores) == (at("06:04:10"), None, 8)
 
 
 # --- resources
@@ -67,6 +89,16 @@ def test_cores_of_a_node_beyond_those_of_its_ranks_are_allocated_too() -> None:
     assert job_resources(config, [("n1", "n2")], {}).nodes["n1"].allocated == 4, "as requested"
     damaged = env | {"SLURM_JOB_CPUS_PER_NODE": "many"}
     assert job_resources(config, [("n1", "n2")], damaged).nodes["n1"].allocated == 4
+
+
+def test_nodes_without_ranks_are_allocated_too() -> None:
+    config = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=2, spare_nodes=1))
+    env = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_CPUS_PER_NODE": "2(x3)"}
+    found = job_resources(config, [("n1", "n3")], env, ["n2"])
+    assert found.nodes["n2"] == NodeShare(allocated=2, share=1, ranks=[])
+    assert (found.nodes["n3"].ranks, found.idle) == ([2, 3], ("n2",))
+    on_gpus = replace(config, cluster=replace(config.cluster, gpus_per_node=2))
+    assert job_resources(on_gpus, [("n1", "n3")], env, ["n2"]).nodes["n2"] == NodeShare(allocated=2, share=1, ranks=[])
 
 
 def test_gpus_count_if_a_job_has_any() -> None:

@@ -72,12 +72,14 @@ def test_default_parameters() -> None:
 
 
 def test_range_of_nodes_and_spare_nodes() -> None:
-    found = parameters({"nodes": 8, "min_nodes": 2})
-    assert found == SMALL | {"nodes": 8, "additional_parameters": {"requeue": True, "nodes": "2-8", "no_kill": True}}
-    found = parameters({"nodes": 2, "spare_nodes": 1})
-    assert found == SMALL | {"nodes": 3, "additional_parameters": {"requeue": True, "nodes": "3", "no_kill": True}}
+    ranged = {name: value for name, value in SMALL.items() if name not in ("ntasks_per_node", "cpus_per_task")}
+    more = {"requeue": True, "nodes": "2-8", "no_kill": True, "mincpus": 6}
+    found = parameters({"nodes": 8, "min_nodes": 2, "tasks_per_node": 3, "cpus_per_task": 2})
+    assert found == ranged | {"nodes": 8, "additional_parameters": more}
     found = parameters({"nodes": 8, "min_nodes": 2, "spare_nodes": 1})
     assert found["additional_parameters"]["nodes"] == "3-9"
+    found = parameters({"nodes": 2, "spare_nodes": 1})
+    assert found == SMALL | {"nodes": 3, "additional_parameters": {"requeue": True, "no_kill": True}}
     assert parameters({"nodes": 8, "min_nodes": 8}) == SMALL | {"nodes": 8}
     config = Config(cluster=ClusterConfig(nodes=8, min_nodes=2))
     lines = batch_script.render(config, RUN)[0].splitlines()

@@ -149,3 +149,10 @@ def test_nodes_with_different_numbers_of_tasks_are_rejected() -> None:
 def test_job_is_heterogeneous_if_the_script_requests_components(size: str, het: bool) -> None:
     cluster = ClusterConfig(roles={"server": RoleRequest(gpus_per_node=0)})
     assert cluster_from_job(cluster, JOB | {"SLURM_HET_SIZE": size}, 90).het is het
+
+
+def test_job_with_a_range_of_nodes_may_have_more_nodes_after_a_requeue() -> None:
+    cluster = ClusterConfig(nodes=4, min_nodes=1)
+    assert cluster_from_job(cluster, JOB, 90.0).nodes == 4
+    assert cluster_from_job(replace(cluster, nodes=1), JOB, 90.0).nodes == 2
+    assert cluster_from_job(ClusterConfig(spare_nodes=1), JOB, 90.0).nodes == 1

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from hpcdist_runs import wait_for
 from supervisor_scene import Recorder
 
 from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
@@ -439,6 +440,8 @@ class FakeJob:
 
     def __init__(self, spare: str) -> None:
         self.spare = spare
+        self.id = "7"
+        self.nodes = ("n1", "n2")
         self.queries: list[tuple[list[str], bool]] = []
 
     def replaceable(self, nodes: Sequence[str], *, idle_only: bool) -> bool:
@@ -457,7 +460,7 @@ class FakeJob:
             "n1 n2",
             ["n2.site", "n2.site"],
             "n2",
-            "ranks on n2.site have failed twice in a row, and on no other node: avoided from now on",
+            "ranks on n2 have failed twice in a row, and on no other node: avoided from now on",
             ["n2"],
             False,
         ),
@@ -504,6 +507,46 @@ def test_nodes_are_not_queried_after_a_failed_preflight(
     with pytest.raises(PreflightError, match=r"^preflight: n2: disk: full$"):
         launcher.start(run.new_attempt())
     assert (launcher.broken(), launcher.avoid) == (why, avoid)
+
+
+def test_run_that_outlives_nodes_continues_without_a_node_that_fails_the_preflight(
+    slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_preflight(self: Preflight, _: Attempt) -> None:
+        self.failed, self.blamed = True, ["n1"]
+        raise PreflightError("preflight: n1: disk: full")
+
+    monkeypatch.setattr(Preflight, "run", run_preflight)
+    (slurm / "srun").write_text('#!/bin/sh\necho "$@"\n')
+    with launcher_of(slurm, runs_dir, min_nodes=1, tasks_per_node=2) as launcher:
+        assert (launcher.num_ranks, launcher.used_nodes) == (4, [("n1", "n2")])
+        ranks = launcher.start(launcher._run.new_attempt())
+        ranks.wait(10)
+        ranks.close()
+        assert (launcher.num_ranks, launcher.used_nodes) == (2, [("n2",)])
+        assert launcher.resources.idle == ("n1",)
+        assert launcher.resources.nodes["n2"].ranks == [0, 1]
+        assert ranks.host_of(1) == "n2"
+        watchdog = launcher._run.path / "attempts" / "job-watchdog.log"
+        wait_for(lambda: "--nodelist=n2" in watchdog.read_text(), "the watchdog on a node other than the batch host")
+    words = (ranks._attempt.path / "srun.log").read_text()
+    assert "--nodes=1 --ntasks=2" in words
+    assert "--nodelist=n2" in words
+
+
+def test_fixed_run_fails_with_a_node_that_fails_the_preflight(
+    slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_preflight(self: Preflight, _: Attempt) -> None:
+        self.failed, self.blamed = True, ["n1"]
+        raise PreflightError("preflight: n1: disk: full")
+
+    monkeypatch.setattr(Preflight, "run", run_preflight)
+    with (
+        launcher_of(slurm, runs_dir, min_nodes=2) as launcher,
+        pytest.raises(PreflightError, match=r"^preflight: n1: disk: full$"),
+    ):
+        launcher.start(launcher._run.new_attempt())
 
 
 def test_examine_runs_a_command_once_per_node_beside_the_ranks(

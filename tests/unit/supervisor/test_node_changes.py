@@ -40,6 +40,9 @@ class Nodes:
     def growth(self) -> str:
         return self.more
 
+    def grow(self) -> None:
+        self.more = ""
+
 
 def test_failures_that_nodes_explain_do_not_count_against_max_restarts(scene: Scene) -> None:
     scene.launch = {"max_restarts": 0}

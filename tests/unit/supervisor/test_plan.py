@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
+from hpcdist.config.schema import ClusterConfig, Config, ElasticConfig, LaunchConfig, RoleRequest
 from hpcdist.errors import ConfigError
 from hpcdist.rank.topology import Topology, port_for
 from hpcdist.supervisor import plan as plans
@@ -150,6 +150,26 @@ def test_gpus_are_counted_by_the_driver(monkeypatch: pytest.MonkeyPatch, num_gpu
 def test_cores_are_counted_by_cpu_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 3, 5})
     assert Machine.inspect({"CUDA_VISIBLE_DEVICES": ""}).num_cpus == 3
+
+
+# --- elastic runs
+
+
+def planned_elastic(num_gpus: int, num_ranks: int, **elastic: Any) -> Plan:
+    config = Config(launch=LaunchConfig(num_ranks=num_ranks), elastic=ElasticConfig(**elastic))
+    return make_plan(config, Machine(num_cpus=8, num_gpus=num_gpus))
+
+
+def test_fewer_gpus_than_ranks_suffice_down_to_min_ranks() -> None:
+    assert [planned_elastic(gpus, 4, min_ranks=2).num_ranks for gpus in (2, 3, 4, 5)] == [2, 3, 4, 4]
+    with pytest.raises(ConfigError, match=r"^launch\.num_ranks=4, but 1 GPUs are visible"):
+        planned_elastic(1, 4, min_ranks=2)
+    with pytest.raises(ConfigError, match=r"^2 ranks are fewer than elastic\.min_ranks=3: change one of them"):
+        planned_elastic(0, 0, min_ranks=3)
+
+
+def test_exact_sums_use_one_thread_on_any_number_of_ranks() -> None:
+    assert {planned_elastic(0, ranks, exact=True).threads for ranks in (1, 2, 4)} == {1}
 
 
 # --- ports

@@ -85,7 +85,7 @@ def test_damaged_file_is_read_or_raises_data_error(tmp_path: Path, kind: str) ->
     for _ in range(200):
         path.write_bytes(damaged(raw, generator))
         try:
-            load_clicks(config(path), 0, share=0, num_shares=1)
+            load_clicks(config(path), 0, shares=range(1), num_shares=1)
         except DataError as error:
             messages.append(str(error))
     assert len(messages) > 20
@@ -101,14 +101,14 @@ def test_parquet_file_with_a_wrong_page_checksum_is_refused(tmp_path: Path) -> N
     raw[place + 6] ^= 8  # a different, valid number
     path.write_bytes(raw)
     with pytest.raises(DataError, match=r"log\.parquet cannot be read as a click log: .*checksum"):
-        load_clicks(config(path), 0, share=0, num_shares=1)
+        load_clicks(config(path), 0, shares=range(1), num_shares=1)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
 def test_each_trainer_reads_its_share_of_a_file(tmp_path: Path, kind: str) -> None:
     cfg = config(write(tmp_path, kind))
-    first, test = load_clicks(cfg, 0, share=0, num_shares=2)
-    second, more_test = load_clicks(cfg, 0, share=1, num_shares=2)
+    first, test = load_clicks(cfg, 0, shares=range(1), num_shares=2)
+    second, more_test = load_clicks(cfg, 0, shares=range(1, 2), num_shares=2)
     # Two of six samples are for testing; each trainer has two of the other four.
     assert [first.labels.tolist(), second.labels.tolist()] == [[0, 1], [1, 0]]
     assert [test.labels.tolist(), more_test.labels.tolist()] == [[1], [0]]
@@ -138,27 +138,27 @@ def test_file_that_does_not_match_the_config_raises_data_error(
 ) -> None:
     path = write(tmp_path, "parquet", **changed)
     with pytest.raises(DataError, match=message):
-        load_clicks(config(path, **options), 0, share=0, num_shares=1)
+        load_clicks(config(path, **options), 0, shares=range(1), num_shares=1)
 
 
 def test_file_with_too_few_samples_raises_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has 6 samples: too few for 5 trainers"):
-        load_clicks(config(write(tmp_path, "parquet")), 0, share=0, num_shares=5)
+        load_clicks(config(write(tmp_path, "parquet")), 0, shares=range(1), num_shares=5)
 
 
 def test_synthetic_log_does_not_depend_on_the_number_of_readers() -> None:
     cfg = HybridConfig(num_samples=10_000, tables={"a": 10, "b": 5})
-    whole, test = load_clicks(cfg, 3, share=0, num_shares=1)
+    whole, test = load_clicks(cfg, 3, shares=range(1), num_shares=1)
     assert (len(whole), len(test)) == (9000, 1000)
-    parts = [load_clicks(cfg, 3, share=share, num_shares=3) for share in range(3)]
+    parts = [load_clicks(cfg, 3, shares=range(share, share + 1), num_shares=3) for share in range(3)]
     assert torch.equal(torch.cat([train.labels for train, _ in parts]), whole.labels)
     assert torch.equal(torch.cat([train.bags.ids for train, _ in parts]), whole.bags.ids)
     assert torch.equal(torch.cat([test.numeric for _, test in parts]), test.numeric)
-    other, _ = load_clicks(cfg, 4, share=0, num_shares=1)
+    other, _ = load_clicks(cfg, 4, shares=range(1), num_shares=1)
     assert not torch.equal(other.labels, whole.labels)
     assert test.best_scores is not None
     assert 0.6 < auc(test.best_scores, test.labels) < 0.95
-    fixed, _ = load_clicks(replace(cfg, fixed_bags=True), 3, share=0, num_shares=1)
+    fixed, _ = load_clicks(replace(cfg, fixed_bags=True), 3, shares=range(1), num_shares=1)
     assert set(fixed.bags.offsets.diff().tolist()) == {cfg.max_bag_size}
 
 

@@ -1,0 +1,130 @@
+"""The division of a training set over ranks, and the shape of the sum over its micro-batches."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from hpcdist.config.schema import Config, DataConfig, ElasticConfig, LaunchConfig
+from hpcdist.errors import ConfigError
+from hpcdist.rank.elastic.division import Division, divide, micro_batch_seed
+from hpcdist.rank.elastic.summation import Exchange, PartialSums, nodes_within
+
+
+def division(rank: int, world_size: int, num_samples: int = 67, **changes: int) -> Division:
+    fields: dict[str, Any] = {"global_batch_size": 16, "num_micro_batches": 8, "seed": 3, **changes}
+    return Division(num_samples=num_samples, rank=rank, world_size=world_size, **fields)
+
+
+def test_shares_of_8_over_3_are_contiguous_and_uneven() -> None:
+    assert [list(division(rank, 3).share(0)) for rank in range(3)] == [[0, 1], [2, 3, 4], [5, 6, 7]]
+
+
+def test_shares_of_the_last_global_batch_leave_out_empty_micro_batches() -> None:
+    """Three samples: two micro-batches."""
+    last = [division(rank, 3) for rank in range(3)]
+    assert [list(each.share(4)) for each in last] == [[0, 1], [], []]
+    assert [each.batch_size(4) for each in last] == [3, 3, 3]
+    order = last[0].order(0)
+    assert torch.equal(torch.cat([last[0].samples(order, 4, number) for number in last[0].share(4)]), order[64:])
+
+
+@pytest.mark.parametrize("num_samples", [1, 16, 64, 67, 80])
+def test_every_number_of_ranks_has_the_same_micro_batches(num_samples: int) -> None:
+    for epoch in range(2):
+        found = []
+        for world_size in range(1, 9):
+            parts: dict[tuple[int, int], list[int]] = {}
+            for rank in range(world_size):
+                own = division(rank, world_size, num_samples)
+                order = own.order(epoch)
+                mine = [
+                    (step, number, own.samples(order, step, number).tolist())
+                    for step in range(own.steps_per_epoch)
+                    for number in own.share(step)
+                ]
+                parts |= {(step, number): samples for step, number, samples in mine}
+                assert own.rank_samples(epoch).tolist() == [sample for _, _, samples in mine for sample in samples]
+                assert own.rank_samples(epoch, 2).tolist() == [
+                    sample for step, _, samples in mine if step >= 2 for sample in samples
+                ]
+            found.append(dict(sorted(parts.items())))
+        assert all(each == found[0] for each in found)
+        assert sorted(sample for samples in found[0].values() for sample in samples) == list(range(num_samples))
+
+
+def test_epochs_have_different_orders() -> None:
+    assert not torch.equal(division(0, 1).order(0), division(0, 1).order(1))
+    assert not torch.equal(division(0, 1).order(0), division(0, 1, seed=4).order(0))
+
+
+def config(**elastic: Any) -> Config:
+    return Config(
+        data=DataConfig(global_batch_size=24), elastic=ElasticConfig(**elastic), launch=LaunchConfig(num_ranks=4)
+    )
+
+
+def test_number_of_micro_batches() -> None:
+    """From the config, else from the checkpoint, else the largest number of ranks."""
+    assert divide(config(), 100, 0, 2).num_micro_batches == 4
+    assert divide(config(), 100, 0, 6).num_micro_batches == 6
+    assert divide(config(), 100, 0, 2, saved=8).num_micro_batches == 8
+    assert divide(config(micro_batches=12), 100, 0, 2, saved=8).num_micro_batches == 12
+
+
+def test_impossible_divisions() -> None:
+    with pytest.raises(ConfigError, match=r"data\.global_batch_size is not set: micro-batches need it"):
+        divide(Config(), 100, 0, 2)
+    with pytest.raises(ConfigError, match="6 ranks are more than the 4 micro-batches"):
+        divide(config(), 100, 0, 6, saved=4)
+    with pytest.raises(ConfigError, match="cannot be divided into 5 equal micro-batches: use 25"):
+        divide(config(), 100, 0, 5)
+    with pytest.raises(ConfigError, match=r"2 ranks are fewer than elastic\.min_ranks=3: use more"):
+        divide(config(min_ranks=3), 100, 0, 2)
+
+
+def test_seeds_of_micro_batches_differ() -> None:
+    seeds = {micro_batch_seed(seed, step, number) for seed in (0, 1) for step in range(20) for number in range(-1, 8)}
+    assert len(seeds) == 2 * 20 * 9
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_nodes_of_a_share() -> None:
+    assert [list(nodes_within(share, (0, 8))) for share in (range(2), range(2, 5), range(5, 8))] == [
+        [(0, 2)],
+        [(2, 4), (4, 5)],
+        [(5, 6), (6, 8)],
+    ]
+    assert list(nodes_within(range(3), (0, 3))) == [(0, 3)]
+
+
+@pytest.mark.parametrize("num_leaves", range(1, 18))
+def test_partial_sums_are_those_of_the_whole_tree(num_leaves: int) -> None:
+    """Values of very different sizes show each change of the order."""
+    leaves = [torch.tensor([1.1 * 10.0 ** (leaf % 7), 0.1 + leaf]) for leaf in range(num_leaves)]
+
+    def tree(low: int, high: int) -> torch.Tensor:
+        if high - low == 1:
+            return leaves[low]
+        cut = low + next(2**power for power in reversed(range(10)) if 2**power < high - low)
+        return tree(low, cut) + tree(cut, high)
+
+    for world_size in range(1, num_leaves + 1):
+        edges = [num_leaves * rank // world_size for rank in range(world_size + 1)]
+        for low, high in pairwise(edges):
+            partial = PartialSums(num_leaves, range(low, high))
+            for leaf in range(low, high):
+                partial.add(leaf, leaves[leaf].clone())
+            nodes = nodes_within(range(low, high), (0, num_leaves))
+            for node, vector in zip(nodes, partial.vectors(), strict=True):
+                assert torch.equal(vector, tree(*node)), (world_size, node)
+
+
+def test_bytes_of_the_exchange_equal_those_of_a_ring_all_reduce_with_one_micro_batch_per_rank() -> None:
+    for world_size in (2, 4, 8):
+        exchange = Exchange(world_size, [range(rank, rank + 1) for rank in range(world_size)])
+        ring = 2 * (world_size - 1) * 800 // world_size * 4
+        assert [exchange.sent_bytes(800, rank) for rank in range(world_size)] == [ring] * world_size

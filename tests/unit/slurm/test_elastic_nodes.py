@@ -1,0 +1,204 @@
+"""Nodes that are lost, replaced and used again, with a fake srun that answers for the nodes that live."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from hpcdist_runs import wait_for
+
+from hpcdist.config.schema import ClusterConfig, Config, DataConfig
+from hpcdist.errors import HpcdistError
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir
+from hpcdist.slurm import client
+from hpcdist.slurm.current_job import CurrentJob
+from hpcdist.slurm.job import elastic_nodes as module
+from hpcdist.slurm.job.elastic_nodes import ElasticNodes, elastic_nodes, kill_ranks
+from hpcdist.supervisor.restart_policy import Failure
+
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
+NODES = ("n1", "n2", "n3", "n4")
+
+
+class Slurm:
+    """Fake commands. `alive` are the nodes that answer; srun waits for others. `surviving` ranks are not killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.env = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+        self.alive(*NODES)
+        self.allocated("n[1-4]")
+        self._script(
+            "srun",
+            """for word; do case $word in --nodelist=*) asked=${word#*=};; esac; done
+            echo $asked >> asked
+            for node in $(echo $asked | tr , ' '); do
+              if grep -qx $node alive; then echo "hpcdist-alive $node"; echo "$node$(cat surviving)"; else wait=1; fi
+            done
+            [ -z "$wait" ] || exec sleep 100""",
+        )
+        self._script("scontrol", "cat job")
+        (folder / "surviving").write_text("")
+
+    def _script(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(f"#!/bin/sh\ncd {self.folder}\n{text}\n")
+        (self.folder / name).chmod(0o755)
+
+    def alive(self, *nodes: str) -> None:
+        (self.folder / "alive").write_text("".join(f"{node}\n" for node in nodes))
+
+    def allocated(self, nodes: str) -> None:
+        (self.folder / "job").write_text(f"JobId=7 JobState=RUNNING NodeList={nodes}\n")
+
+    @property
+    def asked(self) -> list[str]:
+        return (self.folder / "asked").read_text().split()
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    fake = Slurm(tmp_path)
+    monkeypatch.setenv("PATH", fake.env["PATH"])
+    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(module, "FIRST_ANSWER_S", 2.0)
+    monkeypatch.setattr(module, "CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "addresses_of", lambda nodes: {})
+    monkeypatch.setattr(client, "JOB_RETRY_S", 0.0)
+    return fake
+
+
+def of(slurm: Slurm, runs_dir: Path, **cluster: int) -> ElasticNodes:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    config = Config(
+        cluster=ClusterConfig(**{"nodes": 4, "tasks_per_node": 2, **cluster}), data=DataConfig(global_batch_size=64)
+    )
+    job = CurrentJob(id="7", restart_count=0, end_time=None)
+    return elastic_nodes(run, config, job, NODES, slurm.env)
+
+
+def save(nodes: ElasticNodes, step: int) -> None:
+    folder = nodes._run.checkpoints / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    write_json(folder / "manifest.json", {"step": step})
+
+
+def test_run_continues_without_nodes_that_do_not_answer(slurm: Slurm, runs_dir: Path) -> None:
+    nodes = of(slurm, runs_dir, min_nodes=2)
+    assert not nodes.begin()
+    slurm.alive("n1", "n2", "n4")
+    attempt = nodes._run.new_attempt()
+    assert nodes.end_ranks(attempt)
+    assert nodes.abandoned == {"attempt-001", "hpcdist-nodes"}
+    assert nodes.replaced() == "no answer from n3: continuing on 3 of 4 nodes"
+    assert nodes.pool.used == ("n1", "n2", "n4")
+    assert nodes.replaced() == "", "the nodes do not explain another failure"
+    slurm.alive("n1")
+    nodes.begin()
+    assert nodes.end_ranks(attempt)
+    assert slurm.asked == ["n1,n2,n3,n4", "n1,n2,n4"]
+    assert nodes.replaced() == "", "too few nodes are left"
+
+
+def test_failure_with_all_nodes_is_not_explained_by_them(slurm: Slurm, runs_dir: Path) -> None:
+    nodes = of(slurm, runs_dir, min_nodes=2)
+    assert not nodes.end_ranks(nodes._run.new_attempt())
+    assert (nodes.abandoned, nodes.replaced()) == (set(), "")
+    slurm.alive()  # the controller does not answer
+    assert not nodes.end_ranks(nodes._run.attempt(1))
+    assert nodes.replaced() == ""
+
+
+def test_step_with_ranks_that_survive_is_not_abandoned(slurm: Slurm, runs_dir: Path) -> None:
+    nodes = of(slurm, runs_dir, min_nodes=2)
+    slurm.alive("n1", "n2", "n4")
+    (slurm.folder / "surviving").write_text(" 1")
+    assert nodes.end_ranks(nodes._run.new_attempt())
+    assert nodes.abandoned == set()
+
+
+def test_spare_node_takes_over(slurm: Slurm, runs_dir: Path) -> None:
+    nodes = of(slurm, runs_dir, nodes=3, spare_nodes=1)
+    slurm.alive("n1", "n3", "n4")
+    assert nodes.end_ranks(nodes._run.new_attempt())
+    assert nodes.replaced() == "no answer from n2: n4 takes over"
+    assert nodes.pool.used == ("n1", "n3", "n4")
+
+
+def test_node_on_which_ranks_fail_twice_is_left_out(slurm: Slurm, runs_dir: Path) -> None:
+    nodes = of(slurm, runs_dir, min_nodes=2)
+    failure = Failure(kind="killed", rank=2, host="n2.site", step=5, error="was killed by SIGKILL")
+    for step in (5, 6):
+        write_json(nodes._run.new_attempt().failure, asdict(failure) | {"step": step})
+    assert nodes.replaced() == "ranks have failed twice in a row on n2: continuing on 3 of 4 nodes"
+    assert nodes.pool.missing == ()
+
+
+def grown(nodes: ElasticNodes) -> str:
+    return wait_for(nodes.growth, "lost nodes to answer")
+
+
+def test_lost_node_is_used_again_after_a_checkpoint_when_it_answers(slurm: Slurm, runs_dir: Path) -> None:
+    nodes = of(slurm, runs_dir, min_nodes=2)
+    assert nodes.growth() == "", "no node is missing"
+    slurm.alive("n1", "n2", "n4")
+    nodes.end_ranks(nodes._run.new_attempt())
+    nodes.replaced()
+    save(nodes, 5)
+    nodes.begin()
+    num_asked = len(slurm.asked)
+    assert [nodes.growth() for _ in range(3)] == [""] * 3
+    assert len(slurm.asked) == num_asked, "no checkpoint is newer than the start of the attempt"
+    save(nodes, 10)
+    slurm.alive(*NODES)
+    assert grown(nodes) == "n3 answers again"
+    assert nodes.pool.used == ("n1", "n2", "n4"), "the running attempt keeps its nodes"
+    nodes.grow()
+    assert nodes.pool.used == NODES, "before the resources of the next attempt are recorded"
+    assert nodes.begin()
+    assert not nodes.begin()
+    assert slurm.asked[-1] == "n3", "ranks that have survived there are killed"
+    nodes.close()
+
+
+def test_node_that_slurm_has_taken_out_of_the_job_does_not_return(slurm: Slurm, runs_dir: Path) -> None:
+    nodes = of(slurm, runs_dir, min_nodes=2)
+    nodes.pool.lose(["n3"])
+    nodes.begin()
+    save(nodes, 5)
+    slurm.allocated("n[1-2,4]")
+    wait_for(lambda: nodes.growth() == "" and not nodes.pool.missing, "the check of the node")
+    assert not (slurm.folder / "asked").exists()
+    nodes.close()
+
+
+def test_silent_node_of_the_attempt_is_reported_with_its_first_rank(
+    slurm: Slurm, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = of(slurm, runs_dir, nodes=3, min_nodes=2, spare_nodes=1)
+    silent: list[str] = []
+    monkeypatch.setattr(nodes._probe, "silent", lambda for_s=0.0: silent if for_s == 0 else [])
+    assert nodes.lost() is None
+    silent[:] = ["n4"]
+    assert nodes.lost() is None, "the spare node"
+    assert "n4" not in nodes.pool.present
+    silent[:] = ["n2", "n4"]
+    assert nodes.lost() == (2, "n2")
+    assert nodes.end_ranks(nodes._run.new_attempt())
+    assert slurm.asked == ["n1,n3"], "no time is lost with the silent node"
+    assert nodes.replaced() == "no answer from n2: continuing on 2 of 3 nodes"
+    silent[:] = ["n2", "n3", "n4"]
+    assert nodes.lost() is None, "too few nodes would be left: more patience"
+
+
+def test_job_with_too_few_nodes_is_an_error(slurm: Slurm, runs_dir: Path) -> None:
+    with pytest.raises(HpcdistError, match=re.escape("job 7 has 4 nodes, but cluster.min_nodes=5")):
+        of(slurm, runs_dir, nodes=8, min_nodes=5)
+
+
+def test_no_nodes_are_not_asked(slurm: Slurm, runs_dir: Path) -> None:
+    assert kill_ranks(RunDir(runs_dir / "exp" / "first"), [], slurm.env) == {}
