@@ -114,12 +114,11 @@ def _why_not_forkable() -> str:
     """Return why a forked process would not work, or nothing. Threads do not exist in it, and CUDA fails."""
     # Fork handlers end the threads of OpenBLAS, which NumPy starts at its import if OMP_NUM_THREADS > 1.
     if (pid := os.fork()) == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
+        os._exit(sys.modules["torch"].cuda._is_in_bad_fork())
+    if os.waitpid(pid, 0)[1]:
+        return "the imports have initialised CUDA"
     threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        return f"the imports have started {threads - 1} threads"
-    return "the imports have initialised CUDA" if sys.modules["torch"].cuda.is_initialized() else ""
+    return f"the imports have started {threads - 1} threads" if threads > 1 else ""
 
 
 def _serve(control: socket.socket, handlers: Mapping[signal.Signals, Any]) -> None:

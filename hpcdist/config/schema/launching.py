@@ -72,7 +72,7 @@ class LaunchConfig:
     num_threads: int = 0
     """CPU threads per rank (OMP_NUM_THREADS); 0 divides the cores evenly, or uses one with elastic.exact."""
     fork: bool = True
-    """Whether one process per machine imports torch and forks the ranks; false: each rank imports torch itself."""
+    """Whether a local run imports torch once, in a process that forks the ranks of all attempts (not for scripts)."""
     init_timeout_s: float = 120.0
     """Timeout of the start of the ranks, and then of their rendezvous."""
     hang_timeout_s: float = 1800.0

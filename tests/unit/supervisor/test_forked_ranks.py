@@ -32,7 +32,7 @@ pytestmark = pytest.mark.processes
 
 SOON_S = 20.0
 SHADOW = "from pathlib import Path\n__path__ = [str(Path(__file__).parent), {real!r}]\n__version__ = '0'\n"
-TORCH = "from types import SimpleNamespace\ncuda = SimpleNamespace(is_initialized=lambda: False)\n"
+TORCH = "from types import SimpleNamespace\ncuda = SimpleNamespace(_is_in_bad_fork=lambda: False)\n"
 WORKER = """
 import os, sys
 def main():
@@ -232,9 +232,12 @@ def test_ranks_end_with_their_parent_which_is_replaced(
 @pytest.mark.parametrize(
     ("torch", "reason"),
     [
-        ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", "started 1 threads"),
+        (
+            TORCH + "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+            "started 1 threads",
+        ),
         ("raise ImportError('no such library')", "ImportError: no such library"),
-        ("from types import SimpleNamespace\ncuda = SimpleNamespace(is_initialized=lambda: True)", "initialised CUDA"),
+        ("from types import SimpleNamespace\ncuda = SimpleNamespace(_is_in_bad_fork=lambda: True)", "initialised CUDA"),
         ("print('at import')\nimport os; os._exit(0)", "at import"),
     ],
     ids=["thread", "error", "cuda", "exit"],
