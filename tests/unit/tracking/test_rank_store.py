@@ -319,6 +319,7 @@ def test_events_are_read_defensively(scene: Scene, caplog: pytest.LogCaptureFixt
         read_events(path)
 
 
+@pytest.mark.processes
 def test_the_fluent_functions_join_the_run(scene: Scene, enter: Enter, monkeypatch: pytest.MonkeyPatch) -> None:
     enter()
     records = rank_records.current()
