@@ -11,7 +11,7 @@ from contextlib import suppress
 
 #: Time between SIGTERM and SIGKILL, in which srun ends its tasks.
 KILL_DELAY_S = 1.0
-#: Interval of looks at the output of a command that may end early.
+#: Polling interval for the output of a command that may end early.
 POLL_S = 0.05
 
 

@@ -48,7 +48,7 @@ _OF_TRAINERS = (
 )
 #: Imports torch._dynamo, as long an import as that of torch. Ranks need it for DistributedDataParallel and optimizers.
 _OF_STEPS = "hpcdist.rank.telemetry.timed_ddp"
-#: Time without a request after which the parent imports this for the next attempt, if it is not certain to be needed.
+#: Idle time in seconds after which the parent imports `_OF_STEPS` in advance, for the next attempt.
 _IDLE_S = 10.0
 #: Signals that end a process or a job; the socket alone ends the parent. Slurm sends SIGTERM to all processes of a job.
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)

@@ -56,7 +56,7 @@ class Ranks(Protocol):
 
 
 class NodeChanges(Protocol):
-    """Changes of the nodes of a run that goes on without failed nodes (`slurm/job/elastic_nodes.py`)."""
+    """Changes of the nodes of a run that continues after node failures (`slurm/job/elastic_nodes.py`)."""
 
     def lost(self) -> tuple[int, str] | None:
         """Return the first rank on a node that does not answer any more, and the node; None if all answer."""

@@ -53,7 +53,7 @@ class ClusterConfig:
     nodes: int = 1
     """Number of nodes. A range, `2-8`, also sets min_nodes."""
     min_nodes: int | None = None
-    """Least number of nodes with which the run may start or continue; null requires all of them."""
+    """Minimum number of nodes to start or continue; null requires all of them."""
     spare_nodes: int = 0
     """Additional nodes of the allocation that stay idle until they replace a failed node."""
     tasks_per_node: int = 1

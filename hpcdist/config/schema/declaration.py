@@ -37,7 +37,7 @@ class Trainer:
     instead_of_accumulation: str = ""
     """The key to use instead of optim.grad_accum_steps, for a trainer without support for it."""
     is_elastic: bool = False
-    """Whether it trains with `data.global_batch_size`, on any number of ranks with the same result."""
+    """Whether the trainer supports `data.global_batch_size`."""
     check: Callable[[Config], list[str]] = _no_problems
     """Return the mistakes in a config of this trainer that no section can detect alone."""
     check_host: Callable[[Config], list[str]] = _no_problems

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 class BufferChanges:
     """Changes of a model's buffers during one step.
 
-    Each micro-batch begins with the buffers from the begin of the step. After the step the buffers have changed by the
-    mean of the changes, weighted by the samples, as if there were one update with the mean statistics. So they do not
-    depend on which rank computed which micro-batch.
+    At the start of each micro-batch the buffers are reset to their values at the beginning of the step. After the step
+    they have changed by the mean of the changes, weighted by the samples, as if there were one update with the mean
+    statistics. So they do not depend on which rank computed which micro-batch.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -33,7 +33,7 @@ class MicroBatch:
 
 
 class MicroBatches:
-    """The micro-batches of this rank. `exact` sums their gradients in an order that depends on no number of ranks."""
+    """The micro-batches of this rank. `exact`: the order of the sum does not depend on the number of ranks."""
 
     def __init__(self, division: Division, *, exact: bool) -> None:
         self.division = division

@@ -110,7 +110,7 @@ class ElasticNodes:
     def end_ranks(self, attempt: Attempt) -> bool:
         """Kill the ranks on all nodes without Slurm. Return whether Slurm cannot end the attempt's step.
 
-        That is so if a node does not answer, or if no node does.
+        True if at least one node does not respond; without any response, only if a node was lost before.
         """
         asked = [node for node in self.pool.used if node not in self._lost]
         answers = kill_ranks(self._run, asked, self._env)

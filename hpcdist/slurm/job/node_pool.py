@@ -46,7 +46,7 @@ class NodePool:
         return tuple(node for node in self._allocated if node in self._lost and self._losses[node] < MAX_LOSSES)
 
     def can_lose(self, nodes: Collection[str]) -> bool:
-        """Return whether enough nodes are left without some that do not answer."""
+        """Return whether enough nodes remain after the loss of `nodes`."""
         return len(self._allocated) - len(self._lost | self._unfit | set(nodes)) >= self._least
 
     def lose(self, nodes: Collection[str]) -> bool:
