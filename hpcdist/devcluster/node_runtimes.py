@@ -107,7 +107,9 @@ def scripts(
     if settings.runtime == "pyxis":
         own = f"{layout.enroot}/$(hostname)-$(id -u)"
         paths = " ".join(f"ENROOT_{name}_PATH=$own/{name.lower()}" for name in ("DATA", "RUNTIME", "CACHE"))
-        return {"enroot": f'{_HEAD}own={own}\nexport {paths}\nexec {programs["enroot"]} "$@"\n'}
+        # enroot calls further programs of its folder.
+        path = f"PATH=$PATH:{programs['enroot'].parent}"
+        return {"enroot": f'{_HEAD}own={own}\nexport {path} {paths}\nexec {programs["enroot"]} "$@"\n'}
     return {}
 
 
@@ -117,8 +119,9 @@ def start_daemon(settings: Settings, layout: Layout, node: str) -> None:
         return
     daemon = argv.dockerd(layout, node)
     if not processes.is_running(layout, daemon):
-        # It contains 1, the process id in the daemon's namespace, which exists again.
+        # A killed daemon and its containerd leave their process ids, which exist again in the new namespace.
         (layout.docker / f"{node}.pid").unlink(missing_ok=True)
+        shutil.rmtree(layout.docker / node, ignore_errors=True)
     start(layout, daemon)
 
 

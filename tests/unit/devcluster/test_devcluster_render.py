@@ -321,7 +321,9 @@ def test_script_of_docker_selects_the_daemon_of_its_node() -> None:
 
 def test_script_of_enroot_keeps_the_containers_of_nodes_and_users_apart() -> None:
     paths = "ENROOT_DATA_PATH=$own/data ENROOT_RUNTIME_PATH=$own/runtime ENROOT_CACHE_PATH=$own/cache"
-    script = f'own=/var/lib/dc/enroot/$(hostname)-$(id -u)\nexport {paths}\nexec /opt/bin/enroot "$@"\n'
+    script = (
+        f'own=/var/lib/dc/enroot/$(hostname)-$(id -u)\nexport PATH=$PATH:/opt/bin {paths}\nexec /opt/bin/enroot "$@"\n'
+    )
     assert scripts("pyxis", "enroot") == {"enroot": script}
     settings = replace(TWO, runtime="pyxis", pyxis_plugin="/opt/spank_pyxis.so")
     expected = "required /opt/spank_pyxis.so runtime_path=/var/lib/dc/pyxis\n"

@@ -100,7 +100,7 @@ def test_overrides_in_commands_are_config_keys(page: Path) -> None:
 def test_named_config_keys_exist(page: Path) -> None:
     known = _known_keys()
     sections = {key.partition(".")[0] for key in known if "." in key}
-    named = {f"{match[1]}.{match[2]}": match[1] for match in _KEY.finditer(page.read_text()) if match[2] != "pt"}
+    named = {f"{match[1]}.{match[2]}": match[1] for match in _KEY.finditer(page.read_text()) if match[2] not in ("pt", "py")}
     unknown = [
         name
         for name, section in named.items()
