@@ -192,14 +192,18 @@ def left_on_nodes(cluster: DevCluster, dead: str = "") -> list[str]:
 
 
 def container_mounts(cluster: DevCluster) -> set[str]:
-    """Return the mount points of images and containers in the mount namespaces of this process and of all nodes."""
+    """Return the mount points of images and containers in the mount namespaces of this process and of all nodes.
+
+    Those in the store of the container tests, which may run at the same time, are left out.
+    """
     members = processes.node_members(cluster.layout, cluster.settings)
     found = set()
     for pid in ("self", *(pid for pids in members.values() for pid in pids)):
         with suppress(OSError):  # the process has ended
             for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
                 place, kind = line.split()[4], line.partition(" - ")[2].partition(" ")[0]
-                if kind.startswith(_IMAGE_MOUNTS) or (kind == "overlay" and place.endswith("/merged")):
+                is_container = kind == "overlay" and place.endswith("/merged") and not place.startswith(f"{STORE}/")
+                if is_container or kind.startswith(_IMAGE_MOUNTS):
                     found.add(place)
     return found
 
