@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from hpcdist.config.schema import Config
+from hpcdist.containers.runtimes import CONTAINERS_STEP
 from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import read_json
 from hpcdist.machine.timed_command import run_until
@@ -102,7 +103,8 @@ class ElasticNodes:
             self.pool.lose(idle)
             log.warning("%s: no answer from the node, which runs no ranks", ", ".join(idle))
         lost = [node for node in self.pool.used if node in silent]
-        if not lost or not (self.pool.can_lose(lost) or self._probe.silent(SILENT_BEFORE_REQUEUE_S)):
+        # Nodes that were lost long ago say nothing about these.
+        if not lost or not (self.pool.can_lose(lost) or set(lost) & set(self._probe.silent(SILENT_BEFORE_REQUEUE_S))):
             return None
         self._lost = tuple(lost)
         return self.pool.used.index(lost[0]) * self._tasks_per_node, lost[0]
@@ -112,6 +114,7 @@ class ElasticNodes:
 
         True if at least one node does not respond; without any response, only if a node was lost before.
         """
+        self._drop_removed_nodes()
         asked = [node for node in self.pool.used if node not in self._lost]
         answers = kill_ranks(self._run, asked, self._env)
         if not answers:
@@ -120,8 +123,32 @@ class ElasticNodes:
         if not self._lost:
             return False
         if not any(answers.values()):
-            self.abandoned |= {step_name(attempt), NODES_STEP}
+            self.abandoned |= {step_name(attempt), NODES_STEP, CONTAINERS_STEP}
         return True
+
+    @property
+    def answering(self) -> tuple[str, ...]:
+        """The nodes on which steps can run, as far as is known."""
+        return tuple(node for node in self.pool.present if node not in self._lost)
+
+    def _drop_removed_nodes(self) -> None:
+        """Count nodes as lost that Slurm has taken out of the job: a step with them does not start on any node."""
+        try:
+            allocated = self._allocated_nodes()
+        except HpcdistError:
+            return
+        removed = [node for node in self.pool.present if node not in allocated] if allocated else []
+        used = [node for node in removed if node in self.pool.used]
+        self._lost = tuple(dict.fromkeys((*self._lost, *used)))
+        if idle := [node for node in removed if node not in used]:
+            self.pool.lose(idle)
+        self.pool.forget(removed)
+
+    def _allocated_nodes(self) -> list[str]:
+        """Return the nodes that belong to the job; empty if Slurm does not say."""
+        records = client.job_records(self._job_id)
+        names = parse_text(records[0].get("NodeList")) if records else ""
+        return expand(names) if names else []
 
     def replaced(self) -> str:
         """Choose other nodes after a failure; return a sentence about them, or "" if the nodes stay the same."""
@@ -181,9 +208,7 @@ class ElasticNodes:
 
     def _examine(self, missing: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return the nodes on which ranks can run again, and those that do not belong to the job any more."""
-        records = client.job_records(self._job_id)
-        names = parse_text(records[0].get("NodeList")) if records else ""
-        allocated = expand(names) if names else []
+        allocated = self._allocated_nodes()
         mine = [node for node in missing if node in allocated]
         # Ranks of an earlier attempt may have survived there.
         answers = kill_ranks(self._run, mine, self._env)

@@ -212,8 +212,16 @@ class SlurmLauncher:
             running_ranks=self._running_ranks if self._box is None else None,
             # With pyxis in a heterogeneous job the rank opens its log itself, after its node has imported the image.
             shows_start=not (self._het and self._box is not None and self._box.runtime == "pyxis"),
-            end_ranks=self.elastic.end_ranks if self.elastic is not None else None,
+            end_ranks=self._end_ranks if self.elastic is not None else None,
         )
+
+    def _end_ranks(self, attempt: Attempt) -> bool:
+        """Kill the ranks without Slurm; the removal of containers that follows leaves out nodes that do not answer."""
+        assert self.elastic is not None
+        left = self.elastic.end_ranks(attempt)
+        if self._containers is not None:
+            self._containers.present = self.elastic.answering
+        return left
 
     def _check_nodes(self, attempt: Attempt) -> None:
         """Run the preflight check; leave out the nodes that fail it if enough others remain."""

@@ -93,7 +93,8 @@ def test_run_continues_without_nodes_that_do_not_answer(slurm: Slurm, runs_dir: 
     slurm.alive("n1", "n2", "n4")
     attempt = nodes._run.new_attempt()
     assert nodes.end_ranks(attempt)
-    assert nodes.abandoned == {"attempt-001", "hpcdist-nodes"}
+    assert nodes.abandoned == {"attempt-001", "hpcdist-nodes", "hpcdist-containers"}
+    assert nodes.answering == ("n1", "n2", "n4"), "containers are removed on these"
     assert nodes.replaced() == "no answer from n3: continuing on 3 of 4 nodes"
     assert nodes.pool.used == ("n1", "n2", "n4")
     assert nodes.replaced() == "", "the nodes do not explain another failure"
@@ -102,6 +103,16 @@ def test_run_continues_without_nodes_that_do_not_answer(slurm: Slurm, runs_dir: 
     assert nodes.end_ranks(attempt)
     assert slurm.asked == ["n1,n2,n3,n4", "n1,n2,n4"]
     assert nodes.replaced() == "", "too few nodes are left"
+
+
+def test_nodes_that_slurm_has_taken_out_of_the_job_are_lost(slurm: Slurm, runs_dir: Path) -> None:
+    """A step with such a node in its list starts on no node."""
+    nodes = of(slurm, runs_dir, nodes=3, min_nodes=2, spare_nodes=1)
+    slurm.allocated("n[1-2]")
+    assert nodes.end_ranks(nodes._run.new_attempt())
+    assert slurm.asked == ["n1,n2"]
+    assert nodes.replaced() == "no answer from n3: continuing on 2 of 3 nodes"
+    assert (nodes.pool.present, nodes.pool.missing) == (("n1", "n2"), ())
 
 
 def test_failure_with_all_nodes_is_not_explained_by_them(slurm: Slurm, runs_dir: Path) -> None:
@@ -193,6 +204,8 @@ def test_silent_node_of_the_attempt_is_reported_with_its_first_rank(
     assert nodes.replaced() == "no answer from n2: continuing on 2 of 3 nodes"
     silent[:] = ["n2", "n3", "n4"]
     assert nodes.lost() is None, "too few nodes would be left: more patience"
+    monkeypatch.setattr(nodes._probe, "silent", lambda for_s=0.0: silent if for_s == 0 else ["n2", "n4"])
+    assert nodes.lost() is None, "the others were lost before"
 
 
 def test_job_with_too_few_nodes_is_an_error(slurm: Slurm, runs_dir: Path) -> None:
