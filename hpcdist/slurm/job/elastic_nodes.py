@@ -28,7 +28,7 @@ from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job.host_probe import HostProbe, addresses_of
 from hpcdist.slurm.job.node_pool import NodePool
 from hpcdist.slurm.job.node_ranks import parse_answers
-from hpcdist.slurm.job.srun import NODES_STEP, nodes_command, step_name
+from hpcdist.slurm.job.srun import NODES_STEP, PREFLIGHT_STEP, nodes_command, step_name
 from hpcdist.slurm.nodelist import expand
 from hpcdist.supervisor.restart_policy import Failure, suspect
 
@@ -95,6 +95,21 @@ class ElasticNodes:
         return has_grown
 
     # --- lost nodes
+
+    def reject(self, blamed: Sequence[str]) -> bool:
+        """Continue without nodes that fail the preflight check; return whether enough others are left.
+
+        Those that do not answer are lost, and Slurm cannot end the steps that the check has started on them.
+        """
+        if not self.pool.can_lose(blamed):
+            return False
+        answers = kill_ranks(self._run, blamed, self._env)
+        if silent := [node for node in blamed if node not in answers]:
+            self.pool.lose(silent)
+            self.abandoned |= {PREFLIGHT_STEP, NODES_STEP, CONTAINERS_STEP}
+        if unfit := [node for node in blamed if node in answers]:
+            self.pool.reject(unfit)
+        return True
 
     def lost(self) -> tuple[int, str] | None:
         """Return the first rank on a node of the attempt that does not answer, and the node; None if all answer."""

@@ -39,6 +39,11 @@ class NodePool:
         return tuple(node for node in self.present if node not in self.used)
 
     @property
+    def fit(self) -> tuple[str, ...]:
+        """The nodes on which ranks can run."""
+        return tuple(node for node in self.present if node not in self._unfit)
+
+    @property
     def missing(self) -> tuple[str, ...]:
         """The lost nodes with which the run would become larger if they answered again."""
         if len(self.used) >= self._target:

@@ -132,6 +132,15 @@ def test_step_with_ranks_that_survive_is_not_abandoned(slurm: Slurm, runs_dir: P
     assert nodes.abandoned == set()
 
 
+def test_silent_node_of_a_failed_preflight_is_lost_with_its_steps(slurm: Slurm, runs_dir: Path) -> None:
+    nodes = of(slurm, runs_dir, min_nodes=2)
+    slurm.alive("n1", "n2", "n4")
+    assert nodes.reject(["n3", "n4"])
+    assert (nodes.pool.used, nodes.pool.present, nodes.pool.fit) == (("n1", "n2"), ("n1", "n2", "n4"), ("n1", "n2"))
+    assert nodes.abandoned == {"preflight", "hpcdist-nodes", "hpcdist-containers"}
+    assert not nodes.reject(["n2"])
+
+
 def test_spare_node_takes_over(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, nodes=3, spare_nodes=1)
     slurm.alive("n1", "n3", "n4")
