@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 from hpcdist.config.schema import Config
 from hpcdist.containers.runtimes import CONTAINERS_STEP
@@ -46,6 +47,14 @@ CHECK_EVERY_S = 5.0
 _ALIVE = "hpcdist-alive"
 
 
+class _Examined(NamedTuple):
+    """Lost nodes: those on which ranks can run again, those that have left the job, and those that do not answer."""
+
+    returned: list[str]
+    gone: list[str]
+    silent: list[str]
+
+
 class ElasticNodes:
     """Detects lost nodes of the running attempt and chooses the nodes of the next one (`supervisor.NodeChanges`).
 
@@ -70,10 +79,12 @@ class ElasticNodes:
         self._probe = HostProbe(addresses_of(pool.present), port_for(env["SLURM_JOB_ID"], 0))
         self._lost: tuple[str, ...] = ()
         self._thread = ThreadPoolExecutor(1)
-        self._check: Future[tuple[list[str], list[str]]] | None = None
+        self._check: Future[_Examined] | None = None
         self._next_check = 0.0
         self._step_at_start: int | None = None
         self._returned: list[str] = []
+        #: Lost nodes that ran no ranks.
+        self._lost_idle: set[str] = set()
         self._has_grown = False
 
     def close(self) -> None:
@@ -116,7 +127,12 @@ class ElasticNodes:
         silent = self._probe.silent()
         if idle := [node for node in silent if node not in self.pool.used and node in self.pool.present]:
             self.pool.lose(idle)
+            self._lost_idle |= set(idle)
             log.warning("%s: no answer from the node, which runs no ranks", ", ".join(idle))
+        if back := self._lost_idle - set(silent):
+            # `end_ranks` finds out whether they still belong to the job.
+            self._lost_idle -= back
+            self.pool.keep_idle(back)
         lost = [node for node in self.pool.used if node in silent]
         # Nodes that were lost long ago say nothing about these.
         if not lost or not (self.pool.can_lose(lost) or set(lost) & set(self._probe.silent(SILENT_BEFORE_REQUEUE_S))):
@@ -196,8 +212,7 @@ class ElasticNodes:
         """
         if self._returned:
             return f"{', '.join(self._returned)} answers again"
-        missing = self.pool.missing
-        if not self._grow or not missing:
+        if not self._grow or not self.pool.missing:
             return ""
         if self._check is not None:
             if self._check.done():
@@ -206,29 +221,37 @@ class ElasticNodes:
             return ""
         if time.monotonic() >= self._next_check:
             self._next_check = time.monotonic() + CHECK_EVERY_S
-            if newest_step(self._run) != self._step_at_start:
-                self._check = self._thread.submit(self._examine, missing)
+            # Slurm could not end a step on a node that is known to be silent.
+            silent = self._probe.silent()
+            if missing := [node for node in self.pool.missing if node not in silent]:
+                self._check = self._thread.submit(self._examine, missing, self._step_at_start)
         return ""
 
-    def _take(self, check: Future[tuple[list[str], list[str]]]) -> None:
+    def _take(self, check: Future[_Examined]) -> None:
         try:
-            returned, gone = check.result()
-        except HpcdistError as error:
+            returned, gone, silent = check.result()
+        except (HpcdistError, OSError) as error:
             log.info("the lost nodes cannot be checked: %s", error)
             return
         self._returned = returned
+        if silent:
+            self.abandoned.add(NODES_STEP)
         self.pool.forget(gone)
         if gone:
             log.info("Slurm has taken %s out of the job: the next requeue may replace it", ", ".join(gone))
 
-    def _examine(self, missing: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return the nodes on which ranks can run again, and those that do not belong to the job any more."""
+    def _examine(self, missing: Sequence[str], step_at_start: int | None) -> _Examined:
+        if newest_step(self._run) == step_at_start:
+            return _Examined([], [], [])
         allocated = self._allocated_nodes()
         mine = [node for node in missing if node in allocated]
         # Ranks of an earlier attempt may have survived there.
         answers = kill_ranks(self._run, mine, self._env)
-        gone = [node for node in missing if node not in allocated] if allocated else []
-        return [node for node in mine if answers.get(node) == []], gone
+        return _Examined(
+            returned=[node for node in mine if answers.get(node) == []],
+            gone=[node for node in missing if node not in allocated] if allocated else [],
+            silent=[node for node in mine if node not in answers],
+        )
 
 
 def elastic_nodes(

@@ -76,6 +76,11 @@ class NodePool:
         self._lost -= set(nodes)
         self._replace(self._lost | self._unfit)
 
+    def keep_idle(self, nodes: Collection[str]) -> None:
+        """Count lost nodes that answer as idle again, unless they were lost too often or the run could grow."""
+        if len(self.used) >= self._target:
+            self._lost -= {node for node in nodes if self._losses[node] < MAX_LOSSES}
+
     def forget(self, nodes: Iterable[str]) -> None:
         """Stop waiting for lost nodes that do not belong to the allocation any more."""
         self._losses |= dict.fromkeys(nodes, MAX_LOSSES)

@@ -196,6 +196,35 @@ def test_node_that_slurm_has_taken_out_of_the_job_does_not_return(slurm: Slurm, 
     nodes.close()
 
 
+def test_silent_nodes_are_not_checked_for_growth(slurm: Slurm, runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = of(slurm, runs_dir, min_nodes=2)
+    nodes.pool.lose(["n2", "n3"])
+    nodes.begin()
+    save(nodes, 5)
+    monkeypatch.setattr(nodes._probe, "silent", lambda for_s=0.0: ["n2"])
+    slurm.alive("n1", "n4")
+    wait_for(lambda: nodes.growth() == "" and nodes.abandoned == {"hpcdist-nodes"}, "the check of n3")
+    assert set(slurm.asked) == {"n3"}
+    nodes.close()
+
+
+def test_storage_error_in_a_check_for_growth_does_not_end_the_run(
+    slurm: Slurm, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = of(slurm, runs_dir, min_nodes=2)
+    nodes.pool.lose(["n3"])
+    nodes.begin()
+    tries: list[RunDir] = []
+
+    def newest_step(run: RunDir) -> int:
+        tries.append(run)
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(module, "newest_step", newest_step)
+    wait_for(lambda: nodes.growth() == "" and len(tries) > 1, "a second try")
+    nodes.close()
+
+
 def test_silent_node_of_the_attempt_is_reported_with_its_first_rank(
     slurm: Slurm, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +235,14 @@ def test_silent_node_of_the_attempt_is_reported_with_its_first_rank(
     silent[:] = ["n4"]
     assert nodes.lost() is None, "the spare node"
     assert "n4" not in nodes.pool.present
+    silent[:] = []
+    assert nodes.lost() is None
+    assert nodes.pool.idle == ("n4",), "it answers again"
+    silent[:] = ["n4"]
+    nodes.lost()
+    silent[:] = []
+    nodes.lost()
+    assert nodes.pool.idle == (), "it was lost twice"
     silent[:] = ["n2", "n4"]
     assert nodes.lost() == (2, "n2")
     assert nodes.end_ranks(nodes._run.new_attempt())
