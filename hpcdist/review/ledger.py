@@ -98,7 +98,9 @@ def _energy(allocations: Sequence[AllocationTimes]) -> dict[str, float]:
 def _entries(allocation: AllocationTimes) -> Iterator[Entry]:
     """Yield the entries of an allocation, which add up to its duration × resources."""
     for cause, began, ended in _gaps(allocation):
-        for node, count in allocation.nodes.items():
+        # Nodes that were lost do not belong to the later gaps.
+        held = [timed.nodes for timed in allocation.attempts if timed.began <= began and timed.nodes]
+        for node, count in (held[-1] if held else allocation.nodes).items():
             yield Entry(cause=cause, attempt=0, node=node, seconds=(ended - began) * count)
     for timed in allocation.attempts:
         for (node, cause), seconds in sorted(attempt_seconds(timed).items()):

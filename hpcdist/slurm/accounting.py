@@ -36,6 +36,7 @@ def parse_starts(text: str, job_id: str) -> list[AccountedStart]:
     """
     fields = START_FIELDS.split(",")
     found: list[AccountedStart] = []
+    is_het = False
     for line in text.splitlines():
         values = line.split("|")
         if len(values) != len(fields):
@@ -43,7 +44,10 @@ def parse_starts(text: str, job_id: str) -> list[AccountedStart]:
         row = dict(zip(fields, values, strict=True))
         if row["JobID"].partition("+")[0] == job_id and (start := _parse_start(row)) is not None:
             found.append(start)
-    return _without_resizes(_joined(sorted(found, key=lambda start: start.began)))
+            is_het = is_het or "+" in row["JobID"]
+    found.sort(key=lambda start: start.began)
+    # The sizes of a plain job may begin in the same second as well.
+    return _joined(found) if is_het else _without_resizes(found)
 
 
 def _without_resizes(starts: Sequence[AccountedStart]) -> list[AccountedStart]:

@@ -146,7 +146,10 @@ def parse_sacct(text: str, job_id: str) -> JobInfo | None:
         found_id, dot, _ = row["JobID"].partition(".")
         if found_id not in (job_id, f"{job_id}+0"):
             continue
-        if not dot:
+        if not dot and starts and starts[-1][0]["State"].startswith("RESIZING"):
+            # The job has lost a node: each size has a row, but it is one start.
+            starts[-1] = ({**row, "Start": starts[-1][0]["Start"]}, starts[-1][1])
+        elif not dot:
             starts.append((row, []))
         elif starts:
             starts[-1][1].append(row)

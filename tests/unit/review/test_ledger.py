@@ -67,6 +67,14 @@ def test_time_between_attempts_is_down_and_time_between_supervisors_is_not_alloc
     assert downs == [(21, 31)]
 
 
+def test_gaps_after_the_loss_of_a_node_have_the_remaining_nodes(run: RunDir) -> None:
+    rest = Resources(nodes={"n1": Share(allocated=2, share=1, ranks=[0])})
+    add_attempt(run, 1, 21, [account(1, 21)] * 4, supervised=0, failed=True)
+    add_attempt(run, 31, 51, [account(31, 51)], rest, supervised=0, failed=True)
+    add_attempt(run, 61, 81, [account(61, 81)], rest, supervised=0)
+    assert sums(read_ledger(run), 0) == {"start": 5.0, "down": 50.0 + 20.0}
+
+
 def test_end_of_a_killed_supervisor_is_its_last_heartbeat(run: RunDir) -> None:
     add_attempt(run, 1, None, [account(1, 21, closed=False), account(1, 31, closed=False), None, None])
     ledger = read_ledger(run)

@@ -72,6 +72,8 @@ def test_sizes_of_a_job_that_loses_nodes_are_one_start() -> None:
     assert (first.nodes, first.cores, first.energy_j, first.state) == ("n[1-4]", 8, 12.0, "REQUEUED")
     assert (first.began, first.ended) == (at("06:00:05"), at("06:02:05"))
     assert (second.began, second.ended, second.cores) == (at("06:04:10"), None, 8)
+    lines[1] = lines[1].replace("06:01:05", "06:00:05", 1)
+    assert [start.cores for start in parse_starts("\n".join(lines), "7")] == [8, 8], "lost in its first second"
 
 
 # --- resources

@@ -50,6 +50,15 @@ def test_flags_that_hpcdist_sets_are_rejected() -> None:
     ]
 
 
+def test_flags_of_runs_that_outlive_nodes_are_free_for_others() -> None:
+    flags = {"no-kill": "true", "mincpus": "2"}
+    assert conflicting_flags(ClusterConfig(nodes=2, sbatch=flags)) == []
+    assert conflicting_flags(ClusterConfig(nodes=2, spare_nodes=1, sbatch=flags)) == [
+        "cluster.sbatch.no-kill repeats a key of the config: use cluster.min_nodes or cluster.spare_nodes"
+    ]
+    assert len(conflicting_flags(ClusterConfig(nodes=2, min_nodes=1, sbatch=flags))) == 2
+
+
 def test_valid_flags_take_one_call_of_sbatch(fake_sbatch: Path) -> None:
     assert rejected_flags("sbatch", {}) == []
     assert not (fake_sbatch / "calls").exists()

@@ -143,6 +143,17 @@ def test_memory_and_steps_of_sacct() -> None:
     assert (info.max_rss, info.out_of_memory) == ("1.5G", True)
 
 
+def test_sizes_of_a_job_that_has_lost_a_node_are_one_start() -> None:
+    rows = [
+        "7|j|RESIZING|0:0|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-4]|10:00|",
+        "7|j|COMPLETED|0:0|2026-11-20T06:00:00|2026-11-20T06:01:05|2026-11-20T06:02:05|n[1-3]|10:00|",
+    ]
+    info, first = parse_sacct("\n".join(rows), "7"), parse_sacct(rows[0], "7")
+    assert info is not None
+    assert first is not None
+    assert (info.restarts, info.earlier, info.state, info.started) == (0, (), "COMPLETED", first.started)
+
+
 def test_pending_array_tasks_have_no_records_of_their_own_in_accounting() -> None:
     assert parse_sacct(recorded("sacct", "array-waiting"), "10_2") is None
 
