@@ -63,6 +63,10 @@ def _apply(overrides: Sequence[str], tree: dict[str, Any]) -> list[str]:
             problems.append(f"{key}: more than {MAX_DEPTH} levels deep")
         elif not insert(tree, key.split("."), parse_value(raw)):
             problems.append(f"{key}: a part of this path is a value already, not a section")
+    given = {text.partition("=")[0] for text in overrides}
+    if "cluster.nodes" in given and "cluster.min_nodes" not in given and isinstance(tree.get("cluster"), dict):
+        # A new number or range of nodes replaces the old range: the config of a run folder contains both keys.
+        tree["cluster"].pop("min_nodes", None)
     return problems
 
 

@@ -42,7 +42,9 @@ def expand_short_forms(tree: dict[str, Any]) -> None:
     cluster = tree.get("cluster")
     if isinstance(cluster, dict) and re.match(NODE_RANGE, nodes := str(cluster.get("nodes"))):
         least, _, most = nodes.partition("-")
-        tree["cluster"] = {"min_nodes": int(least), **cluster, "nodes": int(most)}
+        if cluster.get("min_nodes") is None:
+            cluster["min_nodes"] = int(least)
+        cluster["nodes"] = int(most)
 
 
 def insert(tree: dict[str, Any], path: Sequence[str], value: Any) -> bool:

@@ -142,7 +142,8 @@ class SlurmLauncher:
         return self
 
     def _start_watchdog(self, node: str | None = None) -> subprocess.Popen[bytes]:
-        command = watchdog_command(self._env["SLURM_JOB_ID"], node)
+        # SLURM_JOB_ID of the last task of an array is the array's id, which addresses all tasks.
+        command = watchdog_command(self._env["SLURM_JOB_ID"] if self._het else self._job.id, node)
         output = self._run.path / "attempts" / "job-watchdog.log"
         return self._guard.start(command, env=self._env, cwd=self._cwd, output=output)
 

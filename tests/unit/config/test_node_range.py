@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.config.loading import load_config
+from hpcdist.config.loading import load_config, load_run_config
+from hpcdist.config.written import to_yaml
 from hpcdist.errors import ConfigError
 
 
@@ -29,6 +30,26 @@ def test_range_sets_both_numbers(
     cluster = load_config(tmp_path / "config.yaml", overrides).cluster
     assert (cluster.nodes, cluster.min_nodes) == expected
     assert cluster.outlives_nodes == (expected[1] is not None)
+
+
+@pytest.mark.parametrize(
+    ("stored", "overrides", "expected"),
+    [
+        ("nodes: 4", ["cluster.nodes=2-8"], (8, 2)),
+        ("nodes: 2-8", ["cluster.nodes=4"], (4, None)),
+        ("nodes: 2-8", ["cluster.nodes=3-6"], (6, 3)),
+        ("nodes: 2-8", ["cluster.nodes=4", "cluster.min_nodes=3"], (4, 3)),
+        ("nodes: 2-8", ["cluster.min_nodes=4"], (8, 4)),
+        ("nodes: 2-8", ["cluster.time_limit_min=9"], (8, 2)),
+    ],
+)
+def test_override_of_nodes_replaces_the_range_of_a_run_folder(
+    tmp_path: Path, stored: str, overrides: list[str], expected: tuple[int, int | None]
+) -> None:
+    (tmp_path / "config.yaml").write_text(f"trainer: ddp\ncluster: {{{stored}}}\n")
+    (tmp_path / "stored.yaml").write_text(to_yaml(load_config(tmp_path / "config.yaml")))
+    cluster = load_run_config(tmp_path / "stored.yaml", overrides, {}).cluster
+    assert (cluster.nodes, cluster.min_nodes) == expected
 
 
 @pytest.mark.parametrize(

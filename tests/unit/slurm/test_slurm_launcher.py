@@ -519,6 +519,7 @@ def test_run_that_outlives_nodes_continues_without_a_node_that_fails_the_preflig
     monkeypatch.setattr(Preflight, "run", run_preflight)
     (slurm / "srun").write_text('#!/bin/sh\necho "$@"\n')
     with launcher_of(slurm, runs_dir, min_nodes=1, tasks_per_node=2) as launcher:
+        cast(FakeJob, launcher._job).id = "5_2"
         assert (launcher.num_ranks, launcher.used_nodes) == (4, [("n1", "n2")])
         ranks = launcher.start(launcher._run.new_attempt())
         ranks.wait(10)
@@ -529,6 +530,7 @@ def test_run_that_outlives_nodes_continues_without_a_node_that_fails_the_preflig
         assert ranks.host_of(1) == "n2"
         watchdog = launcher._run.path / "attempts" / "job-watchdog.log"
         wait_for(lambda: "--nodelist=n2" in watchdog.read_text(), "the watchdog on a node other than the batch host")
+        assert watchdog.read_text().endswith(" 5_2\n"), "it must not requeue the whole array"
     words = (ranks._attempt.path / "srun.log").read_text()
     assert "--nodes=1 --ntasks=2" in words
     assert "--nodelist=n2" in words
