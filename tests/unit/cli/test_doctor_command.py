@@ -60,6 +60,7 @@ def test_doctor_prints_sections_and_a_summary(doctor: Cli, tmp_path: Path) -> No
         "Host name",
         "Slurm",
         "Containers",
+        "Environments",
     ]
     assert "  ok       2 ranks, gloo  import 0.1 s, rendezvous 0.1 s, all-reduce correct" in lines
     assert f"{tmp_path}/runs" in out
