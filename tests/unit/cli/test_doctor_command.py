@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -34,6 +35,8 @@ def doctor(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
     )
     monkeypatch.setattr(rank_startup, "try_ranks", lambda device, backend, ranks: [rank] * ranks)
     monkeypatch.setattr(machine_report, "read_slurm", lambda: slurm_checks.SlurmFacts(missing=slurm_checks.NEEDED))
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name, *more: None if name == "sbatch" else which(name, *more))
     monkeypatch.setattr(machine_report.gpus, "gpu_device_files", lambda: 0)
     monkeypatch.setattr(machine_report, "in_container", lambda: False)
     return functools.partial(hpcdist, "doctor")
@@ -60,7 +63,6 @@ def test_doctor_prints_sections_and_a_summary(doctor: Cli, tmp_path: Path) -> No
         "Host name",
         "Slurm",
         "Containers",
-        "Environments",
     ]
     assert "  ok       2 ranks, gloo  import 0.1 s, rendezvous 0.1 s, all-reduce correct" in lines
     assert f"{tmp_path}/runs" in out
