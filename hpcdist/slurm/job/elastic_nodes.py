@@ -12,8 +12,10 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 from hpcdist.config.schema import Config
+from hpcdist.containers.runtimes import CONTAINERS_STEP
 from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import read_json
 from hpcdist.machine.timed_command import run_until
@@ -27,7 +29,7 @@ from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job.host_probe import HostProbe, addresses_of
 from hpcdist.slurm.job.node_pool import NodePool
 from hpcdist.slurm.job.node_ranks import parse_answers
-from hpcdist.slurm.job.srun import NODES_STEP, nodes_command, step_name
+from hpcdist.slurm.job.srun import NODES_STEP, PREFLIGHT_STEP, nodes_command, step_name
 from hpcdist.slurm.nodelist import expand
 from hpcdist.supervisor.restart_policy import Failure, suspect
 
@@ -43,6 +45,14 @@ SILENT_BEFORE_REQUEUE_S = 30.0
 #: Interval of checks for a new checkpoint and for lost nodes that answer again.
 CHECK_EVERY_S = 5.0
 _ALIVE = "hpcdist-alive"
+
+
+class _Examined(NamedTuple):
+    """Lost nodes: those on which ranks can run again, those that have left the job, and those that do not answer."""
+
+    returned: list[str]
+    gone: list[str]
+    silent: list[str]
 
 
 class ElasticNodes:
@@ -69,10 +79,12 @@ class ElasticNodes:
         self._probe = HostProbe(addresses_of(pool.present), port_for(env["SLURM_JOB_ID"], 0))
         self._lost: tuple[str, ...] = ()
         self._thread = ThreadPoolExecutor(1)
-        self._check: Future[tuple[list[str], list[str]]] | None = None
+        self._check: Future[_Examined] | None = None
         self._next_check = 0.0
         self._step_at_start: int | None = None
         self._returned: list[str] = []
+        #: Lost nodes that ran no ranks.
+        self._lost_idle: set[str] = set()
         self._has_grown = False
 
     def close(self) -> None:
@@ -95,14 +107,35 @@ class ElasticNodes:
 
     # --- lost nodes
 
+    def reject(self, blamed: Sequence[str]) -> bool:
+        """Continue without nodes that fail the preflight check; return whether enough others are left.
+
+        Those that do not answer are lost, and Slurm cannot end the steps that the check has started on them.
+        """
+        if not self.pool.can_lose(blamed):
+            return False
+        answers = kill_ranks(self._run, blamed, self._env)
+        if silent := [node for node in blamed if node not in answers]:
+            self.pool.lose(silent)
+            self.abandoned |= {PREFLIGHT_STEP, NODES_STEP, CONTAINERS_STEP}
+        if unfit := [node for node in blamed if node in answers]:
+            self.pool.reject(unfit)
+        return True
+
     def lost(self) -> tuple[int, str] | None:
         """Return the first rank on a node of the attempt that does not answer, and the node; None if all answer."""
         silent = self._probe.silent()
         if idle := [node for node in silent if node not in self.pool.used and node in self.pool.present]:
             self.pool.lose(idle)
+            self._lost_idle |= set(idle)
             log.warning("%s: no answer from the node, which runs no ranks", ", ".join(idle))
+        if back := self._lost_idle - set(silent):
+            # `end_ranks` finds out whether they still belong to the job.
+            self._lost_idle -= back
+            self.pool.keep_idle(back)
         lost = [node for node in self.pool.used if node in silent]
-        if not lost or not (self.pool.can_lose(lost) or self._probe.silent(SILENT_BEFORE_REQUEUE_S)):
+        # Nodes that were lost long ago say nothing about these.
+        if not lost or not (self.pool.can_lose(lost) or set(lost) & set(self._probe.silent(SILENT_BEFORE_REQUEUE_S))):
             return None
         self._lost = tuple(lost)
         return self.pool.used.index(lost[0]) * self._tasks_per_node, lost[0]
@@ -112,6 +145,7 @@ class ElasticNodes:
 
         True if at least one node does not respond; without any response, only if a node was lost before.
         """
+        self._drop_removed_nodes()
         asked = [node for node in self.pool.used if node not in self._lost]
         answers = kill_ranks(self._run, asked, self._env)
         if not answers:
@@ -120,8 +154,32 @@ class ElasticNodes:
         if not self._lost:
             return False
         if not any(answers.values()):
-            self.abandoned |= {step_name(attempt), NODES_STEP}
+            self.abandoned |= {step_name(attempt), NODES_STEP, CONTAINERS_STEP}
         return True
+
+    @property
+    def answering(self) -> tuple[str, ...]:
+        """The nodes on which steps can run, as far as is known."""
+        return tuple(node for node in self.pool.present if node not in self._lost)
+
+    def _drop_removed_nodes(self) -> None:
+        """Count nodes as lost that Slurm has taken out of the job: a step with them does not start on any node."""
+        try:
+            allocated = self._allocated_nodes()
+        except HpcdistError:
+            return
+        removed = [node for node in self.pool.present if node not in allocated] if allocated else []
+        used = [node for node in removed if node in self.pool.used]
+        self._lost = tuple(dict.fromkeys((*self._lost, *used)))
+        if idle := [node for node in removed if node not in used]:
+            self.pool.lose(idle)
+        self.pool.forget(removed)
+
+    def _allocated_nodes(self) -> list[str]:
+        """Return the nodes that belong to the job; empty if Slurm does not say."""
+        records = client.job_records(self._job_id)
+        names = parse_text(records[0].get("NodeList")) if records else ""
+        return expand(names) if names else []
 
     def replaced(self) -> str:
         """Choose other nodes after a failure; return a sentence about them, or "" if the nodes stay the same."""
@@ -154,8 +212,7 @@ class ElasticNodes:
         """
         if self._returned:
             return f"{', '.join(self._returned)} answers again"
-        missing = self.pool.missing
-        if not self._grow or not missing:
+        if not self._grow or not self.pool.missing:
             return ""
         if self._check is not None:
             if self._check.done():
@@ -164,31 +221,37 @@ class ElasticNodes:
             return ""
         if time.monotonic() >= self._next_check:
             self._next_check = time.monotonic() + CHECK_EVERY_S
-            if newest_step(self._run) != self._step_at_start:
-                self._check = self._thread.submit(self._examine, missing)
+            # Slurm could not end a step on a node that is known to be silent.
+            silent = self._probe.silent()
+            if missing := [node for node in self.pool.missing if node not in silent]:
+                self._check = self._thread.submit(self._examine, missing, self._step_at_start)
         return ""
 
-    def _take(self, check: Future[tuple[list[str], list[str]]]) -> None:
+    def _take(self, check: Future[_Examined]) -> None:
         try:
-            returned, gone = check.result()
-        except HpcdistError as error:
+            returned, gone, silent = check.result()
+        except (HpcdistError, OSError) as error:
             log.info("the lost nodes cannot be checked: %s", error)
             return
         self._returned = returned
+        if silent:
+            self.abandoned.add(NODES_STEP)
         self.pool.forget(gone)
         if gone:
             log.info("Slurm has taken %s out of the job: the next requeue may replace it", ", ".join(gone))
 
-    def _examine(self, missing: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return the nodes on which ranks can run again, and those that do not belong to the job any more."""
-        records = client.job_records(self._job_id)
-        names = parse_text(records[0].get("NodeList")) if records else ""
-        allocated = expand(names) if names else []
+    def _examine(self, missing: Sequence[str], step_at_start: int | None) -> _Examined:
+        if newest_step(self._run) == step_at_start:
+            return _Examined([], [], [])
+        allocated = self._allocated_nodes()
         mine = [node for node in missing if node in allocated]
         # Ranks of an earlier attempt may have survived there.
         answers = kill_ranks(self._run, mine, self._env)
-        gone = [node for node in missing if node not in allocated] if allocated else []
-        return [node for node in mine if answers.get(node) == []], gone
+        return _Examined(
+            returned=[node for node in mine if answers.get(node) == []],
+            gone=[node for node in missing if node not in allocated] if allocated else [],
+            silent=[node for node in mine if node not in answers],
+        )
 
 
 def elastic_nodes(

@@ -22,7 +22,7 @@ ANSWER_S = 1.5
 #: A node that has not answered for this time is lost; at least this many intervals.
 SILENT_S = 4.0
 SILENT_INTERVALS = 3
-#: After a pause between two calls of `silent`, as of a suspended process, old answers mean nothing.
+#: After a pause between two calls of `silent`, as of a suspended process, no more than this counts.
 PAUSE_S = 1.0
 _ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
 
@@ -75,8 +75,9 @@ class HostProbe:
         """Return the nodes that have not answered for some time. Call it several times a second."""
         now = time.monotonic()
         if self._last_call is not None and now - self._last_call > PAUSE_S:
+            pause_s = now - self._last_call - PAUSE_S
             for node in self._nodes.values():
-                node.answered = now if node.answered is not None else None
+                node.answered = node.answered + pause_s if node.answered is not None else None
         self._last_call = now
         self._collect(now)
         for node in self._nodes.values():

@@ -39,6 +39,11 @@ class NodePool:
         return tuple(node for node in self.present if node not in self.used)
 
     @property
+    def fit(self) -> tuple[str, ...]:
+        """The nodes on which ranks can run."""
+        return tuple(node for node in self.present if node not in self._unfit)
+
+    @property
     def missing(self) -> tuple[str, ...]:
         """The lost nodes with which the run would become larger if they answered again."""
         if len(self.used) >= self._target:
@@ -70,6 +75,11 @@ class NodePool:
         """Use lost nodes again, which answer."""
         self._lost -= set(nodes)
         self._replace(self._lost | self._unfit)
+
+    def keep_idle(self, nodes: Collection[str]) -> None:
+        """Count lost nodes that answer as idle again, unless they were lost too often or the run could grow."""
+        if len(self.used) >= self._target:
+            self._lost -= {node for node in nodes if self._losses[node] < MAX_LOSSES}
 
     def forget(self, nodes: Iterable[str]) -> None:
         """Stop waiting for lost nodes that do not belong to the allocation any more."""

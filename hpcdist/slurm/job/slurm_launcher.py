@@ -16,7 +16,7 @@ from hpcdist.containers.node_steps import ContainerSteps
 from hpcdist.containers.runtimes import outer_env
 from hpcdist.containers.spec import ContainerSpec
 from hpcdist.environments.rank_environment import RankEnvironment
-from hpcdist.errors import HpcdistError, PreflightError
+from hpcdist.errors import HpcdistError, PreflightError, UserMistake
 from hpcdist.machine.timed_command import run_within
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.attempt_times import Resources
@@ -162,6 +162,17 @@ class SlurmLauncher:
         Raises HpcdistError if the ranks' containers or environment cannot start on the nodes or an earlier step does
         not end, PreflightError if the preflight check fails.
         """
+        try:
+            return self._start(attempt)
+        except (UserMistake, PreflightError):  # of nodes that answer
+            raise
+        except HpcdistError:
+            if self.elastic is not None:
+                # A node that has died meanwhile is no reason to requeue the job.
+                self._end_ranks(attempt)
+            raise
+
+    def _start(self, attempt: Attempt) -> RankStep:
         if self.elastic is not None:
             # A node that has been away may have lost its copy of the environment.
             self._is_prepared = not self.elastic.begin() and self._is_prepared
@@ -173,7 +184,7 @@ class SlurmLauncher:
             self._end_orphaned_steps()
             self._containers.prepare()
         if self._environment is not None and not self._is_prepared:
-            nodes, chosen = (self.nodes, False) if self.elastic is None else ([self.elastic.pool.present], True)
+            nodes, chosen = (self.nodes, False) if self.elastic is None else ([self.elastic.pool.fit], True)
             prepare_nodes(self._environment, self._run, nodes, self._env, het=self._het, chosen=chosen)
             self._is_prepared = True
         self._check_nodes(attempt)
@@ -212,8 +223,16 @@ class SlurmLauncher:
             running_ranks=self._running_ranks if self._box is None else None,
             # With pyxis in a heterogeneous job the rank opens its log itself, after its node has imported the image.
             shows_start=not (self._het and self._box is not None and self._box.runtime == "pyxis"),
-            end_ranks=self.elastic.end_ranks if self.elastic is not None else None,
+            end_ranks=self._end_ranks if self.elastic is not None else None,
         )
+
+    def _end_ranks(self, attempt: Attempt) -> bool:
+        """Kill the ranks without Slurm; the removal of containers that follows leaves out nodes that do not answer."""
+        assert self.elastic is not None
+        left = self.elastic.end_ranks(attempt)
+        if self._containers is not None:
+            self._containers.present = self.elastic.answering
+        return left
 
     def _check_nodes(self, attempt: Attempt) -> None:
         """Run the preflight check; leave out the nodes that fail it if enough others remain."""
@@ -221,10 +240,12 @@ class SlurmLauncher:
             self._preflight.run(attempt)
         except PreflightError as error:
             blamed = self._preflight.blamed
-            if self.elastic is None or not blamed or not self.elastic.pool.reject(blamed):
+            if self.elastic is None or not blamed or not self.elastic.reject(blamed):
                 raise
             self._preflight.failed = False
             self.avoid = self._preflight.avoid
+            if self._containers is not None:
+                self._containers.present = self.elastic.pool.present
             log.warning("%s; continuing without %s", error, ", ".join(blamed))
 
     def _watch_batch_host(self) -> None:
@@ -232,6 +253,8 @@ class SlurmLauncher:
         assert self.elastic is not None
         batch_host = self._env.get("SLURMD_NODENAME") or self.nodes[0][0]
         others = [node for node in self.elastic.pool.present if node != batch_host]
+        # With the loss of a node that runs ranks a new attempt begins, and with it a new watchdog.
+        others = [node for node in others if node in self.elastic.pool.used] or others
         if self._watchdog is not None and (self._watchdog.poll() is not None or self._watchdog_node not in others):
             self._watchdog.kill()
             self._watchdog.wait()

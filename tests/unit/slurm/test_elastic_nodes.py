@@ -93,7 +93,8 @@ def test_run_continues_without_nodes_that_do_not_answer(slurm: Slurm, runs_dir: 
     slurm.alive("n1", "n2", "n4")
     attempt = nodes._run.new_attempt()
     assert nodes.end_ranks(attempt)
-    assert nodes.abandoned == {"attempt-001", "hpcdist-nodes"}
+    assert nodes.abandoned == {"attempt-001", "hpcdist-nodes", "hpcdist-containers"}
+    assert nodes.answering == ("n1", "n2", "n4"), "containers are removed on these"
     assert nodes.replaced() == "no answer from n3: continuing on 3 of 4 nodes"
     assert nodes.pool.used == ("n1", "n2", "n4")
     assert nodes.replaced() == "", "the nodes do not explain another failure"
@@ -102,6 +103,16 @@ def test_run_continues_without_nodes_that_do_not_answer(slurm: Slurm, runs_dir: 
     assert nodes.end_ranks(attempt)
     assert slurm.asked == ["n1,n2,n3,n4", "n1,n2,n4"]
     assert nodes.replaced() == "", "too few nodes are left"
+
+
+def test_nodes_that_slurm_has_taken_out_of_the_job_are_lost(slurm: Slurm, runs_dir: Path) -> None:
+    """A step with such a node in its list starts on no node."""
+    nodes = of(slurm, runs_dir, nodes=3, min_nodes=2, spare_nodes=1)
+    slurm.allocated("n[1-2]")
+    assert nodes.end_ranks(nodes._run.new_attempt())
+    assert slurm.asked == ["n1,n2"]
+    assert nodes.replaced() == "no answer from n3: continuing on 2 of 3 nodes"
+    assert (nodes.pool.present, nodes.pool.missing) == (("n1", "n2"), ())
 
 
 def test_failure_with_all_nodes_is_not_explained_by_them(slurm: Slurm, runs_dir: Path) -> None:
@@ -119,6 +130,15 @@ def test_step_with_ranks_that_survive_is_not_abandoned(slurm: Slurm, runs_dir: P
     (slurm.folder / "surviving").write_text(" 1")
     assert nodes.end_ranks(nodes._run.new_attempt())
     assert nodes.abandoned == set()
+
+
+def test_silent_node_of_a_failed_preflight_is_lost_with_its_steps(slurm: Slurm, runs_dir: Path) -> None:
+    nodes = of(slurm, runs_dir, min_nodes=2)
+    slurm.alive("n1", "n2", "n4")
+    assert nodes.reject(["n3", "n4"])
+    assert (nodes.pool.used, nodes.pool.present, nodes.pool.fit) == (("n1", "n2"), ("n1", "n2", "n4"), ("n1", "n2"))
+    assert nodes.abandoned == {"preflight", "hpcdist-nodes", "hpcdist-containers"}
+    assert not nodes.reject(["n2"])
 
 
 def test_spare_node_takes_over(slurm: Slurm, runs_dir: Path) -> None:
@@ -176,6 +196,35 @@ def test_node_that_slurm_has_taken_out_of_the_job_does_not_return(slurm: Slurm, 
     nodes.close()
 
 
+def test_silent_nodes_are_not_checked_for_growth(slurm: Slurm, runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = of(slurm, runs_dir, min_nodes=2)
+    nodes.pool.lose(["n2", "n3"])
+    nodes.begin()
+    save(nodes, 5)
+    monkeypatch.setattr(nodes._probe, "silent", lambda for_s=0.0: ["n2"])
+    slurm.alive("n1", "n4")
+    wait_for(lambda: nodes.growth() == "" and nodes.abandoned == {"hpcdist-nodes"}, "the check of n3")
+    assert set(slurm.asked) == {"n3"}
+    nodes.close()
+
+
+def test_storage_error_in_a_check_for_growth_does_not_end_the_run(
+    slurm: Slurm, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = of(slurm, runs_dir, min_nodes=2)
+    nodes.pool.lose(["n3"])
+    nodes.begin()
+    tries: list[RunDir] = []
+
+    def newest_step(run: RunDir) -> int:
+        tries.append(run)
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(module, "newest_step", newest_step)
+    wait_for(lambda: nodes.growth() == "" and len(tries) > 1, "a second try")
+    nodes.close()
+
+
 def test_silent_node_of_the_attempt_is_reported_with_its_first_rank(
     slurm: Slurm, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +235,14 @@ def test_silent_node_of_the_attempt_is_reported_with_its_first_rank(
     silent[:] = ["n4"]
     assert nodes.lost() is None, "the spare node"
     assert "n4" not in nodes.pool.present
+    silent[:] = []
+    assert nodes.lost() is None
+    assert nodes.pool.idle == ("n4",), "it answers again"
+    silent[:] = ["n4"]
+    nodes.lost()
+    silent[:] = []
+    nodes.lost()
+    assert nodes.pool.idle == (), "it was lost twice"
     silent[:] = ["n2", "n4"]
     assert nodes.lost() == (2, "n2")
     assert nodes.end_ranks(nodes._run.new_attempt())
@@ -193,6 +250,8 @@ def test_silent_node_of_the_attempt_is_reported_with_its_first_rank(
     assert nodes.replaced() == "no answer from n2: continuing on 2 of 3 nodes"
     silent[:] = ["n2", "n3", "n4"]
     assert nodes.lost() is None, "too few nodes would be left: more patience"
+    monkeypatch.setattr(nodes._probe, "silent", lambda for_s=0.0: silent if for_s == 0 else ["n2", "n4"])
+    assert nodes.lost() is None, "the others were lost before"
 
 
 def test_job_with_too_few_nodes_is_an_error(slurm: Slurm, runs_dir: Path) -> None:

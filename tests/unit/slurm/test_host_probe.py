@@ -64,6 +64,11 @@ def test_node_that_stops_answering_is_silent_and_one_that_never_answered_is_not(
     # After a pause of this process nothing is known about the nodes.
     clock[0] += 100
     assert probe.silent() == []
+    lost.add(HOSTS["n2"])
+    for _ in range(10):  # calls that are far apart detect it as well, only later
+        clock[0] += 2 * host_probe.PAUSE_S
+        silent = probe.silent()
+    assert silent == ["n2"]
     probe.close()
 
 

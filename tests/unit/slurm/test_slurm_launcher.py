@@ -517,7 +517,8 @@ def test_run_that_outlives_nodes_continues_without_a_node_that_fails_the_preflig
         raise PreflightError("preflight: n1: disk: full")
 
     monkeypatch.setattr(Preflight, "run", run_preflight)
-    (slurm / "srun").write_text('#!/bin/sh\necho "$@"\n')
+    answer = 'case "$*" in *node_ranks*) echo hpcdist-alive n1; echo n1;; *) echo "$@";; esac'
+    (slurm / "srun").write_text(f"#!/bin/sh\n{answer}\n")
     with launcher_of(slurm, runs_dir, min_nodes=1, tasks_per_node=2) as launcher:
         cast(FakeJob, launcher._job).id = "5_2"
         assert (launcher.num_ranks, launcher.used_nodes) == (4, [("n1", "n2")])
@@ -534,6 +535,21 @@ def test_run_that_outlives_nodes_continues_without_a_node_that_fails_the_preflig
     words = (ranks._attempt.path / "srun.log").read_text()
     assert "--nodes=1 --ntasks=2" in words
     assert "--nodelist=n2" in words
+
+
+def test_node_that_dies_before_the_ranks_start_is_left_out(
+    slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_preflight(self: Preflight, _: Attempt) -> None:
+        raise HpcdistError("environment on n2: no answer")
+
+    monkeypatch.setattr(Preflight, "run", run_preflight)
+    (slurm / "srun").write_text("#!/bin/sh\necho hpcdist-alive n1; echo n1\n")
+    with launcher_of(slurm, runs_dir, min_nodes=1) as launcher:
+        assert launcher.elastic is not None
+        with pytest.raises(HpcdistError, match="no answer"):
+            launcher.start(launcher._run.new_attempt())
+        assert launcher.elastic.replaced() == "no answer from n2: continuing on 1 of 2 nodes"
 
 
 def test_fixed_run_fails_with_a_node_that_fails_the_preflight(
