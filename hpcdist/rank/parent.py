@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hpcdist.config.loading import load_run_config
 from hpcdist.files import retry
@@ -67,12 +67,15 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(1))
     os.dup2(2, 1)  # the imports may print
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
-    with retry.patient(FILE_TIMEOUT_S):
-        _import_modules(RunDir(Path(folder)))
+    try:
+        with retry.patient(FILE_TIMEOUT_S):
+            restarts = _import_modules(RunDir(Path(folder)))
+    except BaseException:
+        _leave(traceback.format_exc())
     if problem := _why_not_forkable():
-        sys.exit(problem)
+        _leave(problem)
     control.send(b"{}")
-    _serve(control, handlers)
+    _serve(control, handlers, _IDLE_S if restarts else None)
     # In a rank.
     worker = importlib.import_module(RANK_MODULE)
     sys.argv = [str(worker.__file__), folder]
@@ -80,7 +83,14 @@ def main() -> None:
     worker.main()
 
 
-def _import_modules(run: RunDir) -> None:
+def _leave(problem: str) -> NoReturn:
+    # Not `sys.exit`, which waits for threads that an import has started.
+    print(problem.strip(), file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _import_modules(run: RunDir) -> bool:
+    """Import what ranks need. Returns whether there may be restarts."""
     gc.disable()  # as in the worker: imported objects are never freed
     for name in ("torch", RANK_MODULE):
         importlib.import_module(name)
@@ -92,10 +102,11 @@ def _import_modules(run: RunDir) -> None:
             importlib.import_module(f"hpcdist.trainers.{config.trainer.target}.train")
             importlib.import_module(_OF_STEPS)
     _share_memory()
+    return config.launch.max_restarts > 0
 
 
 def _share_memory() -> None:
-    # Objects that are never collected are never written to, so that their memory stays shared with the ranks.
+    # The collector would write to all objects, and thereby copy the memory that ranks share with the parent.
     gc.freeze()
     gc.enable()
 
@@ -121,9 +132,12 @@ def _why_not_forkable() -> str:
     return f"the imports have started {threads - 1} threads" if threads > 1 else ""
 
 
-def _serve(control: socket.socket, handlers: Mapping[signal.Signals, Any]) -> None:
-    """Answer the supervisor's requests. Returns in each forked rank; the parent exits when the supervisor does."""
-    timeout: float | None = _IDLE_S
+def _serve(control: socket.socket, handlers: Mapping[signal.Signals, Any], timeout: float | None) -> None:
+    """Serve the supervisor's requests. Returns in each forked rank; the parent exits when the supervisor does.
+
+    Args:
+        timeout: idle time in seconds before the imports for restarts; None without restarts.
+    """
     problem = ""
     while True:
         if not select.select([control], [], [], timeout)[0]:
@@ -138,15 +152,14 @@ def _serve(control: socket.socket, handlers: Mapping[signal.Signals, Any]) -> No
         if not data:
             os._exit(0)
         request = json.loads(data)
-        if "reap" in request:
-            pid, status = os.waitpid(request["reap"], os.WNOHANG)
-            answer: dict[str, Any] = {"code": os.waitstatus_to_exitcode(status) if pid else None}
-        else:
-            if problem:
-                sys.exit(problem)
-            pid, answer = _fork(request, descriptors, control, handlers)
-            if pid == 0:
-                return
+        if "reap" in request:  # has no answer
+            os.waitpid(request["reap"], os.WNOHANG)
+            continue
+        if problem:
+            _leave(problem)
+        pid, answer = _fork(request, descriptors, control, handlers)
+        if pid == 0:
+            return
         for descriptor in descriptors:
             os.close(descriptor)
         with suppress(OSError):

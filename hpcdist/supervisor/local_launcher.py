@@ -12,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from hpcdist.files.log_text import last_lines
+from hpcdist.config.schema import LaunchConfig
+from hpcdist.files import retry
 from hpcdist.machine.facts import num_cores
 from hpcdist.rank.variables import OWN_MEETING, OWN_PLACE
 from hpcdist.run.attempt import Attempt
@@ -20,7 +21,7 @@ from hpcdist.run.attempt_times import NodeShare, Resources
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.plan import Plan, code_env, free_port, rank_command
 from hpcdist.supervisor.process_guard import Guard
-from hpcdist.supervisor.rank_parent import ParentEnded, RankParent, wait_readable
+from hpcdist.supervisor.rank_parent import ParentEnded, RankParent
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class LocalLauncher:
         import_path: folders that precede all others in the ranks' import path.
         cwd: working directory of the ranks.
         fork: whether a parent process forks the ranks, if it can.
+        init_timeout_s: time limit for the imports of this parent, in seconds.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class LocalLauncher:
         import_path: Sequence[str],
         cwd: Path,
         fork: bool = False,
+        init_timeout_s: float = LaunchConfig.init_timeout_s,
     ) -> None:
         self.num_ranks = plan.num_ranks
         self._run = run
@@ -52,6 +55,7 @@ class LocalLauncher:
         self._code = code_env(import_path, plan.env.get("PYTHONPATH") or env.get("PYTHONPATH"))
         self._cwd = cwd
         self._fork = fork
+        self._init_timeout_s = init_timeout_s
         self._parent: RankParent | None = None
 
     def __enter__(self) -> LocalLauncher:
@@ -79,7 +83,7 @@ class LocalLauncher:
 
     def start(self, attempt: Attempt) -> LocalRanks:
         """Start all ranks, with a free port."""
-        if self._parent is not None and not self._parent.is_alive():
+        if self._parent is not None and not (self._parent.is_usable and self._parent.is_alive()):
             self._replace_parent(self._parent)
         return LocalRanks(
             rank_command(self._run.path),
@@ -107,14 +111,24 @@ class LocalLauncher:
         topology = {*OWN_PLACE, *OWN_MEETING}
         envs = [{name: env[name] for name in env.keys() - topology} for env in self._envs(0, 1)]
         # Libraries read variables such as OMP_NUM_THREADS at their import, glibc reads MALLOC_ variables before that.
-        if self._fork and all(env == envs[0] for env in envs):
-            output = self._run.path / "attempts" / "rank-parent.log"
-            self._parent = RankParent(self._run.path, self._guard, env=envs[0], cwd=self._cwd, output=output)
+        if not self._fork or any(env != envs[0] for env in envs):
+            return
+        try:
+            self._parent = RankParent(
+                self._run.path,
+                self._guard,
+                env=envs[0],
+                cwd=self._cwd,
+                output=self._run.path / "attempts" / "rank-parent.log",
+                init_timeout_s=self._init_timeout_s,
+            )
+        except OSError as error:  # ranks can do without it
+            log.warning("each rank imports torch itself, since their parent process cannot be started: %s", error)
 
     def _replace_parent(self, ended: RankParent) -> None:
         """Start another parent after the end of one; a parent that could not fork has no successor."""
         self._close_parent()
-        if ended.was_ready:
+        if ended.is_usable and ended.was_ready:
             log.warning("the parent process of the ranks has ended and is started again (see %s)", ended.output)
             self._start_parent()
 
@@ -185,8 +199,7 @@ class LocalRanks:
     def wait(self, timeout_s: float) -> None:
         """Wait until a rank has ended or the time is over; updates `exits`."""
         if self._parent is not None and not self._processes and self.running:
-            if wait_readable(self._parent.fileno(), timeout_s):
-                self._start_late()
+            self._start_late(timeout_s)
             return
         poll = select.poll()
         for rank in self.running:
@@ -218,22 +231,26 @@ class LocalRanks:
     def close(self) -> None:
         """Kill all process groups and wait for their leaders."""
         self._kill_groups()
+        if self._parent is not None and not self._parent.was_ready:
+            self._parent.is_usable = False  # the next attempt does not wait for it again
         for rank in self.running:  # never started
             self.exits[rank] = -signal.SIGKILL
         for descriptor in self._descriptors:
             os.close(descriptor)
 
-    def _start(self) -> None:
-        """Start the ranks, unless their parent is still importing."""
+    def _start(self, timeout_s: float = 0.0) -> None:
+        """Start the ranks, unless their parent is still importing after `timeout_s`."""
         try:
-            if self._parent is not None and not self._parent.is_ready():
+            if self._parent is not None and not self._parent.is_ready(timeout_s):
                 return
             for env, path in zip(self._envs, self._logs, strict=True):
                 self._processes.append(self._start_one(self._parent, env, path))
             self._descriptors = [os.pidfd_open(process.pid) for process in self._processes]
-        except ParentEnded:
+        except ParentEnded as error:
             assert self._parent is not None, "only a parent can end"
-            _log_end(self._parent)
+            reason = str(error) or self._parent.last_words()
+            log.warning("each rank imports torch itself, since their parent process has ended: %s", reason)
+            self._parent.is_usable = False
             self._kill_groups()
             self._processes, self._parent, self.exits = [], None, {}
             self._start()
@@ -241,12 +258,17 @@ class LocalRanks:
             self._kill_groups()
             raise
 
-    def _start_late(self) -> None:
+    def _start_late(self, timeout_s: float) -> None:
         """Start the ranks in a call of `wait`, which has no error to return: all ranks count as ended then."""
+
+        def again() -> None:
+            self._processes, self.exits = [], {}
+            self._start(timeout_s)
+
         try:
-            self._start()
+            retry.retry(again, self._logs[0].parent)
         except OSError as error:
-            self._error = str(error)
+            self._error = f"{error.filename}: {error.strerror}"
             self._processes = []
             self.exits = dict.fromkeys(range(len(self._envs)), 1)
 
@@ -265,10 +287,3 @@ class LocalRanks:
             code = process.wait()
             self.exits.setdefault(rank, code)
             self._guard.forget(process.pid)
-
-
-def _log_end(parent: RankParent) -> None:
-    """Log that ranks are started without their parent, and why."""
-    with suppress(OSError):
-        lines = [text for _, text in last_lines(parent.output, 1)]
-        log.warning("each rank imports torch itself, since their parent process has ended: %s", "".join(lines).strip())

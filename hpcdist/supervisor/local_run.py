@@ -40,7 +40,15 @@ def supervise(
         env = {**env, **secrets_of(config)}
         import_path = snapshot.import_path(code, run)
         fork = config.launch.fork and not config.trainer.script
-        with LocalLauncher(run, plan, env=env, import_path=import_path, cwd=cwd, fork=fork) as launcher:
+        with LocalLauncher(
+            run,
+            plan,
+            env=env,
+            import_path=import_path,
+            cwd=cwd,
+            fork=fork,
+            init_timeout_s=config.launch.init_timeout_s,
+        ) as launcher:
             supervisor = Supervisor(
                 run, config, launcher, report, tracking_uri=tracking_uri, env=env, check_lease=held.check
             )

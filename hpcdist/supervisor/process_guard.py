@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-#: Reads `+pgid` and `-pgid` from a pipe whose other end only the supervisor holds. When the supervisor dies, the pipe
-#: ends, and the guard kills all registered process groups, grandchildren included.
+#: Reads `+pgid` and `-pgid` from a pipe whose other end the supervisor holds, and each process only until it has
+#: registered. When the supervisor dies, the pipe ends, and the guard kills all registered process groups, grandchildren
+#: included.
 _GUARD = """
 import os, signal, sys
 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):

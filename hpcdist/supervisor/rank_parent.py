@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from hpcdist.files.log_text import last_lines
 from hpcdist.machine.process_record import SPACE, SPACE_BYTES
 from hpcdist.supervisor.plan import parent_command
 from hpcdist.supervisor.process_guard import Guard
 
-#: A parent that does not answer a request within this time counts as dead.
+log = logging.getLogger(__name__)
+
+#: A parent that does not fork a rank within this time counts as dead.
 _ANSWER_S = 30.0
 _MESSAGE_BYTES = 64 * 1024
+#: Maximum size of quoted output.
+_SHOWN_BYTES = 200
 #: Time for the parent to end after its socket is closed.
 _LEAVE_S = 5.0
 
 
 class ParentEnded(Exception):
-    """The parent process has ended or does not answer."""
+    """The parent process has ended or does not answer. The text is the reason, if it is known."""
 
 
 class RankParent:
@@ -35,9 +42,12 @@ class RankParent:
         env: environment of the parent, and of ranks except for the variables given to `fork`.
         cwd: working directory.
         output: file for the output of the parent.
+        init_timeout_s: time limit for the imports, in seconds.
     """
 
-    def __init__(self, run: Path, guard: Guard, *, env: Mapping[str, str], cwd: Path, output: Path) -> None:
+    def __init__(
+        self, run: Path, guard: Guard, *, env: Mapping[str, str], cwd: Path, output: Path, init_timeout_s: float
+    ) -> None:
         self._guard = guard
         self._env = dict(env)
         self._cwd = cwd
@@ -45,6 +55,11 @@ class RankParent:
         self.output = output
         #: Whether the imports have succeeded.
         self.was_ready = False
+        #: Whether later attempts may use it, or a successor.
+        self.is_usable = True
+        self._init_timeout_s = init_timeout_s
+        self._ready_by = time.monotonic() + init_timeout_s
+        self._output_begin = output.stat().st_size if output.exists() else 0
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
@@ -55,14 +70,18 @@ class RankParent:
             self._control.close()
             raise
 
-    def fileno(self) -> int:
-        return self._control.fileno()
+    def is_ready(self, timeout_s: float = 0.0) -> bool:
+        """Wait until the parent has imported everything, and return whether it has.
 
-    def is_ready(self) -> bool:
-        """Return whether the parent has imported everything. Raises ParentEnded if it cannot fork."""
-        if not self.was_ready and self._readable(0.0):
+        Raises ParentEnded if it cannot fork, or has not imported everything in time.
+        """
+        if self.was_ready:
+            return True
+        if self._readable(min(timeout_s, max(0.0, self._ready_by - time.monotonic()))):
             self._receive()
             self.was_ready = True
+        elif time.monotonic() >= self._ready_by:
+            self._kill(f"it was not ready within launch.init_timeout_s={self._init_timeout_s:g} s")
         return self.was_ready
 
     def is_alive(self) -> bool:
@@ -85,10 +104,17 @@ class RankParent:
             raise OSError(answer["error"], os.strerror(answer["error"]))
         return ForkedRank(self, answer["pid"])
 
-    def reap(self, pid: int) -> int | None:
-        """Return the exit code of a rank (negative: signal); None if it runs. Raises ParentEnded."""
-        code: int | None = self._request({"reap": pid})["code"]
-        return code
+    def reap(self, pid: int) -> None:
+        """Let the parent reap a rank that has ended. There is no answer to wait for, since the parent may import."""
+        with suppress(OSError):
+            self._control.send(json.dumps({"reap": pid}).encode(), socket.MSG_DONTWAIT)
+
+    def last_words(self) -> str:
+        """Return the last line that this parent has printed, if any."""
+        with suppress(OSError):
+            if self.output.stat().st_size > self._output_begin:  # the file has the output of earlier ones, too
+                return "".join(text for _, text in last_lines(self.output, 1)).strip()
+        return ""
 
     def close(self) -> None:
         """End the parent, and with it the ranks."""
@@ -107,10 +133,14 @@ class RankParent:
         except OSError as error:
             raise ParentEnded from error
         if not self._readable(_ANSWER_S):
-            # Its ranks end with it: they must not run unobserved.
-            self._process.kill()
-            raise ParentEnded
+            self._kill(f"it did not fork a rank within {_ANSWER_S:g} s")
         return self._receive()
+
+    def _kill(self, reason: str) -> NoReturn:
+        """Kill the parent, and with it its ranks: they must not run unobserved."""
+        log.warning("the parent process of the ranks is killed: %s", reason)
+        self._process.kill()
+        raise ParentEnded(reason)
 
     def _readable(self, timeout_s: float) -> bool:
         return wait_readable(self._control.fileno(), timeout_s)
@@ -123,9 +153,11 @@ class RankParent:
         if not data:
             raise ParentEnded
         try:
-            answer: Mapping[str, Any] = json.loads(data)
-        except ValueError as error:  # printed by the start of the interpreter
-            raise ParentEnded from error
+            answer = json.loads(data)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            self._kill(f"the start of its interpreter prints {data[:_SHOWN_BYTES].decode(errors='replace')!r}")
         return answer
 
 
@@ -142,12 +174,7 @@ class ForkedRank:
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while the process runs."""
-        if self._code is None:
-            try:
-                self._code = self._parent.reap(self.pid)
-            except ParentEnded:
-                self._code = -signal.SIGKILL  # by the kernel, at the death of the parent
-        return self._code
+        return self._wait(0.0)
 
     def kill(self) -> None:
         """Send SIGKILL to the process, which need not lead its process group yet."""
@@ -156,15 +183,37 @@ class ForkedRank:
 
     def wait(self) -> int:
         """Wait for the end of the process. Returns its exit code."""
-        with suppress(ProcessLookupError):  # the parent has ended, and the process as well
-            descriptor = os.pidfd_open(self.pid)
-            try:
-                wait_readable(descriptor, None)
-            finally:
-                os.close(descriptor)
-        code = self.poll()
-        assert code is not None, "the process has ended"
+        code = self._wait(None)
+        assert code is not None, "there was no time limit"
         return code
+
+    def _wait(self, timeout_s: float | None) -> int | None:
+        if self._code is None and _wait_for_end(self.pid, timeout_s):
+            self._code = _code_of_zombie(self.pid)
+            self._parent.reap(self.pid)
+        return self._code
+
+
+def _wait_for_end(pid: int, timeout_s: float | None) -> bool:
+    """Wait for the end of a process that need not be a child; return whether it has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return wait_readable(descriptor, timeout_s)
+    finally:
+        os.close(descriptor)
+
+
+def _code_of_zombie(pid: int) -> int:
+    """Return the exit code of a process that has ended, negative for a signal."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return -signal.SIGKILL  # by the kernel, at the death of the parent; another process has reaped it
+    # Field 52. The second one, the name in parentheses, may contain spaces.
+    return os.waitstatus_to_exitcode(int(stat.rpartition(")")[2].split()[49]))
 
 
 def wait_readable(descriptor: int, timeout_s: float | None) -> bool:

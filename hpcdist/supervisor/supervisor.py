@@ -335,7 +335,8 @@ def _log_of(attempt: Attempt, failure: Failure) -> Path:
     """Return the log file with the details of a failure."""
     if failure.kind == "unfit":
         return attempt.preflight.with_suffix(".txt")
-    return attempt.path / "srun.log" if failure.kind == "not_started" else attempt.log(failure.rank)
+    srun = attempt.path / "srun.log"  # on Slurm only
+    return srun if failure.kind == "not_started" and srun.exists() else attempt.log(failure.rank)
 
 
 def _error_text(error: Exception) -> str:

@@ -74,7 +74,7 @@ class LaunchConfig:
     fork: bool = True
     """Whether a local run imports torch once, in a process that forks the ranks of all attempts (not for scripts)."""
     init_timeout_s: float = 120.0
-    """Timeout of the start of the ranks, and then of their rendezvous."""
+    """Timeout of the start of the ranks, of the imports before they are forked, and of their rendezvous."""
     hang_timeout_s: float = 1800.0
     """Time without progress after which a run counts as hung."""
     stop_grace_s: float = 120.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -34,6 +35,12 @@ def doctor(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
     )
     monkeypatch.setattr(rank_startup, "try_ranks", lambda device, backend, ranks: [rank] * ranks)
     monkeypatch.setattr(machine_report, "read_slurm", lambda: slurm_checks.SlurmFacts(missing=slurm_checks.NEEDED))
+    which = shutil.which
+
+    def without_slurm(name: str, *more: Any, **named: Any) -> str | None:
+        return None if name == "sbatch" else which(name, *more, **named)
+
+    monkeypatch.setattr(shutil, "which", without_slurm)
     monkeypatch.setattr(machine_report.gpus, "gpu_device_files", lambda: 0)
     monkeypatch.setattr(machine_report, "in_container", lambda: False)
     return functools.partial(hpcdist, "doctor")

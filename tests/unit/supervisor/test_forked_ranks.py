@@ -18,7 +18,7 @@ import pytest
 from named_pipe import NamedPipe
 
 import hpcdist
-from hpcdist.config.schema import Config, TrainerConfig
+from hpcdist.config.schema import Config, LaunchConfig, TrainerConfig
 from hpcdist.config.written import to_yaml
 from hpcdist.machine import process_record
 from hpcdist.run.attempt import Attempt
@@ -51,7 +51,13 @@ HELD = "pipe = open({pipe!r}, 'w', buffering=1); pipe.write('up\\n'); import tim
 class Scene:
     """A run with a launcher whose ranks execute the code that a test gives them."""
 
-    def __init__(self, folder: Path, runs_dir: Path, torch: str = TORCH) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        runs_dir: Path,
+        torch: str = TORCH,
+        init_timeout_s: float = LaunchConfig.init_timeout_s,
+    ) -> None:
         self.run = RunDir.create(runs_dir / "exp" / "first")
         self.run.effective_config.write_text(to_yaml(Config(trainer=TrainerConfig(script=["train.py"]))))
         real = Path(hpcdist.__file__).parent
@@ -63,7 +69,15 @@ class Scene:
         (folder / "torch.py").write_text(torch)
         self.env = {"PATH": os.environ["PATH"], "INHERITED": "as it was"}
         plan = Plan(num_ranks=2, device="cpu", backend="gloo", threads=1, env={"PYTHONUNBUFFERED": "1"})
-        self.launcher = LocalLauncher(self.run, plan, env=self.env, import_path=[str(folder)], cwd=folder, fork=True)
+        self.launcher = LocalLauncher(
+            self.run,
+            plan,
+            env=self.env,
+            import_path=[str(folder)],
+            cwd=folder,
+            fork=True,
+            init_timeout_s=init_timeout_s,
+        )
 
     def start(self, *codes: str) -> tuple[Attempt, LocalRanks]:
         """Start an attempt; returns at once, perhaps before the ranks are forked."""
@@ -236,11 +250,12 @@ def test_ranks_end_with_their_parent_which_is_replaced(
             TORCH + "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
             "started 1 threads",
         ),
+        (TORCH + "import threading\nthreading.Thread(target=threading.Event().wait).start()", "started 1 threads"),
         ("raise ImportError('no such library')", "ImportError: no such library"),
         ("from types import SimpleNamespace\ncuda = SimpleNamespace(_is_in_bad_fork=lambda: True)", "initialised CUDA"),
         ("print('at import')\nimport os; os._exit(0)", "at import"),
     ],
-    ids=["thread", "error", "cuda", "exit"],
+    ids=["thread", "waited-thread", "error", "cuda", "exit"],
 )
 def test_ranks_are_started_by_their_command_if_the_parent_cannot_fork(
     tmp_path: Path, runs_dir: Path, caplog: pytest.LogCaptureFixture, torch: str, reason: str
@@ -253,6 +268,74 @@ def test_ranks_are_started_by_their_command_if_the_parent_cannot_fork(
             assert scene.parents() == []
     assert [record for record in caplog.text.splitlines() if reason in record], caplog.text
     assert "is started again" not in caplog.text
+
+
+def test_parent_that_is_never_ready_is_given_up(
+    tmp_path: Path, runs_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene(tmp_path / "code", runs_dir, "import time\ntime.sleep(600)", init_timeout_s=0.5)
+    with scene.launcher:
+        for _ in range(2):
+            assert scene.finish("import sys; sys.exit(3)", "pass")[1] == {0: 3, 1: 0}
+            assert scene.parents() == []
+    assert "it was not ready within launch.init_timeout_s=0.5 s" in caplog.text
+
+
+def test_next_attempt_does_not_wait_for_a_parent_that_was_not_ready(tmp_path: Path, runs_dir: Path) -> None:
+    scene = Scene(tmp_path / "code", runs_dir, "import time\ntime.sleep(600)")
+    with scene.launcher:
+        scene.start("pass", "pass")[1].close()
+        assert scene.finish("import sys; sys.exit(3)", "pass")[1] == {0: 3, 1: 0}
+        assert scene.parents() == []
+
+
+def test_output_of_the_start_of_the_interpreter_is_no_answer(
+    tmp_path: Path, runs_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene(tmp_path / "code", runs_dir)
+    (tmp_path / "code" / "sitecustomize.py").write_text("import os\nos.write(1, b'7 files')")
+    (tmp_path / "code" / "torch.py").write_text("import time\ntime.sleep(600)")
+    with scene.launcher:
+        assert scene.finish("import sys; sys.exit(3)", "pass")[1] == {0: 3, 1: 0}
+    assert "the start of its interpreter prints '7 files'" in caplog.text
+
+
+def test_exit_codes_do_not_wait_for_the_parent(scene: Scene, pipe: NamedPipe) -> None:
+    """It may be importing for a long time, or be stopped."""
+    code = HELD.format(pipe=str(pipe.path))
+    _, ranks = scene.start(code, code)
+    wait_for_fork(ranks, pipe)
+    parent = psutil.Process(*scene.parents())
+    parent.suspend()
+    ranks.signal(signal.SIGTERM)
+    while ranks.running:
+        ranks.wait(SOON_S)
+    ranks.close()
+    assert ranks.exits == {0: -15, 1: -15}
+    parent.resume()
+    assert scene.finish("import sys; sys.exit(3)", "pass")[1] == {0: 3, 1: 0}
+    assert scene.parents() == [parent.pid]
+
+
+def test_parent_that_cannot_fork_any_more_has_no_successor(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert scene.finish("pass", "pass")[1] == {0: 0, 1: 0}
+    assert scene.launcher._parent is not None
+    monkeypatch.setattr(scene.launcher._parent, "is_alive", lambda: True)
+    os.kill(*scene.parents(), signal.SIGKILL)
+    for _ in range(2):
+        assert scene.finish("import sys; sys.exit(3)", "pass")[1] == {0: 3, 1: 0}
+        assert scene.parents() == []
+
+
+def test_launcher_does_without_a_parent_that_cannot_be_started(
+    tmp_path: Path, runs_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene(tmp_path / "code", runs_dir)
+    scene.run.path.joinpath("attempts").mkdir(exist_ok=True)
+    scene.run.path.joinpath("attempts", "rank-parent.log").mkdir()
+    with scene.launcher:
+        assert scene.finish("import sys; sys.exit(3)", "pass")[1] == {0: 3, 1: 0}
+    assert "their parent process cannot be started: [Errno 21]" in caplog.text
 
 
 def test_process_that_cannot_be_created_fails_the_attempt(scene: Scene) -> None:
