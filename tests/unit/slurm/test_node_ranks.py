@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+from hpcdist_runs import wait_for
 from hung_ranks import hung_ranks
 
 from hpcdist.run.attempt import Attempt
@@ -27,8 +29,8 @@ def test_ranks_are_found_and_killed_with_their_children(
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     run = attempt.path.parent.parent
     with hung_ranks(attempt, tmp_path, 2) as ranks:
-        processes = [child for child in psutil.Process().children(recursive=True) if "-P" in child.cmdline()]
-        assert len(processes) == 3, "two ranks and a child of rank 1"
+        wait_for(lambda: len(rank_processes()) == 3, "two ranks and a child of rank 1")
+        processes = rank_processes()
         main([str(run), "list"])
         main([str(run.parent), "list"])
         assert capsys.readouterr().out == "n1 0 1\nn1\n"
@@ -39,6 +41,15 @@ def test_ranks_are_found_and_killed_with_their_children(
         ranks.wait(30)
         assert set(ranks.exits.values()) == {-9}
         assert all(not child.is_running() or child.status() == psutil.STATUS_ZOMBIE for child in processes)
+
+
+def rank_processes() -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "-P" in child.cmdline():
+                found.append(child)
+    return found
 
 
 def test_ranks_that_survive_sigkill_are_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
