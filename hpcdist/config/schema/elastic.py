@@ -74,7 +74,8 @@ def elastic_problems(config: Config) -> list[str]:
             f"elastic.micro_batches={elastic.micro_batches} is less than the {largest_world_size(config)} ranks of the"
             " config: raise it, or use fewer ranks"
         )
-    return problems + division_problems(batch_size, elastic.micro_batches or largest_world_size(config))
+    # Without a number in the config, a checkpoint may hold one, which the ranks check (`rank/elastic/division.py`).
+    return problems + (division_problems(batch_size, elastic.micro_batches) if elastic.micro_batches else [])
 
 
 def division_problems(global_batch_size: int, num_micro_batches: int) -> list[str]:

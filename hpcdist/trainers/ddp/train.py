@@ -117,6 +117,8 @@ def train_elastic_epoch(loop: DdpLoop) -> Iterator[None]:
         epoch=position.epoch,
         channels_last=cfg.model.channels_last,
     )
+    # A scaler has no scale before its first call, and a rank without samples in its first step makes none.
+    loop.scaler.scale(torch.zeros((), device=ctx.device))
     for _ in range(position.step_in_epoch, division.steps_per_epoch):
         set_lr(optimizer, cfg.optim.lr * lr_factor(position.step, position.total_steps, cfg.schedule))
         loss_sum = torch.zeros((), device=ctx.device, dtype=torch.float64)
@@ -198,7 +200,7 @@ def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDa
     if ctx.world_size > 2 and not cfg.elastic.exact:  # the sum of two ranks does not depend on the order
         batch_size = cfg.data.batch_size
         if cfg.data.global_batch_size is not None:
-            batch_size = max(1, cfg.data.global_batch_size // ctx.world_size)
+            batch_size = max(1, cfg.data.global_batch_size // (cfg.elastic.micro_batches or ctx.world_size))
         indices = torch.arange(batch_size) % len(data.test)
         batches = data.test.batches(
             indices, batch_size=len(indices), device=ctx.device, channels_last=cfg.model.channels_last

@@ -45,7 +45,7 @@ def of(batch_size: int | None, **sections: Any) -> Config:
             "elastic.micro_batches=2 is less than the 4 ranks of the config: raise it, or use fewer ranks",
         ),
         (
-            of(100, cluster=ClusterConfig(nodes=4, tasks_per_node=2)),
+            of(100, elastic=ElasticConfig(micro_batches=8), cluster=ClusterConfig(nodes=4, tasks_per_node=2)),
             "data.global_batch_size=100 cannot be divided into 8 equal micro-batches: use 96, or set",
         ),
         (
@@ -67,6 +67,11 @@ def test_elastic_run_of_ddp_and_of_an_own_trainer() -> None:
     elastic = ElasticConfig(micro_batches=8, exact=True, min_ranks=2)
     for target in ("ddp", "mine:train"):
         assert cross_check(of(64, elastic=elastic, trainer=TrainerConfig(target=target))) == []
+
+
+def test_run_without_a_number_of_micro_batches_may_continue_on_any_number_of_ranks() -> None:
+    """Its checkpoint has the number of the first start, which 256 samples need not have with 3 ranks."""
+    assert cross_check(of(256, launch=LaunchConfig(num_ranks=3))) == []
 
 
 def test_numbers_must_be_positive() -> None:
