@@ -21,6 +21,7 @@ def mlflow_application(folder: Path, artifact_root: str, monkeypatch: pytest.Mon
     """Yield the WSGI application of MLflow's server, with a new database in `folder`."""
     from mlflow import server
     from mlflow.server import handlers
+    from mlflow.tracking._model_registry import utils as registry_utils
     from mlflow.tracking._tracking_service import utils
 
     database = f"sqlite:///{folder}/server.db"
@@ -29,6 +30,7 @@ def mlflow_application(folder: Path, artifact_root: str, monkeypatch: pytest.Mon
     for name, value in (
         (server.BACKEND_STORE_URI_ENV_VAR, database),
         ("MLFLOW_TRACKING_URI", database),
+        ("MLFLOW_REGISTRY_URI", database),
         (server.ARTIFACT_ROOT_ENV_VAR, artifact_root),
         (server.ARTIFACTS_DESTINATION_ENV_VAR, str(folder / "artifacts")),
         (server.SERVE_ARTIFACTS_ENV_VAR, "true"),
@@ -36,6 +38,9 @@ def mlflow_application(folder: Path, artifact_root: str, monkeypatch: pytest.Mon
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(utils, "_tracking_uri", None)
     monkeypatch.setattr(handlers, "_tracking_store", None)
+    # Left set, they would let a later test of this process look up `models:/` in this server's registry.
+    monkeypatch.setattr(registry_utils, "_registry_uri", None)
+    monkeypatch.setattr(handlers, "_model_registry_store", None)
     yield server.app.wsgi_app
 
 
