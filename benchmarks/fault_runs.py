@@ -6,13 +6,13 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from baselines.fault_task import Task
@@ -21,6 +21,10 @@ from harness import BASELINES, HPCDIST, clean_env, commit_all, signal_tree
 NUM_RANKS = 2
 #: More restarts than a measurement needs.
 MAX_RESTARTS = 10_000
+#: Without it, restarted gloo ranks read the addresses of killed ones from the agent's store, and wait for each other.
+OF_TORCHRUN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+#: Restarts without a step between them after which a contender has a failure of its own.
+MAX_FRUITLESS_STARTS = 5
 POLL_S = 0.01
 
 CONFIG = """\
@@ -73,17 +77,11 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
-
-
 def torchrun(script: str) -> Callable[[Path, Path], Sequence[str]]:
     """Return a function that makes the command of a script of baselines/."""
 
     def command(task_path: Path, folder: Path) -> Sequence[str]:
-        options = [f"--nproc-per-node={NUM_RANKS}", f"--max-restarts={MAX_RESTARTS}", f"--master-port={free_port()}"]
+        options = [f"--nproc-per-node={NUM_RANKS}", f"--max-restarts={MAX_RESTARTS}", "--standalone"]
         return [sys.executable, "-m", "torch.distributed.run", *options, str(BASELINES / script), str(task_path)]
 
     return command
@@ -128,7 +126,11 @@ class Running:
     task: Task
 
     def require_alive(self) -> None:
-        """End the benchmark if the contender has ended before its last step."""
+        """End the benchmark if the contender has ended before its last step, or restarts without a step."""
+        since_step = takewhile(lambda mark: mark.event != "step", reversed(self.reader.marks))
+        starts = sum(mark.event == "entered" and mark.rank == 0 for mark in since_step)
+        if starts > MAX_FRUITLESS_STARTS:
+            sys.exit(f"{starts} starts without a step:\n{self.log.read_text()[-4000:]}")
         if self.process.poll() is None:
             return
         if not any(mark.event == "step" and mark.step >= self.task.steps for mark in self.reader.update()):
@@ -152,7 +154,7 @@ def started(name: str, task: Task) -> Iterator[Running]:
     project = folder / "project"
     project.mkdir(parents=True)
     command = CONTENDERS[name](task.write(), project)
-    env = {**clean_env(), "OMP_NUM_THREADS": "1"}
+    env = {**clean_env(), "OMP_NUM_THREADS": "1", **OF_TORCHRUN}
     log = folder / "output.log"
     with open(log, "wb") as file:
         began = time.time()
@@ -166,6 +168,6 @@ def started(name: str, task: Task) -> Iterator[Running]:
 
 
 def data_settings() -> dict[str, str]:
-    """Return the data of a task: MNIST in $HPCDIST_DATA_DIR, or synthetic images of its size."""
+    """Return the data of a task: MNIST in $HPCDIST_DATA_DIR, or the digits that scikit-learn contains."""
     root = os.environ.get("HPCDIST_DATA_DIR", "")
-    return {"data": "mnist" if root else "synthetic", "root": root}
+    return {"data": "mnist" if root else "digits", "root": root}

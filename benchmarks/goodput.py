@@ -2,10 +2,10 @@
 
     python benchmarks/goodput.py [--steps 3000] [--kill-every 20] [--rounds 1] [--keep FILE] [--json]
 
-Two gloo ranks train `simple_cnn` on MNIST ($HPCDIST_DATA_DIR, otherwise synthetic images) for a number of steps, with a
-checkpoint every 25 steps and an evaluation every 100. A randomly chosen rank is killed by SIGKILL at random times, on
-average every 20 s. All contenders have the same seed, hence the same times and ranks; if the time falls into a restart,
-the rank is killed as soon as its training has begun. Every contender also runs without kills.
+Two gloo ranks train `simple_cnn` on MNIST ($HPCDIST_DATA_DIR, otherwise scikit-learn's digits) for a number of steps,
+with a checkpoint every 25 steps and an evaluation every 100. A randomly chosen rank is killed by SIGKILL at random
+times, on average every 20 s. All contenders have the same seed, hence the same times and ranks; if the time falls into
+a restart, the rank is killed as soon as its training has begun. Every contender also runs without kills.
 
     torchrun, torch.save          a script that saves with torch.save, restarted by `torchrun --max-restarts`
     Lightning, ModelCheckpoint    the same with Lightning and its checkpoint callback, restarted by torchrun as well

@@ -98,7 +98,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         "recovery",
-        ("--rounds", "5"),
+        ("--rounds", "3", "--kills", "5"),
         (
             Figure("SIGKILL of a rank to the next step, 10 MB", ("rows", "hpcdist", "total"), "s", 1.0),
             Figure("SIGKILL of a rank to the next step: over torchrun", ("rows", "hpcdist", "over"), target=0.25),
@@ -187,6 +187,24 @@ BENCHMARKS = (
             Figure(
                 "submit to first step over hand-written sbatch + srun", ("rows", "hpcdist submit", "over"), target=1.15
             ),
+        ),
+    ),
+    Benchmark(
+        "slurm_recovery",
+        ("--rounds", "3"),
+        (
+            Figure(
+                "SIGKILL of a rank to the next step in a job, forked", ("rows", "forked on each node", "total"), "s"
+            ),
+            Figure("the same: forked over each rank imports", ("rows", "forked on each node", "over")),
+        ),
+    ),
+    Benchmark(
+        "fork_cost",
+        (),
+        (
+            Figure("CPU time of forking a rank", ("rows", "parent", "fork_ms"), "ms"),
+            Figure("memory of the process that forks ranks (PSS)", ("rows", "parent", "pss_mb"), "MB"),
         ),
     ),
     Benchmark(

@@ -14,9 +14,10 @@ from typing import Any
 import lightning
 import torch
 import torch.nn.functional as F
-from fault_task import Task
+from fault_task import RENDEZVOUS_TIMEOUT, Task
 from fault_training import Samples, build_model, build_optimizer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -79,7 +80,7 @@ def main() -> None:
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy="ddp",
+        strategy=DDPStrategy(timeout=RENDEZVOUS_TIMEOUT),
         max_steps=task.steps,
         logger=False,
         enable_progress_bar=False,

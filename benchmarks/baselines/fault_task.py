@@ -6,7 +6,11 @@ import json
 import os
 import time
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
+
+#: Limit of torchrun's contenders for a rendezvous and for a collective.
+RENDEZVOUS_TIMEOUT = timedelta(seconds=30)
 
 
 class Marks:

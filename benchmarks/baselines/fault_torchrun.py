@@ -11,14 +11,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from fault_task import Task
+from fault_task import RENDEZVOUS_TIMEOUT, Task
 from fault_training import Samples, build_model, build_optimizer, train_step
 from torch.nn.parallel import DistributedDataParallel
 
 
 def main() -> None:
     task = Task.read(sys.argv[1])
-    dist.init_process_group("gloo")
+    # The restarted ranks of torchrun may wait for each other in vain; the default of 30 min would end the measurement.
+    dist.init_process_group("gloo", timeout=RENDEZVOUS_TIMEOUT)
     rank = dist.get_rank()
     marks = task.marks(rank)
     marks.add("entered")

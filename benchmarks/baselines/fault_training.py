@@ -16,7 +16,6 @@ from hpcdist.data.loading import load_datasets
 from hpcdist.models.image import SimpleCNN
 
 SEED = 0
-NUM_SYNTHETIC = 10_000
 NUM_EVAL_SAMPLES = 2_000
 #: Layers of the fully connected model, which has 2.6 million parameters.
 LAYERS = (784, 1024, 1024, 720, 10)
@@ -47,9 +46,7 @@ class Samples:
     """The training batches of a rank by step, and the samples of an evaluation."""
 
     def __init__(self, task: Task) -> None:
-        config = DataConfig(
-            name=task.data, root=task.root, num_samples=NUM_SYNTHETIC, image_size=28, preload="always", download=False
-        )
+        config = DataConfig(name=task.data, root=task.root, preload="always", download=False)
         loaded = load_datasets(config, seed=SEED)
         assert isinstance(loaded.train, PreloadedSplit)
         assert isinstance(loaded.test, PreloadedSplit)
