@@ -12,6 +12,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+#: Module of a rank's command.
+RANK_MODULE = "hpcdist.rank.worker"
+#: Forks the ranks. The names have the same length, because a forked process changes its command line in place.
+PARENT_MODULE = "hpcdist.rank.parent"
 #: A variable of the parent process whose memory the variables of a rank replace.
 SPACE = "HPCDIST_ENV_SPACE"
 #: Enough for ten variables with a long job id.
@@ -27,10 +31,14 @@ def replace_word(old: str, new: str) -> None:
     _overwrite(start, end, b"\0" + old.encode() + b"\0", b"\0" + new.encode() + b"\0")
 
 
-def show_variables(variables: Mapping[str, str]) -> None:
-    """Add variables to the shown environment, in the place of SPACE; without enough space they are not shown."""
+def show_variables(variables: Mapping[str, str], space_bytes: int = SPACE_BYTES) -> None:
+    """Add variables to the shown environment, in the place of SPACE; without enough space they are not shown.
+
+    Args:
+        space_bytes: length of the value with which SPACE was set at the start of the parent.
+    """
     _, _, start, end = _addresses()
-    reserved = f"{SPACE}={' ' * SPACE_BYTES}".encode()
+    reserved = f"{SPACE}={' ' * space_bytes}".encode()
     shown = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in variables.items())
     rest = len(reserved) - len(shown) - len(SPACE) - 1
     if rest >= 0:

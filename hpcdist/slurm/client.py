@@ -158,6 +158,11 @@ def job_records(job_id: str, *, retry_s: float = 0.0) -> list[dict[str, str]]:
     return parse_records(text)
 
 
+def batch_script(job_id: str) -> str:
+    """Return the batch script of a job of this user."""
+    return run("scontrol", "write", "batch_script", job_id, "-", timeout_s=JOB_TIMEOUT_S)
+
+
 def cancel_job(job_id: str, *, pending_only: bool = False) -> None:
     """Cancel a job, a running one only without `pending_only`. A job that has ended is not changed."""
     run("scancel", *(["--state=PENDING"] if pending_only else []), job_id)
@@ -231,6 +236,13 @@ def node_features(names: Sequence[str]) -> dict[str, frozenset[str]]:
 def nodes_booted_since(names: Sequence[str], since: float) -> list[str]:
     """Return the nodes that have booted after a time (seconds since the epoch)."""
     return [name for name, booted in parse_boot_times(_node_records(names)).items() if booted > since]
+
+
+def failed_nodes(names: Sequence[str], since: float) -> list[str]:
+    """Return the nodes that are down or do not respond now, or have booted after a time (seconds since the epoch)."""
+    failed = {node.name for node in node_states(names=names) if node.has_failed}
+    failed |= set(nodes_booted_since(names, since))
+    return [name for name in names if name in failed]
 
 
 def _node_records(names: Sequence[str]) -> str:

@@ -63,6 +63,11 @@ class NodeState:
     user: str = ""  #: the user who set the reason
     reason: str = ""  #: the reason why the node is down or drained
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the node is down, has failed or does not respond; a drained node that responds has not failed."""
+        return self.state.startswith(("down", "fail")) or self.state.endswith("*")
+
 
 def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
     """Return the partitions of `scontrol show partition --oneliner` with their nodes, from PARTITION_FORMAT lines."""

@@ -14,7 +14,6 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from hpcdist.config.schema import ClusterConfig, Config, RoleRequest, role_device
-from hpcdist.config.schema.elastic import largest_world_size
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.rank.roles import Roles, rank_table
 from hpcdist.slurm.command_output import parse_memory_mb
@@ -88,10 +87,12 @@ def components(config: Config) -> tuple[JobComponent, ...]:
 def _check_outlives_nodes(config: Config) -> None:
     """Raise ConfigError if a range of nodes or spare nodes contradict other keys."""
     cluster, min_ranks = config.cluster, config.elastic.min_ranks or 1
-    if cluster.min_nodes is not None and cluster.min_nodes * cluster.tasks_per_node < min_ranks:
+    # `elastic_problems` checks cluster.min_nodes; without it, a run on this machine may have the default cluster.nodes.
+    num_ranks = cluster.nodes * cluster.tasks_per_node
+    if cluster.min_nodes is None and not config.roles and num_ranks < min_ranks:
         raise ConfigError(
             [
-                f"cluster.min_nodes={cluster.min_nodes} × cluster.tasks_per_node={cluster.tasks_per_node} is less than"
+                f"cluster.nodes={cluster.nodes} × cluster.tasks_per_node={cluster.tasks_per_node} is less than"
                 f" elastic.min_ranks={min_ranks}: raise the first or lower the last"
             ]
         )
@@ -265,11 +266,8 @@ def rank_table_lines(config: Config, nodes: Sequence[Sequence[str]] | None = Non
 
 
 def with_nodes(config: Config, num_nodes: int) -> Config:
-    """Return the config of a run on another number of nodes, with the same micro-batches."""
-    elastic = config.elastic
-    if config.data.global_batch_size is not None:
-        elastic = replace(elastic, micro_batches=elastic.micro_batches or largest_world_size(config))
-    return replace(config, cluster=replace(config.cluster, nodes=num_nodes), elastic=elastic)
+    """Return the config of a run on another number of nodes."""
+    return replace(config, cluster=replace(config.cluster, nodes=num_nodes))
 
 
 def component_cluster(cluster: ClusterConfig, part: JobComponent) -> ClusterConfig:

@@ -22,8 +22,6 @@ from hpcdist.supervisor.process_guard import Guard
 
 log = logging.getLogger(__name__)
 
-#: A parent that does not fork a rank within this time counts as dead.
-_ANSWER_S = 30.0
 _MESSAGE_BYTES = 64 * 1024
 #: Maximum size of quoted output.
 _SHOWN_BYTES = 200
@@ -42,7 +40,7 @@ class RankParent:
         env: environment of the parent, and of ranks except for the variables given to `fork`.
         cwd: working directory.
         output: file for the output of the parent.
-        init_timeout_s: time limit for the imports, in seconds.
+        init_timeout_s: time limit in seconds for the imports, and for the answer to a request, which may import, too.
     """
 
     def __init__(
@@ -85,6 +83,7 @@ class RankParent:
         return self.was_ready
 
     def is_alive(self) -> bool:
+        """Return whether the process has not ended."""
         return self._process.poll() is None
 
     def fork(self, env: Mapping[str, str], log: int) -> ForkedRank:
@@ -132,8 +131,8 @@ class RankParent:
             socket.send_fds(self._control, [json.dumps(message).encode()], descriptors)
         except OSError as error:
             raise ParentEnded from error
-        if not self._readable(_ANSWER_S):
-            self._kill(f"it did not fork a rank within {_ANSWER_S:g} s")
+        if not self._readable(self._init_timeout_s):
+            self._kill(f"it did not fork a rank within launch.init_timeout_s={self._init_timeout_s:g} s")
         return self._receive()
 
     def _kill(self, reason: str) -> NoReturn:

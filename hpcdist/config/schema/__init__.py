@@ -9,7 +9,7 @@ from hpcdist.config.schema.cluster import ClusterConfig, RoleRequest
 from hpcdist.config.schema.container import ContainerConfig
 from hpcdist.config.schema.declaration import Trainer, default_trainer, find_trainer, trainer_names, unused_sections
 from hpcdist.config.schema.describe import all_keys, describe
-from hpcdist.config.schema.elastic import ElasticConfig, division_problems, largest_world_size
+from hpcdist.config.schema.elastic import ElasticConfig, division_problems, largest_world_size, new_run_problems
 from hpcdist.config.schema.exact import exact, type_mismatch
 from hpcdist.config.schema.launching import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.config.schema.notification import NotifyConfig
@@ -52,6 +52,7 @@ __all__ = [
     "exact",
     "find_trainer",
     "largest_world_size",
+    "new_run_problems",
     "role_device",
     "to_tree",
     "trainer_names",

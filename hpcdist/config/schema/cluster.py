@@ -84,6 +84,8 @@ class ClusterConfig:
     """Additional options of sbatch by their long names: `mail-type: FAIL`, or `exclusive: true` without a value."""
     srun: dict[str, str] = field(default_factory=dict)
     """Additional options of srun, in the same form."""
+    fork: bool = False
+    """Import torch once per node, in a process that forks its ranks in all attempts (not for scripts or containers)."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the job and its ranks. Secrets are not written to the batch script."""
     setup: list[str] = field(default_factory=list)

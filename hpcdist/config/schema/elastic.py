@@ -69,6 +69,10 @@ def elastic_problems(config: Config) -> list[str]:
             "model.sync_batch_norm normalises over the ranks, and data.global_batch_size over micro-batches on any"
             " number of ranks: set model.sync_batch_norm=false"
         )
+    if config.roles:
+        problems.append(
+            "roles and data.global_batch_size exclude each other, because all ranks share the micro-batches: remove one"
+        )
     if elastic.micro_batches is not None and elastic.micro_batches < largest_world_size(config):
         problems.append(
             f"elastic.micro_batches={elastic.micro_batches} is less than the {largest_world_size(config)} ranks of the"
@@ -76,6 +80,20 @@ def elastic_problems(config: Config) -> list[str]:
         )
     # Without a number in the config, a checkpoint may hold one, which the ranks check (`rank/elastic/division.py`).
     return problems + (division_problems(batch_size, elastic.micro_batches) if elastic.micro_batches else [])
+
+
+def new_run_problems(config: Config, num_ranks: int = 0) -> list[str]:
+    """Return the mistake in the division of the global batch of a new run without `elastic.micro_batches`.
+
+    A run with a checkpoint keeps the number of micro-batches of its first start instead.
+
+    Args:
+        num_ranks: number of ranks with which the run starts; 0 if it is not known.
+    """
+    batch_size = config.data.global_batch_size
+    if batch_size is None or config.elastic.micro_batches is not None:
+        return []
+    return division_problems(batch_size, max(num_ranks, largest_world_size(config)))
 
 
 def division_problems(global_batch_size: int, num_micro_batches: int) -> list[str]:

@@ -12,6 +12,8 @@ COMMANDS = ("stop", "save", "profile")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
+    """When checkpoints are saved, and which are kept."""
+
     every_steps: int | None = None
     """Save after every so many optimizer steps, in addition to the save at the end of each epoch."""
     keep_last: int = 2
@@ -27,6 +29,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
+    """What is logged to MLflow, and how often."""
+
     uri: str = "${oc.env:MLFLOW_TRACKING_URI,''}"
     """URI of the MLflow server or database; empty means the SQLite file `<runs_dir>/mlflow.db`."""
     register_as: str | None = None
@@ -61,6 +65,8 @@ class TrackingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
+    """How ranks are started, supervised and restarted."""
+
     num_ranks: int = 0
     """Ranks on this machine; 0 means one per visible GPU, or two without a GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -13,6 +13,8 @@ EVENTS = ("end", "failure", "straggler", "requeue")
 
 @dataclass(frozen=True, kw_only=True)
 class NotifyConfig:
+    """A webhook that receives the events of a run."""
+
     webhook_file: str = field(default="", metadata=IS_PATH)
     """File with mode 0600 that holds the webhook's URL, to which the supervisor posts events; empty for none."""
     webhook: str = ""

@@ -42,7 +42,7 @@ class Config:
     runs_dir: str = field(default="${oc.env:HPCDIST_RUNS_DIR,runs}", metadata=IS_PATH)
     """Folder of all runs; on a cluster, on a file system that all nodes share."""
     seed: int = 0
-    """Seed of weights, shuffling, augmentation and dropout; each rank derives its own seed from it."""
+    """Seed of weights, shuffling, augmentation and dropout; each rank, or micro-batch, derives its own from it."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     roles: dict[str, int] = field(default_factory=dict)
     """Number of ranks by role, in rank order; empty gives all ranks the role trainer."""

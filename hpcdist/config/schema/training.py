@@ -27,6 +27,8 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
+    """The model, and how it is executed."""
+
     name: str = "simple_cnn"
     """`simple_cnn`, or one of torchvision's ResNets (`resnet18` … `resnet152`, `wide_resnet50_2`, …)."""
     channels_last: bool = False
@@ -39,6 +41,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
+    """The dataset, and how its samples are divided into batches."""
+
     name: Literal["digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic"] = "digits"
     """Dataset. `digits` is part of scikit-learn and needs no download."""
     root: str = field(default="${oc.env:HPCDIST_DATA_DIR,'~/.cache/hpcdist/data'}", metadata=IS_PATH)
@@ -74,6 +78,8 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
+    """The optimizer."""
+
     name: Literal["adam", "adamw", "sgd"] = "adam"
     """Optimizer, in its fused implementation."""
     lr: float = 1e-3
@@ -97,6 +103,8 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
+    """The learning rate over the steps."""
+
     name: Literal["constant", "cosine"] = "constant"
     """Learning-rate schedule after the warmup; `cosine` ends at the last step of the run."""
     warmup_steps: int = 0
@@ -110,6 +118,8 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
+    """Data types of the computations."""
+
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Data type of the forward pass under autocast; fp16 uses loss scaling and needs a GPU."""
     tf32: bool = True

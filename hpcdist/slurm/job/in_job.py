@@ -6,6 +6,7 @@ The `#SBATCH` lines of the script are the request, so the config's `cluster` sec
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +18,7 @@ from hpcdist.files.atomic import write_json
 from hpcdist.run import create
 from hpcdist.run.folder import RunDir, State, read_record
 from hpcdist.run.origin import Origin
+from hpcdist.slurm import client
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.exposed_secrets import exposed_secrets
 from hpcdist.slurm.job.batch_step import supervise
@@ -47,6 +49,11 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path, origin: Origin
         if _is_incomplete(run, job.id):
             shutil.rmtree(run.path)
         cluster = cluster_from_job(config.cluster, env, job.time_limit_min)
+        if cluster.outlives_nodes and not _has_no_kill(job, env):
+            log.warning(
+                "cluster.min_nodes and cluster.spare_nodes have no effect in this job once Slurm notices a failed node:"
+                " Slurm then kills the job, unless the batch script has `#SBATCH --no-kill`"
+            )
         run = _create(replace(config, cluster=cluster), cwd, job.id, origin)
     return supervise(str(run.path))
 
@@ -81,6 +88,20 @@ def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_
         mem=env.get("SLURM_MEM_PER_NODE"),
         time_limit_min=int(time_limit_min) if time_limit_min else cluster.time_limit_min,
     )
+
+
+def _has_no_kill(job: CurrentJob, env: Mapping[str, str]) -> bool:
+    """Return whether the job's script or environment requests `--no-kill`; True if Slurm does not return the script.
+
+    Slurm does not show the flag of a job.
+    """
+    if "SBATCH_NO_KILL" in env:
+        return True
+    try:
+        lines = client.batch_script(job.id).splitlines()
+    except HpcdistError:
+        return True
+    return any(re.match(r"#SBATCH\b.*\s(--no-kill|-k)\b(?!=off)", line) for line in lines)
 
 
 def _is_incomplete(run: RunDir, job_id: str) -> bool:

@@ -145,6 +145,7 @@ class RankStep:
 
     @property
     def running(self) -> list[int]:
+        """The ranks that have not ended."""
         if len(self._running) != self._num_ranks - len(self.exits):
             self._running = [rank for rank in range(self._num_ranks) if rank not in self.exits]
         return self._running
@@ -200,6 +201,7 @@ class RankStep:
         return [rank for rank in range(self._num_ranks) if rank not in started]
 
     def last_message(self) -> str:
+        """Return the last line of the output of srun."""
         path = self._attempt.path / "srun.log"
         lines = retry(lambda: last_lines(path, _LAST_LINES), path)
         return last_line("\n".join(text for _, text in lines)) or "no output of srun"

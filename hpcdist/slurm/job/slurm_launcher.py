@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,24 +22,26 @@ from hpcdist.run.attempt_times import Resources
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client
 from hpcdist.slurm.current_job import CurrentJob, running_steps
+from hpcdist.slurm.job.component_nodes import nodes_of
 from hpcdist.slurm.job.elastic_nodes import elastic_nodes, failing_node
 from hpcdist.slurm.job.environment_step import prepare_nodes
+from hpcdist.slurm.job.node_parents import ParentSteps, can_fork
 from hpcdist.slurm.job.node_ranks import parse_answers
 from hpcdist.slurm.job.orphaned_steps import UnkillableSteps, end_orphaned_steps
 from hpcdist.slurm.job.preflight_step import Preflight
 from hpcdist.slurm.job.rank_step import RankStep
 from hpcdist.slurm.job.resources import job_resources
 from hpcdist.slurm.job.srun import (
+    PARENTS_STEP,
     STEP_NAMES,
     WATCHDOG_STEP,
     StepNodes,
     node_names_command,
     nodes_command,
     step_command,
-    watchdog_command,
 )
-from hpcdist.slurm.job_components import assign_nodes, components, hosts_by_rank, is_het, with_nodes
-from hpcdist.slurm.nodelist import expand
+from hpcdist.slurm.job.watchdog_step import WatchdogStep
+from hpcdist.slurm.job_components import components, hosts_by_rank, is_het, with_nodes
 from hpcdist.supervisor.plan import code_env, rank_command
 from hpcdist.supervisor.process_guard import Guard
 
@@ -100,6 +101,7 @@ class SlurmLauncher:
         self._is_prepared = environment is None
         self._python = box.python if box else environment.python if environment else sys.executable
         self._containers = ContainerSteps(box, run, self._env, het=self._het) if box is not None else None
+        self._parents: ParentSteps | None = None
         #: When the last attempt was started.
         self._began = time.time()
         self._preflight = Preflight(
@@ -133,25 +135,22 @@ class SlurmLauncher:
         # Steps of a killed supervisor of this job: ranks continue without their srun. `start` raises an error if they
         # do not end.
         with suppress(HpcdistError):
-            self._end_orphaned_steps(WATCHDOG_STEP)
+            self._end_orphaned_steps(WATCHDOG_STEP, PARENTS_STEP)
         self._guard = Guard()
-        self._watchdog: subprocess.Popen[bytes] | None = None
-        self._watchdog_node: str | None = None
+        if can_fork(self._config, self._box):
+            self._parents = ParentSteps(self._run, self._config, self._guard, env=self._env, python=self._python)
+        # SLURM_JOB_ID of the last task of an array is the array's id, which addresses all tasks.
+        job_id = self._env["SLURM_JOB_ID"] if self._het else self._job.id
+        output = self._run.path / "attempts" / "job-watchdog.log"
+        self._watchdog = WatchdogStep(job_id, self._guard, env=self._env, cwd=self._cwd, output=output)
         if self._het:
-            self._watchdog = self._start_watchdog()
+            self._watchdog.start()
         return self
 
-    def _start_watchdog(self, node: str | None = None) -> subprocess.Popen[bytes]:
-        # SLURM_JOB_ID of the last task of an array is the array's id, which addresses all tasks.
-        command = watchdog_command(self._env["SLURM_JOB_ID"] if self._het else self._job.id, node)
-        output = self._run.path / "attempts" / "job-watchdog.log"
-        return self._guard.start(command, env=self._env, cwd=self._cwd, output=output)
-
     def __exit__(self, *_: object) -> None:
-        if self._watchdog is not None:
-            # The step's task ends with the job.
-            self._watchdog.kill()
-            self._watchdog.wait()
+        self._watchdog.close()
+        if self._parents is not None:
+            self._parents.close()
         if self.elastic is not None:
             self.elastic.close()
         self._guard.close()
@@ -176,7 +175,8 @@ class SlurmLauncher:
         if self.elastic is not None:
             # A node that has been away may have lost its copy of the environment.
             self._is_prepared = not self.elastic.begin() and self._is_prepared
-            self._watch_batch_host()
+            batch_host = self._env.get("SLURMD_NODENAME") or self.nodes[0][0]
+            self._watchdog.move(batch_host, self.elastic.pool.used, self.elastic.pool.present)
             if self._containers is not None:
                 self._containers.present = self.elastic.pool.present
         if self._containers is not None:
@@ -196,7 +196,9 @@ class SlurmLauncher:
         if self.elastic is not None:
             step_nodes = StepNodes(self.elastic.pool.used, overlap=bool(self.elastic.abandoned))
         hosts = hosts_by_rank(components(self.sized), self.used_nodes)
-        command = step_command(self.sized, attempt, rank_command(self._run.path, self._python), self._box, step_nodes)
+        task = self._parents.task_command(self.used_nodes[0]) if self._parents is not None else None
+        task = task or rank_command(self._run.path, self._python)
+        command = step_command(self.sized, attempt, task, self._box, step_nodes)
         env = self._env | {"HPCDIST_ATTEMPT": str(attempt.number)}
         if len(self.nodes) > 1 and not self._het:
             hostfile = attempt.path / "hosts"
@@ -247,22 +249,6 @@ class SlurmLauncher:
             if self._containers is not None:
                 self._containers.present = self.elastic.pool.present
             log.warning("%s; continuing without %s", error, ", ".join(blamed))
-
-    def _watch_batch_host(self) -> None:
-        """Run the watchdog of a job with `--no-kill` on a node other than the batch host."""
-        assert self.elastic is not None
-        batch_host = self._env.get("SLURMD_NODENAME") or self.nodes[0][0]
-        others = [node for node in self.elastic.pool.present if node != batch_host]
-        # With the loss of a node that runs ranks a new attempt begins, and with it a new watchdog.
-        others = [node for node in others if node in self.elastic.pool.used] or others
-        if self._watchdog is not None and (self._watchdog.poll() is not None or self._watchdog_node not in others):
-            self._watchdog.kill()
-            self._watchdog.wait()
-            self._guard.forget(self._watchdog.pid)
-            self._watchdog = None
-        if self._watchdog is None and others:
-            self._watchdog_node = others[-1]
-            self._watchdog = self._start_watchdog(others[-1])
 
     def _run_on_each_node(
         self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]
@@ -355,15 +341,3 @@ class SlurmLauncher:
         step = nodes_command(self.used_nodes, words, het=self._het, chosen=self.elastic is not None)
         done = run_within(step, RANKS_ON_NODES_S, env=self._env)
         return parse_answers(done.stdout, self._all_nodes)
-
-
-def nodes_of(config: Config, env: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Return the names of each component's nodes, from the environment of a job."""
-    parts = components(config)
-    if is_het(config):
-        return [tuple(expand(env[f"SLURM_JOB_NODELIST_HET_GROUP_{index}"])) for index in range(len(parts))]
-    nodes = expand(env["SLURM_JOB_NODELIST"])
-    if len(parts) == 1:
-        return [tuple(nodes)]
-    wants_features = len({part.constraint for part in parts}) > 1
-    return assign_nodes(parts, nodes, client.node_features(nodes) if wants_features else {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcdist.config.schema import ClusterConfig, Config
@@ -19,6 +20,8 @@ PREFLIGHT_STEP = "preflight"
 #: A step that runs a command on each node while other steps run.
 NODES_STEP = "hpcdist-nodes"
 WATCHDOG_STEP = "job-watchdog"
+#: The processes that fork the ranks of all attempts, one on each node.
+PARENTS_STEP = "rank-parents"
 #: Beginnings of the names of steps that end before the next attempt; the watchdog ends with the supervisor.
 STEP_NAMES = ("attempt-", PREFLIGHT_STEP, NODES_STEP, CONTAINERS_STEP)
 #: In a heterogeneous step `%t` is wrong (22.05), so each rank opens its log itself.
@@ -168,6 +171,33 @@ def watchdog_command(job_id: str, node: str | None = None) -> list[str]:
         "--cpus-per-task=1",
     ]
     return ["srun", *flags, "--input=none", sys.executable, "-P", "-m", "hpcdist.slurm.job.job_watchdog", job_id]
+
+
+def parents_command(cluster: ClusterConfig, nodes: Sequence[str], command: Sequence[str], *, output: Path) -> list[str]:
+    """Return the step that runs the parent process of the ranks on each node, with all processors of the job there.
+
+    Args:
+        output: file for the output, with srun's patterns.
+    """
+    flags = {
+        "job-name": PARENTS_STEP,
+        "overlap": True,
+        "whole": True,
+        "nodes": len(nodes),
+        "ntasks": len(nodes),
+        "ntasks-per-node": 1,
+        "nodelist": ",".join(nodes),
+        "gpus-per-node": cluster.gpus_per_node or None,
+        "cpu-bind": "none",
+        "mpi": cluster.srun.get("mpi"),
+        # The other nodes keep their parents if one ends.
+        "kill-on-bad-exit": 0,
+        "wait": 0,
+        "input": "none",
+        "open-mode": "append",
+        "output": str(output),
+    }
+    return ["srun", *_options(flags), *command]
 
 
 def node_names_command(nodes: Sequence[Sequence[str]], *, het: bool, chosen: bool = False) -> list[str]:

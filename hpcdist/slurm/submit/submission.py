@@ -14,6 +14,7 @@ from hpcdist.environments.rank_environment import record_environment
 from hpcdist.errors import UserMistake
 from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir, read_record
+from hpcdist.run.slurm_job import keep_job
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job.job_function import supervise_in_job
@@ -95,6 +96,7 @@ def _queued(runs: Sequence[RunDir], job: str) -> Iterator[None]:
 
     before = [(run, run.read_state(), read_record(run.slurm)) for run in runs]
     for run, state, _ in before:
+        keep_job(run)
         # Before the status `queued`: a queued run with a previous job that is over counts as lost.
         write_json(run.path / "slurm.json", {"job_id": None})
         # Before the submission: the job may start before sbatch returns.

@@ -221,6 +221,16 @@ def test_features_and_boot_times_of_nodes(commands: FakeCommands) -> None:
     assert set(commands.calls()) == {"scontrol show node --oneliner n1,n2,n3"}
 
 
+def test_failed_nodes_are_down_or_have_booted(commands: FakeCommands) -> None:
+    states = ("allocated", "down*", "drained", "idle*", "idle", "failing")
+    lines = "".join(f"n{n}|{state}|(null)|(null)|8|32768|Unknown|root|none\n" for n, state in enumerate(states, 1))
+    commands.add("sinfo", lines)
+    commands.add("scontrol", "NodeName=n1 BootTime=2026-11-20T06:35:00\nNodeName=n5 BootTime=2026-11-20T07:35:00\n")
+    since = parse_time("2026-11-20T07:00:00")
+    assert since is not None
+    assert client.failed_nodes([f"n{n}" for n in range(1, 7)], since) == ["n2", "n4", "n5", "n6"]
+
+
 # --- accounting
 
 

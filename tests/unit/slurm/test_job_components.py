@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpcdist.config.schema import ClusterConfig, Config, DataConfig, ElasticConfig, LaunchConfig, RoleRequest
+from hpcdist.config.schema import ClusterConfig, Config, ElasticConfig, LaunchConfig, RoleRequest
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.slurm.job_components import (
     JobComponent,
@@ -245,9 +245,9 @@ KINDS = {name: frozenset(kinds.split()) for name, kinds in {"n1": "a b", "n2": "
             "cluster.min_nodes=2: a run with roles has a fixed number of ranks: remove it",
         ),
         (
-            {"cluster": {"nodes": 4, "min_nodes": 2}, "elastic": ElasticConfig(min_ranks=3)},
-            "cluster.min_nodes=2 × cluster.tasks_per_node=1 is less than elastic.min_ranks=3: raise the first or lower"
-            " the last",
+            {"cluster": {"nodes": 2}, "elastic": ElasticConfig(min_ranks=3)},
+            "cluster.nodes=2 × cluster.tasks_per_node=1 is less than elastic.min_ranks=3: raise the first or lower the"
+            " last",
         ),
         (
             {
@@ -263,11 +263,9 @@ def test_ranges_of_nodes_that_contradict_other_keys_are_rejected(config: dict[st
         components(Config(**config | {"cluster": ClusterConfig(**config["cluster"])}))
 
 
-def test_config_of_fewer_nodes_has_the_micro_batches_of_all() -> None:
-    config = Config(cluster=ClusterConfig(nodes=4, min_nodes=2), data=DataConfig(global_batch_size=32))
-    smaller = with_nodes(config, 3)
-    assert (smaller.cluster.nodes, smaller.elastic.micro_batches) == (3, 4)
-    assert components(smaller)[0].num_ranks == 3
+def test_config_of_fewer_nodes_has_fewer_ranks() -> None:
+    config = Config(cluster=ClusterConfig(nodes=4, min_nodes=2, tasks_per_node=2))
+    assert components(with_nodes(config, 3))[0].num_ranks == 6
 
 
 def test_nodes_are_assigned_in_order() -> None:

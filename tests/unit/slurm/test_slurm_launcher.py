@@ -21,9 +21,10 @@ from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job import orphaned_steps, rank_step
+from hpcdist.slurm.job.component_nodes import nodes_of
 from hpcdist.slurm.job.preflight_step import Preflight
 from hpcdist.slurm.job.rank_step import RankStep, ended_tasks
-from hpcdist.slurm.job.slurm_launcher import SlurmLauncher, nodes_of
+from hpcdist.slurm.job.slurm_launcher import SlurmLauncher
 from hpcdist.supervisor.process_guard import Guard
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
@@ -519,8 +520,9 @@ def test_run_that_outlives_nodes_continues_without_a_node_that_fails_the_preflig
     monkeypatch.setattr(Preflight, "run", run_preflight)
     answer = 'case "$*" in *node_ranks*) echo hpcdist-alive n1; echo n1;; *) echo "$@";; esac'
     (slurm / "srun").write_text(f"#!/bin/sh\n{answer}\n")
-    with launcher_of(slurm, runs_dir, min_nodes=1, tasks_per_node=2) as launcher:
-        cast(FakeJob, launcher._job).id = "5_2"
+    launcher = launcher_of(slurm, runs_dir, min_nodes=1, tasks_per_node=2)
+    cast(FakeJob, launcher._job).id = "5_2"
+    with launcher:
         assert (launcher.num_ranks, launcher.used_nodes) == (4, [("n1", "n2")])
         ranks = launcher.start(launcher._run.new_attempt())
         ranks.wait(10)

@@ -8,7 +8,15 @@ from typing import Any
 
 from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
 from hpcdist.run.attempt import Attempt
-from hpcdist.slurm.job.srun import StepNodes, node_names_command, rank_env, srun_command, step_command, watchdog_command
+from hpcdist.slurm.job.srun import (
+    StepNodes,
+    node_names_command,
+    parents_command,
+    rank_env,
+    srun_command,
+    step_command,
+    watchdog_command,
+)
 
 RANK = ["python", "-m", "worker", "/shared/my run"]
 #: A rank ignores SIGUSR2 until it has a handler.
@@ -188,3 +196,14 @@ def test_steps_on_some_nodes_of_an_allocation_name_them() -> None:
     assert "--overlap" not in words
     assert "--nodelist=n1,n3" in node_names_command([("n1", "n3")], het=False, chosen=True)
     assert watchdog_command("41", "n3")[1] == "--nodelist=n3"
+
+
+def test_parents_have_the_processors_of_all_ranks() -> None:
+    """The step is not limited to the cores of one task, and its task is not bound."""
+    cluster = ClusterConfig(gpus_per_node=4, cpus_per_task=8, srun={"mpi": "none", "cpu-bind": "cores"})
+    command = parents_command(cluster, ["n1", "n2"], ["python"], output=Path("/a/rank-parent-%N.log"))
+    assert command == [
+        *("srun", "--job-name=rank-parents", "--overlap", "--whole", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"),
+        *("--nodelist=n1,n2", "--gpus-per-node=4", "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0", "--wait=0"),
+        *("--input=none", "--open-mode=append", "--output=/a/rank-parent-%N.log", "python"),
+    ]

@@ -1,0 +1,74 @@
+"""Start of the parent process of the ranks on a node, as a task of srun.
+
+    python -m hpcdist.rank.node_parent RUN_FOLDER NAME [EARLIER_NAME…]
+
+It creates the socket at which the tasks of ranks (`rank/forked_task.py`) ask for their rank, removes the variables of
+its own step from the environment, and becomes the parent process (`rank/parent.py`), with the socket as standard input.
+Tasks may connect while the parent imports torch. Parents with earlier names are ended first, since Slurm cannot end a
+step with a lost node.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+
+from hpcdist.machine.process_record import PARENT_MODULE, SPACE, SPACE_BYTES
+
+#: Beginnings of the names of variables that may differ between steps, or between tasks of a step. The kernel shows the
+#: parent's variables as those of its ranks, so it has none of these.
+OF_STEPS = (
+    *("SLURM", "SRUN_", "PMI", "HPCDIST_ATTEMPT", "HPCDIST_MASTER_"),
+    *("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
+)
+#: More connections at once than tasks on a node.
+_BACKLOG = 1024
+#: The message that ends a parent.
+END = b"end"
+#: Time for an earlier parent to end. It may be importing torch.
+_END_S = 10.0
+#: The kernel allows 128 KiB for one variable.
+_MAX_SPACE_BYTES = 120 * 1024
+
+
+def address(name: str) -> str:
+    """Return the address of the socket: a name in the network namespace of this node, without a file.
+
+    Several nodes may share one machine (`slurmd -N`).
+    """
+    return f"\0hpcdist/{os.environ.get('SLURMD_NODENAME', '')}/{name}"
+
+
+def environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the parent, with space for the variables that it lacks."""
+    own = {name: value for name, value in env.items() if not name.startswith(OF_STEPS)}
+    removed = sum(len(os.fsencode(f"{name}={env[name]}")) + 1 for name in env.keys() - own.keys())
+    return own | {SPACE: " " * min(2 * removed + SPACE_BYTES, _MAX_SPACE_BYTES)}
+
+
+def _end(name: str) -> None:
+    """End the parent process of that name on this node, if there is one."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, suppress(OSError):
+        connection.settimeout(_END_S)
+        connection.connect(address(name))
+        connection.send(END)
+        connection.recv(1)  # until the other process has ended
+
+
+def main() -> None:
+    """End earlier parents, listen, and become the parent process."""
+    folder, name, *earlier = sys.argv[1:]
+    for other in earlier:
+        _end(other)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address(name))
+    listener.listen(_BACKLOG)
+    os.dup2(listener.fileno(), 0)
+    os.execve(sys.executable, [sys.executable, "-P", "-m", PARENT_MODULE, folder], environment(os.environ))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The step of the processes that fork ranks, one on each node of a job: `rank/node_parent.py`, `rank/parent.py`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from hpcdist.config.schema import Config
+from hpcdist.containers.spec import ContainerSpec
+from hpcdist.run.folder import RunDir
+from hpcdist.slurm.current_job import signal_named_steps
+from hpcdist.slurm.job.rank_step import ended_tasks
+from hpcdist.slurm.job.srun import PARENTS_STEP, parents_command
+from hpcdist.slurm.job_components import components
+from hpcdist.supervisor.plan import CANNOT_FORK, forked_task_command, node_parent_command
+from hpcdist.supervisor.process_guard import Guard
+
+log = logging.getLogger(__name__)
+#: Time for a new parent to listen: until Slurm has started its step, and Python has been loaded.
+CONNECT_S = 20.0
+#: Time for the step to end after srun was asked to end it.
+_END_S = 5.0
+#: Options of srun that concern tasks of ranks only, and hold for forked ranks as well.
+_PASSED_ON = {"cpu-bind", "distribution", "hint", "label", "mpi", "quiet", "unbuffered", "wait"}
+#: Variables of the job by which srun would bind tasks or limit the processors of the step.
+_OF_TASKS = ("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_CPU_BIND", "SLURM_HINT")
+
+
+def can_fork(config: Config, box: ContainerSpec | None) -> bool:
+    """Return whether the ranks of a job may be forked (`cluster.fork`)."""
+    is_plain = not config.trainer.script and box is None and len(components(config)) == 1
+    return config.cluster.fork and is_plain and config.cluster.srun.keys() <= _PASSED_ON
+
+
+class ParentSteps:
+    """Keeps one step of parents for the nodes of the attempts.
+
+    Args:
+        env: environment of steps.
+        python: interpreter of the ranks.
+    """
+
+    def __init__(self, run: RunDir, config: Config, guard: Guard, *, env: Mapping[str, str], python: str) -> None:
+        self._run = run
+        self._config = config
+        self._guard = guard
+        self._env = env
+        self._python = python
+        self._current: NodeParents | None = None
+        #: Names of steps on other sets of nodes.
+        self._abandoned: list[str] = []
+        self._is_usable = True
+
+    def task_command(self, nodes: Sequence[str]) -> list[str] | None:
+        """Return the command of each task of an attempt on some nodes; None if their parents cannot fork.
+
+        Other nodes than before, and the end of a parent that could fork, lead to a new step.
+        """
+        if self._current is not None:
+            self._replace(self._current, nodes)
+        if self._current is None and self._is_usable:
+            try:
+                self._current = NodeParents(
+                    self._run,
+                    self._config,
+                    nodes,
+                    self._guard,
+                    env=self._env,
+                    python=self._python,
+                    left=self._abandoned,
+                )
+            except OSError as error:  # ranks can do without it
+                log.warning("each rank imports torch itself, since their parent process cannot be started: %s", error)
+                self._is_usable = False
+        return None if self._current is None else self._current.task_command()
+
+    def _replace(self, current: NodeParents, nodes: Sequence[str]) -> None:
+        """End a step that cannot fork the ranks of the next attempt."""
+        failures = current.failures()
+        ended = sorted(node for node, code in failures.items() if code != CANNOT_FORK)
+        if current.nodes != tuple(nodes):
+            # Slurm cannot end the step if a node is lost: the parents that follow end those before them.
+            current.abandon()
+            self._abandoned.append(current.name)
+            self._current = None
+        elif ended:
+            log.warning(
+                "the parent process of the ranks on %s has ended and is started again (see %s)",
+                ", ".join(ended),
+                current.messages,
+            )
+            self.close()
+        elif failures.keys() >= set(nodes):
+            log.warning(
+                "each rank imports torch itself, since their parent processes have ended (see %s)", current.messages
+            )
+            self.close()
+            self._is_usable = False
+
+    def close(self) -> None:
+        """End the step, and with it its ranks."""
+        if self._current is not None:
+            self._current.close()
+            self._current = None
+
+
+class NodeParents:
+    """The parent processes of the ranks on a fixed set of nodes. They outlive failed attempts.
+
+    Args:
+        env: environment of steps.
+        python: interpreter of the ranks.
+        left: names of abandoned steps, whose parents are ended.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        config: Config,
+        nodes: Sequence[str],
+        guard: Guard,
+        *,
+        env: Mapping[str, str],
+        python: str,
+        left: Sequence[str] = (),
+    ) -> None:
+        self.nodes = tuple(nodes)
+        self._guard = guard
+        self._run = run
+        self._python = python
+        #: Tasks never find the parents of an earlier supervisor.
+        self.name = f"{env['SLURM_JOB_ID']}-{secrets.token_hex(4)}"
+        self._limit_s = config.launch.init_timeout_s / 2  # the other ranks wait init_timeout_s for this one
+        self._is_new = True
+        #: srun's messages.
+        self.messages = run.path / "attempts" / "rank-parent.log"
+        self._messages_begin = self.messages.stat().st_size if self.messages.exists() else 0
+        command = parents_command(
+            config.cluster,
+            nodes,
+            node_parent_command(run.path, [self.name, *left], python),
+            output=self.messages.with_name("rank-parent-%N.log"),
+        )
+        own = {name: value for name, value in env.items() if not name.startswith(_OF_TASKS)}
+        self._process = guard.start(command, env=own, cwd=run.path, output=self.messages)
+
+    def task_command(self) -> list[str]:
+        """Return the command of each task of the next attempt."""
+        connect_s, self._is_new = CONNECT_S if self._is_new else 0.0, False
+        return forked_task_command(self._run.path, self.name, connect_s, self._limit_s, self._python)
+
+    def failures(self) -> dict[str, int]:
+        """Return the exit codes of parents that have ended, by node; negative for a signal."""
+        with open(self.messages, "rb") as file:
+            file.seek(self._messages_begin)
+            found = dict(ended_tasks(file.read().decode(errors="replace")).values())
+        if not found and self._process.poll() is not None:
+            found = dict.fromkeys(self.nodes, CANNOT_FORK)  # Slurm has not started the step
+        return found
+
+    def abandon(self) -> None:
+        """End srun, but not the step."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._guard.forget(self._process.pid)
+
+    def close(self) -> None:
+        """End the step, and with it the ranks."""
+        if self._process.poll() is None:
+            self._process.terminate()  # srun then also ends its tasks
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                signal_named_steps(PARENTS_STEP, "KILL")
+        self.abandon()

@@ -1,0 +1,116 @@
+"""Ranks that a parent process forks. Replacements of torch and of the worker make the imports short.
+
+The worker executes the file of its rank and attempt. Named pipes show which processes are alive.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+from named_pipe import NamedPipe
+
+import hpcdist
+from hpcdist.config.schema import Config, LaunchConfig, TrainerConfig
+from hpcdist.config.written import to_yaml
+from hpcdist.machine.process_record import PARENT_MODULE
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
+from hpcdist.supervisor.local_launcher import LocalLauncher, LocalRanks
+from hpcdist.supervisor.plan import Plan
+
+SOON_S = 20.0
+SHADOW = "from pathlib import Path\n__path__ = [str(Path(__file__).parent), {real!r}]\n__version__ = '0'\n"
+TORCH = "from types import SimpleNamespace\ncuda = SimpleNamespace(_is_in_bad_fork=lambda: False)\n"
+WORKER = """
+import os, sys
+def main():
+    rank = os.environ.get("SLURM_PROCID") or os.environ["HPCDIST_RANK"]
+    place = f"{os.environ['HPCDIST_ATTEMPT']}.{rank}"
+    code = open(sys.argv[1] + "/code-" + place).read()
+    exec(code, {})
+    sys.stdout.flush()
+    os._exit(0)
+if __name__ == "__main__":
+    main()
+"""
+#: Writes a line to the pipe, and holds it open until the process is killed.
+HELD = "pipe = open({pipe!r}, 'w', buffering=1); pipe.write('up\\n'); import time; time.sleep(600)"
+
+
+def write_package(folder: Path, torch: str = TORCH) -> None:
+    """Write the replacements to a folder, which must come first in PYTHONPATH."""
+    real = Path(hpcdist.__file__).parent
+    for name in ("", "rank"):
+        package = folder / "hpcdist" / name
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(SHADOW.format(real=str(real / name)))
+    (folder / "hpcdist" / "rank" / "worker.py").write_text(WORKER)
+    (folder / "torch.py").write_text(torch)
+
+
+def new_run(runs_dir: Path) -> RunDir:
+    """Create a run whose parent imports torch only."""
+    run = RunDir.create(runs_dir / "exp" / "first")
+    run.effective_config.write_text(to_yaml(Config(trainer=TrainerConfig(script=["train.py"]))))
+    return run
+
+
+def parents_of(run: RunDir) -> list[int]:
+    """Return the processes that fork the ranks of a run."""
+    words = [PARENT_MODULE, str(run.path)]
+    found = psutil.process_iter(["cmdline"])
+    return [process.pid for process in found if (process.info["cmdline"] or [])[-2:] == words]
+
+
+class Scene:
+    """A run with a launcher whose ranks execute the code that a test gives them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        runs_dir: Path,
+        torch: str = TORCH,
+        init_timeout_s: float = LaunchConfig.init_timeout_s,
+    ) -> None:
+        self.run = new_run(runs_dir)
+        write_package(folder, torch)
+        self.env = {"PATH": os.environ["PATH"], "INHERITED": "as it was"}
+        plan = Plan(num_ranks=2, device="cpu", backend="gloo", threads=1, env={"PYTHONUNBUFFERED": "1"})
+        self.launcher = LocalLauncher(
+            self.run,
+            plan,
+            env=self.env,
+            import_path=[str(folder)],
+            cwd=folder,
+            fork=True,
+            init_timeout_s=init_timeout_s,
+        )
+
+    def start(self, *codes: str) -> tuple[Attempt, LocalRanks]:
+        """Start an attempt; returns at once, perhaps before the ranks are forked."""
+        attempt = self.run.new_attempt()
+        for rank, code in enumerate(codes):
+            (self.run.path / f"code-{attempt.number}.{rank}").write_text(code)
+        return attempt, self.launcher.start(attempt)
+
+    def finish(self, *codes: str) -> tuple[Attempt, dict[int, int]]:
+        attempt, ranks = self.start(*codes)
+        try:
+            while ranks.running:
+                ranks.wait(SOON_S)
+        finally:
+            ranks.close()
+        return attempt, ranks.exits
+
+    def parents(self) -> list[int]:
+        """Return the processes that fork the ranks of this run."""
+        return parents_of(self.run)
+
+
+def wait_for_fork(ranks: LocalRanks, pipe: NamedPipe, count: int = 2) -> None:
+    """Let the ranks start, and wait for a line from each of them."""
+    while not ranks._processes:
+        ranks.wait(SOON_S)
+    assert [pipe.line() for _ in range(count)] == ["up"] * count

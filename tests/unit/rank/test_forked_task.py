@@ -1,0 +1,297 @@
+"""Tasks whose rank the parent process on their node forks, without Slurm: the tests start both with their commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from forked_scene import HELD, SOON_S, TORCH, new_run, parents_of, write_package
+from named_pipe import NamedPipe
+
+from hpcdist.rank import node_parent
+from hpcdist.rank.node_parent import SPACE_BYTES
+from hpcdist.supervisor.hang.processes import find_ranks
+from hpcdist.supervisor.plan import CANNOT_FORK, forked_task_command, node_parent_command
+
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURMD_NODENAME": "n1",
+    "SLURM_NODEID": "0",
+}
+
+
+class Node:
+    """A node with a parent process, which ends with a shell that stands in for slurmstepd."""
+
+    def __init__(self, folder: Path, runs_dir: Path) -> None:
+        self.run = new_run(runs_dir)
+        self.folder = folder
+        self.name = f"7-{os.getpid()}-{folder.parent.name}"
+        self.slurmstepd: subprocess.Popen[bytes] | None = None
+        self.tasks: list[Task] = []
+        #: As srun passes it to all tasks of a job, which differ in the variables of their step.
+        self.env = {
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(folder),
+            "OMP_NUM_THREADS": "1",
+            "HPCDIST_ATTEMPT": "1",
+            "PYTHONUNBUFFERED": "1",
+            **STEP,
+        }
+
+    def start_parent(self, torch: str = TORCH, *earlier: str) -> None:
+        if not (self.folder / "torch.py").exists():
+            write_package(self.folder, torch)
+        command = node_parent_command(self.run.path, [self.name, *earlier], sys.executable)
+        env = self.env | {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+        with open(self.run.path / "rank-parent-n1.log", "wb") as log:
+            shell = ["sh", "-c", '"$@" & wait $!; exit $?', "sh", *command]
+            self.slurmstepd = subprocess.Popen(
+                shell, env=env, cwd="/", stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def start(self, rank: int, code: str, *, ignored: str = "USR2", connect_s: float = SOON_S, **env: str) -> Task:
+        self.run.path.joinpath(f"code-1.{rank}").write_text(code)
+        self.tasks.append(Task(self, rank, ignored, connect_s, self.env | env))
+        return self.tasks[-1]
+
+    def close(self) -> None:
+        for pid in parents_of(self.run):
+            os.kill(pid, signal.SIGKILL)
+        for task in self.tasks:
+            task.process.kill()
+            task.process.wait()
+        if self.slurmstepd is not None:
+            self.slurmstepd.kill()
+            self.slurmstepd.wait()
+
+
+class Task:
+    """A task as slurmstepd starts it, with a log of its own."""
+
+    def __init__(self, node: Node, rank: int, ignored: str, connect_s: float, env: dict[str, str]) -> None:
+        self.log = node.run.path / f"rank-{rank:05d}.log"
+        task = forked_task_command(node.run.path, node.name, connect_s, SOON_S, sys.executable)
+        env = env | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_ID": "1"}
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                ["sh", "-c", f'trap "" {ignored}; exec "$@"', "sh", *task],
+                env=env,
+                cwd=node.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the end of the task. Returns its exit code, negative for a signal, and its log."""
+        return self.process.wait(SOON_S), self.log.read_text()
+
+
+@pytest.fixture
+def node(tmp_path: Path, runs_dir: Path) -> Iterator[Node]:
+    node = Node(tmp_path / "code", runs_dir)
+    yield node
+    node.close()
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[NamedPipe]:
+    with NamedPipe(tmp_path / "pipe") as pipe:
+        yield pipe
+
+
+REPORT = """
+import json, os, signal, sys
+print(json.dumps({
+    "parent": os.getppid(), "pid": os.getpid(), "is_leader": os.getsid(0) == os.getpgid(0) == os.getpid(),
+    "env": dict(os.environ), "cwd": os.getcwd(), "argv": sys.argv, "orig_argv": sys.orig_argv[1:],
+    "input": os.read(0, 9).decode(), "files": sorted(os.listdir("/proc/self/fd")),
+    "affinity": sorted(os.sched_getaffinity(0)), "threads": len(os.listdir("/proc/self/task")),
+    "handlers": {name: str(signal.getsignal(getattr(signal, name)))
+                 for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")},
+    "mask": len(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+}))
+print("error", file=sys.stderr)
+"""
+
+
+def test_forked_rank_has_what_the_rank_of_a_task_has(node: Node) -> None:
+    """Environment, processors, folder, log, signals and descriptors; the other rank is one without a parent.
+
+    An import sets a variable, as that of torch does.
+    """
+    node.start_parent(TORCH + "import os\nos.environ['TORCHINDUCTOR_CACHE_DIR'] = '/cache'\n")
+    (core, *_) = sorted(os.sched_getaffinity(0))
+    bound = f"import os; os.sched_setaffinity(0, {{{core}}})"
+    node.folder.joinpath("sitecustomize.py").write_text(f"import os\nif 'BOUND' in os.environ:\n    {bound}\n")
+    reports = []
+    for task in (node.start(0, REPORT, BOUND="yes"), node.start(1, REPORT, BOUND="yes")):
+        code, log = task.end()
+        line, error = log.splitlines()
+        assert (code, error) == (0, "error"), log
+        reports.append(json.loads(line))
+    assert len({report["parent"] for report in reports}) == 1
+    assert [report["env"]["SLURM_PROCID"] for report in reports] == ["0", "1"]
+    assert {tuple(report["affinity"]) for report in reports} == {(core,)}
+    assert parents_of(node.run) == [reports[0]["parent"]]
+    assert os.sched_getaffinity(reports[0]["parent"]) == os.sched_getaffinity(0), "of all ranks"
+    node.name = "nobody"
+    code, log = node.start(0, REPORT, BOUND="yes", connect_s=0.0).end()
+    reason, line, error = log.splitlines()
+    assert reason == "hpcdist: this rank imports torch itself: no parent process of ranks listens on this node"
+    started = json.loads(line)
+    assert reports[0]["env"].pop("TORCHINDUCTOR_CACHE_DIR") == "/cache", "the replacement of the worker has no imports"
+    assert reports[0]["env"].pop("SLURM_TASK_PID") == str(reports[0]["pid"])
+    for report in (reports[0], started):
+        del report["parent"], report["pid"]
+    assert started == reports[0]
+    assert started["env"]["SLURM_STEP_TASKS_PER_NODE"] == "2(x2)"
+
+
+def test_task_ends_as_its_rank(node: Node) -> None:
+    """The parent is not affected, and forks the ranks of the next step."""
+    node.start_parent()
+    tell = "import os, sys; print(os.getppid(), flush=True);"
+    ends = [
+        node.start(0, f"{tell} sys.exit(5)").end(),
+        node.start(0, f"{tell} os.kill(os.getpid(), 9)").end(),
+        node.start(0, f"{tell} import signal; signal.signal(11, signal.SIG_DFL); os.kill(os.getpid(), 11)").end(),
+        node.start(0, tell).end(),
+    ]
+    assert [code for code, _ in ends] == [5, -9, -11, 0]
+    assert {log for _, log in ends} == {f"{parents_of(node.run)[0]}\n"}
+
+
+def test_rank_is_found_and_killed_with_its_task(node: Node, pipe: NamedPipe) -> None:
+    """Also its child processes; `find_ranks` finds the rank, but neither the task nor the parent."""
+    node.start_parent()
+    child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {HELD.format(pipe=str(pipe.path))!r}]);"
+    task = node.start(1, child + HELD.format(pipe=str(pipe.path)))
+    assert [pipe.line(), pipe.line()] == ["up", "up"]
+    (found,) = find_ranks(node.run.path, 1, "n1")
+    assert (found.rank, psutil.Process(found.pid).ppid()) == (1, parents_of(node.run)[0])
+    assert find_ranks(node.run.path, 1, "n2") == []
+    task.process.kill()
+    assert pipe.is_released(SOON_S)
+    assert node.start(0, "import sys; sys.exit(3)").end()[0] == 3
+
+
+@pytest.mark.parametrize("killed", ["parent", "slurmstepd"])
+def test_rank_and_task_end_with_their_parent(node: Node, pipe: NamedPipe, killed: str) -> None:
+    """Slurm could not end a parent whose slurmstepd has died."""
+    node.start_parent()
+    task = node.start(0, HELD.format(pipe=str(pipe.path)))
+    assert pipe.line() == "up"
+    (parent,) = parents_of(node.run)
+    assert node.slurmstepd is not None
+    os.kill(parent if killed == "parent" else node.slurmstepd.pid, signal.SIGKILL)
+    assert task.end()[0] == -signal.SIGKILL
+    assert pipe.is_released(SOON_S)
+    assert parents_of(node.run) == []
+
+
+COUNT = """
+import os, signal, sys
+count = []
+signal.signal(signal.SIGUSR2, lambda *_: count.append(1))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(10 + len(count)))
+print("up", file=open({pipe!r}, "w", buffering=1), flush=True)
+while True:
+    signal.pause()
+    print("got", file=open({pipe!r}, "w", buffering=1), flush=True)
+"""
+
+
+def test_signals_to_a_task_reach_its_rank_once(node: Node, tmp_path: Path) -> None:
+    """Those that the task ignores at its start as well, because the rank may handle them. The parent ignores all."""
+    node.start_parent()
+    with NamedPipe(tmp_path / "told", reopened=True) as pipe:
+        task = node.start(0, COUNT.format(pipe=str(pipe.path)))
+        assert pipe.line() == "up"
+        for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+            os.kill(parents_of(node.run)[0], number)
+        task.process.send_signal(signal.SIGUSR2)
+        assert pipe.line() == "got"
+        task.process.send_signal(signal.SIGTERM)
+        assert task.end()[0] == 11
+
+
+def test_signals_do_not_end_a_parent_that_is_starting(node: Node, tmp_path: Path) -> None:
+    """Slurm sends SIGTERM to all processes of a job."""
+    with NamedPipe(tmp_path / "starts", reopened=True) as pipe:
+        node.folder.mkdir()
+        tell = f"open({str(pipe.path)!r}, 'w').write(f'{{os.getpid()}}\\n')"
+        hook = f"import os, sys\nif 'hpcdist.rank.node_parent' in sys.orig_argv:\n    {tell}\n"
+        node.folder.joinpath("sitecustomize.py").write_text(hook)
+        node.start_parent()
+        parent = int(pipe.line())
+        os.kill(parent, signal.SIGTERM)
+        assert node.start(0, "import os; print(os.getppid())").end() == (0, f"{parent}\n")
+
+
+@pytest.mark.parametrize(
+    ("torch", "reason"),
+    [
+        ("raise ImportError('no such library')", "ImportError: no such library"),
+        (
+            TORCH + "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+            "the imports have started 1 threads",
+        ),
+    ],
+)
+def test_task_becomes_the_rank_if_the_parent_cannot_fork(node: Node, torch: str, reason: str) -> None:
+    node.start_parent(torch)
+    code, log = node.start(0, "import sys; sys.exit(6)").end()
+    assert (code, log.startswith("hpcdist: this rank imports torch itself: ")) == (6, True), log
+    assert node.slurmstepd is not None
+    assert node.slurmstepd.wait(SOON_S) == CANNOT_FORK
+    assert reason in (node.run.path / "rank-parent-n1.log").read_text()
+
+
+def test_parent_ends_those_before_it(node: Node, pipe: NamedPipe) -> None:
+    """Slurm cannot end a step with a lost node. An earlier name without a parent does not matter."""
+    node.start_parent()
+    first, shell = node.name, node.slurmstepd
+    task = node.start(0, HELD.format(pipe=str(pipe.path)))
+    assert pipe.line() == "up"
+    (before,) = parents_of(node.run)
+    node.name += "-2"
+    node.start_parent(TORCH, "nobody", first)
+    assert node.start(1, "import os; print(os.getppid())").end() == (0, f"{parents_of(node.run)[0]}\n")
+    assert before not in parents_of(node.run)
+    assert task.end()[0] == -signal.SIGKILL
+    assert pipe.is_released(SOON_S)
+    assert shell is not None
+    assert shell.wait(SOON_S) == 0
+
+
+def test_variables_that_libraries_have_read_may_not_differ(node: Node) -> None:
+    node.start_parent()
+    code, log = node.start(0, "import sys; sys.exit(4)", OMP_NUM_THREADS="2").end()
+    reason = "hpcdist: this rank imports torch itself: OMP_NUM_THREADS differs from that of its parent process\n"
+    assert (code, log) == (4, reason)
+
+
+def test_parent_has_no_variables_of_its_step() -> None:
+    """It has space for those of a rank."""
+    own = {"PATH": "/bin", "OMP_NUM_THREADS": "2"}
+    removed = {"SLURM_PROCID": "3", "SLURMD_NODENAME": "n1", "CUDA_VISIBLE_DEVICES": "0", "HPCDIST_ATTEMPT": "1"}
+    found = node_parent.environment(own | removed)
+    space = found.pop("HPCDIST_ENV_SPACE")
+    assert found == own
+    assert len(space) > SPACE_BYTES + sum(len(f"{name}={value}") for name, value in removed.items())
