@@ -218,7 +218,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(
             f"{folder}: {MANIFEST_FILE} is broken ({type(error).__name__}: {str(error)[:200]})"
         ) from error
-    if manifest.step != step_of(folder):
+    if step_of(folder) not in (None, manifest.step):  # a copy may have another name, such as `best` in MLflow
         raise CheckpointError(f"{folder}: {MANIFEST_FILE} is that of step {manifest.step}")
     for name, record in manifest.files.items():
         if sizes[name] != record.size_bytes:

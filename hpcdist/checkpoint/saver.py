@@ -171,6 +171,7 @@ class AsyncSaver(BackgroundWriter):
             self.wait()
 
     def close(self) -> None:
+        """Write what is pending, and end the writer's thread; later saves are refused."""
         self._closed = True
         super().close()
 

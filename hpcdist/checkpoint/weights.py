@@ -20,7 +20,7 @@ def load_weights(path: Path | str) -> dict[str, Tensor]:
     Keys are those of the bare model, whichever trainer saved it; shards of several ranks are merged.
 
     Args:
-        path: a checkpoint folder, such as `runs/digits/first/checkpoints/step-00001200`.
+        path: a checkpoint folder, such as `runs/digits/first/checkpoints/step-00001200`, or a copy of one.
 
     Raises CheckpointError if the checkpoint is incomplete, has changed, or contains anything other than plain data.
     """

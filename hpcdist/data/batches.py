@@ -56,7 +56,7 @@ class _Table:
     normalize: Normalize
     channels_last: bool
 
-    def gathered(self, indices: Tensor, batch_size: int) -> Iterator[Tensor]:
+    def gathered(self, indices: Tensor, batch_size: int | list[int]) -> Iterator[Tensor]:
         """Yield batches of the images of these samples."""
         for part in torch.split(indices.to(self.images.device), batch_size):
             images = _to_device(self.images.index_select(0, part), self.labels.device)
@@ -102,7 +102,7 @@ class PreloadedSplit:
         self,
         indices: Tensor,
         *,
-        batch_size: int,
+        batch_size: int | list[int],
         device: torch.device,
         start_batch: int = 0,
         epoch: int = 0,
@@ -110,10 +110,10 @@ class PreloadedSplit:
     ) -> Iterator[Batch]:
         """Yield the batches of `indices` (int64 [n], on the CPU) from number `start_batch` on.
 
-        `epoch` changes the augmentation. If the device holds the split, a batch needs neither a copy nor a
-        synchronisation.
+        `batch_size` may be a list with the size of each batch. `epoch` changes the augmentation. If the device holds
+        the split, a batch needs neither a copy nor a synchronisation.
         """
-        rest = indices[start_batch * batch_size :]
+        rest, batch_size = _from_batch(start_batch, indices, batch_size)
         if len(rest) == 0:  # torch.split returns one empty batch for it
             return
         table = self._table(device, channels_last)
@@ -146,7 +146,7 @@ class PreloadedSplit:
             self._tables[key] = _Table(images, self.labels.to(device), normalize, channels_last)
         return self._tables[key]
 
-    def _crops(self, table: _Table, indices: Tensor, hashes: Tensor, batch_size: int) -> Iterator[Tensor]:
+    def _crops(self, table: _Table, indices: Tensor, hashes: Tensor, batch_size: int | list[int]) -> Iterator[Tensor]:
         """Yield batches of cropped images; a batch is one gather of pixels from the padded images."""
         channels, height, width = self.images.shape[1:]
         padded_height, padded_width = height + 2 * CROP_PADDING, width + 2 * CROP_PADDING
@@ -163,6 +163,13 @@ class PreloadedSplit:
             images = table.images.index_select(0, pixels).reshape(-1, height, width, channels)
             images = _to_device(images, table.labels.device).permute(0, 3, 1, 2)
             yield table.normalize(images if table.channels_last else images.contiguous())
+
+
+def _from_batch(number: int, indices: Tensor, batch_size: int | list[int]) -> tuple[Tensor, int | list[int]]:
+    """Return the indices from a batch on, and the size of the batches or the sizes of those that are left."""
+    if isinstance(batch_size, int):
+        return indices[number * batch_size :], batch_size
+    return indices[sum(batch_size[:number]) :], batch_size[number:]
 
 
 def _place(images: Tensor, device: torch.device) -> torch.device:
@@ -206,7 +213,7 @@ class StreamingSplit:
         self,
         indices: Tensor,
         *,
-        batch_size: int,
+        batch_size: int | list[int],
         device: torch.device,
         start_batch: int = 0,
         epoch: int = 0,
@@ -215,10 +222,10 @@ class StreamingSplit:
         """See PreloadedSplit.batches. Images are copied to the device as bytes, a quarter of the size of floats."""
         normalize = Normalize(self.mean, self.std, device)
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        rest, batch_size = _from_batch(start_batch, indices, batch_size)
         loader = torch.utils.data.DataLoader(
             _EpochImages(self.source, self.augment_seed, epoch),
-            batch_size=batch_size,
-            sampler=indices[start_batch * batch_size :].tolist(),
+            batch_sampler=[part.tolist() for part in torch.split(rest, batch_size)] if len(rest) else [],
             num_workers=self.num_workers,
             pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # without it the loader draws a seed from the global generator

@@ -158,9 +158,11 @@ class Link:
         return number, moment
 
     async def send_frame(self, kind: Message, number: int = 0) -> None:
+        """Send a message with this host's time."""
         await self._loop.sock_sendall(self._sock, _FRAME.pack(kind, number, time.time()))
 
     async def receive_frame(self) -> tuple[Message, int, float]:
+        """Receive a message; return kind, number and time of sending. Raises ConnectionError for an unknown kind."""
         kind, number, moment = _FRAME.unpack(await self._exactly(_FRAME.size))
         try:
             return Message(kind), number, moment
@@ -168,6 +170,7 @@ class Link:
             raise ConnectionError(f"{kind} is no message of the protocol") from error
 
     async def send(self, count: int) -> None:
+        """Send `count` bytes of arbitrary content."""
         while count > 0:
             part = min(count, len(_BUFFER))
             await self._loop.sock_sendall(self._sock, _BUFFER[:part])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.config.schema import Config
 from hpcdist.errors import CheckpointError
 from hpcdist.files import retry
+from hpcdist.rank.elastic.division import SavedDivision
 from hpcdist.rank.network.process_group import Groups
 from hpcdist.rank.roles import Roles
 from hpcdist.rank.seeding import seed_everything
@@ -90,8 +91,8 @@ class RankCheckpoints:
         self.saver = AsyncSaver(self.store, before_publish=self._before_publish)
         #: Step of the checkpoint that was saved or restored last; -1 before the first one.
         self.saved_step = -1
-        #: Number of micro-batches of an elastic run, which a checkpoint holds; None before it is known.
-        self.num_micro_batches: int | None = None
+        #: Division of the training set of an elastic run, which a checkpoint holds; None before it is known.
+        self.division: SavedDivision | None = None
         self._is_elastic = config.data.global_batch_size is not None
         self._seed = config.seed
         self._run = run
@@ -123,7 +124,7 @@ class RankCheckpoints:
             "rng": rng_state(self._device),
             "local": local and _to_cpu(local),
             "role": self._name,
-            "num_micro_batches": self.num_micro_batches,
+            **(asdict(self.division) if self.division is not None else {}),
         }
         gathered = self._groups.gather((rank_state, is_owner))
         is_new, self.saved_step = step != self.saved_step, step
@@ -167,13 +168,13 @@ class RankCheckpoints:
         checkpoint = self.store.load(path, verify=False)
         self.saved_step = checkpoint.step
         local = None
-        self.num_micro_batches = checkpoint.rank_states[0].get("num_micro_batches")
+        self.division = SavedDivision.of(checkpoint.rank_states[0])
         before = self._predecessor(checkpoint.rank_states)
         if before is not None:
             rank_state = checkpoint.rank_states[before]
             local = rank_state["local"]
             set_rng_state(rank_state["rng"], self._device)
-        elif self._is_elastic and self.num_micro_batches is not None:
+        elif self._is_elastic and self.division is not None:
             # After a step the state is equal on all ranks, see `rank/elastic/micro_batches.py`.
             set_rng_state(checkpoint.rank_states[0]["rng"], self._device)
         else:
@@ -208,7 +209,7 @@ class RankCheckpoints:
     def _report_size(self, before: int) -> None:
         """Log a change of the number of ranks; trainers with roles report its effect themselves."""
         now = self._topology.world_size
-        if self._has_roles or (self._is_elastic and self.num_micro_batches is not None):
+        if self._has_roles or (self._is_elastic and self.division is not None):
             log.info("%d ranks instead of %d continue the run", now, before)
             return
         log.warning(

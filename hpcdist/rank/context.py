@@ -199,7 +199,8 @@ class Context(ContextBatches):
         Args:
             module: the model, equal on all ranks. It remains accessible as `.module` of the result.
             **options: arguments of DistributedDataParallel, such as `static_graph=True` for a model without
-                data-dependent branches.
+                data-dependent branches. With `data.global_batch_size`, `static_graph` has no effect, because not every
+                backward pass exchanges gradients.
         """
         self.log_model_size(sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad))
         # Its decorators import torch's compiler: seconds that a rank without DistributedDataParallel saves.

@@ -8,9 +8,10 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.config.schema import Config
+from hpcdist.errors import ConfigError
 from hpcdist.rank.checkpointing import RankCheckpoints
 from hpcdist.rank.context_records import ContextRecords
-from hpcdist.rank.elastic.division import Division, divide
+from hpcdist.rank.elastic.division import Division, SavedDivision, divide
 from hpcdist.rank.elastic.micro_batches import MicroBatch, MicroBatches, sum_over_ranks
 from hpcdist.rank.topology import Topology
 
@@ -30,7 +31,8 @@ class ContextBatches(ContextRecords):
         """Return the division of a training set of `num_samples` for `data.global_batch_size`.
 
         Its `steps_per_epoch` is the number of optimizer steps in an epoch. Raises ConfigError if the run is not
-        elastic, or the global batch cannot be divided for this number of ranks.
+        elastic, the global batch cannot be divided for this number of ranks, or the restored checkpoint was saved with
+        another division.
         """
         return self._batches_of(num_samples).division
 
@@ -51,15 +53,22 @@ class ContextBatches(ContextRecords):
             step: number of steps done; the epoch and the position in it follow from it.
             num_samples: number of samples in the training set.
 
-        Raises ConfigError if the run is not elastic, or the global batch cannot be divided for this number of ranks.
+        Raises ConfigError like `division`.
         """
         return self._batches_of(num_samples).of_step(model, step)
 
     def _batches_of(self, num_samples: int) -> MicroBatches:
         if num_samples not in self._micro_batches:
-            saved = self._checkpoints.num_micro_batches
+            saved = self._checkpoints.division
+            # A trainer may divide further training sets later.
+            if saved is not None and not self._micro_batches and (problems := saved.problems(self.config, num_samples)):
+                raise ConfigError(problems)
             division = divide(self.config, num_samples, self.rank, self.world_size, saved)
-            self._checkpoints.num_micro_batches = division.num_micro_batches
+            self._checkpoints.division = SavedDivision(
+                num_micro_batches=division.num_micro_batches,
+                global_batch_size=division.global_batch_size,
+                num_samples=tuple(sorted({num_samples, *(saved.num_samples if saved is not None else ())})),
+            )
             self._micro_batches[num_samples] = MicroBatches(division, exact=self.config.elastic.exact)
         return self._micro_batches[num_samples]
 

@@ -43,10 +43,12 @@ class Roles:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The roles in the order of their ranks."""
         return tuple(role for role, _ in self.counts)
 
     @property
     def world_size(self) -> int:
+        """Number of ranks of all roles."""
         return sum(count for _, count in self.counts)
 
     def count(self, role: str) -> int:

@@ -29,6 +29,7 @@ class Meter:
         self._since = time.perf_counter()
 
     def add(self, **values: float | Tensor) -> None:
+        """Add values to the sums of their names."""
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
 
@@ -45,9 +46,11 @@ class Meter:
         self._since += time.perf_counter() - began
 
     def restart_clock(self) -> None:
+        """Begin the interval of `elapsed_s` now."""
         self._since = time.perf_counter()
 
     def reset(self) -> None:
+        """Clear all sums and restart the clock, after a logged step."""
         self.sums.clear()
         self.restart_clock()
 

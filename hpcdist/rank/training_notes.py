@@ -30,6 +30,7 @@ class TrainingNotes:
         self._write(replace(self._record, datasets=(*others, dataset)))
 
     def set_num_parameters(self, num_parameters: int) -> None:
+        """Record the number of the model's parameters."""
         self._write(replace(self._record, num_parameters=num_parameters))
 
     def _write(self, record: TrainingRecord) -> None:

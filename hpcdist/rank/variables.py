@@ -49,6 +49,7 @@ class Variables:
         self.fix = fix
 
     def has(self, name: str) -> bool:
+        """Return whether a variable is set and not empty."""
         return bool(self.env.get(name))
 
     def first(self, *names: str) -> str:
@@ -59,6 +60,7 @@ class Variables:
         raise self.error(f"{' or '.join(names)} must be set")
 
     def text(self, name: str, default: str | None = None) -> str:
+        """Return the text of a variable, or the default. Raises TopologyError if neither exists."""
         if default is not None and not self.has(name):
             return default
         return self.env[self.first(name)]
@@ -73,6 +75,7 @@ class Variables:
         return int(value)
 
     def parsed(self, name: str, parse: Callable[[str], T]) -> T:
+        """Return the result of `parse` for a variable's text; name the variable in its TopologyError."""
         try:
             return parse(self.text(name))
         except TopologyError as error:
@@ -83,7 +86,9 @@ class Variables:
         return ", ".join(f"{name}={shortened(self.env[name])}" for name in names if self.has(name))
 
     def missing(self, names: Iterable[str]) -> str:
+        """Return the names of the variables that are not set, for a message."""
         return ", ".join(name for name in names if not self.has(name))
 
     def error(self, problem: str) -> TopologyError:
+        """Return an error with the problem and the fix."""
         return TopologyError(f"{problem}; {self.fix}")

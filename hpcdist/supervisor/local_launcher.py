@@ -190,6 +190,7 @@ class LocalRanks:
 
     @property
     def running(self) -> list[int]:
+        """The ranks that have not ended."""
         return [rank for rank in range(len(self._envs)) if rank not in self.exits]
 
     def host_of(self, rank: int) -> str:
@@ -214,6 +215,7 @@ class LocalRanks:
         return list(range(len(self._envs))) if self._error else []
 
     def last_message(self) -> str:
+        """Return the error of the start; empty without one."""
         return self._error
 
     def signal(self, number: signal.Signals) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -206,4 +207,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 if __name__ == "__main__":
+    # At a requeue or a preemption, Slurm may send SIGTERM to all processes of the job; the event is to be sent then.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(main(sys.argv[1:], os.environ))

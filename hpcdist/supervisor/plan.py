@@ -14,6 +14,7 @@ from hpcdist.config.schema import Config, role_device
 from hpcdist.errors import ConfigError
 from hpcdist.machine.facts import num_cores
 from hpcdist.machine.gpus import count_gpus, selected_gpus
+from hpcdist.machine.process_record import PARENT_MODULE, RANK_MODULE
 from hpcdist.rank.roles import DEFAULT_ROLE, Roles
 from hpcdist.rank.topology import port_for
 
@@ -21,9 +22,10 @@ from hpcdist.rank.topology import port_for
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 RANKS_WITHOUT_GPU = 2
-RANK_MODULE = "hpcdist.rank.worker"
-#: Forks the ranks. The names have the same length, because a forked process changes its command line in place.
-PARENT_MODULE = "hpcdist.rank.parent"
+#: The parent of ranks ignores signals that end a job before its interpreter has started.
+IGNORE_SIGNALS = ("sh", "-c", "trap '' HUP INT TERM USR1 USR2; exec \"$@\"", "sh")
+#: Exit code of the process that forks ranks if it cannot fork.
+CANNOT_FORK = 69
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +119,20 @@ def make_plan(config: Config, machine: Machine) -> Plan:
     )
 
 
+def note_on_fewer_ranks(config: Config, plan: Plan) -> str:
+    """Return a sentence if `elastic.min_ranks` lets the run start with fewer ranks than requested; otherwise ""."""
+    requested = config.launch.num_ranks
+    if plan.roles is not None or plan.num_ranks >= requested:
+        return ""
+    effect = (
+        "" if config.data.global_batch_size is not None else "; without data.global_batch_size a step has less data"
+    )
+    return (
+        f"{plan.num_ranks} GPUs are visible: {plan.num_ranks} ranks instead of launch.num_ranks={requested}"
+        f" (elastic.min_ranks={config.elastic.min_ranks}){effect}"
+    )
+
+
 def _roles(config: Config) -> Roles | None:
     if not config.roles:
         return None
@@ -173,7 +189,18 @@ def rank_command(run_dir: Path, python: str = sys.executable) -> list[str]:
 
 def parent_command(run_dir: Path, python: str = sys.executable) -> list[str]:
     """Return the command of the process that forks ranks; only the module differs from the ranks' command."""
-    return [python, "-P", "-m", PARENT_MODULE, str(run_dir)]
+    return [*IGNORE_SIGNALS, python, "-P", "-m", PARENT_MODULE, str(run_dir)]
+
+
+def node_parent_command(run_dir: Path, names: Sequence[str], python: str) -> list[str]:
+    """Return the command that starts such a process on a node of a Slurm job; see `rank/node_parent.py`."""
+    return [*IGNORE_SIGNALS, python, "-P", "-m", "hpcdist.rank.node_parent", str(run_dir), *names]
+
+
+def forked_task_command(run_dir: Path, name: str, connect_s: float, limit_s: float, python: str) -> list[str]:
+    """Return the command of a task whose rank that process forks; see `rank/forked_task.py`."""
+    limits = [f"{connect_s:g}", f"{limit_s:g}"]
+    return [python, "-P", "-m", "hpcdist.rank.forked_task", name, *limits, str(run_dir)]
 
 
 def code_env(import_path: Sequence[str], python_path: str | None) -> dict[str, str]:

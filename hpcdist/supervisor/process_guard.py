@@ -117,6 +117,7 @@ class Guard:
             self._process.stdin.flush()
 
     def close(self) -> None:
+        """End the guard as the death of this process does: it kills the groups that are still registered."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()

@@ -15,11 +15,20 @@ from hpcdist.supervisor.restart_policy import Failure
 class Reporter(Protocol):
     """Receives the events of a run, such as `RunView` in `cli/render.py`, which shows them to a user."""
 
-    def attempt(self, attempt: Attempt, num_ranks: int) -> None: ...
-    def progress(self, beat: Mapping[str, Any]) -> None: ...
-    def note(self, text: str) -> None: ...
-    def output(self, text: str) -> None: ...
-    def failure(self, failure: Failure, log: Path) -> None: ...
+    def attempt(self, attempt: Attempt, num_ranks: int) -> None:
+        """An attempt begins."""
+
+    def progress(self, beat: Mapping[str, Any]) -> None:
+        """A heartbeat of a rank has arrived."""
+
+    def note(self, text: str) -> None:
+        """The supervisor has a message for the user."""
+
+    def output(self, text: str) -> None:
+        """A script has printed a line."""
+
+    def failure(self, failure: Failure, log: Path) -> None:
+        """An attempt has failed; `log` is that of the first failed rank."""
 
 
 class AdoptingReporter:
@@ -56,3 +65,11 @@ class AdoptingReporter:
         if self._pending and has_step:
             adopt(self._run)
             self._pending = False
+
+
+def log_of(attempt: Attempt, failure: Failure) -> Path:
+    """Return the log file with the details of a failure."""
+    if failure.kind == "unfit":
+        return attempt.preflight.with_suffix(".txt")
+    srun = attempt.path / "srun.log"  # on Slurm only
+    return srun if failure.kind == "not_started" and srun.exists() else attempt.log(failure.rank)

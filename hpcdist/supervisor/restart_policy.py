@@ -42,6 +42,8 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
+    """Whether a failed attempt is followed by another one, and why."""
+
     restart: bool
     reason: str
 

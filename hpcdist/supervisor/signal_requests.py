@@ -46,6 +46,7 @@ class SignalRequests:
         return Request(action=action, by=self._name, reason=f"{self._name} to the supervisor")
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Note a signal, as its handler; `request` returns the request for it."""
         self._num_interrupts += number == signal.SIGINT
         if number == signal.SIGHUP:
             self._leave_terminal()

@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import HpcdistError, LeaseLostError, PreflightError, UserMistake
@@ -24,13 +23,13 @@ from hpcdist.run.attempt import BY_GROWTH, Attempt, Request
 from hpcdist.run.attempt_times import AttemptTimes, begin, reached_step, write_times
 from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.pending_config import settle
-from hpcdist.supervisor.launcher import Launcher, NodeChanges, Ranks
+from hpcdist.supervisor.launcher import Launcher, NodeChanges
 from hpcdist.supervisor.notifier import NotifierProcess
-from hpcdist.supervisor.reporter import AdoptingReporter, Reporter
-from hpcdist.supervisor.restart_policy import Failure, Kind, decide, first_failure, not_started
+from hpcdist.supervisor.reporter import AdoptingReporter, Reporter, log_of
+from hpcdist.supervisor.restart_policy import Failure, Kind, decide, first_failure
 from hpcdist.supervisor.shipper_process import ShipperProcess
 from hpcdist.supervisor.signal_requests import SignalRequests
-from hpcdist.supervisor.watch import Allocation, Watch
+from hpcdist.supervisor.watch import Allocation, Watch, none_started
 from hpcdist.tracking.uri import redact_uri
 
 #: Free disk space that a restart needs for the logs and reports of an attempt.
@@ -162,9 +161,10 @@ class Supervisor:
             )
             self._write(state)
             self._forward_request(attempt)
-            times = self._begin_times(attempt)
+            self._times = self._begin_times(attempt)
             end, failure = self._one_attempt(attempt)
-            times = replace(times, ended=time.time(), failed=failure is not None)
+            state = self._state
+            times = replace(self._times, ended=time.time(), failed=failure is not None)
             if (end == "stopped" or failure is not None) and self._request_of(attempt) is None:
                 self._after_attempt()
             self._write_request(attempt)
@@ -183,22 +183,24 @@ class Supervisor:
                 failure = replace(failure, role=roles.name_of(failure.rank))
             write_times(attempt, replace(times, status="failed", reason=failure.sentence()))
             failures.append(failure)
-            self._report.failure(failure, _log_of(attempt, failure))
+            self._report.failure(failure, log_of(attempt, failure))
             if change := self._new_nodes(attempt, failure):
                 failures.pop()
                 self._moves += 1
                 self._report.note(f"restart from the newest checkpoint: {change}")
                 continue
             if (over := self._after_failure(state, attempt, failures)) is not None:
+                write_times(attempt, replace(times, status="failed", reason=over.reason))  # may name lost nodes
                 return over
             self._report.note(
                 f"restart {len(failures)} of {self._config.launch.max_restarts} from the newest checkpoint"
             )
 
     def _begin_times(self, attempt: Attempt) -> AttemptTimes:
+        self._resources = self._launcher.resources
         return begin(
             attempt,
-            self._launcher.resources,
+            self._resources,
             AttemptTimes(
                 supervised=self._began,
                 began=time.time(),
@@ -207,6 +209,13 @@ class Supervisor:
                 time_limit=None if self._allocation is None else self._allocation.end,
             ),
         )
+
+    def _record_other_nodes(self, attempt: Attempt) -> None:
+        """Record the nodes of the ranks again if the preflight check has left out some."""
+        if self._nodes is None or self._launcher.resources == self._resources:
+            return
+        self._times = begin(attempt, self._launcher.resources, self._times)
+        self._write(replace(self._state, world_size=self._launcher.num_ranks))
 
     def _grows(self, attempt: Attempt) -> bool:
         """Return whether the ranks have stopped to be restarted on more nodes, and for no other reason."""
@@ -286,6 +295,7 @@ class Supervisor:
             if isinstance(error, PreflightError):
                 kind = "unfit"
             return "failed", Failure(kind=kind, rank=0, host="", step=None, error=_error_text(error))
+        self._record_other_nodes(attempt)
         self._report.attempt(attempt, self._launcher.num_ranks)
         try:
             watch = Watch(
@@ -298,7 +308,7 @@ class Supervisor:
                 check_lease=self._check_lease,
                 nodes=self._nodes,
             )
-            hung = watch.until_over() or _none_started(ranks)
+            hung = watch.until_over() or none_started(ranks)
             # A copy, because `close` kills the remaining ranks, which did not fail.
             exits = dict(ranks.exits)
         finally:
@@ -322,21 +332,6 @@ class Supervisor:
                 error="exited with code 0 without a report",
             )
         return "stopped" if ended == "stopped" else "finished", failure
-
-
-def _none_started(ranks: Ranks) -> Failure | None:
-    """Return the failure of an attempt in which no rank was started, or None."""
-    if ranks.running or not any(ranks.exits.values()) or len(absent := ranks.absent()) < len(ranks.exits):
-        return None
-    return not_started(absent, len(absent), f"at all: {ranks.last_message()}", ranks.host_of)
-
-
-def _log_of(attempt: Attempt, failure: Failure) -> Path:
-    """Return the log file with the details of a failure."""
-    if failure.kind == "unfit":
-        return attempt.preflight.with_suffix(".txt")
-    srun = attempt.path / "srun.log"  # on Slurm only
-    return srun if failure.kind == "not_started" and srun.exists() else attempt.log(failure.rank)
 
 
 def _error_text(error: Exception) -> str:

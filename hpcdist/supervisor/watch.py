@@ -251,3 +251,10 @@ class Watch:
     def _is_cancelled(self) -> bool:
         self._handle_requests(time.monotonic())
         return self.cancelled
+
+
+def none_started(ranks: Ranks) -> Failure | None:
+    """Return the failure of an attempt in which no rank was started, or None."""
+    if ranks.running or not any(ranks.exits.values()) or len(absent := ranks.absent()) < len(ranks.exits):
+        return None
+    return not_started(absent, len(absent), f"at all: {ranks.last_message()}", ranks.host_of)

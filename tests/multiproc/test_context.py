@@ -15,8 +15,8 @@ from spawn import Rank, spawn_ranks
 from torch import nn
 
 from hpcdist.checkpoint.weights import load_weights
-from hpcdist.config.schema import CheckpointConfig, Config
-from hpcdist.errors import CheckpointError
+from hpcdist.config.schema import CheckpointConfig, Config, DataConfig, ElasticConfig, LaunchConfig
+from hpcdist.errors import CheckpointError, ConfigError
 from hpcdist.rank.stop_signals import StopFlag
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal_reader import read_records
@@ -199,6 +199,48 @@ def test_replaced_attempt_cannot_save(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="attempt 2 of run first has begun: attempt 1 must not save"):
             ctx.close()
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000001"]
+
+
+def test_restored_run_keeps_the_division_of_its_training_set(tmp_path: Path) -> None:
+    def elastic(global_batch_size: int = 24, micro_batches: int | None = None) -> Config:
+        data, launch = DataConfig(global_batch_size=global_batch_size), LaunchConfig(num_ranks=4)
+        return Config(data=data, launch=launch, elastic=ElasticConfig(micro_batches=micro_batches))
+
+    run = new_run(tmp_path)
+    with open_context(SINGLE_RANK, run, elastic()) as ctx:
+        assert ctx.restore() is None
+        assert ctx.division(100).num_micro_batches == 4
+        save(ctx, 4)
+        ctx.close()
+    for config, num_samples, problem in (
+        (
+            elastic(48),
+            100,
+            r"data\.global_batch_size=48, but the checkpoint was saved with 24: set that, or start a new",
+        ),
+        (elastic(24, 6), 100, r"elastic\.micro_batches=6, but the checkpoint was saved with 4: set that, or start"),
+        (
+            elastic(),
+            99,
+            "the training set has 99 samples, but the checkpoint was saved with 100: use the same data, or",
+        ),
+    ):
+        with open_context(SINGLE_RANK, run, config) as ctx:
+            ctx.division(num_samples)  # before the checkpoint is known
+            ctx.restore()
+            with pytest.raises(ConfigError, match=f"^{problem}"):
+                ctx.division(num_samples)
+            ctx.close()
+    with open_context(SINGLE_RANK, run, elastic(24, 4)) as ctx:
+        ctx.restore()
+        ctx.division(100)
+        ctx.division(50)  # a second training set
+        save(ctx, 8)
+        ctx.close()
+    with open_context(SINGLE_RANK, run, elastic()) as ctx:
+        ctx.restore()
+        ctx.division(50)
+        ctx.close()
 
 
 def test_heartbeat_has_step_and_metrics_of_the_context(tmp_path: Path) -> None:

@@ -38,7 +38,6 @@ class MicroBatches:
     def __init__(self, division: Division, *, exact: bool) -> None:
         self.division = division
         self._exact = exact
-        self._order = (-1, torch.empty(0, dtype=torch.int64))
 
     def of_step(self, model: DistributedDataParallel, step: int) -> Iterator[MicroBatch]:
         """Yield the micro-batches of a step; see `Context.micro_batches`."""
@@ -47,7 +46,7 @@ class MicroBatches:
         batch_size = division.batch_size(step_in_epoch)
         gradients = self._gradients(model, step_in_epoch)
         share = division.share(step_in_epoch)
-        order = self._order_of(epoch)
+        order = division.order(epoch)
         for number in share:
             samples = division.samples(order, step_in_epoch, number)
             seed_everything(micro_batch_seed(division.seed, step, number))
@@ -57,11 +56,6 @@ class MicroBatches:
         gradients.reduce()
         # All ranks draw the same numbers until the next step, and a checkpoint holds the same state of each rank.
         seed_everything(micro_batch_seed(division.seed, step, -1))
-
-    def _order_of(self, epoch: int) -> Tensor:
-        if self._order[0] != epoch:
-            self._order = (epoch, self.division.order(epoch))
-        return self._order[1]
 
     def _gradients(self, model: DistributedDataParallel, step_in_epoch: int) -> _ExactGradients | _Gradients:
         division = self.division
@@ -172,7 +166,7 @@ def _flat_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
 
 
 def _set_gradients(parameters: list[nn.Parameter], flat: Tensor) -> None:
-    """Set the gradients from the begin of a flat vector, in the memory format of the parameters."""
+    """Set the gradients from the start of a flat vector, in the memory format of the parameters."""
     begin = 0
     for parameter in parameters:
         part = flat[begin : begin + parameter.numel()].view(parameter.shape)

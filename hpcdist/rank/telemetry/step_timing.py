@@ -48,7 +48,8 @@ class Totals(NamedTuple):
 class Clock(Protocol):
     """Marks points in time on a device and measures the time between them without waiting for the device."""
 
-    def mark(self) -> Any: ...
+    def mark(self) -> Any:
+        """Return a mark of the present point of the device's work."""
 
     def measure(self, *parts: list[Any]) -> tuple[float, ...] | None:
         """Return the seconds of each part of a step; None if the device has not passed all marks.
@@ -102,8 +103,11 @@ class Gradients(Protocol):
 
     last: int | None  #: index of the parameter whose gradient came last, during a search
 
-    def search(self) -> None: ...
-    def settle(self) -> None: ...
+    def search(self) -> None:
+        """Begin a search for the parameter whose gradient comes last."""
+
+    def settle(self) -> None:
+        """End the search."""
 
 
 class StepTimer:

@@ -27,6 +27,7 @@ class Calls:
 
     @property
     def group_text(self) -> str:
+        """The process group, for a message."""
         return "the default group" if self.group == "0" else f"group {self.label or self.group}"
 
     def text(self) -> str:

@@ -39,6 +39,7 @@ class RankSnapshot:
 
     @property
     def location(self) -> Location | None:
+        """The location of the stack; None if it has no frames."""
         return location_of(self.frames)
 
     @property

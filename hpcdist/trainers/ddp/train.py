@@ -110,9 +110,10 @@ def train_elastic_epoch(loop: DdpLoop) -> Iterator[None]:
     """Do the remaining steps of the epoch, each with this rank's micro-batches of a global batch."""
     ctx, cfg, position, optimizer = loop.ctx, loop.cfg, loop.position, loop.optimizer
     division = ctx.division(len(loop.data.train))
+    samples = division.rank_samples(position.epoch, position.step_in_epoch)
     batches = loop.data.train.batches(
-        division.rank_samples(position.epoch, position.step_in_epoch),
-        batch_size=division.micro_batch_size,
+        torch.cat(samples) if samples else torch.empty(0, dtype=torch.int64),
+        batch_size=[len(part) for part in samples],
         device=ctx.device,
         epoch=position.epoch,
         channels_last=cfg.model.channels_last,
@@ -177,7 +178,10 @@ def save(loop: DdpLoop, metrics: Mapping[str, float]) -> None:
 
 
 def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDataParallel:
-    """Return the model on this rank's device; call it on every rank. From here on ranks draw different numbers."""
+    """Return the model on this rank's device; call it on every rank.
+
+    Without `data.global_batch_size`, ranks draw different random numbers from here on.
+    """
     module = build_model(
         cfg.model.name,
         num_classes=data.num_classes,
@@ -291,7 +295,7 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
         module: the model without its DDP wrapper; it is left in training mode.
     """
     for buffer in module.buffers():
-        # Running statistics differ between ranks; the checkpoint holds those of rank 0.
+        # Running statistics differ between ranks unless the run is elastic; the checkpoint holds those of rank 0.
         if ctx.world_size > 1:
             dist.broadcast(buffer, src=0)
     module.eval()

@@ -67,6 +67,7 @@ class Clicks:
         return Clicks(bags, self.numeric[samples], self.labels[samples], self.tables, best)
 
     def with_ids(self, ids: Tensor) -> Clicks:
+        """Return the same clicks with other ids, int64 [n]."""
         return replace(self, bags=Bags(ids, self.bags.offsets))
 
     @property

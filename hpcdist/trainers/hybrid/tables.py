@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hpcdist.checkpoint.shards import Shard
 from hpcdist.errors import CheckpointError
+from hpcdist.rank.roles import share_of
 
 #: Number of rows that are drawn together, from (seed, table, number of the block).
 BLOCK_ROWS = 1024
@@ -38,8 +39,7 @@ class Layout:
 
     def span(self, table: str, server: int) -> range:
         """Return the rows of a table on a server."""
-        rows = self.tables[table]
-        return range(rows * server // self.num_servers, rows * (server + 1) // self.num_servers)
+        return share_of(server, self.num_servers, self.tables[table])
 
     def num_rows(self, server: int) -> int:
         """Return the number of rows of a server's matrix."""

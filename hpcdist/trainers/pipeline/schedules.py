@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 
 
 class Action(NamedTuple):
+    """A forward or backward pass of one micro-batch."""
+
     kind: Literal["forward", "backward"]
     micro_batch: int
 

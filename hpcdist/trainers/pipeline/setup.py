@@ -41,6 +41,7 @@ class StageSetup:
 
     @property
     def stage(self) -> Stage:
+        """The part of the model on this rank."""
         return self.engine.stage
 
 

@@ -34,6 +34,7 @@ class Inbox:
         self._tensors: dict[tuple[str, int], tuple[Tensor, torch.cuda.Event | None]] = {}
 
     def put(self, kind: str, number: int, tensor: Tensor) -> None:
+        """Store a received tensor and wake up the thread that waits for it."""
         event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
         with self._changed:
             self._tensors[kind, number] = (tensor, event)

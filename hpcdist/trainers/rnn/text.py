@@ -173,6 +173,7 @@ class Columns:
 
     @property
     def num_targets(self) -> int:
+        """Number of tokens that are predicted."""
         return int(self._tokens[1:].numel())
 
     def __len__(self) -> int:

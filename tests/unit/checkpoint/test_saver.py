@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -135,6 +136,8 @@ def test_load_weights_returns_the_model_and_verifies_hashes(store: CheckpointSto
     path = store.folder / "step-00000001"
     other = nn.Linear(3, 2)
     other.load_state_dict(load_weights(str(path)))
+    copy = shutil.copytree(path, path.parent.parent / "best")  # its name among the artifacts of MLflow
+    assert load_weights(copy).keys() == other.state_dict().keys()
     assert torch.equal(other.weight, model.weight)
 
     content = (path / "model.pt").read_bytes()

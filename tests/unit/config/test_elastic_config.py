@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hpcdist.config.schema import (
     cross_check,
     division_problems,
     largest_world_size,
+    new_run_problems,
 )
 
 
@@ -39,6 +41,7 @@ def of(batch_size: int | None, **sections: Any) -> Config:
             of(8, optim=OptimConfig(grad_accum_steps=2)),
             "optim.grad_accum_steps=2 and data.global_batch_size exclude each other: set elastic.micro_batches instead",
         ),
+        (of(8, trainer=TrainerConfig(target="mine:train"), roles={"a": 1, "b": 1}), "roles and data.global_batch_size"),
         (of(8, model=ModelConfig(sync_batch_norm=True)), "set model.sync_batch_norm=false"),
         (
             of(8, elastic=ElasticConfig(micro_batches=2), launch=LaunchConfig(num_ranks=4)),
@@ -67,6 +70,18 @@ def test_elastic_run_of_ddp_and_of_an_own_trainer() -> None:
     elastic = ElasticConfig(micro_batches=8, exact=True, min_ranks=2)
     for target in ("ddp", "mine:train"):
         assert cross_check(of(64, elastic=elastic, trainer=TrainerConfig(target=target))) == []
+
+
+def test_new_run_without_a_number_of_micro_batches_needs_a_global_batch_that_its_ranks_can_divide() -> None:
+    three = of(256, launch=LaunchConfig(num_ranks=3))
+    (problem,) = new_run_problems(three)
+    assert problem.startswith(
+        "data.global_batch_size=256 cannot be divided into 3 equal micro-batches: use 255, or set"
+    )
+    assert new_run_problems(of(256)) == []
+    assert len(new_run_problems(of(256), num_ranks=3)) == 1
+    assert new_run_problems(of(None, launch=LaunchConfig(num_ranks=3))) == []
+    assert new_run_problems(dataclasses.replace(three, elastic=ElasticConfig(micro_batches=8))) == []
 
 
 def test_run_without_a_number_of_micro_batches_may_continue_on_any_number_of_ranks() -> None:

@@ -83,6 +83,19 @@ def test_start_batch_continues_an_epoch_exactly(kind: str, start_batch: int, sou
         assert torch.equal(labels, expected_labels)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_different_sizes(kind: str, source: TensorImages) -> None:
+    indices = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(1))[:11]
+    split = make_split(kind, source)
+    full = torch.cat([images for images, _ in run(split, indices, epoch=5)])
+    parts = run(split, indices, epoch=5, batch_size=[4, 2, 5])
+    assert [len(labels) for _, labels in parts] == [4, 2, 5]
+    assert torch.equal(torch.cat([images for images, _ in parts]), full)
+    ((images, labels),) = run(split, indices, epoch=5, batch_size=[4, 2, 5], start_batch=2)
+    assert torch.equal(images, full[6:])
+    assert torch.equal(labels, source.labels[indices[6:]])
+
+
 @pytest.mark.parametrize("kind", ["augmented", "streaming augmented"])
 def test_augmentation_depends_on_the_epoch_and_not_on_the_batches(kind: str, source: TensorImages) -> None:
     split = make_split(kind, source)

@@ -10,7 +10,7 @@ import torch
 
 from hpcdist.config.schema import Config, DataConfig, ElasticConfig, LaunchConfig
 from hpcdist.errors import ConfigError
-from hpcdist.rank.elastic.division import Division, divide, micro_batch_seed
+from hpcdist.rank.elastic.division import Division, SavedDivision, divide, micro_batch_seed
 from hpcdist.rank.elastic.summation import Exchange, PartialSums, nodes_within
 
 
@@ -24,12 +24,41 @@ def test_shares_of_8_over_3_are_contiguous_and_uneven() -> None:
 
 
 def test_shares_of_the_last_global_batch_leave_out_empty_micro_batches() -> None:
-    """Three samples: two micro-batches."""
-    last = [division(rank, 3) for rank in range(3)]
+    """Four samples: two micro-batches."""
+    last = [division(rank, 3, 68) for rank in range(3)]
     assert [list(each.share(4)) for each in last] == [[0, 1], [], []]
-    assert [each.batch_size(4) for each in last] == [3, 3, 3]
+    assert [each.batch_size(4) for each in last] == [4, 4, 4]
     order = last[0].order(0)
     assert torch.equal(torch.cat([last[0].samples(order, 4, number) for number in last[0].share(4)]), order[64:])
+
+
+@pytest.mark.parametrize(("num_samples", "sizes"), [(67, [2] * 32 + [3]), (65, [2] * 31 + [3]), (3, [3]), (1, [1])])
+def test_last_micro_batch_takes_a_single_sample_that_is_left(num_samples: int, sizes: list[int]) -> None:
+    """Batch normalisation cannot train on one sample. Of 65 samples, the last global batch takes 17."""
+    one = division(0, 1, num_samples)
+    assert [len(part) for part in one.rank_samples(0)] == sizes
+    assert one.steps_per_epoch == -(-len(sizes) // 8)
+    assert sum(one.batch_size(step) for step in range(one.steps_per_epoch)) == num_samples
+
+
+def test_micro_batches_of_one_sample_stay_as_they_are() -> None:
+    assert [len(part) for part in division(0, 1, 17, num_micro_batches=16).rank_samples(0)] == [1] * 17
+
+
+def test_order_of_an_epoch_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    randperm = torch.randperm
+
+    def counted(number: int, **options: Any) -> torch.Tensor:
+        computed.append(number)
+        return randperm(number, **options)
+
+    monkeypatch.setattr(torch, "randperm", counted)
+    one = division(0, 1)
+    for epoch in (0, 0, 1, 1):
+        one.rank_samples(epoch)
+        one.order(epoch)
+    assert len(computed) == 2
 
 
 @pytest.mark.parametrize("num_samples", [1, 16, 64, 67, 80])
@@ -47,9 +76,9 @@ def test_every_number_of_ranks_has_the_same_micro_batches(num_samples: int) -> N
                     for number in own.share(step)
                 ]
                 parts |= {(step, number): samples for step, number, samples in mine}
-                assert own.rank_samples(epoch).tolist() == [sample for _, _, samples in mine for sample in samples]
-                assert own.rank_samples(epoch, 2).tolist() == [
-                    sample for step, _, samples in mine if step >= 2 for sample in samples
+                assert [part.tolist() for part in own.rank_samples(epoch)] == [samples for _, _, samples in mine]
+                assert [part.tolist() for part in own.rank_samples(epoch, 2)] == [
+                    samples for step, _, samples in mine if step >= 2
                 ]
             found.append(dict(sorted(parts.items())))
         assert all(each == found[0] for each in found)
@@ -71,15 +100,36 @@ def test_number_of_micro_batches() -> None:
     """From the config, else from the checkpoint, else the largest number of ranks."""
     assert divide(config(), 100, 0, 2).num_micro_batches == 4
     assert divide(config(), 100, 0, 6).num_micro_batches == 6
-    assert divide(config(), 100, 0, 2, saved=8).num_micro_batches == 8
-    assert divide(config(micro_batches=12), 100, 0, 2, saved=8).num_micro_batches == 12
+    saved = SavedDivision(num_micro_batches=8)
+    assert divide(config(), 100, 0, 2, saved).num_micro_batches == 8
+    assert divide(config(micro_batches=12), 100, 0, 2, saved).num_micro_batches == 12
+
+
+def test_checkpoint_of_another_division() -> None:
+    saved = SavedDivision.of({"num_micro_batches": 8, "global_batch_size": 48, "num_samples": [100, 200], "rng": 0})
+    assert saved is not None
+    assert saved.problems(config(micro_batches=6), 101) == [
+        "data.global_batch_size=24, but the checkpoint was saved with 48: set that, or start a new run",
+        "elastic.micro_batches=6, but the checkpoint was saved with 8: set that, or start a new run",
+        "the training set has 101 samples, but the checkpoint was saved with 100 and 200: use the same data, or start"
+        " a new run",
+    ]
+    same = Config(data=DataConfig(global_batch_size=48))
+    assert saved.problems(same, 100) == saved.problems(same, 200) == []
+
+
+def test_checkpoint_of_an_hpcdist_that_saved_the_number_of_micro_batches_alone() -> None:
+    saved = SavedDivision.of({"num_micro_batches": 8})
+    assert saved == SavedDivision(num_micro_batches=8)
+    assert saved.problems(config(), 101) == []
+    assert SavedDivision.of({"rng": 0}) is SavedDivision.of({"num_micro_batches": None}) is None
 
 
 def test_impossible_divisions() -> None:
     with pytest.raises(ConfigError, match=r"data\.global_batch_size is not set: micro-batches need it"):
         divide(Config(), 100, 0, 2)
     with pytest.raises(ConfigError, match="6 ranks are more than the 4 micro-batches"):
-        divide(config(), 100, 0, 6, saved=4)
+        divide(config(), 100, 0, 6, SavedDivision(num_micro_batches=4))
     with pytest.raises(ConfigError, match="cannot be divided into 5 equal micro-batches: use 25"):
         divide(config(), 100, 0, 5)
     with pytest.raises(ConfigError, match=r"2 ranks are fewer than elastic\.min_ranks=3: use more"):

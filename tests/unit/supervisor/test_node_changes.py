@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from supervisor_scene import DONE, STOP_ON_REQUEST, Scene, fails
 
-from hpcdist.run.attempt import BY_GROWTH
+from hpcdist.run.attempt import BY_GROWTH, Attempt
+from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import RunDir
+from hpcdist.supervisor.local_launcher import LocalRanks
 
 EXIT_0: list[list[Any]] = []
 #: All tests of this file may start processes.
@@ -86,6 +88,30 @@ def test_ranks_are_restarted_on_more_nodes_and_the_run_goes_on(scene: Scene) -> 
     assert request is not None
     assert (request.by, request.reason) == (BY_GROWTH, "to restart on more nodes: n3 answers again")
     assert scene.run.attempt(2).read_request() is None
+
+
+def test_nodes_that_the_preflight_check_leaves_out_are_not_recorded(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.script(first=[[*DONE]])
+    supervisor = scene.supervisor()
+    supervisor._nodes = Nodes()
+    launcher, found = scene.launcher, []
+    start = launcher.start
+
+    def start_on_fewer_nodes(attempt: Attempt) -> LocalRanks:
+        times = read_times(attempt)
+        assert times is not None
+        found.append((scene.run.read_state().world_size, times.num_ranks))
+        launcher.num_ranks = 1
+        return start(attempt)
+
+    monkeypatch.setattr(launcher, "start", start_on_fewer_nodes)
+    state = scene.supervise(supervisor)
+    times = read_times(scene.run.attempt(1))
+    assert times is not None
+    assert found == [(2, 2)]
+    assert (state.status, state.world_size, times.num_ranks, times.status) == ("finished", 1, 1, "finished")
 
 
 def test_stop_signal_during_a_restart_on_more_nodes_ends_the_run(scene: Scene) -> None:

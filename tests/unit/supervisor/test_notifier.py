@@ -7,13 +7,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
-from mlflow_application import in_thread
 from supervisor_scene import DONE, Scene, fails
+from webhook import PATH, Webhook, listening_webhook
 
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.schema import NotifyConfig
@@ -25,45 +23,13 @@ from hpcdist.supervisor import notifier
 from hpcdist.supervisor.notifier import Notifier, NotifierProcess
 
 pytestmark = pytest.mark.processes
-PATH = "/services/T00/B00/s3cretpath"
 FAILED = {"kind": "error", "rank": 1, "host": "n1", "step": 5, "error": "boom <&>", "traceback": []}
-
-
-class Webhook(ThreadingHTTPServer):
-    """Records the bodies of POST requests, and answers with the next of `statuses`, then with 200."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.bodies: list[dict[str, Any]] = []
-        self.statuses: list[int] = []
-        self.url = f"http://127.0.0.1:{self.server_port}{PATH}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        assert isinstance(self.server, Webhook)
-        assert self.path == PATH
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        status = self.server.statuses.pop(0) if self.server.statuses else 200
-        if status == 200:
-            self.server.bodies.append(body)
-        self.send_response(status)
-        self.send_header("Content-Length", "0")
-        self.send_header("Location", "/elsewhere")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 @pytest.fixture
 def webhook() -> Iterator[Webhook]:
-    server = Webhook()
-    with in_thread(server):
+    with listening_webhook() as server:
         yield server
-    server.server_close()
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from hpcdist.config.schema import ClusterConfig, Config, ElasticConfig, LaunchConfig, RoleRequest
+from hpcdist.config.schema import ClusterConfig, Config, DataConfig, ElasticConfig, LaunchConfig, RoleRequest
 from hpcdist.errors import ConfigError
 from hpcdist.rank.topology import Topology, port_for
 from hpcdist.supervisor import plan as plans
-from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan, rank_command
+from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan, note_on_fewer_ranks, rank_command
 from tests.support.fake_nvml import gpu, install_fake_nvml
 
 CPU = {
@@ -166,6 +166,16 @@ def test_fewer_gpus_than_ranks_suffice_down_to_min_ranks() -> None:
         planned_elastic(1, 4, min_ranks=2)
     with pytest.raises(ConfigError, match=r"^2 ranks are fewer than elastic\.min_ranks=3: change one of them"):
         planned_elastic(0, 0, min_ranks=3)
+
+
+def test_start_with_fewer_ranks_than_requested_is_noted() -> None:
+    launch, elastic = LaunchConfig(num_ranks=4), ElasticConfig(min_ranks=2)
+    fixed = Config(launch=launch, elastic=elastic)
+    free = Config(launch=launch, elastic=elastic, data=DataConfig(global_batch_size=64))
+    sentence = "3 GPUs are visible: 3 ranks instead of launch.num_ranks=4 (elastic.min_ranks=2)"
+    for config, note in ((free, sentence), (fixed, f"{sentence}; without data.global_batch_size a step has less data")):
+        assert note_on_fewer_ranks(config, make_plan(config, Machine(num_cpus=8, num_gpus=3))) == note
+        assert note_on_fewer_ranks(config, make_plan(config, Machine(num_cpus=8, num_gpus=5))) == ""
 
 
 def test_exact_sums_use_one_thread_on_any_number_of_ranks() -> None:

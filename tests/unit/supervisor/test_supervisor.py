@@ -20,6 +20,7 @@ from named_pipe import NamedPipe
 from supervisor_scene import DONE, STOP_ON_REQUEST, Scene, fails
 
 from hpcdist.errors import LeaseLostError
+from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import RunDir, State
 from hpcdist.supervisor.shipper_process import ShipperProcess
 
@@ -264,6 +265,18 @@ def test_stop_request_between_two_attempts_reaches_the_second(scene: Scene) -> N
     state = scene.supervise(supervisor)
     assert (state.status, state.attempt) == ("stopped", 2)
     assert state.reason == "stopped with everything saved (`hpcdist stop` by ada)"
+
+
+def test_attempt_records_the_nodes_that_were_lost(scene: Scene) -> None:
+    scene.launch = {"max_restarts": 3}
+    scene.script(first=[fails("nan"), EXIT_0])
+    supervisor = scene.supervisor()
+    scene.launcher.broken = lambda: "lost n2"  # type: ignore[method-assign]
+    state = scene.supervise(supervisor)
+    times = read_times(scene.run.attempt(1))
+    assert times is not None
+    assert (state.status, times.status, times.reason) == ("stopped", "failed", state.reason)
+    assert times.reason.endswith("; lost n2")
 
 
 @pytest.mark.parametrize("outcome", ["stopped", "failed"])
