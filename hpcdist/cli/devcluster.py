@@ -33,6 +33,26 @@ def _setting(flag: str, metavar: str, text: str, default: object) -> Any:
     return option(flag, metavar, text, show_default=str(default))
 
 
+Proctrack = Annotated[
+    str | None,
+    _setting(
+        "--proctrack",
+        "cgroup|linuxproc",
+        "How Slurm tracks and signals processes: cgroup as in production, or without cgroups.",
+        "cgroup where root may create cgroups of version 1",
+    ),
+]
+Runtime = Annotated[
+    str | None,
+    _setting(
+        "--runtime",
+        "apptainer|docker|pyxis",
+        "Container runtime of the nodes, which must be installed on this machine.",
+        Settings.runtime,
+    ),
+]
+
+
 @app.command()
 def up(
     num_nodes: Annotated[int | None, _setting("--nodes", "N", "Number of nodes.", Settings.num_nodes)] = None,
@@ -48,24 +68,8 @@ def up(
     grace_time_s: Annotated[
         int | None, _setting("--grace-time-s", "S", "Grace time of a preempted job.", Settings.grace_time_s)
     ] = None,
-    proctrack: Annotated[
-        str | None,
-        _setting(
-            "--proctrack",
-            "cgroup|linuxproc",
-            "How Slurm tracks and signals processes: cgroup as in production, or without cgroups.",
-            "cgroup where root may create cgroups of version 1",
-        ),
-    ] = None,
-    runtime: Annotated[
-        str | None,
-        _setting(
-            "--runtime",
-            "apptainer|docker|pyxis",
-            "Container runtime of the nodes, which must be installed on this machine.",
-            Settings.runtime,
-        ),
-    ] = None,
+    proctrack: Proctrack = None,
+    runtime: Runtime = None,
     pyxis_plugin: Annotated[
         str | None, _setting("--pyxis-plugin", "FILE", "With --runtime pyxis: its plugin.", Settings.pyxis_plugin)
     ] = None,

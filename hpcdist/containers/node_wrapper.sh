@@ -143,8 +143,9 @@ plain)
   ;;
 remove)
   if [ "$1" = pyxis ]; then
-    # pyxis leaves the files of a container if a signal to the step ends its creation or its removal.
-    for container in $(enroot list 2>/dev/null | grep "^pyxis_$2\\."); do enroot remove --force "$container"; done
+    # pyxis leaves the files of a container if a signal to the step ends its creation or its removal. The name is
+    # pyxis_JOB.STEP, or pyxis_JOB_JOB.STEP with container_scope=job.
+    for container in $(enroot list 2>/dev/null | grep -E "^pyxis_($2_)?$2\\."); do enroot remove --force "$container"; done
     exit 0
   fi
   present "$1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,11 @@ from hpcdist.slurm.job_components import components
 
 #: Never mounted just because they are the current folder: they would hide the image's own programs.
 _OF_THE_IMAGE = {"/", "/bin", "/dev", "/etc", "/lib", "/opt", "/proc", "/sbin", "/sys", "/usr", "/var"}
+
+#: Image references that `enroot import` accepts for pyxis: of a registry, or of the docker daemon on each node.
+_PYXIS_REFERENCE = re.compile(
+    r"(docker://)?([^@/#]+@)?([^@/#]+[#/])?[a-z0-9][a-z0-9/._-]*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?|dockerd://[A-Za-z0-9/._:-]+"
+)
 
 
 def rank_container(config: Config, run: RunDir, *, cwd: Path, root: Path) -> ContainerSpec | None:
@@ -73,6 +79,8 @@ def container_problems(config: Config, cwd: Path, env: Mapping[str, str]) -> lis
     try:
         if container.runtime in ("apptainer", "charliecloud", "enroot"):
             _check_path(container.runtime, container.image)
+        if container.runtime == "pyxis":
+            _check_pyxis_image(container.image)
         run = RunDir(Path(config.runs_dir) / config.experiment / (config.name or "probe"))
         if (spec := rank_container(config, run, cwd=cwd, root=git_root(cwd) or cwd)) is not None and not found:
             check_image_here(config, spec, env)
@@ -90,6 +98,24 @@ def _check_path(runtime: str, image: str) -> None:
     is_folder = runtime == "charliecloud" or (runtime == "enroot" and path.is_dir())
     if is_folder and not ((path / "usr").is_dir() and (path / "dev").is_dir()):
         raise UserMistake(f"container.image: {image} holds no root file system (no usr and dev in it)")
+
+
+def _check_pyxis_image(image: str) -> None:
+    """Reject images that pyxis cannot start: a name that begins with `/` or `.` is a file, others are references.
+
+    Whether a registry has the image is unknown here: the nodes fetch it with credentials and mirrors of their own.
+    """
+    if image.startswith(("/", ".")):
+        _check_path("pyxis", image)
+        if Path(image).is_dir():
+            raise UserMistake(
+                f"container.image: {image} is a folder, and pyxis needs a .sqsh file or an image reference"
+            )
+    elif not _PYXIS_REFERENCE.fullmatch(image):
+        raise UserMistake(
+            f"container.image: {image} is neither a path that begins with / nor an image reference of pyxis:"
+            " [USER@][REGISTRY#]IMAGE[:TAG] with IMAGE in lower case"
+        )
 
 
 def check_image_here(config: Config, spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, Any] | None:

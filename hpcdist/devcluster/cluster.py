@@ -21,6 +21,8 @@ READY_WITHIN_S = 60.0
 
 @dataclass(frozen=True)
 class NodeStatus:
+    """A virtual node as Slurm reports it."""
+
     name: str
     address: str
     state: str

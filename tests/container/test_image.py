@@ -120,7 +120,7 @@ def test_restarted_container_resumes_the_stopped_run(
     code = ("--volume", f"{CHECKOUT}/tests/support/user_code:/work:ro")
     command = ("run", "--rm", "--name", name, *FLAGS, *code, "--volume", f"{runs}:/runs", image("default"), *training)
     with started(containers, *command) as first:
-        wait_for(lambda: list(runs.glob("*/*/attempts/001/held-0")), "rank 0 is held", timeout_s=120)
+        wait_for(lambda: list(runs.glob("*/*/attempts/001/held-0")), "rank 0 is held", timeout_s=600)
         containers.podman("stop", "--time", "60", name)
         output = first.communicate(timeout=60)[0]
     assert first.returncode == 0, output

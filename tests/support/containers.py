@@ -113,7 +113,7 @@ class Containers:
             "bookworm",
             str(root),
         ]
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
         tar = ["tar", "-C", str(root), "--exclude=./var/cache/apt/archives/*", "-c", "."]
         with subprocess.Popen(tar, stdout=subprocess.PIPE) as packed:
             subprocess.run(["podman", "import", "-", BASE], env=self.env, stdin=packed.stdout, check=True)

@@ -35,6 +35,10 @@ class DockerNodes:
         """The folder with the client `docker`; on a machine that is no node it speaks to n1's daemon."""
         return self.folder / "bin"
 
+    def data(self, node: str) -> Path:
+        """Return the folder in which a node's daemon keeps and mounts images."""
+        return self.folder / node / "data"
+
     def write_client(self) -> None:
         self.bin.mkdir()
         client = self.bin / "docker"
@@ -63,8 +67,9 @@ class DockerNodes:
         at = self.folder / node
         for left in (at.with_suffix(".sock"), at.with_suffix(".pid")):
             left.unlink(missing_ok=True)
+        self._unmount(at)
         daemon = [
-            "dockerd", f"--host=unix://{at}.sock", f"--pidfile={at}.pid", f"--data-root={at}/data",
+            "dockerd", f"--host=unix://{at}.sock", f"--pidfile={at}.pid", f"--data-root={self.data(node)}",
             f"--exec-root={at}/exec", "--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false",
             "--bridge=none", "--storage-driver=overlay2", f"--add-runtime=here={RUNC}", "--default-runtime=here",
         ]  # fmt: skip
@@ -92,6 +97,13 @@ class DockerNodes:
             found += done.stdout.split()
         return found
 
+    @staticmethod
+    def _unmount(folder: Path) -> None:
+        """Remove what a killed daemon has left mounted below a folder."""
+        for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
+            if (place := line.split()[4]).startswith(f"{folder}/"):
+                subprocess.run(["umount", "--lazy", place], check=False)
+
     def stop(self) -> None:
         """Stop all daemons and remove what killed ones left mounted."""
         for node in NODES:
@@ -99,9 +111,7 @@ class DockerNodes:
                 pid = int((self.folder / f"{node}.pid").read_text())
                 os.kill(pid, signal.SIGTERM)
                 wait_for(lambda pid=pid: not Path(f"/proc/{pid}/cmdline").exists(), "dockerd to end", timeout_s=60)
-        for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
-            if (place := line.split()[4]).startswith(f"{self.folder}/"):
-                subprocess.run(["umount", "--lazy", place], check=False)
+        self._unmount(self.folder)
         for node in NODES:
             shutil.rmtree(self.folder / node, ignore_errors=True)
 

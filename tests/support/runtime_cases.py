@@ -45,6 +45,8 @@ class RuntimeCase:
     containers: Callable[[Path], list[str]] = lambda _: []
     #: Start again what a dead node has lost beside slurmd, and remove what its disk has kept.
     restore: Callable[[], None] = lambda: None
+    #: Return the folder of a node in which its daemon mounts images; None if there is no such daemon.
+    mounts_of: Callable[[str], Path | None] = lambda _: None
     #: Mounts of this machine that other sessions have made.
     earlier_mounts: frozenset[str] = frozenset()
 
@@ -107,7 +109,13 @@ def prepared(case: str, containers: Containers, runs: SlurmRuns, folder: Path) -
         elif case == "docker":
             daemons = stack.enter_context(docker_nodes(runs.cluster, image, folder))
             path = f"{daemons.bin}:{os.environ['PATH']}"
-            yield ready(image.name, env={"PATH": path}, containers=daemons.containers, restore=daemons.start_all)
+            yield ready(
+                image.name,
+                env={"PATH": path},
+                containers=daemons.containers,
+                restore=daemons.start_all,
+                mounts_of=daemons.data,
+            )
         elif case.startswith("apptainer"):
             apptainer = RUNTIMES / "apptainer/bin"
             reference = image.folder if case == "apptainer-folder" else image.sif(str(apptainer / "apptainer"))
@@ -232,11 +240,14 @@ def assert_nothing_left(case: RuntimeCase, runs: SlurmRuns, name: str, *, dead: 
     """Assert that neither processes nor containers nor mounts of a run are left, within `REMOVAL_TIMEOUT_S`.
 
     Args:
-        dead: a node whose power has failed; its disk keeps what was unpacked.
+        dead: a node whose power has failed; its disk keeps what was unpacked. On this machine the mounts of its daemon
+            stay as well until it starts again.
     """
+    mounted = case.mounts_of(dead) if dead else None
 
     def left() -> list[str]:
         mounts = container_mounts(runs.cluster) - case.earlier_mounts
+        mounts = {place for place in mounts if mounted is None or not Path(place).is_relative_to(mounted)}
         return [*case.containers(runs.run_dir(name).path), *left_on_nodes(runs.cluster, dead), *mounts]
 
     try:

@@ -20,6 +20,8 @@ ANSWER_S = 30.0
 
 @dataclass(frozen=True)
 class Engine:
+    """The commands of podman or docker."""
+
     name: EngineName
 
     def run(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -56,6 +56,7 @@ class Host:
 
     @classmethod
     def inspect(cls, user: str, has_gpus: bool, proctrack: str) -> Host:
+        """Return the facts of this machine."""
         ranges = Path("/etc/subuid")
         return cls(
             uid=os.getuid(),

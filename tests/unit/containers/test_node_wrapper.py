@@ -284,10 +284,11 @@ def test_mount_of_enroot_ignores_the_signals_of_slurm_and_ends_with_the_containe
 
 def test_interrupted_containers_of_pyxis_are_removed(node: Node) -> None:
     tool = Path(node.env["PATH"].partition(":")[0]) / "enroot"
-    tool.write_text('#!/bin/sh\n[ "$1" = list ] && printf "pyxis_7.0\\npyxis_77.0\\nmine\\n" || echo "$@"\n')
+    listed = r"pyxis_7.0\npyxis_7_7.1\npyxis_7_mine\npyxis_77.0\nmine\n"
+    tool.write_text(f'#!/bin/sh\n[ "$1" = list ] && printf "{listed}" || echo "$@"\n')
     tool.chmod(0o755)
     done = node.script("remove", "pyxis", "7")
-    assert (done.returncode, done.stdout) == (0, "remove --force pyxis_7.0\n")
+    assert (done.returncode, done.stdout) == (0, "remove --force pyxis_7.0\nremove --force pyxis_7_7.1\n")
     tool.unlink()
     assert node.script("remove", "pyxis", "7").returncode == 0
 

@@ -1,68 +1,19 @@
-"""Tests of the containers of ranks: specification, image check, and failures of the runtime."""
+"""Tests of the containers of ranks: specification and checks before submission."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from supervisor_scene import Scene
+from container_facts import IMAGE, SPEC, install_podman, probe_output
 
-import hpcdist
 from hpcdist.config.schema import ClusterConfig, Config, ContainerConfig, DataConfig, LaunchConfig, TrainerConfig
-from hpcdist.containers.image_probe import (
-    check_image_on_nodes,
-    image_digest,
-    image_probe_command,
-    image_probe_env,
-    probe_outcome,
-    start_failure,
-)
-from hpcdist.containers.node_steps import ContainerSteps
 from hpcdist.containers.rank_container import container_problems, make_mount_points, rank_container
 from hpcdist.containers.spec import PASSED, ContainerSpec, Mount
-from hpcdist.errors import HpcdistError, UserMistake
-from hpcdist.files.atomic import read_json
-from hpcdist.machine.facts import source_digest
-from hpcdist.run.attempt import Attempt
+from hpcdist.errors import UserMistake
 from hpcdist.run.folder import RunDir
-
-IMAGE = "localhost/hpcdist:0.1.0"
-SPEC = ContainerSpec(runtime="podman", image=IMAGE, run=Path("/runs/e/r"), mounts=(), workdir=Path("/p"))
-FACTS = {
-    "node": "n1",
-    "hpcdist": hpcdist.__version__,
-    "source": source_digest(str(Path(hpcdist.__file__).parent)),
-    "python": "3.12.3",
-    "torch": "2.15.0",
-    "cuda": "13.2",
-}
-
-
-def probe_output(**changes: Any) -> str:
-    """Return the line that the probe prints in an image; None removes a fact."""
-    facts = {key: value for key, value in (FACTS | changes).items() if value is not None}
-    return f"hpcdist-image {json.dumps(facts)}"
-
-
-def test_source_digest_depends_on_code_alone(tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "a.py").write_text("a = 1\n")
-    digest_before = source_digest(str(tmp_path))
-    (tmp_path / "sub" / "notes.md").write_text("no code")
-    assert source_digest(str(tmp_path)) == digest_before
-    (tmp_path / "sub" / "a.py").rename(tmp_path / "sub" / "b.py")
-    assert source_digest(str(tmp_path)) != digest_before
-
-
-# --- specification
 
 
 def test_specification_has_folders_variables_and_gpus_of_the_config(tmp_path: Path) -> None:
@@ -144,175 +95,6 @@ def test_gpus_depend_on_setting_device_and_request(setting: Any, device: Any, gp
     assert spec.gpus == ("all" if expected else "")
 
 
-# --- image check
-
-
-@pytest.mark.processes
-def test_probe_reports_the_versions_of_its_python(tmp_path: Path) -> None:
-    command = image_probe_command(replace(SPEC, runtime="charliecloud", python=sys.executable)).argv
-    code = command[-1]
-    assert command[-3:-1] == [sys.executable, "-c"]
-    env = {"PYTHONPATH": os.pathsep.join(sys.path), "SLURMD_NODENAME": "n7"}
-    output = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
-    facts, problem, _ = probe_outcome(SPEC, output, "", "n7")
-    assert problem == ""
-    assert facts is not None
-    torch_version = __import__("torch").__version__
-    expected = ("n7", hpcdist.__version__, torch_version, ".".join(map(str, sys.version_info[:3])))
-    assert (facts["node"], facts["hpcdist"], facts["torch"], facts["python"]) == expected
-
-
-def test_probe_has_neither_mounts_nor_pythonpath() -> None:
-    spec = replace(SPEC, runtime="charliecloud", mounts=(Mount(source="/p", target="/p"),))
-    assert not [word for word in image_probe_command(spec).argv if word.startswith("--bind")]
-    assert image_probe_env(spec, {"PYTHONPATH": "/host", "NCCL_DEBUG": "INFO", "USER": "ada"}) == {
-        "NCCL_DEBUG": "INFO",
-        "USER": "ada",
-    }
-
-
-@pytest.mark.parametrize(
-    ("output", "errors", "message"),
-    [
-        (probe_output(hpcdist=None), "", f"{IMAGE} has no hpcdist for its python3: see container.python"),
-        (
-            probe_output(source="0123456789ab"),
-            "",
-            f"{IMAGE} has hpcdist {hpcdist.__version__} from other source files than this one: build it again",
-        ),
-        (
-            probe_output(hpcdist="0.0.9"),
-            "",
-            f"{IMAGE} has hpcdist 0.0.9, this is {hpcdist.__version__}: build it again, or install 0.0.9",
-        ),
-        (probe_output(python="3.9.2"), "", f"{IMAGE} has Python 3.9.2; hpcdist needs 3.11 or newer"),
-        (
-            probe_output(driver="535.104.05"),
-            "",
-            f"{IMAGE} needs driver 580.65 or newer for its CUDA 13.2, found 535.104.05 on n2",
-        ),
-        ("", "hpcdist: podman is not installed on n2", "podman is not installed on n2"),
-        ("", "Error: x: image not known", f"{IMAGE} is not on n2: Error: x: image not known"),
-        (
-            "",
-            "exec container process `/usr/bin/python3`: Exec format error",
-            f"{IMAGE} is for another processor architecture than n2 has ({os.uname().machine})",
-        ),
-        (
-            "",
-            'Error: exec: "python3": executable file not found in $PATH',
-            f"{IMAGE} cannot be started on n2, or has no python3 in it:"
-            ' Error: exec: "python3": executable file not found in $PATH',
-        ),
-    ],
-)
-def test_problems_that_need_the_user_are_not_retried(output: str, errors: str, message: str) -> None:
-    _, problem, may_pass = probe_outcome(replace(SPEC, gpus="all"), output, errors, "n2")
-    assert (problem, may_pass) == (message, False)
-
-
-# The texts of docker 20.10 and 28, and of apptainer 1.4, as printed on Debian.
-@pytest.mark.parametrize(
-    ("runtime", "errors", "fix"),
-    [
-        (
-            "docker",
-            "docker: Error response from daemon: failed to create shim task: OCI runtime create failed: runc create"
-            " failed: unable to start container process: error during container init: error setting rlimits for ready"
-            " process: error setting rlimit type 8: operation not permitted: unknown.",
-            "its daemon lacks CAP_SYS_RESOURCE",
-        ),
-        (
-            "docker",
-            "docker: permission denied while trying to connect to the Docker daemon socket at unix:///run/docker.sock:"
-            ' Head "http://%2Frun%2Fdocker.sock/_ping": dial unix /run/docker.sock: connect: permission denied\n\n'
-            "Run 'docker run --help' for more information",
-            "the user must be in the group docker",
-        ),
-        (
-            "docker",
-            'docker: Error response from daemon: could not select device driver "" with capabilities: [[gpu]].',
-            "the node needs nvidia-container-toolkit",
-        ),
-        (
-            "apptainer",
-            "FATAL:   container creation failed: image driver mount failure: image driver squashfuse_ll instance exited"
-            " with error: squashfuse_ll exited: fuse: failed to open /dev/fuse: Permission denied",
-            "users must be allowed to open /dev/fuse",
-        ),
-        (
-            "apptainer",
-            "ERROR  : Failed to create user namespace: maximum number of user namespaces exceeded, check"
-            " /proc/sys/user/max_user_namespaces\nINFO   : A system administrator may need to enable user namespaces",
-            "an administrator must allow user namespaces",
-        ),
-        ("enroot", "[ERROR] Command not found: squashfuse", "install squashfuse on the nodes"),
-        (
-            "enroot",
-            "[ERROR] Command not found: nvidia-container-cli, see https://github.com/NVIDIA/libnvidia-container",
-            "install libnvidia-container-tools",
-        ),
-        ("enroot", "[ERROR] Invalid argument: /images/x.sqsh", "the file is not a squashfs image"),
-        (
-            "enroot",
-            "mkdir: cannot create directory '/run/enroot': Permission denied",
-            "the user must be allowed to create the folders ENROOT_RUNTIME_PATH",
-        ),
-        (
-            "enroot",
-            "Usage: enroot start [options] [--] NAME|IMAGE [COMMAND] [ARG...]\n\nStart a container\n --uts  Run it",
-            "see container.extra_args",
-        ),
-    ],
-)
-def test_errors_that_no_retry_solves_have_a_fix(runtime: str, errors: str, fix: str) -> None:
-    _, problem, may_pass = probe_outcome(replace(SPEC, runtime=runtime), "", errors, "n2")
-    first = " ".join(errors.splitlines()[0].split())
-    assert problem.startswith(f"{runtime} could not start {IMAGE} on n2: {first}: {fix}")
-    assert not may_pass
-
-
-@pytest.mark.parametrize("driver", ["580.65.06", "595.10", None])
-def test_new_or_unknown_driver_is_accepted(driver: str | None) -> None:
-    assert probe_outcome(replace(SPEC, gpus="all"), probe_output(driver=driver), "", "n1")[1] == ""
-    assert probe_outcome(SPEC, probe_output(driver="400.1"), "", "n1")[1] == "", "the ranks use no GPU"
-
-
-def test_other_start_failures_are_retried() -> None:
-    message = f"podman could not start {IMAGE} on n2: Error: no space left"
-    assert probe_outcome(SPEC, "", "srun: error: n2: task 1: Exited\nError: no space left\n", "n2") == (
-        None,
-        message,
-        True,
-    )
-
-
-def test_equal_problems_of_nodes_are_merged() -> None:
-    passed, missing = f"0: {probe_output()}\n", "hpcdist: podman is not installed on"
-    assert check_image_on_nodes(SPEC, ["n1"], passed, "")["hpcdist"] == hpcdist.__version__
-    with pytest.raises(UserMistake) as raised:
-        check_image_on_nodes(SPEC, ["n1", "n2", "n3"], passed, f"1: {missing} n2\n2: {missing} n3\n")
-    assert str(raised.value) == "podman is not installed on n2, n3"
-    with pytest.raises(HpcdistError) as temporary:
-        check_image_on_nodes(SPEC, ["n1", "n2"], passed, "")
-    assert not isinstance(temporary.value, UserMistake)
-    assert str(temporary.value) == f"podman could not start {IMAGE} on n2: it printed nothing"
-
-
-def test_unlabelled_errors_of_pyxis_apply_to_all_nodes() -> None:
-    errors = 'srun: error: pyxis: --container-mounts: invalid format: "/a"\nsrun: error: Invalid --container-mounts'
-    with pytest.raises(HpcdistError) as raised:
-        check_image_on_nodes(replace(SPEC, runtime="pyxis"), ["n1", "n2"], "", errors)
-    problem = f'pyxis could not start {IMAGE} on n1, n2: pyxis: --container-mounts: invalid format: "/a"'
-    assert str(raised.value) == problem
-
-
-def test_padded_task_labels_are_parsed() -> None:
-    nodes = [f"n{number}" for number in range(11)]
-    output = "".join(f"{number:2d}: {probe_output()}\n" for number in range(11))
-    assert check_image_on_nodes(SPEC, nodes, output, "")["hpcdist"] == hpcdist.__version__
-
-
 # --- checks before submission
 
 
@@ -336,6 +118,11 @@ def rootfs(tmp_path: Path) -> Path:
             "container.mounts: /nowhere/data does not exist here; mount folders that only the nodes have by"
             " container.extra_args",
         ),
+        ({"runtime": "pyxis", "image": "/no.sqsh"}, "container.image: no such file or folder: /no.sqsh"),
+        (
+            {"runtime": "pyxis", "image": "/proc/self"},
+            "container.image: /proc/self is a folder, and pyxis needs a .sqsh file or an image reference",
+        ),
         ({"runtime": "apptainer", "image": "/no.sif"}, "container.image: no such file or folder: /no.sif"),
         (
             {"runtime": "apptainer", "image": "docker://hpcdist"},
@@ -355,12 +142,29 @@ def test_missing_images_and_mounts_are_reported(tmp_path: Path, container: dict[
     assert container_problems(config(**container), tmp_path, {"PATH": ""}) == [problem]
 
 
-def install_podman(folder: Path, script: str) -> dict[str, str]:
-    """Install a script as podman and return the environment."""
-    tool = folder / "podman"
-    tool.write_text(f"#!/bin/sh\n{script}\n")
-    tool.chmod(0o755)
-    return {"PATH": f"{folder}:/usr/bin:/bin"}
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "image",
+    [
+        "debian",
+        "ada@registry.site:5000#team/hpcdist:0.1.0",
+        "docker://nvcr.io/nvidia/pytorch:26.10-py3",
+        f"team/hpcdist@sha256:{'0a' * 32}",
+        "dockerd://localhost/Mine:1",
+        str(Path(__file__)),
+    ],
+)
+def test_files_and_references_of_pyxis_are_accepted(tmp_path: Path, image: str) -> None:
+    assert container_problems(config(runtime="pyxis", image=image), tmp_path, {"PATH": ""}) == []
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("image", ["podman://hpcdist", "HPCdist", "my image", "registry#a#b", "hpcdist:"])
+def test_references_that_pyxis_cannot_fetch_are_reported(tmp_path: Path, image: str) -> None:
+    assert container_problems(config(runtime="pyxis", image=image), tmp_path, {"PATH": ""}) == [
+        f"container.image: {image} is neither a path that begins with / nor an image reference of pyxis:"
+        " [USER@][REGISTRY#]IMAGE[:TAG] with IMAGE in lower case"
+    ]
 
 
 @pytest.mark.processes
@@ -414,388 +218,3 @@ def test_mount_point_that_cannot_be_created_is_an_error(rootfs: Path) -> None:
     spec = replace(SPEC, runtime="charliecloud", image=str(rootfs), mounts=(Mount(source="/usr", target="/data/x"),))
     with pytest.raises(UserMistake, match="image has no mount point /data/x, and it cannot be created: Not a "):
         make_mount_points(spec)
-
-
-@pytest.mark.processes
-def test_digest_comes_from_the_store_or_the_file_name(tmp_path: Path) -> None:
-    env = install_podman(tmp_path, f"echo {'ab' * 32}")
-    assert image_digest(SPEC, env) == f"sha256:{'ab' * 32}"
-    assert image_digest(SPEC, {"PATH": "/nowhere"}) is None
-    assert (
-        image_digest(replace(SPEC, runtime="apptainer", image="/i/hpcdist-0.1.0-0123456789ab.sif"), {})
-        == "sha256:0123456789ab"
-    )
-    assert image_digest(replace(SPEC, runtime="charliecloud", image="/i/mine"), {}) is None
-
-
-# --- failures of the runtime
-
-#: Messages of pyxis, from its source (0.24); srun prints progress, slurmstepd prints errors.
-PYXIS_PROGRESS = "pyxis: importing docker image: nvcr.io#a/b:1\npyxis: imported docker image: nvcr.io#a/b:1\n"
-PYXIS_LOG = """\
-slurmstepd: error: pyxis: child 77 failed with error code: 1
-slurmstepd: error: pyxis: failed to create container filesystem
-slurmstepd: error: pyxis: printing enroot log file:
-slurmstepd: error: pyxis:     [ERROR] No such file
-slurmstepd: error: pyxis: couldn't start container
-slurmstepd: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1
-slurmstepd: error: Failed to invoke spank plugin stack
-"""
-#: Logs of tasks with pyxis 0.24 on Slurm 22.05, of several slurmds on one machine.
-PYXIS_MOUNT_LOG = """\
-slurmstepd-n1: error: pyxis: --container-mounts: source path does not exist: /nowhere
-slurmstepd-n1: error: pyxis: couldn't create enroot start configuration script
-slurmstepd-n1: error: pyxis: printing enroot log file:
-slurmstepd-n1: error: pyxis:     [INFO] Extracting squashfs filesystem...
-slurmstepd-n1: error: pyxis:     created 2 hardlinks
-slurmstepd-n1: error: pyxis: container was not started successfully by another task
-slurmstepd-n1: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1
-slurmstepd-n1: error: Failed to invoke spank plugin stack
-"""
-PYXIS_CORRUPT_LOG = """\
-slurmstepd-n2: error: pyxis: child 990 failed with error code: 1
-slurmstepd-n2: error: pyxis: failed to create container filesystem for image: /tmp/cut.sqsh
-slurmstepd-n2: error: pyxis: printing enroot log file:
-slurmstepd-n2: error: pyxis:     [INFO] Extracting squashfs filesystem...
-slurmstepd-n2: error: pyxis:     FATAL ERROR: File system corruption detected
-slurmstepd-n2: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1
-slurmstepd-n2: error: Failed to invoke spank plugin stack
-slurmstepd-n2: error: *** STEP 3.0 ON n2 CANCELLED AT 2026-11-22T16:08:09 ***
-slurmstepd-n2: error: pyxis: child 1033 failed with error code: 1
-"""
-PYXIS_OTHER_TASK_LOG = """\
-slurmstepd-n2: error: pyxis: container was not started successfully by another task
-slurmstepd-n2: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1
-slurmstepd-n2: error: Failed to invoke spank plugin stack
-"""
-
-
-@pytest.mark.parametrize(
-    ("runtime", "code", "log", "expected"),
-    [
-        (
-            "podman",
-            125,
-            "x\nError: no space\n",
-            ("podman could not start the container (exit code 125): Error: no space", True),
-        ),
-        ("docker", 127, "", ("docker could not start the container (exit code 127): it printed nothing", False)),
-        ("podman", 126, "e", ("podman could not start the container (exit code 126): e", False)),
-        ("podman", 1, "Error: mine", None),
-        ("podman", 137, "Error: mine", None),
-        (
-            "charliecloud",
-            1,
-            "ch-run[7]: error: can't stat: /i",
-            ("charliecloud could not start the container (exit code 1): ch-run[7]: error: can't stat: /i", True),
-        ),
-        ("charliecloud", 1, "ch-run[7]: warning\nValueError: x", None),
-        ("apptainer", 255, "FATAL: no", ("apptainer could not start the container (exit code 255): FATAL: no", True)),
-        ("charliecloud", -9, "ch-run[7]: x", None),
-        (
-            "apptainer",
-            255,
-            "ERROR  : could not open image /i.sif",
-            ("apptainer could not start the container (exit code 255): ERROR : could not open image /i.sif", True),
-        ),
-        (
-            "apptainer",
-            255,
-            "INFO:    gocryptfs not found, will not be able to use gocryptfs\n"
-            "\x1b[31mFATAL:  \x1b[0m container creation failed: mount /nowhere->/nowhere error\n"
-            "INFO:    Cleaning up image...\n",
-            (
-                "apptainer could not start the container (exit code 255):"
-                " FATAL: container creation failed: mount /nowhere->/nowhere error",
-                True,
-            ),
-        ),
-        (
-            "apptainer",
-            1,
-            "\x1b[91mERROR  : Requesting capability set 0x1ff while permitted capability set is 0x1fe\n\x1b[0m",
-            (
-                "apptainer could not start the container (exit code 1): ERROR : Requesting capability set 0x1ff while"
-                " permitted capability set is 0x1fe: root lacks a capability here (as in a container): name it in"
-                " APPTAINER_DROP_CAPS, for example `export APPTAINER_DROP_CAPS=CAP_SYS_RESOURCE`",
-                False,
-            ),
-        ),
-        (
-            "apptainer",
-            1,
-            'Error for command "exec": unknown flag: --frob\n\nOptions for exec command:\n  -u, --userns\n\n'
-            "Run 'apptainer --help' for more detailed usage information.\n",
-            (
-                "apptainer could not start the container (exit code 1):"
-                ' Error for command "exec": unknown flag: --frob: see container.extra_args',
-                False,
-            ),
-        ),
-        ("apptainer", 1, "WARNING: passwd file doesn't exist in container, not updating\nValueError: x\n", None),
-        (
-            "enroot",
-            1,
-            "enroot-mount: failed to mount: /nowhere: No such file or directory",
-            (
-                "enroot could not start the container (exit code 1): enroot-mount: failed to mount: /nowhere:"
-                " No such file or directory",
-                True,
-            ),
-        ),
-        (
-            "enroot",
-            1,
-            "[WARN] Something went wrong trying to read the squashfs image.\n[ERROR] Failed to mount: /i.sqsh",
-            (
-                "enroot could not start the container (exit code 1): [WARN] Something went wrong trying to read the"
-                " squashfs image. [ERROR] Failed to mount: /i.sqsh",
-                True,
-            ),
-        ),
-        ("enroot", 1, "ValueError: x\nmkdir: cannot create directory '/data': Permission denied", None),
-        (
-            "docker",
-            125,
-            "docker: Error response from daemon: no space\n\nRun 'docker run --help' for more information",
-            (
-                "docker could not start the container (exit code 125): docker: Error response from daemon: no space",
-                True,
-            ),
-        ),
-        (
-            "docker",
-            125,
-            'docker: Error response from daemon: error mounting "/nowhere" to rootfs: no such file or directory.\n'
-            'time="2026-11-22T15:36:48Z" level=error msg="error waiting for container: context canceled"\n',
-            (
-                "docker could not start the container (exit code 125): docker: Error response from daemon:"
-                ' error mounting "/nowhere" to rootfs: no such file or directory.',
-                True,
-            ),
-        ),
-        (
-            "docker",
-            125,
-            "unknown flag: --frob\n\nUsage:  docker run [OPTIONS] IMAGE [COMMAND] [ARG...]\n\n"
-            "Run 'docker run --help' for more information\n",
-            (
-                "docker could not start the container (exit code 125): unknown flag: --frob: see container.extra_args",
-                False,
-            ),
-        ),
-        (
-            "pyxis",
-            1,
-            PYXIS_LOG,
-            ("pyxis could not start the container (exit code 1): pyxis: [ERROR] No such file", True),
-        ),
-        ("pyxis", 1, f"{PYXIS_PROGRESS}ValueError: x\nslurmstepd: error: *** STEP 5.0 ON n1 CANCELLED ***\n", None),
-        ("pyxis", 137, PYXIS_PROGRESS, None),
-        (
-            "pyxis",
-            2,
-            "slurmstepd-n1: error: execve(): sh: No such file or directory\n",
-            ("pyxis could not start the container (exit code 2): execve(): sh: No such file or directory", True),
-        ),
-        (
-            "pyxis",
-            1,
-            PYXIS_MOUNT_LOG,
-            (
-                "pyxis could not start the container (exit code 1): pyxis: --container-mounts: source path does not"
-                " exist: /nowhere",
-                True,
-            ),
-        ),
-        (
-            "pyxis",
-            1,
-            PYXIS_CORRUPT_LOG,
-            (
-                "pyxis could not start the container (exit code 1):"
-                " pyxis: FATAL ERROR: File system corruption detected",
-                True,
-            ),
-        ),
-    ],
-)
-def test_failures_of_the_runtime_differ_from_those_of_the_rank(
-    runtime: str, code: int, log: str, expected: tuple[str, bool] | None
-) -> None:
-    assert start_failure(runtime, code, log) == expected
-
-
-def test_container_of_pyxis_that_slurm_interrupts_is_no_failure_of_the_rank(tmp_path: Path) -> None:
-    (tmp_path / "001").mkdir()
-    attempt = Attempt(tmp_path / "001")
-    steps = ContainerSteps(replace(SPEC, runtime="pyxis"), RunDir(tmp_path), {})
-    ended = "child 77 failed with error code: 1"
-    attempt.log(0).write_text(PYXIS_LOG.replace(ended, f"child 77 terminated with signal {int(signal.SIGUSR2)}"))
-    attempt.log(1).write_text(PYXIS_LOG)
-    for rank in (0, 1):
-        steps.exit_code(attempt, rank, "n1", 1)
-    assert [attempt.outcomes()[rank]["interrupted"] for rank in (0, 1)] == [True, False]
-    # With proctrack/cgroup the signal ends the task itself, and no message is printed.
-    assert steps.exit_code(attempt, 2, "n1", -signal.SIGUSR2) == -signal.SIGUSR2
-    assert attempt.outcomes()[2]["interrupted"]
-    assert attempt.outcomes()[2]["error"] == "pyxis was interrupted by SIGUSR2 while it created the container"
-
-
-def test_rank_whose_container_another_task_should_have_started_is_a_consequence(tmp_path: Path) -> None:
-    (tmp_path / "001").mkdir()
-    attempt = Attempt(tmp_path / "001")
-    steps = ContainerSteps(replace(SPEC, runtime="pyxis"), RunDir(tmp_path), {})
-    for rank, log in enumerate((PYXIS_OTHER_TASK_LOG, PYXIS_CORRUPT_LOG)):
-        attempt.log(rank).write_text(log)
-        steps.exit_code(attempt, rank, "n2", 1)
-    assert [attempt.outcomes()[rank]["peer_lost"] for rank in (0, 1)] == [True, False]
-
-
-def test_start_failure_is_written_as_the_outcome_of_the_rank(tmp_path: Path) -> None:
-    (tmp_path / "001").mkdir()
-    attempt = Attempt(tmp_path / "001")
-    steps = ContainerSteps(SPEC, RunDir(tmp_path), {})
-    attempt.log(2).write_text("Error: no space\n")
-    assert steps.exit_code(attempt, 2, "n1", 125) == 125
-    assert {key: attempt.outcomes()[2][key] for key in ("outcome", "host", "error", "peer_lost")} == {
-        "outcome": "failed",
-        "host": "n1",
-        "error": "podman could not start the container (exit code 125): Error: no space",
-        "peer_lost": False,
-    }
-    assert steps.exit_code(attempt, 3, "n1", 127) == 127
-    assert attempt.outcomes()[3]["outcome"] == "rejected"
-    assert [steps.exit_code(attempt, 1, "n1", code) for code in (137, 143, 1, 0, -15, 255)] == [-9, -15, 1, 0, -15, 255]
-    assert sorted(attempt.outcomes()) == [2, 3]
-
-
-class FakeJob:
-    """A job whose srun and podman are scripts that record their calls."""
-
-    def __init__(self, folder: Path, srun: str) -> None:
-        self.log = folder / "calls"
-        for name, script in (("srun", srun), ("podman", f"echo {'ab' * 32}")):
-            tool = folder / name
-            tool.write_text(f'#!/bin/sh\necho {name} "$@" >> {self.log}\n{script}\n')
-            tool.chmod(0o755)
-        self.env = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "n[1-2]", "PYTHONPATH": "/host"}
-
-    def calls(self) -> list[str]:
-        return [text for text in self.log.read_text().splitlines() if text.startswith(("srun", "podman"))]
-
-
-@pytest.mark.processes
-def test_each_attempt_removes_containers_and_the_first_checks_the_image(tmp_path: Path) -> None:
-    job = FakeJob(tmp_path, f"case $* in *label*-c*) echo '0: {probe_output()}'; echo '1: {probe_output()}';; esac")
-    run = RunDir(tmp_path)
-    steps = ContainerSteps(SPEC, run, job.env)
-    env_before = os.environ.copy()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", job.env["PATH"])
-        steps.prepare()
-        steps.prepare()
-    assert os.environ == env_before
-    started = [call.split()[:8] for call in job.calls() if call.startswith("srun")]
-    assert len(started) == 3, "two remove containers, one checks the image"
-    common = "srun --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --input=none"
-    common += " --job-name=hpcdist-containers"
-    assert started == [common.split()] * 3
-    assert "remove podman hpcdist.run=/runs/e/r" in job.calls()[0]
-    assert read_json(run.container) == {
-        "runtime": "podman",
-        "image": IMAGE,
-        "image_digest": f"sha256:{'ab' * 32}",
-        "hpcdist": hpcdist.__version__,
-        "python": "3.12.3",
-        "torch": "2.15.0",
-        "cuda": "13.2",
-    }
-
-
-@pytest.mark.processes
-def test_containers_of_pyxis_are_removed_after_a_killed_supervisor_or_a_failed_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = FakeJob(tmp_path, f"case $* in *label*) echo '0: {probe_output()}'; echo '1: {probe_output()}';; esac")
-    monkeypatch.setenv("PATH", job.env["PATH"])
-    spec = replace(SPEC, runtime="pyxis")
-    steps = ContainerSteps(spec, RunDir(tmp_path), {**job.env, "SLURM_JOB_ID": "7"})
-
-    def num_removals() -> int:
-        return sum(" remove pyxis 7" in call for call in job.calls())
-
-    steps.prepare()
-    assert num_removals() == 1, "an earlier supervisor may have been killed"
-    steps.remove_containers()
-    steps.prepare()
-    assert num_removals() == 1, "pyxis removes the containers of a step that ends by itself"
-    steps.remove_containers(failed=True)
-    assert num_removals() == 2
-    steps.prepare()
-    assert num_removals() == 3, "SIGKILL to a step that has not ended also ends pyxis' removal"
-
-
-@pytest.mark.processes
-def test_each_component_of_a_heterogeneous_job_has_separate_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = FakeJob(tmp_path, f"case $* in *label*-c*) echo '0: {probe_output()}'; echo '1: {probe_output()}';; esac")
-    monkeypatch.setenv("PATH", job.env["PATH"])
-    groups = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]"}
-    spec = replace(SPEC, gpus="all")
-    ContainerSteps(spec, RunDir(tmp_path), job.env | groups | {"SLURM_HET_SIZE": "2"}, het=True).prepare()
-    calls = [call for call in job.calls() if call.startswith("srun")]
-    expected = ["--het-group=0 --overlap --nodes=1 --ntasks=1", "--het-group=1 --overlap --nodes=2 --ntasks=2"]
-    assert [call.removeprefix("srun ").partition(" --ntasks-per-node")[0] for call in calls] == [*expected, *expected]
-    assert "gpu" not in "".join(calls), "some components have no GPUs"
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("error", "is_logged"),
-    [
-        ("srun: error: Slurm job 12 has expired", False),
-        ("srun: error: Unable to confirm allocation for job 4: Job is pending execution", False),
-        ("Error: no space", True),
-    ],
-)
-def test_remaining_containers_are_logged_unless_the_job_is_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: str, is_logged: bool
-) -> None:
-    job = FakeJob(tmp_path, f"echo '{error}' >&2; exit 1")
-    monkeypatch.setenv("PATH", job.env["PATH"])
-    ContainerSteps(SPEC, RunDir(tmp_path), job.env).remove_containers()
-    assert (f"containers may remain on a node: {error}" in caplog.text) == is_logged
-
-
-@pytest.fixture
-def scene(tmp_path: Path) -> Scene:
-    run = RunDir.create(tmp_path / "runs" / "digits" / "first")
-    run.config.write_text("{}\n")
-    return Scene(run)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("error", "rejected", "attempts"),
-    [(UserMistake("podman is not installed on n2"), True, 1), (HpcdistError("n2 printed nothing"), False, 2)],
-)
-def test_error_at_the_start_of_ranks_ends_the_run(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, error: HpcdistError, rejected: bool, attempts: int
-) -> None:
-    supervisor = scene.supervisor()
-
-    def fail(attempt: Attempt) -> Any:
-        raise error
-
-    monkeypatch.setattr(scene.launcher, "start", fail)
-    state = scene.supervise(supervisor)
-    suffix = "" if rejected else ", twice in a row: another restart would not help"
-    assert (state.status, state.rejected, state.attempt) == ("failed", rejected, attempts)
-    assert state.reason == f"{error}{suffix}"
-
-
-def test_node_script_is_part_of_the_package() -> None:
-    assert shutil.which("sh")
-    assert (Path(hpcdist.__file__).parent / "containers" / "node_wrapper.sh").is_file()

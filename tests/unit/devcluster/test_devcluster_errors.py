@@ -387,9 +387,10 @@ def test_exclusive_lock_allows_one_command_at_a_time(monkeypatch: Patch) -> None
 def test_exclusive_lock_is_awaited_while_a_killed_command_still_holds_it(monkeypatch: Patch) -> None:
     with ExitStack() as killed:
         killed.enter_context(system.exclusive())
-        monkeypatch.setattr(time, "sleep", lambda _: killed.close())
+        waits: list[float] = []
+        monkeypatch.setattr(time, "sleep", lambda seconds: (waits.append(seconds), killed.close()))
         with system.exclusive():
-            pass
+            assert waits == [system.POLL_INTERVAL_S]
 
 
 def test_timeout_of_a_daemon_is_reported_with_its_last_output(recorded: Layout) -> None:

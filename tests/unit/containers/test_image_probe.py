@@ -1,0 +1,215 @@
+"""Tests of the check of an image."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from container_facts import IMAGE, SPEC, install_podman, probe_output
+
+import hpcdist
+from hpcdist.containers.image_probe import (
+    check_image_on_nodes,
+    image_digest,
+    image_probe_command,
+    image_probe_env,
+    probe_outcome,
+)
+from hpcdist.containers.spec import Mount
+from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.machine.facts import source_digest
+
+
+def test_source_digest_depends_on_code_alone(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.py").write_text("a = 1\n")
+    digest_before = source_digest(str(tmp_path))
+    (tmp_path / "sub" / "notes.md").write_text("no code")
+    assert source_digest(str(tmp_path)) == digest_before
+    (tmp_path / "sub" / "a.py").rename(tmp_path / "sub" / "b.py")
+    assert source_digest(str(tmp_path)) != digest_before
+
+
+# --- image check
+
+
+@pytest.mark.processes
+def test_probe_reports_the_versions_of_its_python(tmp_path: Path) -> None:
+    command = image_probe_command(replace(SPEC, runtime="charliecloud", python=sys.executable)).argv
+    code = command[-1]
+    assert command[-3:-1] == [sys.executable, "-c"]
+    env = {"PYTHONPATH": os.pathsep.join(sys.path), "SLURMD_NODENAME": "n7"}
+    output = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
+    facts, problem, _ = probe_outcome(SPEC, output, "", "n7")
+    assert problem == ""
+    assert facts is not None
+    torch_version = __import__("torch").__version__
+    expected = ("n7", hpcdist.__version__, torch_version, ".".join(map(str, sys.version_info[:3])))
+    assert (facts["node"], facts["hpcdist"], facts["torch"], facts["python"]) == expected
+
+
+def test_probe_has_neither_mounts_nor_pythonpath() -> None:
+    spec = replace(SPEC, runtime="charliecloud", mounts=(Mount(source="/p", target="/p"),))
+    assert not [word for word in image_probe_command(spec).argv if word.startswith("--bind")]
+    assert image_probe_env(spec, {"PYTHONPATH": "/host", "NCCL_DEBUG": "INFO", "USER": "ada"}) == {
+        "NCCL_DEBUG": "INFO",
+        "USER": "ada",
+    }
+
+
+@pytest.mark.parametrize(
+    ("output", "errors", "message"),
+    [
+        (probe_output(hpcdist=None), "", f"{IMAGE} has no hpcdist for its python3: see container.python"),
+        (
+            probe_output(source="0123456789ab"),
+            "",
+            f"{IMAGE} has hpcdist {hpcdist.__version__} from other source files than this one: build it again",
+        ),
+        (
+            probe_output(hpcdist="0.0.9"),
+            "",
+            f"{IMAGE} has hpcdist 0.0.9, this is {hpcdist.__version__}: build it again, or install 0.0.9",
+        ),
+        (probe_output(python="3.9.2"), "", f"{IMAGE} has Python 3.9.2; hpcdist needs 3.11 or newer"),
+        (
+            probe_output(driver="535.104.05"),
+            "",
+            f"{IMAGE} needs driver 580.65 or newer for its CUDA 13.2, found 535.104.05 on n2",
+        ),
+        ("", "hpcdist: podman is not installed on n2", "podman is not installed on n2"),
+        ("", "Error: x: image not known", f"{IMAGE} is not on n2: Error: x: image not known"),
+        (
+            "",
+            "exec container process `/usr/bin/python3`: Exec format error",
+            f"{IMAGE} is for another processor architecture than n2 has ({os.uname().machine})",
+        ),
+        (
+            "",
+            'Error: exec: "python3": executable file not found in $PATH',
+            f"{IMAGE} cannot be started on n2, or has no python3 in it:"
+            ' Error: exec: "python3": executable file not found in $PATH',
+        ),
+    ],
+)
+def test_problems_that_need_the_user_are_not_retried(output: str, errors: str, message: str) -> None:
+    _, problem, may_pass = probe_outcome(replace(SPEC, gpus="all"), output, errors, "n2")
+    assert (problem, may_pass) == (message, False)
+
+
+# The texts of docker 20.10 and 28, and of apptainer 1.4, as printed on Debian.
+@pytest.mark.parametrize(
+    ("runtime", "errors", "fix"),
+    [
+        (
+            "docker",
+            "docker: Error response from daemon: failed to create shim task: OCI runtime create failed: runc create"
+            " failed: unable to start container process: error during container init: error setting rlimits for ready"
+            " process: error setting rlimit type 8: operation not permitted: unknown.",
+            "its daemon lacks CAP_SYS_RESOURCE",
+        ),
+        (
+            "docker",
+            "docker: permission denied while trying to connect to the Docker daemon socket at unix:///run/docker.sock:"
+            ' Head "http://%2Frun%2Fdocker.sock/_ping": dial unix /run/docker.sock: connect: permission denied\n\n'
+            "Run 'docker run --help' for more information",
+            "the user must be in the group docker",
+        ),
+        (
+            "docker",
+            'docker: Error response from daemon: could not select device driver "" with capabilities: [[gpu]].',
+            "the node needs nvidia-container-toolkit",
+        ),
+        (
+            "apptainer",
+            "FATAL:   container creation failed: image driver mount failure: image driver squashfuse_ll instance exited"
+            " with error: squashfuse_ll exited: fuse: failed to open /dev/fuse: Permission denied",
+            "users must be allowed to open /dev/fuse",
+        ),
+        (
+            "apptainer",
+            "ERROR  : Failed to create user namespace: maximum number of user namespaces exceeded, check"
+            " /proc/sys/user/max_user_namespaces\nINFO   : A system administrator may need to enable user namespaces",
+            "an administrator must allow user namespaces",
+        ),
+        ("enroot", "[ERROR] Command not found: squashfuse", "install squashfuse on the nodes"),
+        (
+            "enroot",
+            "[ERROR] Command not found: nvidia-container-cli, see https://github.com/NVIDIA/libnvidia-container",
+            "install libnvidia-container-tools",
+        ),
+        ("enroot", "[ERROR] Invalid argument: /images/x.sqsh", "the file is not a squashfs image"),
+        (
+            "enroot",
+            "mkdir: cannot create directory '/run/enroot': Permission denied",
+            "the user must be allowed to create the folders ENROOT_RUNTIME_PATH",
+        ),
+        (
+            "enroot",
+            "Usage: enroot start [options] [--] NAME|IMAGE [COMMAND] [ARG...]\n\nStart a container\n --uts  Run it",
+            "see container.extra_args",
+        ),
+    ],
+)
+def test_errors_that_no_retry_solves_have_a_fix(runtime: str, errors: str, fix: str) -> None:
+    _, problem, may_pass = probe_outcome(replace(SPEC, runtime=runtime), "", errors, "n2")
+    first = " ".join(errors.splitlines()[0].split())
+    assert problem.startswith(f"{runtime} could not start {IMAGE} on n2: {first}: {fix}")
+    assert not may_pass
+
+
+@pytest.mark.parametrize("driver", ["580.65.06", "595.10", None])
+def test_new_or_unknown_driver_is_accepted(driver: str | None) -> None:
+    assert probe_outcome(replace(SPEC, gpus="all"), probe_output(driver=driver), "", "n1")[1] == ""
+    assert probe_outcome(SPEC, probe_output(driver="400.1"), "", "n1")[1] == "", "the ranks use no GPU"
+
+
+def test_other_start_failures_are_retried() -> None:
+    message = f"podman could not start {IMAGE} on n2: Error: no space left"
+    assert probe_outcome(SPEC, "", "srun: error: n2: task 1: Exited\nError: no space left\n", "n2") == (
+        None,
+        message,
+        True,
+    )
+
+
+def test_equal_problems_of_nodes_are_merged() -> None:
+    passed, missing = f"0: {probe_output()}\n", "hpcdist: podman is not installed on"
+    assert check_image_on_nodes(SPEC, ["n1"], passed, "")["hpcdist"] == hpcdist.__version__
+    with pytest.raises(UserMistake) as raised:
+        check_image_on_nodes(SPEC, ["n1", "n2", "n3"], passed, f"1: {missing} n2\n2: {missing} n3\n")
+    assert str(raised.value) == "podman is not installed on n2, n3"
+    with pytest.raises(HpcdistError) as temporary:
+        check_image_on_nodes(SPEC, ["n1", "n2"], passed, "")
+    assert not isinstance(temporary.value, UserMistake)
+    assert str(temporary.value) == f"podman could not start {IMAGE} on n2: it printed nothing"
+
+
+def test_unlabelled_errors_of_pyxis_apply_to_all_nodes() -> None:
+    errors = 'srun: error: pyxis: --container-mounts: invalid format: "/a"\nsrun: error: Invalid --container-mounts'
+    with pytest.raises(HpcdistError) as raised:
+        check_image_on_nodes(replace(SPEC, runtime="pyxis"), ["n1", "n2"], "", errors)
+    problem = f'pyxis could not start {IMAGE} on n1, n2: pyxis: --container-mounts: invalid format: "/a"'
+    assert str(raised.value) == problem
+
+
+def test_padded_task_labels_are_parsed() -> None:
+    nodes = [f"n{number}" for number in range(11)]
+    output = "".join(f"{number:2d}: {probe_output()}\n" for number in range(11))
+    assert check_image_on_nodes(SPEC, nodes, output, "")["hpcdist"] == hpcdist.__version__
+
+
+@pytest.mark.processes
+def test_digest_comes_from_the_store_or_the_file_name(tmp_path: Path) -> None:
+    env = install_podman(tmp_path, f"echo {'ab' * 32}")
+    assert image_digest(SPEC, env) == f"sha256:{'ab' * 32}"
+    assert image_digest(SPEC, {"PATH": "/nowhere"}) is None
+    assert (
+        image_digest(replace(SPEC, runtime="apptainer", image="/i/hpcdist-0.1.0-0123456789ab.sif"), {})
+        == "sha256:0123456789ab"
+    )
+    assert image_digest(replace(SPEC, runtime="charliecloud", image="/i/mine"), {}) is None
