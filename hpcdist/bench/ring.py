@@ -65,6 +65,7 @@ class Ring:
         self._run = self._run_in_steps if in_steps else self._run_in_pieces
 
     def run(self) -> None:
+        """Reduce the data over all ranks, in place."""
         if self._team.size > 1:
             self._run()
 

@@ -9,6 +9,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -106,7 +107,6 @@ def rerun(
 
         hpcdist rerun ddp-2026-rerun-1a2b --compare
     """
-    from hpcdist.cli.rerun_report import compare_rerun, report
     from hpcdist.tracking.recorded_run import find_recorded
 
     del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
@@ -117,28 +117,59 @@ def rerun(
         recorded = find_recorded(run, runs_dir, os.environ, Path(scratch))
         config, changed = _config(recorded, overrides or [], runs_dir, steps, here=here)
         source = None if with_current_code else _code(recorded, repository)
-        on_slurm = _is_slurm(recorded) and not here
-        missing = _missing(recorded, config, source, on_slurm=on_slurm)
-        _show(recorded, config, changed, source, missing)
+        plan = _plan(recorded, config, changed, source, here=here)
+        _show(plan)
         if dry_run:
             return 0
-        if on_slurm:
-            flags = submission_flags(config, dependency, begin)
-            made, code = _submit(recorded, config, source, missing, flags, follow=follow, wait=wait, force=force)
-        elif dependency or begin:
-            raise UserMistake("--dependency and --begin need Slurm, and this run is repeated on this machine")
-        else:
-            made, code = _run_here(recorded, config, source, missing, follow=follow)
-        is_over = follow or (on_slurm and wait)
-        if is_over and not code:
-            return report(made, compare_rerun(recorded, made, tolerance=tolerance, ignore=ignored))
-        compares = f"`hpcdist rerun {made.name} --compare` compares its values"
-        print(
-            f"the rerun did not end as planned: {compares} until its end"
-            if is_over
-            else f"when it has ended: {compares}"
+        made, code = _start(plan, dependency, begin, follow=follow, wait=wait, force=force)
+        return _conclude(
+            plan, made, code, is_over=follow or (plan.on_slurm and wait), tolerance=tolerance, ignore=ignored
         )
-        return code
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """A recorded run, and how it is repeated."""
+
+    recorded: RecordedRun
+    config: Config
+    changed: Sequence[str]  #: overrides that change the config from that of the run
+    source: CodeSource | None  #: None for the code of the current folder
+    on_slurm: bool
+    missing: Sequence[str]  #: what differs from the run and cannot be restored, one sentence each
+
+
+def _plan(
+    recorded: RecordedRun, config: Config, changed: Sequence[str], source: CodeSource | None, *, here: bool
+) -> _Plan:
+    on_slurm = _is_slurm(recorded) and not here
+    missing = _missing(recorded, config, source, on_slurm=on_slurm)
+    return _Plan(recorded=recorded, config=config, changed=changed, source=source, on_slurm=on_slurm, missing=missing)
+
+
+def _start(
+    plan: _Plan, dependency: str | None, begin: str | None, *, follow: bool, wait: bool, force: bool
+) -> tuple[RunDir, int]:
+    """Start the rerun where the run was. Returns its folder and an exit code."""
+    if plan.on_slurm:
+        flags = submission_flags(plan.config, dependency, begin)
+        return _submit(plan, flags, follow=follow, wait=wait, force=force)
+    if dependency or begin:
+        raise UserMistake("--dependency and --begin need Slurm, and this run is repeated on this machine")
+    return _run_here(plan, follow=follow)
+
+
+def _conclude(plan: _Plan, made: RunDir, code: int, *, is_over: bool, tolerance: float, ignore: Sequence[str]) -> int:
+    """Compare the values of a rerun that has ended, or print how to do it later. Returns the exit code."""
+    from hpcdist.cli.rerun_report import compare_rerun, report
+
+    if is_over and not code:
+        return report(made, compare_rerun(plan.recorded, made, tolerance=tolerance, ignore=ignore))
+    compares = f"`hpcdist rerun {made.name} --compare` compares its values"
+    print(
+        f"the rerun did not end as planned: {compares} until its end" if is_over else f"when it has ended: {compares}"
+    )
+    return code
 
 
 def _compare(name: str, runs_dir: Path, scratch: Path, tolerance: float, ignored: Sequence[str]) -> int:
@@ -219,27 +250,25 @@ def _missing(recorded: RecordedRun, config: Config, source: CodeSource | None, *
     return found
 
 
-def _show(
-    recorded: RecordedRun, config: Config, changed: Sequence[str], source: CodeSource | None, missing: Sequence[str]
-) -> None:
+def _show(plan: _Plan) -> None:
     from hpcdist.config.written import redacted_argument
 
+    recorded, config, source, changed = plan.recorded, plan.config, plan.source, plan.changed
     known_as = f" (MLflow run {recorded.run_id})" if recorded.run_id else ""
     say(f"repeats {recorded.experiment}/{recorded.name}{known_as} as {config.experiment}/{config.name}")
     say(f"code: {source.text if source is not None else f'the current folder, {Path.cwd()}'}")
     say("config: as recorded" + (f", except {' '.join(map(redacted_argument, changed))}" if changed else ""))
-    for text in missing:
+    for text in plan.missing:
         say(f"not restored: {text}")
 
 
-def _create(
-    recorded: RecordedRun, config: Config, source: CodeSource | None, missing: Sequence[str], launcher: str
-) -> RunDir:
+def _create(plan: _Plan, config: Config, launcher: str) -> RunDir:
     """Create the run folder with the code of the recorded run; remove it if that fails."""
     from hpcdist.run import create
     from hpcdist.run.origin import read_origin
     from hpcdist.run.rerun_record import RerunRecord, write_rerun
 
+    recorded, source = plan.recorded, plan.source
     made = create.create_run(
         config,
         Path.cwd(),
@@ -254,7 +283,7 @@ def _create(
             folder=str(recorded.folder.path) if recorded.folder is not None else "",
             run_id=recorded.run_id,
             uri=redact_uri(recorded.uri),
-            missing=list(missing),
+            missing=list(plan.missing),
         )
         write_rerun(made, record)
     except BaseException:
@@ -263,36 +292,25 @@ def _create(
     return made
 
 
-def _run_here(
-    recorded: RecordedRun, config: Config, source: CodeSource | None, missing: Sequence[str], *, follow: bool
-) -> tuple[RunDir, int]:
+def _run_here(plan: _Plan, *, follow: bool) -> tuple[RunDir, int]:
     """Start the rerun on this machine. Returns its folder and the exit code of its supervision."""
     from hpcdist.cli.render import show_plan
     from hpcdist.cli.run import resolve_start, supervise_here
 
-    plan, uri = resolve_start(config)
-    show_plan(console(), config, plan, Path(config.runs_dir) / config.experiment / config.name, uri, verbose=False)
-    made = _create(recorded, config, source, missing, "local")
-    return made, supervise_here(made, config, plan, uri, follow=follow)
+    config = plan.config
+    start, uri = resolve_start(config)
+    show_plan(console(), config, start, Path(config.runs_dir) / config.experiment / config.name, uri, verbose=False)
+    made = _create(plan, config, "local")
+    return made, supervise_here(made, config, start, uri, follow=follow)
 
 
-def _submit(
-    recorded: RecordedRun,
-    config: Config,
-    source: CodeSource | None,
-    missing: Sequence[str],
-    flags: dict[str, str],
-    *,
-    follow: bool,
-    wait: bool,
-    force: bool,
-) -> tuple[RunDir, int]:
+def _submit(plan: _Plan, flags: dict[str, str], *, follow: bool, wait: bool, force: bool) -> tuple[RunDir, int]:
     """Submit the rerun to Slurm. Returns its folder and an exit code."""
     from hpcdist.slurm.submit.submission import resolve_het
 
-    config, note = resolve_het(config)
+    config, note = resolve_het(plan.config)
     if note:
         print(note)
     check_submission(config, flags, None, force=force)
-    made = _create(recorded, config, source, missing, "slurm")
+    made = _create(plan, config, "slurm")
     return made, enqueue(made, config, flags, follow=follow, wait=wait)

@@ -22,7 +22,7 @@ from hpcdist.cli.options import (
     with_options,
 )
 from hpcdist.cli.terminal import console, exit_code
-from hpcdist.errors import UserMistake
+from hpcdist.errors import ConfigError, UserMistake
 
 if TYPE_CHECKING:
     from hpcdist.config.schema import Config
@@ -105,10 +105,13 @@ def run_here(
         origin: The config of the command line, which the run folder records.
     """
     from hpcdist.cli.render import show_plan
+    from hpcdist.config.schema import new_run_problems
     from hpcdist.machine.own_image import image_facts
     from hpcdist.run import create
 
     plan, uri = resolve_start(config)
+    if found is None and (problems := new_run_problems(config, plan.num_ranks)):
+        raise ConfigError(problems)
     path = Path(config.runs_dir) / config.experiment / config.name
     show_plan(console(), config, plan, path, uri, verbose=dry_run)
     if plan.device == "cpu" and config.launch.device == "auto":
@@ -124,14 +127,19 @@ def run_here(
 
 
 def resolve_start(config: Config) -> tuple[Plan, str]:
-    """Return the plan of a run on this machine, and its tracking URI. Raises UserMistake if it cannot run here."""
+    """Return the plan of a run on this machine, and its tracking URI. Raises UserMistake if the run cannot start here.
+
+    Prints a note if the run has fewer ranks than requested.
+    """
     from hpcdist.machine.compiler import require_compiler
-    from hpcdist.supervisor.plan import Machine, make_plan
+    from hpcdist.supervisor.plan import Machine, make_plan, note_on_fewer_ranks
     from hpcdist.tracking.uri import resolve_uri
 
     plan, uri = make_plan(config, Machine.inspect(os.environ)), resolve_uri(config, os.environ)
     if config.model.compile and not config.trainer.script:
         require_compiler(plan.device, {**os.environ, **config.launch.env})
+    if note := note_on_fewer_ranks(config, plan):
+        print(note)
     return plan, uri
 
 

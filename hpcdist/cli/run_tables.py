@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,18 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from hpcdist.cli.render import COLOURS, format_metrics, last_beat, print_rows
-from hpcdist.errors import RunFolderError
-from hpcdist.run.folder import RunDir, read_record
+from hpcdist.errors import HpcdistError, RunFolderError
+from hpcdist.review.attempts import read_attempts
+from hpcdist.review.checkpoints import read_checkpoints
+from hpcdist.run.folder import RunDir, State, read_record
 from hpcdist.run.lease import holder
 from hpcdist.run.lookup import Listing
+from hpcdist.run.slurm_job import update_job_starts
 from hpcdist.run.status import query_job, query_jobs, status_from
 
-#: Ranks that `status` shows in a line each.
+#: Ranks, and attempts that have ended, that `status` shows in a line each.
 MAX_SHOWN_RANKS = 32
+MAX_SHOWN_ATTEMPTS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +100,9 @@ def read_status(run: RunDir) -> dict[str, Any]:
     if snapshot is not None:
         unknown = f"not available: {snapshot.error}" if snapshot.error else "the job is no longer known"
         slurm = snapshot.info.describe(time.time()) if snapshot.info else unknown
+    if snapshot is not None and now.name != "running":
+        with suppress(HpcdistError, OSError):  # the folder of another user
+            update_job_starts(run)  # for the causes of the attempts
     held = holder(run)
     attempt = run.attempt(state.attempt) if state.attempt else None
     ranks = []
@@ -108,6 +116,7 @@ def read_status(run: RunDir) -> dict[str, Any]:
         "status": now.name,
         "reason": now.reason,
         "attempt": state.attempt,
+        "ended_attempts": _ended_attempts(run, state) if state.attempt else [],
         "restarts": state.restarts,
         "world_size": state.world_size,
         "slurm": slurm,
@@ -119,6 +128,19 @@ def read_status(run: RunDir) -> dict[str, Any]:
     }
 
 
+def _ended_attempts(run: RunDir, state: State) -> list[dict[str, Any]]:
+    """Return number, status, nodes and cause of the end of the last MAX_SHOWN_ATTEMPTS attempts that have ended."""
+    try:
+        attempts = read_attempts(run, state, read_checkpoints(run))
+    except (RunFolderError, OSError):
+        return []
+    ended = [one for one in attempts if one.status != "running"]
+    return [
+        {"attempt": one.number, "status": one.status, "nodes": list(one.nodes), "cause": one.cause}
+        for one in ended[-MAX_SHOWN_ATTEMPTS:]
+    ]
+
+
 def show_status(console: Console, run: RunDir) -> None:
     """Print the status of a run."""
     found = read_status(run)
@@ -128,6 +150,10 @@ def show_status(console: Console, run: RunDir) -> None:
         "folder": escape(found["folder"]),
         "attempt": f"{found['attempt']}, {restarts} restart{'s' * (restarts != 1)} after failures",
     }
+    # The cause of the last attempt is often the reason of the status.
+    for ended in found["ended_attempts"]:
+        if ended["cause"] != found["reason"]:
+            rows[f"attempt {ended['attempt']}"] = f"{ended['status']}: {escape(ended['cause'])}"
     if found["slurm"]:
         rows["Slurm"] = escape(found["slurm"])
     if found["held_by"]:

@@ -12,7 +12,7 @@ from hpcdist.review.checkpoints import CheckpointFacts
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.attempt_times import AttemptTimes, read_times
 from hpcdist.run.folder import ENDED, RunDir, State
-from hpcdist.run.slurm_job import all_job_starts
+from hpcdist.run.slurm_job import JobStart, all_job_starts
 from hpcdist.run.training_record import read_training
 
 #: Cause of an attempt whose end nobody recorded.
@@ -20,7 +20,6 @@ UNRECORDED = "the supervisor was killed, or its node failed: no end was recorded
 #: States of Slurm's accounting that explain the end of the last attempt of a start of the job.
 _CAUSES = {
     "PREEMPTED": "preempted by a job of higher priority",
-    "NODE_FAIL": "a node failed (Slurm: NODE_FAIL)",
     "TIMEOUT": "the job reached its time limit (Slurm: TIMEOUT)",
     "OUT_OF_MEMORY": "the job used more memory than it requested (Slurm: OUT_OF_MEMORY)",
 }
@@ -56,7 +55,7 @@ def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFac
     ends = ends_by_slurm(run)
     for attempt in reversed(run.attempts()):
         facts = _read(attempt, state, resumed_at=resumed)
-        if (ending := _CAUSES.get(ends.get(attempt.number, ""))) and facts.status not in ("running", "finished"):
+        if (ending := _cause(ends.get(attempt.number))) and facts.status not in ("running", "finished"):
             facts = replace(facts, cause=ending if facts.cause == UNRECORDED else f"{ending}: {facts.cause}")
         if facts.first_step is not None:
             resumed = facts.first_step
@@ -66,8 +65,36 @@ def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFac
     return tuple(reversed(found))
 
 
-def ends_by_slurm(run: RunDir) -> dict[int, str]:
-    """Return the states with which Slurm ended the starts of the job, by the number of the last attempt of each.
+def _cause(start: JobStart | None) -> str:
+    """Return why Slurm ended a start of the job; empty if it did not, or for a reason that the attempt records."""
+    if start is None or start.state != "NODE_FAIL":
+        return _CAUSES.get(start.state, "") if start is not None else ""
+    nodes = start.failed_nodes.split(",") if start.failed_nodes else []
+    return f"{_failed(nodes)} (Slurm: NODE_FAIL)"
+
+
+def _failed(nodes: Sequence[str]) -> str:
+    """Return `node n2 failed` for the names of some nodes."""
+    return f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)} failed" if nodes else "a node failed"
+
+
+def interruptions(attempts: Sequence[AttemptFacts], max_chars: int) -> str:
+    """Return the causes of the attempts that did not finish, such as `1: rank 3 on n2 was killed; 2: preempted`.
+
+    Attempts in the middle are left out of a text of more than `max_chars` characters.
+    """
+    texts = [f"{one.number}: {one.cause}" for one in attempts if one.cause and one.status != "finished"]
+    num_chars, num_left_out = sum(len(text) + 2 for text in texts), 0
+    while num_chars > max_chars - 20 and len(texts) > 2:
+        num_chars -= len(texts.pop(len(texts) // 2)) + 2
+        num_left_out += 1
+    if num_left_out:
+        texts.insert((len(texts) + 1) // 2, f"{num_left_out} more")
+    return "; ".join(texts)[:max_chars]
+
+
+def ends_by_slurm(run: RunDir) -> dict[int, JobStart]:
+    """Return the starts of the job that Slurm has ended, by the number of the last attempt of each.
 
     An attempt that finished has none.
     """
@@ -83,7 +110,7 @@ def ends_by_slurm(run: RunDir) -> dict[int, str]:
         if start is not None:
             last[start] = number
     finished = {number for number, times in known if times.status == "finished"}
-    return {number: start.state for start, number in last.items() if start.state and number not in finished}
+    return {number: start for start, number in last.items() if start.state and number not in finished}
 
 
 def _read(attempt: Attempt, state: State, *, resumed_at: int | None) -> AttemptFacts:

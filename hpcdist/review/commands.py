@@ -3,41 +3,65 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
+from hpcdist.config.redaction import is_redacted
+from hpcdist.review.checkpoints import CheckpointFacts
 from hpcdist.review.facts import RunFacts
+from hpcdist.run.runs_dir import DATABASE
 from hpcdist.run.sweep import text_of
 
 
-def load_commands(facts: RunFacts) -> str:
-    """Return lines of Python that load the final model, and the weights of the best checkpoint if that is another one.
+def load_final_model(facts: RunFacts) -> str:
+    """Return lines of Python that load the final model from MLflow; empty before its upload."""
+    if not facts.has_model or not facts.run_id:
+        return ""
+    return f'import mlflow\n\nmodel = mlflow.pytorch.load_model("runs:/{facts.run_id}/model")'
 
-    Without a best checkpoint, the newest one is loaded. Empty without any.
-    """
-    last_step = facts.attempts[-1].last_step if facts.attempts else None
-    lines = []
-    if facts.has_model and facts.run_id:
-        lines += [f"# final model{'' if last_step is None else f', after step {last_step:,}'}"]
-        lines += [f'import mlflow; model = mlflow.pytorch.load_model("runs:/{facts.run_id}/model")']
-    checkpoint = facts.best or (facts.checkpoints[-1] if facts.checkpoints else None)
-    if checkpoint is not None and not (lines and checkpoint.step == last_step):
-        lines += [f"# weights of the {'best' if facts.best else 'newest'} checkpoint, step {checkpoint.step:,}"]
-        path = str(checkpoint.path)
-        lines += [f"from hpcdist.checkpoint.weights import load_weights; state_dict = load_weights({path!r})"]
-    return "\n".join(lines)
+
+def load_checkpoint(facts: RunFacts, checkpoint: CheckpointFacts) -> str:
+    """Return lines of Python that load the weights of a checkpoint, from MLflow if it has them, or from its folder."""
+    lines, folder = ["from hpcdist.checkpoint.weights import load_weights"], repr(str(checkpoint.path))
+    if checkpoint is facts.best and facts.has_uploaded_best:
+        lines.insert(0, "import mlflow")
+        folder = f'mlflow.artifacts.download_artifacts("runs:/{facts.run_id}/checkpoints/best")'
+    return "\n".join([*lines, "", f"state_dict = load_weights({folder})"])
 
 
 def run_again_command(facts: RunFacts) -> str:
-    """Return the command that starts a run with the same config; empty if it is not recorded."""
+    """Return the command that starts a run with the same config in the same store; empty if it is not recorded.
+
+    A value that is a secret is `***`.
+    """
     if not facts.config_name or not facts.overrides_known:
         words = facts.command
     else:
         verb = "submit" if facts.launcher == "slurm" else "run"
         profile = ["--cluster", facts.cluster_name] if facts.cluster_name else []
-        given = [f"{key}={text_of(item.after)}" for key, item in facts.overrides.items()]
-        words = shlex.join(["hpcdist", verb, facts.config_name, *profile, *given])
-    return f"cd {shlex.quote(facts.cwd)} && {words}" if words and facts.cwd else words
+        changed = [f"{key}={text_of(item.after)}" for key, item in facts.overrides.items()]
+        words = shlex.join(["hpcdist", verb, facts.config_name, *profile, *changed, *_location(facts)])
+    return _in_folder(facts, words)
 
 
 def rerun_command(facts: RunFacts) -> str:
     """Return the command that repeats a run with its own code and compares the values; empty before its upload."""
-    return f"hpcdist rerun {facts.run_id}" if facts.run_id else ""
+    if not facts.run_id:
+        return ""
+    words = ["hpcdist", "rerun", facts.run_id]
+    for word in _location(facts):
+        key, _, value = word.partition("=")
+        words += [f"--{key.replace('.', '-').replace('_', '-')}", value]
+    return _in_folder(facts, shlex.join(words))
+
+
+def _location(facts: RunFacts) -> list[str]:
+    """Return the overrides for the folder and the store of the run, if they are not the default ones of its folder."""
+    runs_dir = facts.folder.parent.parent.absolute()
+    words = [f"runs_dir={runs_dir}"] if Path(facts.cwd, "runs") != runs_dir else []
+    # A redacted password makes the URI useless.
+    is_default = facts.tracking_uri in ("", f"sqlite:///{runs_dir / DATABASE}") or is_redacted(facts.tracking_uri)
+    return words if is_default else [*words, f"tracking.uri={facts.tracking_uri}"]
+
+
+def _in_folder(facts: RunFacts, command: str) -> str:
+    return f"cd {shlex.quote(facts.cwd)} && {command}" if command and facts.cwd else command

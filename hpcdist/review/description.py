@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
+from hpcdist.config.redaction import REDACTED
 from hpcdist.review.attempts import AttemptFacts
 from hpcdist.review.checkpoints import CheckpointFacts
-from hpcdist.review.commands import load_commands, rerun_command, run_again_command
+from hpcdist.review.commands import load_checkpoint, load_final_model, rerun_command, run_again_command
 from hpcdist.review.facts import RunFacts
 from hpcdist.review.ledger import CAUSES, Ledger
 from hpcdist.review.markdown import code_block, escaped, link, models_page, run_page, table
@@ -20,6 +21,8 @@ _MAX_METRICS = 12
 _MAX_CHECKPOINTS = 12
 _MAX_NODES = 8
 _KEPT_ATTEMPTS = (1000, 60, 30, 20, 10, 6, 4, 2)
+#: Age of a heartbeat from which the description names it first: ranks beat at each step, at most once a second.
+_SILENT_S = 120.0
 
 
 def describe(facts: RunFacts, ledger: Ledger, *, max_chars: int, now: float | None = None) -> str:
@@ -47,17 +50,16 @@ def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) ->
     elif facts.is_live:
         is_running = facts.state.status == "running"
         yield f"State at {clock(now)}" + (": no step is done yet in this attempt." if is_running else ".")
-    yield "### What ran\n\n" + table(("", ""), ((f"**{name}**", value) for name, value in _what_ran(facts)))
+    yield "### Setup\n\n" + table(("", ""), ((f"**{name}**", value) for name, value in _setup(facts)))
     if result := list(_result(facts)):
         yield "### Result\n\n" + "\n".join(f"- {line}" for line in result)
     if facts.attempts:
-        yield "### How it went\n\n" + _attempts(facts, num_attempts)
+        yield "### Attempts\n\n" + _attempts(facts, num_attempts)
     if ledger.entries:
         yield "### Cost\n\n" + _cost(ledger)
-    if commands := load_commands(facts):
-        yield "### Load the model\n\n" + code_block(commands, "python")
+    yield from _load(facts)
     if command := run_again_command(facts):
-        yield "### Run it again\n\n" + code_block(command, "bash")
+        yield f"### Run it again\n\n{_run_again(command)}\n\n" + code_block(command, "bash")
     if command := rerun_command(facts):
         yield "With the code of this run, and a comparison of the values:\n\n" + code_block(command, "bash")
 
@@ -82,10 +84,13 @@ def _summary(facts: RunFacts, ledger: Ledger) -> str:
 def _progress(facts: RunFacts, now: float) -> str:
     progress = facts.progress
     assert progress is not None
+    age_s = max(0.0, now - progress.seen)
+    is_silent = age_s >= _SILENT_S
     words = [f"step {progress.step:,}"]
     if progress.total_steps:
         words[0] += f" of {progress.total_steps:,} ({100 * progress.step / progress.total_steps:.0f} %)"
-    if progress.eta is not None:
+    words.append(f"last heartbeat {duration(age_s)} before")
+    if progress.eta is not None and not is_silent:
         words.append(f"ends in about {duration(max(0.0, progress.eta - now))} ({clock(progress.eta)})")
     if facts.checkpoints:
         last = facts.checkpoints[-1]
@@ -95,10 +100,11 @@ def _progress(facts: RunFacts, now: float) -> str:
         words.append("nothing is saved yet")
     if progress.time_limit is not None:
         words.append(f"time limit in {duration(max(0.0, progress.time_limit - now))} ({clock(progress.time_limit)})")
-    return f"Progress at {clock(now)}: {'; '.join(words)}."
+    warning = f"**No heartbeat for {duration(age_s)}**: a long step, a hang, or a node that has failed.\n\n"
+    return warning * is_silent + f"Progress at {clock(now)}: {'; '.join(words)}."
 
 
-def _what_ran(facts: RunFacts) -> Iterator[tuple[str, str]]:
+def _setup(facts: RunFacts) -> Iterator[tuple[str, str]]:
     if facts.config_name:
         profile = f", cluster profile {escaped(facts.cluster_name)}" if facts.cluster_name else ""
         yield "Config", escaped(facts.config_name) + profile
@@ -179,8 +185,8 @@ def _result(facts: RunFacts) -> Iterator[str]:
     if facts.best is not None and facts.best_value is not None:
         direction = "lowest" if facts.monitor_mode == "min" else "highest"
         yield f"**{escaped(facts.monitor)} = {facts.best_value:.6g}** at step {facts.best.step:,} (best = {direction})"
-        uploaded = not facts.is_live and facts.state.status != "stopped"
-        artifact = f"; {link('uploaded', _artifact(facts, 'checkpoints/best'))}" if uploaded else ""
+        uploaded = link("uploaded", _artifact(facts, "checkpoints/best"))
+        artifact = f"; {uploaded}" if facts.has_uploaded_best else ""
         yield f"best checkpoint: {escaped(str(facts.best.path))}{artifact}"
     if facts.checkpoints:
         kept = ", ".join(_kept(facts, one) for one in facts.checkpoints[-_MAX_CHECKPOINTS:])
@@ -188,7 +194,7 @@ def _result(facts: RunFacts) -> Iterator[str]:
         yield "kept checkpoints" + (f" ({link('of all runs', page)})" if page else "") + f": {kept}"
     metrics = [name for name in facts.metrics if not name.startswith(("system/", "time/"))]
     if metrics:
-        shown = [f"{escaped(name)} {facts.metrics[name]:.5g}" for name in metrics[:_MAX_METRICS]]
+        shown = [f"{escaped(name)} {_number(facts.metrics[name])}" for name in metrics[:_MAX_METRICS]]
         yield f"last values: {', '.join([*shown, *_more(len(metrics) - _MAX_METRICS)])}"
 
 
@@ -223,6 +229,43 @@ def _attempt(facts: RunFacts, attempt: AttemptFacts) -> tuple[str, ...]:
     )
 
 
+def _load(facts: RunFacts) -> Iterator[str]:
+    """Yield the commands that load the final model, and the best checkpoint if that has other weights.
+
+    Without a best checkpoint, the newest one is loaded.
+    """
+    last_step = facts.attempts[-1].last_step if facts.attempts else None
+    checkpoint = facts.best or (facts.checkpoints[-1] if facts.checkpoints else None)
+    final = load_final_model(facts)
+    if not final and checkpoint is None:
+        return
+    yield "### Load the model"
+    is_final = bool(final) and checkpoint is not None and checkpoint.step == last_step
+    kind = "best" if facts.best is not None else "newest"
+    if final:
+        words = ["The final model", "" if last_step is None else f"after step {last_step:,}"]
+        words.append(f"the same as the {kind} checkpoint" if is_final else "")
+        yield f"{', '.join(filter(None, words))}, from MLflow:\n\n" + code_block(final, "python")
+    if checkpoint is not None and not is_final:
+        value = f", {escaped(facts.monitor)} = {facts.best_value:.6g}" if facts.best_value is not None else ""
+        source = "from MLflow" if checkpoint is facts.best and facts.has_uploaded_best else "from its folder"
+        which = f"The {kind} checkpoint, step {checkpoint.step:,}{value}, {source}:"
+        yield f"{which}\n\n" + code_block(load_checkpoint(facts, checkpoint), "python")
+    if facts.registered_as:
+        name = escaped(facts.registered_as)
+        yield (
+            f"The registered model {name} has a version for the **final** model of each finished run. Its alias `best`"
+            f" (models:/{name}&#64;best) is the version with the best last value of {escaped(facts.monitor)} among all"
+            " runs, not the best checkpoint of this run."
+        )
+
+
+def _run_again(command: str) -> str:
+    """Return a sentence about the command that runs it again."""
+    secrets = " Replace each \\*\\*\\* by the secret, which is not recorded." if REDACTED in command else ""
+    return f"The whole command, with all overrides:{secrets}"
+
+
 def _cost(ledger: Ledger) -> str:
     hours = ledger.allocated_s / 3600
     causes = ledger.by(lambda entry: entry.cause)
@@ -235,11 +278,21 @@ def _cost(ledger: Ledger) -> str:
     if ledger.energy_kwh is not None:
         lines.append(f"{ledger.energy_kwh:.3g} kWh ({ledger.energy_of})")
     rows = [
-        (cause, f"{causes[cause] / 3600:.3g}", f"{100 * causes[cause] / ledger.allocated_s:.1f} %")
+        (cause, _hours(causes[cause]), f"{100 * causes[cause] / ledger.allocated_s:.1f} %")
         for cause in CAUSES
         if causes.get(cause)
     ]
     return "; ".join(lines) + "\n\n" + table(("Cause", f"{ledger.unit}-hours", "Share"), rows)
+
+
+def _number(value: float) -> str:
+    """Return a number without an exponent if it is large: `358,176`, `0.51165`."""
+    return f"{value:,.0f}" if 1e5 <= abs(value) < 1e15 else f"{value:.5g}"
+
+
+def _hours(seconds: float) -> str:
+    hours = seconds / 3600
+    return f"{hours:.3g}" if hours >= 0.001 else "&lt;0.001"
 
 
 def _artifact(facts: RunFacts, path: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from hpcdist.review.charts import (
     NUM_SHADES,
@@ -125,6 +125,20 @@ def draw(figure: Figure) -> Markup:
             return histogram_chart(figure.edges, figure.counts, x_label=figure.x_label, y_label=figure.y_label)
         case Text(text=text):
             return Markup("<pre>{}</pre>").format(text)
+
+
+def draw_patch(text: str) -> Markup:
+    """Return a patch of git with its files, added and removed lines marked."""
+    return Markup('<pre class="diff">{}</pre>').format(Markup("\n").join(map(_patch_line, text.splitlines())))
+
+
+def _patch_line(line: str) -> Markup:
+    if line.startswith("diff --git "):
+        return Markup('<span class="file">{}</span>').format(line)
+    if line.startswith(("+++ ", "--- ")):
+        return escape(line)
+    kind = {"+": "add", "-": "del"}.get(line[:1])
+    return Markup('<span class="{}">{}</span>').format(kind, line) if kind else escape(line)
 
 
 def _matrix_table(matrix: Matrix) -> Markup:

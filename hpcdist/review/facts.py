@@ -40,13 +40,14 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What ran, on what, with which result, and how it went. Texts are those of the user, not escaped."""
+    """Setup, result, attempts and progress of a run. Texts are those of the user, not escaped."""
 
     name: str
     experiment: str
     folder: Path
     run_id: str = ""  #: of MLflow; empty before the run is uploaded
     experiment_id: str = ""  #: of MLflow
+    tracking_uri: str = ""  #: of MLflow, without a password; empty before the run is uploaded
     state: State  #: status, cause, number of attempts and restarts, world size, creation and end
     user: str = ""
     host: str = ""  #: the machine on which the run was created
@@ -77,12 +78,19 @@ class RunFacts:
     checkpoints: tuple[CheckpointFacts, ...] = ()  #: oldest first
     best: CheckpointFacts | None = None
     has_model: bool = False  #: whether the final model is exported in MLflow's format
+    registered_as: str = ""  #: name of the registered model of the config; empty without one
     attempts: tuple[AttemptFacts, ...] = ()
     progress: Progress | None = None  #: None unless the run is live
 
     @property
     def is_live(self) -> bool:
+        """Whether the run has not ended."""
         return self.state.status not in ENDED
+
+    @property
+    def has_uploaded_best(self) -> bool:
+        """Whether MLflow has the files of the best checkpoint: they are uploaded at the end of a run."""
+        return self.best is not None and bool(self.run_id) and not self.is_live and self.state.status != "stopped"
 
     @property
     def best_value(self) -> float | None:
@@ -113,6 +121,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         folder=run.path,
         run_id=_text(mlflow.get("run_id")),
         experiment_id=_text(mlflow.get("experiment_id")),
+        tracking_uri=_text(mlflow.get("uri")),
         state=state,
         user=_text(environment.get("user")),
         host=_text(environment.get("host")),
@@ -142,6 +151,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         checkpoints=checkpoints,
         best=best_checkpoint(checkpoints, monitor, monitor_mode),
         has_model=(run.model / "MLmodel").is_file(),
+        registered_as=_text(config.get("tracking.register_as")),
         attempts=attempts,
         progress=_progress(run, attempts) if state.status == "running" else None,
     )

@@ -12,13 +12,15 @@ from typing import Any, TypeVar
 
 import jinja2
 
+from hpcdist.config.redaction import redact_text
 from hpcdist.config.schema.declaration import find_trainer
 from hpcdist.config.written import plain_tree
 from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import write_atomic
 from hpcdist.review import run_sections
 from hpcdist.review.charts import number
-from hpcdist.review.drawing import MAX_ATTEMPTS, draw, duration, ledger_bar, timeline
+from hpcdist.review.commands import rerun_command, run_again_command
+from hpcdist.review.drawing import MAX_ATTEMPTS, draw, draw_patch, duration, ledger_bar, timeline
 from hpcdist.review.facts import read_facts
 from hpcdist.review.figures import read_figures
 from hpcdist.review.ledger import CAUSES, Ledger, read_ledger
@@ -92,9 +94,14 @@ def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
     ledger = part(read_ledger) or Ledger()
     monitor = str((config.get("checkpoint") or {}).get("monitor", ""))
     shown_apart = [key for keys in grouped.values() for key in keys]
+    facts, patch = part(read_facts), part(run_sections.read_patch)
     content: dict[str, Any] = {
         "run": run,
-        "facts": part(read_facts),
+        "facts": facts,
+        "run_again": redact_text(run_again_command(facts)) if facts is not None else "",
+        "rerun": rerun_command(facts) if facts is not None else "",
+        "patch": patch,
+        "patch_drawing": draw_patch(patch.text) if patch is not None else "",
         "max_attempts": MAX_ATTEMPTS,
         "timeline": timeline(ledger),
         "ledger": ledger,

@@ -41,6 +41,7 @@ class TimedAttempt:
 
     @property
     def number(self) -> int:
+        """Number of the attempt, from 1."""
         return self.attempt.number
 
     @property

@@ -23,6 +23,7 @@ class RerunResult:
 
     @property
     def is_equal(self) -> bool:
+        """Whether values were compared, and none differs."""
         return self.values.is_equal and self.values.num_values > 0
 
     @property

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hpcdist.config.redaction import redact_text
 from hpcdist.config.tree import leaves
 from hpcdist.diagnostics.explain import JOB_ENDS, Finding, explain_failure
+from hpcdist.files import retry
 from hpcdist.files.atomic import read_json
+from hpcdist.files.ownership import stays_inside
 from hpcdist.machine.check import LEVELS
 from hpcdist.review.attempts import ends_by_slurm
 from hpcdist.run.folder import RunDir
@@ -18,6 +22,8 @@ from hpcdist.run.folder import RunDir
 #: Limits of the rows of a table.
 MAX_ROWS = 200
 MAX_TEXT = 600
+#: Limit of the shown part of the uncommitted changes, in characters.
+MAX_PATCH = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +31,7 @@ class Fault:
     """The first failure of an attempt, with its explanation."""
 
     attempt: int
-    where: str  #: rank and node
+    where: str  #: rank and node, or the failed nodes
     step: int | None
     error: str
     finding: Finding
@@ -51,6 +57,51 @@ class PreflightCheck:
     fix: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """The uncommitted changes of a run's code, as `code.patch` holds them."""
+
+    text: str  #: at most MAX_PATCH characters, without passwords in addresses
+    is_cut: bool
+    num_files: int
+    num_added: int  #: lines
+    num_removed: int
+    left_out: list[str]  #: places of likely secrets, which are not in the patch
+
+
+def read_patch(run: RunDir) -> Patch | None:
+    """Return the uncommitted changes; None without any. Raises OSError if the file cannot be read."""
+    path = run.path / "code.patch"
+    if not path.is_file() or not stays_inside(path, run.path):
+        return None
+    text, counts = retry.retry(lambda: _read_patch(path), path)
+    if not counts.total():
+        return None
+    code = (read_json(run.environment) or {}).get("code")
+    left_out = code.get("left_out") if isinstance(code, dict) else None
+    return Patch(
+        text=redact_text(text[:MAX_PATCH]),
+        is_cut=len(text) > MAX_PATCH,
+        num_files=counts["diff"],
+        num_added=counts["+"],
+        num_removed=counts["-"],
+        left_out=[text_of(item) for item in _items(left_out)][:MAX_ROWS],
+    )
+
+
+def _read_patch(path: Path) -> tuple[str, Counter[str]]:
+    """Return the beginning of a patch, and the numbers of its files, added and removed lines."""
+    shown, num_chars, counts = [], 0, Counter[str]()
+    with open(path, errors="replace") as file:
+        for line in file:
+            if num_chars <= MAX_PATCH:
+                shown.append(line)
+                num_chars += len(line)
+            kind = "diff" if line.startswith("diff --git ") else line[:1]
+            counts[kind] += not line.startswith(("+++ ", "--- "))
+    return "".join(shown), counts
+
+
 def read_faults(run: RunDir) -> list[Fault]:
     """Return the first failure of each attempt that failed, or that Slurm ended, the oldest first."""
     found = []
@@ -58,12 +109,14 @@ def read_faults(run: RunDir) -> list[Fault]:
     for attempt in run.attempts():
         failure = read_json(attempt.failure)
         if failure is None:
-            end = ends.get(attempt.number, "")
-            if end in JOB_ENDS and end not in ("PREEMPTED", "CANCELLED"):  # these are no faults
+            start = ends.get(attempt.number)
+            end = start.state if start is not None else ""
+            if start is not None and end in JOB_ENDS and end not in ("PREEMPTED", "CANCELLED"):  # these are no faults
                 cause, fix = JOB_ENDS[end]
                 finding = Finding(cause=cause, fix=fix)
                 error = f"Slurm ended the job: {end}"
-                found.append(Fault(attempt=attempt.number, where="", step=None, error=error, finding=finding))
+                where = f"node {start.failed_nodes}" if start.failed_nodes else ""
+                found.append(Fault(attempt=attempt.number, where=where, step=None, error=error, finding=finding))
             continue
         error = text_of(failure.get("error"))
         host, step = text_of(failure.get("host")), failure.get("step")

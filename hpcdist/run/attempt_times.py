@@ -59,6 +59,7 @@ class AttemptTimes:
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks on all nodes."""
         return sum(len(share.ranks) for share in self.shares.values())
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from hpcdist.config.schema import Config, find_trainer, trainer_names
+from hpcdist.config.schema import Config, find_trainer, new_run_problems, trainer_names
 from hpcdist.config.written import run_yaml, secrets_of
 from hpcdist.errors import ConfigError
 from hpcdist.files.atomic import write_atomic
@@ -42,7 +42,12 @@ def label_of(config: Config) -> str:
 
 
 def check_trainer(config: Config, cwd: Path) -> None:
-    """Raise ConfigError if the trainer's script or module does not exist, before any rank tries to load it."""
+    """Raise ConfigError if a new run cannot start, before any rank tries to load its trainer.
+
+    The trainer's script or module does not exist, or the global batch cannot be divided.
+    """
+    if problems := new_run_problems(config):
+        raise ConfigError(problems)
     if config.trainer.script:
         if not Path(config.trainer.script[0]).is_file():
             raise ConfigError([f"trainer.script: no such file: {config.trainer.script[0]}"])

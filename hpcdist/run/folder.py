@@ -22,6 +22,7 @@
         logged_models/m-…/                       models that the code of a rank has logged with MLflow
         report.html                              report of the run as one page, written by the shipper
         attempts/rank-parent.log                 output of the process that forks the ranks, see rank/parent.py
+        attempts/rank-parent-NODE.log            the same on a node of a Slurm job; rank-parent.log is that of srun
         attempts/001/                            one per start of the ranks, see run/attempt.py
             key                                  secret of the attempt; readable by the owner alone
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json

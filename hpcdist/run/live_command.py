@@ -1,10 +1,11 @@
 """Commands to the ranks of a running attempt that do not end it: `save` and `profile`.
 
     attempts/001/command-001.json                the command; numbers begin with 1
-    attempts/001/command-001.rank-00000.json     what a rank has done
+    attempts/001/command-001.rank-00000.json     the result of a rank
 
-`run/command_sender.py` writes commands. Rank 0 checks for the next number and tells the other ranks
-(`rank/live_commands.py`). A command is part of one attempt: a restart drops commands that the ranks have not obeyed.
+`run/command_sender.py` writes commands. Rank 0 checks for the next number and sends it to the other
+ranks (`rank/live_commands.py`). A command is part of one attempt: a restart drops commands that the ranks have not
+obeyed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class LiveCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """What one rank has done on a command; of `save`, rank 0 alone reports."""
+    """The result of a command on one rank; of `save`, rank 0 alone reports."""
 
     step: int = 0  #: of the checkpoint, or the first step of the profile
     num_steps: int = 0  #: profiled steps; fewer than requested if the run ended before
@@ -65,12 +66,12 @@ def read_command(attempt: Attempt, number: int, *, within_s: float | None = None
 
 
 def write_result(attempt: Attempt, number: int, rank: int, result: CommandResult) -> None:
-    """Record what a rank has done. Raises OSError."""
+    """Record the result of a rank. Raises OSError."""
     write_json(attempt.command_result(number, rank), asdict(result))
 
 
 def read_result(attempt: Attempt, number: int, rank: int) -> CommandResult | None:
-    """Return what a rank has done; None if it has not finished, or the file is damaged."""
+    """Return the result of a rank; None if it has not finished, or the file is damaged."""
     path = attempt.command_result(number, rank)
     raw = read_json(path)
     try:

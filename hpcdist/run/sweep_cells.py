@@ -16,6 +16,7 @@ from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.lease import hold, holder
 from hpcdist.run.origin import Origin
 from hpcdist.run.pending_config import propose
+from hpcdist.run.slurm_job import keep_job
 from hpcdist.run.status import query_jobs
 from hpcdist.run.sweep import Cell, Sweep
 from hpcdist.run.sweep_folder import SweepDir, mark, sweep_of, write_sweep
@@ -123,6 +124,7 @@ def _renew(choice: Choice, cwd: Path, launcher: str) -> None:
         if choice.why == "failed":
             snapshot.write_environment(run, snapshot.take(choice.cell.config, run, cwd), launcher=launcher)
         if launcher == "local":
+            keep_job(run)
             (run.path / "slurm.json").unlink(missing_ok=True)  # the job is over, and `resume` would submit it again
 
 

@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 #: Interval of the metrics of a running run.
 INTERVAL_S = 60.0
 PREFIX = "ledger/"
+#: Digits after the point. MLflow's list of runs shows all digits of a number; 1e-6 hours are 3.6 ms, less than the
+#: differences between the clocks of nodes, and Slurm's accounting has whole seconds.
+_DIGITS = 6
 
 
 class LedgerMetrics:
@@ -73,4 +76,7 @@ def points(ledger: Ledger, created: float, *, after: int = 0) -> list[Point]:
     if ledger.energy_kwh is not None:
         values["energy_kwh"] = ledger.energy_kwh
     time_ms, step = int(1000 * ledger.ended), max(after + 1, int(ledger.ended - created))
-    return [Point(key=PREFIX + name, value=value, time_ms=time_ms, step=step) for name, value in values.items()]
+    return [
+        Point(key=PREFIX + name, value=round(value, _DIGITS), time_ms=time_ms, step=step)
+        for name, value in values.items()
+    ]

@@ -13,6 +13,12 @@ from hpcdist.tracking.mlflow_client import MlflowException, entities, translated
 from hpcdist.tracking.mlflow_run import MlflowRun
 
 MODEL_NAME = "model"
+#: Description of a registered model that `register` creates.
+_REGISTERED = (
+    "Final models of the finished runs of hpcdist, one version each. The alias `best` is the version with the best last"
+    " value of the metric that selects checkpoints. It is not the best checkpoint of a run: the description of the run"
+    " names that one, and the tab *Models* of the experiment lists all kept checkpoints."
+)
 
 
 def log_model(
@@ -69,7 +75,7 @@ def register(run: MlflowRun, model_id: str, name: str) -> str:
     with translated(run.uri):
         model = run.client.get_logged_model(model_id)
         try:
-            run.client.create_registered_model(name)
+            run.client.create_registered_model(name, description=_REGISTERED)
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise

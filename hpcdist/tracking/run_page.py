@@ -6,19 +6,20 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from hpcdist.errors import RunFolderError, TrackingError
+from hpcdist.review.attempts import interruptions
 from hpcdist.review.description import describe
 from hpcdist.review.facts import RunFacts, read_facts
-from hpcdist.review.ledger import read_ledger
+from hpcdist.review.ledger import Ledger, read_ledger
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.training_record import Dataset
 from hpcdist.tracking.mlflow_client import MlflowException, entities, translated
 from hpcdist.tracking.mlflow_run import MlflowRun
-from hpcdist.tracking.run_metadata import MAX_TAG
+from hpcdist.tracking.run_metadata import MAX_TAG, clean_text
 from hpcdist.tracking.shipping_state import ShippingState
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,9 @@ INTERVAL_S = 60.0
 _PRIMARY_METRIC = "mlflow.experiment.primaryMetric.name"
 _GREATER_IS_BETTER = "mlflow.experiment.primaryMetric.greaterIsBetter"
 _CONTEXT_TAG = "mlflow.data.context"
-#: Limit of MLflow for the name of a dataset.
+#: Limits of MLflow for the name and the digest of a dataset.
 _MAX_NAME = 500
+_MAX_DIGEST = 36
 
 
 class RunPage:
@@ -59,7 +61,8 @@ class RunPage:
             return
         try:
             facts = read_facts(self._run, state)
-            text = describe(facts, read_ledger(self._run), max_chars=MAX_DESCRIPTION - len(own_note))
+            ledger = read_ledger(self._run)
+            text = describe(facts, ledger, max_chars=MAX_DESCRIPTION - len(own_note))
         except RunFolderError as error:
             raise TrackingError(str(error)) from error
         if progress.page.get("description") != (mark := _hash(text)):
@@ -67,7 +70,7 @@ class RunPage:
             progress.page["description"] = mark
         _log_datasets(opened, facts, progress)
         _set_primary_metric(opened, facts, progress)
-        _set_lost_steps(opened, facts, progress)
+        _set_tags(opened, facts, ledger, progress)
         self._shown, self._next = status, now + INTERVAL_S
 
 
@@ -96,18 +99,20 @@ def _log_datasets(opened: MlflowRun, facts: RunFacts, progress: ShippingState) -
     mark = _hash(json.dumps([asdict(dataset) for dataset in facts.datasets]))
     if progress.page.get("datasets") != mark:
         with translated(opened.uri):
-            opened.client.log_inputs(opened.run_id, [_input(dataset) for dataset in facts.datasets])
+            opened.client.log_inputs(opened.run_id, [_input(dataset, facts.datasets) for dataset in facts.datasets])
         progress.page["datasets"] = mark
 
 
-def _input(dataset: Dataset) -> entities.DatasetInput:
-    # MLflow identifies a dataset by name and digest and requires both.
-    digest = dataset.digest[:36] or _hash(json.dumps(asdict(dataset)))[:8]
+def _input(dataset: Dataset, datasets: Iterable[Dataset]) -> entities.DatasetInput:
+    # MLflow identifies a dataset by name and digest and requires both. Splits of one file may have the same digest.
+    digest = dataset.digest or _hash(json.dumps(asdict(dataset)))[:8]
+    if any((one.name, one.digest) == (dataset.name, dataset.digest) and one.split != dataset.split for one in datasets):
+        digest = f"{digest[: _MAX_DIGEST // 2]}-{dataset.split}"
     profile = {} if dataset.num_samples is None else {"num_rows": dataset.num_samples}
     source = dataset.source or dataset.name
     found = entities.Dataset(
         name=dataset.name[:_MAX_NAME],
-        digest=digest,
+        digest=digest[:_MAX_DIGEST],
         source_type="hpcdist",
         source=json.dumps({"uri": source}),
         profile=json.dumps(profile),
@@ -134,12 +139,30 @@ def _set_primary_metric(opened: MlflowRun, facts: RunFacts, progress: ShippingSt
     progress.page["primary_metric"] = facts.monitor
 
 
-def _set_lost_steps(opened: MlflowRun, facts: RunFacts, progress: ShippingState) -> None:
-    """Set the tag with the steps that had, or have, to be done again in all attempts, a column of the view Failures."""
-    known = [attempt.steps_lost for attempt in facts.attempts if attempt.steps_lost is not None]
-    if known and progress.page.get("lost_steps") != (lost := str(sum(known))):
-        opened.set_tags({"hpcdist.lost_steps": lost})
-        progress.page["lost_steps"] = lost
+def view_tags(facts: RunFacts, ledger: Ledger) -> dict[str, str]:
+    """Return the tags that the prepared views show as columns: texts with rounded numbers, and facts of all attempts.
+
+    MLflow's list of runs shows the last value of a metric, with all digits of the number.
+    """
+    tags = {}
+    if facts.best is not None and facts.best_value is not None:
+        tags["hpcdist.best"] = f"{facts.best_value:.6g} at step {facts.best.step:,}"
+    if ledger.entries:
+        hours = ledger.allocated_s / 3600
+        tags["hpcdist.cost"] = f"{hours:.3g} {ledger.unit}-hours, goodput {100 * ledger.goodput:.0f} %"
+    if causes := interruptions(facts.attempts, MAX_TAG):
+        tags["hpcdist.interruptions"] = clean_text(causes)[:MAX_TAG]
+    if known := [attempt.steps_lost for attempt in facts.attempts if attempt.steps_lost is not None]:
+        tags["hpcdist.lost_steps"] = str(sum(known))
+    return tags
+
+
+def _set_tags(opened: MlflowRun, facts: RunFacts, ledger: Ledger, progress: ShippingState) -> None:
+    tags = view_tags(facts, ledger)
+    mark = _hash(json.dumps(tags))
+    if tags and progress.page.get("tags") != mark:
+        opened.set_tags(tags)
+        progress.page["tags"] = mark
 
 
 def configured_note(config: Mapping[str, Any]) -> str:

@@ -40,6 +40,8 @@ _TAG = "mlflow.sharedViewState."
 _PREFIX = "deflate;"
 #: Columns that the list of runs always has, by their ids in the UI.
 _NAME, _CREATED, _DURATION = "attributes.`Run Name`", "runDateAndNestInfo", "duration"
+#: Width in pixels at which a float is shown with all of its digits: MLflow rounds none, and would cut the exponent off.
+_NUMBER_PX = 190
 #: Limit for each kind of column that depends on the runs of an experiment. MLflow's limit is 20,000 characters a view.
 _MAX_KEYS = 30
 
@@ -84,6 +86,10 @@ def _width(column: str) -> int:
     return max(90, 8 * len(column.partition("`")[2].rstrip("`")) + 30)
 
 
+def _widths(**pixels: int) -> dict[str, int]:
+    return {_tag(f"hpcdist.{name}"): width for name, width in pixels.items()}
+
+
 def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, View]:
     """Return the views of an experiment by id. Columns that no run of the experiment has do not appear in the UI.
 
@@ -94,24 +100,30 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, View
     state, nodes = _tag("hpcdist.state"), _tag("hpcdist.nodes")
     primary = [_metric(key) for key in monitors]
     throughput = [_metric("train/samples_per_s"), _metric("train/env_steps_per_s")]
-    loss, cost = _metric("train/loss"), _metric("ledger/allocated")
+    loss, allocated, cost = _metric("train/loss"), _metric("ledger/allocated"), _tag("hpcdist.cost")
     causes = [_metric(f"ledger/{cause}") for cause in (*CAUSES, "queue")]
-    reason, dataset = _tag("hpcdist.reason"), "attributes.`Dataset`"
+    dataset, ranks, attempts = "attributes.`Dataset`", _tag("hpcdist.world_size"), _tag("hpcdist.attempts")
+    lost, interruptions = _tag("hpcdist.lost_steps"), _tag("hpcdist.interruptions")
+    measured = dict.fromkeys([*primary, loss, *throughput], _NUMBER_PX)
     views = {
         "hpcdist-overview": View(
-            columns=(state, *primary, loss, *throughput, _DURATION, nodes, _tag("hpcdist.world_size"), cost, dataset),
-            widths={dataset: 300},
+            columns=(
+                *(state, _tag("hpcdist.best"), *primary, loss, *throughput),
+                *(_DURATION, nodes, ranks, cost, dataset),
+            ),
+            widths=measured | _widths(best=200, cost=250) | {dataset: 300},
         ),
         "hpcdist-failures": View(
-            columns=(state, reason, _tag("hpcdist.attempts"), _tag("hpcdist.lost_steps"), nodes, _DURATION),
+            columns=(state, _tag("hpcdist.reason"), attempts, lost, interruptions, nodes, _DURATION),
             order_by=state,  # cancelled and failed runs come first
             ascending=True,
             group_by_tag="hpcdist.state",
-            widths={reason: 500},
+            widths=_widths(reason=400, interruptions=900),
         ),
         "hpcdist-cost": View(
-            columns=(cost, _metric("ledger/goodput"), *causes, _metric("ledger/energy_kwh"), _DURATION),
-            order_by=cost,
+            columns=(cost, allocated, _metric("ledger/goodput"), *causes, _metric("ledger/energy_kwh"), _DURATION),
+            order_by=allocated,
+            widths=_widths(cost=250),
         ),
     }
     if keys := list(axes):
@@ -122,6 +134,7 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, View
             ascending=mode == "min",
             group_by_tag="hpcdist.run.sweep",
             search="tags.hpcdist.run.sweep LIKE '%'",
+            widths=measured,
         )
     return views
 

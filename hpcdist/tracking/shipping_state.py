@@ -57,7 +57,7 @@ class ShippingState:
     ledger_digest: str = ""  #: of their values
     tags: dict[str, str] = field(default_factory=dict)
     page: dict[str, str] = field(default_factory=dict)
-    """Hashes of `description` and `datasets`, the `primary_metric` and `lost_steps`, see `run_page.py`."""
+    """Hashes of `description`, `datasets` and `tags`, and the `primary_metric`, see `run_page.py`."""
     status: str = ""
     complete: str = ""
     """Status and attempt at whose end MLflow had everything; empty before."""

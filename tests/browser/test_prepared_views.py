@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:D
 
 def open_view(page: Page, site: Site, name: str) -> None:
     """Open a view by the link that `hpcdist ui` prints, in a window in which all of its columns are visible."""
-    page.set_viewport_size({"width": 3000, "height": 1400})
+    page.set_viewport_size({"width": 3600, "height": 1400})
     store = f"sqlite:///{site.runs.database}"
     lines = links.of_experiments(find_runs(site.runs.folder), store, site.link)
     (link,) = (line.removeprefix(f"  {name}: ") for line in lines if line.startswith(f"  {name}: "))
@@ -57,16 +57,20 @@ def test_overview_compares_all_runs(page: Page, site: Site, docs_image: Callable
     expect_columns(
         page,
         "hpcdist.state",
+        "hpcdist.best",
         "eval/accuracy",
         "train/loss",
         "train/samples_per_s",
         "Duration",
         "hpcdist.nodes",
         "hpcdist.world_size",
-        "ledger/allocated",
+        "hpcdist.cost",
         "Dataset",
     )
-    for metric in ("eval/accuracy", "train/loss", "train/samples_per_s", "ledger/allocated"):
+    best = max(site.series("finished", "eval/accuracy"))
+    expect(cell(page, "finished", "tags.`hpcdist.best`")).to_have_text(re.compile(rf"{best:.6g} at step \d+"))
+    expect(cell(page, "finished", "tags.`hpcdist.cost`")).to_have_text(re.compile(r"core-hours, goodput \d+ %"))
+    for metric in ("eval/accuracy", "train/loss", "train/samples_per_s"):
         expect_metric(page, site, "finished", metric)
     expect(cell(page, "finished", "tags.`hpcdist.nodes`")).to_have_text(socket.gethostname())
     expect(cell(page, "finished", "tags.`hpcdist.world_size`")).to_have_text("2")
@@ -79,8 +83,19 @@ def test_failures_are_grouped_by_state_with_their_causes(page: Page, site: Site)
     for group in ("failed", "finished", "stopped"):
         expect(page.get_by_text(f"Group: {group}", exact=True)).to_be_visible()
     expect_columns(
-        page, "hpcdist.state", "hpcdist.reason", "hpcdist.attempts", "hpcdist.lost_steps", "hpcdist.nodes", "Duration"
+        page,
+        "hpcdist.state",
+        "hpcdist.reason",
+        "hpcdist.attempts",
+        "hpcdist.lost_steps",
+        "hpcdist.interruptions",
+        "hpcdist.nodes",
+        "Duration",
     )
+    causes = cell(page, "failing", "tags.`hpcdist.interruptions`")
+    expect(causes).to_contain_text("1: rank ")
+    expect(causes).to_contain_text("a mistake in the user's own code at step")
+    expect(cell(page, "finished", "tags.`hpcdist.interruptions`")).to_have_text(re.compile("^-?$"))
     expect(cell(page, "failing", "tags.`hpcdist.reason`")).to_contain_text("a mistake in the user's own code at step")
     expect(cell(page, "failing", "tags.`hpcdist.attempts`")).to_have_text("1")
     expect(cell(page, "finished", "tags.`hpcdist.lost_steps`")).to_have_text("0")
@@ -92,7 +107,7 @@ def test_cost_is_shown_by_cause(page: Page, site: Site) -> None:
     open_view(page, site, "Cost")
     expect(page.get_by_role("link", name="finished", exact=True)).to_be_visible()
     names = [f"ledger/{name}" for name in ("allocated", "goodput", *CAUSES, "queue")]
-    expect_columns(page, *names, "Duration")
+    expect_columns(page, "hpcdist.cost", *names, "Duration")
     for name in names:
         expect_metric(page, site, "finished", name)
 

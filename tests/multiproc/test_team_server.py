@@ -1,12 +1,16 @@
-"""`hpcdist server` on PostgreSQL with accounts: a training run that first has the wrong password arrives once."""
+"""`hpcdist server` on PostgreSQL with accounts: wrong passwords, other addresses than loopback, migration."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import socket
 import stat
 import subprocess
+import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +26,11 @@ from hpcdist.tracking.server.server_process import members
 
 #: Two minutes: `make faults` runs them.
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
+
+
+OLDER = Path(__file__).parents[1] / "support" / "older_database.py"
+#: Migrations that the older database needs; 15 go back to an MLflow of 2024.
+NUM_OLDER = 15
 
 
 @dataclass(frozen=True)
@@ -134,3 +143,89 @@ def test_account_gets_a_new_password_and_can_be_removed(server: TeamServer) -> N
     assert (server.folder / "users" / "bob").read_text() != first
     assert account("--remove") == "deleted the account bob\n"
     assert not (server.folder / "users" / "bob").exists()
+
+
+def status_of(url: str, host: str = "") -> int:
+    """Return the HTTP status of a request, which is sent with a name of the server in its header."""
+    request = urllib.request.Request(url, headers={"Host": host} if host else {})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_server_on_all_addresses_warns_and_refuses_other_names(tmp_path: Path) -> None:
+    folder, port = tmp_path / "server", str(unused_port())
+    options = ("--folder", str(folder), "--port", port, "--workers", "1", "--timeout", "600")
+    refused = hpcdist("server", "up", *options, "--host", "203.0.113.7")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert f"port {port} of 203.0.113.7 cannot be used (Cannot assign requested address)" in refused.stderr
+    done = hpcdist("server", "up", *options, "--host", "0.0.0.0", "--allow-host", "mlflow.example.org")
+    try:
+        assert done.returncode == 0, done.stdout + done.stderr
+        warning = done.stdout.splitlines()[-1]
+        assert warning.startswith("Passwords are not encrypted on the network: put a proxy with TLS in front of")
+        record = ServerFolder(folder).read_record()
+        assert record is not None
+        assert f"MLflow {record.version} at http://{socket.gethostname()}:{port}, " in done.stdout
+        addresses = [
+            one.address for found in psutil.net_if_addrs().values() for one in found if one.family == socket.AF_INET
+        ]
+        for address in addresses:
+            assert status_of(f"http://{address}:{port}/health") == 200, address
+            experiments = f"http://{address}:{port}/api/2.0/mlflow/experiments/search?max_results=1"
+            assert status_of(experiments) == 401, "without an account"
+            assert status_of(experiments, "mlflow.example.org") == 401, "a name that is allowed"
+            assert status_of(experiments, "attacker.example") == 403
+        status = hpcdist("server", "status", "--folder", str(folder), "--json")
+        assert json.loads(status.stdout)["health"] == "ok", status.stdout
+    finally:
+        ended = hpcdist("server", "down", "--folder", str(folder))
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_older_database_is_migrated_after_consent(server: TeamServer, tmp_path: Path) -> None:
+    cluster = server.cluster
+    store = cluster.create_database("older")
+    made = subprocess.run(
+        [sys.executable, "-W", "ignore", OLDER, store, str(NUM_OLDER)], capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stderr
+    before, newest = made.stdout.split()[-2:]
+    experiment = "insert into experiments (name, artifact_location, lifecycle_stage) values ('kept', '/x', 'active')"
+    cluster.sql(experiment, "older")
+    file, folder = tmp_path / "store", tmp_path / "server"
+    file.write_text(store)
+    file.chmod(0o600)
+    options = ("--folder", str(folder), "--store", str(file), "--port", str(unused_port()), "--workers", "1")
+    dump = [cluster.binaries / "pg_dump", "-h", cluster.folder, "-U", "postgres", "older"]
+
+    def content() -> str:
+        env = {**os.environ, "PGPASSWORD": cluster.password}
+        text = subprocess.run(dump, env=env, capture_output=True, text=True, check=True).stdout
+        return "\n".join(line for line in text.splitlines() if "restrict" not in line)  # a random key of psql
+
+    unchanged = content()
+    refused = hpcdist("server", "up", *options)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    lines = refused.stderr.splitlines()
+    assert lines[0].endswith(" has the schema of an older MLflow; nothing was changed.")
+    assert lines[1] == f"migration of runs: revision {before} to {newest}"
+    assert len([line for line in lines if line.startswith("  ")]) > NUM_OLDER, "and those of accounts"
+    assert "Back up the database first (`pg_dump --format=custom --file=mlflow.dump DATABASE`)" in lines[-1]
+    assert content() == unchanged
+
+    done = hpcdist("server", "up", *options, "--timeout", "600", "--migrate")
+    try:
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.splitlines()[: len(lines) - 2] == lines[1:-1]
+        assert cluster.sql("select version_num from alembic_version", "older") == newest
+        assert cluster.sql("select name from experiments order by name", "older").split() == ["Default", "kept"]
+        status = hpcdist("server", "status", "--folder", str(folder), "--json")
+        assert (json.loads(status.stdout)["health"], json.loads(status.stdout)["experiments"]) == ("ok", 2)
+    finally:
+        hpcdist("server", "down", "--folder", str(folder))
+    password = store.partition("://older:")[2].partition("@")[0]
+    assert password not in done.stdout + refused.stderr + (folder / "server.log").read_text()

@@ -20,7 +20,7 @@ from hpcdist.rank.context import Context
 from hpcdist.rank.telemetry.step_timing import Totals
 from hpcdist.run.folder import RunDir
 
-SLOW_S = 0.03
+SLOW_S = 0.1
 NUM_STEPS = 12
 LOG_EVERY = 4
 

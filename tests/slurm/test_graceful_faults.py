@@ -11,7 +11,7 @@ from slurm_faults import FaultScene
 from hpcdist.devcluster import cluster
 
 
-@pytest.mark.quick_fault
+@pytest.mark.faults  # `test_watching.py` follows a requeued run that equals the control run
 def test_requeued_job_resumes_at_the_last_step(scene: FaultScene) -> None:
     scene.submit_held("requeue")
     scene.cluster.run("scontrol", "requeue", scene.job)

@@ -1,4 +1,4 @@
-"""The ledger of a run with a killed rank, a preemption and a dead node equals Slurm's accounting."""
+"""The ledger of a run with a killed rank, a preemption, a dead node and a second job equals Slurm's accounting."""
 
 from __future__ import annotations
 
@@ -64,8 +64,17 @@ def test_ledger_of_a_run_with_three_faults_equals_accounting(runs: SlurmRuns) ->
     code, output = runs.command("stop", NAME)
     assert code == 0, output
     runs.wait_end(NAME, job)
+    first_job_attempt = runs.state(NAME).attempt
+    code, output = runs.command("resume", NAME, "--detach")
+    assert code == 0, output
+    second = runs.job_id(NAME)
+    wait_for(lambda: runs.state(NAME).attempt > first_job_attempt, "the attempt of the second job", timeout_s=WAIT_S)
+    wait_step(runs, first_job_attempt + 1, HOLD_STEP + 140)
+    code, output = runs.command("stop", NAME)
+    assert code == 0, output
+    runs.wait_end(NAME, second)
 
-    ledger = runs.ledger(NAME, job)
+    ledger = runs.ledger(NAME, job, second)
     causes = ledger.by(cause_of)
     assert set(causes) >= {"start", "compile", "data", "compute", "communication", "checkpoint", "redone", "down"}
     assert ledger.queue_s > 0
@@ -81,6 +90,6 @@ def test_ledger_of_a_run_with_three_faults_equals_accounting(runs: SlurmRuns) ->
     code, output = runs.command("sync", NAME)
     assert code == 0, output
     logged = {key: value for key, _, value in runs.points(NAME) if key.startswith("ledger/")}
-    assert logged["ledger/allocated"] * 3600 == pytest.approx(ledger.allocated_s, rel=1e-6)
-    assert logged["ledger/redone"] * 3600 == pytest.approx(causes["redone"], rel=1e-6)
+    assert logged["ledger/allocated"] * 3600 == pytest.approx(ledger.allocated_s, abs=0.01)
+    assert logged["ledger/redone"] * 3600 == pytest.approx(causes["redone"], abs=0.01)
     print({cause: round(seconds, 1) for cause, seconds in causes.items()}, ledger.allocated_s, ledger.queue_s)

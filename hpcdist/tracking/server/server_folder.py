@@ -120,6 +120,7 @@ class ServerFolder:
         return fill(ServerRecord, found, self.record) if found is not None else None
 
     def write_record(self, record: ServerRecord) -> None:
+        """Write the record of the running server."""
         write_json(self.record, asdict(record), durable=True)
 
 

@@ -85,7 +85,15 @@ def own_names(port: int) -> list[str]:
 
 
 def _reachable(host: str) -> str:
-    return socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104 (compared)
+    """Return a name or address of this machine at which a server on `host` answers."""
+    if host not in ("0.0.0.0", "::"):  # noqa: S104 (compared)
+        return host
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:  # the machine cannot resolve its own name
+        return "127.0.0.1" if host != "::" else "::1"
+    return name
 
 
 def _in_uri(host: str) -> str:

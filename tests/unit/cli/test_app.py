@@ -113,6 +113,14 @@ def test_table_of_commands_is_complete() -> None:
         (["run", "ddp_digits", "--sweep", "seed=1,2", "tracking.uri=http://ada:***@mlflow"], "the password of "),
         (["submit", "ddp_digits", "--array-parallelism", "2"], "--array-parallelism needs --sweep"),
         (["submit", "ddp_digits", "--sweep", "cluster.nodes=1,2"], "--sweep: cluster.nodes cannot be swept: "),
+        (
+            ["run", "ddp_digits", "launch.device=cpu", "data.global_batch_size=97"],
+            "data.global_batch_size=97 cannot be divided into 2 equal micro-batches: use 96, or set",
+        ),
+        (
+            ["submit", "ddp_digits", "--dry-run", "data.global_batch_size=256", "cluster.nodes=3"],
+            "data.global_batch_size=256 cannot be divided into 3 equal micro-batches: use 255, or set",
+        ),
         (["config"], "CONFIG is missing: shipped configs are "),
         (["config", "ddp_digits", "seed=x"], "seed must be int, got 'x'"),
         (["status", "nope"], "no run 'nope' under "),

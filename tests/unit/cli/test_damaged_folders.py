@@ -197,21 +197,26 @@ def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "run", unavailable)
 
 
+def damaged_run(undamaged: Path, runs_dir: Path, name: str, damage: Callable[[Path], None]) -> RunDir:
+    """Copy the undamaged runs to `runs_dir` and damage a file of one of them, which is returned."""
+    shutil.rmtree(runs_dir, ignore_errors=True)
+    shutil.copytree(undamaged, runs_dir, ignore=shutil.ignore_patterns("code", "*.pt"))
+    run = RunDir(runs_dir / "counting" / "half")
+    path = run.path / name
+    if path.is_dir():
+        shutil.rmtree(path)
+        path.touch()
+    damage(path)
+    return run
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_commands_report_a_damaged_file_in_one_line(
     name: str, undamaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs_dir = tmp_path / "runs"
     for kind in DAMAGES if name in ALL_DAMAGES else SOME_DAMAGES:
-        damage = DAMAGES[kind]
-        shutil.rmtree(runs_dir, ignore_errors=True)
-        shutil.copytree(undamaged, runs_dir, ignore=shutil.ignore_patterns("code", "*.pt"))
-        run = RunDir(runs_dir / "counting" / "half")
-        path = run.path / name
-        if path.is_dir():
-            shutil.rmtree(path)
-            path.touch()
-        damage(path)
+        run = damaged_run(undamaged, runs_dir, name, DAMAGES[kind])
         label = f"{name}, {kind}"
 
         def command(function: Callable[[], object], label: str = label, kind: str = kind) -> tuple[int, str]:

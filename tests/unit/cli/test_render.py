@@ -19,11 +19,12 @@ from rich.console import Console
 
 from hpcdist.cli import render
 from hpcdist.cli.render import RunView, format_metrics, show_end, show_plan
-from hpcdist.cli.run_tables import read_rows, show_runs, show_status
+from hpcdist.cli.run_tables import read_rows, read_status, show_runs, show_status
 from hpcdist.config.schema import Config, LaunchConfig, TrackingConfig, TrainerConfig
 from hpcdist.files.atomic import write_json
 from hpcdist.rank.roles import Roles
 from hpcdist.run.attempt import Attempt
+from hpcdist.run.attempt_times import AttemptTimes, write_times
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold, holder
 from hpcdist.run.lookup import Listing
@@ -314,12 +315,30 @@ def test_status_of_a_running_run(console: Console, make: Callable[..., RunDir]) 
         "status       running",
         f"folder       {run.path}",
         "attempt      2, 1 restart after failures",
+        "attempt 1    failed: the supervisor was killed, or its node failed: no end was recorded",
         f"supervisor   {supervisor}",
         "rank 0       step 7 of 100, 5 s ago  loss 0.1235  accuracy 0.975",
         "rank 2       step 7, 0 s ago",
         "checkpoints  step-00000100, step-00000200",
         "MLflow run   abc123",
     ]
+
+
+def test_status_names_the_causes_of_ended_attempts(console: Console, make: Callable[..., RunDir]) -> None:
+    run = make(status="failed", attempt=7, reason="rank 0 failed")
+    for number in range(1, 8):
+        attempt = run.attempt(number)
+        attempt.path.mkdir(exist_ok=True)
+        cause = "rank 0 failed" if number == 7 else f"node n{number} [failed]"
+        write_times(attempt, AttemptTimes(supervised=1.0, began=1.0, ended=2.0, status="failed", reason=cause))
+    show_status(console, run)
+    assert [row for row in rows_of(console) if row.startswith("attempt ")] == [
+        "attempt      7, 0 restarts after failures",
+        *(f"attempt {number}    failed: node n{number} [failed]" for number in (3, 4, 5, 6)),
+    ]
+    assert read_status(run)["ended_attempts"][0] == {
+        "attempt": 3, "status": "failed", "nodes": [], "cause": "node n3 [failed]"
+    }  # fmt: skip
 
 
 def test_status_and_end_of_run_show_stragglers(console: Console, make: Callable[..., RunDir]) -> None:

@@ -46,7 +46,7 @@ FACTS = RunFacts(
     datasets=(Dataset(name="digits", num_samples=1437, digest="ab12"),),
     monitor="eval/loss",
     monitor_mode="min",
-    metrics={"train/loss": 0.5, "system/cpu": 3.0},
+    metrics={"train/loss": 0.5, "samples": 358176.0, "system/cpu": 3.0},
     checkpoints=(BEST,),
     best=BEST,
     attempts=(FIRST, SECOND),
@@ -66,7 +66,8 @@ def test_description_of_a_live_run() -> None:
         "**running**\n\n**eval/loss = 0.25** at step 100, config mine\\.yaml, data digits, 2 attempts"
     )
     assert (
-        "Progress at 1970-01-01 00:38 UTC: step 200 of 400 (50 %); ends in about 6 min 40 s (1970-01-01 00:45 UTC);"
+        "Progress at 1970-01-01 00:38 UTC: step 200 of 400 (50 %); last heartbeat 0 s before;"
+        " ends in about 6 min 40 s (1970-01-01 00:45 UTC);"
         " last save at step 100 (1970-01-01 00:25 UTC); time limit in 1 h (1970-01-01 01:38 UTC)." in text
     )
     for row in (
@@ -77,16 +78,19 @@ def test_description_of_a_live_run() -> None:
         "commit c0ffee with [uncommitted changes](#/experiments/1/runs/abc/artifacts/code.patch)",
         "best checkpoint: /runs/c/step\\-00000100\n",
         "kept checkpoints ([of all runs](#/experiments/1/models?workflowType=machine_learning)): step 100 (0.25)\n",
-        "# weights of the best checkpoint, step 100\n",
+        "The best checkpoint, step 100, eval/loss = 0.25, from its folder:\n\n```python\n",
         "| **Image** | none, without a container |",
-        "- last values: train/loss 0.5\n",
+        "- last values: train/loss 0.5, samples 358,176\n",
         "| 1 | 1970-01-01 00:16 UTC | 10 min | n1, n2 | 0 to 120 | failed |"
         " rank 1 &#124; was &lt;b&gt;killed&lt;/b&gt; | 20 |"
         " [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-001) |",
         "| 2 | 1970-01-01 00:33 UTC |  |  | 100 to 200 | running |  |  |"
         " [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-002) |",
-        """from hpcdist.checkpoint.weights import load_weights; state_dict = load_weights('/runs/c/step-00000100')""",
-        "cd '/home/a b' && hpcdist submit mine.yaml --cluster site optim.lr=0.01 'params.text=x $y'\n```",
+        "import load_weights\n\nstate_dict = load_weights('/runs/c/step-00000100')\n```",
+        "### Run it again\n\nThe whole command, with all overrides:\n\n```bash\n"
+        "cd '/home/a b' && hpcdist submit mine.yaml --cluster site optim.lr=0.01 'params.text=x $y'"
+        " runs_dir=/runs\n```",
+        "\n\n```bash\ncd '/home/a b' && hpcdist rerun abc --runs-dir /runs\n```",
     ):
         assert row in text
     assert "### Cost" not in text, "the ledger is empty"
@@ -101,22 +105,71 @@ def test_description_of_a_finished_run() -> None:
     entries = (
         Entry(cause="compute", attempt=1, node="n1", seconds=5400.0),
         Entry(cause="down", attempt=0, node="n1", seconds=1800.0),
+        Entry(cause="data", attempt=1, node="n1", seconds=0.5),
     )
     state = State(status="finished", reason="trained 400 steps", attempt=2)
     facts = replace(FACTS, state=state, progress=None, has_model=True)
     text = described(facts, Ledger(unit="GPU", entries=entries, queue_s=90.0))
     assert text.startswith("**finished**: trained 400 steps\n")
-    assert "2 GPU-hours, goodput 75 %" in text.partition("### What ran")[0]
+    assert "2 GPU-hours, goodput 75 %" in text.partition("### Setup")[0]
     assert "**2 GPU-hours** allocated, of which 75 % were useful compute (goodput); 1 min 30 s in the queue" in text
-    assert "| compute | 1.5 | 75.0 % |\n| down | 0.5 | 25.0 % |" in text
+    assert "| data | &lt;0.001 | 0.0 % |\n| compute | 1.5 | 75.0 % |\n| down | 0.5 | 25.0 % |" in text
     assert "[uploaded](#/experiments/1/runs/abc/artifacts/checkpoints/best)" in text
-    assert '# final model, after step 200\nimport mlflow; model = mlflow.pytorch.load_model("runs:/abc/model")' in text
-    assert "# weights of the best checkpoint, step 100\n" in text
+    loads = (
+        "The final model, after step 200, from MLflow:\n\n```python\nimport mlflow\n\n"
+        'model = mlflow.pytorch.load_model("runs:/abc/model")\n```\n\n'
+        "The best checkpoint, step 100, eval/loss = 0.25, from MLflow:\n\n```python\nimport mlflow\n"
+        "from hpcdist.checkpoint.weights import load_weights\n\n"
+        'state_dict = load_weights(mlflow.artifacts.download_artifacts("runs:/abc/checkpoints/best"))\n```'
+    )
+    assert loads in text
+    stopped = described(replace(facts, state=State(status="stopped"), has_model=False))
+    assert "load_weights('/runs/c/step-00000100')" in stopped, "a stopped run uploads no checkpoint"
+    assert "The final model, from MLflow:" in described(replace(facts, attempts=())), "of a run without heartbeats"
+    newest = described(replace(facts, best=None, has_model=False))
+    assert "The newest checkpoint, step 100, from its folder:" in newest
     same = described(replace(facts, attempts=(replace(SECOND, last_step=100),)))
-    assert "best checkpoint, step 100\n" not in same, "the final model has these weights"
+    assert "The final model, after step 100, the same as the best checkpoint, from MLflow:" in same
+    assert "load_weights" not in same, "the final model has these weights"
     assert "Progress" not in text
+    assert "registered model" not in text
+    registered = described(replace(facts, registered_as="my-model"))
+    assert "The registered model my\\-model has a version for the **final** model of each finished run." in registered
+    assert "(models:/my\\-model&#64;best) is the version with the best last value of eval/loss" in registered
+    assert "not the best checkpoint of this run." in registered
     image = described(replace(facts, image="site/image:3", image_digest="sha256:12"))
     assert "| **Image** | site/image:3, digest sha256:12 |" in image
+
+
+def test_live_description_names_the_age_of_the_last_heartbeat() -> None:
+    assert FACTS.progress is not None
+    late = replace(FACTS, progress=replace(FACTS.progress, seen=2300.0 - 110))
+    text = described(late)
+    assert "(50 %); last heartbeat 1 min 50 s before; ends in about 4 min 50 s" in text
+    assert "No heartbeat" not in text
+    silent = described(replace(FACTS, progress=replace(FACTS.progress, seen=2300.0 - 125)))
+    assert (
+        "\n\n**No heartbeat for 2 min 5 s**: a long step, a hang, or a node that has failed.\n\n"
+        "Progress at 1970-01-01 00:38 UTC: step 200 of 400 (50 %); last heartbeat 2 min 5 s before; last save"
+    ) in silent
+    assert "ends in about" not in silent
+
+
+def test_commands_name_folder_and_store_of_the_run_unless_they_are_the_default() -> None:
+    default = replace(FACTS, cwd="/home", folder=Path("/home/runs/exp/first"), launcher="local", cluster_name="")
+    command = "cd /home && hpcdist run mine.yaml optim.lr=0.01 'params.text=x $y'"
+    for uri, key, option in (
+        ("", "", ""),
+        ("sqlite:////home/runs/mlflow.db", "", ""),
+        ("http://ada:***@m/", "", ""),
+        ("http://m:5000", " tracking.uri=http://m:5000", " --tracking-uri http://m:5000"),
+        ("sqlite:////db/x.db", " tracking.uri=sqlite:////db/x.db", " --tracking-uri sqlite:////db/x.db"),
+    ):
+        text = described(replace(default, tracking_uri=uri))
+        assert f"\n{command}{key}\n" in text
+        assert f"\ncd /home && hpcdist rerun abc{option}\n" in text
+    secret = described(replace(default, overrides={"params.token": Override(before=None, after="***")}))
+    assert "with all overrides: Replace each \\*\\*\\* by the secret, which is not recorded.\n" in secret
 
 
 @pytest.mark.parametrize("max_chars", [8000, 4000, 2500])
@@ -130,8 +183,8 @@ def test_attempts_in_the_middle_are_left_out_of_a_long_description(max_chars: in
 
 
 def test_description_that_cannot_be_shortened_further_is_cut() -> None:
-    text = described(FACTS, max_chars=300)
-    assert 100 < len(text) <= 300
+    text = described(FACTS, max_chars=400)
+    assert 300 < len(text) <= 400
     assert text.endswith("\n…")
     assert described(FACTS, max_chars=-5) == ""
 

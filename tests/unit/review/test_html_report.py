@@ -7,15 +7,19 @@ import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 from report_scene import ReportScene, failure, some_ledger
 
+from hpcdist.files.atomic import write_json
 from hpcdist.review import html_report
+from hpcdist.review.causes import CAUSES
 from hpcdist.review.figures import Curves, Histogram, Matrix, Text
 from hpcdist.review.html_report import render_report, write_report
 from hpcdist.review.series import Series
+from hpcdist.run.origin import Origin, write_origin
 from hpcdist.run.rerun_record import RerunRecord, write_rerun
 from hpcdist.tracking.metric_series import read_series
 
@@ -118,6 +122,85 @@ def test_report_of_a_rerun_names_the_original_and_the_result(scene: ReportScene)
     assert "values" + "no value differs: 12 values" in text
 
 
+PATCH = """\
+diff --git a/train.py b/train.py
+index 1..2 100644
+--- a/train.py
++++ b/train.py
+@@ -1,2 +1,3 @@
+ import torch
+-lr = 0.1
++lr = 0.2  # <b>bold</b>
++url = "http://ada:hunter2@host/"
+diff --git a/b.py b/b.py
+"""
+
+
+def test_report_shows_the_uncommitted_changes(scene: ReportScene, tmp_path: Path) -> None:
+    assert "uncommitted changes" not in page_of(scene)
+    patch = scene.run.path / "code.patch"
+    patch.write_text("")
+    assert "uncommitted changes" not in page_of(scene)
+    patch.write_text(PATCH)
+    scene.run.environment.write_text(json.dumps({"git_dirty": True, "code": {"left_out": ["secrets.py:7"]}}))
+    page = page_of(scene)
+    found = Elements(page)
+    assert "uncommitted changes: 2 files, +2 −1 lines" in found.text
+    assert "artifact code.patch, without likely secrets (left out: secrets.py:7)." in found.text
+    assert "its beginning" not in found.text
+    marked = re.findall(r'<span class="(\w+)">([^<]*)</span>', page)
+    assert ("del", "-lr = 0.1") in marked
+    assert ("add", "+lr = 0.2  # &lt;b&gt;bold&lt;/b&gt;") in marked
+    assert ("file", "diff --git a/b.py b/b.py") in marked
+    assert "\n+++ b/train.py\n" in found.text
+    assert "hunter2" not in page
+    patch.write_text(PATCH + "+x < y\n" * 100_000)
+    page = page_of(scene)
+    assert "2 files, +100002 −1 lines" in page
+    assert "This page shows its beginning." in page
+    assert len(page.encode()) < 1_000_000
+    outside = tmp_path / "outside"
+    outside.write_text("+ private")
+    patch.unlink()
+    patch.symlink_to(outside)
+    assert "private" not in page_of(scene)
+
+
+def test_report_explains_the_phases_and_has_the_commands(full: ReportScene) -> None:
+    write_json(full.run.mlflow, {"run_id": "0a1b", "uri": "http://m:5000"})
+    origin = {"trainer.target": "ddp", "optim.lr": 0.1}
+    write_origin(full.run, Origin(config="ddp_digits", values=origin))
+    text = Elements(page_of(full)).text
+    assert "and save is checkpoint." in text
+    assert "run it again" + "hpcdist run ddp_digits " in text
+    assert "optim.lr=0.001" in text
+    assert "tracking.uri=http://m:5000" in text
+    assert "hpcdist rerun 0a1b --runs-dir " in text
+
+
+def test_colours_of_the_causes_differ() -> None:
+    """No two colours of a legend are closer in the CIELAB space than those that readers could tell apart."""
+    style = (Path(html_report.__file__).parent / "templates" / "style.css").read_text()
+    for scheme in (style.partition("@media")[0], style.partition("@media")[2]):
+        colours = dict(re.findall(r"--c(\d): (#[0-9a-f]{6});", scheme))
+        named = {cause: colours[str(number)] for number, cause in enumerate(CAUSES)}
+        distances = {
+            (one, other): math.dist(cielab(named[one]), cielab(named[other])) for one, other in combinations(named, 2)
+        }
+        assert [pair for pair, distance in distances.items() if distance < 35] == [], distances
+
+
+def cielab(colour: str) -> tuple[float, float, float]:
+    """Return lightness and colour of `#rrggbb` in the CIELAB space, with the white point D65."""
+    parts = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+    red, green, blue = (((part + 0.055) / 1.055) ** 2.4 if part > 0.04045 else part / 12.92 for part in parts)
+    x = (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.95047
+    y = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    z = (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.08883
+    fx, fy, fz = (value ** (1 / 3) if value > 0.008856 else 7.787 * value + 16 / 116 for value in (x, y, z))
+    return 116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)
+
+
 def test_report_needs_no_network_and_no_scripts(full: ReportScene) -> None:
     page = page_of(full)
     assert not {tag for tag, _ in Elements(page).found} & {"script", "link", "img", "iframe", "object"}
@@ -195,6 +278,7 @@ def test_report_of_a_large_run_has_a_bounded_size(scene: ReportScene) -> None:
             "stragglers.jsonl", {"role": "", "name": "n", "event": "slow", "text": "s" * 400}, attempt=attempt
         )
     scene.state(attempt=299, status="failed")
+    (scene.run.path / "code.patch").write_text("diff --git a/x b/x\n" + "+<&>\n" * 100_000)
     page = page_of(scene)
     assert len(page.encode()) < 2_000_000
     assert "the 40 slowest of 256 nodes are shown" in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from hpcdist.config.loading import load_config
 from hpcdist.config.written import run_yaml
 from hpcdist.files.atomic import write_json
-from hpcdist.review.attempts import UNRECORDED
+from hpcdist.review.attempts import UNRECORDED, AttemptFacts, interruptions
 from hpcdist.review.facts import RunFacts, read_facts
 from hpcdist.review.run_sections import read_faults
 from hpcdist.run.attempt_times import AttemptTimes, NodeShare, Resources, begin, write_times
@@ -108,9 +109,32 @@ def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
     ]
     (fault,) = read_faults(folder.run)
     assert (fault.attempt, fault.error) == (3, "Slurm ended the job: NODE_FAIL"), "a preemption is no fault"
-    assert fault.finding.cause == "a node failed"
+    assert (fault.finding.cause, fault.where) == ("a node failed", "")
+    for nodes, cause in (("n1", "node n1 failed"), ("n1,n3", "nodes n1, n3 failed")):
+        lives["1"]["failed_nodes"] = nodes
+        write_json(folder.run.path / "job.json", {"job_id": "7", "lives": lives})
+        attempts = folder.facts(status="finished").attempts
+        assert attempts[2].cause == f"{cause} (Slurm: NODE_FAIL)"
+        assert read_faults(folder.run)[0].where == f"node {nodes}"
+    assert interruptions(attempts, 8000) == (
+        "1: rank 1 was killed; 2: preempted by a job of higher priority: stopped with everything saved;"
+        " 3: nodes n1, n3 failed (Slurm: NODE_FAIL)"
+    )
     write_json(folder.run.path / "job.json", {"job_id": "7", "lives": {"0": {**lives["0"], "state": 5}}})
     assert folder.facts(status="finished").attempts[1].cause == "stopped with everything saved", "a damaged record"
+
+
+def test_interruptions_in_the_middle_are_left_out(folder: Folder) -> None:
+    one = AttemptFacts(number=1, started=1.0, ended=2.0, status="failed", cause="rank 1 was killed")
+    attempts = [replace(one, number=number) for number in range(1, 101)]
+    text = interruptions([*attempts, replace(one, number=101, status="running", cause="")], 300)
+    assert len(text) <= 300
+    assert text.startswith("1: rank 1 was killed; 2: rank 1 was killed; ")
+    assert text.endswith("; 100: rank 1 was killed")
+    left_out = int(re.findall(r"; (\d+) more; ", text)[0])
+    assert left_out + text.count("killed") == 100
+    assert interruptions(attempts[:1], 5) == "1: ra"
+    assert interruptions([replace(one, status="finished", cause="trained 9 steps")], 300) == ""
 
 
 def test_progress_of_a_live_run(folder: Folder) -> None:

@@ -75,6 +75,9 @@ def test_a_tolerance_is_relative_and_infinities_are_those_of_the_database() -> N
     [
         ("system/cpu_utilization_percentage", True),
         ("time/step_s", True),
+        ("pipeline/bubble", True),
+        ("pipeline/busy_s/stage_1", True),
+        ("pipeline/bubble_in_theory", False),
         ("attempt", True),
         ("train/tokens_per_s", True),
         ("train_samples_per_second", True),

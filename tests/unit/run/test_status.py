@@ -15,7 +15,7 @@ import pytest
 from hpcdist.files.atomic import read_json, write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
-from hpcdist.run.slurm_job import all_job_starts, job_of, job_starts, record_job_start
+from hpcdist.run.slurm_job import all_job_starts, job_of, job_starts, record_job_start, update_job_starts
 from hpcdist.run.status import (
     QUERY_EVERY_S,
     QUERY_UNAVAILABLE_S,
@@ -311,6 +311,60 @@ def test_each_start_of_a_job_is_recorded(run: RunDir, monkeypatch: pytest.Monkey
     record_job_start(run, {"SLURM_JOB_ID": "42"})
     assert job_starts(run) == [second]
     assert [start.began for start in all_job_starts(run)] == [130.0, 207.0, 207.0], "also of the earlier job"
+
+
+def test_nodes_that_ended_a_start_are_recorded_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    queries: list[tuple[list[str], float]] = []
+
+    def start(number: int, state: str, nodes: str = "n[1-2]", *, age_s: float = 300.0) -> AccountedStart:
+        began = now - age_s + number
+        return AccountedStart(
+            name="digits/first", began=began, ended=began + 0.5, queue_s=0.0, nodes=nodes, cores=4, gpus=0,
+            energy_j=None, state=state,
+        )  # fmt: skip
+
+    def failed_nodes(names: list[str], since: float) -> list[str]:
+        queries.append((names, since))
+        return names[1:]
+
+    starts = [start(0, "PREEMPTED"), start(20, "NODE_FAIL"), start(40, "COMPLETED", "n[3-4]")]
+    monkeypatch.setattr(client, "accounted_starts", lambda job_id: starts)
+    monkeypatch.setattr(client, "failed_nodes", failed_nodes)
+    write_json(run.path / "slurm.json", {"job_id": "41", "job_name": "digits/first"})
+    update_job_starts(run)
+    assert queries == [(["n1", "n2"], starts[1].began)]
+    assert [one.failed_nodes for one in all_job_starts(run)] == ["", "n2", ""]
+    starts.append(start(60, "NODE_FAIL", "n9"))
+    starts[2] = replace(starts[2], ended=None)
+    write_json(run.path / "job.json", (read_json(run.path / "job.json") or {}) | {"earlier": {}})
+    record = read_json(run.path / "job.json") or {}
+    record["lives"]["2"].pop("ended")
+    write_json(run.path / "job.json", record)
+    update_job_starts(run)
+    assert queries[1:] == [(["n9"], starts[3].began)], "the nodes of the second start are known"
+    assert [one.failed_nodes for one in all_job_starts(run)] == ["", "n2", "", ""]
+
+
+@pytest.mark.parametrize(("age_s", "names"), [(7200.0, "n1"), (300.0, "")], ids=["long ago", "Slurm does not answer"])
+def test_start_without_known_failed_nodes(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, age_s: float, names: str
+) -> None:
+    def failed_nodes(nodes: list[str], since: float) -> list[str]:
+        if not names:
+            raise SlurmError("scontrol: timed out")
+        return [names]
+
+    began = time.time() - age_s
+    start = AccountedStart(
+        name="a", began=began, ended=began + 1, queue_s=0.0, nodes="n1", cores=4, gpus=0, energy_j=None,
+        state="NODE_FAIL",
+    )  # fmt: skip
+    monkeypatch.setattr(client, "accounted_starts", lambda job_id: [start])
+    monkeypatch.setattr(client, "failed_nodes", failed_nodes)
+    write_json(run.path / "slurm.json", {"job_id": "41", "job_name": "a"})
+    update_job_starts(run)
+    assert [one.failed_nodes for one in all_job_starts(run)] == [""]
 
 
 def test_nothing_is_recorded_if_slurm_does_not_answer(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

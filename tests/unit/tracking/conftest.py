@@ -23,3 +23,9 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scene(tmp_path: Path, empty_database: Path) -> Scene:
     shutil.copy(empty_database, tmp_path / "mlflow.db")
     return Scene(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let MLflow write the artifacts of experiments without a location below `tmp_path`, not into the checkout."""
+    monkeypatch.chdir(tmp_path)

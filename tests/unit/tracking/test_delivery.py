@@ -427,6 +427,7 @@ def test_model_is_logged_and_registered_once(scene: Scene, monkeypatch: pytest.M
         model.artifact_location
     ]
     assert model.tags["mlflow.modelVersions"] == '[{"name": "digits", "version": 1}]'
+    assert "It is not the best checkpoint of a run" in scene.client.get_registered_model("digits").description
     monkeypatch.setenv("MLFLOW_TRACKING_URI", scene.uri)
     for uri in (f"models:/{model.model_id}", f"runs:/{scene.run_id}/model", "models:/digits/1"):
         assert torch.equal(mlflow.pytorch.load_model(uri)(x), net(x))

@@ -125,6 +125,18 @@ def test_datasets_are_inputs_once(scene: Scene, monkeypatch: pytest.MonkeyPatch)
     assert len(found[0].dataset.digest) == 8, "MLflow requires a digest"
 
 
+def test_splits_with_one_digest_are_inputs_each(scene: Scene) -> None:
+    write_training(
+        scene.run.new_attempt(),
+        TrainingRecord(
+            datasets=tuple(Dataset(name="clicks", digest="7e8e", split=split) for split in ("train", "test"))
+        ),
+    )
+    scene.shipper().ship_once()
+    found = {item.dataset.digest: item.tags[0].value for item in scene.entity.inputs.dataset_inputs}
+    assert found == {"7e8e-train": "train", "7e8e-test": "test"}
+
+
 def test_primary_metric_is_set_once_it_is_measured(scene: Scene) -> None:
     scene.shipper().ship_once()
     assert PRIMARY not in experiment_tags(scene)

@@ -17,7 +17,9 @@ from tracking_scene import CONFIG, Scene
 
 from hpcdist.files.atomic import read_json, write_json
 from hpcdist.review.attempts import AttemptFacts
+from hpcdist.review.checkpoints import CheckpointFacts
 from hpcdist.review.facts import read_facts
+from hpcdist.review.ledger import Entry, Ledger
 from hpcdist.tracking import run_page, saved_views
 from hpcdist.tracking.mlflow_client import MlflowException
 from hpcdist.tracking.mlflow_run import MlflowRun
@@ -89,7 +91,9 @@ def test_views_of_a_run(scene: Scene) -> None:
     assert overview["name"] == "Overview"
     assert overview["createdAt"] == overview["updatedAt"] > 10**12
     columns = overview["state"]["selectedColumns"]
-    assert columns[:3] == ["tags.`hpcdist.state`", "metrics.`eval/accuracy`", "metrics.`train/loss`"]
+    best, loss = "tags.`hpcdist.best`", "metrics.`train/loss`"
+    assert columns[:4] == ["tags.`hpcdist.state`", best, "metrics.`eval/accuracy`", loss]
+    assert overview["state"]["columnWidths"][loss] >= 180, "a float with all of its digits is not cut"
     assert "duration" not in columns
     assert "duration" in overview["state"]["columnOrder"]
 
@@ -129,8 +133,20 @@ def test_columns_of_tags_have_values(scene: Scene, monkeypatch: pytest.MonkeyPat
     def attempt(number: int, steps_lost: int | None) -> AttemptFacts:
         return AttemptFacts(number=number, started=1.0, ended=2.0, status="failed", cause="x", steps_lost=steps_lost)
 
-    facts = replace(read_facts(scene.run), attempts=(attempt(1, 7), attempt(2, None), attempt(3, 3)))
+    best = CheckpointFacts(path=scene.run.path, step=1200, metrics={"eval/accuracy": 0.98239994049})
+    facts = replace(
+        read_facts(scene.run),
+        attempts=(attempt(1, 7), attempt(2, None), attempt(3, 3)),
+        best=best,
+        monitor="eval/accuracy",
+    )
+    entries = [
+        Entry(cause="compute", attempt=1, node="n1", seconds=2556.1),
+        Entry(cause="idle", attempt=1, node="n1", seconds=1.0),
+    ]
+    ledger = Ledger(unit="GPU", entries=tuple(entries))
     monkeypatch.setattr(run_page, "read_facts", lambda run, state: facts)
+    monkeypatch.setattr(run_page, "read_ledger", lambda run: ledger)
     write_json(scene.run.path / "slurm.json", {"job_id": "12", "cluster": "c"})
     lives = {"0": {"nodes": "n[1-2]", "queue_s": 3.4}, "1": {"nodes": "n[2-3]", "queue_s": 100.0}}
     write_json(scene.run.path / "job.json", {"job_id": "12", "lives": lives})
@@ -139,6 +155,9 @@ def test_columns_of_tags_have_values(scene: Scene, monkeypatch: pytest.MonkeyPat
     shown = [column[6:-1] for view in saved_views.prepared({"m": "max"}, ["lr"]).values() for column in view.columns]
     assert [key for key in shown if key.startswith("hpcdist.") and key != "hpcdist.run.sweep" and key not in tags] == []
     assert (tags["hpcdist.lost_steps"], tags["hpcdist.nodes"]) == ("10", "n[2-3]")
+    assert tags["hpcdist.interruptions"] == "1: x; 2: x; 3: x"
+    assert tags["hpcdist.best"] == "0.9824 at step 1,200"
+    assert tags["hpcdist.cost"] == "0.71 GPU-hours, goodput 100 %"
 
 
 def test_number_of_keys_of_other_runs_is_limited(scene: Scene) -> None:

@@ -23,24 +23,7 @@ from hpcdist.tracking.server.database_schema import Schema, ServerError, migrate
 from hpcdist.tracking.server.server_folder import ServerFolder, ServerRecord
 
 pytestmark = pytest.mark.processes
-_OLDER = """
-import sys
-import sqlalchemy
-from alembic import command
-from mlflow.server.auth.db import utils as accounts
-from mlflow.store.db import utils as runs
-from mlflow.store.tracking.dbmodels.initial_models import Base
-from alembic.script import ScriptDirectory
-engine = sqlalchemy.create_engine(sys.argv[1])
-Base.metadata.create_all(engine)
-config = runs._get_alembic_config(sys.argv[1])
-head = ScriptDirectory.from_config(config).get_revision("head")
-with engine.begin() as connection:
-    config.attributes["connection"] = connection
-    command.upgrade(config, head.down_revision)
-accounts.migrate(engine, "8606fa83a998")
-print(head.down_revision, head.revision)
-"""
+OLDER = Path(__file__).parents[2] / "support" / "older_database.py"
 
 
 @pytest.fixture
@@ -89,7 +72,7 @@ def test_migration_is_announced_before_it_happens(tmp_path: Path) -> None:
     assert read_schemas(store, os.environ) == []
     assert not path.exists(), "a query creates no database"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _OLDER, store], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", OLDER, store, "1"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     before, head = done.stdout.split()[-2:]
@@ -209,6 +192,11 @@ def test_used_port_and_foreign_folder_are_mistakes(folder: ServerFolder, tmp_pat
             UserMistake, match=rf"port {port} of 127\.0\.0\.1 cannot be used \(Address already in use\)"
         ):
             server_process.require_free("127.0.0.1", port)
+    # An address for documentation (RFC 5737), which no machine has.
+    with pytest.raises(
+        UserMistake, match=r"port 5000 of 203\.0\.113\.7 cannot be used \(.+\): choose others with --port"
+    ):
+        server_process.require_free("203.0.113.7", 5000)
     with pytest.raises(UserMistake, match="holds no server: start one with `hpcdist server up`, or pass its --folder"):
         command.down(folder=tmp_path)
     with pytest.raises(UserMistake, match="is no name of an account"):
