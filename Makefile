@@ -7,7 +7,7 @@ EXTRAS := train,dev
 
 MINUTES ?= 60
 SUITE ?= trixie
-WORKERS ?= 2
+WORKERS ?= 3
 
 .PHONY: help quickstart install check unit smoke test faults test-slurm fuzz bench docs recording screenshots lock clean
 
@@ -38,7 +38,7 @@ unit: install ## tests that start no processes, in 90 s
 smoke: install ## two ranks with each trainer, and a killed rank, in 2 minutes
 	$(BIN)/python -m pytest tests/multiproc -m smoke
 
-# Slurm and container tests mostly wait: they run beside the others, each kind in a worker of its own.
+# Slurm and container tests mostly wait: they run beside the others, each kind in a worker of its own, on 2 cores.
 test: install ## all tests but the heavy ones
 	bash scripts/test_packages.sh
 	$(BIN)/python -m pytest -n $(WORKERS)

@@ -47,17 +47,26 @@ def runs_dir(tmp_path: Path) -> Path:
 # --- processes, and tests that run beside each other
 
 TESTS = Path(__file__).parent
-#: The tests of one of these folders share a service and run in one worker; elsewhere the tests of a file do.
-GROUPS = ("slurm", "container", "browser", "multiproc", "faults")
+#: The tests of one of these folders share a service and run in one worker; elsewhere the tests of a file do. The groups
+#: begin in this order, before all others: those that mostly wait run beside those that compute. `faults` starts a dev
+#: cluster of its own, which the one of `slurm`, up until the end of the session, would exclude.
+GROUPS = ("faults", "slurm", "multiproc", "container", "browser")
 PROCESS_EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
 #: Processes that the setup and the call of the running test have started.
 started: list[str] = []
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.relative_to(TESTS).parts[0] in GROUPS:
+        if folder_of(item) in GROUPS:
             item.add_marker(pytest.mark.processes)
+    order = {folder: number for number, folder in enumerate(GROUPS)}
+    items.sort(key=lambda item: order.get(folder_of(item), len(order)))
+
+
+def folder_of(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).parts[0]
 
 
 class GroupScheduling(LoadScopeScheduling):
@@ -71,6 +80,7 @@ class GroupScheduling(LoadScopeScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
     # `--dist loadgroup` does not see the marker `xdist_group` with pytest 9.2 and pytest-xdist 3.8.
+    config.option.loadscopereorder = False  # keep the order of `GROUPS`
     return GroupScheduling(config, log)
 
 

@@ -30,7 +30,7 @@ EXECUTED: Counter[str] = Counter()
 
 _SKIPPED_CHECKS = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture)
 settings.register_profile(
-    "fixed", derandomize=True, database=None, deadline=None, suppress_health_check=_SKIPPED_CHECKS, max_examples=60
+    "fixed", derandomize=True, database=None, deadline=None, suppress_health_check=_SKIPPED_CHECKS, max_examples=30
 )
 if folder := os.environ.get(FOLDER):
     settings.register_profile(

@@ -38,7 +38,8 @@ def test_own_trainer_is_resumed_tracked_and_exported(examples: Runs) -> None:
     assert (run.model / "MLmodel").is_file()
 
     # Stopped at step 200 and resumed: the same final weights, from the code of the first start.
-    code, output = examples.command("run", "regression.yaml", "name=halves", "params.total_steps=200", uri)
+    no_export = f"launch.env.PYTHONPATH={examples.no_mlflow}"
+    code, output = examples.command("run", "regression.yaml", "name=halves", "params.total_steps=200", no_export, uri)
     assert code == 0, output
     (examples.project / "regression.py").write_text("raise SystemError('changed after the start')\n")
     code, output = examples.command("resume", "halves", "params.total_steps=400")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from hpcdist_runs import TRAINING_METRICS, Runs, assert_states_equal, finish, wait_for
+from hpcdist_runs import TRAINING_METRICS, Runs, assert_states_equal, finish
 
 from hpcdist.checkpoint.weights import load_weights
 from hpcdist.models.image import build_model
@@ -92,6 +91,7 @@ def test_split_schedule_and_checkpointing_do_not_change_the_result(runs: Pipelin
     assert runs.series("other-split") == runs.series(control)
 
 
+@pytest.mark.faults  # test_slurm_trainers.py stops and resumes this trainer as well
 def test_stopped_run_resumes_exactly(runs: PipelineRuns, control: str) -> None:
     process = runs.start("run", *runs.config("stopped", *HOLD_OVERRIDES))
     runs.wait_until_held("stopped")
@@ -112,10 +112,7 @@ def test_run_restarts_exactly_after_a_stage_is_killed(runs: PipelineRuns, contro
     process = runs.start("run", *runs.config(name, *HOLD_OVERRIDES))
     ranks = runs.wait_until_held(name)
     os.kill(ranks[victim], signal.SIGKILL)
-    began = time.monotonic()
     runs.release(name)
-    wait_for(lambda: runs.attempt(name, 2).path.exists(), "the second attempt", timeout_s=30)
-    assert time.monotonic() - began < 10
     code, output = finish(process)
     assert code == 0, output
     assert f"rank {victim} (stage:{victim}) on " in output

@@ -19,7 +19,7 @@ heavy = pytest.mark.faults
 @pytest.mark.parametrize(
     ("only", "fault"),
     [
-        pytest.param(ALL, Fault(operation="*", path="journal/*", error=errno.EIO, **SIX), id="journal"),
+        pytest.param(ALL, Fault(operation="*", path="journal/*", error=errno.EIO, **SIX), id="journal", marks=heavy),
         pytest.param(ALL, Fault(operation="*", path="checkpoints/*", error=errno.ESTALE, **SIX), id="checkpoints"),
         pytest.param(ALL, Fault(operation="*", path="attempts/001/*", error=errno.ESTALE, **SIX), id="a", marks=heavy),
         pytest.param(ALL, Fault(operation="*", path="*", error=errno.EACCES, **SIX), id="denied", marks=heavy),

@@ -172,7 +172,8 @@ def control(rl_runs: Runs) -> str:
     return "control"
 
 
-@pytest.mark.parametrize("kind", ["sync", pytest.param("async", marks=pytest.mark.faults)])
+@pytest.mark.faults  # test_slurm_trainers.py stops and resumes this trainer as well
+@pytest.mark.parametrize("kind", ["sync", "async"])
 def test_stopped_run_resumes_exactly(rl_runs: Runs, control: str, kind: str) -> None:
     name, more = f"stopped-{kind}", ASYNC if kind == "async" else []
     if kind == "async":
@@ -209,8 +210,8 @@ def test_run_restarts_exactly_after_a_rank_is_killed(rl_runs: Runs, control: str
     others = [rank for rank in ranks.values() if rank.pid != ranks[victim].pid]
     os.kill(ranks[victim].pid, signal.SIGKILL)
     rl_runs.release(name)
-    _, alive = psutil.wait_procs(others, timeout=10)
-    assert alive == [], "the other ranks end within ten seconds"
+    _, alive = psutil.wait_procs(others, timeout=50)
+    assert alive == [], "the other ranks end before a call of RPC times out after 60 s"
     code, output = finish(process)
     assert code == 0, output
     assert f"rank {victim} ({role}) on " in output

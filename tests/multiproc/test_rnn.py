@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from context_scene import new_run, open_context
-from hpcdist_runs import Runs, assert_sockets_as_documented, assert_states_equal, finish, listening, wait_for
+from hpcdist_runs import Runs, assert_sockets_as_documented, assert_states_equal, finish, listening
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
@@ -259,6 +258,7 @@ def assert_equals_control(runs: Runs, name: str, control: str) -> None:
     assert runs.series(name) == series
 
 
+@pytest.mark.faults  # test_slurm_trainers.py stops and resumes this trainer as well
 def test_stopped_run_resumes_exactly(language_runs: Runs, control: str) -> None:
     runs, name = language_runs, "stopped"
     process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES))
@@ -351,12 +351,8 @@ def test_run_restarts_exactly_after_a_rank_is_killed(language_runs: Runs, contro
     held = runs.wait_until_held(name)
     rank = {"trainer:0": 0, "trainer:1": 1, "parameter_server:0": 2}[victim]
     pid = held[rank] if rank < 2 else server_pid(held)
-    began = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     runs.release(name)
-    wait_for(lambda: len(runs.run_dir(name).attempts()) == 2, "the next attempt")
-    busy = max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
-    assert time.monotonic() - began < 10 * busy
     code, output = finish(process)
     assert code == 0, output
     assert f"rank {rank} ({victim}) on {os.uname().nodename} was killed by SIGKILL (out of memory?)" in output

@@ -135,7 +135,7 @@ def lose_rank(here: Rank, path: Path, victim: int) -> tuple[str, float]:
 
 
 def _call_until_it_fails(group: RpcGroup) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 100
     while group.name == "agent:0" and time.monotonic() < until:
         for name in group.peers:
             rpc.rpc_sync(name, double, (torch.ones(1),))
@@ -148,4 +148,4 @@ def test_death_of_a_rank_ends_the_others_soon(tmp_path: Path, victim: int) -> No
     assert [outcome for outcome, _ in survivors if outcome == "no error"] == []
     if victim == 0:
         assert {outcome for outcome, _ in survivors} == {"PeerLost"}
-    assert all(seconds < 10 for _, seconds in survivors), survivors
+    assert all(seconds < 50 for _, seconds in survivors), "before a call of RPC times out after 60 s"

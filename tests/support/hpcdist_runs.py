@@ -38,7 +38,7 @@ HOLD_OVERRIDES = ["trainer=gated:train", f"params.hold_at={HOLD_STEP}"]
 T = TypeVar("T")
 
 
-def wait_for(condition: Callable[[], T], description: str, *, timeout_s: float = 240.0) -> T:
+def wait_for(condition: Callable[[], T], description: str, *, timeout_s: float = 600.0) -> T:
     """Return the value of the condition as soon as it is true; raise AssertionError after `timeout_s`."""
     end = time.monotonic() + timeout_s
     while not (value := condition()):

@@ -2,28 +2,43 @@
 
 def add(here: Rank) -> float: ...            # at the top level of a test file; runs in every rank
 results = spawn_ranks(add, num_ranks=3)      # by rank; or the first failing rank's traceback
+
+One process per pytest session imports torch and the test files, and forks the ranks: the imports take longer than most
+functions that are tested. It has no threads and never runs a function of a test.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
+import importlib
 import importlib.util
 import inspect
+import json
 import os
 import pickle
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
 
 TESTS = Path(__file__).resolve().parent
 #: Time in seconds for the other ranks to report their failures after the first one.
 PEER_GRACE_S = 3.0
+#: Imported before the first fork. DistributedDataParallel and optimizers import torch._dynamo on first use.
+IMPORTS = ("torch.distributed.rpc", "torch._dynamo", "context_scene", "hpcdist.rank.telemetry.timed_ddp")
+MESSAGE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -35,11 +50,26 @@ class Rank:
     folder: Path  #: an empty folder, the same for all ranks
 
 
+@dataclass(frozen=True)
+class Job:
+    """What the ranks of one call of `spawn_ranks` run, in the file `job.pickle`."""
+
+    file: str
+    function: str
+    num_ranks: int
+    all_live: bool
+    cwd: str
+    env: dict[str, str]
+    #: Pickled: their classes may be those of the test file.
+    arguments: bytes
+
+
 def rank_env() -> dict[str, str]:
     """Return this environment for a rank: one thread, only loopback."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "TP_SOCKET_IFNAME": "lo",
         "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -62,12 +92,14 @@ def spawn_ranks(
 
     Raises AssertionError with the log of the rank that failed first.
     """
+    file = inspect.getsourcefile(function)
+    assert file is not None
     with tempfile.TemporaryDirectory(prefix="ranks-") as temporary:
         folder = Path(temporary)
         (folder / "shared").mkdir()
-        job = (inspect.getsourcefile(function), function.__name__, num_ranks, not killed, arguments)
-        (folder / "job.pickle").write_bytes(pickle.dumps(job))
-        exits = _run(folder, num_ranks, timeout_s)
+        job = Job(file, function.__name__, num_ranks, not killed, os.getcwd(), rank_env(), pickle.dumps(arguments))
+        (folder / "job.pickle").write_bytes(pickle.dumps(vars(job)))
+        exits = _parent().run(folder, num_ranks, timeout_s)
         for rank, code in exits.items():
             if code != (-signal.SIGKILL if rank in killed else 0):
                 text = (folder / f"{rank}.log").read_text(errors="replace")
@@ -78,43 +110,122 @@ def spawn_ranks(
         ]
 
 
-def _run(folder: Path, num_ranks: int, timeout_s: float) -> dict[int, int]:
-    """Return exit codes by rank, in the order in which the ranks ended; ranks beyond the time limit are killed."""
-    processes: dict[int, subprocess.Popen[bytes]] = {}
-    descriptors: dict[int, int] = {}
-    exits: dict[int, int] = {}
-    try:
-        for rank in range(num_ranks):
-            with open(folder / f"{rank}.log", "wb") as log:
-                processes[rank] = subprocess.Popen(
-                    [sys.executable, __file__, str(folder), str(rank)], env=rank_env(), stdout=log, stderr=log
-                )
-            descriptors[rank] = os.pidfd_open(processes[rank].pid)
-        end = time.monotonic() + timeout_s
-        while len(exits) < num_ranks and time.monotonic() < end:
-            poll = select.poll()
-            for rank in processes.keys() - exits.keys():
-                poll.register(descriptors[rank], select.POLLIN)
-            poll.poll(1000 * (end - time.monotonic()))
-            for rank in sorted(processes.keys() - exits.keys()):
-                if (code := processes[rank].poll()) is not None:
-                    exits[rank] = code
-                    if code > 0:
-                        end = min(end, time.monotonic() + PEER_GRACE_S)
-    finally:
-        for rank, process in processes.items():
-            if process.poll() is None:
-                process.kill()
-            exits.setdefault(rank, process.wait())
-        for descriptor in descriptors.values():
-            os.close(descriptor)
-    return exits
+class Parent:
+    """The process that forks the ranks, seen from pytest."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            number = theirs.fileno()
+            command = [sys.executable, __file__, str(number)]
+            self._process = subprocess.Popen(command, env=rank_env(), stdin=subprocess.DEVNULL, pass_fds=[number])
+
+    def run(self, folder: Path, num_ranks: int, timeout_s: float) -> dict[int, int]:
+        """Return exit codes by rank, in the order in which the ranks ended; ranks beyond the time limit are killed.
+
+        After an interruption or an error, the next test has a new parent, and the ranks of this one are killed.
+        """
+        try:
+            return self._run(folder, num_ranks, timeout_s)
+        except BaseException:
+            self.close()
+            _parent.cache_clear()
+            raise
+
+    def _run(self, folder: Path, num_ranks: int, timeout_s: float) -> dict[int, int]:
+        exits: dict[int, int] = {}
+        self._socket.send(json.dumps({"folder": str(folder)}).encode())
+        end: float | None = time.monotonic() + timeout_s
+        while len(exits) < num_ranks:
+            if not self._is_ready(end):
+                self._socket.send(b'{"kill": true}')
+                end = None  # the kernel ends them
+                continue
+            answer = self._socket.recv(MESSAGE_BYTES)
+            assert answer, f"the parent of the ranks ended with exit code {self._process.wait()}"
+            rank, code = json.loads(answer)
+            exits[rank] = code
+            if code > 0 and end is not None:
+                end = min(end, time.monotonic() + PEER_GRACE_S)
+        return exits
+
+    def _is_ready(self, end: float | None) -> bool:
+        timeout = None if end is None else max(0.0, end - time.monotonic())
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(None if timeout is None else timeout * 1000))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
 
 
-def _be_rank(folder: Path, rank: int) -> None:
-    import torch.distributed as dist
+@cache
+def _parent() -> Parent:
+    parent = Parent()
+    atexit.register(parent.close)
+    return parent
 
-    file, name, num_ranks, all_live, arguments = pickle.loads((folder / "job.pickle").read_bytes())
+
+# --- in the process that forks the ranks
+
+
+def _serve(control: socket.socket) -> NoReturn:
+    """Fork the ranks of each request, and report exit codes; end when pytest has closed the socket or ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest
+    for name in IMPORTS:
+        importlib.import_module(name)
+    modules: dict[str, ModuleType] = {}
+    ranks: dict[int, tuple[int, int]] = {}  # by pidfd: pid and rank
+    while True:
+        poll = select.poll()
+        for descriptor in (control.fileno(), *ranks):
+            poll.register(descriptor, select.POLLIN)
+        for descriptor, _ in poll.poll():
+            if descriptor in ranks:
+                pid, rank = ranks.pop(descriptor)
+                os.close(descriptor)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with suppress(BrokenPipeError):  # pytest has ended: the next poll reports it
+                    control.send(json.dumps([rank, code]).encode())
+                continue
+            request = _request(control)
+            if "kill" in request:
+                for pid, _ in ranks.values():
+                    os.kill(pid, signal.SIGKILL)
+            if "end" in request:
+                os._exit(0)
+            if "folder" in request:
+                ranks |= _fork(Path(request["folder"]), modules, control)
+
+
+def _request(control: socket.socket) -> dict[str, Any]:
+    with suppress(ConnectionResetError):
+        if message := control.recv(MESSAGE_BYTES):
+            request: dict[str, Any] = json.loads(message)
+            return request
+    return {"kill": True, "end": True}
+
+
+def _fork(folder: Path, modules: dict[str, ModuleType], control: socket.socket) -> dict[int, tuple[int, int]]:
+    job = Job(**pickle.loads((folder / "job.pickle").read_bytes()))
+    if job.file not in modules:
+        with suppress(Exception):  # it is raised again in the ranks, whose logs pytest prints
+            modules[job.file] = _import_file(job.file)
+        gc.freeze()  # the collector would copy the memory that ranks share with this process
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, (
+        f"{job.file} starts {threads - 1} threads when it is imported: forked ranks would not have them"
+    )
+    ranks = {}
+    for rank in range(job.num_ranks):
+        if (pid := os.fork()) == 0:
+            _be_rank(folder, rank, job, modules, control)
+        ranks[os.pidfd_open(pid)] = pid, rank
+    return ranks
+
+
+def _import_file(file: str) -> ModuleType:
     sys.path.insert(0, str(Path(file).parent))
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None
@@ -122,15 +233,43 @@ def _be_rank(folder: Path, rank: int) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=num_ranks)
-    result = getattr(module, name)(sys.modules["spawn"].Rank(rank, num_ranks, folder / "shared"), **arguments)
+    return module
+
+
+def _be_rank(folder: Path, rank: int, job: Job, modules: dict[str, ModuleType], control: socket.socket) -> NoReturn:
+    try:
+        control.close()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(job.cwd)
+        os.environ.clear()
+        os.environ.update(job.env)
+        _run_function(folder, rank, job, modules.get(job.file) or _import_file(job.file))
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    else:
+        code = 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # destroying a group with dead members would hang
+
+
+def _run_function(folder: Path, rank: int, job: Job, module: ModuleType) -> None:
+    import torch.distributed as dist
+
+    arguments = pickle.loads(job.arguments)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=job.num_ranks)
+    here = sys.modules["spawn"].Rank(rank, job.num_ranks, folder / "shared")
+    result = getattr(module, job.function)(here, **arguments)
     (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
-    if all_live:
+    if job.all_live:
         dist.barrier()
         dist.destroy_process_group()
-    os._exit(0)  # destroying a group with dead members would hang
 
 
 if __name__ == "__main__":
     sys.modules["spawn"] = sys.modules["__main__"]
-    _be_rank(Path(sys.argv[1]), int(sys.argv[2]))
+    _serve(socket.socket(fileno=int(sys.argv[1])))
