@@ -7,7 +7,7 @@ documentation (`hpcdist config --schema`).
 
 from hpcdist.config.schema.cluster import ClusterConfig, RoleRequest
 from hpcdist.config.schema.container import ContainerConfig
-from hpcdist.config.schema.declaration import Trainer, default_trainer, find_trainer, trainer_names, unused_sections
+from hpcdist.config.schema.declaration import Trainer, find_trainer, trainer_names, unused_sections
 from hpcdist.config.schema.describe import all_keys, describe
 from hpcdist.config.schema.elastic import ElasticConfig, division_problems, largest_world_size, new_run_problems
 from hpcdist.config.schema.exact import exact, type_mismatch
@@ -46,7 +46,6 @@ __all__ = [
     "TrainerConfig",
     "all_keys",
     "cross_check",
-    "default_trainer",
     "describe",
     "division_problems",
     "exact",

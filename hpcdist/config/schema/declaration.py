@@ -24,8 +24,6 @@ def _no_problems(config: Config) -> list[str]:
 class Trainer:
     """A shipped trainer: the attribute `TRAINER` of its package. Its `train` module holds `train(ctx, cfg)`."""
 
-    default_config: str
-    """The shipped config that runs this trainer."""
     section: type | None = None
     """The dataclass of its own config section; the key of the section is the trainer's name."""
     shared_sections: tuple[str, ...] = ()

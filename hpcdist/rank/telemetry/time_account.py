@@ -104,11 +104,6 @@ class TimeAccount:
         """Whether the current step was done by an earlier attempt."""
         return self._cause == "redone"
 
-    @property
-    def is_training(self) -> bool:
-        """Whether the current time is `compute`."""
-        return self._cause == "compute"
-
     def _switch(self, cause: Cause, now: float) -> None:
         before, since = self._cause, self._since
         self._seconds[before] += now - since

@@ -28,6 +28,4 @@ def _check_host(config: Config) -> list[str]:
     ]
 
 
-TRAINER = Trainer(
-    default_config="bench_comm", section=CommConfig, check=_check, check_host=_check_host, is_benchmark=True
-)
+TRAINER = Trainer(section=CommConfig, check=_check, check_host=_check_host, is_benchmark=True)

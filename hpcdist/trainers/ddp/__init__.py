@@ -11,7 +11,6 @@ def _check(config: Config) -> list[str]:
 
 
 TRAINER = Trainer(
-    default_config="ddp_digits",
     shared_sections=("model", "data", "optim", "schedule", "precision"),
     check=_check,
     is_elastic=True,

@@ -23,7 +23,6 @@ def _check_host(config: Config) -> list[str]:
 
 
 TRAINER = Trainer(
-    default_config="hybrid_clicks",
     section=HybridConfig,
     shared_sections=("optim",),
     roles={"trainer": 2, "parameter_server": 2},

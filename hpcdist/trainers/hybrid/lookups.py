@@ -38,7 +38,6 @@ class Units:
         firsts: start of each unit in `bags`; None if each unit is part of one bag.
     """
 
-    num_bags: int
     rows: list[Tensor]
     offsets: list[Tensor] | None
     counts: list[int]
@@ -79,7 +78,6 @@ def rows_as_units(rows: Tensor, offsets: Tensor, starts: Sequence[int]) -> Units
     # Sorted rows are ordered by server. Sorted by bag again, they are the units of each bag.
     unit = torch.arange(len(found.rows)).repeat_interleave(found.firsts.diff())
     return Units(
-        num_bags=len(offsets) - 1,
         rows=[part - start for part, start in zip(found.rows.split(counts), starts, strict=False)],
         offsets=None,
         counts=counts,
@@ -110,7 +108,6 @@ def sums_as_units(rows: Tensor, offsets: Tensor, starts: Sequence[int]) -> Units
     of_unit = torch.cat(bags)
     found = None if is_whole else Coalesced.of(of_unit, torch.arange(len(of_unit)))
     return Units(
-        num_bags=num_bags,
         rows=own_rows,
         offsets=own_offsets,
         counts=counts,

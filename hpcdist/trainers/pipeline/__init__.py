@@ -34,7 +34,6 @@ def _check(config: Config) -> list[str]:
 
 
 TRAINER = Trainer(
-    default_config="pipeline_resnet50",
     section=PipelineConfig,
     shared_sections=("model", "data", "optim", "schedule"),
     roles={"stage": 2},

@@ -6,7 +6,6 @@ from hpcdist.config.schema import Trainer
 from hpcdist.trainers.rl.schema import RlConfig
 
 TRAINER = Trainer(
-    default_config="rl_cartpole",
     section=RlConfig,
     shared_sections=("optim", "schedule"),
     roles={"agent": 1, "observer": 2},

@@ -25,14 +25,12 @@ class Rollout(NamedTuple):
     truncated: Tensor  #: bool [T, n]
     valid: Tensor  #: bool [T, n]
     returns: Tensor  #: float64 [episodes], full returns of the episodes that ended in this rollout
-    lengths: Tensor  #: int64 [episodes]
 
     @classmethod
     def join(cls, rollouts: Sequence[Rollout]) -> Rollout:
         """Join rollouts along the environments, in the given order."""
-        episodes = ("returns", "lengths")
         fields = zip(cls._fields, zip(*rollouts, strict=True), strict=True)
-        return cls(**{name: torch.cat(parts, dim=0 if name in episodes else 1) for name, parts in fields})
+        return cls(**{name: torch.cat(parts, dim=0 if name == "returns" else 1) for name, parts in fields})
 
 
 def random_numbers(seed: int, *stream: int) -> np.random.Generator:
@@ -51,7 +49,6 @@ class Collector:
         self._problem, self._seed, self._index = problem, seed, index
         self._envs = make_environments(problem, num_envs, random_numbers(seed, 0, index, 0))
         self._returns = np.zeros(num_envs)
-        self._lengths = np.zeros(num_envs, np.int64)
 
     def collect(
         self, number: int, num_steps: int, infer: Callable[[Floats], Floats], log_std: Tensor | None = None
@@ -89,22 +86,20 @@ class Collector:
             observations[t + 1], rewards[t], terminated[t], truncated[t] = envs.step(problem.to_env(actions[t]))
         ends = terminated | truncated
         returns, self._returns = _per_episode(self._returns + np.cumsum(rewards, axis=0, dtype=np.float64), ends)
-        lengths, self._lengths = _per_episode(self._lengths + np.cumsum(valid, axis=0), ends)
         log_probs, _ = log_prob(torch.from_numpy(outputs), torch.from_numpy(actions), log_std)
-        further = (rewards, terminated, truncated, valid, returns, lengths)
+        further = (rewards, terminated, truncated, valid, returns)
         return Rollout(
             torch.from_numpy(observations), torch.from_numpy(actions), log_probs, *map(torch.from_numpy, further)
         )
 
     def state(self) -> dict[str, Any]:
         """Return the state for `load_state`."""
-        returns, lengths = torch.from_numpy(self._returns.copy()), torch.from_numpy(self._lengths.copy())
-        return {"envs": self._envs.state(), "returns": returns, "lengths": lengths}
+        return {"envs": self._envs.state(), "returns": torch.from_numpy(self._returns.copy())}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a state, so that the next rollout is the same as without an interruption."""
         self._envs.load_state(state["envs"])
-        self._returns, self._lengths = state["returns"].numpy().copy(), state["lengths"].numpy().copy()
+        self._returns = state["returns"].numpy().copy()
 
 
 def _per_episode(sums: NDArray[Any], ends: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any]]:

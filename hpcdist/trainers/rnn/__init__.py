@@ -6,7 +6,6 @@ from hpcdist.config.schema import Trainer
 from hpcdist.trainers.rnn.schema import RnnConfig
 
 TRAINER = Trainer(
-    default_config="rnn_lm",
     section=RnnConfig,
     shared_sections=("optim", "schedule"),
     roles={"trainer": 1, "parameter_server": 1},

@@ -172,13 +172,13 @@ def test_rollout_marks_resets_as_invalid_and_keeps_last_observations() -> None:
     assert first.terminated[:, 0].tolist() == [False, False, True, False, False]
     assert first.rewards[:, 0].tolist() == [1, 2, 3, 0, 1]
     assert first.observations[:, 0, 0].tolist() == [0, 1, 2, 3, 0, 1]
-    assert (first.returns.tolist(), first.lengths.tolist()) == ([6.0, 6.0], [3, 3])
+    assert first.returns.tolist() == [6.0, 6.0]
     # The episode and its return continue in the next rollout; the time limit of six steps truncates it.
     second = collector.collect(1, 8, never_end)
     assert second.observations[:, 1, 0].tolist() == [1, 2, 3, 4, 5, 6, 0, 1, 2]
     assert second.truncated[:, 1].tolist() == [False] * 4 + [True] + [False] * 3
     assert not second.terminated.any()
-    assert (second.returns.tolist(), second.lengths.tolist()) == ([21.0, 21.0], [6, 6])
+    assert second.returns.tolist() == [21.0, 21.0]
 
 
 def test_return_of_an_episode_has_its_own_rewards_only() -> None:
@@ -206,7 +206,7 @@ def test_return_of_an_episode_has_its_own_rewards_only() -> None:
     assert sorted(pieces) == sorted(expected)
     # Joined rollouts keep the returns of each observer.
     zeros = torch.zeros(1, 1)
-    one, two = (Rollout(*[zeros] * 7, torch.tensor([value]), torch.tensor([1])) for value in (3.0, 4.0))
+    one, two = (Rollout(*[zeros] * 7, torch.tensor([value])) for value in (3.0, 4.0))
     assert Rollout.join([one, two]).returns.tolist() == [3.0, 4.0]
 
 
