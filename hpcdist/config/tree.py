@@ -27,6 +27,11 @@ def leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tup
             yield path, value
 
 
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of nested mappings by dotted key."""
+    return {".".join(path): value for path, value in leaves(tree)}
+
+
 def parse_value(raw: str) -> Any:
     """Return the value of an override, read as OmegaConf reads YAML (`3e-4` is a number); invalid YAML is text."""
     try:

@@ -16,7 +16,7 @@ import yaml
 from hpcdist.config.document import check_bounds, read_text
 from hpcdist.config.redaction import REDACTED, REDACTED_NUMBER, is_redacted, redact_text, redact_tree
 from hpcdist.config.schema import Config, to_tree
-from hpcdist.config.tree import insert, leaves, parse_value
+from hpcdist.config.tree import flat, insert, leaves, parse_value
 from hpcdist.errors import ConfigError
 from hpcdist.files import formats
 
@@ -73,7 +73,7 @@ def redacted(config: Config) -> dict[str, Any]:
 
 def flat_values(config: Config) -> dict[str, Any]:
     """Return the redacted values of a config by dotted key."""
-    return {".".join(path): value for path, value in leaves(redacted(config))}
+    return flat(redacted(config))
 
 
 def redacted_argument(text: str) -> str:

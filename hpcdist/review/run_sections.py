@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.config.redaction import redact_text
-from hpcdist.config.tree import leaves
+from hpcdist.config.tree import flat
 from hpcdist.diagnostics.explain import JOB_ENDS, Finding, explain_failure
 from hpcdist.files import retry
 from hpcdist.files.atomic import read_json
@@ -178,7 +178,7 @@ def read_environment(run: RunDir) -> dict[str, str]:
 
 def flat_texts(tree: Mapping[str, Any]) -> dict[str, str]:
     """Return the values of a tree as text by dotted key, without passwords in addresses."""
-    return {".".join(path): text_of(value) for path, value in leaves(tree)}
+    return {key: text_of(value) for key, value in flat(tree).items()}
 
 
 def text_of(value: Any) -> str:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from hpcdist.config.schema import Config, find_trainer
-from hpcdist.config.tree import leaves
-from hpcdist.config.written import plain_tree, redacted, run_yaml, secrets_of
+from hpcdist.config.tree import flat
+from hpcdist.config.written import flat_values, plain_tree, run_yaml, secrets_of
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.files import retry
 from hpcdist.files.atomic import fsync_folder, read_json, write_atomic
@@ -38,7 +38,7 @@ def check(run: RunDir, config: Config) -> None:
     step = newest_step(run)
     if step is None:
         return
-    before, after = _flat(plain_tree(run.config)), _flat(redacted(config))
+    before, after = flat(plain_tree(run.config)), flat_values(config)
     target, new_target = before.get("trainer.target"), after["trainer.target"]
     trainer = find_trainer(str(target))
     if config.trainer.script or trainer is None or not trainer.fixed_keys:
@@ -62,7 +62,7 @@ def propose(run: RunDir, config: Config) -> None:
     # The secrets of the old config may be needed again.
     secret_file.keep(run, {**secret_file.kept(run), **secrets_of(config)})
     text = run_yaml(config)
-    if _flat(plain_tree(run.config)) == _flat(redacted(config)):
+    if flat(plain_tree(run.config)) == flat_values(config):
         drop(run)
     elif run.read_state().attempt == 0:
         write_atomic(run.config, text, durable=True)
@@ -105,14 +105,10 @@ def adopt(run: RunDir) -> None:
 
 def _changed(run: RunDir) -> str:
     try:
-        keys = _differing(_flat(plain_tree(run.config)), _flat(plain_tree(run.next_config)))
+        keys = _differing(flat(plain_tree(run.config)), flat(plain_tree(run.next_config)))
     except HpcdistError:
         keys = []
     return ", ".join(keys[:_SHOWN_KEYS]) + (" …" if len(keys) > _SHOWN_KEYS else "") or "config"
-
-
-def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {".".join(path): value for path, value in leaves(tree)}
 
 
 def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

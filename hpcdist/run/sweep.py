@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.config.schema import Config
-from hpcdist.config.tree import leaves, parse_value
-from hpcdist.config.written import redacted
+from hpcdist.config.tree import parse_value
+from hpcdist.config.written import flat_values, redacted
 from hpcdist.errors import ConfigError
 from hpcdist.run.origin import Origin
 
@@ -182,8 +182,10 @@ def _walk(tree: Any, key: str) -> Any:
 
 
 def _base(config: Config, keys: Sequence[str]) -> dict[str, Any]:
-    flat = {".".join(path): value for path, value in leaves(redacted(config))}
-    return {name: value for name, value in flat.items() if not any(_covers(key, name) for key in (*_MAY_CHANGE, *keys))}
+    not_shared = (*_MAY_CHANGE, *keys)
+    return {
+        name: value for name, value in flat_values(config).items() if not any(_covers(key, name) for key in not_shared)
+    }
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

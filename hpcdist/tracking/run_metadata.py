@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpcdist.config.schema import unused_sections
-from hpcdist.config.tree import leaves
+from hpcdist.config.tree import flat
 from hpcdist.config.written import plain_tree
 from hpcdist.errors import ConfigError, TrackingError
 from hpcdist.files.atomic import read_json
@@ -44,14 +44,10 @@ def read_config(run: RunDir) -> dict[str, Any]:
         raise TrackingError(f"{error}: a run cannot be uploaded without its config") from error
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flatten(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield dotted keys and values as text; lists are JSON."""
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{name}.")
-        else:
-            yield name, value if isinstance(value, str) else json.dumps(value, default=str)
+    for key, value in flat(tree).items():
+        yield key, value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def params(config: Mapping[str, Any]) -> dict[str, str]:
@@ -112,8 +108,7 @@ def run_name(run: RunDir, config: Mapping[str, Any]) -> str:
     origin = read_origin(run) if is_generated(run.name) else None
     if origin is None:
         return run.name
-    values = {".".join(path): value for path, value in leaves(config)}
-    differing = {key: item.after for key, item in overrides(origin, values).items() if affects_results(key)}
+    differing = {key: item.after for key, item in overrides(origin, flat(config)).items() if affects_results(key)}
     shown = label({key: differing[key] for key in list(differing)[:_NAMED_OVERRIDES]})
     more = f" +{len(differing) - _NAMED_OVERRIDES}" * (len(differing) > _NAMED_OVERRIDES)
     end = f"{more} ({run.name})"
