@@ -1,14 +1,13 @@
 """Slurm's compressed lists, expanded without Slurm: `rack[1-2]-n[08-11]` and `2(x3),1`.
 
 Ranks in a container have no `scontrol show hostnames`, so the grammar of Slurm's `src/common/hostlist.c`
-is parsed here. Malformed text that Slurm ignores (an unclosed bracket, an empty name) raises an error. Two forms
-that Slurm does not accept are supported: text after the last bracket (`n[1-3]-ib`), and nested brackets
-(`a[1-2,b[3-4]]` is a1, a2, ab3, ab4)::
+is parsed here. Malformed text that Slurm ignores (an unclosed bracket, an empty name) raises an error. Text after the
+last bracket (`n[1-3]-ib`), which Slurm does not accept, is supported::
 
     names  := name ("," name)*
     name   := (TEXT | group)+                   TEXT: letters, digits, "-", "_", "."
     group  := "[" choice ("," choice)* "]"
-    choice := NUMBER | NUMBER "-" NUMBER | a name that holds a group
+    choice := NUMBER | NUMBER "-" NUMBER
 
 Groups multiply, the rightmost fastest; a range keeps the width of its first number.
 """
@@ -24,11 +23,8 @@ MAX_HOSTS = 1_000_000
 """A nodelist with more names is rejected before memory is allocated for them."""
 
 _MAX_NAME_LENGTH = 255  # DNS allows no longer name
-_MAX_DEPTH = 8
-_TEXT = re.compile(r"[A-Za-z0-9._-]+")
-_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?(?=[,\]])")
-_CHOICE_HEAD = re.compile(r"[^,\[\]]*")
-_LOOKS_LIKE_RANGE = re.compile(r"[0-9]+-[0-9]+")
+_PART = re.compile(r"(?P<text>[A-Za-z0-9._-]+)|\[(?P<choices>[^\[\]]*)\]")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _TASKS = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,8})\))?")
 
 
@@ -38,7 +34,21 @@ def expand(nodelist: str) -> list[str]:
     Raises TopologyError for malformed text, with the position (counted from 1) and the problem, and for more
     than `MAX_HOSTS` names.
     """
-    return _NodelistParser(nodelist).parse()
+    if not nodelist:
+        raise TopologyError("the nodelist is empty; give at least one node name")
+    hosts: list[str] = []
+    start = 0
+    while True:
+        names, end = _names(nodelist, start)
+        if any(name.startswith("-") for name in names):  # would be an option on a command line
+            _fail(nodelist, start, "a node name cannot begin with '-'")
+        _check_count(nodelist, start, len(hosts) + len(names))
+        hosts.extend(names)
+        if end == len(nodelist):
+            return hosts
+        if nodelist[end] != ",":
+            _fail(nodelist, end, "']' without '['")
+        start = end + 1
 
 
 def expand_tasks(text: str) -> list[int]:
@@ -61,98 +71,50 @@ def expand_tasks(text: str) -> list[int]:
     return counts
 
 
-class _NodelistParser:
-    """Recursive descent over `text`; `pos` is the next character to read."""
+def _names(nodelist: str, start: int) -> tuple[list[str], int]:
+    """Return text and groups up to a comma, a closing bracket or the end, multiplied out, and the end's position."""
+    names, end = [""], start
+    while end < len(nodelist) and nodelist[end] not in ",]":
+        part = _PART.match(nodelist, end)
+        if part is None:
+            bracket = nodelist[end] == "["
+            _fail(nodelist, end, "'[' without ']'" if bracket else f"{nodelist[end]!r} is not allowed in a node name")
+        found = [part["text"]] if part["text"] else _numbers(nodelist, end, part["choices"])
+        _check_count(nodelist, start, len(names) * len(found))
+        if max(map(len, names)) + max(map(len, found)) > _MAX_NAME_LENGTH:
+            _fail(nodelist, start, f"a node name of more than {_MAX_NAME_LENGTH} characters begins here")
+        names = [left + right for left in names for right in found]
+        end = part.end()
+    if end == start:
+        _fail(nodelist, start, "a node name is missing")
+    return names, end
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.pos = 0
 
-    def parse(self) -> list[str]:
-        if not self.text:
-            raise TopologyError("the nodelist is empty; give at least one node name")
-        hosts: list[str] = []
-        while True:
-            start = self.pos
-            names = self.name(depth=0)
-            if any(name.startswith("-") for name in names):  # would be an option on a command line
-                self.fail("a node name cannot begin with '-'", start)
-            self.check_count(len(hosts) + len(names), start)
-            hosts.extend(names)
-            if self.pos == len(self.text):
-                return hosts
-            if self.peek() != ",":
-                self.fail("']' without '['", self.pos)
-            self.pos += 1
-
-    def name(self, depth: int) -> list[str]:
-        """Text and groups up to a comma, a closing bracket or the end, multiplied out."""
-        start = self.pos
-        names = [""]
-        while self.peek() not in ("", ",", "]"):
-            part = self.group(depth + 1) if self.peek() == "[" else self.literal()
-            self.check_count(len(names) * len(part), start)
-            if max(map(len, names)) + max(map(len, part)) > _MAX_NAME_LENGTH:
-                self.fail(f"a node name of more than {_MAX_NAME_LENGTH} characters begins here", start)
-            names = [left + right for left in names for right in part]
-        if self.pos == start:
-            self.fail("a node name is missing", start)
-        return names
-
-    def literal(self) -> list[str]:
-        match = _TEXT.match(self.text, self.pos)
+def _numbers(nodelist: str, start: int, choices: str) -> list[str]:
+    """Return the numbers of the group that begins at `start`; a range keeps the width of its first number."""
+    numbers: list[str] = []
+    place = start + 1
+    for choice in choices.split(","):
+        match = _RANGE.fullmatch(choice)
         if match is None:
-            self.fail(f"{self.peek()!r} is not allowed in a node name", self.pos)
-        self.pos = match.end()
-        return [match[0]]
-
-    def group(self, depth: int) -> list[str]:
-        start = self.pos
-        if depth > _MAX_DEPTH:
-            self.fail(f"brackets are nested deeper than {_MAX_DEPTH}", start)
-        if self.text.find("]", start) < 0:
-            self.fail("'[' without ']'", start)
-        choices: list[str] = []
-        while self.peek() != "]":
-            self.pos += 1  # past the bracket, or past the comma between two choices
-            choice = self.choice(depth)
-            self.check_count(len(choices) + len(choice), start)
-            choices.extend(choice)
-            if self.peek() == "":
-                self.fail("'[' without ']'", start)
-        self.pos += 1
-        return choices
-
-    def choice(self, depth: int) -> list[str]:
-        start = self.pos
-        match = _RANGE.match(self.text, start)
-        if match is None:
-            return self.nested_name(depth)
-        self.pos = match.end()
+            _fail(nodelist, place, f"expected a number or a range like 1-3, got {shortened(choice)!r}")
         low, high = int(match[1]), int(match[2] or match[1])
         if high < low:
-            self.fail(f"the range {match[0]} runs backwards", start)
-        self.check_count(high - low + 1, start)
-        width = len(match[1])
-        return [f"{number:0{width}d}" for number in range(low, high + 1)]
+            _fail(nodelist, place, f"the range {choice} runs backwards")
+        _check_count(nodelist, place, high - low + 1)
+        _check_count(nodelist, start, len(numbers) + high - low + 1)
+        numbers.extend(f"{number:0{len(match[1])}d}" for number in range(low, high + 1))
+        place += len(choice) + 1
+    return numbers
 
-    def nested_name(self, depth: int) -> list[str]:
-        head = _CHOICE_HEAD.match(self.text, self.pos)
-        assert head is not None, "the pattern also matches nothing"
-        # "1-2[3-4]" is ambiguous: a range, or the name "1-23".
-        if self.text[head.end() : head.end() + 1] != "[" or _LOOKS_LIKE_RANGE.fullmatch(head[0]):
-            self.fail(f"expected a number or a range like 1-3, got {shortened(head[0])!r}", self.pos)
-        return self.name(depth)
 
-    def peek(self) -> str:
-        return self.text[self.pos : self.pos + 1]
+def _check_count(nodelist: str, place: int, num_hosts: int) -> None:
+    if num_hosts > MAX_HOSTS:
+        _fail(nodelist, place, f"more than {MAX_HOSTS:,} names")
 
-    def check_count(self, num_hosts: int, pos: int) -> None:
-        if num_hosts > MAX_HOSTS:
-            self.fail(f"more than {MAX_HOSTS:,} names", pos)
 
-    def fail(self, problem: str, pos: int) -> NoReturn:
-        raise TopologyError(
-            f"nodelist {shortened(self.text)!r}, character {pos + 1}: {problem}; "
-            "expected a form like n1,n[2-4],rack[1-2]-n[08-11]"
-        )
+def _fail(nodelist: str, place: int, problem: str) -> NoReturn:
+    raise TopologyError(
+        f"nodelist {shortened(nodelist)!r}, character {place + 1}: {problem}; "
+        "expected a form like n1,n[2-4],rack[1-2]-n[08-11]"
+    )

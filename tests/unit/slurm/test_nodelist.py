@@ -28,9 +28,6 @@ from hpcdist.slurm.nodelist import MAX_HOSTS, expand, expand_tasks
         ("[1-2]n", "1n 2n"),
         ("n[5-5]", "n5"),
         ("n2,n2", "n2 n2"),
-        ("a[1-2,b[3-4]]", "a1 a2 ab3 ab4"),
-        ("a[b-c[3-4]-ib,7]", "ab-c3-ib ab-c4-ib a7"),
-        ("a[[1-2],3]", "a1 a2 a3"),
     ],
 )
 def test_nodelist_is_expanded_in_order(nodelist: str, hosts: str) -> None:
@@ -55,7 +52,7 @@ def test_nodelist_is_expanded_in_order(nodelist: str, hosts: str) -> None:
         ("n[1-2-3]", "expected a number or a range like 1-3, got '1-2-3'"),
         ("n[1:3]", "expected a number or a range like 1-3, got '1:3'"),
         ("n[²]", "expected a number or a range like 1-3, got '²'"),
-        ("n[1-2[3-4]]", "character 3: expected a number or a range like 1-3, got '1-2'"),
+        ("n[1-2[3-4]]", "character 2: '[' without ']'"),
         ("n[" + "9" * 30 + "]", "expected a number or a range like 1-3, got '999"),
         ("n1,,n2", "character 4: a node name is missing"),
         ("n1,", "character 4: a node name is missing"),
@@ -65,10 +62,8 @@ def test_nodelist_is_expanded_in_order(nodelist: str, hosts: str) -> None:
         ("ok,-oProxyCommand", "character 4: a node name cannot begin with '-'"),
         ("n[1-99999999999]", "character 3: more than 1,000,000 names"),
         ("n[1-1000]-[1-1001]", "character 1: more than 1,000,000 names"),
-        ("a[b[1-1001]c[1-1000]]", "character 3: more than 1,000,000 names"),
         ("a[1-600000],b[1-600000]", "character 13: more than 1,000,000 names"),
         ("n[1-600000,700000-1300000]", "character 2: more than 1,000,000 names"),
-        ("[" * 99 + "1" + "]" * 99, "character 9: brackets are nested deeper than 8"),
         ("x" * 250 + "[1000001-1000002]", "character 1: a node name of more than 255 characters begins here"),
     ],
 )
