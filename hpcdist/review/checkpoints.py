@@ -53,11 +53,12 @@ def _read(path: Path, step: int) -> CheckpointFacts | None:
         return None
     metrics = manifest.get("metrics")
     named = metrics.items() if isinstance(metrics, dict) else ()
-    values = {name: number for name, value in named if (number := _number(value)) is not None}
-    return CheckpointFacts(path=path, step=step, created=_number(manifest.get("created")), metrics=values)
+    values = {name: number for name, value in named if (number := finite_number(value)) is not None}
+    return CheckpointFacts(path=path, step=step, created=finite_number(manifest.get("created")), metrics=values)
 
 
-def _number(value: Any) -> float | None:
+def finite_number(value: Any) -> float | None:
+    """Return a number of a manifest as float; None for NaN, infinity and anything else."""
     if type(value) not in (int, float) or abs(value) > sys.float_info.max or math.isnan(value):
         return None
     return float(value)

@@ -5,15 +5,14 @@ Symbolic links are followed inside the run folder only, see `leaves_folder`.
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hpcdist.config.schema import CheckpointConfig
 from hpcdist.files import retry
-from hpcdist.files.atomic import read_json
 from hpcdist.files.ownership import stays_inside
+from hpcdist.review.checkpoints import best_checkpoint, read_checkpoints
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
 
@@ -129,26 +128,9 @@ def _hang_reports(attempt: Attempt) -> Iterator[Path]:
 def checkpoints(run: RunDir, config: Mapping[str, Any]) -> Iterator[Artifact]:
     """Yield the newest checkpoint as `checkpoints/final` and the best one as `checkpoints/best`."""
     section = config.get("checkpoint") or {}
-    name = section.get("monitor", "eval/accuracy")
-    sign = -1.0 if section.get("monitor_mode") == "min" else 1.0
-    complete = [
-        (path, manifest)
-        for path in sorted(run.checkpoints.glob("step-*"), key=lambda path: (len(path.name), path.name))
-        if (manifest := read_json(path / "manifest.json")) is not None
-    ]
+    complete = read_checkpoints(run)
     if complete:
-        newest = complete[-1][0]
-        yield Artifact(newest, "checkpoints/final", fingerprint(newest))
-    scores = [(sign * value, path) for path, manifest in complete if (value := score_of(manifest, name)) is not None]
-    if scores:
-        best = max(reversed(scores), key=lambda item: item[0])[1]  # the newest of equal ones
-        yield Artifact(best, "checkpoints/best", fingerprint(best))
-
-
-def score_of(manifest: Mapping[str, Any], name: str) -> float | None:
-    """Return a metric of a checkpoint's manifest; None if it has no such number."""
-    metrics = manifest.get("metrics")
-    value = metrics.get(name) if isinstance(metrics, dict) else None
-    if not isinstance(value, (int, float)) or abs(value) > sys.float_info.max:
-        return None
-    return None if math.isnan(value) else float(value)
+        yield Artifact(complete[-1].path, "checkpoints/final", fingerprint(complete[-1].path))
+    monitor = section.get("monitor", CheckpointConfig.monitor)
+    if (best := best_checkpoint(complete, monitor, section.get("monitor_mode", "max"))) is not None:
+        yield Artifact(best.path, "checkpoints/best", fingerprint(best.path))

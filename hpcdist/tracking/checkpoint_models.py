@@ -18,8 +18,9 @@ from hpcdist.errors import TrackingError
 from hpcdist.files import retry
 from hpcdist.files.bounded_json import read_json_value
 from hpcdist.files.ownership import stays_inside
+from hpcdist.review.checkpoints import finite_number
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.artifacts import fingerprint, score_of
+from hpcdist.tracking.artifacts import fingerprint
 from hpcdist.tracking.mlflow_client import MlflowException, entities, is_unsupported, require_id, translated
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.names import clean_metric_name
@@ -113,7 +114,7 @@ def read_checkpoint(folder: Path) -> KeptCheckpoint | None:
     try:
         raw = retry.retry(lambda: read_json_value(path), path)
         files = sorted((str(name), str(one["sha256"]), int(one["bytes"])) for name, one in raw["files"].items())
-        metrics = {clean_metric_name(key): score_of(raw, key) for key in raw["metrics"]}
+        metrics = {clean_metric_name(key): finite_number(value) for key, value in raw["metrics"].items()}
         return KeptCheckpoint(
             folder=folder,
             step=int(raw["step"]),
