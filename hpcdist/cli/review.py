@@ -38,6 +38,7 @@ def ui(
     from hpcdist.run.runs_dir import require_own
     from hpcdist.tracking import links
     from hpcdist.tracking import ui as server
+    from hpcdist.tracking.server.server_process import require_free
     from hpcdist.tracking.uri import choose_uri, sqlite_path
 
     store = tracking_uri or choose_uri(os.environ, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir)
@@ -50,7 +51,7 @@ def ui(
     if (database := sqlite_path(store)) is not None:
         require_own(database, "the database")
     server.require_app()
-    server.require_port(port)
+    require_free(server.HOST, port, "--port")  # a link to a server of another user would give that user the token
     token, file = server.make_token(port, os.environ)
     address = f"http://{server.HOST}:{port}"
     print(f"all experiments: {address}/?token={token}")

@@ -77,7 +77,7 @@ def up(
             raise UserMistake(
                 f"a server runs already: {before.address}, process {before.pid}; end it with `down` first"
             )
-        server_process.require_free(host, port)
+        server_process.require_free(host, port, "--port and --host")
         uri = place.choose_store(store, os.environ)
         schemas = database_schema.read_schemas(uri, os.environ)
         for line in database_schema.require_consent(schemas, uri, migrate):

@@ -17,21 +17,6 @@ HOST = "127.0.0.1"
 APP = "hpcdist-token"
 
 
-def require_port(port: int) -> None:
-    """Raise UserMistake when `port` cannot be bound.
-
-    Checked before a link is printed: a link to a port of another user's server would give that user the token.
-    """
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            raise UserMistake(
-                f"port {port} of {HOST} cannot be used ({error.strerror}): choose another one with --port"
-            ) from error
-
-
 def require_app() -> None:
     """Raise UserMistake when the installed package does not declare the token check to MLflow."""
     if not entry_points(group="mlflow.app", name=APP):

@@ -150,8 +150,8 @@ def end(record: ServerRecord, report: Callable[[str], None]) -> bool:
     return True
 
 
-def require_free(host: str, port: int) -> None:
-    """Raise UserMistake when the port of an address cannot be bound."""
+def require_free(host: str, port: int, options: str) -> None:
+    """Raise UserMistake when the port of an address cannot be bound; `options` are those that choose others."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family) as probe:
@@ -159,5 +159,5 @@ def require_free(host: str, port: int) -> None:
             probe.bind((host, port))
     except OSError as error:
         raise UserMistake(
-            f"port {port} of {host} cannot be used ({error.strerror}): choose others with --port and --host"
+            f"port {port} of {host} cannot be used ({error.strerror}): choose others with {options}"
         ) from error

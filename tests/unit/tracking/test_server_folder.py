@@ -191,12 +191,12 @@ def test_used_port_and_foreign_folder_are_mistakes(folder: ServerFolder, tmp_pat
         with pytest.raises(
             UserMistake, match=rf"port {port} of 127\.0\.0\.1 cannot be used \(Address already in use\)"
         ):
-            server_process.require_free("127.0.0.1", port)
+            server_process.require_free("127.0.0.1", port, "--port")
     # An address for documentation (RFC 5737), which no machine has.
     with pytest.raises(
         UserMistake, match=r"port 5000 of 203\.0\.113\.7 cannot be used \(.+\): choose others with --port"
     ):
-        server_process.require_free("203.0.113.7", 5000)
+        server_process.require_free("203.0.113.7", 5000, "--port and --host")
     with pytest.raises(UserMistake, match="holds no server: start one with `hpcdist server up`, or pass its --folder"):
         command.down(folder=tmp_path)
     with pytest.raises(UserMistake, match="is no name of an account"):
