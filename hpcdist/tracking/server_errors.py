@@ -7,10 +7,11 @@ import re
 import urllib.request
 from http.client import HTTPException
 from importlib.metadata import version
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from hpcdist.errors import UserMistake
 from hpcdist.tracking.credentials import VARIABLES, read_credentials
+from hpcdist.tracking.links import web_address
 
 _STATUS = re.compile(
     r"failed with error code (\d{3}) |too many (\d{3}) error responses|^(\d{3}) (?:Client|Server) Error"
@@ -128,9 +129,7 @@ def _no_endpoint(status: int, uri: str) -> str:
 def _server_version(uri: str) -> str:
     """Return the version of the MLflow server at an address; empty if none answers."""
     try:
-        parts = urlsplit(uri)
-        root = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/")
-        with urllib.request.urlopen(f"{root}/version", timeout=_VERSION_S) as answer:  # noqa: S310 (an HTTP address)
+        with urllib.request.urlopen(f"{web_address(uri)}/version", timeout=_VERSION_S) as answer:  # noqa: S310 (HTTP)
             text = answer.read(100).decode(errors="replace").strip()
     except (OSError, ValueError, HTTPException):
         return ""

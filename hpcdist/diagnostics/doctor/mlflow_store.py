@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from importlib import metadata
 from pathlib import Path
-from urllib.parse import unquote, urlsplit, urlunsplit
 
-from hpcdist.errors import shortened
+from hpcdist.errors import UserMistake, shortened
 from hpcdist.machine import storage
 from hpcdist.machine.check import Check, note, ok, warning
+from hpcdist.tracking.credentials import VARIABLES, Credentials, read_credentials
+from hpcdist.tracking.links import web_address
 
 #: A server on the same continent answers faster.
 SERVER_TIMEOUT_S = 3.0
@@ -87,7 +88,11 @@ def _client() -> list[Check]:
 
 
 def _server(found: MlflowStore, env: Mapping[str, str]) -> list[Check]:
-    root, headers = _address(found.uri, env)
+    try:
+        credentials = read_credentials(found.uri, env)
+    except UserMistake as mistake:
+        return [warning("server", str(mistake))]
+    root, headers = web_address(found.uri), _headers(credentials)
     is_up = False
     try:
         _get(f"{root}/health", {})
@@ -96,7 +101,7 @@ def _server(found: MlflowStore, env: Mapping[str, str]) -> list[Check]:
         version = " ".join(_get(f"{root}/version", headers).split())
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
-            return [_refused(found, env, error.code, known=bool(headers))]
+            return [_refused(found, credentials, error.code)]
         if is_up:
             text = f"{found.shown} is up, but does not list experiments (answer {error.code}): {_LATER}"
             return [warning("server", text, "see the server's log")]
@@ -124,29 +129,19 @@ def _get(url: str, headers: Mapping[str, str]) -> str:
         return str(answer.read(10_000).decode(errors="replace"))
 
 
-def _address(uri: str, env: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """Return the URI without user and password, and MLflow's header for them; those in the URI take precedence."""
-    parts = urlsplit(uri)
-    root = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/")
-    user, password = parts.username, parts.password
-    if user is None and (token := env.get("MLFLOW_TRACKING_TOKEN")):
-        return root, {"Authorization": f"Bearer {token}"}
-    if user is None:
-        user, password = env.get("MLFLOW_TRACKING_USERNAME"), env.get("MLFLOW_TRACKING_PASSWORD")
-    if not user or not password:
-        return root, {}
-    raw = f"{unquote(user)}:{unquote(password)}" if parts.username else f"{user}:{password}"
-    return root, {"Authorization": "Basic " + base64.b64encode(raw.encode()).decode()}
+def _headers(own: Credentials) -> dict[str, str]:
+    if own.user:
+        return {"Authorization": "Basic " + base64.b64encode(f"{own.user}:{own.password}".encode()).decode()}
+    return {"Authorization": f"Bearer {own.token}"} if own.token else {}
 
 
-def _refused(found: MlflowStore, env: Mapping[str, str], code: int, *, known: bool) -> Check:
-    if not known:
+def _refused(found: MlflowStore, own: Credentials, code: int) -> Check:
+    if not own.user and not own.token:
         text = f"{found.shown} requires a user and a password (answer {code}): {_LATER}"
-        return warning("server", text, "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
-    who = urlsplit(found.uri).username or env.get("MLFLOW_TRACKING_USERNAME", "the token")
-    text = f"{found.shown} refuses {who} (answer {code}): {_LATER}"
-    fix = "check MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-    return warning("server", text, fix)
+        return warning("server", text, f"export {VARIABLES}")
+    return warning(
+        "server", f"{found.shown} refuses {own.user or 'the token'} (answer {code}): {_LATER}", f"check {own.source}"
+    )
 
 
 # --- databases
