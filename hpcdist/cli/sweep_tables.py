@@ -77,12 +77,12 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
 
 def _last_beat(run: RunDir) -> dict[str, Any]:
     """Return rank 0's last heartbeat with its metrics; empty before the first one."""
+    from hpcdist.cli.render import last_beat
     from hpcdist.errors import RunFolderError
 
     if not os.path.lexists(run.path / "state.json"):
         return {}
     try:
-        state = run.read_state()
-        return (run.attempt(state.attempt).read_beat(0) or {}) if state.attempt else {}
+        return last_beat(run, run.read_state())
     except (RunFolderError, OSError):  # reported in the row of the cell
         return {}

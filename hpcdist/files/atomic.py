@@ -6,12 +6,13 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hpcdist.errors import RunFolderError
 from hpcdist.files import formats, retry
-from hpcdist.files.bounded_json import read_json_value
+from hpcdist.files.bounded_json import parse_json, read_json_value
 
 
 def write_atomic(
@@ -74,6 +75,19 @@ def read_json(path: Path, *, within_s: float | None = None) -> dict[str, Any] | 
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return None
     return formats.unstamped(value, path) if isinstance(value, dict) else None
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects in the complete lines of a file, without damaged lines; empty if the file is missing."""
+    try:
+        lines = retry.retry(path.read_bytes, path).split(b"\n")[:-1]
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return []
+    found = []
+    for line in lines:
+        with suppress(ValueError):
+            found.append(parse_json(line))
+    return [value for value in found if isinstance(value, dict)]
 
 
 def read_if_valid(kind: type[formats.T], path: Path) -> formats.T | None:

@@ -68,11 +68,17 @@ def _owner(folder: Path) -> str:
         number = os.lstat(folder).st_uid
         if number == os.geteuid():  # a link of this user to a folder of another one
             number = os.stat(folder).st_uid
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return f"user {number}"
+        return user_of(number)
     except OSError:
         return "an unknown user"
+
+
+def user_of(uid: int) -> str:
+    """Return the name of a user, or such as `user 1234` if the id has no name, as in some containers."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
 
 
 def stays_inside(path: Path, folder: Path) -> bool:

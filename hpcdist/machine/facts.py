@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpcdist.files.ownership import user_of
 from hpcdist.machine.time_limit import start
 
 #: Prefixes of variables that configure the ranks' communication.
@@ -180,17 +181,8 @@ def listener(port: int) -> str:
             listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
             pid = next((one.pid for one in listening if one.laddr[1:] == (port,)), None)
             program = f"pid {pid} ({_read(f'/proc/{pid}/comm').strip()})" if pid else "a program"
-            return f"{program} of {_user(int(fields[7]))}"
+            return f"{program} of {user_of(int(fields[7]))}"
     return ""
-
-
-def _user(uid: int) -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
 
 
 def _read(path: str) -> str:

@@ -114,7 +114,7 @@ def ends_by_slurm(run: RunDir) -> dict[int, JobStart]:
 
 
 def _read(attempt: Attempt, state: State, *, resumed_at: int | None) -> AttemptFacts:
-    beat, training, times = _beat(attempt), read_training(attempt), _times(attempt)
+    beat, training, times = newest_beat(attempt), read_training(attempt), _times(attempt)
     started = times.began if times is not None else _started(attempt, beat)
     status, cause, ended = (times.status, times.reason, times.ended) if times is not None else ("", "", None)
     is_last = attempt.number >= state.attempt
@@ -175,7 +175,8 @@ def _last_step(attempt: Attempt, beat: Mapping[str, Any] | None) -> int | None:
     return max((step for step in steps if type(step) is int), default=None)
 
 
-def _beat(attempt: Attempt) -> dict[str, Any] | None:
+def newest_beat(attempt: Attempt) -> dict[str, Any] | None:
+    """Return the last heartbeat of rank 0; None if there is none or it cannot be read."""
     try:
         return attempt.read_beat(0)
     except (RunFolderError, OSError):

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.config.schema import find_trainer
-from hpcdist.config.tree import leaves
+from hpcdist.config.tree import flat
 from hpcdist.config.written import plain_tree
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.files.atomic import read_json
-from hpcdist.review.attempts import AttemptFacts, read_attempts
+from hpcdist.review.attempts import AttemptFacts, newest_beat, read_attempts
 from hpcdist.review.checkpoints import CheckpointFacts, best_checkpoint, read_checkpoints
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.origin import Override, overrides, read_origin
@@ -158,7 +158,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
 
 
 def _progress(run: RunDir, attempts: tuple[AttemptFacts, ...]) -> Progress | None:
-    if not attempts or (beat := _beat(run, attempts[-1].number)) is None:
+    if not attempts or (beat := newest_beat(run.attempt(attempts[-1].number))) is None:
         return None
     current = attempts[-1]
     began, elapsed_s = current.first_step or 0, beat["time"] - (current.training_began or current.started)
@@ -176,15 +176,8 @@ def _metrics(run: RunDir, attempts: tuple[AttemptFacts, ...]) -> dict[str, float
     """Return the last values of the metrics of rank 0; a resumed attempt may not have logged all of them yet."""
     found: dict[str, float] = {}
     for attempt in attempts:
-        found |= (_beat(run, attempt.number) or {}).get("metrics", {})
+        found |= (newest_beat(run.attempt(attempt.number)) or {}).get("metrics", {})
     return found
-
-
-def _beat(run: RunDir, number: int) -> dict[str, Any] | None:
-    try:
-        return run.attempt(number).read_beat(0)
-    except (RunFolderError, OSError):
-        return None
 
 
 def _training(run: RunDir) -> TrainingRecord:
@@ -196,7 +189,7 @@ def _training(run: RunDir) -> TrainingRecord:
 
 def _config(run: RunDir) -> dict[str, Any]:
     try:
-        return {".".join(path): value for path, value in leaves(plain_tree(run.config))}
+        return flat(plain_tree(run.config))
     except (ConfigError, RunFolderError):
         return {}
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hpcdist.files import retry
+from hpcdist.files.atomic import read_json_lines
 from hpcdist.files.formats import LARGEST
 from hpcdist.review.causes import CAUSES, Cause
 from hpcdist.run.attempt import Attempt
@@ -128,20 +127,12 @@ def measured_energy(attempt: Attempt, ranks: Iterable[int]) -> dict[str, float]:
 
 def read_phases(attempt: Attempt) -> list[tuple[Phase, float, float]]:
     """Return the recorded phases of rank 0 in order: name of the phase, begin and end, without damaged lines."""
-    try:
-        lines = retry.retry(attempt.phases.read_bytes, attempt.phases).split(b"\n")[:-1]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    found = [phase for line in lines if (phase := _parse_phase(line)) is not None]
+    found = [phase for record in read_json_lines(attempt.phases) if (phase := _parse_phase(record)) is not None]
     return sorted(found, key=lambda phase: phase[1])
 
 
-def _parse_phase(line: bytes) -> tuple[Phase, float, float] | None:
-    try:
-        found: Any = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict) or found.get("cause") not in PHASES:
+def _parse_phase(found: Mapping[str, Any]) -> tuple[Phase, float, float] | None:
+    if found.get("cause") not in PHASES:
         return None
     began, ended = found.get("began", -1.0), found.get("ended", -1.0)
     if not (_is_time(began) and _is_time(ended) and began <= ended):

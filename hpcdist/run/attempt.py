@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -13,13 +12,12 @@ from typing import Any, Literal
 
 from hpcdist.errors import RunFolderError
 from hpcdist.files import formats, retry
-from hpcdist.files.atomic import read_json, write_json
+from hpcdist.files.atomic import read_json, read_json_lines, write_json
 
 KEY_BYTES = 32
 #: Author of the stop request after which the ranks are restarted on more nodes.
 BY_GROWTH = "growth"
 _OUTCOME = re.compile(r"rank-([0-9]{1,9})\.outcome\.json")
-_NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +109,10 @@ class Attempt:
 
     def straggler_events(self) -> list[dict[str, Any]]:
         """Return all straggler events in order, without damaged lines."""
-        try:
-            lines = retry.retry(self.stragglers.read_bytes, self.stragglers).split(b"\n")[:-1]
-        except _NOT_THERE:
-            return []
-        return [found for line in lines if (found := _straggler_event(line)) is not None]
+        texts = ("role", "name", "event", "text")
+        return [
+            event for event in read_json_lines(self.stragglers) if all(isinstance(event.get(key), str) for key in texts)
+        ]
 
     def current_stragglers(self) -> list[str]:
         """Return the last message about each node or rank that is a straggler now, or was at the end."""
@@ -172,14 +169,3 @@ def _is_beat(found: Mapping[str, Any]) -> bool:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and abs(value) <= formats.LARGEST
-
-
-def _straggler_event(line: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    known = isinstance(found, dict) and all(
-        isinstance(found.get(key), str) for key in ("role", "name", "event", "text")
-    )
-    return found if known else None

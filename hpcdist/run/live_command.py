@@ -17,7 +17,7 @@ from typing import Literal
 
 from hpcdist.errors import RunFolderError
 from hpcdist.files import formats
-from hpcdist.files.atomic import read_json, write_json
+from hpcdist.files.atomic import read_if_valid, read_json, write_json
 from hpcdist.run.attempt import Attempt
 
 Action = Literal["save", "profile"]
@@ -72,12 +72,7 @@ def write_result(attempt: Attempt, number: int, rank: int, result: CommandResult
 
 def read_result(attempt: Attempt, number: int, rank: int) -> CommandResult | None:
     """Return the result of a rank; None if it has not finished, or the file is damaged."""
-    path = attempt.command_result(number, rank)
-    raw = read_json(path)
-    try:
-        return None if raw is None else formats.fill(CommandResult, raw, path)
-    except RunFolderError:
-        return None
+    return read_if_valid(CommandResult, attempt.command_result(number, rank))
 
 
 def outcome_of(

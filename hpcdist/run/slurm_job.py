@@ -14,6 +14,7 @@ from hpcdist.files.formats import LARGEST, fill
 from hpcdist.run.folder import RunDir, read_record
 from hpcdist.slurm import client, job_snapshot
 from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.current_job import job_id_of
 from hpcdist.slurm.job_snapshot import JobRef
 from hpcdist.slurm.nodelist import expand
 
@@ -94,8 +95,7 @@ def record_job_start(run: RunDir, env: Mapping[str, str]) -> None:
     The file holds the job's id and, by the job's restart count, the records of `JobStart`. Accounting completes those
     of earlier starts and of earlier jobs.
     """
-    array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
-    job_id = f"{array}_{task}" if array and task else env["SLURM_JOB_ID"]
+    job_id = job_id_of(env)
     facts = job_snapshot.take_snapshot(JobRef(id=job_id)).info
     if facts is None:
         return
