@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hpcdist.slurm.command_output import parse_count, parse_records, parse_text, parse_time
@@ -67,6 +67,11 @@ class NodeState:
     def has_failed(self) -> bool:
         """Whether the node is down, has failed or does not respond; a drained node that responds has not failed."""
         return self.state.startswith(("down", "fail")) or self.state.endswith("*")
+
+
+def count_nodes(groups: Iterable[NodeGroup]) -> int:
+    """Return the number of nodes in groups."""
+    return sum(group.num_nodes for group in groups)
 
 
 def parse_partitions(partitions: str, nodes: str) -> list[Partition]:

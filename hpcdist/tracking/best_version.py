@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from hpcdist.errors import TrackingError
-from hpcdist.tracking.mlflow_client import MlflowException, entities, is_unsupported, translated
+from hpcdist.tracking.mlflow_client import MlflowException, all_pages, is_unsupported, translated
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.names import clean_metric_name
 
@@ -68,7 +67,7 @@ def _move_once(run: MlflowRun, name: str, metric: str, sign: float) -> bool:
     # The alias is read before the versions: a metric that is written in between is compared.
     holder = str((run.client.get_registered_model(name).aliases or {}).get(ALIAS, ""))
     values = {}
-    for version in _versions(run, name):
+    for version in all_pages(run.client.search_model_versions, f"name = '{name}'", max_results=_PAGE):
         value = _tagged_value(version, metric)
         number = str(version.version)
         if value is None and number == holder and version.run_id:  # registered without hpcdist
@@ -82,15 +81,6 @@ def _move_once(run: MlflowRun, name: str, metric: str, sign: float) -> bool:
         return False
     run.client.set_registered_model_alias(name, ALIAS, best)
     return True
-
-
-def _versions(run: MlflowRun, name: str) -> Iterator[entities.model_registry.ModelVersion]:
-    token = None
-    while True:
-        page = run.client.search_model_versions(f"name = '{name}'", max_results=_PAGE, page_token=token)
-        yield from page
-        if not (token := page.token):
-            return
 
 
 def _tagged_value(version: Any, metric: str) -> float | None:

@@ -21,7 +21,7 @@ from hpcdist.files.ownership import stays_inside
 from hpcdist.review.checkpoints import finite_number
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.artifacts import fingerprint
-from hpcdist.tracking.mlflow_client import MlflowException, entities, is_unsupported, require_id, translated
+from hpcdist.tracking.mlflow_client import MlflowException, all_pages, entities, is_unsupported, require_id, translated
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.names import clean_metric_name
 
@@ -191,17 +191,12 @@ class CheckpointModels:
             del self._done[name]
 
     def _search(self) -> Iterator[entities.LoggedModel]:
-        token = None
-        while True:
-            page = self._mlflow.client.search_logged_models(
-                [self._mlflow.experiment_id],
-                f"source_run_id = '{self._mlflow.run_id}'",
-                max_results=_PAGE,
-                page_token=token,
-            )
-            yield from page
-            if not (token := page.token):
-                return
+        yield from all_pages(
+            self._mlflow.client.search_logged_models,
+            [self._mlflow.experiment_id],
+            f"source_run_id = '{self._mlflow.run_id}'",
+            max_results=_PAGE,
+        )
 
     def _create(self, kept: KeptCheckpoint) -> entities.LoggedModel:
         model = self._mlflow.client.create_logged_model(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -98,6 +98,16 @@ def translated(uri: str) -> Iterator[None]:
 def _reason(error: Exception) -> str:
     text = " ".join(redact_uri(str(error)[:10_000]).split())
     return f"{text[:300]}{'…' if len(text) > 300 else ''}"
+
+
+def all_pages(search: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """Yield the results of all pages of a search of MlflowClient."""
+    token = None
+    while True:
+        page = search(*args, page_token=token, **kwargs)
+        yield from page
+        if not (token := page.token):
+            return
 
 
 def is_unsupported(error: MlflowException) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hpcdist.machine.check import Check, failure, note, ok, warning
 from hpcdist.slurm import client as slurm_client
 from hpcdist.slurm.client import SlurmError
-from hpcdist.slurm.cluster_nodes import NodeGroup, Partition
+from hpcdist.slurm.cluster_nodes import NodeGroup, Partition, count_nodes
 
 #: Commands that `hpcdist submit` and the supervisor need.
 NEEDED = ("sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
@@ -169,7 +169,7 @@ def partition_checks(found: SlurmFacts) -> list[Check]:
 
 
 def _partition(partition: Partition) -> Check:
-    total, up = _count(partition.nodes), _count([group for group in partition.nodes if group.usable])
+    total, up = count_nodes(partition.nodes), count_nodes([group for group in partition.nodes if group.usable])
     state = partition.facts.get("State", "UP")
     shown = [f"{total} node{'s' * (total != 1)}" if up == total else f"{up} of {total} nodes up"]
     if partition.nodes:
@@ -216,7 +216,3 @@ def _duration(text: str) -> str:
     days, hours, minutes = (int(part or 0) for part in match.groups()[:3])
     units = ((days, "day" + "s" * (days != 1)), (hours, "h"), (minutes, "min"))
     return "at most " + " ".join(f"{value} {unit}" for value, unit in units if value)
-
-
-def _count(groups: tuple[NodeGroup, ...] | list[NodeGroup]) -> int:
-    return sum(group.num_nodes for group in groups)

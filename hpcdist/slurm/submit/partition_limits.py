@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hpcdist.config.schema import ClusterConfig
-from hpcdist.slurm.cluster_nodes import NodeGroup, Partition
+from hpcdist.slurm.cluster_nodes import Partition, count_nodes
 from hpcdist.slurm.command_output import parse_memory_mb, parse_minutes
 
 #: A site's default memory below this, per rank, is reported: importing torch takes half of it.
@@ -101,7 +101,7 @@ def _check_size(cluster: ClusterConfig, partition: Partition, findings: Findings
             f"cluster.time_limit_min={cluster.time_limit_min}: partition {name} allows {max_min:g}: lower it;"
             " a longer run saves, requeues itself and continues"
         )
-    total = sum(group.num_nodes for group in nodes)
+    total = count_nodes(nodes)
     most = _max([total], partition.limit("MaxNodes"))
     asked, fewest = _requested(cluster)
     if nodes and fewest > most:
@@ -143,10 +143,10 @@ def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Finding
     ]
     findings.errors += too_large
     asked, fewest = _requested(cluster)
-    if too_large or fewest > _num_nodes(nodes):
+    if too_large or fewest > count_nodes(nodes):
         return
     fitting = [g for g in nodes if g.cpus >= cpus and g.gpus >= cluster.gpus_per_node and g.memory_mb >= (memory or 0)]
-    total, up = _num_nodes(fitting), _num_nodes([group for group in fitting if group.usable])
+    total, up = count_nodes(fitting), count_nodes([group for group in fitting if group.usable])
     if fewest > total:
         findings.errors.append(
             f"{asked}: {total} nodes of partition {name} have the requested hardware: lower the number or the request"
@@ -167,7 +167,3 @@ def _check_default_memory(cluster: ClusterConfig, partition: Partition, cpus: in
 def _max(values: Iterable[int], limit: int | None = None) -> int:
     most = max(values, default=0)
     return most if limit is None else min(most, limit)
-
-
-def _num_nodes(groups: Sequence[NodeGroup]) -> int:
-    return sum(group.num_nodes for group in groups)
