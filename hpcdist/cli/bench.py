@@ -77,6 +77,7 @@ def comm(
     from hpcdist.bench.results import ARTIFACT
     from hpcdist.config.loading import load_config
     from hpcdist.run import create
+    from hpcdist.run.folder import RunDir
 
     on_slurm = on_slurm or cluster is not None
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
@@ -91,7 +92,7 @@ def comm(
         code = submit_run(config, {}, follow=follow, dry_run=dry_run)
     else:
         code = run_here(config, follow=follow, dry_run=dry_run)
-    run = _folder(config)
+    run = RunDir(config.folder)
     if not follow and not dry_run:
         print(f"report after the end of the run: hpcdist bench show {run.name}")
     if dry_run or not follow or not (run.artifacts / ARTIFACT).is_file():
@@ -151,12 +152,6 @@ def _print(run: RunDir, compare: str | None, runs_dir: Path) -> None:
     before = read_results(earlier.artifacts)
     _require_no_differences(earlier, comparing.differences(comparing.facts(results), comparing.facts(before)))
     report.show(terminal, report.compared(results, before, earlier.name, terminal.width))
-
-
-def _folder(config: Config) -> RunDir:
-    from hpcdist.run.folder import RunDir
-
-    return RunDir(Path(config.runs_dir) / config.experiment / config.name)
 
 
 def _require_comparable(name: str, config: Config, *, on_slurm: bool) -> None:

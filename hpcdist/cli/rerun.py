@@ -299,7 +299,7 @@ def _run_here(plan: _Plan, *, follow: bool) -> tuple[RunDir, int]:
 
     config = plan.config
     start, uri = resolve_start(config)
-    show_plan(console(), config, start, Path(config.runs_dir) / config.experiment / config.name, uri, verbose=False)
+    show_plan(console(), config, start, config.folder, uri, verbose=False)
     made = _create(plan, config, "local")
     return made, supervise_here(made, config, start, uri, follow=follow)
 

@@ -112,8 +112,7 @@ def run_here(
     plan, uri = resolve_start(config)
     if found is None and (problems := new_run_problems(config, plan.num_ranks)):
         raise ConfigError(problems)
-    path = Path(config.runs_dir) / config.experiment / config.name
-    show_plan(console(), config, plan, path, uri, verbose=dry_run)
+    show_plan(console(), config, plan, config.folder, uri, verbose=dry_run)
     if plan.device == "cpu" and config.launch.device == "auto":
         in_image = " (docker: --gpus all, podman: --device nvidia.com/gpu=all)" if image_facts(os.environ) else ""
         print(f"no GPU is visible{in_image}: training on CPUs")

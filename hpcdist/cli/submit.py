@@ -119,7 +119,7 @@ def submit_run(
     components = [*filter(None, [note]), *rank_table_lines(config)]
     if dry_run:
         submission_checks.check_config(config, Path.cwd())
-        script, step = render(config, RunDir(Path(config.runs_dir) / config.experiment / config.name), flags)
+        script, step = render(config, RunDir(config.folder), flags)
         print(f"{script}\n# then, in the batch step:\n{comment(step)}\n#\n" + "\n".join(map(comment, components)))
         return 0
     check_submission(config, flags, Path.cwd(), force=force)

@@ -88,7 +88,7 @@ def create_run(
         cwd: folder of the user's code.
         restore: writes the code of another run into the folder, instead of that in `cwd`.
     """
-    run = RunDir.create(Path(config.runs_dir) / config.experiment / config.name)
+    run = RunDir.create(config.folder)
     try:
         write_config(run, config)
         if origin is not None:

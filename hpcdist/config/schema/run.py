@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hpcdist.config.schema.checks import at_least, check, one_line
@@ -82,6 +83,11 @@ class Config:
                 problems.append(f"roles.{role} must be >= 1, got {count}")
         # runs_dir becomes a line of the batch script.
         check(problems + at_least(self, 0, "seed") + one_line(self, "runs_dir"))
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run."""
+        return Path(self.runs_dir) / self.experiment / self.name
 
     def section(self, kind: type[S]) -> S:
         """Return the section of a trainer, such as `cfg.section(RlConfig)`.
