@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -10,6 +11,12 @@ from hpcdist.review.checkpoints import CheckpointFacts
 from hpcdist.review.facts import RunFacts
 from hpcdist.run.runs_dir import DATABASE
 from hpcdist.run.sweep import text_of
+
+#: Maximum length of a line of a command. MLflow's page of a run does not wrap code: a long line moves the section
+#: `About this run` out of the window.
+MAX_LINE = 80
+#: A word of a command with its quotes; an option together with its value.
+_WORD = re.compile(r"""(?:--[\w-]+ (?=[^-]))?(?:'[^']*'|"[^"]*"|\\.|\S)+""")
 
 
 def load_final_model(facts: RunFacts) -> str:
@@ -21,11 +28,14 @@ def load_final_model(facts: RunFacts) -> str:
 
 def load_checkpoint(facts: RunFacts, checkpoint: CheckpointFacts) -> str:
     """Return lines of Python that load the weights of a checkpoint, from MLflow if it has them, or from its folder."""
-    lines, folder = ["from hpcdist.checkpoint.weights import load_weights"], repr(str(checkpoint.path))
     if checkpoint is facts.best and facts.has_uploaded_best:
-        lines.insert(0, "import mlflow")
-        folder = f'mlflow.artifacts.download_artifacts("runs:/{facts.run_id}/checkpoints/best")'
-    return "\n".join([*lines, "", f"state_dict = load_weights({folder})"])
+        lines = ["import mlflow", "from hpcdist.checkpoint.weights import load_weights", ""]
+        lines.append(f'uri = "runs:/{facts.run_id}/checkpoints/best"')
+        lines.append("state_dict = load_weights(mlflow.artifacts.download_artifacts(uri))")
+    else:
+        lines = ["from hpcdist.checkpoint.weights import load_weights", ""]
+        lines += [f"folder = {str(checkpoint.path)!r}", "state_dict = load_weights(folder)"]
+    return "\n".join(lines)
 
 
 def run_again_command(facts: RunFacts) -> str:
@@ -52,6 +62,22 @@ def rerun_command(facts: RunFacts) -> str:
         key, _, value = word.partition("=")
         words += [f"--{key.replace('.', '-').replace('_', '-')}", value]
     return _in_folder(facts, shlex.join(words))
+
+
+def wrapped(command: str) -> str:
+    """Return a command of the shell on lines of at most MAX_LINE characters, unless a single word is longer."""
+    if len(command) <= MAX_LINE:
+        return command
+    lines = [""]
+    for word in _WORD.findall(command):
+        if lines[-1].endswith(" &&"):  # the shell reads on without a backslash
+            lines.append(word)
+        elif lines[-1] and len(lines[-1]) + len(word) + len("  \\") > MAX_LINE and word != "&&":
+            lines[-1] += " \\"
+            lines.append(f"    {word}")
+        else:
+            lines[-1] += f" {word}" if lines[-1] else word
+    return "\n".join(lines)
 
 
 def _location(facts: RunFacts) -> list[str]:

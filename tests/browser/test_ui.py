@@ -92,6 +92,8 @@ def test_start_page_leads_to_all_runs(page: Page, site: Site, screenshots: Path)
 def test_overview_of_a_finished_run_shows_tags_params_and_metrics(page: Page, site: Site) -> None:
     page.goto(site.page_of("finished"))
     expect_status(page, "Finished")
+    # The commands in the description do not widen the page.
+    expect(page.get_by_text("About this run", exact=True)).to_be_in_viewport(ratio=1)
     expect_tag(page, "hpcdist.state", "finished")
     expect_tag(page, "hpcdist.reason", "trained 90 steps, 2 epochs")
     expect_tag(page, "hpcdist.attempts", "1")
