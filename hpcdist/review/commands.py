@@ -15,6 +15,8 @@ from hpcdist.run.sweep import text_of
 #: Maximum length of a line of a command. MLflow's page of a run does not wrap code: a long line moves the section
 #: `About this run` out of the window.
 MAX_LINE = 80
+#: Length of the parts of a longer word, which get quotes, an indent or the name of an option.
+MAX_PART = 60
 #: A word of a command with its quotes; an option together with its value.
 _WORD = re.compile(r"""(?:--[\w-]+ (?=[^-]))?(?:'[^']*'|"[^"]*"|\\.|\S)+""")
 
@@ -65,11 +67,11 @@ def rerun_command(facts: RunFacts) -> str:
 
 
 def wrapped(command: str) -> str:
-    """Return a command of the shell on lines of at most MAX_LINE characters, unless a single word is longer."""
+    """Return a command of the shell on lines of at most MAX_LINE characters, as far as possible."""
     if len(command) <= MAX_LINE:
         return command
     lines = [""]
-    for word in _WORD.findall(command):
+    for word in map(_divided, _WORD.findall(command)):
         if lines[-1].endswith(" &&"):  # the shell reads on without a backslash
             lines.append(word)
         elif lines[-1] and len(lines[-1]) + len(word) + len("  \\") > MAX_LINE and word != "&&":
@@ -77,7 +79,25 @@ def wrapped(command: str) -> str:
             lines.append(f"    {word}")
         else:
             lines[-1] += f" {word}" if lines[-1] else word
+        lines += lines.pop().split("\n")
     return "\n".join(lines)
+
+
+def _divided(word: str) -> str:
+    """Return a long word as parts that the shell joins: a backslash at the end of a line removes the line break."""
+    if len(word) + len("     \\") <= MAX_LINE:
+        return word
+    try:
+        *option, text = shlex.split(word)
+    except ValueError:  # a quote without its end, in a command that was recorded without quotes
+        return word
+    parts = []
+    while text:
+        ends = [text.rfind(mark, MAX_PART // 2, MAX_PART) + 1 for mark in "/, "] if len(text) > MAX_PART else []
+        end = max(ends, default=0) or MAX_PART
+        parts.append(shlex.quote(text[:end]))
+        text = text[end:]
+    return " ".join([*option, "\\\n".join(parts)])
 
 
 def _location(facts: RunFacts) -> list[str]:

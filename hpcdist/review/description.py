@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from hpcdist.config.redaction import REDACTED
+from hpcdist.config.redaction import REDACTED, redact_text
 from hpcdist.review.attempts import AttemptFacts
 from hpcdist.review.checkpoints import CheckpointFacts
 from hpcdist.review.commands import load_checkpoint, load_final_model, rerun_command, run_again_command, wrapped
@@ -59,9 +59,9 @@ def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) ->
         yield "### Cost\n\n" + _cost(ledger)
     yield from _load(facts)
     if command := run_again_command(facts):
-        yield f"### Run it again\n\n{_run_again(command)}\n\n" + code_block(wrapped(command), "bash")
+        yield f"### Run it again\n\n{_run_again(command)}\n\n" + _shell(command)
     if command := rerun_command(facts):
-        yield "With the code of this run, and a comparison of the values:\n\n" + code_block(wrapped(command), "bash")
+        yield "With the code of this run, and a comparison of the values:\n\n" + _shell(command)
 
 
 def _summary(facts: RunFacts, ledger: Ledger) -> str:
@@ -257,6 +257,11 @@ def _load(facts: RunFacts) -> Iterator[str]:
             f" (models:/{name}&#64;best) is the version with the best last value of {escaped(facts.monitor)} among all"
             " runs, not the best checkpoint of this run."
         )
+
+
+def _shell(command: str) -> str:
+    # Passwords first: they are not found in divided words.
+    return code_block(wrapped(redact_text(command)), "bash")
 
 
 def _run_again(command: str) -> str:

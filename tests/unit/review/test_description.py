@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -177,19 +178,25 @@ def test_commands_name_folder_and_store_of_the_run_unless_they_are_the_default()
         assert f"\ncd /home && hpcdist rerun abc{option}\n" in text
     secret = described(replace(default, overrides={"params.token": Override(before=None, after="***")}))
     assert "with all overrides: Replace each \\*\\*\\* by the secret, which is not recorded.\n" in secret
+    uri = f"https://{'ada' * 10}:secret-in-two-parts@host/{'x' * 40}"
+    divided = described(replace(default, overrides={"params.uri": Override(before=None, after=uri)}))
+    assert "x" * 40 in divided
+    assert "secret" not in divided
+    assert "parts" not in divided
 
 
 def test_long_commands_are_several_lines_that_the_shell_reads_as_one() -> None:
     short = "cd /home && hpcdist rerun abc"
     assert wrapped(short) == short
-    words = ["hpcdist", "run", "mine.yaml", 'params.text=it\'s a "quoted" text', "x" * 100]
-    long = shlex.join([*words, *(f"params.key{number}=value" for number in range(9))])
-    lines = wrapped(f"cd '/home/a b' && {long}").splitlines()
-    assert lines[0] == "cd '/home/a b' &&"
-    assert [len(line) <= 80 for line in lines].count(False) == 1, "the long word"
-    assert all(line.endswith(" \\") for line in lines[1:-1])
-    assert shlex.split(" ".join(line.removesuffix("\\") for line in lines[1:])) == shlex.split(long)
-    assert wrapped(f"unbalanced's {long}").split()[0] == "unbalanced's"
+    words = ["echo", "run", 'params.text=it\'s a "quoted" text', f"params.list={['a' * 30] * 9}", f"path={'/x' * 90}"]
+    words += ["--runs-dir", "/y" * 50, "z" * 100, *(f"params.key{number}=value" for number in range(9))]
+    lines = wrapped(f"cd '/tmp' && {shlex.join(words)}").splitlines()
+    assert lines[0] == "cd '/tmp' &&"
+    assert max(len(line) for line in lines) <= 80
+    assert all(line.endswith("\\") for line in lines[1:-1])
+    done = subprocess.run(["sh", "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{' '.join(words[1:])}\n"
+    assert wrapped(f"unbalanced's {shlex.join(words)}").split()[0] == "unbalanced's"
 
 
 @pytest.mark.parametrize("max_chars", [8000, 4000, 2500])
