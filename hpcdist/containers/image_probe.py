@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import os
@@ -23,6 +24,8 @@ from hpcdist.machine.timed_command import run_within
 
 #: Starting a container is quick, but a runtime may have to unpack the image on a node first.
 PROBE_TIMEOUT_S = 300.0
+#: Bytes at the start and at the end of an image file that its digest covers: reading gigabytes would delay each start.
+DIGEST_BYTES = 1 << 20
 
 #: Executed by the image's Python, so it uses the standard library alone.
 _PROBE = f"""
@@ -215,7 +218,10 @@ def _pyxis_reason(lines: Sequence[str]) -> str:
 
 
 def image_digest(spec: ContainerSpec, env: Mapping[str, str]) -> str | None:
-    """Return the image's id in its store, or the digest in its file name (`hpcdist-0.1.0-…`); None if unknown."""
+    """Return the image's id in its store, the digest in its file name (`hpcdist-0.1.0-…`), or one of parts of the file.
+
+    The result is None if it is unknown, as for images in folders.
+    """
     if spec.outlives_step:
         if shutil.which(spec.runtime, path=env.get("PATH")) is None:
             return None
@@ -224,7 +230,20 @@ def image_digest(spec: ContainerSpec, env: Mapping[str, str]) -> str | None:
         found = re.search(r"[0-9a-f]{64}", done.stdout)
         return f"sha256:{found[0]}" if done.returncode == 0 and found else None
     named = re.search(r"-([0-9a-f]{12,64})(\.\w+)?$", spec.image)
-    return f"sha256:{named[1]}" if named else None
+    return f"sha256:{named[1]}" if named else _file_digest(Path(spec.image))
+
+
+def _file_digest(path: Path) -> str | None:
+    """Return a digest of size, start and end of a file. The start of an image file contains the date of its build."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            parts = hashlib.sha256(f"{size}\n".encode() + file.read(DIGEST_BYTES))
+            file.seek(max(0, size - DIGEST_BYTES))
+            parts.update(file.read(DIGEST_BYTES))
+    except OSError:
+        return None
+    return f"ends-sha256:{parts.hexdigest()}"
 
 
 def check_image_on_nodes(spec: ContainerSpec, nodes: Sequence[str], output: str, errors: str) -> dict[str, Any]:

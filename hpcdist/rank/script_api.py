@@ -1,15 +1,13 @@
 """`hpcdist.log`, `should_stop`, `should_save` and `checkpoint_dir`: hpcdist in a script that has no `Context`.
 
     step = load_newest(hpcdist.checkpoint_dir())
-    while step < 1000:
+    while not hpcdist.should_stop(step) and step < 1000:
         loss = train_step()
         step += 1
         hpcdist.log({"train/loss": loss}, step)
-        stop = hpcdist.should_stop(step)
         if hpcdist.should_save(step):
             save(hpcdist.checkpoint_dir(), step)
-        if stop:
-            break
+    save(hpcdist.checkpoint_dir(), step)
 
 They work in `trainer.script` runs and in trainers, on all ranks. Outside of a run they do nothing, so that the script
 also runs without hpcdist's launcher. This module imports torch only when the ranks must agree on a stop.
@@ -68,7 +66,7 @@ def log(metrics: Mapping[str, float], step: int) -> None:
 def should_stop(step: int, total_steps: int | None = None) -> bool:
     """Report progress, and return whether to save a checkpoint and end the script with exit status 0.
 
-    Call it on every rank after every step, from the main thread. All ranks receive the same answer at the same step:
+    Call it on every rank once for each step, from the main thread. All ranks receive the same answer at the same step:
     True after `hpcdist stop`, a preemption or a time limit. Outside of a run the answer is False.
 
     Several ranks need an initialised process group of torch.distributed, in which they agree. From the first call on,

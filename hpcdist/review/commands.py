@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -10,6 +11,14 @@ from hpcdist.review.checkpoints import CheckpointFacts
 from hpcdist.review.facts import RunFacts
 from hpcdist.run.runs_dir import DATABASE
 from hpcdist.run.sweep import text_of
+
+#: Maximum length of a line of a command. MLflow's page of a run does not wrap code: a long line moves the section
+#: `About this run` out of the window.
+MAX_LINE = 80
+#: Length of the parts of a longer word, which get quotes, an indent or the name of an option.
+MAX_PART = 60
+#: A word of a command with its quotes; an option together with its value.
+_WORD = re.compile(r"""(?:--[\w-]+ (?=[^-]))?(?:'[^']*'|"[^"]*"|\\.|\S)+""")
 
 
 def load_final_model(facts: RunFacts) -> str:
@@ -21,11 +30,14 @@ def load_final_model(facts: RunFacts) -> str:
 
 def load_checkpoint(facts: RunFacts, checkpoint: CheckpointFacts) -> str:
     """Return lines of Python that load the weights of a checkpoint, from MLflow if it has them, or from its folder."""
-    lines, folder = ["from hpcdist.checkpoint.weights import load_weights"], repr(str(checkpoint.path))
     if checkpoint is facts.best and facts.has_uploaded_best:
-        lines.insert(0, "import mlflow")
-        folder = f'mlflow.artifacts.download_artifacts("runs:/{facts.run_id}/checkpoints/best")'
-    return "\n".join([*lines, "", f"state_dict = load_weights({folder})"])
+        lines = ["import mlflow", "from hpcdist.checkpoint.weights import load_weights", ""]
+        lines.append(f'uri = "runs:/{facts.run_id}/checkpoints/best"')
+        lines.append("state_dict = load_weights(mlflow.artifacts.download_artifacts(uri))")
+    else:
+        lines = ["from hpcdist.checkpoint.weights import load_weights", ""]
+        lines += [f"folder = {str(checkpoint.path)!r}", "state_dict = load_weights(folder)"]
+    return "\n".join(lines)
 
 
 def run_again_command(facts: RunFacts) -> str:
@@ -52,6 +64,40 @@ def rerun_command(facts: RunFacts) -> str:
         key, _, value = word.partition("=")
         words += [f"--{key.replace('.', '-').replace('_', '-')}", value]
     return _in_folder(facts, shlex.join(words))
+
+
+def wrapped(command: str) -> str:
+    """Return a command of the shell on lines of at most MAX_LINE characters, as far as possible."""
+    if len(command) <= MAX_LINE:
+        return command
+    lines = [""]
+    for word in map(_divided, _WORD.findall(command)):
+        if lines[-1].endswith(" &&"):  # the shell reads on without a backslash
+            lines.append(word)
+        elif lines[-1] and len(lines[-1]) + len(word) + len("  \\") > MAX_LINE and word != "&&":
+            lines[-1] += " \\"
+            lines.append(f"    {word}")
+        else:
+            lines[-1] += f" {word}" if lines[-1] else word
+        lines += lines.pop().split("\n")
+    return "\n".join(lines)
+
+
+def _divided(word: str) -> str:
+    """Return a long word as parts that the shell joins: a backslash at the end of a line removes the line break."""
+    if len(word) + len("     \\") <= MAX_LINE:
+        return word
+    try:
+        *option, text = shlex.split(word)
+    except ValueError:  # a quote without its end, in a command that was recorded without quotes
+        return word
+    parts = []
+    while text:
+        ends = [text.rfind(mark, MAX_PART // 2, MAX_PART) + 1 for mark in "/, "] if len(text) > MAX_PART else []
+        end = max(ends, default=0) or MAX_PART
+        parts.append(shlex.quote(text[:end]))
+        text = text[end:]
+    return " ".join([*option, "\\\n".join(parts)])
 
 
 def _location(facts: RunFacts) -> list[str]:

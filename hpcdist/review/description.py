@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from hpcdist.config.redaction import REDACTED
+from hpcdist.config.redaction import REDACTED, redact_text
 from hpcdist.review.attempts import AttemptFacts
 from hpcdist.review.checkpoints import CheckpointFacts
-from hpcdist.review.commands import load_checkpoint, load_final_model, rerun_command, run_again_command
+from hpcdist.review.commands import load_checkpoint, load_final_model, rerun_command, run_again_command, wrapped
 from hpcdist.review.facts import RunFacts
 from hpcdist.review.ledger import CAUSES, Ledger
 from hpcdist.review.markdown import code_block, escaped, link, models_page, run_page, table
@@ -59,9 +59,9 @@ def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) ->
         yield "### Cost\n\n" + _cost(ledger)
     yield from _load(facts)
     if command := run_again_command(facts):
-        yield f"### Run it again\n\n{_run_again(command)}\n\n" + code_block(command, "bash")
+        yield f"### Run it again\n\n{_run_again(command)}\n\n" + _shell(command)
     if command := rerun_command(facts):
-        yield "With the code of this run, and a comparison of the values:\n\n" + code_block(command, "bash")
+        yield "With the code of this run, and a comparison of the values:\n\n" + _shell(command)
 
 
 def _summary(facts: RunFacts, ledger: Ledger) -> str:
@@ -132,11 +132,10 @@ def _setup(facts: RunFacts) -> Iterator[tuple[str, str]]:
     if facts.datasets:
         yield "Data", "<br>".join(map(_dataset, facts.datasets))
     if facts.git_commit:
-        yield (
-            "Code",
-            f"commit {escaped(facts.git_commit)}"
-            + (f" with {link('uncommitted changes', _artifact(facts, 'code.patch'))}" if facts.git_dirty else ""),
-        )
+        changes = link("uncommitted changes", _artifact(facts, "code.patch"))
+        yield "Code", f"commit {escaped(facts.git_commit)}" + (f" with {changes}" if facts.git_dirty else "")
+    elif facts.code_copied:
+        yield "Code", "no commit, since it was not in a git repository; the run folder has a copy in `code`"
     digest = f", digest {escaped(facts.image_digest)}" if facts.image_digest else ""
     if facts.image:
         yield "Image", escaped(facts.image) + digest
@@ -258,6 +257,11 @@ def _load(facts: RunFacts) -> Iterator[str]:
             f" (models:/{name}&#64;best) is the version with the best last value of {escaped(facts.monitor)} among all"
             " runs, not the best checkpoint of this run."
         )
+
+
+def _shell(command: str) -> str:
+    # Passwords first: they are not found in divided words.
+    return code_block(wrapped(redact_text(command)), "bash")
 
 
 def _run_again(command: str) -> str:

@@ -57,6 +57,7 @@ class RunFacts:
     cwd: str = ""  #: the folder in which that command was started
     versions: Mapping[str, str] = field(default_factory=dict)  #: by package
     git_commit: str = ""
+    code_copied: bool = False
     git_dirty: bool = False  #: whether there were uncommitted changes: `code.patch`
     image: str = ""  #: container image of the ranks; empty without containers
     image_digest: str = ""
@@ -132,6 +133,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         versions={name: _text(version) for name, version in _mapping(environment.get("versions")).items()},
         git_commit=_text(environment.get("git_commit")),
         git_dirty=environment.get("git_dirty") is True,
+        code_copied=_mapping(environment.get("code")).get("copied") is True,
         image=_text(container.get("image") or environment.get("image")),
         image_digest=_text(container.get("image_digest") or environment.get("image_digest")),
         trainer=_trainer(config),

@@ -92,6 +92,8 @@ def test_start_page_leads_to_all_runs(page: Page, site: Site, screenshots: Path)
 def test_overview_of_a_finished_run_shows_tags_params_and_metrics(page: Page, site: Site) -> None:
     page.goto(site.page_of("finished"))
     expect_status(page, "Finished")
+    # The commands in the description do not widen the page.
+    expect(page.get_by_text("About this run", exact=True)).to_be_in_viewport(ratio=1)
     expect_tag(page, "hpcdist.state", "finished")
     expect_tag(page, "hpcdist.reason", "trained 90 steps, 2 epochs")
     expect_tag(page, "hpcdist.attempts", "1")
@@ -190,6 +192,29 @@ def test_registered_model_links_to_its_run(page: Page, site: Site) -> None:
     expect(page.get_by_role("heading", name="finished", exact=True)).to_be_visible()
 
 
+def test_selected_runs_are_compared(page: Page, site: Site, screenshots: Path) -> None:
+    experiment = (read_json(site.runs.run_dir("finished").mlflow) or {})["experiment_id"]
+    page.goto(f"{site.url}/#/experiments/{experiment}/runs?workflowType=machine_learning")
+    for name in ("stopped", "finished"):
+        row = page.locator(".ag-row").filter(has=page.get_by_role("link", name=name, exact=True))
+        # The row is divided into a part that is pinned, which has the box, and a part that scrolls.
+        index = row.first.get_attribute("row-index")
+        page.locator(f".ag-pinned-left-cols-container .ag-row[row-index='{index}'] input[type=checkbox]").first.check()
+    page.get_by_role("button", name="Compare", exact=True).click()
+    expect(page.get_by_role("heading", name="Comparing 2 Runs from 1 Experiment")).to_be_visible()
+    names = page.get_by_role("row", name="Run Name:").get_by_role("cell").all_inner_texts()
+    assert sorted(names) == ["finished", "stopped"]
+    targets = page.get_by_role("row", name="trainer.target").get_by_role("cell").all_inner_texts()
+    assert dict(zip(names, targets, strict=True)) == {"finished": "ddp", "stopped": "counting:train"}
+    expect(page.get_by_role("row", name="launch.num_ranks 2 2", exact=True)).to_be_attached()
+    page.get_by_role("switch", name="Parameters - Show diff only").click()
+    expect(page.get_by_role("row", name="launch.num_ranks 2 2", exact=True)).to_have_count(0)
+    accuracy = dict(zip(names, compared_metric(page, "eval/accuracy"), strict=True))
+    assert accuracy["stopped"] == "NaN"
+    assert float(accuracy["finished"]) == pytest.approx(site.series("finished", "eval/accuracy")[-1], abs=5e-4)
+    page.screenshot(path=screenshots / "compare.png")
+
+
 @pytest.mark.parametrize(
     ("name", "status", "state", "reason"),
     [
@@ -241,6 +266,18 @@ def expect_curve(page: Page, metric: str, values: list[float]) -> None:
     expect(markers.first).to_be_visible()
     expect(plot.locator(".js-line").first).to_have_attribute("d", re.compile("^M.+L"))
     assert plot.evaluate("plot => Array.from(plot.data[0].y)") == pytest.approx(values)
+
+
+def compared_metric(page: Page, metric: str) -> list[str]:
+    """Return the values of the runs on the page that compares runs, where the columns are separate grids."""
+    link = page.get_by_role("link", name=metric)
+    link.scroll_into_view_if_needed()
+    place = "cell => [cell.getBoundingClientRect().y, cell.getBoundingClientRect().x, cell.innerText]"
+    row = link.locator("xpath=..").evaluate(place)[0]
+    cells = page.locator(".ReactVirtualized__Grid__innerScrollContainer > div").evaluate_all(
+        f"cells => cells.map({place})"
+    )
+    return [text for y, _, text in sorted(cells, key=lambda cell: cell[1]) if y == row and text != metric]
 
 
 def show_all_charts(page: Page) -> None:

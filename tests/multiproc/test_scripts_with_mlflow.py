@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from doc_blocks import ROOT, blocks
 from hpcdist_runs import Runs, finish, wait_for
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "mlflow_loggers"
+EXAMPLES = ROOT / "examples" / "mlflow_loggers"
 
 
 @pytest.fixture
@@ -104,6 +105,35 @@ def test_a_script_is_stopped_and_continues(scripts: Runs) -> None:
     assert "finished: stoppable.py ended with exit status 0" in output
     assert f"rank 1 starts at {last}" in scripts.attempt("long", 2).log(1).read_text()
     assert steps_of(scripts, "long", "train/loss") == list(range(1, last + 6))
+
+
+def side(diff: str, sign: str) -> str:
+    """Return the text before (`-`) or after (`+`) a diff."""
+    return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if line[0] in f" {sign}\n")
+
+
+@pytest.mark.parametrize("num_lines", [3, 5])
+def test_lines_of_the_documentation_add_stop_and_save_to_a_plain_loop(scripts: Runs, num_lines: int) -> None:
+    three, two = (b.text for b in blocks(ROOT / "docs/how-to/script-metrics.md") if b.language == "diff")
+    assert [sum(line.startswith("+") for line in diff.splitlines()) for diff in (three, two)] == [3, 2]
+    script, place = side(three, "+"), side(two, "-")
+    assert place in script
+    (scripts.project / "loop.py").write_text(script.replace(place, side(two, "+")) if num_lines == 5 else script)
+    uri = f"tracking.uri=sqlite:///{scripts.database}"
+    options = ["trainer.script=[loop.py]", "stop.pause_at_step=130", uri, *quiet()]
+    code, output = scripts.command("run", "scripts.yaml", "name=loop", *options)
+    assert code == 0, output
+    assert "stopped with everything saved" in output
+    newest = scripts.run_dir("loop").checkpoints / "newest.pt"
+    assert torch.load(newest)["step"] == 130
+
+    code, output = scripts.command("resume", str(scripts.run_dir("loop").path), "stop.pause_at_step=null")
+    assert code == 0, output
+    assert "finished: loop.py ended with exit status 0" in output
+    saved = torch.load(newest)
+    assert saved["step"] == 1000
+    assert {int(state["step"]) for state in saved["optimizer"]["state"].values()} == {1000}, "each step was done once"
+    assert steps_of(scripts, "loop", "train/loss") == (list(range(1, 1001)) if num_lines == 5 else [])
 
 
 def test_a_trainer_logs_with_mlflow(scripts: Runs) -> None:

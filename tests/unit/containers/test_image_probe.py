@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ from container_facts import IMAGE, SPEC, install_podman, probe_output
 
 import hpcdist
 from hpcdist.containers.image_probe import (
+    DIGEST_BYTES,
     check_image_on_nodes,
     image_digest,
     image_probe_command,
@@ -213,3 +215,16 @@ def test_digest_comes_from_the_store_or_the_file_name(tmp_path: Path) -> None:
         == "sha256:0123456789ab"
     )
     assert image_digest(replace(SPEC, runtime="charliecloud", image="/i/mine"), {}) is None
+    assert image_digest(replace(SPEC, runtime="charliecloud", image=str(tmp_path)), {}) is None
+
+
+def test_digest_of_an_image_file_changes_with_its_size_start_and_end(tmp_path: Path) -> None:
+    def digest_of(content: bytes) -> str | None:
+        (tmp_path / "mine.sif").write_bytes(content)
+        return image_digest(replace(SPEC, runtime="apptainer", image=str(tmp_path / "mine.sif")), {})
+
+    middle = bytes(3 * DIGEST_BYTES)
+    digests = [digest_of(content) for content in (middle, b"1" + middle[1:], middle[1:] + b"1", middle[1:], b"short")]
+    assert len(set(digests)) == 5
+    assert all(digest is not None and re.fullmatch("ends-sha256:[0-9a-f]{64}", digest) for digest in digests)
+    assert digest_of(middle) == digests[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 from hpcdist.review.attempts import AttemptFacts
 from hpcdist.review.checkpoints import CheckpointFacts
+from hpcdist.review.commands import wrapped
 from hpcdist.review.description import describe, duration
 from hpcdist.review.facts import Progress, RunFacts
 from hpcdist.review.ledger import Entry, Ledger
@@ -86,10 +89,10 @@ def test_description_of_a_live_run() -> None:
         " [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-001) |",
         "| 2 | 1970-01-01 00:33 UTC |  |  | 100 to 200 | running |  |  |"
         " [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-002) |",
-        "import load_weights\n\nstate_dict = load_weights('/runs/c/step-00000100')\n```",
+        "import load_weights\n\nfolder = '/runs/c/step-00000100'\nstate_dict = load_weights(folder)\n```",
         "### Run it again\n\nThe whole command, with all overrides:\n\n```bash\n"
-        "cd '/home/a b' && hpcdist submit mine.yaml --cluster site optim.lr=0.01 'params.text=x $y'"
-        " runs_dir=/runs\n```",
+        "cd '/home/a b' &&\nhpcdist submit mine.yaml --cluster site optim.lr=0.01 'params.text=x $y' \\\n"
+        "    runs_dir=/runs\n```",
         "\n\n```bash\ncd '/home/a b' && hpcdist rerun abc --runs-dir /runs\n```",
     ):
         assert row in text
@@ -120,11 +123,12 @@ def test_description_of_a_finished_run() -> None:
         'model = mlflow.pytorch.load_model("runs:/abc/model")\n```\n\n'
         "The best checkpoint, step 100, eval/loss = 0.25, from MLflow:\n\n```python\nimport mlflow\n"
         "from hpcdist.checkpoint.weights import load_weights\n\n"
-        'state_dict = load_weights(mlflow.artifacts.download_artifacts("runs:/abc/checkpoints/best"))\n```'
+        'uri = "runs:/abc/checkpoints/best"\n'
+        "state_dict = load_weights(mlflow.artifacts.download_artifacts(uri))\n```"
     )
     assert loads in text
     stopped = described(replace(facts, state=State(status="stopped"), has_model=False))
-    assert "load_weights('/runs/c/step-00000100')" in stopped, "a stopped run uploads no checkpoint"
+    assert "folder = '/runs/c/step-00000100'\n" in stopped, "a stopped run uploads no checkpoint"
     assert "The final model, from MLflow:" in described(replace(facts, attempts=())), "of a run without heartbeats"
     newest = described(replace(facts, best=None, has_model=False))
     assert "The newest checkpoint, step 100, from its folder:" in newest
@@ -139,6 +143,10 @@ def test_description_of_a_finished_run() -> None:
     assert "not the best checkpoint of this run." in registered
     image = described(replace(facts, image="site/image:3", image_digest="sha256:12"))
     assert "| **Image** | site/image:3, digest sha256:12 |" in image
+    copied = described(replace(facts, git_commit="", code_copied=True))
+    assert (
+        "| **Code** | no commit, since it was not in a git repository; the run folder has a copy in `code` |" in copied
+    )
 
 
 def test_live_description_names_the_age_of_the_last_heartbeat() -> None:
@@ -165,11 +173,30 @@ def test_commands_name_folder_and_store_of_the_run_unless_they_are_the_default()
         ("http://m:5000", " tracking.uri=http://m:5000", " --tracking-uri http://m:5000"),
         ("sqlite:////db/x.db", " tracking.uri=sqlite:////db/x.db", " --tracking-uri sqlite:////db/x.db"),
     ):
-        text = described(replace(default, tracking_uri=uri))
+        text = described(replace(default, tracking_uri=uri)).replace("&&\n", "&& ").replace(" \\\n   ", "")
         assert f"\n{command}{key}\n" in text
         assert f"\ncd /home && hpcdist rerun abc{option}\n" in text
     secret = described(replace(default, overrides={"params.token": Override(before=None, after="***")}))
     assert "with all overrides: Replace each \\*\\*\\* by the secret, which is not recorded.\n" in secret
+    uri = f"https://{'ada' * 10}:secret-in-two-parts@host/{'x' * 40}"
+    divided = described(replace(default, overrides={"params.uri": Override(before=None, after=uri)}))
+    assert "x" * 40 in divided
+    assert "secret" not in divided
+    assert "parts" not in divided
+
+
+def test_long_commands_are_several_lines_that_the_shell_reads_as_one() -> None:
+    short = "cd /home && hpcdist rerun abc"
+    assert wrapped(short) == short
+    words = ["echo", "run", 'params.text=it\'s a "quoted" text', f"params.list={['a' * 30] * 9}", f"path={'/x' * 90}"]
+    words += ["--runs-dir", "/y" * 50, "z" * 100, *(f"params.key{number}=value" for number in range(9))]
+    lines = wrapped(f"cd '/tmp' && {shlex.join(words)}").splitlines()
+    assert lines[0] == "cd '/tmp' &&"
+    assert max(len(line) for line in lines) <= 80
+    assert all(line.endswith("\\") for line in lines[1:-1])
+    done = subprocess.run(["sh", "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{' '.join(words[1:])}\n"
+    assert wrapped(f"unbalanced's {shlex.join(words)}").split()[0] == "unbalanced's"
 
 
 @pytest.mark.parametrize("max_chars", [8000, 4000, 2500])

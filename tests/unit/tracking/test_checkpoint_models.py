@@ -80,7 +80,7 @@ def test_each_checkpoint_is_a_logged_model_with_its_metrics(scene: Scene) -> Non
         "world_size": "2",
     }
     assert model.tags["mlflow.model.isExternal"] == "true"
-    assert f"load_weights('{folder}')" in model.tags["mlflow.note.content"]
+    assert f"folder = '{folder}'\n" in model.tags["mlflow.note.content"]
     assert "hpcdist export first --checkpoint 10" in model.tags["mlflow.note.content"]
     # The run has not logged the loss. It may still do so while it runs.
     assert metrics(model) == {ACCURACY: (10, 10.0)}

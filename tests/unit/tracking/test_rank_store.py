@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.tracking import rank_records
 from hpcdist.tracking.rank_events import EventWriter, event_files, read_events
 from hpcdist.tracking.rank_records import RankRecords, is_declared, run_id_of
+from hpcdist.tracking.run_metadata import MAX_PARAM
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
@@ -87,6 +90,26 @@ def test_metrics_parameters_and_tags_reach_the_run(scene: Scene, enter: Enter) -
     )
     assert scene.status() == "RUNNING", "the end of the run in the script is not the end of hpcdist's run"
     assert len(scene.client.search_runs([scene.entity.info.experiment_id])) == 1
+
+
+def test_long_parameters_infinities_and_any_characters_reach_the_run(scene: Scene, enter: Enter) -> None:
+    client = enter()
+    run_id = run_id_of(scene.run)
+    for step, value in enumerate((float("nan"), float("inf"), float("-inf"))):
+        client.log_metric(run_id, "loss", value, step=step)
+    client.log_metric(run_id, "Verlust/größe", 1.0, step=1)
+    client.log_param(run_id, "long", "x" * (MAX_PARAM + 1000))
+    client.log_param(run_id, "größe 数据", "Zürich 🏔")
+    client.set_tag(run_id, "équipe", "数据 🚀")
+    ship(scene)
+    history = sorted(scene.client.get_metric_history(scene.run_id, "loss"), key=lambda metric: metric.step)
+    assert math.isnan(history[0].value)
+    # MLflow's database has no infinities; it stores the largest numbers instead.
+    assert [metric.value for metric in history[1:]] == [sys.float_info.max, -sys.float_info.max]
+    assert scene.steps("Verlust/größe") == [1]
+    data = scene.entity.data
+    assert data.params["long"] == "x" * MAX_PARAM
+    assert (data.params["größe 数据"], data.tags["équipe"]) == ("Zürich 🏔", "数据 🚀")
 
 
 def test_what_was_logged_is_read_back(scene: Scene, enter: Enter, caplog: pytest.LogCaptureFixture) -> None:
