@@ -20,10 +20,7 @@ from hpcdist.machine.process_record import PARENT_MODULE, SPACE, SPACE_BYTES
 
 #: Beginnings of the names of variables that may differ between steps, or between tasks of a step. The kernel shows the
 #: parent's variables as those of its ranks, so it has none of these.
-OF_STEPS = (
-    *("SLURM", "SRUN_", "PMI", "HPCDIST_ATTEMPT", "HPCDIST_MASTER_"),
-    *("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
-)
+OF_STEPS = ("SLURM", "SRUN_", "PMI", "HPCDIST_ATTEMPT", "HPCDIST_MASTER_")
 #: More connections at once than tasks on a node.
 _BACKLOG = 1024
 #: The message that ends a parent.

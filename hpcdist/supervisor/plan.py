@@ -14,7 +14,7 @@ from hpcdist.config.schema import Config, role_device
 from hpcdist.errors import ConfigError
 from hpcdist.machine.facts import num_cores
 from hpcdist.machine.gpus import count_gpus, selected_gpus
-from hpcdist.machine.process_record import PARENT_MODULE, RANK_MODULE
+from hpcdist.machine.process_record import PARENT_MODULE, RANK_MODULE, TASK_MODULE
 from hpcdist.rank.roles import DEFAULT_ROLE, Roles
 from hpcdist.rank.topology import port_for
 
@@ -200,7 +200,7 @@ def node_parent_command(run_dir: Path, names: Sequence[str], python: str) -> lis
 def forked_task_command(run_dir: Path, name: str, connect_s: float, limit_s: float, python: str) -> list[str]:
     """Return the command of a task whose rank that process forks; see `rank/forked_task.py`."""
     limits = [f"{connect_s:g}", f"{limit_s:g}"]
-    return [python, "-P", "-m", "hpcdist.rank.forked_task", name, *limits, str(run_dir)]
+    return [python, "-P", "-m", TASK_MODULE, name, *limits, str(run_dir)]
 
 
 def code_env(import_path: Sequence[str], python_path: str | None) -> dict[str, str]:

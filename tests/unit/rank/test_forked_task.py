@@ -13,10 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 from forked_scene import HELD, SOON_S, TORCH, new_run, parents_of, write_package
+from hpcdist_runs import wait_for
 from named_pipe import NamedPipe
 
 from hpcdist.rank import node_parent
 from hpcdist.rank.node_parent import SPACE_BYTES
+from hpcdist.slurm.job.node_ranks import kill_ranks
 from hpcdist.supervisor.hang.processes import find_ranks
 from hpcdist.supervisor.plan import CANNOT_FORK, forked_task_command, node_parent_command
 
@@ -133,9 +135,12 @@ print("error", file=sys.stderr)
 def test_forked_rank_has_what_the_rank_of_a_task_has(node: Node) -> None:
     """Environment, processors, folder, log, signals and descriptors; the other rank is one without a parent.
 
-    An import sets a variable, as that of torch does.
+    An import changes variables, as that of torch does.
     """
-    node.start_parent(TORCH + "import os\nos.environ['TORCHINDUCTOR_CACHE_DIR'] = '/cache'\n")
+    node.env |= {"CHANGED": "before", "REMOVED": "before"}
+    changes = "os.environ |= {'TORCHINDUCTOR_CACHE_DIR': '/cache', 'CHANGED': 'after', 'OWN': 'after'}"
+    node.start_parent(f"{TORCH}import os\n{changes}\ndel os.environ['REMOVED']\n")
+    node.env["OWN"] = "of the task"
     (core, *_) = sorted(os.sched_getaffinity(0))
     bound = f"import os; os.sched_setaffinity(0, {{{core}}})"
     node.folder.joinpath("sitecustomize.py").write_text(f"import os\nif 'BOUND' in os.environ:\n    {bound}\n")
@@ -155,7 +160,10 @@ def test_forked_rank_has_what_the_rank_of_a_task_has(node: Node) -> None:
     reason, line, error = log.splitlines()
     assert reason == "hpcdist: this rank imports torch itself: no parent process of ranks listens on this node"
     started = json.loads(line)
-    assert reports[0]["env"].pop("TORCHINDUCTOR_CACHE_DIR") == "/cache", "the replacement of the worker has no imports"
+    own = {name: started["env"].pop(name) for name in ("CHANGED", "REMOVED")}
+    assert own == {"CHANGED": "before", "REMOVED": "before"}, "the replacement of the worker has no imports"
+    assert reports[0]["env"].pop("TORCHINDUCTOR_CACHE_DIR") == "/cache"
+    assert reports[0]["env"].pop("CHANGED") == "after"
     assert reports[0]["env"].pop("SLURM_TASK_PID") == str(reports[0]["pid"])
     for report in (reports[0], started):
         del report["parent"], report["pid"]
@@ -191,6 +199,16 @@ def test_rank_is_found_and_killed_with_its_task(node: Node, pipe: NamedPipe) -> 
     assert node.start(0, "import sys; sys.exit(3)").end()[0] == 3
 
 
+def test_task_that_waits_for_its_rank_is_killed_with_the_ranks(node: Node) -> None:
+    """It would become a rank of an earlier attempt later on. Slurm cannot end its step if a node is lost."""
+    node.start_parent("import time\ntime.sleep(600)")
+    task = node.start(1, "pass")
+    wait_for(lambda: find_ranks(node.run.path, 1, "n1", with_tasks=True) != [], "the task", timeout_s=SOON_S)
+    assert find_ranks(node.run.path, 1, "n1") == [], "it has no stack to be shown"
+    assert kill_ranks(node.run.path, "n1") == []
+    assert task.end()[0] == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("killed", ["parent", "slurmstepd"])
 def test_rank_and_task_end_with_their_parent(node: Node, pipe: NamedPipe, killed: str) -> None:
     """Slurm could not end a parent whose slurmstepd has died."""
@@ -205,11 +223,29 @@ def test_rank_and_task_end_with_their_parent(node: Node, pipe: NamedPipe, killed
     assert parents_of(node.run) == []
 
 
+@pytest.mark.parametrize("torch", [TORCH, "raise ImportError('no such library')"], ids=["forked", "started"])
+def test_stop_signal_waits_until_the_rank_has_a_handler(node: Node, tmp_path: Path, torch: str) -> None:
+    """The parent is still importing torch when it arrives."""
+    os.mkfifo(begin := tmp_path / "begin")
+    node.start_parent(f"open({str(begin)!r}).read()\n{torch}")
+    task = node.start(0, "import signal; print(signal.sigwait([signal.SIGTERM]) == 15)")
+    wait_for(lambda: "SigBlk:\t0000000000000000" not in status_of(task), "the task to block signals", timeout_s=SOON_S)
+    task.process.send_signal(signal.SIGTERM)
+    begin.write_text("")
+    code, log = task.end()
+    assert (code, log.splitlines()[-1:]) == (0, ["True"]), log
+
+
+def status_of(task: Task) -> str:
+    return Path(f"/proc/{task.process.pid}/status").read_text()
+
+
 COUNT = """
 import os, signal, sys
 count = []
 signal.signal(signal.SIGUSR2, lambda *_: count.append(1))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(10 + len(count)))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR2, signal.SIGTERM))
 print("up", file=open({pipe!r}, "w", buffering=1), flush=True)
 while True:
     signal.pause()
@@ -280,17 +316,20 @@ def test_parent_ends_those_before_it(node: Node, pipe: NamedPipe) -> None:
     assert shell.wait(SOON_S) == 0
 
 
-def test_variables_that_libraries_have_read_may_not_differ(node: Node) -> None:
+@pytest.mark.parametrize(("name", "value"), [("OMP_NUM_THREADS", "2"), ("CUDA_VISIBLE_DEVICES", "1")])
+def test_variables_that_libraries_have_read_and_gpus_may_not_differ(node: Node, name: str, value: str) -> None:
+    node.env["CUDA_VISIBLE_DEVICES"] = "0,1"
     node.start_parent()
-    code, log = node.start(0, "import sys; sys.exit(4)", OMP_NUM_THREADS="2").end()
-    reason = "hpcdist: this rank imports torch itself: OMP_NUM_THREADS differs from that of its parent process\n"
+    code, log = node.start(0, "import sys; sys.exit(4)", **{name: value}).end()
+    reason = f"hpcdist: this rank imports torch itself: {name} differs from that of its parent process\n"
     assert (code, log) == (4, reason)
+    assert node.start(0, "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])").end() == (0, "0,1\n")
 
 
 def test_parent_has_no_variables_of_its_step() -> None:
     """It has space for those of a rank."""
-    own = {"PATH": "/bin", "OMP_NUM_THREADS": "2"}
-    removed = {"SLURM_PROCID": "3", "SLURMD_NODENAME": "n1", "CUDA_VISIBLE_DEVICES": "0", "HPCDIST_ATTEMPT": "1"}
+    own = {"PATH": "/bin", "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0"}
+    removed = {"SLURM_PROCID": "3", "SLURMD_NODENAME": "n1", "HPCDIST_ATTEMPT": "1"}
     found = node_parent.environment(own | removed)
     space = found.pop("HPCDIST_ENV_SPACE")
     assert found == own
