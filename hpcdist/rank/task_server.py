@@ -28,7 +28,7 @@ _CHECK_EVERY_S = 5.0
 #: Time for the ranks of an earlier attempt to end after SIGKILL.
 KILL_S = 10.0
 #: Beginnings of the names of variables that a rank cannot have of its own: those that libraries read while they are
-#: imported, and those by which Slurm gives a task GPUs of its own. The parent's step has all GPUs of the job on the node.
+#: imported, and those by which Slurm gives a task GPUs of its own. The parent's step has all GPUs of the job there.
 _OF_ALL_RANKS = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH", "PYTORCH_", "TMPDIR"),
     *("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
@@ -67,12 +67,13 @@ class TaskServer:
 
     Args:
         env: environment before the imports, which may set variables.
+        slurmstepd: process that started this one.
     """
 
-    def __init__(self, listener: socket.socket, env: Mapping[str, str]) -> None:
+    def __init__(self, listener: socket.socket, env: Mapping[str, str], slurmstepd: int) -> None:
         self._listener = listener
         self._env = env
-        self._slurmstepd = os.getppid()
+        self._slurmstepd = slurmstepd
         self._space_bytes = len(env.get(SPACE, ""))
         self._tasks: list[_Task] = []
         self._affinity = os.sched_getaffinity(0)
@@ -152,12 +153,17 @@ class TaskServer:
                 return None
             task.end = os.pidfd_open(task.pid)
         except OSError as error:
+            if task.pid:  # the task becomes the rank instead
+                _kill(task)
+                os.waitpid(task.pid, 0)
+                task.pid = 0
             return {"error": f"its parent process cannot fork it: {error.strerror}"}
         finally:
             if not in_rank:
                 os.sched_setaffinity(0, self._affinity)
         place = f"task {env.get('SLURM_PROCID')} of attempt {env.get('HPCDIST_ATTEMPT')}"
-        print(f"process {os.getpid()} has forked process {task.pid} for {place}", flush=True)
+        with suppress(OSError):  # a full disk is no reason to end
+            os.write(1, f"process {os.getpid()} has forked process {task.pid} for {place}\n".encode())
         return {"pid": task.pid}
 
     def _become_rank(self, request: dict[str, Any], descriptors: list[int]) -> None:

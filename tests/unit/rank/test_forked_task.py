@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from forked_scene import HELD, SOON_S, TORCH, new_run, parents_of, write_package
 from hpcdist_runs import wait_for
 from named_pipe import NamedPipe
 
-from hpcdist.rank import node_parent
+from hpcdist.rank import node_parent, task_server
 from hpcdist.rank.node_parent import SPACE_BYTES
 from hpcdist.slurm.job.node_ranks import kill_ranks
 from hpcdist.supervisor.hang.processes import find_ranks
@@ -54,12 +55,14 @@ class Node:
             **STEP,
         }
 
-    def start_parent(self, torch: str = TORCH, *earlier: str) -> None:
+    def start_parent(
+        self, torch: str = TORCH, *earlier: str, output: str = "rank-parent-n1.log", limit_s: float = 600.0
+    ) -> None:
         if not (self.folder / "torch.py").exists():
             write_package(self.folder, torch)
-        command = node_parent_command(self.run.path, [self.name, *earlier], sys.executable)
+        command = node_parent_command(self.run.path, limit_s, [self.name, *earlier], sys.executable)
         env = self.env | {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-        with open(self.run.path / "rank-parent-n1.log", "wb") as log:
+        with open(self.run.path / output, "wb") as log:
             shell = ["sh", "-c", '"$@" & wait $!; exit $?', "sh", *command]
             self.slurmstepd = subprocess.Popen(
                 shell, env=env, cwd="/", stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -297,6 +300,49 @@ def test_task_becomes_the_rank_if_the_parent_cannot_fork(node: Node, torch: str,
     assert node.slurmstepd is not None
     assert node.slurmstepd.wait(SOON_S) == CANNOT_FORK
     assert reason in (node.run.path / "rank-parent-n1.log").read_text()
+
+
+def test_parent_that_imports_for_too_long_ends(node: Node) -> None:
+    """Its log shows where. The task does not wait for its own time limit."""
+    node.start_parent("import time\ntime.sleep(600)", limit_s=1.0)
+    code, log = node.start(0, "import sys; sys.exit(6)").end()
+    assert (code, log) == (6, "hpcdist: this rank imports torch itself: its parent process has ended\n")
+    assert node.slurmstepd is not None
+    assert node.slurmstepd.wait(SOON_S) == 128 + signal.SIGALRM
+    assert 'torch.py", line 2 in <module>' in (node.run.path / "rank-parent-n1.log").read_text()
+
+
+def test_parent_forks_although_its_log_is_on_a_full_disk(node: Node) -> None:
+    node.start_parent(output="/dev/full")
+    tell = "import os; print(os.getppid())"
+    (parent,) = {node.start(rank, tell).end() for rank in (0, 1)}
+    assert parent == (0, f"{parents_of(node.run)[0]}\n")
+
+
+def test_parent_ends_if_slurmstepd_has_ended_during_the_imports(node: Node, tmp_path: Path) -> None:
+    os.mkfifo(begin := tmp_path / "begin")
+    node.start_parent(f"open({str(begin)!r}).read()\n{TORCH}")
+    with open(begin, "w"):
+        assert node.slurmstepd is not None
+        node.slurmstepd.kill()
+        node.slurmstepd.wait()
+    wait_for(lambda: parents_of(node.run) == [], "the end of the parent", timeout_s=SOON_S)
+
+
+def test_rank_that_the_parent_cannot_watch_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its task becomes the rank instead."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    request = os.memfd_create("request")
+    os.write(request, json.dumps({"env": {}, "affinity": sorted(os.sched_getaffinity(0)), "ignored": []}).encode())
+    monkeypatch.setattr(os, "pidfd_open", lambda pid: os.open(f"/{pid}", os.O_RDONLY))
+    with ours, theirs, os.fdopen(request), subprocess.Popen(["sleep", "600"]) as rank:
+        monkeypatch.setattr(task_server, "fork_rank", lambda *_: rank.pid)
+        task = task_server._Task(ours)
+        answer = task_server.TaskServer(ours, {}, os.getppid())._fork(task, [request, 1, 2])
+        is_left = psutil.pid_exists(rank.pid)
+        rank.kill()
+    assert answer == {"error": "its parent process cannot fork it: No such file or directory"}
+    assert (is_left, task.pid) == (False, 0)
 
 
 def test_parent_ends_those_before_it(node: Node, pipe: NamedPipe) -> None:
