@@ -16,6 +16,8 @@ from pathlib import Path
 RANK_MODULE = "hpcdist.rank.worker"
 #: Forks the ranks. The names have the same length, because a forked process changes its command line in place.
 PARENT_MODULE = "hpcdist.rank.parent"
+#: Task of srun that waits for its forked rank, and ends with it.
+TASK_MODULE = "hpcdist.rank.forked_task"
 #: A variable of the parent process whose memory the variables of a rank replace.
 SPACE = "HPCDIST_ENV_SPACE"
 #: Enough for ten variables with a long job id.

@@ -6,6 +6,9 @@ The task gives the parent (`rank/parent.py`) its environment, CPU affinity, fold
 signals on to the rank, and ends as the rank ends, with the same exit code or signal: for Slurm it is the rank. When the
 task ends, the parent kills the rank. If no parent listens within CONNECT_S seconds, or if it has not forked the rank
 after LIMIT_S seconds, the task itself becomes the rank and imports torch.
+
+The parent may import torch for a long time. A stop signal in the meantime does not end the task: the rank gets it once
+it has a handler, as does a rank that imports torch itself.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any, NoReturn
 
 from hpcdist.machine.process_record import RANK_MODULE
 from hpcdist.rank.node_parent import address
+from hpcdist.rank.stop_signals import STOP_SIGNALS
 
 MESSAGE_BYTES = 4096
 _CONNECT_EVERY_S = 0.02
@@ -49,15 +53,21 @@ def peer_uid(connection: socket.socket) -> int:
 
 def main() -> NoReturn:
     """Let the rank be forked and wait for its end, or become the rank."""
+    passed_on = signal.valid_signals() - _OWN
+    signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
     name, connect_s, limit_s, folder = sys.argv[1:]
     try:
         parent = _connect(name, float(connect_s))
         rank = _ask(parent, float(limit_s))
     except (OSError, NoParentError) as error:
         print(f"hpcdist: this rank imports torch itself: {error}", file=sys.stderr, flush=True)
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, passed_on - {*STOP_SIGNALS}
+        )  # `StopFlag.install` unblocks the others
         os.execv(sys.executable, [sys.executable, "-P", "-m", RANK_MODULE, folder])
-    for number in signal.valid_signals() - _OWN:
+    for number in passed_on:
         signal.signal(number, lambda number, _frame: _pass_on(rank, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
     end_like(_answer(parent).get("status", -signal.SIGKILL))
 
 

@@ -18,12 +18,13 @@ IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.
 _PR_SET_PDEATHSIG = 1
 
 
-def fork_rank(become: Callable[[], None], ignored: Collection[int] = ()) -> int:
+def fork_rank(become: Callable[[], None], ignored: Collection[int] = (), blocked: Collection[int] = ()) -> int:
     """Fork a rank, which leads a session of its own and is killed at the death of this process.
 
     Args:
         become: called in the rank; signals to the rank wait until it returns.
         ignored: signals that the rank ignores until it has handlers of its own.
+        blocked: signals that wait until the rank has handlers of its own.
 
     Returns:
         The process id, 0 in the rank.
@@ -40,6 +41,7 @@ def fork_rank(become: Callable[[], None], ignored: Collection[int] = ()) -> int:
                 become()
                 for number in IGNORED:
                     signal.signal(number, _first_handler(number, ignored))
+                mask = {*mask, *blocked}
             except BaseException:  # the process must not go on as a second parent
                 traceback.print_exc()
                 os._exit(1)

@@ -1,16 +1,17 @@
 """Start of the parent process of the ranks on a node, as a task of srun.
 
-    python -m hpcdist.rank.node_parent RUN_FOLDER NAME [EARLIER_NAME…]
+    python -m hpcdist.rank.node_parent RUN_FOLDER LIMIT_S NAME [EARLIER_NAME…]
 
 It creates the socket at which the tasks of ranks (`rank/forked_task.py`) ask for their rank, removes the variables of
 its own step from the environment, and becomes the parent process (`rank/parent.py`), with the socket as standard input.
-Tasks may connect while the parent imports torch. Parents with earlier names are ended first, since Slurm cannot end a
-step with a lost node.
+Tasks may connect while the parent imports torch. SIGALRM ends the parent if its imports take more than LIMIT_S seconds.
+Parents with earlier names are ended first, since Slurm cannot end a step with a lost node.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -20,10 +21,7 @@ from hpcdist.machine.process_record import PARENT_MODULE, SPACE, SPACE_BYTES
 
 #: Beginnings of the names of variables that may differ between steps, or between tasks of a step. The kernel shows the
 #: parent's variables as those of its ranks, so it has none of these.
-OF_STEPS = (
-    *("SLURM", "SRUN_", "PMI", "HPCDIST_ATTEMPT", "HPCDIST_MASTER_"),
-    *("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
-)
+OF_STEPS = ("SLURM", "SRUN_", "PMI", "HPCDIST_ATTEMPT", "HPCDIST_MASTER_")
 #: More connections at once than tasks on a node.
 _BACKLOG = 1024
 #: The message that ends a parent.
@@ -60,7 +58,8 @@ def _end(name: str) -> None:
 
 def main() -> None:
     """End earlier parents, listen, and become the parent process."""
-    folder, name, *earlier = sys.argv[1:]
+    folder, limit_s, name, *earlier = sys.argv[1:]
+    signal.setitimer(signal.ITIMER_REAL, float(limit_s))  # continues in the parent
     for other in earlier:
         _end(other)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -13,6 +13,7 @@ rank. A rank that is killed does not affect it. When the parent dies, the kernel
 from __future__ import annotations
 
 import errno
+import faulthandler
 import gc
 import importlib
 import json
@@ -66,7 +67,9 @@ def main() -> None:
     (folder,) = sys.argv[1:]
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    env = dict(os.environ)
+    # The time limit of `node_parent`: shows where an import hangs, and ends the process.
+    faulthandler.register(signal.SIGALRM, chain=True)
+    env, slurmstepd = dict(os.environ), os.getppid()
     listener = listening_socket()
     control = None
     if listener is None:
@@ -79,9 +82,11 @@ def main() -> None:
         leave(traceback.format_exc(), CANNOT_FORK)
     if problem := _why_not_forkable():
         leave(problem, CANNOT_FORK)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    faulthandler.unregister(signal.SIGALRM)
     if control is None:
         assert listener is not None, "one of them is open"
-        TaskServer(listener, env).serve()
+        TaskServer(listener, env, slurmstepd).serve()
     else:
         control.send(b"{}")
         _serve(control, _IDLE_S if restarts else None)

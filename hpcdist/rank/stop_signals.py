@@ -16,9 +16,13 @@ class StopFlag:
         self.is_set = False
 
     def install(self) -> None:
-        """Handle the stop signals in this process."""
+        """Handle the stop signals in this process, also those that have arrived while they were blocked.
+
+        Ranks of forked tasks begin with blocked stop signals (`forked_task.py`).
+        """
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
         self.is_set = True

@@ -21,13 +21,18 @@ from hpcdist.machine.process_record import SPACE
 from hpcdist.rank.forked_task import MESSAGE_BYTES, peer_uid
 from hpcdist.rank.forking import fork_rank, set_place
 from hpcdist.rank.node_parent import END
+from hpcdist.rank.stop_signals import STOP_SIGNALS
 
 #: Interval of checks whether slurmstepd is alive: without it Slurm could not end this process.
 _CHECK_EVERY_S = 5.0
 #: Time for the ranks of an earlier attempt to end after SIGKILL.
 KILL_S = 10.0
-#: Variables that libraries read while they are imported: a rank cannot change them.
-_READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH")
+#: Beginnings of the names of variables that a rank cannot have of its own: those that libraries read while they are
+#: imported, and those by which Slurm gives a task GPUs of its own. The parent's step has all GPUs of the job there.
+_OF_ALL_RANKS = (
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH", "PYTORCH_", "TMPDIR"),
+    *("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
+)
 #: Descriptors of a request: the request itself, standard output, standard error.
 _NUM_DESCRIPTORS = 3
 
@@ -62,12 +67,13 @@ class TaskServer:
 
     Args:
         env: environment before the imports, which may set variables.
+        slurmstepd: process that started this one.
     """
 
-    def __init__(self, listener: socket.socket, env: Mapping[str, str]) -> None:
+    def __init__(self, listener: socket.socket, env: Mapping[str, str], slurmstepd: int) -> None:
         self._listener = listener
         self._env = env
-        self._slurmstepd = os.getppid()
+        self._slurmstepd = slurmstepd
         self._space_bytes = len(env.get(SPACE, ""))
         self._tasks: list[_Task] = []
         self._affinity = os.sched_getaffinity(0)
@@ -133,7 +139,7 @@ class TaskServer:
         if differing := [
             name
             for name in sorted(env.keys() | own.keys())
-            if name.startswith(_READ_AT_IMPORT) and env.get(name) != own.get(name)
+            if name.startswith(_OF_ALL_RANKS) and env.get(name) != own.get(name)
         ]:
             return {"error": f"{differing[0]} differs from that of its parent process"}
         wanted = set(request["affinity"])
@@ -142,17 +148,22 @@ class TaskServer:
             os.sched_setaffinity(0, wanted)
             if os.sched_getaffinity(0) != wanted:
                 return {"error": "the step of its parent process has other processors"}
-            task.pid = fork_rank(lambda: self._become_rank(request, descriptors), request["ignored"])
+            task.pid = fork_rank(lambda: self._become_rank(request, descriptors), request["ignored"], STOP_SIGNALS)
             if in_rank := task.pid == 0:
                 return None
             task.end = os.pidfd_open(task.pid)
         except OSError as error:
+            if task.pid:  # the task becomes the rank instead
+                _kill(task)
+                os.waitpid(task.pid, 0)
+                task.pid = 0
             return {"error": f"its parent process cannot fork it: {error.strerror}"}
         finally:
             if not in_rank:
                 os.sched_setaffinity(0, self._affinity)
         place = f"task {env.get('SLURM_PROCID')} of attempt {env.get('HPCDIST_ATTEMPT')}"
-        print(f"process {os.getpid()} has forked process {task.pid} for {place}", flush=True)
+        with suppress(OSError):  # a full disk is no reason to end
+            os.write(1, f"process {os.getpid()} has forked process {task.pid} for {place}\n".encode())
         return {"pid": task.pid}
 
     def _become_rank(self, request: dict[str, Any], descriptors: list[int]) -> None:
@@ -165,14 +176,21 @@ class TaskServer:
             os.dup2(descriptors[stream], stream)
         for descriptor in descriptors:
             os.close(descriptor)
-        env = {**request["env"], "SLURM_TASK_PID": str(os.getpid())}
-        for name, value in os.environ.items():
-            if self._env.get(name) != value:
-                env.setdefault(name, value)  # the imports would have set it in the rank as well
+        env = self._environment(request["env"])
         for name in os.environ.keys() - env.keys():
             del os.environ[name]
         changed = {name: value for name, value in env.items() if os.environ.get(name) != value}
         set_place(request["cwd"], changed, self._space_bytes)
+
+    def _environment(self, of_task: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of a rank: that of its task, with the changes that the imports would make there."""
+        env = {**of_task, "SLURM_TASK_PID": str(os.getpid())}
+        for name in self._env.keys() | os.environ.keys():
+            before, after = self._env.get(name), os.environ.get(name)
+            if before != after and of_task.get(name) == before:
+                env.pop(name, None)
+                env |= {} if after is None else {name: after}
+        return env
 
     def _report_end(self, task: _Task) -> None:
         """Report the end of a rank, whose process id stays valid until its task has ended."""

@@ -14,7 +14,7 @@ from hpcdist.config.schema import Config, role_device
 from hpcdist.errors import ConfigError
 from hpcdist.machine.facts import num_cores
 from hpcdist.machine.gpus import count_gpus, selected_gpus
-from hpcdist.machine.process_record import PARENT_MODULE, RANK_MODULE
+from hpcdist.machine.process_record import PARENT_MODULE, RANK_MODULE, TASK_MODULE
 from hpcdist.rank.roles import DEFAULT_ROLE, Roles
 from hpcdist.rank.topology import port_for
 
@@ -192,15 +192,15 @@ def parent_command(run_dir: Path, python: str = sys.executable) -> list[str]:
     return [*IGNORE_SIGNALS, python, "-P", "-m", PARENT_MODULE, str(run_dir)]
 
 
-def node_parent_command(run_dir: Path, names: Sequence[str], python: str) -> list[str]:
+def node_parent_command(run_dir: Path, limit_s: float, names: Sequence[str], python: str) -> list[str]:
     """Return the command that starts such a process on a node of a Slurm job; see `rank/node_parent.py`."""
-    return [*IGNORE_SIGNALS, python, "-P", "-m", "hpcdist.rank.node_parent", str(run_dir), *names]
+    return [*IGNORE_SIGNALS, python, "-P", "-m", "hpcdist.rank.node_parent", str(run_dir), f"{limit_s:g}", *names]
 
 
 def forked_task_command(run_dir: Path, name: str, connect_s: float, limit_s: float, python: str) -> list[str]:
     """Return the command of a task whose rank that process forks; see `rank/forked_task.py`."""
     limits = [f"{connect_s:g}", f"{limit_s:g}"]
-    return [python, "-P", "-m", "hpcdist.rank.forked_task", name, *limits, str(run_dir)]
+    return [python, "-P", "-m", TASK_MODULE, name, *limits, str(run_dir)]
 
 
 def code_env(import_path: Sequence[str], python_path: str | None) -> dict[str, str]:

@@ -8,6 +8,7 @@ import secrets
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from hpcdist.config.schema import Config
 from hpcdist.containers.spec import ContainerSpec
@@ -30,10 +31,53 @@ _PASSED_ON = {"cpu-bind", "distribution", "hint", "label", "mpi", "quiet", "unbu
 _OF_TASKS = ("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_CPU_BIND", "SLURM_HINT")
 
 
-def can_fork(config: Config, box: ContainerSpec | None) -> bool:
-    """Return whether the ranks of a job may be forked (`cluster.fork`)."""
-    is_plain = not config.trainer.script and box is None and len(components(config)) == 1
-    return config.cluster.fork and is_plain and config.cluster.srun.keys() <= _PASSED_ON
+#: Options of sbatch by which each task gets GPUs or memory of its own, which the parent's step cannot give to a rank.
+_OF_EACH_TASK = ("gpu-bind", "gpus-per-task", "mem-bind", "ntasks-per-gpu", "tres-bind", "tres-per-task")
+
+
+def obstacle_to_fork(config: Config, box: ContainerSpec | None, env: Mapping[str, str]) -> str:
+    """Return why `cluster.fork` has no effect in a job; "" if its ranks can be forked.
+
+    Args:
+        env: environment of the job; before its submission, without variables of Slurm.
+    """
+    if config.trainer.script:
+        return "scripts import torch themselves (trainer.script)"
+    if box is not None:
+        return "the ranks run in containers"
+    if len(components(config)) > 1:
+        return "roles have nodes of their own (cluster.roles)"
+    if others := sorted(config.cluster.srun.keys() - _PASSED_ON):
+        return f"a forked rank cannot have the srun option --{others[0]} (cluster.srun)"
+    chosen = {name: str(value) for name, value in config.cluster.sbatch.items()} | {
+        name: env[variable] for name in _OF_EACH_TASK if (variable := _variable(name)) in env
+    }
+    for name in _OF_EACH_TASK:
+        # Slurm 23.11 also has --cpus-per-task in SLURM_TRES_PER_TASK.
+        if name in chosen and "none" not in chosen[name] and (name != "tres-per-task" or "gres" in chosen[name]):
+            return f"--{name}={chosen[name]} gives each rank GPUs or memory of its own, which a forked rank cannot have"
+    return ""
+
+
+def _variable(option: str) -> str:
+    """Return the variable by which sbatch passes an option on to srun."""
+    return f"SLURM_{option.upper().replace('-', '_')}"
+
+
+def planned_commands(run: RunDir, config: Config, python: str) -> tuple[list[str], list[str]]:
+    """Return the command of the parents' step and that of a task, as far as they are known before the job."""
+    limit_s = _limit_s(config)
+    output = run.path / "attempts" / "rank-parent-%N.log"
+    parent = node_parent_command(run.path, limit_s, ["NAME"], python)
+    return (
+        parents_command(config.cluster, None, parent, output=output),
+        forked_task_command(run.path, "NAME", CONNECT_S, limit_s, python),
+    )
+
+
+def _limit_s(config: Config) -> float:
+    """Return the time limit for the imports and for the answer to a task, in seconds."""
+    return config.launch.init_timeout_s / 2  # the other ranks wait init_timeout_s for this one
 
 
 class ParentSteps:
@@ -81,7 +125,8 @@ class ParentSteps:
     def _replace(self, current: NodeParents, nodes: Sequence[str]) -> None:
         """End a step that cannot fork the ranks of the next attempt."""
         failures = current.failures()
-        ended = sorted(node for node, code in failures.items() if code != CANNOT_FORK)
+        # The kernel ends a parent by SIGALRM that is still importing after its time limit.
+        ended = sorted(node for node, code in failures.items() if code not in (CANNOT_FORK, -signal.SIGALRM))
         if current.nodes != tuple(nodes):
             # Slurm cannot end the step if a node is lost: the parents that follow end those before them.
             current.abandon()
@@ -93,16 +138,21 @@ class ParentSteps:
                 ", ".join(ended),
                 current.messages,
             )
-            self.close()
+            self._close_current()
         elif failures.keys() >= set(nodes):
             log.warning(
                 "each rank imports torch itself, since their parent processes have ended (see %s)", current.messages
             )
-            self.close()
+            self._close_current()
             self._is_usable = False
 
     def close(self) -> None:
-        """End the step, and with it its ranks."""
+        """End all steps, and with them their ranks."""
+        self._close_current()
+        if self._abandoned:
+            signal_named_steps(PARENTS_STEP, "KILL")
+
+    def _close_current(self) -> None:
         if self._current is not None:
             self._current.close()
             self._current = None
@@ -134,7 +184,7 @@ class NodeParents:
         self._python = python
         #: Tasks never find the parents of an earlier supervisor.
         self.name = f"{env['SLURM_JOB_ID']}-{secrets.token_hex(4)}"
-        self._limit_s = config.launch.init_timeout_s / 2  # the other ranks wait init_timeout_s for this one
+        self._limit_s = _limit_s(config)
         self._is_new = True
         #: srun's messages.
         self.messages = run.path / "attempts" / "rank-parent.log"
@@ -142,7 +192,7 @@ class NodeParents:
         command = parents_command(
             config.cluster,
             nodes,
-            node_parent_command(run.path, [self.name, *left], python),
+            node_parent_command(run.path, self._limit_s, [self.name, *left], python),
             output=self.messages.with_name("rank-parent-%N.log"),
         )
         own = {name: value for name, value in env.items() if not name.startswith(_OF_TASKS)}
@@ -155,11 +205,15 @@ class NodeParents:
 
     def failures(self) -> dict[str, int]:
         """Return the exit codes of parents that have ended, by node; negative for a signal."""
-        with open(self.messages, "rb") as file:
+        found: dict[str, int] = {}
+        # Without the messages, tasks find out that no parent listens.
+        with suppress(OSError), open(self.messages, "rb") as file:
             file.seek(self._messages_begin)
             found = dict(ended_tasks(file.read().decode(errors="replace")).values())
-        if not found and self._process.poll() is not None:
-            found = dict.fromkeys(self.nodes, CANNOT_FORK)  # Slurm has not started the step
+        code = self._process.poll()
+        if not found and code is not None:
+            # Slurm has not started the step, or srun was killed.
+            found = dict.fromkeys(self.nodes, code if code < 0 else CANNOT_FORK)
         return found
 
     def abandon(self) -> None:
@@ -177,4 +231,6 @@ class NodeParents:
                 self._process.wait(_END_S)
             except subprocess.TimeoutExpired:
                 signal_named_steps(PARENTS_STEP, "KILL")
+        elif self._process.returncode < 0:  # the step outlives a killed srun
+            signal_named_steps(PARENTS_STEP, "KILL")
         self.abandon()

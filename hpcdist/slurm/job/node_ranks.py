@@ -2,8 +2,9 @@
 
     python -m hpcdist.slurm.job.node_ranks RUN list|kill
 
-Prints the node's name and the ranks that run, after `kill` those that have survived SIGKILL. It searches the
-process table, because Slurm cannot signal ranks after the end of their slurmstepd.
+Prints the node's name and the ranks that run, after `kill` those that have survived SIGKILL; a task that waits for its
+forked rank counts as well. It searches the process table, because Slurm cannot signal ranks after the end of their
+slurmstepd.
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ def main(argv: Sequence[str]) -> None:
     folder, action = argv
     node = os.environ.get("SLURMD_NODENAME", "")
     run = Path(folder)
-    ranks = kill_ranks(run, node) if action == "kill" else [process.rank for process in find_ranks(run, None, node)]
+    ranks = (
+        kill_ranks(run, node)
+        if action == "kill"
+        else [process.rank for process in find_ranks(run, None, node, with_tasks=True)]
+    )
     print(node or socket.gethostname(), *sorted(ranks), flush=True)
 
 
 def kill_ranks(run: Path, node: str) -> list[int]:
     """Kill the ranks of a run on this node and their child processes; returns the ranks that survive."""
     until = time.monotonic() + KILL_S
-    while (found := find_ranks(run, None, node)) and time.monotonic() < until:
+    while (found := find_ranks(run, None, node, with_tasks=True)) and time.monotonic() < until:
         for process in found:
             for pid in (process.pid, *process.children):
                 with suppress(ProcessLookupError):

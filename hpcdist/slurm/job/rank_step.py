@@ -35,6 +35,7 @@ _SIGNALS = {
     "Segmentation fault": signal.SIGSEGV,
     "Aborted": signal.SIGABRT,
     "Bus error": signal.SIGBUS,
+    "Alarm clock": signal.SIGALRM,
     "User defined signal 2": signal.SIGUSR2,
 }
 #: Time for srun to end after its tasks are killed.

@@ -25,7 +25,7 @@ from hpcdist.slurm.current_job import CurrentJob, running_steps
 from hpcdist.slurm.job.component_nodes import nodes_of
 from hpcdist.slurm.job.elastic_nodes import elastic_nodes, failing_node
 from hpcdist.slurm.job.environment_step import prepare_nodes
-from hpcdist.slurm.job.node_parents import ParentSteps, can_fork
+from hpcdist.slurm.job.node_parents import ParentSteps, obstacle_to_fork
 from hpcdist.slurm.job.node_ranks import parse_answers
 from hpcdist.slurm.job.orphaned_steps import UnkillableSteps, end_orphaned_steps
 from hpcdist.slurm.job.preflight_step import Preflight
@@ -137,7 +137,9 @@ class SlurmLauncher:
         with suppress(HpcdistError):
             self._end_orphaned_steps(WATCHDOG_STEP, PARENTS_STEP)
         self._guard = Guard()
-        if can_fork(self._config, self._box):
+        if self._config.cluster.fork and (obstacle := obstacle_to_fork(self._config, self._box, self._env)):
+            log.warning("cluster.fork has no effect: %s", obstacle)
+        elif self._config.cluster.fork:
             self._parents = ParentSteps(self._run, self._config, self._guard, env=self._env, python=self._python)
         # SLURM_JOB_ID of the last task of an array is the array's id, which addresses all tasks.
         job_id = self._env["SLURM_JOB_ID"] if self._het else self._job.id

@@ -173,20 +173,24 @@ def watchdog_command(job_id: str, node: str | None = None) -> list[str]:
     return ["srun", *flags, "--input=none", sys.executable, "-P", "-m", "hpcdist.slurm.job.job_watchdog", job_id]
 
 
-def parents_command(cluster: ClusterConfig, nodes: Sequence[str], command: Sequence[str], *, output: Path) -> list[str]:
+def parents_command(
+    cluster: ClusterConfig, nodes: Sequence[str] | None, command: Sequence[str], *, output: Path
+) -> list[str]:
     """Return the step that runs the parent process of the ranks on each node, with all processors of the job there.
 
     Args:
+        nodes: names of the nodes; None if they are not known yet.
         output: file for the output, with srun's patterns.
     """
+    num_nodes = cluster.nodes if nodes is None else len(nodes)
     flags = {
         "job-name": PARENTS_STEP,
         "overlap": True,
         "whole": True,
-        "nodes": len(nodes),
-        "ntasks": len(nodes),
+        "nodes": num_nodes,
+        "ntasks": num_nodes,
         "ntasks-per-node": 1,
-        "nodelist": ",".join(nodes),
+        "nodelist": "NODES" if nodes is None else ",".join(nodes),
         "gpus-per-node": cluster.gpus_per_node or None,
         "cpu-bind": "none",
         "mpi": cluster.srun.get("mpi"),

@@ -15,6 +15,7 @@ from hpcdist.environments.rank_environment import python_of
 from hpcdist.run.folder import RunDir
 from hpcdist.run.snapshot import git_root
 from hpcdist.slurm.extra_flags import option_value
+from hpcdist.slurm.job.node_parents import obstacle_to_fork, planned_commands
 from hpcdist.slurm.job.srun import step_command
 from hpcdist.slurm.job_components import allocations, component_cluster
 from hpcdist.supervisor.plan import rank_command
@@ -128,7 +129,7 @@ def component_lines(cluster: ClusterConfig) -> list[str]:
 
 
 def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, **array: Any) -> tuple[str, str]:
-    """Return the batch script and the srun command line of the first attempt; does not need Slurm.
+    """Return the batch script, and the commands that start the ranks of the first attempt; does not need Slurm.
 
     Args:
         array: submitit's `map_count` and `array_parallelism`, for a job array.
@@ -142,4 +143,11 @@ def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, 
     box = rank_container(config, run, cwd=cwd, root=git_root(cwd) or cwd)
     python = box.python if box else python_of(config) or sys.executable
     rank = rank_command(run.path, python)
-    return script, shlex.join(step_command(config, run.attempt(1), rank, box))
+    lines = []
+    if config.cluster.fork and (obstacle := obstacle_to_fork(config, box, {})):
+        lines.append(f"cluster.fork has no effect: {obstacle}")
+    elif config.cluster.fork:
+        parents, rank = planned_commands(run, config, python)
+        lines.append(shlex.join(parents))
+    lines.append(shlex.join(step_command(config, run.attempt(1), rank, box)))
+    return script, "\n".join(lines)

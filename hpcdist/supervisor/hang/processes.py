@@ -6,12 +6,14 @@ Containers share the host's process table: their ranks are found as well, if the
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from hpcdist.errors import TopologyError
+from hpcdist.machine.process_record import RANK_MODULE, TASK_MODULE
 from hpcdist.rank.topology import Topology
 
 #: Letters of process states, see proc(5): psutil's name and a description.
@@ -51,7 +53,7 @@ class ProcessState:
     half_closed: tuple[str, ...]  #: peers that have closed a TCP connection which this process still holds
 
 
-def find_ranks(run: Path, attempt: int | None, node: str = "") -> list[RankProcess]:
+def find_ranks(run: Path, attempt: int | None, node: str = "", *, with_tasks: bool = False) -> list[RankProcess]:
     """Return the processes of this user that are ranks of a run, by rank.
 
     Command line and environment identify a rank. Its forked children share both, so a process whose parent is a rank
@@ -60,12 +62,12 @@ def find_ranks(run: Path, attempt: int | None, node: str = "") -> list[RankProce
     Args:
         attempt: number of the attempt; None for any.
         node: Slurm's name of this node, because several nodes may share one machine (`slurmd -N`).
+        with_tasks: whether to return the tasks of forked ranks as well: a task without a rank may still become one.
     """
-    arguments = ["-P", "-m", "hpcdist.rank.worker", str(run)]
     ranks: dict[int, tuple[int, psutil.Process]] = {}
     for process in psutil.process_iter():
         try:
-            if process.uids().real != os.getuid() or process.cmdline()[1:] != arguments:
+            if process.uids().real != os.getuid() or not _is_rank(process.cmdline()[1:], run, with_tasks):
                 continue
             env = process.environ()
             topology = Topology.from_env(env)
@@ -78,6 +80,12 @@ def find_ranks(run: Path, attempt: int | None, node: str = "") -> list[RankProce
         for rank, process in sorted(ranks.values(), key=lambda found: found[0])
         if _parent(process) not in ranks
     ]
+
+
+def _is_rank(arguments: Sequence[str], run: Path, with_tasks: bool) -> bool:
+    if arguments == ["-P", "-m", RANK_MODULE, str(run)]:
+        return True
+    return with_tasks and arguments[:3] == ["-P", "-m", TASK_MODULE] and arguments[-1] == str(run)
 
 
 def state_of(pid: int) -> ProcessState | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 from forked_scene import HELD, SOON_S, TORCH, new_run, parents_of, write_package
+from hpcdist_runs import wait_for
 from named_pipe import NamedPipe
 
-from hpcdist.rank import node_parent
+from hpcdist.rank import node_parent, task_server
 from hpcdist.rank.node_parent import SPACE_BYTES
+from hpcdist.slurm.job.node_ranks import kill_ranks
 from hpcdist.supervisor.hang.processes import find_ranks
 from hpcdist.supervisor.plan import CANNOT_FORK, forked_task_command, node_parent_command
 
@@ -52,12 +55,14 @@ class Node:
             **STEP,
         }
 
-    def start_parent(self, torch: str = TORCH, *earlier: str) -> None:
+    def start_parent(
+        self, torch: str = TORCH, *earlier: str, output: str = "rank-parent-n1.log", limit_s: float = 600.0
+    ) -> None:
         if not (self.folder / "torch.py").exists():
             write_package(self.folder, torch)
-        command = node_parent_command(self.run.path, [self.name, *earlier], sys.executable)
+        command = node_parent_command(self.run.path, limit_s, [self.name, *earlier], sys.executable)
         env = self.env | {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-        with open(self.run.path / "rank-parent-n1.log", "wb") as log:
+        with open(self.run.path / output, "wb") as log:
             shell = ["sh", "-c", '"$@" & wait $!; exit $?', "sh", *command]
             self.slurmstepd = subprocess.Popen(
                 shell, env=env, cwd="/", stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -133,9 +138,12 @@ print("error", file=sys.stderr)
 def test_forked_rank_has_what_the_rank_of_a_task_has(node: Node) -> None:
     """Environment, processors, folder, log, signals and descriptors; the other rank is one without a parent.
 
-    An import sets a variable, as that of torch does.
+    An import changes variables, as that of torch does.
     """
-    node.start_parent(TORCH + "import os\nos.environ['TORCHINDUCTOR_CACHE_DIR'] = '/cache'\n")
+    node.env |= {"CHANGED": "before", "REMOVED": "before"}
+    changes = "os.environ |= {'TORCHINDUCTOR_CACHE_DIR': '/cache', 'CHANGED': 'after', 'OWN': 'after'}"
+    node.start_parent(f"{TORCH}import os\n{changes}\ndel os.environ['REMOVED']\n")
+    node.env["OWN"] = "of the task"
     (core, *_) = sorted(os.sched_getaffinity(0))
     bound = f"import os; os.sched_setaffinity(0, {{{core}}})"
     node.folder.joinpath("sitecustomize.py").write_text(f"import os\nif 'BOUND' in os.environ:\n    {bound}\n")
@@ -155,7 +163,10 @@ def test_forked_rank_has_what_the_rank_of_a_task_has(node: Node) -> None:
     reason, line, error = log.splitlines()
     assert reason == "hpcdist: this rank imports torch itself: no parent process of ranks listens on this node"
     started = json.loads(line)
-    assert reports[0]["env"].pop("TORCHINDUCTOR_CACHE_DIR") == "/cache", "the replacement of the worker has no imports"
+    own = {name: started["env"].pop(name) for name in ("CHANGED", "REMOVED")}
+    assert own == {"CHANGED": "before", "REMOVED": "before"}, "the replacement of the worker has no imports"
+    assert reports[0]["env"].pop("TORCHINDUCTOR_CACHE_DIR") == "/cache"
+    assert reports[0]["env"].pop("CHANGED") == "after"
     assert reports[0]["env"].pop("SLURM_TASK_PID") == str(reports[0]["pid"])
     for report in (reports[0], started):
         del report["parent"], report["pid"]
@@ -191,6 +202,16 @@ def test_rank_is_found_and_killed_with_its_task(node: Node, pipe: NamedPipe) -> 
     assert node.start(0, "import sys; sys.exit(3)").end()[0] == 3
 
 
+def test_task_that_waits_for_its_rank_is_killed_with_the_ranks(node: Node) -> None:
+    """It would become a rank of an earlier attempt later on. Slurm cannot end its step if a node is lost."""
+    node.start_parent("import time\ntime.sleep(600)")
+    task = node.start(1, "pass")
+    wait_for(lambda: find_ranks(node.run.path, 1, "n1", with_tasks=True) != [], "the task", timeout_s=SOON_S)
+    assert find_ranks(node.run.path, 1, "n1") == [], "it has no stack to be shown"
+    assert kill_ranks(node.run.path, "n1") == []
+    assert task.end()[0] == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("killed", ["parent", "slurmstepd"])
 def test_rank_and_task_end_with_their_parent(node: Node, pipe: NamedPipe, killed: str) -> None:
     """Slurm could not end a parent whose slurmstepd has died."""
@@ -205,11 +226,29 @@ def test_rank_and_task_end_with_their_parent(node: Node, pipe: NamedPipe, killed
     assert parents_of(node.run) == []
 
 
+@pytest.mark.parametrize("torch", [TORCH, "raise ImportError('no such library')"], ids=["forked", "started"])
+def test_stop_signal_waits_until_the_rank_has_a_handler(node: Node, tmp_path: Path, torch: str) -> None:
+    """The parent is still importing torch when it arrives."""
+    os.mkfifo(begin := tmp_path / "begin")
+    node.start_parent(f"open({str(begin)!r}).read()\n{torch}")
+    task = node.start(0, "import signal; print(signal.sigwait([signal.SIGTERM]) == 15)")
+    wait_for(lambda: "SigBlk:\t0000000000000000" not in status_of(task), "the task to block signals", timeout_s=SOON_S)
+    task.process.send_signal(signal.SIGTERM)
+    begin.write_text("")
+    code, log = task.end()
+    assert (code, log.splitlines()[-1:]) == (0, ["True"]), log
+
+
+def status_of(task: Task) -> str:
+    return Path(f"/proc/{task.process.pid}/status").read_text()
+
+
 COUNT = """
 import os, signal, sys
 count = []
 signal.signal(signal.SIGUSR2, lambda *_: count.append(1))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(10 + len(count)))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR2, signal.SIGTERM))
 print("up", file=open({pipe!r}, "w", buffering=1), flush=True)
 while True:
     signal.pause()
@@ -263,6 +302,49 @@ def test_task_becomes_the_rank_if_the_parent_cannot_fork(node: Node, torch: str,
     assert reason in (node.run.path / "rank-parent-n1.log").read_text()
 
 
+def test_parent_that_imports_for_too_long_ends(node: Node) -> None:
+    """Its log shows where. The task does not wait for its own time limit."""
+    node.start_parent("import time\ntime.sleep(600)", limit_s=1.0)
+    code, log = node.start(0, "import sys; sys.exit(6)").end()
+    assert (code, log) == (6, "hpcdist: this rank imports torch itself: its parent process has ended\n")
+    assert node.slurmstepd is not None
+    assert node.slurmstepd.wait(SOON_S) == 128 + signal.SIGALRM
+    assert 'torch.py", line 2 in <module>' in (node.run.path / "rank-parent-n1.log").read_text()
+
+
+def test_parent_forks_although_its_log_is_on_a_full_disk(node: Node) -> None:
+    node.start_parent(output="/dev/full")
+    tell = "import os; print(os.getppid())"
+    (parent,) = {node.start(rank, tell).end() for rank in (0, 1)}
+    assert parent == (0, f"{parents_of(node.run)[0]}\n")
+
+
+def test_parent_ends_if_slurmstepd_has_ended_during_the_imports(node: Node, tmp_path: Path) -> None:
+    os.mkfifo(begin := tmp_path / "begin")
+    node.start_parent(f"open({str(begin)!r}).read()\n{TORCH}")
+    with open(begin, "w"):
+        assert node.slurmstepd is not None
+        node.slurmstepd.kill()
+        node.slurmstepd.wait()
+    wait_for(lambda: parents_of(node.run) == [], "the end of the parent", timeout_s=SOON_S)
+
+
+def test_rank_that_the_parent_cannot_watch_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its task becomes the rank instead."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    request = os.memfd_create("request")
+    os.write(request, json.dumps({"env": {}, "affinity": sorted(os.sched_getaffinity(0)), "ignored": []}).encode())
+    monkeypatch.setattr(os, "pidfd_open", lambda pid: os.open(f"/{pid}", os.O_RDONLY))
+    with ours, theirs, os.fdopen(request), subprocess.Popen(["sleep", "600"]) as rank:
+        monkeypatch.setattr(task_server, "fork_rank", lambda *_: rank.pid)
+        task = task_server._Task(ours)
+        answer = task_server.TaskServer(ours, {}, os.getppid())._fork(task, [request, 1, 2])
+        is_left = psutil.pid_exists(rank.pid)
+        rank.kill()
+    assert answer == {"error": "its parent process cannot fork it: No such file or directory"}
+    assert (is_left, task.pid) == (False, 0)
+
+
 def test_parent_ends_those_before_it(node: Node, pipe: NamedPipe) -> None:
     """Slurm cannot end a step with a lost node. An earlier name without a parent does not matter."""
     node.start_parent()
@@ -280,17 +362,20 @@ def test_parent_ends_those_before_it(node: Node, pipe: NamedPipe) -> None:
     assert shell.wait(SOON_S) == 0
 
 
-def test_variables_that_libraries_have_read_may_not_differ(node: Node) -> None:
+@pytest.mark.parametrize(("name", "value"), [("OMP_NUM_THREADS", "2"), ("CUDA_VISIBLE_DEVICES", "1")])
+def test_variables_that_libraries_have_read_and_gpus_may_not_differ(node: Node, name: str, value: str) -> None:
+    node.env["CUDA_VISIBLE_DEVICES"] = "0,1"
     node.start_parent()
-    code, log = node.start(0, "import sys; sys.exit(4)", OMP_NUM_THREADS="2").end()
-    reason = "hpcdist: this rank imports torch itself: OMP_NUM_THREADS differs from that of its parent process\n"
+    code, log = node.start(0, "import sys; sys.exit(4)", **{name: value}).end()
+    reason = f"hpcdist: this rank imports torch itself: {name} differs from that of its parent process\n"
     assert (code, log) == (4, reason)
+    assert node.start(0, "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])").end() == (0, "0,1\n")
 
 
 def test_parent_has_no_variables_of_its_step() -> None:
     """It has space for those of a rank."""
-    own = {"PATH": "/bin", "OMP_NUM_THREADS": "2"}
-    removed = {"SLURM_PROCID": "3", "SLURMD_NODENAME": "n1", "CUDA_VISIBLE_DEVICES": "0", "HPCDIST_ATTEMPT": "1"}
+    own = {"PATH": "/bin", "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0"}
+    removed = {"SLURM_PROCID": "3", "SLURMD_NODENAME": "n1", "HPCDIST_ATTEMPT": "1"}
     found = node_parent.environment(own | removed)
     space = found.pop("HPCDIST_ENV_SPACE")
     assert found == own

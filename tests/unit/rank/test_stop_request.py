@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
 
 from hpcdist.rank import stop_agreement
 from hpcdist.rank.stop_agreement import StopAgreement
-from hpcdist.rank.stop_signals import StopFlag
+from hpcdist.rank.stop_signals import STOP_SIGNALS, StopFlag
 
 
 def test_check_for_a_stop_request_is_retried_after_an_error(
@@ -33,3 +35,20 @@ def test_check_for_a_stop_request_is_retried_after_an_error(
     agreement = StopAgreement(None, StopFlag(), request, watch_request=True)
     assert [agreement.at_boundary() for _ in range(3)] == [False, False, True]
     assert caplog.messages == [f"{request}: Stale file handle; the next check for a stop request is in a second"]
+
+
+def test_stop_signal_that_was_blocked_sets_the_flag() -> None:
+    """Ranks of forked tasks begin so."""
+    handlers = [(number, signal.getsignal(number)) for number in STOP_SIGNALS]
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        flag = StopFlag()
+        flag.install()
+        assert flag.is_set
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {*STOP_SIGNALS}
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, signal.SIG_IGN)  # drops a signal that still waits
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+            signal.signal(number, handler)

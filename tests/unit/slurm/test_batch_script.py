@@ -106,6 +106,24 @@ def test_parameters_of_a_site() -> None:
     }
 
 
+def test_step_of_forked_ranks() -> None:
+    """The parents start beside the ranks; an option of Slurm that prevents them is named."""
+    site = SITE | {"srun": {}, "fork": True}
+    step = batch_script.render(Config(cluster=ClusterConfig(**site)), RUN)[1]
+    parents, ranks = step.splitlines()
+    assert parents.startswith(
+        "srun --job-name=rank-parents --overlap --whole --nodes=2 --ntasks=2 --ntasks-per-node=1 "
+    )
+    assert f" --output={RUN.path}/attempts/rank-parent-%N.log " in parents
+    assert parents.endswith(f" -P -m hpcdist.rank.node_parent {RUN.path} 60 NAME")
+    assert ranks.startswith("srun --job-name=attempt-001 ")
+    assert ranks.endswith(f" -P -m hpcdist.rank.forked_task NAME 20 60 {RUN.path}")
+    bound = ClusterConfig(**(site | {"sbatch": {"gpus-per-task": "1"}}))
+    note, ranks = batch_script.render(Config(cluster=bound), RUN)[1].splitlines()
+    assert note.startswith("cluster.fork has no effect: --gpus-per-task=1 gives each rank GPUs")
+    assert ranks.endswith(f" -P -m hpcdist.rank.worker {RUN.path}")
+
+
 def test_script_and_step() -> None:
     script, step = batch_script.render(Config(cluster=ClusterConfig(**SITE)), RUN)
     lines = script.splitlines()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ from hpcdist_runs import wait_for
 
 from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest, TrainerConfig
 from hpcdist.run.folder import RunDir
-from hpcdist.slurm.job.node_parents import CONNECT_S, ParentSteps, can_fork
+from hpcdist.slurm.job import node_parents
+from hpcdist.slurm.job.node_parents import CONNECT_S, ParentSteps, obstacle_to_fork
 from hpcdist.supervisor.process_guard import Guard
 
 NODES = ("n1", "n2")
@@ -23,6 +26,8 @@ class Scene:
     def __init__(self, folder: Path, run: RunDir, guard: Guard) -> None:
         self.folder = folder
         self.run = run
+        #: Names of steps that were killed by scancel.
+        self.killed: list[str] = []
         (run.path / "attempts").mkdir(exist_ok=True)
         srun = folder / "srun"
         srun.write_text(
@@ -48,9 +53,10 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path, runs_dir: Path) -> Iterator[Scene]:
+def scene(tmp_path: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     guard = Guard()
     scene = Scene(tmp_path, RunDir.create(runs_dir / "exp" / "run"), guard)
+    monkeypatch.setattr(node_parents, "signal_named_steps", lambda name, _: scene.killed.append(name))
     yield scene
     scene.steps.close()
     guard.close()
@@ -68,14 +74,16 @@ def test_one_step_serves_all_attempts_on_the_same_nodes(scene: Scene) -> None:
     assert second == [*begin, name, "0", limit_s, run], "its parents listen, or have ended"
     (call,) = scene.calls(1)
     assert call.startswith(" --job-name=rank-parents --overlap --whole --nodes=2 "), "not limited to a task's cores"
-    assert call.endswith(f" /py -P -m hpcdist.rank.node_parent {run} {name}")
+    assert call.endswith(f" /py -P -m hpcdist.rank.node_parent {run} 25 {name}")
     third = scene.steps.task_command(("n1", "n3"))
     assert third is not None
     assert third[4] != name
     assert third[5] == f"{CONNECT_S:g}"
-    assert scene.calls(2)[1].endswith(f" {run} {third[4]} {name}"), "the new parents end the old ones"
+    assert scene.calls(2)[1].endswith(f" {run} 25 {third[4]} {name}"), "the new parents end the old ones"
+    assert scene.killed == []
     scene.steps.close()
     assert scene.calls(3)[2] == "TERM"
+    assert scene.killed == ["rank-parents"], "the step on the nodes of before may be left"
 
 
 @pytest.mark.processes
@@ -92,6 +100,33 @@ def test_parent_that_has_ended_is_started_again(scene: Scene, caplog: pytest.Log
 
 
 @pytest.mark.processes
+def test_step_of_a_killed_srun_is_ended_and_started_again(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    first = scene.steps.task_command(NODES)
+    scene.calls(1)
+    current = scene.steps._current
+    assert current is not None
+    os.killpg(current._process.pid, signal.SIGKILL)
+    current._process.wait()
+    again = scene.steps.task_command(NODES)
+    assert first is not None
+    assert again is not None
+    assert again[4] != first[4]
+    assert scene.killed == ["rank-parents"]
+    assert "the parent process of the ranks on n1, n2 has ended and is started again" in caplog.text
+
+
+@pytest.mark.processes
+def test_messages_that_cannot_be_read_do_not_fail_the_attempt(scene: Scene) -> None:
+    first = scene.steps.task_command(NODES)
+    scene.calls(1)
+    (scene.run.path / "attempts" / "rank-parent.log").unlink()
+    again = scene.steps.task_command(NODES)
+    assert first is not None
+    assert again is not None
+    assert again[4] == first[4]
+
+
+@pytest.mark.processes
 def test_parents_that_cannot_fork_have_no_successors(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     first = scene.steps.task_command(NODES)
     scene.calls(1)
@@ -100,7 +135,7 @@ def test_parents_that_cannot_fork_have_no_successors(scene: Scene, caplog: pytes
     assert first is not None
     assert second is not None
     assert second[4] == first[4], "the other node has a parent"
-    scene.say("srun: error: n2: task 1: Exited with exit code 69\n")
+    scene.say("srun: error: n2: task 1: Alarm clock\n")
     assert scene.steps.task_command(NODES) is None
     assert scene.steps.task_command(NODES) is None
     assert "each rank imports torch itself, since their parent processes have ended" in caplog.text
@@ -127,14 +162,33 @@ def test_step_that_cannot_be_started_is_not_needed(scene: Scene, caplog: pytest.
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [
-        ({}, True),
-        ({"cluster": ClusterConfig(fork=True, srun={"cpu-bind": "cores", "mpi": "none"})}, True),
-        ({"cluster": ClusterConfig()}, False),
-        ({"cluster": ClusterConfig(fork=True, srun={"gpu-bind": "closest"})}, False),
-        ({"trainer": TrainerConfig(script=["train.py"])}, False),
-        ({"roles": {"a": 1, "b": 1}, "cluster": ClusterConfig(fork=True, roles={"a": RoleRequest()})}, False),
+        ({}, ""),
+        ({"cluster": ClusterConfig(srun={"cpu-bind": "cores", "mpi": "none"})}, ""),
+        ({"cluster": ClusterConfig(srun={"gpu-bind": "closest"})}, "the srun option --gpu-bind"),
+        ({"cluster": ClusterConfig(sbatch={"gpus-per-task": "1"})}, "--gpus-per-task=1 gives each rank GPUs"),
+        ({"trainer": TrainerConfig(script=["train.py"])}, "scripts import torch themselves"),
+        ({"roles": {"a": 1, "b": 1}, "cluster": ClusterConfig(roles={"a": RoleRequest()})}, "nodes of their own"),
     ],
 )
-def test_ranks_that_may_be_forked(parts: dict[str, Any], expected: bool) -> None:
-    config = Config(**{"cluster": ClusterConfig(fork=True), **parts})
-    assert can_fork(config, None) is expected
+def test_obstacles_to_forks(parts: dict[str, Any], expected: str) -> None:
+    assert_obstacle(obstacle_to_fork(Config(**parts), None, {}), expected)
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [
+        ("SLURM_GPUS_PER_TASK=1", "--gpus-per-task=1 gives"),
+        ("SLURM_TRES_PER_TASK=cpu=2,gres/gpu=1", "--tres-per-task=cpu=2,gres/gpu=1 gives"),
+        ("SLURM_TRES_PER_TASK=cpu=2", ""),
+        ("SLURM_GPU_BIND=single:1", "--gpu-bind=single:1 gives"),
+        ("SLURM_GPU_BIND=none", ""),
+    ],
+)
+def test_obstacles_to_forks_from_a_batch_script(variable: str, expected: str) -> None:
+    name, _, value = variable.partition("=")
+    assert_obstacle(obstacle_to_fork(Config(), None, {name: value}), expected)
+
+
+def assert_obstacle(found: str, expected: str) -> None:
+    assert bool(found) == bool(expected), found
+    assert expected in found

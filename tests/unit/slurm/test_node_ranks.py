@@ -55,7 +55,7 @@ def rank_processes() -> list[psutil.Process]:
 def test_ranks_that_survive_sigkill_are_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that wait for a file system survive, for example."""
     monkeypatch.setattr(node_ranks, "KILL_S", 0.1)
-    monkeypatch.setattr(node_ranks, "find_ranks", lambda run, attempt, node: [Survivor()])
+    monkeypatch.setattr(node_ranks, "find_ranks", lambda run, attempt, node, with_tasks: [Survivor()])
     killed: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
     assert kill_ranks(tmp_path, "n1") == [3]

@@ -323,6 +323,13 @@ def launcher_of(slurm: Path, runs_dir: Path, spare: str = "", **cluster: Any) ->
     return SlurmLauncher(run, config, cast(CurrentJob, FakeJob(spare)), env=env, import_path=[], cwd=slurm)
 
 
+def test_obstacle_to_forks_is_logged_once(slurm: Path, runs_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with launcher_of(slurm, runs_dir, fork=True, sbatch={"gpus-per-task": "1"}) as launcher:
+        assert launcher._parents is None
+    (message,) = [message for message in caplog.messages if "fork" in message]
+    assert message.startswith("cluster.fork has no effect: --gpus-per-task=1 gives each rank GPUs or memory of its own")
+
+
 def test_steps_of_a_killed_supervisor_are_cancelled(slurm: Path, runs_dir: Path) -> None:
     names = ("batch", "attempt-001", "job-watchdog", "preflight", "mine", "hpcdist-nodes", "hpcdist-containers")
     listing = "".join(f"7.{number} {name}\n" for number, name in enumerate(names))
