@@ -9,6 +9,9 @@ MINUTES ?= 60
 SUITE ?= trixie
 WORKERS ?= 3
 
+# Without cached bytecode each of the thousands of test processes compiles hpcdist anew, and each worker all test files.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help quickstart install check unit smoke test faults test-slurm fuzz bench docs recording screenshots lock clean
 
 help: ## list the targets

@@ -24,8 +24,8 @@ from hpcdist.files.atomic import read_json
 COMMANDS = "tracking.commands=[stop,save,profile]"
 #: Limit of each wait: on a loaded machine, a pass of the shipper takes minutes.
 PATIENCE_S = 600.0
-#: Steps of 20 ms, until a command ends the run.
-LIVE = ("trainer=gated:train", "params.pace_s=0.02", "data.batch_size=16", "stop.max_epochs=100000", COMMANDS)
+#: Steps of at least 0.1 s, so that the ranks mostly wait, until a command ends the run.
+LIVE = ("trainer=gated:train", "params.pace_s=0.1", "data.batch_size=16", "stop.max_epochs=100000", COMMANDS)
 
 
 def events_of(trace: Path) -> list[dict[str, Any]]:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from context_scene import new_run, open_context
+from context_scene import RPC_TIMED_OUT, new_run, open_context
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
 from hpcdist.checkpoint.weights import load_weights
 from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, TrainerConfig
+from hpcdist.errors import PeerLost
 from hpcdist.models.image import build_model
 from hpcdist.rank.context import Context
 from hpcdist.rank.network.rpc import rpc_group
@@ -60,6 +64,13 @@ def run_whole(model: nn.Module) -> Tensor:
     return torch.stack(losses)
 
 
+@cache
+def trained_whole_model() -> tuple[nn.Module, Tensor]:
+    """Return the whole model with its gradients, and its losses."""
+    model = whole_model()
+    return model, run_whole(model)
+
+
 def run_stages(ctx: Context, engine: Engine) -> tuple[Tensor, list[Tensor]]:
     """Return the losses of two steps, and the logits of five batches."""
     images, labels = batch()
@@ -80,8 +91,7 @@ def differences(ctx: Context, engine: Engine, losses: Tensor, logits: list[Tenso
         assert whole is not None
         return torch.equal(ours, whole) if exact else torch.allclose(ours, whole, rtol=1e-4, atol=1e-5)
 
-    model = whole_model()
-    expected = run_whole(model)
+    model, expected = trained_whole_model()
     found = []
     if ctx.rank == ctx.world_size - 1:
         found += [] if same(losses, expected) else [f"losses {losses} {expected}"]
@@ -149,6 +159,32 @@ def test_rpc_engine_equals_the_whole_model(tmp_path: Path, num_stages: int) -> N
 
 def test_pipelining_engine_equals_the_whole_model(tmp_path: Path) -> None:
     assert spawn_ranks(compare_pipelining_engine, 3, path=new_run(tmp_path).path) == [[], [], []]
+
+
+def lose_neighbour(here: Rank, path: Path, victim: int) -> str:
+    """Return the error of the step in which this stage loses its neighbour."""
+    images, labels = batch()
+    inputs, targets = (images, None) if here.rank == 0 else (None, labels)
+    inbox = Inbox()
+    try:
+        with stage_context(here, path) as ctx, rpc_group(ctx, target=inbox) as group:
+            stage = Stage(whole_model(), cut_after(unit_names(whole_model()), CUTS[2])[ctx.rank])
+            engine = RpcEngine(stage, Wire(ctx, group, inbox), index=ctx.rank, num_stages=2, schedule="1f1b")
+            engine.step(inputs, targets, NUM_MICRO_BATCHES)
+            if ctx.rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            engine.step(inputs, targets, NUM_MICRO_BATCHES)
+    except PeerLost as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_stage_ends_the_step_of_its_neighbour(tmp_path: Path, victim: int) -> None:
+    outcomes = spawn_ranks(lose_neighbour, 2, killed=[victim], path=new_run(tmp_path).path, victim=victim)
+    message = outcomes[1 - victim]
+    assert message.startswith(f"stage:{victim} (rank {victim}) does not answer: ")
+    assert RPC_TIMED_OUT not in message, "the connection has ended, which is noticed at once"
 
 
 # --- measurements before the first step, and their part of a checkpoint

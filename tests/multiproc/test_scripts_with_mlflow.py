@@ -62,13 +62,19 @@ def test_plain_mlflow(scripts: Runs) -> None:
     assert scripts._query("select count(*) from runs") == [(1,)]
 
 
+#: The imports of these libraries take long. All write to the same MLflow store, as the one that `make test` runs.
+HEAVY = pytest.mark.faults
+
+
 @pytest.mark.parametrize(
     ("name", "metrics", "param"),
     [
         ("lightning_logger", {"train_loss": list(range(1, 16, 2))}, ("lr", "0.1")),
-        ("transformers_trainer", {"loss": [2, 4, 6, 8], "train_runtime": [8]}, ("n_embd", "16")),
-        ("accelerate_tracker", {"train_loss": list(range(1, 17))}, ("layers", "1")),
-        pytest.param("autologged", {"train_loss": [0, 1, 2, 3]}, ("optimizer_name", "SGD"), marks=pytest.mark.faults),
+        pytest.param(
+            "transformers_trainer", {"loss": [2, 4, 6, 8], "train_runtime": [8]}, ("n_embd", "16"), marks=HEAVY
+        ),
+        pytest.param("accelerate_tracker", {"train_loss": list(range(1, 17))}, ("layers", "1"), marks=HEAVY),
+        pytest.param("autologged", {"train_loss": [0, 1, 2, 3]}, ("optimizer_name", "SGD"), marks=HEAVY),
     ],
 )
 def test_loggers_of_libraries(scripts: Runs, name: str, metrics: dict[str, list[int]], param: tuple[str, str]) -> None:
