@@ -13,6 +13,8 @@ from slurm_faults import FaultScene
 from hpcdist.machine.process_record import PARENT_MODULE
 
 FORK = "cluster.fork=true"
+#: The GPUs of the dev cluster are not real.
+CPU = "launch.device=cpu"
 
 
 def parents(scene: FaultScene) -> dict[int, psutil.Process]:
@@ -78,3 +80,30 @@ def test_killed_supervisor_leaves_no_parent(scene: FaultScene) -> None:
     scene.assert_recovered_from_checkpoint()
     assert (scene.num_starts(), scene.cell.attempts) == (1, 2)
     assert not any(parent.is_running() for parent in before.values())
+
+
+def visible_gpus(scene: FaultScene) -> dict[int, str]:
+    """Return the numbers of the GPUs that Slurm shows to each rank."""
+    ranks = scene.runs.rank_processes(scene.name)
+    return {rank: process.environ()["CUDA_VISIBLE_DEVICES"] for rank, process in ranks.items()}
+
+
+@pytest.mark.faults
+def test_forked_ranks_see_the_gpus_of_their_task(scene: FaultScene) -> None:
+    """Unless each task has its own, which the log says once."""
+    scene.submit_held("GPUs of forked ranks", FORK, "cluster.gpus_per_node=2", CPU)
+    assert sorted(parents(scene)) == [0, 1, 2, 3]
+    assert visible_gpus(scene) == dict.fromkeys(range(4), "0,1")
+    scene.release()
+    scene.runs.assert_finished_as(scene.name, scene.job, scene.control)
+
+
+@pytest.mark.faults
+def test_ranks_with_gpus_of_their_own_are_not_forked(scene: FaultScene) -> None:
+    scene.submit_held("GPUs of each rank", FORK, "cluster.sbatch.gpus-per-task=1", CPU)
+    assert visible_gpus(scene) == {0: "0", 1: "1", 2: "0", 3: "1"}
+    assert "rank-parents" not in scene.steps()
+    log = scene.runs.job_log(scene.name)
+    assert log.count("cluster.fork has no effect: --gpus-per-task=1 gives each rank GPUs or memory of its own") == 1
+    scene.release()
+    scene.assert_recovered(max_lost_steps=0)

@@ -66,17 +66,16 @@ def _variable(option: str) -> str:
 
 def planned_commands(run: RunDir, config: Config, python: str) -> tuple[list[str], list[str]]:
     """Return the command of the parents' step and that of a task, as far as they are known before the job."""
-    limit_s = _limit_s(config)
     output = run.path / "attempts" / "rank-parent-%N.log"
-    parent = node_parent_command(run.path, limit_s, ["NAME"], python)
+    parent = node_parent_command(run.path, config.launch.init_timeout_s, ["NAME"], python)
     return (
         parents_command(config.cluster, None, parent, output=output),
-        forked_task_command(run.path, "NAME", CONNECT_S, limit_s, python),
+        forked_task_command(run.path, "NAME", CONNECT_S, _answer_limit_s(config), python),
     )
 
 
-def _limit_s(config: Config) -> float:
-    """Return the time limit for the imports and for the answer to a task, in seconds."""
+def _answer_limit_s(config: Config) -> float:
+    """Return how long a task waits for its rank, in seconds."""
     return config.launch.init_timeout_s / 2  # the other ranks wait init_timeout_s for this one
 
 
@@ -184,7 +183,7 @@ class NodeParents:
         self._python = python
         #: Tasks never find the parents of an earlier supervisor.
         self.name = f"{env['SLURM_JOB_ID']}-{secrets.token_hex(4)}"
-        self._limit_s = _limit_s(config)
+        self._limit_s = _answer_limit_s(config)
         self._is_new = True
         #: srun's messages.
         self.messages = run.path / "attempts" / "rank-parent.log"
@@ -192,7 +191,7 @@ class NodeParents:
         command = parents_command(
             config.cluster,
             nodes,
-            node_parent_command(run.path, self._limit_s, [self.name, *left], python),
+            node_parent_command(run.path, config.launch.init_timeout_s, [self.name, *left], python),
             output=self.messages.with_name("rank-parent-%N.log"),
         )
         own = {name: value for name, value in env.items() if not name.startswith(_OF_TASKS)}
