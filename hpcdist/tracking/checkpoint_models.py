@@ -81,7 +81,7 @@ class KeptCheckpoint:
         """What the checkpoint is and how to load it, as Markdown."""
         path, name = _text(str(self.folder)), self.folder.parents[1].name
         return (
-            f"Checkpoint of step {self.step}, in the run folder only: `{path}`\n\n"
+            f"Checkpoint of step {self.step}, in the run folder: `{path}`\n\n"
             "```python\nfrom hpcdist.checkpoint.weights import load_weights\n\n"
             f"folder = {path!r}\nmodel.load_state_dict(load_weights(folder))\n```\n\n"
             f"Without hpcdist: `hpcdist export {_text(name)} --checkpoint {self.step} --format safetensors` writes the"

@@ -178,6 +178,18 @@ def test_report_explains_the_phases_and_has_the_commands(full: ReportScene) -> N
     assert "hpcdist rerun 0a1b --runs-dir " in text
 
 
+def test_report_of_a_run_without_git_and_without_a_container_says_so(full: ReportScene) -> None:
+    with open(full.run.config, "a") as config:
+        config.write("\ncontainer: {runtime: none}\n")
+    text = Elements(page_of(full)).text
+    assert "codecommit abc" in text
+    assert "imagenone, without a container" in text
+    write_json(full.run.environment, {"host": "n1", "code": {"copied": True}})
+    assert "codeno commit, since it was not in a git repository" in Elements(page_of(full)).text
+    write_json(full.run.container, {"image": "/i/mine.sif", "image_digest": "ends-sha256:1a"})
+    assert "image/i/mine.sif, digest ends-sha256:1a" in Elements(page_of(full)).text
+
+
 def test_colours_of_the_causes_differ() -> None:
     """No two colours of a legend are closer in the CIELAB space than those that readers could tell apart."""
     style = (Path(html_report.__file__).parent / "templates" / "style.css").read_text()
