@@ -70,9 +70,7 @@ def _give_to(path: Path, user: str) -> None:
 def _write_secret(path: Path, content: bytes, owner: str) -> None:
     """Write a file that only its owner can read, from its creation on."""
     temporary = path.with_name(f"{path.name}.new")
-    temporary.unlink(missing_ok=True)
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
+    write_atomic(temporary, content, mode=0o600)
     _give_to(temporary, owner)
     temporary.rename(path)
 

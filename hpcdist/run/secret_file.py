@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from hpcdist.errors import RunFolderError
 from hpcdist.files import formats, retry
-from hpcdist.files.atomic import write_atomic
+from hpcdist.files.private_file import write_private
 from hpcdist.run.folder import RunDir
 
 
@@ -22,8 +22,7 @@ def keep(run: RunDir, values: Mapping[str, str]) -> None:
     if not values:
         run.secrets.unlink(missing_ok=True)
         return
-    # The temporary file has this mode, too, so that other users can never read the values.
-    write_atomic(run.secrets, json.dumps(formats.stamped({"values": dict(values)})), durable=True, mode=0o600)
+    write_private(run.secrets, json.dumps(formats.stamped({"values": dict(values)})))
 
 
 def kept(run: RunDir) -> dict[str, str]:

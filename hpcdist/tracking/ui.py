@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import sys
@@ -11,6 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from hpcdist.errors import UserMistake
+from hpcdist.files.private_file import write_private
 from hpcdist.tracking.ui_gate import TOKEN_FILE
 
 HOST = "127.0.0.1"
@@ -36,9 +36,7 @@ def make_token(port: int, env: Mapping[str, str]) -> tuple[str, Path]:
     token = secrets.token_urlsafe(32)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(token)
+        write_private(path, token)
     except OSError as error:
         raise UserMistake(
             f"the token of the UI cannot be written to {path} ({error.strerror}):"
