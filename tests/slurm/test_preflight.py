@@ -134,7 +134,8 @@ def test_requeued_job_excludes_a_node_with_another_version(
     other.write_text(source.read_text().replace(f'"{hpcdist.__version__}"', '"0.0.7"') + "# another one\n")
     faults.mount(source, "--bind", str(other))
     job = slurm_runs.submit(
-        *(name, "cluster.nodes=3", "cluster.tasks_per_node=1", "launch.num_ranks=3", "stop.max_epochs=1"),
+        *(name, "cluster.nodes=3", "cluster.tasks_per_node=1", "launch.num_ranks=3"),
+        *("trainer=counting:train", "params.until=5"),
         "preflight.on_failure=exclude",
     )
     state = slurm_runs.wait_requeued(name)

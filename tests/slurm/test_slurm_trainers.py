@@ -1,6 +1,6 @@
 """The trainers with roles or stages on two nodes of a real Slurm: requeue, exact resume, and network security.
 
-All four trainers run at the same time, since the tests mostly wait.
+The trainers run at the same time, since the tests mostly wait. `make test` runs those of `QUICK`, `make faults` all.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from hpcdist.run.folder import RunDir
 ATTACKER = Path(__file__).resolve().parents[1] / "support" / "attacker.py"
 #: The trainer under attack: its ranks listen for RPC connections.
 ATTACKED = "rnn"
+#: One trainer with roles and one with stages. On one machine, tests/multiproc stops `hybrid` and kills a rank of `rl`.
+QUICK = (ATTACKED, "pipeline")
 
 
 @dataclass(frozen=True)
@@ -181,15 +183,25 @@ def marker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(slurm_runs: SlurmRuns, socket_report: SocketReport, marker: Path) -> dict[str, Finished]:
+def cases(request: pytest.FixtureRequest) -> list[Case]:
+    """The attacked trainer, and those that this session tests."""
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    tested = [item.callspec.params.get("case") for item in here]
+    return [case for case in CASES.values() if case in tested or case.trainer == ATTACKED]
+
+
+@pytest.fixture(scope="module")
+def finished(
+    slurm_runs: SlurmRuns, socket_report: SocketReport, marker: Path, cases: list[Case]
+) -> dict[str, Finished]:
     """Every trainer's run, requeued while its ranks were held, and its control run on this machine without Slurm."""
     runs, cluster, jobs = slurm_runs, slurm_runs.cluster, {}
-    for case in CASES.values():
+    for case in cases:
         words = arguments(runs, case, f"{case.trainer}-requeued", *case.nodes, "cluster.het=off")
         code, output = runs.command("submit", *words, "--cluster", "devcluster")
         assert code == 0, output
         jobs[case.trainer] = str((read_json(run_of(runs, case, "requeued").path / "slurm.json") or {})["job_id"])
-    for case in CASES.values():
+    for case in cases:
         held = [run_of(runs, case, "requeued").attempt(1).path / f"held-{rank}" for rank in range(case.num_stepping)]
         wait_for(lambda held=held: all(path.exists() for path in held), f"{case.trainer} to be held", timeout_s=WAIT_S)
         found = socket_report.sockets[case.trainer] = sockets_of(run_of(runs, case, "requeued"))
@@ -201,11 +213,11 @@ def finished(slurm_runs: SlurmRuns, socket_report: SocketReport, marker: Path) -
         cluster.run("scontrol", "requeue", jobs[case.trainer])
     for job in jobs.values():
         runs.start_now(job)
-    for case in CASES.values():
+    for case in cases:
         words = arguments(runs, case, f"{case.trainer}-control", "params.hold_at=-1")
         code, output = runs.command("run", *words)
         assert code == 0, output
-    return {case.trainer: wait_finished(runs, case, jobs[case.trainer]) for case in CASES.values()}
+    return {case.trainer: wait_finished(runs, case, jobs[case.trainer]) for case in cases}
 
 
 def run_of(runs: SlurmRuns, case: Case, kind: str) -> RunDir:
@@ -234,7 +246,11 @@ def wait_finished(runs: SlurmRuns, case: Case, job: str) -> Finished:
     )
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: str(case.trainer))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case.trainer in QUICK else pytest.mark.faults) for case in CASES.values()],
+    ids=lambda case: str(case.trainer),
+)
 def test_requeued_run_on_two_nodes_equals_the_control_run(finished: dict[str, Finished], case: Case) -> None:
     found = finished[case.trainer]
     assert (found.status, found.job_state) == ("finished", "COMPLETED"), found.log

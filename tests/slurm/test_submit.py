@@ -6,12 +6,18 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import HOLD_STEP, LAST_STEP, unused_port
+from hpcdist_runs import HOLD_STEP, LAST_STEP, unused_port, wait_for
 from mlflow_server import Server
-from slurm_cluster import DevCluster
+from slurm_cluster import WAIT_S, DevCluster
 from slurm_runs import SlurmRuns
 
 from hpcdist.slurm.command_output import parse_time
+
+#: Until a command ends them. Such ranks start in a third of the time of ranks that train.
+TWO_COUNTING_RANKS = (
+    *("trainer=counting:train", "params.until=1000000"),
+    *("cluster.tasks_per_node=1", "launch.num_ranks=2"),
+)
 
 
 def test_submitted_run_equals_the_control_run(
@@ -43,7 +49,8 @@ def test_submitted_run_equals_the_control_run(
 def test_stop_and_cancel_end_a_running_job(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
     for action, status in (("stop", "stopped"), ("cancel", "cancelled")):
         name = f"to-{action}"
-        job = slurm_runs.submit_held(name)
+        job = slurm_runs.submit(name, *TWO_COUNTING_RANKS)
+        wait_for(slurm_runs.attempt(name).beat(1).exists, "the first steps", timeout_s=WAIT_S)
         code, output = slurm_runs.command(action, name)
         assert code == 0, output
         state = slurm_runs.wait_end(name, job)

@@ -64,7 +64,7 @@ def test_follow_shows_pending_reasons_a_requeue_and_the_end(
     slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str
 ) -> None:
     name = "followed"
-    following, job = start_submit(slurm_runs, name, *HOLD_OVERRIDES, WAITING, "--follow")
+    following, job = start_submit(slurm_runs, name, *HOLD_OVERRIDES, "cluster.fork=true", WAITING, "--follow")
     assert ", expected to start at 20" in following.until(f"queued: job {job} waits (BeginTime)")
     devcluster.run("scontrol", "hold", job)
     following.until(f"queued: job {job} waits (JobHeld")
@@ -164,7 +164,9 @@ def test_follow_survives_ctrl_c_and_reports_the_job_state_of_a_killed_supervisor
 
 def test_explain_shows_why_a_run_was_rejected(slurm_runs: SlurmRuns, tmp_path: Path) -> None:
     name = "rejected"
-    waiting, job = start_submit(slurm_runs, name, "data.name=mnist", f"data.root={tmp_path}/nowhere", "--wait")
+    one_rank = ("cluster.nodes=1", "cluster.tasks_per_node=1", "launch.num_ranks=1")
+    missing = ("data.name=mnist", f"data.root={tmp_path}/nowhere")
+    waiting, job = start_submit(slurm_runs, name, *one_rank, *missing, "--wait")
     code, lines = waiting.end()
     assert code == 2, lines
     code, output = slurm_runs.command("explain", name)
