@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,6 +26,7 @@ from hpcdist.cli.terminal import console, exit_code
 from hpcdist.errors import ConfigError, UserMistake
 
 if TYPE_CHECKING:
+    from hpcdist.cli.render import RunView
     from hpcdist.config.schema import Config
     from hpcdist.run.folder import RunDir
     from hpcdist.run.origin import Origin
@@ -70,7 +72,6 @@ def run(
     """
     from hpcdist.config.loading import load_config
     from hpcdist.run import create
-    from hpcdist.run.find_by_config import find_unfinished
     from hpcdist.run.origin import load_origin
 
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
@@ -89,9 +90,15 @@ def run(
         if not follow:
             raise UserMistake("--detach and --in exclude each other: the container runs in the foreground")
         return run_in_container(config, words, unnamed, engine=engine, image=image, resume=resume, dry_run=dry_run)
-    found = find_unfinished(unnamed) if resume and not dry_run else None
+    found = _unfinished(unnamed) if resume and not dry_run else None
     named = create.with_name(unnamed) if found is None else replace(unnamed, name=found.name)
     return run_here(named, found, load_origin(config), follow=follow, dry_run=dry_run)
+
+
+def _unfinished(config: Config) -> RunDir | None:
+    from hpcdist.run.find_by_config import find_unfinished
+
+    return find_unfinished(config)
 
 
 def run_here(
@@ -104,25 +111,33 @@ def run_here(
         found: An unfinished run of this config to continue.
         origin: The config of the command line, which the run folder records.
     """
-    from hpcdist.cli.render import show_plan
     from hpcdist.config.schema import new_run_problems
-    from hpcdist.machine.own_image import image_facts
     from hpcdist.run import create
 
     plan, uri = resolve_start(config)
     if found is None and (problems := new_run_problems(config, plan.num_ranks)):
         raise ConfigError(problems)
-    show_plan(console(), config, plan, config.folder, uri, verbose=dry_run)
+
+    def show() -> None:
+        _show_start(config, plan, uri, found, verbose=dry_run)
+
+    if dry_run:
+        show()
+        return 0
+    made = found or create.create_run(config, Path.cwd(), origin=origin)
+    return supervise_here(made, config, plan, uri, follow=follow, show=show)
+
+
+def _show_start(config: Config, plan: Plan, uri: str, found: RunDir | None, *, verbose: bool) -> None:
+    from hpcdist.cli.render import show_plan
+    from hpcdist.machine.own_image import image_facts
+
+    show_plan(console(), config, plan, config.folder, uri, verbose=verbose)
     if plan.device == "cpu" and config.launch.device == "auto":
         in_image = " (docker: --gpus all, podman: --device nvidia.com/gpu=all)" if image_facts(os.environ) else ""
         print(f"no GPU is visible{in_image}: training on CPUs")
-    if dry_run:
-        return 0
-    if found is not None:
+    if found is not None and not verbose:
         print(f"continuing run {found.name}, which has the same config; `--new` starts another run")
-    return supervise_here(
-        found or create.create_run(config, Path.cwd(), origin=origin), config, plan, uri, follow=follow
-    )
 
 
 def resolve_start(config: Config) -> tuple[Plan, str]:
@@ -142,19 +157,38 @@ def resolve_start(config: Config) -> tuple[Plan, str]:
     return plan, uri
 
 
-def supervise_here(run: RunDir, config: Config, plan: Plan, tracking_uri: str, *, follow: bool) -> int:
-    """Supervise a run in this process, or without `follow` in a background process. Returns the exit code."""
+def supervise_here(
+    run: RunDir,
+    config: Config,
+    plan: Plan,
+    tracking_uri: str,
+    *,
+    follow: bool,
+    show: Callable[[], None] = lambda: None,
+) -> int:
+    """Supervise a run in this process, or without `follow` in a background process. Returns the exit code.
+
+    Args:
+        show: prints the plan, while the parent of the ranks imports torch.
+    """
     from hpcdist import logs
-    from hpcdist.cli.render import RunView, show_end
     from hpcdist.supervisor import local_run
 
     if not follow:
+        show()
         pid = local_run.detach(run, os.environ)
         print(f"{run.name} runs in the background (process {pid}): `hpcdist follow {run.name}` shows its progress")
         return 0
     logs.configure()
-    terminal = console()
-    with RunView(terminal) as view:
-        state = local_run.supervise(run, config, plan, view, os.environ, tracking_uri=tracking_uri)
-    show_end(terminal, run, state, config)
+
+    def view() -> RunView:
+        from hpcdist.cli.render import RunView  # imports take as long as the rest of the start
+
+        show()
+        return RunView(console())
+
+    state = local_run.supervise(run, config, plan, view, os.environ, tracking_uri=tracking_uri)
+    from hpcdist.cli.render import show_end
+
+    show_end(console(), run, state, config)
     return exit_code(state)

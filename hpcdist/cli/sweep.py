@@ -106,9 +106,9 @@ def _run_cell(choice: Choice, plan: Plan, uri: str) -> None:
     from hpcdist.cli.render import RunView
     from hpcdist.supervisor import local_run
 
-    with RunView(console()) as view:
-        state = local_run.supervise(choice.run, choice.cell.config, plan, view, os.environ, tracking_uri=uri)
-        view.note(f"{state.status}: {state.reason}")
+    view = RunView(console())
+    state = local_run.supervise(choice.run, choice.cell.config, plan, lambda: view, os.environ, tracking_uri=uri)
+    view.note(f"{state.status}: {state.reason}")
 
 
 def _ended_by_signal(run: RunDir) -> bool:

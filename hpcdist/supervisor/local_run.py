@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from hpcdist.config.schema import Config
@@ -18,13 +19,21 @@ from hpcdist.run.lease import hold
 from hpcdist.supervisor.local_launcher import LocalLauncher
 from hpcdist.supervisor.plan import Plan
 from hpcdist.supervisor.reporter import Reporter
-from hpcdist.supervisor.supervisor import Supervisor
 
 
 def supervise(
-    run: RunDir, config: Config, plan: Plan, report: Reporter, env: Mapping[str, str], *, tracking_uri: str
+    run: RunDir,
+    config: Config,
+    plan: Plan,
+    view: Callable[[], AbstractContextManager[Reporter]],
+    env: Mapping[str, str],
+    *,
+    tracking_uri: str,
 ) -> State:
     """Hold the run's lease and supervise the run until its end. Returns its last state.
+
+    Args:
+        view: returns the reporter; called when the parent of the ranks has begun to import torch.
 
     Raises:
         RunFolderError: another supervisor holds the run, or its folder is incomplete.
@@ -40,15 +49,20 @@ def supervise(
         env = {**env, **secrets_of(config)}
         import_path = snapshot.import_path(code, run)
         fork = config.launch.fork and not config.trainer.script
-        with LocalLauncher(
-            run,
-            plan,
-            env=env,
-            import_path=import_path,
-            cwd=cwd,
-            fork=fork,
-            init_timeout_s=config.launch.init_timeout_s,
-        ) as launcher:
+        with (
+            LocalLauncher(
+                run,
+                plan,
+                env=env,
+                import_path=import_path,
+                cwd=cwd,
+                fork=fork,
+                init_timeout_s=config.launch.init_timeout_s,
+            ) as launcher,
+            view() as report,
+        ):
+            from hpcdist.supervisor.supervisor import Supervisor  # its imports take as long as all before
+
             supervisor = Supervisor(
                 run, config, launcher, report, tracking_uri=tracking_uri, env=env, check_lease=held.check
             )

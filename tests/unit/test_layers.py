@@ -28,6 +28,7 @@ machine
 slurm
 rank.variables
 rank.roles rank.topology
+config.plain
 config.redaction config.document
 config.schema
 config

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hpcdist.review.ledger import CAUSES, Cause
+from hpcdist.review.causes import CAUSES, Cause
 
 #: Maximum number of phases of an attempt that are recorded with begin and end, for the timeline of a run.
 MAX_PHASES = 1000

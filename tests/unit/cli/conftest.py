@@ -61,9 +61,11 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Replace `supervise`, which starts no ranks: it records its arguments and returns the state in `ends`."""
     seen: dict[str, Any] = {"ends": State(status="finished", reason="all epochs are done")}
 
-    def supervise(run: RunDir, config: Any, plan: Any, report: Any, env: Any, *, tracking_uri: str) -> State:
+    def supervise(run: RunDir, config: Any, plan: Any, view: Any, env: Any, *, tracking_uri: str) -> State:
         seen.update(run=run, config=config, plan=plan, env=env)
         state: State = seen["ends"]
+        with view():
+            pass
         return state
 
     monkeypatch.setattr(local_run, "supervise", supervise)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from hpcdist.run.create import check_trainer, create_run, with_name
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold
 from hpcdist.run.secret_file import kept
-from hpcdist.supervisor import local_run
+from hpcdist.supervisor import local_run, supervisor
 from hpcdist.supervisor.local_run import supervise
 from hpcdist.supervisor.plan import Plan
 
@@ -162,6 +163,10 @@ def test_create_run_keeps_an_existing_run(project: Path, make: Callable[..., Con
 # --- supervising
 
 
+def no_view() -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
 @pytest.fixture
 def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Replace launcher and supervisor by stubs; return their arguments."""
@@ -179,12 +184,14 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             arguments_of.update(arguments)
 
         def __enter__(self) -> StubLauncher:
+            arguments_of.update(entered=True)
             return self
 
-        def __exit__(self, *_: object) -> None: ...
+        def __exit__(self, *_: object) -> None:
+            arguments_of.pop("entered")
 
     monkeypatch.setattr(local_run, "LocalLauncher", StubLauncher)
-    monkeypatch.setattr(local_run, "Supervisor", StubSupervisor)
+    monkeypatch.setattr(supervisor, "Supervisor", StubSupervisor)
     return arguments_of
 
 
@@ -193,7 +200,7 @@ def test_supervise_holds_the_run_and_passes_code_and_secrets(
 ) -> None:
     config = make(trainer=TrainerConfig(target="train:train"), params={"hf_token": "s3cret"})
     run = create_run(config, project)
-    state = supervise(run, config, PLAN, None, {"HOME": "/home/ada"}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
+    state = supervise(run, config, PLAN, no_view, {"HOME": "/home/ada"}, tracking_uri="sqlite:///x")
     assert state.status == "finished"
     assert supervised["held"]
     assert not run.lease.exists()
@@ -204,13 +211,27 @@ def test_supervise_holds_the_run_and_passes_code_and_secrets(
     assert load_run_config(run.config, [], supervised["env"]) == config
 
 
+def test_launcher_starts_before_the_plan_is_shown_and_is_closed_if_that_fails(
+    project: Path, make: Callable[..., Config], supervised: dict[str, Any]
+) -> None:
+    def closed_terminal() -> AbstractContextManager[Any]:
+        assert supervised["entered"]
+        raise BrokenPipeError
+
+    run = create_run(make(), project)
+    with pytest.raises(BrokenPipeError):
+        supervise(run, make(), PLAN, closed_terminal, {}, tracking_uri="sqlite:///x")
+    assert "entered" not in supervised
+    assert not run.lease.exists()
+
+
 def test_supervise_uses_the_run_folder_if_the_working_directory_is_missing(
     project: Path, make: Callable[..., Config], supervised: dict[str, Any]
 ) -> None:
     config = make(trainer=TrainerConfig(target="train:train"))
     run = create_run(config, project)
     project.rename(project.with_name("moved"))
-    supervise(run, config, PLAN, None, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
+    supervise(run, config, PLAN, no_view, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
     assert supervised["cwd"] == run.path
     assert supervised["import_path"] == [str(run.code)]
 
@@ -218,7 +239,7 @@ def test_supervise_uses_the_run_folder_if_the_working_directory_is_missing(
 def test_supervise_rejects_a_held_run(project: Path, make: Callable[..., Config], supervised: dict[str, Any]) -> None:
     run = create_run(make(), project)
     with hold(run), pytest.raises(RunFolderError, match=f"run first is held by process {os.getpid()} of "):
-        supervise(run, make(), PLAN, None, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
+        supervise(run, make(), PLAN, no_view, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
     assert supervised == {}
 
 
@@ -228,7 +249,7 @@ def test_supervise_rejects_an_incomplete_run(
     monkeypatch.setattr(snapshot, "write_environment", lambda *_, **__: None)
     run = create_run(make(), project)
     with pytest.raises(RunFolderError, match=r"^run first is incomplete \(no environment\.json\): remove"):
-        supervise(run, make(), PLAN, None, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
+        supervise(run, make(), PLAN, no_view, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
     assert not run.lease.exists()
 
 
