@@ -14,7 +14,6 @@ from typing import Any, TypeVar, cast
 
 import yaml
 
-from hpcdist.config.plain import plain_value
 from hpcdist.errors import ConfigError, shown
 from hpcdist.files import retry
 
@@ -77,20 +76,11 @@ def parse(text: str) -> Any:
 
     Raises ValueError with one line: the mistake, and its line number if it is known.
     """
-    try:
-        check_bounds(text)
-        found = plain_value(text)
-        return _parse_by_omegaconf(text) if found is None else found
-    except yaml.YAMLError as error:
-        # An unquoted password may start like an alias or a tag: `*p4ss`.
-        raise ValueError(re.sub(r"(alias|anchor|tag) '[^']*'", r"\1", " ".join(str(error).split()))) from None
-
-
-def _parse_by_omegaconf(text: str) -> Any:
     from omegaconf import OmegaConf
     from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
     try:
+        check_bounds(text)
         # OmegaConf does not accept a scalar as a document.
         found = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     except OmegaConfBaseException as error:
@@ -99,6 +89,9 @@ def _parse_by_omegaconf(text: str) -> Any:
         # The messages of the grammar repeat the text.
         mistake = "malformed interpolation" if isinstance(error, GrammarParseError) else first_line(error)
         raise ValueError(f"{prefix}{mistake}") from None
+    except yaml.YAMLError as error:
+        # An unquoted password may start like an alias or a tag: `*p4ss`.
+        raise ValueError(re.sub(r"(alias|anchor|tag) '[^']*'", r"\1", " ".join(str(error).split()))) from None
     assert isinstance(found, dict), "a dotlist with one key gives a dict"
     return _with_text_keys(found["value"], "")
 

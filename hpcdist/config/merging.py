@@ -1,19 +1,17 @@
-"""Merging of a config file and overrides into the typed schema, with all mistakes reported at once."""
+"""Merging of a config file and overrides into the typed schema by OmegaConf, with all mistakes reported at once."""
 
 from __future__ import annotations
 
 import difflib
 import functools
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from hpcdist.config.document import MAX_DEPTH, first_line, unfit_values
-from hpcdist.config.plain import is_plain
 from hpcdist.config.redaction import REDACTED, is_secret_name
-from hpcdist.config.schema import Config, all_keys, default_trainer, describe, exact, to_tree, type_mismatch
+from hpcdist.config.schema import Config, all_keys, describe, to_tree, type_mismatch
 from hpcdist.config.schema.declaration import trainer_sections
 from hpcdist.config.tree import expand_short_forms, insert, leaves, parse_value
 from hpcdist.errors import ConfigError, shortened, shown
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 _ROLE_REQUESTS = "cluster.roles."
-#: The only form of an interpolation in the defaults of the schema.
-_VARIABLE = re.compile(r"\$\{oc\.env:(\w+),'?([^'{}]*)'?\}")
 
 
 def merge(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
@@ -35,8 +31,6 @@ def merge(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config
     expand_short_forms(tree)
     if unfit := [*unfit_values(tree), *_nested_too_deep(tree)]:
         raise ConfigError([*problems, *unfit], source)
-    if not problems and (plain := _without_omegaconf(tree)) is not None:
-        return plain
     merged = _merged(tree, problems)
     values = _values(merged, problems)
     sections = {name: values.pop(name) for name in trainer_sections() if name in values}
@@ -74,33 +68,6 @@ def _apply(overrides: Sequence[str], tree: dict[str, Any]) -> list[str]:
         # A new number or range of nodes replaces the old range: the config of a run folder contains both keys.
         tree["cluster"].pop("min_nodes", None)
     return problems
-
-
-def _without_omegaconf(tree: Mapping[str, Any]) -> Config | None:
-    """Return the config of the plain containers of a file and its overrides; None if only OmegaConf can merge them."""
-    if not is_plain(tree):
-        return None
-    trainer = tree.get("trainer")
-    target = trainer.get("target", default_trainer()) if isinstance(trainer, dict) else default_trainer()
-    sections = {name: kind() for name, kind in trainer_sections().items() if name in tree or name == target}
-    defaults = _with_variables(to_tree(Config(sections=sections)))
-    return exact(_over(defaults, tree)) if is_plain(defaults) else None
-
-
-def _with_variables(value: Any) -> Any:
-    """Return the defaults of the schema with the values of environment variables."""
-    if isinstance(value, dict):
-        return {key: _with_variables(inner) for key, inner in value.items()}
-    if isinstance(value, str) and (found := _VARIABLE.fullmatch(value)):
-        return os.environ.get(found[1], found[2])
-    return value
-
-
-def _over(default: Any, given: Any) -> Any:
-    """Return the defaults with given values; lists are replaced as a whole."""
-    if isinstance(default, dict) and isinstance(given, dict):
-        return default | {key: _over(default.get(key), value) for key, value in given.items()}
-    return float(given) if type(default) is float and type(given) is int else given
 
 
 def _merged(tree: Mapping[str, Any], problems: list[str]) -> DictConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from config_strategies import axes, files, overrides
@@ -35,25 +34,6 @@ def test_config_file_gives_a_config_or_an_error(folder: Path, data: bytes, words
     loaded = load_run_config(written, [], secrets_of(config))
     # Compared as text, since nan is not equal to itself.
     assert repr(loaded) == repr(config)
-
-
-def outcome(path: Path, words: list[str]) -> str:
-    try:
-        return repr(load_config(path, words))
-    except ConfigError as error:
-        return str(error)
-
-
-@fuzz(share=4, data=files, words=st.lists(overrides, max_size=3))
-def test_config_is_the_same_if_omegaconf_reads_all_of_it(folder: Path, data: bytes, words: list[str]) -> None:
-    path = folder / "run.yaml"
-    path.write_bytes(data)
-    found = outcome(path, words)
-    with (
-        patch("hpcdist.config.document.plain_value", return_value=None),
-        patch("hpcdist.config.merging._without_omegaconf", return_value=None),
-    ):
-        assert outcome(path, words) == found
 
 
 @fuzz(share=4, words=st.lists(overrides, min_size=1, max_size=4))

@@ -28,7 +28,6 @@ machine
 slurm
 rank.variables
 rank.roles rank.topology
-config.plain
 config.redaction config.document
 config.schema
 config

@@ -27,7 +27,7 @@ class EnvironmentConfig:
     """Copy the environment to each node's local disk; false uses a venv or uv environment from its shared folder."""
     local_dir: str = "/tmp"  # noqa: S108  # the copies are in a folder of the user's own
     """Folder on each node's local disk; variables of the job, such as `$SLURM_TMPDIR`, are expanded."""
-    max_age_days: float = 14.0
+    max_age_days: float = 14
     """Days without use after which copies on the nodes and packed environments in `runs_dir` are removed."""
 
     def problems(self, time_limit_min: int) -> list[str]:
