@@ -23,10 +23,9 @@ from small_image import mismatch
 
 from hpcdist.devcluster import cluster
 
-#: Runtimes with a cell in `make test`: a requeue, or an undisturbed run. test_slurm_containers.py requeues podman,
-#: pyxis is enroot in a plugin of Slurm, and tests/container/test_charliecloud.py runs ch-run.
+#: Runtimes with a cell in `make test`: a requeue, or an undisturbed run. test_slurm_containers.py requeues podman.
 QUICK_REQUEUE = ("docker", "apptainer-sif")
-QUICK_PLAIN = ("pyxis",)
+QUICK_PLAIN = ("charliecloud", "enroot-sqsh", "pyxis")
 every_runtime = pytest.mark.parametrize("runtime", CASES, indirect=True, scope="module")
 
 

@@ -380,7 +380,8 @@ def test_status_of_an_ended_run_shows_the_reason(console: Console, make: Callabl
 # --- runs on Slurm
 
 
-def waiting(run: RunDir) -> RunDir:
+def waiting(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setattr(client, "accounted_starts", lambda _: [])
     write_json(run.path / "slurm.json", {"job_id": "7", "job_name": "exp/first"})
     return run
 
@@ -388,7 +389,7 @@ def waiting(run: RunDir) -> RunDir:
 def test_status_of_a_queued_run_shows_the_expected_start(
     console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = waiting(make(status="queued"))
+    run = waiting(make(status="queued"), monkeypatch)
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     facts = JobInfo(id="7", state="PENDING", reason="Resources", submitted=time.time() - 60, started=4e9)
@@ -412,7 +413,7 @@ def test_status_without_an_answer_of_slurm(
     console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, snapshot: JobSnapshot, row: str
 ) -> None:
     monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: snapshot)
-    show_status(console, waiting(make(status="finished")))
+    show_status(console, waiting(make(status="finished"), monkeypatch))
     assert row in rows_of(console)
 
 
@@ -420,7 +421,9 @@ def test_table_of_runs_queries_slurm_once(
     make: Callable[..., RunDir], runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     console = Console(file=io.StringIO(), width=120)
-    runs = [waiting(make(name, status=status)) for name, status in (("first", "queued"), ("done", "finished"))]
+    runs = [
+        waiting(make(name, status=status), monkeypatch) for name, status in (("first", "queued"), ("done", "finished"))
+    ]
     gone = make("gone", status="queued")
     write_json(gone.path / "slurm.json", {"job_id": "8"})
     queries: list[object] = []
@@ -443,6 +446,6 @@ def test_table_of_runs_reports_an_unavailable_slurm(
 ) -> None:
     console = Console(file=io.StringIO(), width=120)
     monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: JobSnapshot(error="no squeue here"))
-    show_runs(console, *read_rows(listed(waiting(make(status="queued")))), runs_dir)
+    show_runs(console, *read_rows(listed(waiting(make(status="queued"), monkeypatch))), runs_dir)
     assert "queued" in text_of(console)
     assert rows_of(console)[-1] == "Slurm does not report the states of jobs (no squeue here)"

@@ -185,6 +185,7 @@ def test_commands_name_folder_and_store_of_the_run_unless_they_are_the_default()
     assert "parts" not in divided
 
 
+@pytest.mark.processes  # a shell
 def test_long_commands_are_several_lines_that_the_shell_reads_as_one() -> None:
     short = "cd /home && hpcdist rerun abc"
     assert wrapped(short) == short
