@@ -17,8 +17,6 @@ from hpcdist.config.loading import load_config
 from hpcdist.containers.local_container import without_secrets
 from hpcdist.errors import UserMistake
 from hpcdist.run import create
-from hpcdist.run.folder import RunDir, State
-from hpcdist.supervisor import local_run
 from tests.support.fake_nvml import gpu, install_fake_nvml
 
 #: All tests of this file may start processes.
@@ -154,19 +152,6 @@ def test_image_build_prints_its_command(hpcdist: Cli, podman: Path, monkeypatch:
 
 
 # --- run --resume
-
-
-@pytest.fixture
-def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-
-    def supervise(run: RunDir, config: Any, *_: object, **__: object) -> State:
-        seen.update(run=run, config=config)
-        return State(status="finished")
-
-    monkeypatch.setattr(local_run, "supervise", supervise)
-    monkeypatch.setattr("hpcdist.logs.configure", lambda: None)
-    return seen
 
 
 @pytest.mark.parametrize(
