@@ -45,6 +45,8 @@ class ShipperProcess:
         if self._process.stdin is not None:
             with suppress(BrokenPipeError), self._process.stdin as pipe:
                 pipe.write(b".")
+        else:
+            _be_normal(self._process.pid)  # the ranks have ended; on a busy machine low priority takes minutes
         try:
             return self._process.wait(timeout_s) == 0
         except subprocess.TimeoutExpired:
@@ -99,7 +101,18 @@ def shipping_from_here(run: RunDir, config: Config, env: Mapping[str, str]) -> I
 
 def _be_nice() -> None:
     os.nice(10)
-    # With autogroups, see sched(7), a nice value counts inside its session only, and the session has its own value.
-    # Without autogroups there is no such file.
-    with suppress(OSError), open("/proc/self/autogroup", "w") as file:
-        file.write("10")
+    _set_nice_of_session("self", 10)
+
+
+def _be_normal(pid: int) -> None:
+    """End the low priority of the session of process `pid`, and of the process itself where the user may do that."""
+    with suppress(PermissionError, ProcessLookupError):
+        os.setpriority(os.PRIO_PROCESS, pid, 0)
+    _set_nice_of_session(pid, 0)
+
+
+def _set_nice_of_session(pid: int | str, value: int) -> None:
+    # With autogroups, see sched(7), a nice value counts inside its session only, and the session has its own value,
+    # which its user may also lower. Without autogroups there is no such file.
+    with suppress(OSError), open(f"/proc/{pid}/autogroup", "w") as file:
+        file.write(str(value))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hpcdist_runs import wait_for
 from named_pipe import NamedPipe
 from supervisor_scene import DONE, STOP_ON_REQUEST, Scene, fails
 
@@ -579,6 +580,7 @@ def test_shipper_gets_run_folder_and_uri_with_password(scene: Scene, monkeypatch
     stub.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(stub))
     shipper = ShipperProcess(scene.run, "http://ada:s3cret@mlflow:5000", scene.env)
+    wait_for(lambda: (scene.run.path / "shipper.log").read_text().endswith("err\n"), "the output of the shipper")
     assert shipper.drain(60)
     monkeypatch.undo()
     assert (scene.run.path / "shipper.log").read_text().splitlines() == [
@@ -587,6 +589,18 @@ def test_shipper_gets_run_folder_and_uri_with_password(scene: Scene, monkeypatch
         f"{os.nice(0) + 10}",
         "err",
     ]
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="the kernel has no autogroups")
+def test_shipper_has_normal_priority_after_the_end_of_the_ranks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = scene.run.path / "shipper.log"
+    stub = scene.run.path / "python"
+    stub.write_text('#!/bin/sh\ncat /proc/$$/autogroup; until grep -q " nice 0$" /proc/$$/autogroup; do :; done\n')
+    stub.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(stub))
+    shipper = ShipperProcess(scene.run, "http://mlflow:5000", scene.env)
+    wait_for(lambda: log.read_text().endswith(" nice 10\n"), "a shipper with low priority")
+    assert shipper.drain(60)
 
 
 @pytest.mark.parametrize("shipper", [["false"], ["sleep", "600"]], ids=["failed", "too slow"])
