@@ -18,7 +18,8 @@ from hpcdist.tracking.shipping_state import ShippingState
 log = logging.getLogger(__name__)
 #: Interval of the metrics of a running run.
 INTERVAL_S = 60.0
-PREFIX = "ledger/"
+#: MLflow draws the charts of metrics in the order of their prefixes: these come after `eval/` and `train/`.
+PREFIX = "usage/"
 #: Digits after the point. MLflow's list of runs shows all digits of a number; 1e-6 hours are 3.6 ms, less than the
 #: differences between the clocks of nodes, and Slurm's accounting has whole seconds.
 _DIGITS = 6
@@ -51,11 +52,11 @@ class LedgerMetrics:
         except RunFolderError as error:  # a damaged file, which must not prevent the upload of everything else
             log.warning("the ledger of %s is not uploaded: %s", self._run.name, error)
             ledger, step = Ledger(), 0
-        found = points(ledger, max(step, progress.ledger_step), after_ms=progress.ledger_ms)
+        found = points(ledger, max(step, progress.ledger_step), after=progress.ledger_time)
         digest = hashlib.sha256(repr([(point.key, point.value) for point in found]).encode()).hexdigest()[:16]
         if found and digest != progress.ledger_digest:
             mlflow.log_points(found)
-            progress.ledger_step, progress.ledger_ms = found[0].step, found[0].time_ms
+            progress.ledger_step, progress.ledger_time = found[0].step, found[0].time_ms / 1000
             progress.ledger_digest = digest
             self._save()
         self._state, self._logged = mark, now
@@ -64,14 +65,14 @@ class LedgerMetrics:
         return reached_step(self._run.attempt(state.attempt)) if state.attempt else 0
 
 
-def points(ledger: Ledger, step: int, *, after_ms: int = 0) -> list[Point]:
+def points(ledger: Ledger, step: int, *, after: float = 0.0) -> list[Point]:
     """Return the ledger as points: GPU-hours or core-hours by cause, goodput, queue time and energy.
 
     Their time is the end of the ledger.
 
     Args:
         step: of the points.
-        after_ms: time of the points before.
+        after: time of the points before, in seconds since the epoch.
     """
     if not ledger.entries:
         return []
@@ -80,7 +81,7 @@ def points(ledger: Ledger, step: int, *, after_ms: int = 0) -> list[Point]:
     values |= {"allocated": ledger.allocated_s / 3600, "goodput": ledger.goodput, "queue": ledger.queue_s / 3600}
     if ledger.energy_kwh is not None:
         values["energy_kwh"] = ledger.energy_kwh
-    time_ms = max(after_ms + 1, int(1000 * ledger.ended))
+    time_ms = max(round(1000 * after) + 1, int(1000 * ledger.ended))
     return [
         Point(key=PREFIX + name, value=round(value, _DIGITS), time_ms=time_ms, step=step)
         for name, value in values.items()

@@ -92,7 +92,8 @@ def test_attempt_without_a_recorded_end(folder: Folder) -> None:
 
 def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
     folder.attempt(first_step=0, step=120, status="failed", reason="rank 1 was killed")
-    folder.attempt(first_step=100, step=250, status="stopped", reason="stopped with everything saved")
+    saved = "stopped with everything saved (SIGTERM to the supervisor)"
+    folder.attempt(first_step=100, step=250, status="stopped", reason=saved)
     folder.attempt(first_step=250, step=300)
     folder.attempt(first_step=250, step=400, status="finished", reason="trained 400 steps")
     starts = [(990.0, 2600.0, "PREEMPTED"), (2600.0, 3700.0, "NODE_FAIL"), (3700.0, 4600.0, "OUT_OF_MEMORY")]
@@ -122,7 +123,23 @@ def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
         " 3: nodes n1, n3 failed (Slurm: NODE_FAIL)"
     )
     write_json(folder.run.path / "job.json", {"job_id": "7", "lives": {"0": {**lives["0"], "state": 5}}})
-    assert folder.facts(status="finished").attempts[1].cause == "stopped with everything saved", "a damaged record"
+    assert folder.facts(status="finished").attempts[1].cause == saved, "a damaged record"
+
+
+def test_evidence_of_a_killed_rank_contains_the_memory_use_of_its_node(folder: Folder) -> None:
+    folder.attempt(first_step=0, step=120, status="failed", reason="rank 1 was killed")
+    error = "was killed by SIGKILL (out of memory?)"
+    write_json(folder.run.attempt(1).failure, {"kind": "killed", "rank": 1, "host": "n1", "step": 9, "error": error})
+    (fault,) = read_faults(folder.run)
+    assert fault.finding.evidence == error, "nothing is measured"
+    journal = folder.run.journal / "attempt-001.rank-00000.jsonl"
+    for used in (30.2, 37.9):
+        record = {"t": 1, "s": 5, "m": {"system/n1/system_memory_usage_percentage": used, "train/loss": 1.0}}
+        journal.write_text((journal.read_text() if journal.exists() else "") + json.dumps(record) + "\n")
+    (fault,) = read_faults(folder.run)
+    assert fault.finding.evidence == f"{error}; the last measured memory use of n1 was 37 %"
+    write_json(folder.run.attempt(1).failure, {"kind": "error", "rank": 1, "host": "n1", "error": "ValueError: x"})
+    assert "memory" not in read_faults(folder.run)[0].finding.evidence
 
 
 def test_interruptions_in_the_middle_are_left_out(folder: Folder) -> None:
