@@ -316,8 +316,8 @@ def _cost(ledger: Ledger) -> str:
         for cause in CAUSES
         if causes.get(cause)
     ]
-    rows.append(("**allocated**", _hours(ledger.allocated_s), "100.0 %"))
-    return "; ".join(lines) + "\n\n" + table(("Cause", f"{ledger.unit}-hours", "Share"), rows)
+    total = ("**allocated**", _hours(ledger.allocated_s), "100.0 %")
+    return "; ".join(lines) + "\n\n" + table(("Cause", f"{ledger.unit}-hours", "Share"), [*rows, total])
 
 
 def _number(value: float) -> str:
