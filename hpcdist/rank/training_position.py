@@ -96,7 +96,8 @@ class TrainingPosition:
         if stop.patience is not None and self.num_evals_without_better >= stop.patience:
             return f"no better {checkpoint.monitor} in {stop.patience} evaluations (stop.patience) at step {self.step}"
         if self.step >= self.total_steps:
-            return f"trained {self.step} steps, {self.epochs:.4g} epochs"
+            epochs = f"{self.epochs:.4g}"
+            return f"trained {self.step} steps, {epochs} epoch{'s' * (epochs != '1')}"
         return ""
 
 

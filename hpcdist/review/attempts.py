@@ -17,6 +17,8 @@ from hpcdist.run.training_record import read_training
 
 #: Cause of an attempt whose end nobody recorded.
 UNRECORDED = "the supervisor was killed, or its node failed: no end was recorded"
+#: End of the cause of an attempt that Slurm's signal stopped; the state in accounting says why.
+_BY_SLURM = " (SIGTERM to the supervisor)"
 #: States of Slurm's accounting that explain the end of the last attempt of a start of the job.
 _CAUSES = {
     "PREEMPTED": "preempted by a job of higher priority",
@@ -56,7 +58,8 @@ def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFac
     for attempt in reversed(run.attempts()):
         facts = _read(attempt, state, resumed_at=resumed)
         if (ending := _cause(ends.get(attempt.number))) and facts.status not in ("running", "finished"):
-            facts = replace(facts, cause=ending if facts.cause == UNRECORDED else f"{ending}: {facts.cause}")
+            own = facts.cause.removesuffix(_BY_SLURM)
+            facts = replace(facts, cause=ending if own == UNRECORDED else f"{ending}: {own}")
         if facts.first_step is not None:
             resumed = facts.first_step
         elif facts.last_step:  # of an older version, which did not record the first step

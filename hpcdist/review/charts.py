@@ -17,7 +17,7 @@ Point = tuple[float, float]
 WIDTH, HEIGHT = 640, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 10, 36
 #: Number of colours in the style sheet (`.c0`, `.c1`, …), and of shades of a heat map (`.h0`, …).
-NUM_COLOURS, NUM_SHADES = 10, 9
+NUM_COLOURS, NUM_SHADES = 12, 9
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def number(value: float) -> str:
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e6:
-        return str(int(value))
+        return f"{int(value):,}"
     return f"{value:.4g}"
 
 

@@ -109,8 +109,8 @@ def _outcome(run: RunDir, facts: RunFacts) -> dict[str, str]:
     if facts.best_value is not None and facts.best is not None:
         found[f"best {facts.monitor}"] = f"{number(facts.best_value)} at step {facts.best.step}"
     if ledger.allocated_s:
-        found[f"{ledger.unit} hours"] = number(ledger.allocated_s / 3600)
-        found["goodput"] = f"{ledger.goodput:.1%}"
+        found[f"{ledger.unit}-hours"] = number(ledger.allocated_s / 3600)
+        found["goodput"] = f"{100 * ledger.goodput:.1f} %"
         found["in the queue"] = duration(ledger.queue_s)
     if ledger.energy_kwh is not None:
         found["energy"] = f"{number(ledger.energy_kwh)} kWh ({ledger.energy_of})"

@@ -32,7 +32,7 @@ class Cost:
 
     @property
     def goodput(self) -> float:
-        """Share of the allocated GPU or core hours in which steps were computed."""
+        """Share of the allocated GPU-hours or core-hours in which steps were computed."""
         return self.hours["compute"] / self.allocated if self.allocated else 0.0
 
     def add(self, ledger: Ledger) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hpcdist.config.redaction import REDACTED, redact_text
 from hpcdist.review.attempts import AttemptFacts
@@ -142,24 +142,29 @@ def _setup(facts: RunFacts) -> Iterator[tuple[str, str]]:
     elif facts.config.get("container.runtime") == "none":
         yield "Image", "none, without a container"
     yield "Ranks", f"{facts.state.world_size}{_where(facts)}"
-    versions = [f"{name} {facts.versions[name]}" for name in ("hpcdist", "torch") if facts.versions.get(name)]
-    yield (
-        "Started",
-        ", ".join(
-            [
-                clock(facts.state.created),
-                *filter(None, [facts.user and f"by {escaped(facts.user)}"]),
-                *map(escaped, versions),
-            ]
-        ),
-    )
+    if versions := _versions(facts):
+        yield "Versions", versions
+    yield "Started", clock(facts.state.created) + (f" by {escaped(facts.user)}" if facts.user else "")
     yield "Folder", escaped(f"{facts.host}:{facts.folder}" if facts.host else str(facts.folder))
+
+
+def _versions(facts: RunFacts) -> str:
+    """Return the versions that the ranks use, then those of the machine on which the run was created."""
+    names = {"hpcdist": "hpcdist", "torch": "torch", "python": "Python", "cuda": "CUDA"}
+
+    def listed(versions: Mapping[str, str]) -> str:
+        return escaped(", ".join(f"{name} {versions[key]}" for key, name in names.items() if versions.get(key)))
+
+    own, inside = listed(facts.versions), listed(facts.container_versions)
+    return f"{inside} in the container" + (f"; {own} on {escaped(facts.host)}" if own else "") if inside else own
 
 
 def _where(facts: RunFacts) -> str:
     job = f", Slurm job {escaped(facts.job_id)}" if facts.job_id else ""
     nodes = facts.attempts[-1].nodes if facts.attempts else ()
-    return (f" on {_nodes(nodes)}" if nodes else "") + job
+    earlier = [node for attempt in facts.attempts for node in attempt.nodes if node not in nodes]
+    others = f" (earlier attempts: {_nodes(list(dict.fromkeys(earlier)))})" if earlier else ""
+    return (f" on {_nodes(nodes)}" if nodes else "") + others + job
 
 
 def _nodes(nodes: Sequence[str]) -> str:
@@ -191,10 +196,21 @@ def _result(facts: RunFacts) -> Iterator[str]:
         kept = ", ".join(_kept(facts, one) for one in facts.checkpoints[-_MAX_CHECKPOINTS:])
         page = models_page(facts.experiment_id)
         yield "kept checkpoints" + (f" ({link('of all runs', page)})" if page else "") + f": {kept}"
+    yield from _last_values(facts)
+    if facts.samples_per_s is not None:
+        yield f"mean throughput of the training steps: {_number(facts.samples_per_s)} samples/s"
+
+
+def _last_values(facts: RunFacts) -> Iterator[str]:
+    """Yield the last values of the metrics by step: training metrics are logged in intervals, evaluations apart."""
     metrics = [name for name in facts.metrics if not name.startswith(("system/", "time/"))]
-    if metrics:
-        shown = [f"{escaped(name)} {_number(facts.metrics[name])}" for name in metrics[:_MAX_METRICS]]
-        yield f"last values: {', '.join([*shown, *_more(len(metrics) - _MAX_METRICS)])}"
+    by_step: dict[int | None, list[str]] = {}
+    for name in metrics[:_MAX_METRICS]:
+        value = f"{escaped(name)} {_number(facts.metrics[name])}"
+        by_step.setdefault(facts.metric_steps.get(name), []).append(value)
+    for step, values in by_step.items():
+        yield f"last values{'' if step is None else f' at step {step:,}'}: {', '.join(values)}"
+    yield from (f"{more} metrics" for more in _more(len(metrics) - _MAX_METRICS))
 
 
 def _kept(facts: RunFacts, checkpoint: CheckpointFacts) -> str:
@@ -210,7 +226,21 @@ def _attempts(facts: RunFacts, num_kept: int) -> str:
         first = (num_kept + 1) // 2
         rows[first : first + left_out] = [("…", f"{left_out} more attempts", *[""] * 7)]
     head = ("Attempt", "Start", "Duration", "Nodes", "Steps", "End", "Cause", "Steps lost", "Logs")
-    return table(head, rows)
+    return table(head, rows) + _restarts(facts)
+
+
+def _restarts(facts: RunFacts) -> str:
+    """Return how the attempts came about: each start of the job is one, and so is each restart of the ranks in it."""
+    if not facts.num_job_starts or len(facts.attempts) < 2:
+        return ""
+    starts, restarts = facts.num_job_starts, facts.state.restarts
+    return (
+        f"\n\nSlurm started the run {_times(starts)}; the ranks were restarted {_times(restarts)} within these starts."
+    )
+
+
+def _times(number: int) -> str:
+    return f"{number} time{'s' * (number != 1)}"
 
 
 def _attempt(facts: RunFacts, attempt: AttemptFacts) -> tuple[str, ...]:
@@ -255,7 +285,7 @@ def _load(facts: RunFacts) -> Iterator[str]:
         yield (
             f"The registered model {name} has a version for the **final** model of each finished run. Its alias `best`"
             f" (models:/{name}&#64;best) is the version with the best last value of {escaped(facts.monitor)} among all"
-            " runs, not the best checkpoint of this run."
+            f" runs{'' if is_final else ', not the best checkpoint of this run'}."
         )
 
 
@@ -286,7 +316,8 @@ def _cost(ledger: Ledger) -> str:
         for cause in CAUSES
         if causes.get(cause)
     ]
-    return "; ".join(lines) + "\n\n" + table(("Cause", f"{ledger.unit}-hours", "Share"), rows)
+    total = ("**allocated**", _hours(ledger.allocated_s), "100.0 %")
+    return "; ".join(lines) + "\n\n" + table(("Cause", f"{ledger.unit}-hours", "Share"), [*rows, total])
 
 
 def _number(value: float) -> str:

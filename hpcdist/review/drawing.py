@@ -20,18 +20,18 @@ from hpcdist.review.charts import (
 from hpcdist.review.figures import Curves, Figure, Histogram, Matrix, Text
 from hpcdist.review.ledger import CAUSES, Interval, Ledger
 
-#: Colours of causes and phases; a phase has the colour of its usual cause.
+#: Colours of causes and phases. A phase that is one cause has its colour; `train` consists of several causes, and time
+#: in the queue is none.
 _CAUSE_COLOURS: dict[str, int] = {cause: index for index, cause in enumerate(CAUSES)}
-_CAUSE_OF = {
-    "queue": "idle",
-    "start": "start",
-    "compile": "compile",
-    "train": "compute",
-    "evaluate": "evaluation",
-    "save": "checkpoint",
-    "down": "down",
+PHASE_COLOURS = {
+    "queue": 10,
+    "start": _CAUSE_COLOURS["start"],
+    "compile": _CAUSE_COLOURS["compile"],
+    "train": 11,
+    "evaluate": _CAUSE_COLOURS["evaluation"],
+    "save": _CAUSE_COLOURS["checkpoint"],
+    "down": _CAUSE_COLOURS["down"],
 }
-_PHASE_COLOURS = {phase: _CAUSE_COLOURS[cause] for phase, cause in _CAUSE_OF.items()}
 #: Attempts with a row of their own in the timeline.
 MAX_ATTEMPTS = 40
 #: Intervals of an attempt that are drawn; of more, those of the same phase with a short gap are joined.
@@ -66,12 +66,12 @@ def timeline(ledger: Ledger) -> Markup:
             Bar(
                 (interval.began - began) / scale,
                 (interval.ended - began) / scale,
-                _PHASE_COLOURS[interval.phase],
+                PHASE_COLOURS[interval.phase],
                 f"{interval.phase}: {duration(interval.ended - interval.began)}",
             )
             for interval in joined(own, (ended - began) / MAX_INTERVALS)
         ]
-    return bar_rows(rows, x_label=f"{unit} since the beginning") + legend(_PHASE_COLOURS)
+    return bar_rows(rows, x_label=f"{unit} since the beginning") + legend(PHASE_COLOURS)
 
 
 def joined(intervals: Sequence[Interval], gap_s: float) -> list[Interval]:

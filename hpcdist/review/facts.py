@@ -13,10 +13,13 @@ from hpcdist.config.written import plain_tree
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.files.atomic import read_json
 from hpcdist.review.attempts import AttemptFacts, newest_beat, read_attempts
+from hpcdist.review.causes import Cause
 from hpcdist.review.checkpoints import CheckpointFacts, best_checkpoint, read_checkpoints
+from hpcdist.review.rank_times import read_account
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.origin import Override, overrides, read_origin
 from hpcdist.run.rerun_record import RerunRecord, read_rerun
+from hpcdist.run.slurm_job import all_job_starts
 from hpcdist.run.training_record import Dataset, TrainingRecord, read_training
 
 
@@ -53,9 +56,11 @@ class RunFacts:
     host: str = ""  #: the machine on which the run was created
     launcher: str = ""  #: `local` or `slurm`
     job_id: str = ""  #: of Slurm
+    num_job_starts: int = 0  #: how often Slurm has started the jobs of the run
     command: str = ""  #: the command that created the run
     cwd: str = ""  #: the folder in which that command was started
-    versions: Mapping[str, str] = field(default_factory=dict)  #: by package
+    versions: Mapping[str, str] = field(default_factory=dict)  #: by package, on `host`
+    container_versions: Mapping[str, str] = field(default_factory=dict)  #: in the image; empty without containers
     git_commit: str = ""
     code_copied: bool = False
     git_dirty: bool = False  #: whether there were uncommitted changes: `code.patch`
@@ -76,6 +81,8 @@ class RunFacts:
     monitor: str = ""  #: the primary metric, `checkpoint.monitor`
     monitor_mode: str = "max"
     metrics: Mapping[str, float] = field(default_factory=dict)  #: last values of the metrics of rank 0
+    metric_steps: Mapping[str, int] = field(default_factory=dict)  #: steps of these values, where they are recorded
+    samples_per_s: float | None = None  #: mean over the time of training steps; None without the metric `samples`
     checkpoints: tuple[CheckpointFacts, ...] = ()  #: oldest first
     best: CheckpointFacts | None = None
     has_model: bool = False  #: whether the final model is exported in MLflow's format
@@ -116,6 +123,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
     training = _training(run)
     monitor = _text(config.get("checkpoint.monitor"))
     monitor_mode = _text(config.get("checkpoint.monitor_mode")) or "max"
+    metrics = _last_logged(run, attempts, "metrics")
     return RunFacts(
         name=run.name,
         experiment=run.experiment,
@@ -130,7 +138,9 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         job_id=_text(_read(run.slurm).get("job_id")),
         command=_text(environment.get("command")),
         cwd=_text(_mapping(environment.get("code")).get("cwd")),
-        versions={name: _text(version) for name, version in _mapping(environment.get("versions")).items()},
+        num_job_starts=_num_job_starts(run),
+        versions=_texts({"python": environment.get("python"), **_mapping(environment.get("versions"))}),
+        container_versions=_texts({name: container.get(name) for name in ("python", "torch", "cuda", "hpcdist")}),
         git_commit=_text(environment.get("git_commit")),
         git_dirty=environment.get("git_dirty") is True,
         code_copied=_mapping(environment.get("code")).get("copied") is True,
@@ -149,7 +159,11 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         datasets=training.datasets,
         monitor=monitor,
         monitor_mode=monitor_mode,
-        metrics=_metrics(run, attempts),
+        metrics=metrics,
+        metric_steps={
+            key: step for key, step in _last_logged(run, attempts, "metric_steps").items() if type(step) is int
+        },
+        samples_per_s=_samples_per_s(run, attempts, metrics.get("samples")),
         checkpoints=checkpoints,
         best=best_checkpoint(checkpoints, monitor, monitor_mode),
         has_model=(run.model / "MLmodel").is_file(),
@@ -174,12 +188,30 @@ def _progress(run: RunDir, attempts: tuple[AttemptFacts, ...]) -> Progress | Non
     )
 
 
-def _metrics(run: RunDir, attempts: tuple[AttemptFacts, ...]) -> dict[str, float]:
-    """Return the last values of the metrics of rank 0; a resumed attempt may not have logged all of them yet."""
-    found: dict[str, float] = {}
+def _last_logged(run: RunDir, attempts: tuple[AttemptFacts, ...], part: str) -> dict[str, Any]:
+    """Return a part of the heartbeats of rank 0 by metric; a resumed attempt may not have logged all metrics yet."""
+    found: dict[str, Any] = {}
     for attempt in attempts:
-        found |= (newest_beat(run.attempt(attempt.number)) or {}).get("metrics", {})
+        found |= _mapping((newest_beat(run.attempt(attempt.number)) or {}).get(part))
     return found
+
+
+def _samples_per_s(run: RunDir, attempts: tuple[AttemptFacts, ...], samples: float | None) -> float | None:
+    """Return the samples per second of the steps, without start, saves, evaluations and repeated steps."""
+    try:
+        accounts = [read_account(run.attempt(attempt.number), 0) for attempt in attempts]
+    except (RunFolderError, OSError):
+        return None
+    causes: tuple[Cause, ...] = ("data", "compute", "communication")
+    spent_s = sum(account.seconds.get(cause, 0.0) for account in accounts if account is not None for cause in causes)
+    return samples / spent_s if samples and spent_s > 0 else None
+
+
+def _num_job_starts(run: RunDir) -> int:
+    try:
+        return len(all_job_starts(run))
+    except (RunFolderError, OSError):
+        return 0
 
 
 def _training(run: RunDir) -> TrainingRecord:
@@ -218,6 +250,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    return {key: value for key, value in values.items() if isinstance(value, str) and value}
 
 
 def _text(value: Any) -> str:

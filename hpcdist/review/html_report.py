@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jinja2
+from markupsafe import Markup, escape
 
 from hpcdist.config.redaction import redact_text
 from hpcdist.config.schema.declaration import find_trainer
@@ -44,7 +45,8 @@ def environment() -> jinja2.Environment:
     filters: dict[str, Callable[..., str]] = {
         "duration": duration,
         "number": number,
-        "percent": lambda share: f"{share:.1%}",
+        "marked": marked_code,
+        "percent": lambda share: f"{100 * share:.1f} %",
         "text": run_sections.text_of,
         "time": utc,
     }
@@ -55,6 +57,15 @@ def environment() -> jinja2.Environment:
 def utc(seconds: float | None) -> str:
     """Return a time such as `2026-11-22 12:05:09 UTC`; empty for None."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds)) if seconds is not None else ""
+
+
+def marked_code(text: str) -> Markup:
+    """Return a text as HTML, with the parts between backticks as code."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:  # a backtick without its end
+        return escape(text)
+    tags = (Markup("{}"), Markup("<code>{}</code>"))
+    return Markup("").join(tags[index % 2].format(part) for index, part in enumerate(parts))
 
 
 def write_report(run: RunDir, series: Mapping[str, Series]) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,19 @@ from hpcdist.config.tree import flat
 from hpcdist.diagnostics.explain import JOB_ENDS, Finding, explain_failure
 from hpcdist.files import retry
 from hpcdist.files.atomic import read_json
+from hpcdist.files.log_text import last_lines
 from hpcdist.files.ownership import stays_inside
 from hpcdist.machine.check import LEVELS
 from hpcdist.review.attempts import ends_by_slurm
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import RunDir
 
 #: Limits of the rows of a table.
 MAX_ROWS = 200
 MAX_TEXT = 600
+#: Records at the end of a journal among which the last memory use of a node is searched.
+_JOURNAL_LINES = 10_000
 #: Limit of the shown part of the uncommitted changes, in characters.
 MAX_PATCH = 100_000
 
@@ -33,6 +39,7 @@ class Fault:
     attempt: int
     where: str  #: rank and node, or the failed nodes
     step: int | None
+    at_heartbeat: bool = False  #: whether `step` is that of the last heartbeat; the rank may have done more steps
     error: str
     finding: Finding
 
@@ -122,16 +129,35 @@ def read_faults(run: RunDir) -> list[Fault]:
         host, step = text_of(failure.get("host")), failure.get("step")
         where = f"rank {failure.get('rank')} on {host}" if host else ""
         finding = explain_failure(run, attempt, error)
+        if failure.get("kind") == "killed" and (memory := _memory_before(run, attempt, host)):
+            finding = replace(finding, evidence="; ".join(filter(None, (finding.evidence, memory))))
         found.append(
             Fault(
                 attempt=attempt.number,
                 where=where,
                 step=step if isinstance(step, int) else None,
+                at_heartbeat=failure.get("kind") in ("killed", "vanished", "lost"),
                 error=error,
                 finding=finding,
             )
         )
     return found[-MAX_ROWS:]
+
+
+def _memory_before(run: RunDir, attempt: Attempt, host: str) -> str:
+    """Return the last measured memory use of a node in an attempt, as a sentence; empty if there is none."""
+    times = read_times(attempt)
+    share = times.shares.get(host) if times is not None else None
+    if share is None or not share.ranks:
+        return ""
+    path = run.journal / f"attempt-{attempt.number:03d}.rank-{min(share.ranks):05d}.jsonl"
+    pattern = re.compile(rf'"system/{re.escape(host)}/system_memory_usage_percentage":\s*([0-9]+)')
+    try:
+        lines = last_lines(path, _JOURNAL_LINES)
+    except OSError:
+        return ""
+    used = next((match[1] for _, line in reversed(lines) if (match := pattern.search(line))), None)
+    return f"the last measured memory use of {host} was {used} %" if used is not None else ""
 
 
 def read_stragglers(run: RunDir) -> list[Straggler]:

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 #: Values of one run: metric → step → value.
 Values = Mapping[str, Mapping[int, float]]
 #: Metrics that measure the machine or the time, which no run repeats exactly.
-_MEASURED = ("attempt", "system/*", "time/*", "ledger/*", "comm/*", "pipeline/bubble", "pipeline/busy_s/*")
+_MEASURED = ("attempt", "system/*", "time/*", "usage/*", "comm/*", "pipeline/bubble", "pipeline/busy_s/*")
 _MEASURED_END = re.compile(r"(^|_|/)(s|ms|us|ns|seconds?|sec|hours|time|runtime|latency|per_s|per_sec|per_second)$")
 
 

@@ -97,13 +97,15 @@ def reached_before(attempt: Attempt) -> int:
 def reached_step(attempt: Attempt) -> int:
     """Return the largest step that an attempt and those before it have done, or 0.
 
-    It is read from the heartbeats of the attempt's first ranks, which may be some seconds older than its end.
+    It is read from the outcomes of the ranks, and from the heartbeats of the attempt's first ranks. A killed rank has
+    no outcome, and its heartbeat may be some seconds older than its end.
     """
     times = read_times(attempt)
     num_ranks = min(times.num_ranks if times is not None else 1, _MAX_READ_RANKS)
     steps = [times.reached if times is not None else 0]
     try:
         steps += [int(beat["step"]) for rank in range(num_ranks) if (beat := attempt.read_beat(rank)) is not None]
+        steps += [step for outcome in attempt.outcomes().values() if type(step := outcome.get("step")) is int]
     except (RunFolderError, OSError) as error:
         log.warning("the last step of attempt %d is unknown: %s", attempt.number, error)
     return max(steps)

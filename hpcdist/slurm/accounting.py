@@ -20,7 +20,7 @@ class AccountedStart:
     name: str
     began: float
     ended: float | None  #: None while the job runs
-    queue_s: float  #: time in the queue before this start
+    queue_s: float  #: time in the queue before this start; after a requeue, the time since the end of the start before
     nodes: str
     cores: int
     gpus: int
@@ -47,7 +47,7 @@ def parse_starts(text: str, job_id: str) -> list[AccountedStart]:
             is_het = is_het or "+" in row["JobID"]
     found.sort(key=lambda start: start.began)
     # The sizes of a plain job may begin in the same second as well.
-    return _joined(found) if is_het else _without_resizes(found)
+    return _with_requeues(_joined(found) if is_het else _without_resizes(found))
 
 
 def _without_resizes(starts: Sequence[AccountedStart]) -> list[AccountedStart]:
@@ -60,6 +60,21 @@ def _without_resizes(starts: Sequence[AccountedStart]) -> list[AccountedStart]:
             found[-1] = replace(found[-1], ended=start.ended, energy_j=energy_j, state=start.state)
         else:
             found.append(start)
+    return found
+
+
+def _with_requeues(starts: Sequence[AccountedStart]) -> list[AccountedStart]:
+    """Return the starts with the time in the queue since the end of the start before.
+
+    Slurm submits a requeued job again when it has cleaned up all of its nodes, some seconds after the job's end.
+    """
+    found: list[AccountedStart] = []
+    for start in starts:
+        before = found[-1] if found else None
+        # Slurm may give the id of an old job to another one.
+        if before is not None and before.ended is not None and before.name == start.name:
+            start = replace(start, queue_s=max(start.queue_s, start.began - before.ended))
+        found.append(start)
     return found
 
 

@@ -32,6 +32,8 @@ class Failure:
             return self.error
         where = f"rank {self.rank}{f' ({self.role})' if self.role else ''} on {self.host}"
         at = f" at step {self.step}" if self.step is not None else ""
+        # The other ranks may have done more steps; they exchange gradients before a heartbeat is due.
+        at += " (last heartbeat)" if at and self.kind in ("killed", "vanished", "lost") else ""
         failed = "" if self.kind in ("killed", "hung", "vanished", "not_started", "lost") else "failed with "
         return f"{where} {failed}{self.error}{at}" + (f"; {self.detail}" if self.detail else "")
 

@@ -83,9 +83,9 @@ class KeptCheckpoint:
         return (
             f"Checkpoint of step {self.step}, in the run folder: `{path}`\n\n"
             "```python\nfrom hpcdist.checkpoint.weights import load_weights\n\n"
-            f"folder = {path!r}\nmodel.load_state_dict(load_weights(folder))\n```\n\n"
-            f"Without hpcdist: `hpcdist export {_text(name)} --checkpoint {self.step} --format safetensors` writes the"
-            " weights to a file.\n"
+            f"folder = {path!r}\nstate_dict = load_weights(folder)\n```\n\n"
+            f"`hpcdist export {_text(name)} --checkpoint {self.step} --format safetensors` writes the weights to a file"
+            " that other programs load without hpcdist.\n"
         )
 
 

@@ -78,6 +78,8 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
     facts = {key: value for key, value in environment.items() if key != "code" and value is not None}
     if "command" in facts:  # the tag `hpcdist.command` is for commands to the run, see `command_tag.py`
         facts["command_line"] = facts.pop("command")
+    if "cores" in facts:  # of the machine on which the run was created, not of its allocation
+        facts["host_cores"] = facts.pop("cores")
     if container := {key: value for key, value in (read_json(run.container) or {}).items() if value is not None}:
         facts |= {key: container.pop(key) for key in ("image", "image_digest") if key in container}
         facts["container"] = container
@@ -116,22 +118,25 @@ def run_name(run: RunDir, config: Mapping[str, Any]) -> str:
 
 
 def job_tags(run: RunDir) -> dict[str, str]:
-    """Return the nodes of the run, and of its Slurm job the id, nodes, and time in the queue over all its starts."""
+    """Return the nodes of the run, and of its Slurm job the id, the nodes of its last start, and the number of starts
+    with their time in the queue.
+    """
     job = read_json(run.path / "slurm.json") or {}
-    lives = job_starts(run)
+    starts = job_starts(run)
     if not job.get("job_id"):
         host = (read_json(run.environment) or {}).get("host")
         return {"hpcdist.nodes": clean_text(str(host))[:MAX_TAG]} if host else {}
     facts = {
         "job_id": job["job_id"],
         "cluster": job.get("cluster") or None,
-        "nodes": (lives[-1].get("nodes") or None) if lives else None,
-        "lives": len(lives) or None,
-        "queue_s": round(sum(float(life.get("queue_s", 0.0)) for life in lives)) if lives else None,
+        "nodes": (starts[-1].get("nodes") or None) if starts else None,
+        "starts": len(starts) or None,
+        "queue_s": round(sum(float(start.get("queue_s", 0.0)) for start in starts)) if starts else None,
     }
     tags = {f"hpcdist.slurm.{key}": str(value) for key, value in facts.items() if value is not None}
     # The same tag for runs with and without Slurm, for a column in the list of runs.
-    return tags | ({"hpcdist.nodes": tags["hpcdist.slurm.nodes"]} if facts["nodes"] else {})
+    nodes = dict.fromkeys(start["nodes"] for start in starts if start.get("nodes"))
+    return tags | ({"hpcdist.nodes": ",".join(nodes)[:MAX_TAG]} if nodes else {})
 
 
 def state_tags(state: State) -> dict[str, str]:

@@ -100,8 +100,8 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, View
     state, nodes = _tag("hpcdist.state"), _tag("hpcdist.nodes")
     primary = [_metric(key) for key in monitors]
     throughput = [_metric("train/samples_per_s"), _metric("train/env_steps_per_s")]
-    loss, allocated, cost = _metric("train/loss"), _metric("ledger/allocated"), _tag("hpcdist.cost")
-    causes = [_metric(f"ledger/{cause}") for cause in (*CAUSES, "queue")]
+    loss, allocated, cost = _metric("train/loss"), _metric("usage/allocated"), _tag("hpcdist.cost")
+    causes = [_metric(f"usage/{cause}") for cause in (*CAUSES, "queue")]
     dataset, ranks, attempts = "attributes.`Dataset`", _tag("hpcdist.world_size"), _tag("hpcdist.attempts")
     lost, interruptions = _tag("hpcdist.lost_steps"), _tag("hpcdist.interruptions")
     measured = dict.fromkeys([*primary, loss, *throughput], _NUMBER_PX)
@@ -114,14 +114,14 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, View
             widths=measured | _widths(best=200, cost=250) | {dataset: 300},
         ),
         "hpcdist-failures": View(
-            columns=(state, _tag("hpcdist.reason"), attempts, lost, interruptions, nodes, _DURATION),
+            columns=(state, attempts, lost, nodes, _DURATION, _tag("hpcdist.reason"), interruptions),
             order_by=state,  # cancelled and failed runs come first
             ascending=True,
             group_by_tag="hpcdist.state",
             widths=_widths(reason=400, interruptions=900),
         ),
         "hpcdist-cost": View(
-            columns=(cost, allocated, _metric("ledger/goodput"), *causes, _metric("ledger/energy_kwh"), _DURATION),
+            columns=(cost, allocated, _metric("usage/goodput"), *causes, _metric("usage/energy_kwh"), _DURATION),
             order_by=allocated,
             widths=_widths(cost=250),
         ),

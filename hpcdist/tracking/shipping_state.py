@@ -54,7 +54,8 @@ class ShippingState:
     command: dict[str, str] = field(default_factory=dict)
     """The command of the tag `hpcdist.command` that is not completely answered (`command_tag.py`)."""
     ledger_step: int = 0  #: of the last points of the ledger
-    ledger_digest: str = ""  #: of their values
+    ledger_time: float = 0.0  #: their time, in seconds since the epoch
+    ledger_digest: str = ""  #: their values
     tags: dict[str, str] = field(default_factory=dict)
     page: dict[str, str] = field(default_factory=dict)
     """Hashes of `description`, `datasets` and `tags`, and the `primary_metric`, see `run_page.py`."""

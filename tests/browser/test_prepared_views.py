@@ -85,12 +85,12 @@ def test_failures_are_grouped_by_state_with_their_causes(page: Page, site: Site)
     expect_columns(
         page,
         "hpcdist.state",
-        "hpcdist.reason",
         "hpcdist.attempts",
         "hpcdist.lost_steps",
-        "hpcdist.interruptions",
         "hpcdist.nodes",
         "Duration",
+        "hpcdist.reason",
+        "hpcdist.interruptions",
     )
     causes = cell(page, "failing", "tags.`hpcdist.interruptions`")
     expect(causes).to_contain_text("1: rank ")
@@ -106,7 +106,7 @@ def test_failures_are_grouped_by_state_with_their_causes(page: Page, site: Site)
 def test_cost_is_shown_by_cause(page: Page, site: Site) -> None:
     open_view(page, site, "Cost")
     expect(page.get_by_role("link", name="finished", exact=True)).to_be_visible()
-    names = [f"ledger/{name}" for name in ("allocated", "goodput", *CAUSES, "queue")]
+    names = [f"usage/{name}" for name in ("allocated", "goodput", *CAUSES, "queue")]
     expect_columns(page, "hpcdist.cost", *names, "Duration")
     for name in names:
         expect_metric(page, site, "finished", name)

@@ -89,7 +89,7 @@ def test_ledger_of_a_run_with_three_faults_equals_accounting(runs: SlurmRuns) ->
     assert float(row["allocated"]) * 3600 == pytest.approx(ledger.allocated_s, abs=0.01)
     code, output = runs.command("sync", NAME)
     assert code == 0, output
-    logged = {key: value for key, _, value in runs.points(NAME) if key.startswith("ledger/")}
-    assert logged["ledger/allocated"] * 3600 == pytest.approx(ledger.allocated_s, abs=0.01)
-    assert logged["ledger/redone"] * 3600 == pytest.approx(causes["redone"], abs=0.01)
+    logged = {key: value for key, _, value in runs.points(NAME) if key.startswith("usage/")}
+    assert logged["usage/allocated"] * 3600 == pytest.approx(ledger.allocated_s, abs=0.01)
+    assert logged["usage/redone"] * 3600 == pytest.approx(causes["redone"], abs=0.01)
     print({cause: round(seconds, 1) for cause, seconds in causes.items()}, ledger.allocated_s, ledger.queue_s)

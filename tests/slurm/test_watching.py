@@ -81,7 +81,7 @@ def test_follow_shows_pending_reasons_a_requeue_and_the_end(
     # `submit --follow` ships the records.
     assert slurm_runs.mlflow_status(name) == "FINISHED"
     tags = slurm_runs.tags(name)
-    assert (tags["hpcdist.slurm.job_id"], tags["hpcdist.slurm.lives"]) == (job, "2")
+    assert (tags["hpcdist.slurm.job_id"], tags["hpcdist.slurm.starts"]) == (job, "2")
     assert float(tags["hpcdist.slurm.queue_s"]) >= 1
     slurm_runs.assert_finished_as(name, job, slurm_control)
 

@@ -42,6 +42,8 @@ class Heartbeat:
         self._written = (self._noted, self.step)
         self.total_steps: int | None = None
         self.metrics: dict[str, float] = {}
+        #: Steps of those of the metrics that were logged with one.
+        self.metric_steps: dict[str, int] = {}
         #: Returns this rank's step times so far (`StepTimer.report`).
         self.timing: Callable[[], dict[str, float]] = dict
         #: Returns the time account of this rank (`TimeAccount.report`).
@@ -76,6 +78,7 @@ class Heartbeat:
     def note_logged(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the metrics of a step, and the step if it is the newest one."""
         self.note_metrics(metrics)
+        self.metric_steps |= {key: step for key in metrics if key in self.metrics}
         self.step = max(self.step, step)
 
     def close(self) -> None:
@@ -103,6 +106,7 @@ class Heartbeat:
                 "total_steps": self.total_steps,
                 # Values may be NumPy or torch scalars, which JSON does not support.
                 "metrics": {key[:MAX_NAME]: float(value) for key, value in self.metrics.copy().items()},
+                "metric_steps": {key[:MAX_NAME]: int(step) for key, step in self.metric_steps.copy().items()},
                 "timing": self.timing(),
                 "account": self.account(),
                 "energy_j": self.energy(),

@@ -23,7 +23,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 #: Not modules: MLflow tags, labels of containers, and names of packages and images.
 _OTHER_NAMES = re.compile(
     r"hpcdist\.(image|state|reason|git|run|job|attempt|world|sbom|base|traceback|command|monitor|nodes|versions|lost"
-    r"|rerun_of|best|cost|interruptions)"
+    r"|rerun_of|best|cost|interruptions|slurm\.nodes|python|container$)"
 )
 
 

@@ -196,7 +196,7 @@ def test_number_of_metrics_and_length_of_names_are_limited(attempt: Attempt) -> 
     beat = Heartbeat(attempt, 0, 1, 60.0)
     beat.note_metrics({"loss": numpy.float32(0.5), "n" * 300_000: 1.0})
     beat.note_metrics({f"key/{number}": float(number) for number in range(5000)})
-    beat.note_metrics({"loss": numpy.float64(0.25), "late": 1.0})
+    beat.note_logged({"loss": numpy.float64(0.25), "late": 1.0}, 8)
     beat.close()
     found = read_json(attempt.beat(0))
     assert found is not None
@@ -204,3 +204,4 @@ def test_number_of_metrics_and_length_of_names_are_limited(attempt: Attempt) -> 
     assert len(found["metrics"]) == heartbeat.MAX_METRICS
     assert max(map(len, found["metrics"])) == heartbeat.MAX_NAME
     assert "late" not in found["metrics"]
+    assert found["metric_steps"] == {"loss": 8}

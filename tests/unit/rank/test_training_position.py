@@ -55,6 +55,12 @@ def test_training_ends_by_each_stop_rule(
     assert last.startswith(reason)
 
 
+def test_reason_names_one_epoch() -> None:
+    position = TrainingPosition(step=10, epoch=1, steps_per_epoch=10, total_steps=10)
+    position.record_evaluation({"eval/accuracy": 0.5}, CheckpointConfig())
+    assert position.end_reason(StopConfig(), CheckpointConfig()) == "trained 10 steps, 1 epoch"
+
+
 def test_improvement_resets_the_patience() -> None:
     assert end_reasons(Config(stop=StopConfig(patience=2)), [0.5, 0.4, 0.6, 0.5]) == ["", "", "", ""]
 

@@ -116,7 +116,8 @@ def test_description_of_a_finished_run() -> None:
     assert text.startswith("**finished**: trained 400 steps\n")
     assert "2 GPU-hours, goodput 75 %" in text.partition("### Setup")[0]
     assert "**2 GPU-hours** allocated, of which 75 % were useful compute (goodput); 1 min 30 s in the queue" in text
-    assert "| data | &lt;0.001 | 0.0 % |\n| compute | 1.5 | 75.0 % |\n| down | 0.5 | 25.0 % |" in text
+    assert "| data | &lt;0.001 | 0.0 % |\n| compute | 1.5 | 75.0 % |\n| down | 0.5 | 25.0 % |\n" in text
+    assert "| down | 0.5 | 25.0 % |\n| **allocated** | 2 | 100.0 % |\n" in text
     assert "[uploaded](#/experiments/1/runs/abc/artifacts/checkpoints/best)" in text
     loads = (
         "The final model, after step 200, from MLflow:\n\n```python\nimport mlflow\n\n"
@@ -140,13 +141,45 @@ def test_description_of_a_finished_run() -> None:
     registered = described(replace(facts, registered_as="my-model"))
     assert "The registered model my\\-model has a version for the **final** model of each finished run." in registered
     assert "(models:/my\\-model&#64;best) is the version with the best last value of eval/loss" in registered
-    assert "not the best checkpoint of this run." in registered
+    assert ", not the best checkpoint of this run." in registered
+    is_best = replace(facts, registered_as="my-model", attempts=(replace(SECOND, last_step=100),))
+    assert "among all runs.\n" in described(is_best), "the final model is the best checkpoint"
     image = described(replace(facts, image="site/image:3", image_digest="sha256:12"))
     assert "| **Image** | site/image:3, digest sha256:12 |" in image
     copied = described(replace(facts, git_commit="", code_copied=True))
     assert (
         "| **Code** | no commit, since it was not in a git repository; the run folder has a copy in `code` |" in copied
     )
+
+
+def test_setup_names_all_nodes_and_the_versions_of_the_ranks() -> None:
+    moved = replace(FACTS, attempts=(FIRST, replace(SECOND, nodes=("n2", "n3"))), job_id="4", num_job_starts=1)
+    text = described(moved)
+    assert "| **Ranks** | 4 on n2, n3 (earlier attempts: n1), Slurm job 4 |" in text
+    assert "| **Ranks** | 4 on n1, n2 |" in described(replace(FACTS, attempts=(FIRST, FIRST)))
+    assert "\n\nSlurm started the run 1 time; the ranks were restarted 0 times within these starts.\n" in text
+    again = described(replace(moved, num_job_starts=3, state=replace(FACTS.state, restarts=1)))
+    assert "Slurm started the run 3 times; the ranks were restarted 1 time within these starts." in again
+    assert "Slurm started" not in described(FACTS), "a local run"
+    own = replace(FACTS, versions={"torch": "2.15.0", "hpcdist": "1", "python": "3.11.7", "numpy": "2"}, host="login1")
+    assert "| **Versions** | hpcdist 1, torch 2\\.15\\.0, Python 3\\.11\\.7 |" in described(own)
+    inside = described(replace(own, container_versions={"torch": "2.14.0", "python": "3.12.2"}))
+    assert (
+        "| **Versions** | torch 2\\.14\\.0, Python 3\\.12\\.2 in the container;"
+        " hpcdist 1, torch 2\\.15\\.0, Python 3\\.11\\.7 on login1 |"
+    ) in inside
+
+
+def test_last_values_are_listed_by_step() -> None:
+    metrics = {"train/loss": 0.5, "eval/loss": 0.25, "samples": 704.0, "own": 1.0}
+    steps = {"train/loss": 704, "samples": 704, "eval/loss": 1705}
+    text = described(replace(FACTS, metrics=metrics, metric_steps=steps, samples_per_s=1358.81))
+    assert (
+        "- last values at step 704: train/loss 0.5, samples 704\n- last values at step 1,705: eval/loss 0.25\n"
+        "- last values: own 1\n- mean throughput of the training steps: 1358.8 samples/s\n"
+    ) in text
+    many = {f"metric/{number}": 1.0 for number in range(15)}
+    assert "\n- 3 more metrics\n" in described(replace(FACTS, metrics=many))
 
 
 def test_live_description_names_the_age_of_the_last_heartbeat() -> None:

@@ -16,6 +16,7 @@ from report_scene import ReportScene, failure, some_ledger
 from hpcdist.files.atomic import write_json
 from hpcdist.review import html_report
 from hpcdist.review.causes import CAUSES
+from hpcdist.review.drawing import PHASE_COLOURS
 from hpcdist.review.figures import Curves, Histogram, Matrix, Text
 from hpcdist.review.html_report import render_report, write_report
 from hpcdist.review.series import Series
@@ -96,13 +97,15 @@ def test_report_has_every_part_of_a_run(full: ReportScene) -> None:
         "Run", "Timeline", "Ledger", "Faults", "Trainer ddp", "Metrics", "Nodes", "Preflight", "Environment", "Config",
     ]  # fmt: skip
     assert "trained 90 steps" in found.text
+    assert "rank 1 on n2 at step 40 (last heartbeat): was killed by SIGKILL" in found.text
     assert "the rank was killed from outside" in found.text, "cause of the failure"
-    assert "dmesg -T | grep -i oom" in found.text, "its fix"
+    assert "run dmesg -T | grep -i oom on that host" in found.text, "its fix, without backticks"
+    assert "code" in {tag for tag, _ in found.found}
     assert found.text.index("few MB") < found.text.index("in step"), "warnings come first"
     assert "n2 is 100 % slower" in found.text
     assert "slowest on average: n2 (20 ms)" in found.text
-    assert re.search(r"core hours\s*0.07778", found.text)
-    assert "7.1%" in found.text, "the goodput"
+    assert re.search(r"core-hours\s*0.07778", found.text)
+    assert "7.1 %" in found.text, "the goodput"
     assert "once upon a time" in found.text
     assert "attempt 2" in found.text, "the mark in the charts"
     assert found.open == [], "elements without an end"
@@ -194,8 +197,11 @@ def test_colours_of_the_causes_differ() -> None:
     """No two colours of a legend are closer in the CIELAB space than those that readers could tell apart."""
     style = (Path(html_report.__file__).parent / "templates" / "style.css").read_text()
     for scheme in (style.partition("@media")[0], style.partition("@media")[2]):
-        colours = dict(re.findall(r"--c(\d): (#[0-9a-f]{6});", scheme))
-        named = {cause: colours[str(number)] for number, cause in enumerate(CAUSES)}
+        colours = dict(re.findall(r"--c(\d+): (#[0-9a-f]{6});", scheme))
+        numbers = {cause: number for number, cause in enumerate(CAUSES)} | {
+            phase: PHASE_COLOURS[phase] for phase in ("queue", "train")
+        }
+        named = {cause: colours[str(number)] for cause, number in numbers.items()}
         distances = {
             (one, other): math.dist(cielab(named[one]), cielab(named[other])) for one, other in combinations(named, 2)
         }

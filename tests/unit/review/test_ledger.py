@@ -228,6 +228,9 @@ def test_reached_step_is_the_largest_of_all_ranks_and_earlier_attempts(run: RunD
     assert reached_step(run.attempt(1)) == 7
     write_json(run.attempt(1).beat(1), {"time": 1.0, "step": 12, "total_steps": 20, "metrics": {}})
     assert reached_step(run.attempt(1)) == 12
+    for rank, step in ((0, 14), (1, None)):
+        write_json(run.attempt(1).outcome(rank), {"outcome": "failed", "step": step})
+    assert reached_step(run.attempt(1)) == 14, "the ranks that lost their peer did two steps after their last heartbeat"
     add_attempt(run, 21, 31, [account(21, 31)] * 2, reached=12)
     assert reached_step(run.attempt(2)) == 12
     write_json(run.attempt(2).beat(1), {"format": 99})

@@ -92,7 +92,8 @@ def test_attempt_without_a_recorded_end(folder: Folder) -> None:
 
 def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
     folder.attempt(first_step=0, step=120, status="failed", reason="rank 1 was killed")
-    folder.attempt(first_step=100, step=250, status="stopped", reason="stopped with everything saved")
+    saved = "stopped with everything saved (SIGTERM to the supervisor)"
+    folder.attempt(first_step=100, step=250, status="stopped", reason=saved)
     folder.attempt(first_step=250, step=300)
     folder.attempt(first_step=250, step=400, status="finished", reason="trained 400 steps")
     starts = [(990.0, 2600.0, "PREEMPTED"), (2600.0, 3700.0, "NODE_FAIL"), (3700.0, 4600.0, "OUT_OF_MEMORY")]
@@ -116,12 +117,29 @@ def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
         attempts = folder.facts(status="finished").attempts
         assert attempts[2].cause == f"{cause} (Slurm: NODE_FAIL)"
         assert read_faults(folder.run)[0].where == f"node {nodes}"
+    assert folder.facts().num_job_starts == 3
     assert interruptions(attempts, 8000) == (
         "1: rank 1 was killed; 2: preempted by a job of higher priority: stopped with everything saved;"
         " 3: nodes n1, n3 failed (Slurm: NODE_FAIL)"
     )
     write_json(folder.run.path / "job.json", {"job_id": "7", "lives": {"0": {**lives["0"], "state": 5}}})
-    assert folder.facts(status="finished").attempts[1].cause == "stopped with everything saved", "a damaged record"
+    assert folder.facts(status="finished").attempts[1].cause == saved, "a damaged record"
+
+
+def test_evidence_of_a_killed_rank_contains_the_memory_use_of_its_node(folder: Folder) -> None:
+    folder.attempt(first_step=0, step=120, status="failed", reason="rank 1 was killed")
+    error = "was killed by SIGKILL (out of memory?)"
+    write_json(folder.run.attempt(1).failure, {"kind": "killed", "rank": 1, "host": "n1", "step": 9, "error": error})
+    (fault,) = read_faults(folder.run)
+    assert fault.finding.evidence == error, "nothing is measured"
+    journal = folder.run.journal / "attempt-001.rank-00000.jsonl"
+    for used in (30.2, 37.9):
+        record = {"t": 1, "s": 5, "m": {"system/n1/system_memory_usage_percentage": used, "train/loss": 1.0}}
+        journal.write_text((journal.read_text() if journal.exists() else "") + json.dumps(record) + "\n")
+    (fault,) = read_faults(folder.run)
+    assert fault.finding.evidence == f"{error}; the last measured memory use of n1 was 37 %"
+    write_json(folder.run.attempt(1).failure, {"kind": "error", "rank": 1, "host": "n1", "error": "ValueError: x"})
+    assert "memory" not in read_faults(folder.run)[0].finding.evidence
 
 
 def test_interruptions_in_the_middle_are_left_out(folder: Folder) -> None:
@@ -149,6 +167,34 @@ def test_progress_of_a_live_run(folder: Folder) -> None:
     progress = folder.facts().progress
     assert progress is not None
     assert (progress.steps_per_s, progress.eta) == (None, None), "no step in this attempt yet"
+
+
+def test_mean_throughput_counts_the_steps_of_all_attempts_without_repeated_ones(folder: Folder) -> None:
+    folder.attempt(first_step=0, step=100, status="failed", reason="killed")
+    folder.attempt(first_step=80, step=200, status="finished", reason="trained 200 steps")
+    assert folder.facts().samples_per_s is None, "no samples are logged"
+    for number, seconds in (
+        (1, {"start": 5.0, "compute": 3.0, "data": 1.0}),
+        (2, {"redone": 9.0, "communication": 4.0}),
+    ):
+        path = folder.run.attempt(number).beat(0)
+        account = {"began": 1000.0, "until": 1300.0, "cause": "compute", "closed": True, "seconds": seconds}
+        metrics = {"samples": 1600.0, "train/loss": 0.5}
+        steps = {"samples": 198, "train/loss": "x"}
+        write_json(path, json.loads(path.read_text()) | {"account": account, "metrics": metrics, "metric_steps": steps})
+    facts = folder.facts()
+    assert facts.samples_per_s == 1600 / (3 + 1 + 4)
+    assert facts.metric_steps == {"samples": 198}
+
+
+def test_versions_of_the_host_and_of_the_container(folder: Folder) -> None:
+    write_json(folder.run.environment, {"python": "3.11.7", "versions": {"torch": "2.15.0", "numpy": 3}})
+    write_json(folder.run.container, {"python": "3.12.2", "image": "a.sif", "cuda": None})
+    facts = folder.facts()
+    assert (facts.versions, facts.container_versions) == (
+        {"python": "3.11.7", "torch": "2.15.0"},
+        {"python": "3.12.2"},
+    )
 
 
 def test_best_checkpoint_is_the_newest_of_the_best(folder: Folder) -> None:

@@ -52,6 +52,14 @@ def test_each_start_of_a_job_is_read() -> None:
     assert [start.state for start in parse_starts(SACCT, "4")] == ["CANCELLED"]
 
 
+def test_time_in_the_queue_after_a_requeue_begins_at_the_end_of_the_start_before() -> None:
+    """Slurm submits the job again some seconds after its end, when its nodes are cleaned up."""
+    late = SACCT.replace("41|train|2026-11-20T06:01:05", "41|train|2026-11-20T06:01:13")
+    assert [start.queue_s for start in parse_starts(late, "41")] == [5.0, 120.0]
+    other = late.replace("41|train|2026-11-20T06:01:13", "41|another|2026-11-20T06:01:13")
+    assert [start.queue_s for start in parse_starts(other, "41")] == [5.0, 112.0], "a job with a reused id"
+
+
 def test_components_of_a_heterogeneous_job_are_one_start() -> None:
     lines = [
         "7+0|j|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n1|4|cpu=4,gres/gpu=2|5|COMPLETED",

@@ -76,7 +76,7 @@ def failure(kind: Any = "error", error: str = "ValueError: nan", step: int | Non
     [
         ("error", "ValueError: nan", 7, "rank 1 on n1 failed with ValueError: nan at step 7"),
         ("rejected", "no such model", None, "rank 1 on n1 failed with no such model"),
-        ("killed", "was killed by SIGKILL", 0, "rank 1 on n1 was killed by SIGKILL at step 0"),
+        ("killed", "was killed by SIGKILL", 0, "rank 1 on n1 was killed by SIGKILL at step 0 (last heartbeat)"),
         ("hung", "made no progress", 3, "rank 1 on n1 made no progress at step 3"),
         ("vanished", "ended with exit code 3", None, "rank 1 on n1 ended with exit code 3"),
         ("not_started", "was not started at all: srun: busy", None, "rank 1 on n1 was not started at all: srun: busy"),
@@ -88,7 +88,7 @@ def test_sentence_of_each_kind_of_failure(kind: str, error: str, step: int | Non
 
 def test_sentence_includes_role_and_detail() -> None:
     killed = replace(failure("killed", "was killed by SIGKILL"), role="observer:0")
-    assert killed.sentence() == "rank 1 (observer:0) on n1 was killed by SIGKILL at step 7"
+    assert killed.sentence() == "rank 1 (observer:0) on n1 was killed by SIGKILL at step 7 (last heartbeat)"
     hung = failure("hung", "made no progress", 7)
     detailed = replace(hung, detail="rank 1 differs from the others")
     assert detailed.sentence() == "rank 1 on n1 made no progress at step 7; rank 1 differs from the others"

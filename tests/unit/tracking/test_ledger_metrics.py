@@ -25,13 +25,13 @@ def test_ledger_of_an_ended_run_is_logged_once(scene: Scene) -> None:
     scene.state(status="finished", ended=BEGAN + 40, created=BEGAN - 10)
     for _ in range(2):
         scene.shipper().ship_once()
-    logged = {key: value for key, value in scene.entity.data.metrics.items() if key.startswith("ledger/")}
-    assert logged.keys() == {f"ledger/{name}" for name in (*CAUSES, "allocated", "goodput", "queue")}
+    logged = {key: value for key, value in scene.entity.data.metrics.items() if key.startswith("usage/")}
+    assert logged.keys() == {f"usage/{name}" for name in (*CAUSES, "allocated", "goodput", "queue")}
     # MLflow's list of runs shows every digit.
-    assert (logged["ledger/allocated"], logged["ledger/compute"]) == (round(5 * 37 / 3600, 6), round(4 * 35 / 3600, 6))
-    assert logged["ledger/goodput"] == round(140 / 185, 6)
-    (point,) = scene.client.get_metric_history(scene.run_id, "ledger/compute")
-    assert (point.step, point.timestamp) == (47, int((BEGAN + 37) * 1000)), "seconds since the creation"
+    assert (logged["usage/allocated"], logged["usage/compute"]) == (round(5 * 37 / 3600, 6), round(4 * 35 / 3600, 6))
+    assert logged["usage/goodput"] == round(140 / 185, 6)
+    (point,) = scene.client.get_metric_history(scene.run_id, "usage/compute")
+    assert (point.step, point.timestamp) == (7, int((BEGAN + 37) * 1000)), "the last training step"
 
 
 def test_ledger_of_a_running_run_is_logged_in_intervals(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,29 +43,46 @@ def test_ledger_of_a_running_run_is_logged_in_intervals(scene: Scene, monkeypatc
     for now in (30, 61, 90, 121):
         add_attempt(scene.run, 1 + now, 21 + now, [account(1 + now, 21 + now)] * 4)
         ledger.ship(scene.run.read_state(), mlflow, progress)
-        numbers.append(len(scene.client.get_metric_history(scene.run_id, "ledger/compute")))
+        numbers.append(len(scene.client.get_metric_history(scene.run_id, "usage/compute")))
     assert numbers == [0, 1, 1, 2]
     scene.state(status="failed", ended=BEGAN + 200)
     for _ in range(2):
         ledger.ship(scene.run.read_state(), mlflow, progress)
-    steps = [point.step for point in scene.client.get_metric_history(scene.run_id, "ledger/compute")]
-    assert len(set(steps)) == len(steps) == 2, "each step once, and nothing for an equal ledger"
+    history = scene.client.get_metric_history(scene.run_id, "usage/compute")
+    times = {point.timestamp for point in history}
+    assert len(times) == len(history) == 2, "each time once, and nothing for an equal ledger"
+    assert {point.step for point in history} == {7}
     write_json(scene.run.path / "job.json", {"job_id": "1", "lives": {"0": {"began": BEGAN, "ended": BEGAN + 200}}})
     new_metrics(scene).ship(scene.run.read_state(), mlflow, progress)
-    found = scene.entity.data.metrics["ledger/allocated"]
+    found = scene.entity.data.metrics["usage/allocated"]
     assert found == pytest.approx(200 * 5 / 3600, abs=1e-6), "as accounting says"
 
 
-def test_ledger_that_accounting_changes_gets_another_step_from_the_next_process(scene: Scene) -> None:
+def test_ledger_that_accounting_changes_gets_a_later_time_from_the_next_process(scene: Scene) -> None:
     add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
     scene.state(status="finished", ended=BEGAN + 40, created=BEGAN - 10)
     scene.shipper().ship_once()
-    write_json(scene.run.path / "job.json", {"job_id": "1", "lives": {"0": {"began": BEGAN, "ended": BEGAN + 37.04}}})
+    write_json(scene.run.path / "job.json", {"job_id": "1", "lives": {"0": {"began": BEGAN, "ended": BEGAN + 36.04}}})
     for _ in range(2):
         scene.shipper().ship_once()
-    steps = [point.step for point in scene.client.get_metric_history(scene.run_id, "ledger/allocated")]
-    assert sorted(steps) == [47, 48]
-    assert scene.entity.data.metrics["ledger/allocated"] == pytest.approx(37.04 * 5 / 3600, abs=1e-6)
+    points = [(p.step, p.timestamp) for p in scene.client.get_metric_history(scene.run_id, "usage/allocated")]
+    ended_ms = int((BEGAN + 37) * 1000)
+    assert sorted(points) == [(7, ended_ms), (7, ended_ms + 1)]
+    assert scene.entity.data.metrics["usage/allocated"] == pytest.approx(36.04 * 5 / 3600, abs=1e-6)
+
+
+def test_step_of_the_ledger_does_not_decrease_after_a_restart(scene: Scene) -> None:
+    add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
+    scene.state(status="stopped", ended=BEGAN + 40, attempt=1)
+    mlflow, progress = scene.shipper().open_run(), ShippingState()
+    new_metrics(scene).ship(scene.run.read_state(), mlflow, progress)
+    progress.ledger_step = 12  # of a record before the restart
+    add_attempt(scene.run, 41, 57, [account(41, 57)] * 4)
+    scene.state(status="finished", ended=BEGAN + 60, attempt=2)
+    new_metrics(scene).ship(scene.run.read_state(), mlflow, progress)
+    history = scene.client.get_metric_history(scene.run_id, "usage/allocated")
+    assert [point.step for point in sorted(history, key=lambda point: point.timestamp)] == [7, 12]
+    assert scene.entity.data.metrics["usage/allocated"] == pytest.approx((37 + 17) * 5 / 3600, abs=1e-6)
 
 
 def test_ledger_is_logged_after_an_outage(scene: Scene) -> None:
@@ -80,7 +97,7 @@ def test_ledger_is_logged_after_an_outage(scene: Scene) -> None:
     with pytest.raises(TrackingError, match="does not answer"):
         ledger.ship(scene.run.read_state(), Unavailable(), progress)  # type: ignore[arg-type]
     ledger.ship(scene.run.read_state(), mlflow, progress)
-    assert "ledger/goodput" in scene.entity.data.metrics
+    assert "usage/goodput" in scene.entity.data.metrics
 
 
 def test_run_without_a_ledger_has_no_metrics_of_it(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
@@ -90,7 +107,7 @@ def test_run_without_a_ledger_has_no_metrics_of_it(scene: Scene, caplog: pytest.
     write_json(scene.run.path / "job.json", {"format": 99})
     new_metrics(scene).ship(scene.run.read_state(), scene.shipper().open_run(), ShippingState())
     assert "the ledger of first is not uploaded" in caplog.text
-    assert not [key for key in scene.entity.data.metrics if key.startswith("ledger/")]
+    assert not [key for key in scene.entity.data.metrics if key.startswith("usage/")]
 
 
 def test_energy_is_logged_where_it_is_known(scene: Scene) -> None:
@@ -99,4 +116,4 @@ def test_energy_is_logged_where_it_is_known(scene: Scene) -> None:
     add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
     scene.state(status="finished", ended=BEGAN + 40)
     scene.shipper().ship_once()
-    assert scene.entity.data.metrics["ledger/energy_kwh"] == pytest.approx(0.5)
+    assert scene.entity.data.metrics["usage/energy_kwh"] == pytest.approx(0.5)

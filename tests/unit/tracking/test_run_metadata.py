@@ -45,6 +45,13 @@ def test_tags_contain_the_image_of_the_container(tmp_path: Path) -> None:
     }
 
 
+def test_cores_of_the_machine_that_created_the_run_are_not_taken_for_those_of_the_run(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    write_json(run.environment, {"cores": 2, "host": "login1"})
+    found = {key: text for key, text in fixed_tags(run, {}).items() if "cores" in key or key == "hpcdist.host"}
+    assert found == {"hpcdist.host": "login1", "hpcdist.host_cores": "2"}
+
+
 def test_cleaned_params_and_tags_stay_unique(tmp_path: Path) -> None:
     long = "k" * 249
     config = {

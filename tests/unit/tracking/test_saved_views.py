@@ -154,7 +154,7 @@ def test_columns_of_tags_have_values(scene: Scene, monkeypatch: pytest.MonkeyPat
     tags = scene.entity.data.tags
     shown = [column[6:-1] for view in saved_views.prepared({"m": "max"}, ["lr"]).values() for column in view.columns]
     assert [key for key in shown if key.startswith("hpcdist.") and key != "hpcdist.run.sweep" and key not in tags] == []
-    assert (tags["hpcdist.lost_steps"], tags["hpcdist.nodes"]) == ("10", "n[2-3]")
+    assert (tags["hpcdist.lost_steps"], tags["hpcdist.nodes"]) == ("10", "n[1-2],n[2-3]")
     assert tags["hpcdist.interruptions"] == "1: x; 2: x; 3: x"
     assert tags["hpcdist.best"] == "0.9824 at step 1,200"
     assert tags["hpcdist.cost"] == "0.71 GPU-hours, goodput 100 %"

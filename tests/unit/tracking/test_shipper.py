@@ -103,7 +103,7 @@ def test_sync_closes_the_run_of_an_ended_job_with_the_reason_of_slurm(
         "hpcdist.reason": f"job 12 ended as {state} on n2",
         "hpcdist.slurm.job_id": "12",
         "hpcdist.slurm.cluster": "c",
-        "hpcdist.slurm.lives": "2",
+        "hpcdist.slurm.starts": "2",
         "hpcdist.slurm.nodes": "n2",
         "hpcdist.slurm.queue_s": "103",
     }
