@@ -146,9 +146,11 @@ def check_submission(config: Config, flags: dict[str, str], cwd: Path | None, *,
 
 def submission_flags(config: Config, dependency: str | None, begin: str | None) -> dict[str, str]:
     """Return the flags of sbatch that apply to one submission and not to later starts of the run."""
-    from hpcdist.slurm.submit.dependency import resolve
+    resolved = None
+    if dependency:
+        from hpcdist.slurm.submit.dependency import resolve
 
-    resolved = resolve(dependency, Path(config.runs_dir)) if dependency else None
+        resolved = resolve(dependency, Path(config.runs_dir))
     chosen = {name: value for name, value in (("dependency", resolved), ("begin", begin)) if value}
     for name, value in chosen.items():
         if not value.isprintable():
@@ -158,10 +160,8 @@ def submission_flags(config: Config, dependency: str | None, begin: str | None) 
 
 def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool, wait: bool = False) -> int:
     """Submit a run folder to Slurm and create its MLflow run; with `follow` or `wait`, stay until the run ends."""
-    from hpcdist.cli.follow import follow_to_end
     from hpcdist.run import pending_config
     from hpcdist.slurm.submit import submission
-    from hpcdist.supervisor import shipper_process
 
     try:
         job_id = submission.submit(config, run, flags)
@@ -169,6 +169,10 @@ def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool,
         pending_config.drop(run)
         raise
     print(f"{run.name} is job {job_id}: `hpcdist follow {run.name}` shows its state and progress")
+    # The job does not wait for these imports.
+    from hpcdist.cli.follow import follow_to_end
+    from hpcdist.supervisor import shipper_process
+
     if follow or wait:
         return follow_to_end(run, config, progress=not wait)
     print(shipper_process.ship_now(run, config, os.environ))

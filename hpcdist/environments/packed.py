@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpcdist.config.schema.environment import EnvironmentConfig
-from hpcdist.environments.archive import interpreter, write_archive
 from hpcdist.environments.listing import fingerprint
 from hpcdist.environments.uv_project import build, uv_fingerprint
 from hpcdist.files.atomic import read_json, write_json
@@ -94,6 +93,8 @@ def _make(environment: EnvironmentConfig, store: Path, name: str, env: Mapping[s
         shutil.rmtree(target, ignore_errors=True)
         build(source, environment.uv_args, target, env)
         return Packed(key=name, kind=environment.kind, path=str(target))
+    from hpcdist.environments.archive import interpreter, write_archive  # slow to import, and seldom needed
+
     archive = store / f"{name}.tar.zst"
     if environment.kind == "venv":
         write_archive(source, interpreter(source, environment.python), archive)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import tempfile
@@ -32,12 +33,10 @@ def run_within(
         process = subprocess.Popen(command, env=env, stdin=given, stdout=output, stderr=errors, start_new_session=True)
         late = ""
         try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            late = f"\nno answer within {limit_s:g} s\n"
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(KILL_DELAY_S)
+            if not _ends_within(process, limit_s):
+                late = f"\nno answer within {limit_s:g} s\n"
+                process.terminate()
+                _ends_within(process, KILL_DELAY_S)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -47,6 +46,20 @@ def run_within(
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
         return subprocess.CompletedProcess(command, -1 if late else process.returncode, texts[0], texts[1] + late)
+
+
+def _ends_within(process: subprocess.Popen[bytes], limit_s: float) -> bool:
+    """Wait for a process, and return whether it has ended within the limit.
+
+    `process.wait` with a limit polls, and returns up to 50 ms after the end.
+    """
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(limit_s * 1000))
+    finally:
+        os.close(descriptor)
 
 
 def run_until(command: Sequence[str], is_enough: Callable[[str], bool], *, env: Mapping[str, str] | None = None) -> str:

@@ -197,12 +197,18 @@ def test_a_login_node_needs_no_torch() -> None:
         ("import hpcdist.rank.worker", {"omegaconf", "psutil", "mlflow", "numpy", "typer"}),
         (
             "import hpcdist.slurm.job.batch_step",
-            {"omegaconf", "mlflow", "numpy", "typer", "rich", "importlib.metadata"},
+            {"omegaconf", "mlflow", "numpy", "typer", "rich", "tarfile", "importlib.metadata"},
+        ),
+        (
+            "import hpcdist.slurm.submit.submission",
+            {"omegaconf", "mlflow", "numpy", "rich", "submitit", "tarfile"},
         ),
     ],
-    ids=["rank", "batch step"],
+    ids=["rank", "batch step", "submission"],
 )
-def test_ranks_and_batch_steps_start_without_slow_imports(start: str, forbidden: set[str], tmp_path: Path) -> None:
+def test_ranks_batch_steps_and_submissions_start_without_slow_imports(
+    start: str, forbidden: set[str], tmp_path: Path
+) -> None:
     """Each of these costs as much time as all modules of hpcdist together, also when only the config is read."""
     (tmp_path / "config.yaml").write_text(to_yaml(load_config("ddp_digits")))
     code = (
@@ -213,6 +219,18 @@ def test_ranks_and_batch_steps_start_without_slow_imports(start: str, forbidden:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.processes
+def test_a_job_is_submitted_before_the_imports_of_its_display() -> None:
+    code = (
+        "import sys\n"
+        "from hpcdist.cli import submit\n"
+        "from hpcdist.slurm.submit import submission\n"
+        "submission.submit = lambda *_: sys.exit('rich' in sys.modules)\n"
+        "submit.enqueue(None, None, {}, follow=True)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

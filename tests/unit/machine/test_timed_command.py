@@ -24,6 +24,14 @@ def test_result_has_exit_code_and_output() -> None:
         run_within(["no-such-command"], 60)
 
 
+def test_end_of_a_command_is_awaited_without_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sleep(seconds: float) -> None:
+        pytest.fail("it polls")
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert run_within(["sleep", "0.1"], 60).returncode == 0
+
+
 def test_hanging_command_is_ended_with_its_children(tmp_path: Path) -> None:
     """The output is available although a leftover child process holds it open."""
     script = f"trap '' TERM; sleep 1000 & echo $! > {tmp_path}/pid; echo early; wait; sleep 1000"
