@@ -39,13 +39,21 @@ class RecordedTests:
 _STEP = ("requeue", "`hpcdist stop`", "killed rank")
 _PREEMPTION = ("preemption, 0 s", "preemption, 20 s")
 RECORDED = (
-    RecordedTests(runtime="podman", version="4.3.1", passed=("plain", *_STEP)),
-    RecordedTests(runtime="docker", version="20.10.24", passed=("plain", *_STEP), date="2026-11-22 and 23"),
+    RecordedTests(runtime="podman", version="4.3.1", passed=FAULTS, date="2026-11-23"),
+    RecordedTests(
+        runtime="docker", version="20.10.24", passed=("plain", *_STEP, *_PREEMPTION), date="2026-11-22 and 23"
+    ),
     RecordedTests(runtime="apptainer", image="folder", version="1.4.5", passed=_STEP),
     RecordedTests(runtime="apptainer", image=".sif", version="1.4.5", passed=(*_STEP, *_PREEMPTION, "time limit")),
     RecordedTests(runtime="charliecloud", version="0.31", passed=("plain", *_STEP)),
     RecordedTests(runtime="enroot", image="folder", version="4.1.2", passed=_STEP),
-    RecordedTests(runtime="enroot", image=".sqsh", version="4.1.2", passed=(*_STEP, *_PREEMPTION)),
+    RecordedTests(
+        runtime="enroot",
+        image=".sqsh",
+        version="4.1.2",
+        passed=("plain", *_STEP, *_PREEMPTION),
+        date="2026-11-22 and 23",
+    ),
     RecordedTests(runtime="pyxis", version="0.24", passed=("plain", *_STEP, "killed supervisor")),
 )
 
