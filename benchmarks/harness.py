@@ -34,8 +34,12 @@ def argument_parser(documentation: str | None, *, rounds: int | None = None) -> 
 
 
 def clean_env(*prefixes: str) -> dict[str, str]:
-    """Return the environment without the variables that configure hpcdist, MLflow, malloc and OpenMP."""
-    removed = ("HPCDIST_", "MALLOC_", "MLFLOW_", "OMP_", *prefixes)
+    """Return the environment without the variables that configure hpcdist, MLflow, malloc and OpenMP.
+
+    Without PYTHONDONTWRITEBYTECODE either: in a checkout each process would compile the modules of hpcdist again, which
+    an installation does not.
+    """
+    removed = ("HPCDIST_", "MALLOC_", "MLFLOW_", "OMP_", "PYTHONDONTWRITEBYTECODE", *prefixes)
     return {key: value for key, value in os.environ.items() if not key.startswith(removed)}
 
 

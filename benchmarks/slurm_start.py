@@ -4,11 +4,15 @@
 
 Both submit from the same git repository to a dev cluster (`hpcdist devcluster`), which this script starts unless one is
 running, and alternate on its empty queue. The time begins with the command and ends when rank 0 has done its first
-step. For hpcdist it includes validation, the snapshot of the code, submitit, the supervisor and the MLflow run. The
-ratio is computed within each round; the results are medians.
+step. For hpcdist it includes validation, the snapshot of the code, submitit, the preflight check of the nodes and the
+supervisor. The ratio is computed within each round; the results are medians.
 
-CPU time, which depends little on other load, is reported as well: of the submitting command (the import of MLflow at
-low priority included), of the batch step and of the step of the ranks, from sacct.
+After the submission, `hpcdist submit` creates the MLflow run. On this machine, the import of MLflow takes cores from
+the ranks, which a login node does not share. In the row `apart`, the command is stopped (SIGSTOP) from the submission
+to the first step.
+
+CPU time, which depends little on other load, is reported as well: of the submitting command (the import of MLflow
+included), of the batch step and of the step of the ranks, from sacct.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import json
 import re
 import resource
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -26,13 +31,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from harness import BASELINES, HPCDIST, argument_parser, clean_env, commit_all, median_ratio
+from harness import BASELINES, HPCDIST, argument_parser, clean_env, commit_all, median_ratio, signal_tree
 
 from hpcdist.devcluster import cluster
 from hpcdist.devcluster.settings import Layout
 
 STEP_WITHIN_S = 120.0
 PARTS = ("command", "batch", "ranks")
+#: Names of the step of the ranks: of the attempt, or of the command of a hand-written srun.
+RANKS = {"attempt-001", "bash"}
+_SUBMITTED = re.compile(r"job (\d+)")
 
 HAND_WRITTEN = """\
 #!/bin/bash
@@ -79,22 +87,36 @@ def make_project(folder: Path, out: Path, *, nodes: int, tasks: int) -> None:
     commit_all(folder)
 
 
-def until_first_step(command: list[str], project: Path, out: Path, env: Mapping[str, str]) -> dict[str, float]:
-    """Return the seconds to the first step (`s`) and the CPU seconds of PARTS, as soon as the queue is empty."""
+def until_first_step(
+    command: list[str], project: Path, out: Path, env: Mapping[str, str], *, apart: bool
+) -> dict[str, float]:
+    """Return the seconds to the first step (`s`) and the CPU seconds of PARTS, as soon as the queue is empty.
+
+    Args:
+        apart: whether to stop the command from the submission to the first step.
+    """
     out.unlink(missing_ok=True)
     before = cpu_of_children()
     with open(project.parent / "command.log", "w+") as log:
         began = time.time()
         process = subprocess.Popen(command, cwd=project, env=env, stdout=log, stderr=log)
-        while not out.exists():
-            if time.time() > began + STEP_WITHIN_S:
-                text = "".join(path.read_text() for path in [Path(log.name), *project.parent.rglob("*.out")])
-                sys.exit(f"{' '.join(command)}: no step in {STEP_WITHIN_S:g} s\n{text[-4000:]}")
-            time.sleep(0.01)
+        is_stopped = False
+        try:
+            while not out.exists():
+                if time.time() > began + STEP_WITHIN_S:
+                    text = "".join(path.read_text() for path in [Path(log.name), *project.parent.rglob("*.out")])
+                    sys.exit(f"{' '.join(command)}: no step in {STEP_WITHIN_S:g} s\n{text[-4000:]}")
+                if apart and not is_stopped and _SUBMITTED.search(Path(log.name).read_text()):
+                    signal_tree(process.pid, signal.SIGSTOP)
+                    is_stopped = True
+                time.sleep(0.01)
+        finally:
+            if is_stopped:
+                signal_tree(process.pid, signal.SIGCONT)
         seconds = float(out.read_text()) - began
         process.wait()
         log.seek(0)
-        job = re.search(r"job (\d+)", log.read())
+        job = _SUBMITTED.search(log.read())
     assert job is not None
     command_s = cpu_of_children() - before
     while output_of("squeue", "--noheader", env=env):
@@ -112,17 +134,17 @@ def cpu_of_job(job: str, env: Mapping[str, str]) -> dict[str, float]:
     """Return the CPU seconds of a job's batch step and of the step of its ranks, once sacct lists them."""
     for _ in range(300):
         listing = output_of(
-            "sacct", "--noheader", "--parsable2", f"--jobs={job}", "--format=JobID,End,TotalCPU", env=env
+            "sacct", "--noheader", "--parsable2", f"--jobs={job}", "--format=JobName,End,TotalCPU", env=env
         )
         steps = {name: cpu for name, end, cpu in map(sacct_fields, listing.splitlines()) if end != "Unknown"}
-        if {job, f"{job}.batch", f"{job}.0"} <= steps.keys():
-            return {"batch": steps[f"{job}.batch"], "ranks": steps[f"{job}.0"]}
+        if "batch" in steps and (ranks := RANKS & steps.keys()):
+            return {"batch": steps["batch"], "ranks": steps[ranks.pop()]}
         time.sleep(0.1)
     sys.exit(f"sacct does not list job {job}:\n{listing}")
 
 
 def sacct_fields(line: str) -> tuple[str, str, float]:
-    """Return job or step, its end, and CPU seconds (from `01:02.345` or `1-02:03:04`)."""
+    """Return the name of a job or step, its end, and CPU seconds (from `01:02.345` or `1-02:03:04`)."""
     name, end, cpu = line.split("|")
     days, _, clock = cpu.rpartition("-")
     seconds = 86400.0 * int(days or 0)
@@ -137,7 +159,7 @@ def output_of(*command: str, env: Mapping[str, str]) -> str:
 
 def show(rounds: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
     """Print a line per command and return the medians."""
-    print(f"{'':16}{'s':>8}{'min':>8}{'max':>8}{'over':>8}    CPU s:" + "".join(f"{part:>9}" for part in PARTS))
+    print(f"{'':22}{'s':>8}{'min':>8}{'max':>8}{'over':>8}    CPU s:" + "".join(f"{part:>9}" for part in PARTS))
     rows = {}
     for key, values in rounds.items():
         times = [value["s"] for value in values]
@@ -145,7 +167,7 @@ def show(rounds: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, fl
         cpu = {part: statistics.median(value[part] for value in values) for part in PARTS}
         rows[key] = {"s": statistics.median(times), "over": over, **cpu}
         print(
-            f"{key:16}{rows[key]['s']:8.3f}{min(times):8.3f}{max(times):8.3f}{over:8.3f}          "
+            f"{key:22}{rows[key]['s']:8.3f}{min(times):8.3f}{max(times):8.3f}{over:8.3f}          "
             + "".join(f"{seconds:9.3f}" for seconds in cpu.values())
         )
     return rows
@@ -158,18 +180,19 @@ def main() -> None:
     arguments = parser.parse_args()
 
     with tempfile.TemporaryDirectory(prefix="slurm_start_") as name, dev_cluster(arguments.nodes) as client:
-        env = {**clean_env("SLURM_", "SBATCH_"), **client}
+        # Unbuffered, so that the output shows the submission.
+        env = {**clean_env("SLURM_", "SBATCH_"), **client, "PYTHONUNBUFFERED": "1"}
         project, out = Path(name) / "project", Path(name) / "first_step.txt"
         project.mkdir()
         make_project(project, out, nodes=arguments.nodes, tasks=arguments.tasks)
         shape = [f"cluster.nodes={arguments.nodes}", f"cluster.tasks_per_node={arguments.tasks}"]
         submit = [*HPCDIST, "submit", "config.yaml", "--cluster", "devcluster", *shape, f"runs_dir={name}/runs"]
-        commands = {"sbatch + srun": ["sbatch", "job.sh"], "hpcdist submit": submit}
+        commands = {"sbatch + srun": ["sbatch", "job.sh"], "hpcdist submit": submit, "hpcdist submit, apart": submit}
         rounds: dict[str, list[dict[str, float]]] = {key: [] for key in commands}
         # The first round, which fills the page cache and creates MLflow's database, does not count.
         for number in range(arguments.rounds + 1):
             for key, values in rounds.items():
-                measured = until_first_step(commands[key], project, out, env)
+                measured = until_first_step(commands[key], project, out, env, apart=key.endswith("apart"))
                 if number > 0:
                     values.append(measured)
 

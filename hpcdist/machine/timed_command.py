@@ -57,7 +57,7 @@ def _ends_within(process: subprocess.Popen[bytes], limit_s: float) -> bool:
     try:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
-        return bool(poll.poll(limit_s * 1000))
+        return bool(poll.poll(max(0.0, limit_s) * 1000))  # a negative limit would be none
     finally:
         os.close(descriptor)
 
