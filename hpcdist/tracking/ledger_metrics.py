@@ -28,9 +28,9 @@ _DIGITS = 6
 class LedgerMetrics:
     """Logs the ledger of a run once a minute while it runs, and when it has stopped or ended.
 
-    The step of a record is the last training step, and never less than that of the record before: training steps are
-    repeated after a restart. Of records with the same step, MLflow shows the one with the largest time; accounting may
-    change the ledger of an ended run, so a later record has a later time, also if another process uploads it.
+    The step of a record is the last training step, or the one after the step of the record before if that is larger:
+    training steps are repeated after a restart, and accounting may change the ledger of an ended run. No two records
+    have the same step, and a later record has a later time, also if another process uploads it.
 
     Args:
         save: writes the state of the upload to its file.
@@ -52,7 +52,7 @@ class LedgerMetrics:
         except RunFolderError as error:  # a damaged file, which must not prevent the upload of everything else
             log.warning("the ledger of %s is not uploaded: %s", self._run.name, error)
             ledger, step = Ledger(), 0
-        found = points(ledger, max(step, progress.ledger_step), after=progress.ledger_time)
+        found = points(ledger, max(step, progress.ledger_step + 1), after=progress.ledger_time)
         digest = hashlib.sha256(repr([(point.key, point.value) for point in found]).encode()).hexdigest()[:16]
         if found and digest != progress.ledger_digest:
             mlflow.log_points(found)

@@ -154,11 +154,12 @@ def socket_report() -> SocketReport:
 
 def sockets_of(run: RunDir) -> dict[int, set[tuple[str, int]]]:
     """Return host and port of each rank's listening sockets."""
-    found = {}
+    found: dict[int, set[tuple[str, int]]] = {}
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         if "hpcdist.rank.worker" in words and words[-1] == str(run.path):
-            found[int(process.environ()["SLURM_PROCID"])] = listening(process.pid)
+            # A child that a rank is starting has the rank's command line until its exec, and no socket after it.
+            found.setdefault(int(process.environ()["SLURM_PROCID"]), set()).update(listening(process.pid))
     return found
 
 
