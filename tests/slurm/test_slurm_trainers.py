@@ -158,8 +158,8 @@ def sockets_of(run: RunDir) -> dict[int, set[tuple[str, int]]]:
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         if "hpcdist.rank.worker" in words and words[-1] == str(run.path):
-            # A child that a rank is starting has the rank's command line until its exec, and no socket after it.
-            found.setdefault(int(process.environ()["SLURM_PROCID"]), set()).update(listening(process.pid))
+            # A child that a rank starts has the rank's command line until its exec, and a larger id.
+            found.setdefault(int(process.environ()["SLURM_PROCID"]), listening(process.pid))
     return found
 
 
