@@ -154,12 +154,12 @@ def socket_report() -> SocketReport:
 
 def sockets_of(run: RunDir) -> dict[int, set[tuple[str, int]]]:
     """Return host and port of each rank's listening sockets."""
-    found: dict[int, set[tuple[str, int]]] = {}
+    found = {}
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "hpcdist.rank.worker" in words and words[-1] == str(run.path):
-            # A child that a rank starts has the rank's command line until its exec, and a larger id.
-            found.setdefault(int(process.environ()["SLURM_PROCID"]), listening(process.pid))
+        # srun has these words too, behind its own; it listens for its tasks.
+        if words[1:4] == ["-P", "-m", "hpcdist.rank.worker"] and words[-1] == str(run.path):
+            found[int(process.environ()["SLURM_PROCID"])] = listening(process.pid)
     return found
 
 
