@@ -65,7 +65,8 @@ class FaultScene:
     def wait_until_held(self) -> list[int]:
         """Wait until all ranks are held and the heartbeats tell so; return their process ids."""
         pids = self.runs.wait_until_held(self.name, NUM_RANKS)
-        self.wait_step(self.subject.hold_at - 1)  # a killed supervisor leaves no later sign of the lost steps
+        if self._is_gated:  # other ranks are held before their first step
+            self.wait_step(self.subject.hold_at - 1)  # a killed supervisor leaves no later sign of the lost steps
         return pids
 
     def release(self) -> None:
