@@ -25,7 +25,9 @@ def _any(*texts: str) -> re.Pattern[str]:
 
 
 HOST_MEMORY_FIX = "request more (cluster.mem), or use less: smaller data.batch_size, fewer ranks per node"
-NODE_FIX = "`hpcdist resume` continues from the newest checkpoint; cluster.exclude avoids the node"
+NODE_FIX = (
+    "cluster.exclude avoids the node; if the run has ended, `hpcdist resume` continues from the newest checkpoint"
+)
 TIME_FIX = (
     "raise cluster.time_limit_min, or cluster.signal_lead_s so that the ranks can save; `hpcdist resume` continues"
 )
@@ -174,7 +176,7 @@ PATTERNS = (
     Pattern(
         "killed",
         _any(r"was killed by SIGKILL"),
-        "the rank was killed from outside, most often by the kernel when memory runs out",
+        "the rank was killed from outside: by the kernel when memory runs out, or by a user or program",
         "run `dmesg -T | grep -i oom` on that host; " + HOST_MEMORY_FIX,
     ),
     Pattern(

@@ -17,3 +17,16 @@ Cause = Literal[
     "down",
 ]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
+#: One line for each cause; docs/concepts/ledger.md has the whole definitions.
+MEANINGS: dict[Cause, str] = {
+    "start": "from the allocation to the first step: preflight, imports, connection of the ranks, restore",
+    "compile": "the first step of each attempt",
+    "data": "waiting for the next batch",
+    "compute": "training steps",
+    "communication": "waiting for other ranks in training steps",
+    "checkpoint": "training blocked by saves, and export of the model",
+    "evaluation": "evaluation",
+    "redone": "steps that were lost and done again",
+    "idle": "ranks without work, and the end of the job",
+    "down": "no running ranks: after a failure, and between attempts",
+}

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hpcdist.config.redaction import REDACTED, redact_text
 from hpcdist.review.attempts import AttemptFacts
+from hpcdist.review.causes import CAUSES, MEANINGS
 from hpcdist.review.checkpoints import CheckpointFacts
 from hpcdist.review.commands import load_checkpoint, load_final_model, rerun_command, run_again_command, wrapped
 from hpcdist.review.facts import RunFacts
-from hpcdist.review.ledger import CAUSES, Ledger
-from hpcdist.review.markdown import code_block, escaped, link, models_page, run_page, table
+from hpcdist.review.ledger import Ledger
+from hpcdist.review.markdown import PATCH, code_block, escaped, link, models_page, run_page, table
 from hpcdist.run.sweep import text_of
 from hpcdist.run.training_record import Dataset
 
@@ -132,7 +133,7 @@ def _setup(facts: RunFacts) -> Iterator[tuple[str, str]]:
     if facts.datasets:
         yield "Data", "<br>".join(map(_dataset, facts.datasets))
     if facts.git_commit:
-        changes = link("uncommitted changes", _artifact(facts, "code.patch"))
+        changes = link("uncommitted changes", _artifact(facts, PATCH))
         yield "Code", f"commit {escaped(facts.git_commit)}" + (f" with {changes}" if facts.git_dirty else "")
     elif facts.code_copied:
         yield "Code", "no commit, since it was not in a git repository; the run folder has a copy in `code`"
@@ -195,7 +196,7 @@ def _result(facts: RunFacts) -> Iterator[str]:
     if facts.checkpoints:
         kept = ", ".join(_kept(facts, one) for one in facts.checkpoints[-_MAX_CHECKPOINTS:])
         page = models_page(facts.experiment_id)
-        yield "kept checkpoints" + (f" ({link('of all runs', page)})" if page else "") + f": {kept}"
+        yield f"kept checkpoints: {kept}" + (f"; {link('those of all runs', page)}" if page else "")
     yield from _last_values(facts)
     if facts.samples_per_s is not None:
         yield f"mean throughput of the training steps: {_number(facts.samples_per_s)} samples/s"
@@ -236,6 +237,8 @@ def _restarts(facts: RunFacts) -> str:
     starts, restarts = facts.num_job_starts, facts.state.restarts
     return (
         f"\n\nSlurm started the run {_times(starts)}; the ranks were restarted {_times(restarts)} within these starts."
+        " An attempt lasts from the start to the end of its ranks; the allocated time around it is in Cost (*start*,"
+        " *down*)."
     )
 
 
@@ -274,7 +277,8 @@ def _load(facts: RunFacts) -> Iterator[str]:
     if final:
         words = ["The final model", "" if last_step is None else f"after step {last_step:,}"]
         words.append(f"the same as the {kind} checkpoint" if is_final else "")
-        yield f"{', '.join(filter(None, words))}, from MLflow:\n\n" + code_block(final, "python")
+        needs = "with `MLFLOW_TRACKING_URI` as the address of this store; it needs no hpcdist"
+        yield f"{', '.join(filter(None, words))}, from MLflow, {needs}:\n\n" + code_block(final, "python")
     if checkpoint is not None and not is_final:
         value = f", {escaped(facts.monitor)} = {facts.best_value:.6g}" if facts.best_value is not None else ""
         source = "from MLflow" if checkpoint is facts.best and facts.has_uploaded_best else "from its folder"
@@ -312,12 +316,12 @@ def _cost(ledger: Ledger) -> str:
     if ledger.energy_kwh is not None:
         lines.append(f"{ledger.energy_kwh:.3g} kWh ({ledger.energy_of})")
     rows = [
-        (cause, _hours(causes[cause]), f"{100 * causes[cause] / ledger.allocated_s:.1f} %")
+        (cause, _hours(causes[cause]), f"{100 * causes[cause] / ledger.allocated_s:.1f} %", MEANINGS[cause])
         for cause in CAUSES
         if causes.get(cause)
     ]
-    total = ("**allocated**", _hours(ledger.allocated_s), "100.0 %")
-    return "; ".join(lines) + "\n\n" + table(("Cause", f"{ledger.unit}-hours", "Share"), [*rows, total])
+    total = ("**allocated**", _hours(ledger.allocated_s), "100.0 %", "")
+    return "; ".join(lines) + "\n\n" + table(("Cause", f"{ledger.unit}-hours", "Share", "Meaning"), [*rows, total])
 
 
 def _number(value: float) -> str:

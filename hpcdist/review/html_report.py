@@ -19,12 +19,14 @@ from hpcdist.config.written import plain_tree
 from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import write_atomic
 from hpcdist.review import run_sections
+from hpcdist.review.causes import MEANINGS
 from hpcdist.review.charts import number
 from hpcdist.review.commands import rerun_command, run_again_command
 from hpcdist.review.drawing import MAX_ATTEMPTS, draw, draw_patch, duration, ledger_bar, timeline
 from hpcdist.review.facts import read_facts
 from hpcdist.review.figures import read_figures
-from hpcdist.review.ledger import CAUSES, Ledger, read_ledger
+from hpcdist.review.ledger import Ledger, read_ledger
+from hpcdist.review.markdown import PATCH
 from hpcdist.review.metric_charts import chart_of, declared_charts, is_hidden, metric_charts, step_times
 from hpcdist.review.series import Series
 from hpcdist.run.folder import RunDir
@@ -112,11 +114,12 @@ def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
         "run_again": redact_text(run_again_command(facts)) if facts is not None else "",
         "rerun": rerun_command(facts) if facts is not None else "",
         "patch": patch,
+        "patch_name": PATCH,
         "patch_drawing": draw_patch(patch.text) if patch is not None else "",
         "max_attempts": MAX_ATTEMPTS,
         "timeline": timeline(ledger),
         "ledger": ledger,
-        "causes": CAUSES,
+        "causes": MEANINGS,
         "cause_of": lambda entry: entry.cause,
         "ledger_bar": ledger_bar(ledger),
         "series": {key: found for key, found in sorted(series.items()) if not is_hidden(key)},

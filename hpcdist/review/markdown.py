@@ -14,6 +14,11 @@ _SPECIAL = re.compile(r"[\\`*_{}\[\]()#+.!~=-]")
 _HTML = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;", "$": "&#36;", "|": "&#124;"}
 _HTML_CHARS = re.compile("[&<>@$|]")
 
+#: Parameter of addresses in MLflow's UI, which otherwise opens its pages for LLM applications.
+TRAINING_PAGES = "workflowType=machine_learning"
+#: Artifact with the uncommitted changes, `code.patch` in the run folder. MLflow's viewer shows no file `*.patch`.
+PATCH = "code.patch.txt"
+
 #: Between two cells: a space that the renderer does not remove.
 _GAP = " &ensp;| "
 
@@ -48,7 +53,7 @@ def link(text: str, target: str) -> str:
 
 def models_page(experiment_id: str) -> str:
     """Return the address of the tab Models of an experiment, relative to MLflow's UI; empty without an id."""
-    return f"#/experiments/{quote(experiment_id)}/models?workflowType=machine_learning" if experiment_id else ""
+    return f"#/experiments/{quote(experiment_id)}/models?{TRAINING_PAGES}" if experiment_id else ""
 
 
 def run_page(experiment_id: str, run_id: str, artifact: str = "") -> str:
@@ -56,4 +61,4 @@ def run_page(experiment_id: str, run_id: str, artifact: str = "") -> str:
     if not experiment_id or not run_id:
         return ""
     page = f"#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}"
-    return f"{page}/artifacts/{quote(artifact)}" if artifact else page
+    return (f"{page}/artifacts/{quote(artifact)}" if artifact else page) + f"?{TRAINING_PAGES}"

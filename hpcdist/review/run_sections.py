@@ -26,6 +26,13 @@ from hpcdist.run.folder import RunDir
 #: Limits of the rows of a table.
 MAX_ROWS = 200
 MAX_TEXT = 600
+#: Percent of a node's memory below which a killed rank is not explained by it.
+_HIGH_MEMORY = 80
+#: Cause and fix of a killed rank on a node with free memory.
+_NOT_MEMORY = (
+    "the rank was killed from outside, by a user or program; the node had free memory",
+    "`dmesg -T | grep -i oom` on that host shows a limit of the job (cluster.mem); else ask who ended the process",
+)
 #: Records at the end of a journal among which the last memory use of a node is searched.
 _JOURNAL_LINES = 10_000
 #: Limit of the shown part of the uncommitted changes, in characters.
@@ -129,8 +136,11 @@ def read_faults(run: RunDir) -> list[Fault]:
         host, step = text_of(failure.get("host")), failure.get("step")
         where = f"rank {failure.get('rank')} on {host}" if host else ""
         finding = explain_failure(run, attempt, error)
-        if failure.get("kind") == "killed" and (memory := _memory_before(run, attempt, host)):
+        if failure.get("kind") == "killed" and (used := _memory_before(run, attempt, host)) is not None:
+            memory = f"the last measured memory use of {host} was {used} %"
             finding = replace(finding, evidence="; ".join(filter(None, (finding.evidence, memory))))
+            if used < _HIGH_MEMORY:
+                finding = replace(finding, cause=_NOT_MEMORY[0], fix=_NOT_MEMORY[1])
         found.append(
             Fault(
                 attempt=attempt.number,
@@ -144,20 +154,19 @@ def read_faults(run: RunDir) -> list[Fault]:
     return found[-MAX_ROWS:]
 
 
-def _memory_before(run: RunDir, attempt: Attempt, host: str) -> str:
-    """Return the last measured memory use of a node in an attempt, as a sentence; empty if there is none."""
+def _memory_before(run: RunDir, attempt: Attempt, host: str) -> int | None:
+    """Return the last measured memory use of a node in an attempt in percent; None if there is none."""
     times = read_times(attempt)
     share = times.shares.get(host) if times is not None else None
     if share is None or not share.ranks:
-        return ""
+        return None
     path = run.journal / f"attempt-{attempt.number:03d}.rank-{min(share.ranks):05d}.jsonl"
     pattern = re.compile(rf'"system/{re.escape(host)}/system_memory_usage_percentage":\s*([0-9]+)')
     try:
         lines = last_lines(path, _JOURNAL_LINES)
     except OSError:
-        return ""
-    used = next((match[1] for _, line in reversed(lines) if (match := pattern.search(line))), None)
-    return f"the last measured memory use of {host} was {used} %" if used is not None else ""
+        return None
+    return next((int(match[1]) for _, line in reversed(lines) if (match := pattern.search(line))), None)
 
 
 def read_stragglers(run: RunDir) -> list[Straggler]:

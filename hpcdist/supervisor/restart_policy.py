@@ -85,8 +85,7 @@ def first_failure(
             (consequences if outcome["peer_lost"] else causes).append(failure)
         elif code != 0:
             name = _NAMES.get(-code, f"signal {-code}")
-            killed = f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-            error = killed if code < 0 else f"exited with code {code} without a report"
+            error = f"was killed by {name}" if code < 0 else f"exited with code {code} without a report"
             kind = "killed" if code < 0 else "vanished"
             causes.append(Failure(kind=kind, rank=rank, host=host_of(rank), step=last_step(rank), error=error))
     first = next(iter(causes + consequences), None)

@@ -13,6 +13,7 @@ from hpcdist.config.schema import CheckpointConfig
 from hpcdist.files import retry
 from hpcdist.files.ownership import stays_inside
 from hpcdist.review.checkpoints import best_checkpoint, read_checkpoints
+from hpcdist.review.markdown import PATCH
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
 
@@ -38,7 +39,7 @@ def is_own_name(path: str) -> bool:
     folders = ("logs", "checkpoints", "model")
     files = (
         "config.yaml",
-        "code.patch",
+        PATCH,
         "environment.json",
         "names.json",
         "network.json",
@@ -73,7 +74,7 @@ def leaves_folder(item: Artifact, run: RunDir) -> str:
 def documents(run: RunDir) -> Iterator[Artifact]:
     """Yield the config, the code state, the environment, the original names of renamed metrics, and the report."""
     for path in (run.config, run.path / "code.patch", run.environment, run.journal / "names.json", run.report):
-        yield Artifact(path, path.name, fingerprint(path))
+        yield Artifact(path, PATCH if path.name == "code.patch" else path.name, fingerprint(path))
 
 
 def preflight(run: RunDir) -> Iterator[Artifact]:

@@ -85,7 +85,8 @@ class KeptCheckpoint:
             "```python\nfrom hpcdist.checkpoint.weights import load_weights\n\n"
             f"folder = {path!r}\nstate_dict = load_weights(folder)\n```\n\n"
             f"`hpcdist export {_text(name)} --checkpoint {self.step} --format safetensors` writes the weights to a file"
-            " that other programs load without hpcdist.\n"
+            " that other programs load without hpcdist. The parameter `sha256` is that of the output of"
+            " `sha256sum *.pt`.\n"
         )
 
 
@@ -169,6 +170,16 @@ class CheckpointModels:
             self._is_supported = False
             log.debug("checkpoints are not logged as models, which this MLflow does not support: %s", error)
         return True
+
+    def log_final_metrics(self, model_id: str, last_step: int) -> None:
+        """Give the final model of the run the metrics of the checkpoint after the last logged step, if there is one."""
+        for name in reversed(manifests(self._run)):
+            kept = read_checkpoint(self._run.checkpoints / name)
+            if kept is not None and kept.step >= last_step:
+                with translated(self._mlflow.uri):
+                    model = self._mlflow.client.get_logged_model(model_id)
+                    self._log_metrics(model, kept, _RunPoints(self._mlflow, all_sent=True))
+            return
 
     def _update(self, found: Mapping[str, str], kept: Mapping[str, KeptCheckpoint], points: _RunPoints) -> None:
         if self._models is None:

@@ -37,6 +37,15 @@ PASS_S = 5.0
 SEARCH_S = 2.0
 #: Interval of saving the state during many uploads. After a crash, the artifacts of this time are uploaded again.
 SAVE_S = 2.0
+_FINAL_MODEL = """\
+Final model of {name}
+
+```python
+import mlflow
+
+model = mlflow.pytorch.load_model("runs:/{run_id}/model")
+```
+"""
 
 
 class Delivery:
@@ -294,7 +303,11 @@ class Delivery:
             steps = [
                 own[1] for key, all_ in self.progress.steps.items() if key[:7] != "system/" for own in all_.values()
             ]
-            model_id = log_model(self.open_run(), self.run.model, mark, max(steps, default=0))
+            last_step = max(steps, default=0)
+            mlflow = self.open_run()
+            description = _FINAL_MODEL.format(run_id=mlflow.run_id, name=self.run.name)
+            model_id = log_model(mlflow, self.run.model, mark, last_step, description=description)
+            self._checkpoints.log_final_metrics(model_id, last_step)
             model = self.progress.model = {"fingerprint": mark, "model_id": model_id}
             self.progress.save(self._saved)
         name = (self.config.get("tracking") or {}).get("register_as")

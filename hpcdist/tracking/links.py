@@ -11,6 +11,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from hpcdist.errors import RunFolderError
 from hpcdist.files.atomic import read_json
+from hpcdist.review.markdown import TRAINING_PAGES
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.uri import is_server, redact_uri
 
@@ -21,8 +22,6 @@ VIEWS = {
     "hpcdist-cost": "Cost",
     "hpcdist-sweep": "Sweep",
 }
-#: Without this parameter, MLflow's UI opens its pages for LLM applications.
-_TRAINING = "workflowType=machine_learning"
 
 
 def web_address(uri: str) -> str:
@@ -33,13 +32,13 @@ def web_address(uri: str) -> str:
 
 def run_page(address: str, experiment_id: str, run_id: str) -> str:
     """Return the link to a run."""
-    return f"{address}/#/experiments/{experiment_id}/runs/{run_id}?{_TRAINING}"
+    return f"{address}/#/experiments/{experiment_id}/runs/{run_id}?{TRAINING_PAGES}"
 
 
 def experiment_page(address: str, experiment_id: str, view: str = "") -> str:
     """Return the link to an experiment's list of runs, in a prepared view if its id is given."""
     key = f"&viewStateShareKey={view}" if view else ""
-    return f"{address}#/experiments/{experiment_id}/runs?{_TRAINING}{key}"
+    return f"{address}#/experiments/{experiment_id}/runs?{TRAINING_PAGES}{key}"
 
 
 def end_of_run(run: RunDir) -> list[str]:

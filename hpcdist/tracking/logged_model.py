@@ -30,18 +30,19 @@ def log_model(
     name: str = MODEL_NAME,
     model_type: str | None = None,
     params: Mapping[str, str] | None = None,
+    description: str = "",
 ) -> str:
     """Log a folder in MLflow's model format as a logged model of a run. Returns the id of the model.
 
     The model loads as `models:/<id>` and `runs:/<run_id>/<name>`, and is listed on the page of the run. Its parameters
-    are those of the run if `params` is None.
+    are those of the run if `params` is None. `description` is Markdown for the page of the model.
     """
     with translated(run.uri):
         model = _find_model(run, fingerprint, name) or run.client.create_logged_model(
             run.experiment_id,
             name=name,
             source_run_id=run.run_id,
-            tags={"hpcdist.fingerprint": fingerprint},
+            tags={"hpcdist.fingerprint": fingerprint} | ({"mlflow.note.content": description} if description else {}),
             params=dict(run.client.get_run(run.run_id).data.params if params is None else params),
             model_type=model_type,
         )

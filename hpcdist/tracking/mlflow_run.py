@@ -6,6 +6,8 @@ All methods are idempotent: after a crash or a lost response, the same call lead
 from __future__ import annotations
 
 import logging
+import shutil
+import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -198,5 +200,9 @@ class MlflowRun:
                 self.client.log_artifacts(self.run_id, str(source), target)
                 return
             folder, _, name = target.rpartition("/")
-            assert name == source.name
-            self.client.log_artifact(self.run_id, str(source), folder or None)
+            if name == source.name:
+                self.client.log_artifact(self.run_id, str(source), folder or None)
+                return
+            with tempfile.TemporaryDirectory() as temporary:  # MLflow takes the name from the file
+                path = shutil.copyfile(source, Path(temporary, name))
+                self.client.log_artifact(self.run_id, str(path), folder or None)

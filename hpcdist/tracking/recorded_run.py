@@ -14,6 +14,7 @@ from hpcdist.files import retry
 from hpcdist.files.atomic import read_json
 from hpcdist.files.ownership import is_mine, require_trusted
 from hpcdist.review.facts import read_facts
+from hpcdist.review.markdown import PATCH
 from hpcdist.review.value_comparison import Values, is_measured
 from hpcdist.run.folder import RunDir, require_record
 from hpcdist.run.lookup import find_runs, resolve_run
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 #: A run's id in MLflow, alone or in a link to its page.
 _RUN_ID = re.compile(r"(?:.*/runs/)?([0-9a-f]{32})(?:[/?].*)?")
-_FILES = ("config.yaml", "environment.json", "code.patch")
+_FILES = ("config.yaml", "environment.json", PATCH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +125,7 @@ def _from_mlflow(run_id: str, uri: str, scratch: Path) -> RecordedRun:
     _download(client, run_id, uri, scratch)
     path = scratch / "environment.json"
     environment = _json(path)
-    patch = scratch / "code.patch"
+    patch = scratch / PATCH
     return RecordedRun(
         name=tags.get("hpcdist.folder", run_id).rpartition("/")[2],
         experiment=experiment,

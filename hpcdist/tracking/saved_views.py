@@ -108,17 +108,17 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, View
     views = {
         "hpcdist-overview": View(
             columns=(
-                *(state, _tag("hpcdist.best"), *primary, loss, *throughput),
-                *(_DURATION, nodes, ranks, cost, dataset),
+                *(state, _tag("hpcdist.best"), _DURATION, cost, *primary, loss, *throughput),
+                *(nodes, ranks, dataset),
             ),
             widths=measured | _widths(best=200, cost=250) | {dataset: 300},
         ),
         "hpcdist-failures": View(
-            columns=(state, attempts, lost, nodes, _DURATION, _tag("hpcdist.reason"), interruptions),
+            columns=(state, interruptions, attempts, lost, nodes, _DURATION, _tag("hpcdist.reason")),
             order_by=state,  # cancelled and failed runs come first
             ascending=True,
             group_by_tag="hpcdist.state",
-            widths=_widths(reason=400, interruptions=900),
+            widths=_widths(reason=400, interruptions=600),
         ),
         "hpcdist-cost": View(
             columns=(cost, allocated, _metric("usage/goodput"), *causes, _metric("usage/energy_kwh"), _DURATION),

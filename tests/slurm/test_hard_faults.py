@@ -25,7 +25,7 @@ def test_killed_rank_restarts_the_ranks_in_place(scene: FaultScene) -> None:
     scene.release()
     scene.assert_recovered_from_checkpoint()
     assert (scene.num_starts(), scene.cluster.job(scene.job)["StartTime"]) == (1, started), "the same allocation"
-    assert "rank 3 on n2 was killed by SIGKILL (out of memory?) at step " in scene.runs.job_log(scene.name)
+    assert "rank 3 on n2 was killed by SIGKILL at step " in scene.runs.job_log(scene.name)
     assert (scene.cell.attempts, scene.cell.restarts) == (2, 1)
 
 
@@ -47,7 +47,7 @@ def test_stopped_rank_is_found_by_the_hang_timeout(scene: FaultScene) -> None:
         assert f"rank {rank} on {node}, process " in attempt.stacks(rank).read_text()
         assert state in attempt.stacks(rank).read_text()
         assert attempt.flight(rank).exists() == (rank != 2)
-        assert rank == 2 or "ddp.py" in attempt.stacks(rank).read_text()
+        assert rank == 2 or "ddp/train.py" in attempt.stacks(rank).read_text()
     assert "no snapshot of" not in attempt.stacks_summary.read_text()
     assert scene.num_starts() == 1, "the same allocation"
     assert not psutil.pid_exists(victim)

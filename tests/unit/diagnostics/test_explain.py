@@ -176,7 +176,7 @@ def test_missing_module_of_a_trainer_is_the_cause(run: RunDir) -> None:
 
 
 def test_killed_rank_is_explained_by_messages_of_slurm(run: RunDir) -> None:
-    change_state(run, reason="rank 3 on n2 was killed by SIGKILL (out of memory?) at step 9")
+    change_state(run, reason="rank 3 on n2 was killed by SIGKILL at step 9")
     write_outcome(run, 0, GLOO_PEER, peer=True)
     write_log(run, 0, f"{GLOO_PEER}\n")
     found = explained(run)

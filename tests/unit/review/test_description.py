@@ -78,17 +78,19 @@ def test_description_of_a_live_run() -> None:
         "| **Overrides** | optim\\.lr = **0\\.01** (config: 0\\.1)<br>params\\.text = **x &#36;y** (config: null) |",
         "| **Model** | 12,345 trainable parameters |",
         "| **Data** | digits (train), 1,437 samples, digest ab12 |",
-        "commit c0ffee with [uncommitted changes](#/experiments/1/runs/abc/artifacts/code.patch)",
+        "commit c0ffee with [uncommitted changes](#/experiments/1/runs/abc/artifacts/code.patch.txt"
+        "?workflowType=machine_learning)",
         "best checkpoint: /runs/c/step\\-00000100\n",
-        "kept checkpoints ([of all runs](#/experiments/1/models?workflowType=machine_learning)): step 100 (0.25)\n",
+        "kept checkpoints: step 100 (0.25);"
+        " [those of all runs](#/experiments/1/models?workflowType=machine_learning)\n",
         "The best checkpoint, step 100, eval/loss = 0.25, from its folder:\n\n```python\n",
         "| **Image** | none, without a container |",
         "- last values: train/loss 0.5, samples 358,176\n",
         "| 1 | 1970-01-01 00:16 UTC | 10 min | n1, n2 | 0 to 120 | failed |"
         " rank 1 &#124; was &lt;b&gt;killed&lt;/b&gt; | 20 |"
-        " [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-001) |",
+        " [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-001?workflowType=machine_learning) |",
         "| 2 | 1970-01-01 00:33 UTC |  |  | 100 to 200 | running |  |  |"
-        " [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-002) |",
+        " [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-002?workflowType=machine_learning) |",
         "import load_weights\n\nfolder = '/runs/c/step-00000100'\nstate_dict = load_weights(folder)\n```",
         "### Run it again\n\nThe whole command, with all overrides:\n\n```bash\n"
         "cd '/home/a b' &&\nhpcdist submit mine.yaml --cluster site optim.lr=0.01 'params.text=x $y' \\\n"
@@ -116,11 +118,15 @@ def test_description_of_a_finished_run() -> None:
     assert text.startswith("**finished**: trained 400 steps\n")
     assert "2 GPU-hours, goodput 75 %" in text.partition("### Setup")[0]
     assert "**2 GPU-hours** allocated, of which 75 % were useful compute (goodput); 1 min 30 s in the queue" in text
-    assert "| data | &lt;0.001 | 0.0 % |\n| compute | 1.5 | 75.0 % |\n| down | 0.5 | 25.0 % |\n" in text
-    assert "| down | 0.5 | 25.0 % |\n| **allocated** | 2 | 100.0 % |\n" in text
-    assert "[uploaded](#/experiments/1/runs/abc/artifacts/checkpoints/best)" in text
+    assert (
+        "| data | &lt;0.001 | 0.0 % | waiting for the next batch |\n"
+        "| compute | 1.5 | 75.0 % | training steps |\n| down | 0.5 | 25.0 % |" in text
+    )
+    assert "after a failure, and between attempts |\n| **allocated** | 2 | 100.0 % |  |\n" in text
+    assert "[uploaded](#/experiments/1/runs/abc/artifacts/checkpoints/best?workflowType=machine_learning)" in text
     loads = (
-        "The final model, after step 200, from MLflow:\n\n```python\nimport mlflow\n\n"
+        "The final model, after step 200, from MLflow, with `MLFLOW_TRACKING_URI` as the address of this store; it"
+        " needs no hpcdist:\n\n```python\nimport mlflow\n\n"
         'model = mlflow.pytorch.load_model("runs:/abc/model")\n```\n\n'
         "The best checkpoint, step 100, eval/loss = 0.25, from MLflow:\n\n```python\nimport mlflow\n"
         "from hpcdist.checkpoint.weights import load_weights\n\n"
@@ -130,11 +136,11 @@ def test_description_of_a_finished_run() -> None:
     assert loads in text
     stopped = described(replace(facts, state=State(status="stopped"), has_model=False))
     assert "folder = '/runs/c/step-00000100'\n" in stopped, "a stopped run uploads no checkpoint"
-    assert "The final model, from MLflow:" in described(replace(facts, attempts=())), "of a run without heartbeats"
+    assert "The final model, from MLflow, with" in described(replace(facts, attempts=())), "of a run without heartbeats"
     newest = described(replace(facts, best=None, has_model=False))
     assert "The newest checkpoint, step 100, from its folder:" in newest
     same = described(replace(facts, attempts=(replace(SECOND, last_step=100),)))
-    assert "The final model, after step 100, the same as the best checkpoint, from MLflow:" in same
+    assert "The final model, after step 100, the same as the best checkpoint, from MLflow, with" in same
     assert "load_weights" not in same, "the final model has these weights"
     assert "Progress" not in text
     assert "registered model" not in text
@@ -157,7 +163,7 @@ def test_setup_names_all_nodes_and_the_versions_of_the_ranks() -> None:
     text = described(moved)
     assert "| **Ranks** | 4 on n2, n3 (earlier attempts: n1), Slurm job 4 |" in text
     assert "| **Ranks** | 4 on n1, n2 |" in described(replace(FACTS, attempts=(FIRST, FIRST)))
-    assert "\n\nSlurm started the run 1 time; the ranks were restarted 0 times within these starts.\n" in text
+    assert "\n\nSlurm started the run 1 time; the ranks were restarted 0 times within these starts." in text
     again = described(replace(moved, num_job_starts=3, state=replace(FACTS.state, restarts=1)))
     assert "Slurm started the run 3 times; the ranks were restarted 1 time within these starts." in again
     assert "Slurm started" not in described(FACTS), "a local run"
@@ -238,8 +244,8 @@ def test_attempts_in_the_middle_are_left_out_of_a_long_description(max_chars: in
     attempts = tuple(replace(FIRST, number=number) for number in range(1, 301))
     text = described(replace(FACTS, attempts=attempts), max_chars=max_chars)
     assert "more attempts" in text
-    assert "artifacts/logs/attempt-001)" in text
-    assert "artifacts/logs/attempt-300)" in text
+    assert "artifacts/logs/attempt-001?workflowType=machine_learning)" in text
+    assert "artifacts/logs/attempt-300?workflowType=machine_learning)" in text
     assert text.endswith("```"), "the sections after the attempts are complete"
 
 

@@ -36,7 +36,7 @@ def peer_lost(rank: int) -> dict[str, Any]:
         (
             {0: 1, 2: 1, 1: -9},
             {0: peer_lost(0), 2: peer_lost(2)},
-            ("killed", 1, "here", 31, "was killed by SIGKILL (out of memory?)"),
+            ("killed", 1, "here", 31, "was killed by SIGKILL"),
         ),
         ({1: -signal.SIGSEGV, 0: 0}, {0: DONE}, ("killed", 1, "here", 31, "was killed by SIGSEGV")),
         ({1: -40, 0: 0}, {0: DONE}, ("killed", 1, "here", 31, "was killed by signal 40")),

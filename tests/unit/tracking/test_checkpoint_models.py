@@ -244,3 +244,20 @@ def test_server_without_logged_models_is_skipped_with_a_debug_line(
         live.ship_once()
     lines = [record for record in caplog.records if "are not logged as models" in record.message]
     assert [record.levelname for record in lines] == ["DEBUG"]
+
+
+@pytest.mark.parametrize(("steps", "found"), [((10, 20), {ACCURACY: (20, 20.0)}), ((10,), {}), ((), {})])
+def test_final_model_has_the_metrics_of_its_checkpoint(
+    scene: Scene, steps: tuple[int, ...], found: dict[str, tuple[int, float]]
+) -> None:
+    scene.log([10, 20], key=ACCURACY)
+    for step in steps:
+        save(scene, step, eval_accuracy=step)
+    scene.run.model.mkdir()
+    (scene.run.model / "MLmodel").write_text("flavors: {}\n")
+    scene.state(status="finished", ended=2e9)
+    scene.shipper().ship_once()
+    model = models(scene)["model"]
+    assert metrics(model) == found
+    assert f'load_model("runs:/{scene.run_id}/model")' in model.tags["mlflow.note.content"]
+    assert history(scene, ACCURACY) == [(10, 10.0), (20, 20.0)], "no further points"

@@ -292,7 +292,7 @@ def test_changed_artifacts_are_uploaded_again(scene: Scene, monkeypatch: pytest.
     )
     live.ship_once()
     live.ship_once()
-    first = ["config.yaml", "code.patch", "environment.json", "report.html", "logs/attempt-001/rank-00000.log"]
+    first = ["config.yaml", "code.patch.txt", "environment.json", "report.html", "logs/attempt-001/rank-00000.log"]
     assert uploaded == first
     uploaded.clear()
     log.write_text("one\ntwo\n")
@@ -465,6 +465,6 @@ def test_links_that_leave_the_run_folder_are_not_uploaded(
     shipper.ship_once()
     uploaded = set(shipper.progress.artifacts)
     assert {"mine.txt", "same.txt"} <= uploaded
-    assert not {"secret.txt", "folder/id_rsa", "code.patch", "checkpoints/final"} & uploaded
+    assert not {"secret.txt", "folder/id_rsa", "code.patch.txt", "checkpoints/final"} & uploaded
     warnings = [record.message for record in caplog.records if "leaves the run folder" in record.message]
     assert len(warnings) == (not name.endswith("folder")), "one warning per link; linked folders are not searched"

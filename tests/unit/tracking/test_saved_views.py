@@ -92,7 +92,7 @@ def test_views_of_a_run(scene: Scene) -> None:
     assert overview["createdAt"] == overview["updatedAt"] > 10**12
     columns = overview["state"]["selectedColumns"]
     best, loss = "tags.`hpcdist.best`", "metrics.`train/loss`"
-    assert columns[:4] == ["tags.`hpcdist.state`", best, "metrics.`eval/accuracy`", loss]
+    assert columns[:5] == ["tags.`hpcdist.state`", best, "tags.`hpcdist.cost`", "metrics.`eval/accuracy`", loss]
     assert overview["state"]["columnWidths"][loss] >= 180, "a float with all of its digits is not cut"
     assert "duration" not in columns
     assert "duration" in overview["state"]["columnOrder"]
