@@ -25,6 +25,7 @@ def start_in(examples: Runs, name: str) -> Path:
     return examples.folder
 
 
+@pytest.mark.slow
 def test_own_trainer_is_resumed_tracked_and_exported(examples: Runs) -> None:
     examples.experiment = "own-trainer"
     start_in(examples, "own_trainer")

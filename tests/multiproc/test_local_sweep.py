@@ -42,6 +42,7 @@ def test_repeated_sweep_runs_only_the_failed_cell(own_runs: Runs) -> None:
     assert [own_runs.run_dir(f"tune-seed_{seed}").read_state().attempt for seed in (1, 2)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_running_cell_and_the_sweep(own_runs: Runs) -> None:
     command = ["run", *own_runs.config("tune", *SMALL, "params.until=100000"), "--sweep", "seed=3,4"]
     process = own_runs.start(*command)

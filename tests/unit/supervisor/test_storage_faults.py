@@ -111,6 +111,7 @@ def assert_unchanged(player: Player, cells: Sequence[Cell]) -> Result:
     return played
 
 
+@pytest.mark.slow
 def test_one_stale_handle_in_any_file_operation_does_not_change_the_result(player: Player) -> None:
     operations = player.operations()
     kinds = {operation for operation, _, _ in operations}
