@@ -18,7 +18,7 @@ from hpcdist.files.atomic import read_json
 from hpcdist.supervisor.hang.node import py_spy
 
 COUNTING = ["trainer=counting:train", "checkpoint.every_steps=10"]
-#: For tests without MLflow: do not wait for the shipper.
+#: Do not wait for the shipper.
 NO_WAIT = ["tracking.drain_timeout_s=0"]
 
 
@@ -240,7 +240,7 @@ def small_disk(tmp_path: Path, empty_database: Path) -> Iterator[Runs]:
 
 def test_run_resumes_after_a_full_disk(small_disk: Runs, runs: Runs, control_run: str) -> None:
     name = "full-disk"
-    process = small_disk.start("run", *small_disk.config(name, *TRAINING, *HOLD_OVERRIDES))
+    process = small_disk.start("run", *small_disk.config(name, *TRAINING, *HOLD_OVERRIDES, *NO_WAIT))
     small_disk.wait_until_held(name)
     wait_for(lambda: small_disk.checkpoint_steps(name)[-2:] == [40, 45], "two checkpoints")
     filler = small_disk.folder / "filler"
@@ -264,6 +264,6 @@ def test_run_resumes_after_a_full_disk(small_disk: Runs, runs: Runs, control_run
     assert store.skipped == []
 
     filler.unlink()
-    code, output = small_disk.command("resume", name)
+    code, output = small_disk.command("resume", name, "tracking.drain_timeout_s=200")
     assert code == 0, output
     assert_equals_control(small_disk, name, control_run, runs)

@@ -146,7 +146,7 @@ def test_status_shows_why_a_node_cannot_be_reached(tmp_path: Path, probes: Probe
         request,
         nodes=(*request.nodes[:6], "n7.invalid"),
         addresses={**addresses, "n6": request.addresses["n1"]},
-        deadline_s=8.0,
+        deadline_s=12.0,
     )
     # Not n6: n1, to which its name resolves, is asked again until it listens.
     for node in (*request.nodes[2:5], request.nodes[6]):
