@@ -127,6 +127,7 @@ def test_model_metrics_are_plotted_as_logged(page: Page, site: Site, docs_image:
     docs_image(page, "mlflow-metrics")
 
 
+@pytest.mark.slow
 def test_system_metrics_are_plotted_in_their_tab(page: Page, site: Site) -> None:
     page.goto(site.page_of("finished", "system-metrics"))
     for metric in ("system/cpu_utilization_percentage", "system/system_memory_usage_megabytes"):

@@ -113,6 +113,7 @@ def test_run_in_podman_trains_and_records_the_image_digest(
     assert tags["hpcdist.image_base"] == f"sha256:{containers.inspect(BASE)['Id']}"
 
 
+@pytest.mark.slow
 def test_restarted_container_resumes_the_stopped_run(
     containers: Containers, image: BuildImage, runs: Path, tmp_path: Path
 ) -> None:

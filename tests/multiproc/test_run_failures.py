@@ -82,13 +82,13 @@ def test_hung_rank_ends_the_attempt_and_is_reported(runs: Runs, tmp_path: Path) 
     if (spy := py_spy(os.environ)) is not None:
         (tmp_path / "py-spy").write_text(NOT_PERMITTED_FOR_RANK_0.format(spy=spy))
         (tmp_path / "py-spy").chmod(0o755)
-    options = ["params.until=1000", "params.hang_at=15", "launch.hang_timeout_s=30", "launch.max_restarts=0"]
+    options = ["params.until=1000", "params.hang_at=15", "launch.hang_timeout_s=15", "launch.max_restarts=0"]
     options += ["checkpoint.every_steps=1000"]  # ranks 0 and 1 wait in the stop agreement, not in a save
     config = runs.config(name, *COUNTING, *options, "launch.num_ranks=3")
     code, output = runs.command("run", *config, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert code == 1, output
     last = output.splitlines()[-1]
-    assert last.startswith(f"failed: rank 2 on {os.uname().nodename} made no progress for launch.hang_timeout_s=30 s")
+    assert last.startswith(f"failed: rank 2 on {os.uname().nodename} made no progress for launch.hang_timeout_s=15 s")
     assert " (stack traces of all ranks are in " in last
     assert "; rank 2 differs from the others: in " in last
     assert re.search(r"wait \(threading\.py:\d+\), called by train \(counting\.py:\d+\); ranks 0-1 in ", last), last

@@ -138,6 +138,7 @@ def greeting_server(address: str, port: int, greeting: bytes) -> Iterator[None]:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_status_shows_why_a_node_cannot_be_reached(tmp_path: Path, probes: Probes) -> None:
     """n3 has started but does not listen; n4's port is in use; n5 runs a probe of another job; n6 resolves to n1."""
     request = request_for(tmp_path, 7)
@@ -146,7 +147,6 @@ def test_status_shows_why_a_node_cannot_be_reached(tmp_path: Path, probes: Probe
         request,
         nodes=(*request.nodes[:6], "n7.invalid"),
         addresses={**addresses, "n6": request.addresses["n1"]},
-        deadline_s=12.0,
     )
     # Not n6: n1, to which its name resolves, is asked again until it listens.
     for node in (*request.nodes[2:5], request.nodes[6]):
