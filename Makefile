@@ -42,7 +42,7 @@ smoke: install ## two ranks with each trainer, and a killed rank, in 2 minutes
 	$(BIN)/python -m pytest tests/multiproc -m smoke
 
 # Slurm and container tests mostly wait: they run beside the others, each kind in a worker of its own, on 2 cores.
-test: install ## every capability once, in 12 minutes
+test: install ## every capability at least once
 	bash scripts/test_packages.sh
 	$(BIN)/python -m pytest -n $(WORKERS)
 

@@ -22,6 +22,7 @@ COUNTING = ["trainer=counting:train", "checkpoint.every_steps=10"]
 NO_WAIT = ["tracking.drain_timeout_s=0"]
 
 
+@pytest.mark.slow
 def test_user_error_found_by_the_ranks_is_not_retried(runs: Runs, tmp_path: Path) -> None:
     name = "no-data"
     missing = ["data.name=mnist", f"data.root={tmp_path / 'nowhere'}", "data.download=false"]

@@ -194,7 +194,7 @@ def cases(request: pytest.FixtureRequest) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def is_attacked(request: pytest.FixtureRequest) -> bool:
-    """Whether this session tests the attack, which takes a minute."""
+    """Whether this session tests the attack."""
     return any(
         item.name == test_other_user_on_another_node_cannot_use_the_sockets.__name__ for item in request.session.items
     )
