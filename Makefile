@@ -12,7 +12,7 @@ WORKERS ?= 3
 # Without cached bytecode each of the thousands of test processes compiles hpcdist anew, and each worker all test files.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart install check unit smoke test faults test-slurm fuzz bench docs recording screenshots lock clean
+.PHONY: help quickstart install check unit smoke test slow faults test-slurm fuzz bench docs recording screenshots lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -36,15 +36,19 @@ check: install ## formatting, lint and types, also of Dockerfiles and shell scri
 	$(BIN)/shellcheck .ci/run benchmarks/*.sh docker/*.sh hpcdist/containers/*.sh hpcdist/containers/apptainer_mount/* hpcdist/devcluster/*.sh scripts/*.sh scripts/runtimes/*.sh
 
 unit: install ## tests that start no processes, in 90 s
-	$(BIN)/python -m pytest tests/unit -m 'not processes and not faults' -n 2
+	$(BIN)/python -m pytest tests/unit -m 'not processes and not faults and not slow' -n 2
 
 smoke: install ## two ranks with each trainer, and a killed rank, in 2 minutes
 	$(BIN)/python -m pytest tests/multiproc -m smoke
 
 # Slurm and container tests mostly wait: they run beside the others, each kind in a worker of its own, on 2 cores.
-test: install ## all tests but the heavy ones
+test: install ## every capability at least once
 	bash scripts/test_packages.sh
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+slow: install ## further variants of what `make test` shows; CI runs both
+	bash scripts/test_packages.sh
+	$(BIN)/python -m pytest -m slow -n $(WORKERS)
 
 faults: install ## all faults that a run must survive, with a table of them at the end
 	bash scripts/test_packages.sh

@@ -127,6 +127,7 @@ def test_model_metrics_are_plotted_as_logged(page: Page, site: Site, docs_image:
     docs_image(page, "mlflow-metrics")
 
 
+@pytest.mark.slow
 def test_system_metrics_are_plotted_in_their_tab(page: Page, site: Site) -> None:
     page.goto(site.page_of("finished", "system-metrics"))
     for metric in ("system/cpu_utilization_percentage", "system/system_memory_usage_megabytes"):
@@ -184,6 +185,7 @@ def test_report_opens_in_the_artifact_viewer(page: Page, site: Site, screenshots
         page.screenshot(path=screenshots / f"report-{scheme}.png")
 
 
+@pytest.mark.slow
 def test_registered_model_links_to_its_run(page: Page, site: Site) -> None:
     page.goto(f"{site.url}/#/models/digits-model")
     expect(page.get_by_role("heading", name="digits-model")).to_be_visible()
@@ -192,6 +194,7 @@ def test_registered_model_links_to_its_run(page: Page, site: Site) -> None:
     expect(page.get_by_role("heading", name="finished", exact=True)).to_be_visible()
 
 
+@pytest.mark.slow
 def test_selected_runs_are_compared(page: Page, site: Site, screenshots: Path) -> None:
     experiment = (read_json(site.runs.run_dir("finished").mlflow) or {})["experiment_id"]
     page.goto(f"{site.url}/#/experiments/{experiment}/runs?workflowType=machine_learning")

@@ -64,7 +64,9 @@ def test_image_has_labels_and_an_unprivileged_user(containers: Containers, image
     assert config["User"] == "1000:1000"
 
 
-@pytest.mark.parametrize(("target", "package"), [("default", "torch"), ("mlflow", "mlflow")])
+@pytest.mark.parametrize(
+    ("target", "package"), [("default", "torch"), pytest.param("mlflow", "mlflow", marks=pytest.mark.slow)]
+)
 def test_bill_of_materials_lists_all_installed_packages(
     containers: Containers, image: BuildImage, tmp_path: Path, target: str, package: str
 ) -> None:
@@ -111,6 +113,7 @@ def test_run_in_podman_trains_and_records_the_image_digest(
     assert tags["hpcdist.image_base"] == f"sha256:{containers.inspect(BASE)['Id']}"
 
 
+@pytest.mark.slow
 def test_restarted_container_resumes_the_stopped_run(
     containers: Containers, image: BuildImage, runs: Path, tmp_path: Path
 ) -> None:
@@ -171,6 +174,7 @@ def test_default_image_supports_torch_compile(containers: Containers, image: Bui
     assert "finished: trained 2 steps" in done
 
 
+@pytest.mark.slow
 def test_slim_image_refuses_torch_compile(containers: Containers, image: BuildImage, runs: Path) -> None:
     command = (*TRAIN, "model.compile=true", "stop.max_steps=3")
     done = containers.try_podman("run", "--rm", *FLAGS, "--volume", f"{runs}:/runs", image("slim"), *command)
@@ -217,7 +221,9 @@ FORBIDDEN = re.compile(
 SMALL = 2**20
 
 
-@pytest.mark.parametrize("target", ["default", "slim", "mlflow"])
+@pytest.mark.parametrize(
+    "target", ["default", *(pytest.param(target, marks=pytest.mark.slow) for target in ("slim", "mlflow"))]
+)
 def test_layers_contain_no_secrets_caches_or_git_folders(
     containers: Containers, image: BuildImage, target: str
 ) -> None:

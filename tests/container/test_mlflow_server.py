@@ -223,6 +223,7 @@ def test_training_user_can_create_experiments_but_not_change_those_of_others(
     assert server.request(f"{api}/runs/create", *user, {"experiment_id": created["experiment_id"]})[0] == 200
 
 
+@pytest.mark.slow
 def test_run_in_a_container_logs_to_the_server(
     containers: Containers, image: BuildImage, server: Server, user: tuple[str, str], runs: Path, tmp_path: Path
 ) -> None:

@@ -17,12 +17,14 @@ import pytest
 from doc_blocks import ROOT, blocks, pages
 
 pytestmark = pytest.mark.processes
+#: The README's trainer is one's own as well.
+SLOW = ("own-trainer",)
 
 
 def pages_with_commands() -> Iterator[object]:
     for page in pages():
         if any(block.words == ("test",) for block in blocks(page)):
-            yield pytest.param(page, id=page.stem)
+            yield pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else [])
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,7 @@ def test_config_file_gives_a_config_or_an_error(folder: Path, data: bytes, words
     assert repr(loaded) == repr(config)
 
 
+@pytest.mark.slow
 @fuzz(share=4, words=st.lists(overrides, min_size=1, max_size=4))
 def test_override_gives_a_config_or_an_error(words: list[str]) -> None:
     try:

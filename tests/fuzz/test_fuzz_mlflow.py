@@ -99,6 +99,7 @@ def test_replayed_responses_give_a_complete_upload(upload: Upload) -> None:
     assert "registered" in ShippingState.load(upload.run.journal / "shipped.json").model
 
 
+@pytest.mark.slow
 @fuzz(share=0.5, fault=faults, position=st.floats(0, 1, exclude_max=True), num_faults=st.sampled_from([1, 2, 1000]))
 def test_upload_survives_invalid_responses(upload: Upload, fault: Fault, position: float, num_faults: int) -> None:
     upload.reset()

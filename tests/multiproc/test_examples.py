@@ -25,6 +25,7 @@ def start_in(examples: Runs, name: str) -> Path:
     return examples.folder
 
 
+@pytest.mark.slow
 def test_own_trainer_is_resumed_tracked_and_exported(examples: Runs) -> None:
     examples.experiment = "own-trainer"
     start_in(examples, "own_trainer")
@@ -49,6 +50,7 @@ def test_own_trainer_is_resumed_tracked_and_exported(examples: Runs) -> None:
     assert all(bool((whole[key] == halves[key]).all()) for key in whole)
 
 
+@pytest.mark.slow
 def test_torchrun_script_runs_unmodified(examples: Runs) -> None:
     examples.experiment = "torchrun-script"
     start_in(examples, "torchrun_script")

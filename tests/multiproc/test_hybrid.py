@@ -133,7 +133,7 @@ def loss_of(model: ClickModel, tables: dict[str, nn.EmbeddingBag], clicks: Click
     [
         ("sgd", 2, "parameter_server", "values"),
         pytest.param("adagrad", 3, "trainer", "values", marks=pytest.mark.faults),
-        ("sparse_adam", 1, "trainer", "indices"),
+        pytest.param("sparse_adam", 1, "trainer", "indices", marks=pytest.mark.slow),
     ],
 )
 def test_training_equals_one_process_on_the_joint_batch(
@@ -211,6 +211,7 @@ def memory_growth(here: Rank, small: Path, large: Path, cfg: Config) -> int:
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
+@pytest.mark.slow
 def test_no_rank_holds_a_whole_table(tmp_path: Path) -> None:
     """A server copies its rows once for a checkpoint: two thirds of a table are less than the whole."""
     cfg = config(num_servers=3)
@@ -269,6 +270,7 @@ def control(runs: Runs) -> str:
     return "hybrid-control"
 
 
+@pytest.mark.slow
 def test_run_learns_and_exports_a_plain_model(runs: Runs, control: str) -> None:
     _, series = final_results(runs, control)
     assert {key for key, _ in series} == set(TRAINING_METRICS)

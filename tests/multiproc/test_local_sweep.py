@@ -42,6 +42,7 @@ def test_repeated_sweep_runs_only_the_failed_cell(own_runs: Runs) -> None:
     assert [own_runs.run_dir(f"tune-seed_{seed}").read_state().attempt for seed in (1, 2)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_running_cell_and_the_sweep(own_runs: Runs) -> None:
     command = ["run", *own_runs.config("tune", *SMALL, "params.until=100000"), "--sweep", "seed=3,4"]
     process = own_runs.start(*command)
@@ -62,6 +63,7 @@ def test_ctrl_c_stops_the_running_cell_and_the_sweep(own_runs: Runs) -> None:
     assert "  0: seed=3 (stopped)  tune-seed_3\n  1: seed=4 (not started)  tune-seed_4\n" in output
 
 
+@pytest.mark.slow
 def test_stop_and_status_accept_the_name_of_a_sweep(own_runs: Runs) -> None:
     process = own_runs.start("run", *own_runs.config("tune", *SMALL, "params.until=100000"), "--sweep", "seed=5,6")
     wait_for(own_runs.attempt("tune-seed_5").beat(0).exists, "a step of the first cell")

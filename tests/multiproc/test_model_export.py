@@ -80,7 +80,9 @@ def image_size(runs: Runs, name: str) -> int:
     return 4 * round((weights["fc1.weight"].shape[1] / 64) ** 0.5)
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "torch", "onnx"])
+@pytest.mark.parametrize(
+    "kind", ["safetensors", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("torch", "onnx"))]
+)
 def test_exported_model_is_loaded_without_hpcdist(runs: Runs, control_run: str, tmp_path: Path, kind: str) -> None:
     step = runs.checkpoint_steps(control_run)[0]  # not the final one
     assert step < LAST_STEP

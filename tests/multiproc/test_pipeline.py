@@ -179,6 +179,7 @@ def lose_neighbour(here: Rank, path: Path, victim: int) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_stage_ends_the_step_of_its_neighbour(tmp_path: Path, victim: int) -> None:
     outcomes = spawn_ranks(lose_neighbour, 2, killed=[victim], path=new_run(tmp_path).path, victim=victim)

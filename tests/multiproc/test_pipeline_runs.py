@@ -91,7 +91,7 @@ def test_split_schedule_and_checkpointing_do_not_change_the_result(runs: Pipelin
     assert runs.series("other-split") == runs.series(control)
 
 
-@pytest.mark.faults  # test_slurm_trainers.py stops and resumes this trainer as well
+@pytest.mark.quick_fault
 def test_stopped_run_resumes_exactly(runs: PipelineRuns, control: str) -> None:
     process = runs.start("run", *runs.config("stopped", *HOLD_OVERRIDES))
     runs.wait_until_held("stopped")

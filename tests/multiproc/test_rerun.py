@@ -20,11 +20,17 @@ def name_in(output: str) -> str:
     return found[2]
 
 
-def test_a_rerun_of_some_steps_repeats_the_values_and_continues_as_the_original(runs: Runs, control_run: str) -> None:
-    original = runs.mlflow_id(control_run)
-    code, output = runs.command("rerun", original, "--steps", str(PAUSE_STEP))
+@pytest.fixture(scope="module")
+def repeated(runs: Runs, control_run: str) -> tuple[str, str]:
+    """The name of a rerun of the first steps, and the output of the command."""
+    code, output = runs.command("rerun", runs.mlflow_id(control_run), "--steps", str(PAUSE_STEP))
     assert code == 0, output
-    name = name_in(output)
+    return name_in(output), output
+
+
+def test_a_rerun_of_some_steps_repeats_the_values(runs: Runs, control_run: str, repeated: tuple[str, str]) -> None:
+    original = runs.mlflow_id(control_run)
+    name, output = repeated
     assert f"stopped: stopped with everything saved (stop.pause_at_step={PAUSE_STEP})" in output
     # Three training metrics and the samples at every second step, two of the evaluation after the first epoch.
     assert output.splitlines()[-1] == f"no value differs: {4 * PAUSE_STEP // 2 + 2} values of 6 metrics at 26 steps"
@@ -35,7 +41,13 @@ def test_a_rerun_of_some_steps_repeats_the_values_and_continues_as_the_original(
     assert f"**Repeats** &ensp;| {control_run} (MLflow run {original})" in tags["mlflow.note.content"]
     assert "**Values** &ensp;| no value differs: " in tags["mlflow.note.content"]
 
-    # The schedule is that of the whole run, so the paused one ends with the same weights.
+
+@pytest.mark.slow
+def test_a_rerun_of_some_steps_continues_as_the_original(
+    runs: Runs, control_run: str, repeated: tuple[str, str]
+) -> None:
+    """The schedule is that of the whole run, so the paused one ends with the same weights."""
+    name, _ = repeated
     code, output = runs.command("resume", name, "stop.pause_at_step=null")
     assert code == 0, output
     assert_equals_control(runs, name, control_run)

@@ -81,7 +81,13 @@ def train_in_one_process(cfg: Config) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"mode": "async", "env_id": "Pendulum-v1", "normalize_observations": True}, {"inference": "remote"}],
+    [
+        {},
+        pytest.param(
+            {"mode": "async", "env_id": "Pendulum-v1", "normalize_observations": True}, marks=pytest.mark.slow
+        ),
+        pytest.param({"inference": "remote"}, marks=pytest.mark.slow),
+    ],
     ids=["sync", "async", "remote"],
 )
 def test_ranks_learn_the_weights_of_one_process(tmp_path: Path, values: dict[str, Any]) -> None:
@@ -101,7 +107,10 @@ def test_ranks_learn_the_weights_of_one_process(tmp_path: Path, values: dict[str
 
 @pytest.mark.parametrize(
     "values",
-    [{"mode": "async", "env_id": "Pendulum-v1"}, pytest.param({"inference": "remote"}, marks=pytest.mark.faults)],
+    [
+        pytest.param({"mode": "async", "env_id": "Pendulum-v1"}, marks=pytest.mark.slow),
+        pytest.param({"inference": "remote"}, marks=pytest.mark.faults),
+    ],
     ids=["async", "remote"],
 )
 def test_other_numbers_of_observers_learn_the_same_weights(tmp_path: Path, values: dict[str, Any]) -> None:
@@ -220,6 +229,7 @@ def test_run_restarts_exactly_after_a_rank_is_killed(rl_runs: Runs, control: str
     assert_as_control(rl_runs, name, control)
 
 
+@pytest.mark.slow
 def test_cartpole_is_solved_and_recorded(rl_runs: Runs) -> None:
     code, output = finish(rl_runs.start(*command(rl_runs, "solved", export=True)))
     assert code == 0, output
@@ -234,6 +244,7 @@ def test_cartpole_is_solved_and_recorded(rl_runs: Runs) -> None:
     assert len(uploaded) == 1, "uploaded to MLflow"
 
 
+@pytest.mark.slow
 def test_unsupported_environment_ends_with_exit_code_2(rl_runs: Runs) -> None:
     code, output = finish(rl_runs.start(*command(rl_runs, "misfit", "rl.env_id=Taxi-v3")))
     assert (code, "Traceback" in output) == (2, False), output

@@ -124,6 +124,7 @@ def perplexity(model: LanguageModel, columns: Columns) -> float:
     return math.exp(loss / columns.num_targets)
 
 
+@pytest.mark.slow
 def test_another_number_of_servers_continues_the_same_training(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     for num_servers, steps in ((1, 3), (3, 6)):
@@ -138,10 +139,13 @@ def test_another_number_of_servers_continues_the_same_training(tmp_path: Path) -
     ("trainers", "servers", "optim", "steps", "options"),
     [
         # One step of SGD shows the gradients; many steps show the state that is carried over.
-        (1, 1, SGD, 1, {}),
+        pytest.param(1, 1, SGD, 1, {}, marks=pytest.mark.slow),
         pytest.param(2, 2, OptimConfig(lr=0.01, max_grad_norm=0.05), 12, {}, marks=pytest.mark.faults),
         (2, 1, SGD, 12, {}),
-        (1, 2, replace(SGD, lr=0.1, momentum=0.9, max_grad_norm=0.1), 12, {"tie_weights": True}),
+        pytest.param(
+            *(1, 2, replace(SGD, lr=0.1, momentum=0.9, max_grad_norm=0.1), 12, {"tie_weights": True}),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["gradients", "adam, clipped", "sgd", "tied"],
 )
@@ -343,7 +347,11 @@ def server_pid(held: list[int]) -> int:
 
 
 @pytest.mark.parametrize(
-    "victim", [*(pytest.param(f"trainer:{index}", marks=pytest.mark.faults) for index in (0, 1)), "parameter_server:0"]
+    "victim",
+    [
+        *(pytest.param(f"trainer:{index}", marks=pytest.mark.faults) for index in (0, 1)),
+        pytest.param("parameter_server:0", marks=pytest.mark.slow),
+    ],
 )
 def test_run_restarts_exactly_after_a_rank_is_killed(language_runs: Runs, control: str, victim: str) -> None:
     runs, name = language_runs, f"killed-{victim.replace(':', '-')}"

@@ -135,7 +135,7 @@ def lose_rank(here: Rank, path: Path, victim: int) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_death_of_a_rank_ends_the_others_soon(tmp_path: Path, victim: int) -> None:
     outcomes = spawn_ranks(lose_rank, 3, killed=[victim], path=new_run(tmp_path).path, victim=victim)
     # Rank 0 calls the others. The others serve, and notice only the death of rank 0 or its end after an error.

@@ -18,10 +18,11 @@ from hpcdist.files.atomic import read_json
 from hpcdist.supervisor.hang.node import py_spy
 
 COUNTING = ["trainer=counting:train", "checkpoint.every_steps=10"]
-#: For tests without MLflow: do not wait for the shipper.
+#: Do not wait for the shipper.
 NO_WAIT = ["tracking.drain_timeout_s=0"]
 
 
+@pytest.mark.slow
 def test_user_error_found_by_the_ranks_is_not_retried(runs: Runs, tmp_path: Path) -> None:
     name = "no-data"
     missing = ["data.name=mnist", f"data.root={tmp_path / 'nowhere'}", "data.download=false"]
@@ -82,13 +83,13 @@ def test_hung_rank_ends_the_attempt_and_is_reported(runs: Runs, tmp_path: Path) 
     if (spy := py_spy(os.environ)) is not None:
         (tmp_path / "py-spy").write_text(NOT_PERMITTED_FOR_RANK_0.format(spy=spy))
         (tmp_path / "py-spy").chmod(0o755)
-    options = ["params.until=1000", "params.hang_at=15", "launch.hang_timeout_s=30", "launch.max_restarts=0"]
+    options = ["params.until=1000", "params.hang_at=15", "launch.hang_timeout_s=15", "launch.max_restarts=0"]
     options += ["checkpoint.every_steps=1000"]  # ranks 0 and 1 wait in the stop agreement, not in a save
     config = runs.config(name, *COUNTING, *options, "launch.num_ranks=3")
     code, output = runs.command("run", *config, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert code == 1, output
     last = output.splitlines()[-1]
-    assert last.startswith(f"failed: rank 2 on {os.uname().nodename} made no progress for launch.hang_timeout_s=30 s")
+    assert last.startswith(f"failed: rank 2 on {os.uname().nodename} made no progress for launch.hang_timeout_s=15 s")
     assert " (stack traces of all ranks are in " in last
     assert "; rank 2 differs from the others: in " in last
     assert re.search(r"wait \(threading\.py:\d+\), called by train \(counting\.py:\d+\); ranks 0-1 in ", last), last
@@ -240,7 +241,7 @@ def small_disk(tmp_path: Path, empty_database: Path) -> Iterator[Runs]:
 
 def test_run_resumes_after_a_full_disk(small_disk: Runs, runs: Runs, control_run: str) -> None:
     name = "full-disk"
-    process = small_disk.start("run", *small_disk.config(name, *TRAINING, *HOLD_OVERRIDES))
+    process = small_disk.start("run", *small_disk.config(name, *TRAINING, *HOLD_OVERRIDES, *NO_WAIT))
     small_disk.wait_until_held(name)
     wait_for(lambda: small_disk.checkpoint_steps(name)[-2:] == [40, 45], "two checkpoints")
     filler = small_disk.folder / "filler"
@@ -264,6 +265,6 @@ def test_run_resumes_after_a_full_disk(small_disk: Runs, runs: Runs, control_run
     assert store.skipped == []
 
     filler.unlink()
-    code, output = small_disk.command("resume", name)
+    code, output = small_disk.command("resume", name, "tracking.drain_timeout_s=200")
     assert code == 0, output
     assert_equals_control(small_disk, name, control_run, runs)

@@ -31,6 +31,7 @@ def test_run_logs_metrics_and_saves_the_model(runs: Runs, control_run: str) -> N
     assert any(key.startswith("system/") for key, _, _ in runs.points(control_run))
 
 
+@pytest.mark.slow
 def test_run_stopped_in_the_middle_of_an_epoch_is_resumed(runs: Runs, control_run: str) -> None:
     name = "stopped"
     process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES))
@@ -56,6 +57,7 @@ def test_run_stopped_in_the_middle_of_an_epoch_is_resumed(runs: Runs, control_ru
     assert (code, "to train longer, add an override" in output) == (2, True), output
 
 
+@pytest.mark.slow
 def test_truncated_newest_checkpoint_is_skipped(runs: Runs, augmented_control_run: str) -> None:
     name = "truncated"
     process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES, *AUGMENTED))

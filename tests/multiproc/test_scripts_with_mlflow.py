@@ -62,14 +62,14 @@ def test_plain_mlflow(scripts: Runs) -> None:
     assert scripts._query("select count(*) from runs") == [(1,)]
 
 
-#: The imports of these libraries take long. All write to the same MLflow store, as the one that `make test` runs.
+#: The imports of these libraries take long. All write to the same MLflow store, as the one of `make slow`.
 HEAVY = pytest.mark.faults
 
 
 @pytest.mark.parametrize(
     ("name", "metrics", "param"),
     [
-        ("lightning_logger", {"train_loss": list(range(1, 16, 2))}, ("lr", "0.1")),
+        pytest.param("lightning_logger", {"train_loss": list(range(1, 16, 2))}, ("lr", "0.1"), marks=pytest.mark.slow),
         pytest.param(
             "transformers_trainer", {"loss": [2, 4, 6, 8], "train_runtime": [8]}, ("n_embd", "16"), marks=HEAVY
         ),
@@ -86,6 +86,7 @@ def test_loggers_of_libraries(scripts: Runs, name: str, metrics: dict[str, list[
     assert scripts.mlflow_status(name) == "FINISHED"
 
 
+@pytest.mark.slow
 def test_a_script_is_stopped_and_continues(scripts: Runs) -> None:
     uri = f"tracking.uri=sqlite:///{scripts.database}"
     started = scripts.start("run", "scripts.yaml", "name=long", "trainer.script=[stoppable.py]", uri, *quiet())
@@ -118,7 +119,7 @@ def side(diff: str, sign: str) -> str:
     return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if line[0] in f" {sign}\n")
 
 
-@pytest.mark.parametrize("num_lines", [3, 5])
+@pytest.mark.parametrize("num_lines", [pytest.param(3, marks=pytest.mark.slow), 5])
 def test_lines_of_the_documentation_add_stop_and_save_to_a_plain_loop(scripts: Runs, num_lines: int) -> None:
     three, two = (b.text for b in blocks(ROOT / "docs/how-to/script-metrics.md") if b.language == "diff")
     assert [sum(line.startswith("+") for line in diff.splitlines()) for diff in (three, two)] == [3, 2]

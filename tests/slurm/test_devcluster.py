@@ -247,6 +247,7 @@ def test_down_removes_everything_even_with_running_jobs(devcluster: DevCluster) 
     assert sorted(devcluster.run("srun", "--nodes=4", "hostname").split()) == NAMES
 
 
+@pytest.mark.slow
 def test_cluster_that_tracks_processes_by_cgroups(devcluster: DevCluster) -> None:
     if not cgroups.are_usable():
         pytest.skip("root cannot create cgroups of version 1 on this machine")
@@ -266,6 +267,7 @@ def test_cluster_that_tracks_processes_by_cgroups(devcluster: DevCluster) -> Non
         devcluster.restart()
 
 
+@pytest.mark.slow
 def test_down_cleans_up_after_killed_daemons_and_an_interrupted_up(devcluster: DevCluster) -> None:
     layout = devcluster.layout
     for pid in daemon_ids(devcluster).values():

@@ -26,6 +26,7 @@ def grace_s(devcluster: DevCluster) -> Iterator[None]:
     cluster.set_grace_time(devcluster.layout, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("grace_s")
 def test_report_describes_the_cluster(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
     release = devcluster.run("scontrol", "--version").split()[1]

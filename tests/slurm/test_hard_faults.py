@@ -53,6 +53,7 @@ def test_stopped_rank_is_found_by_the_hang_timeout(scene: FaultScene) -> None:
     assert not psutil.pid_exists(victim)
 
 
+@pytest.mark.slow
 @pytest.mark.quick_fault
 def test_killed_supervisor_is_restarted_by_the_batch_script(scene: FaultScene) -> None:
     """The new supervisor, in the same allocation, first kills the old ranks."""

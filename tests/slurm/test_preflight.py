@@ -92,6 +92,7 @@ def failed_state(runs: SlurmRuns, name: str, job: str) -> State:
     return state
 
 
+@pytest.mark.slow
 def test_full_disk_fails_the_run_and_names_the_node(slurm_runs: SlurmRuns, faults: Faults) -> None:
     job = slurm_runs.submit("full-disk", *ON_FOUR_NODES, "cluster.sbatch.begin=now+1hour")
     folder = slurm_runs.run_dir("full-disk").checkpoints
@@ -106,6 +107,7 @@ def test_full_disk_fails_the_run_and_names_the_node(slurm_runs: SlurmRuns, fault
     assert reason in output
 
 
+@pytest.mark.slow
 def test_closed_port_fails_the_run_and_names_the_node(slurm_runs: SlurmRuns, faults: Faults) -> None:
     if shutil.which("nft") is None:
         pytest.skip("nft is not installed")

@@ -1,7 +1,7 @@
 """The matrix runtime x fault: every container runtime for real, on two nodes with two ranks each.
 
 Each cell compares the run with an undisturbed one without a container, bit by bit, and checks that nothing outlives the
-job. `make faults` prints the matrix. `make test` runs the cells of `QUICK_REQUEUE` and `QUICK_PLAIN`.
+job. `make faults` prints the matrix. `make test` runs podman's requeue, and ranks that only count with other runtimes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ from slurm_runs import SlurmRuns
 from small_image import mismatch
 
 from hpcdist.devcluster import cluster
+from hpcdist.files.atomic import read_json
 
-#: Runtimes with a cell in `make test`: a requeue, or an undisturbed run. test_slurm_containers.py requeues podman.
-QUICK_REQUEUE = ("docker", "apptainer-sif")
-QUICK_PLAIN = ("charliecloud", "enroot-sqsh", "pyxis")
+#: One form of image of each runtime that `make test` does not requeue.
+COUNTING = ("docker", "apptainer-sif", "charliecloud", "enroot-sqsh", "pyxis")
 every_runtime = pytest.mark.parametrize("runtime", CASES, indirect=True, scope="module")
 
 
-def quick_for(quick: tuple[str, ...]) -> pytest.MarkDecorator:
-    """Return the parameters of a test that only some runtimes run in `make test`."""
-    marked = [
-        pytest.param(case, marks=pytest.mark.quick_fault if case in quick else pytest.mark.faults) for case in CASES
-    ]
+def cells(*, quick: tuple[str, ...] = (), slow: tuple[str, ...]) -> pytest.MarkDecorator:
+    """Return the parameters of a test that some runtimes run in `make test`, and some in `make slow`."""
+
+    def marks(case: str) -> list[pytest.MarkDecorator]:
+        if case in slow:
+            return [pytest.mark.quick_fault, pytest.mark.slow]
+        return [pytest.mark.quick_fault if case in quick else pytest.mark.faults]
+
+    marked = [pytest.param(case, marks=marks(case)) for case in CASES]
     return pytest.mark.parametrize("runtime", marked, indirect=True, scope="module")
 
 
@@ -88,7 +92,18 @@ def assert_inside(scene: FaultScene, ranks: dict[int, psutil.Process]) -> None:
         assert process.environ()["SLURMD_NODENAME"] == f"n{rank // 2 + 1}"
 
 
-@quick_for(QUICK_PLAIN)
+@pytest.mark.parametrize("runtime", COUNTING, indirect=True, scope="module")
+def test_counting(boxed: FaultScene, runtime: RuntimeCase) -> None:
+    """Ranks that only count start in a third of the time."""
+    boxed.submit("counting", *runtime.overrides, "trainer=counting:train", "params.until=20")
+    state = boxed.runs.wait_end(boxed.name, boxed.job)
+    assert (state.status, state.reason, state.attempt) == ("finished", "counted to 20", 1), state
+    assert boxed.runs.checkpoint_steps(boxed.name) == [20]
+    assert (read_json(boxed.runs.run_dir(boxed.name).container) or {})["runtime"] == runtime.runtime
+    assert_nothing_left(runtime, boxed.runs, boxed.name)
+
+
+@cells(slow=("charliecloud", "enroot-sqsh", "pyxis"))
 def test_plain(boxed: FaultScene, runtime: RuntimeCase) -> None:
     boxed.submit("plain", *runtime.overrides)
     boxed.assert_recovered(max_lost_steps=0)
@@ -96,7 +111,7 @@ def test_plain(boxed: FaultScene, runtime: RuntimeCase) -> None:
     assert_nothing_left(runtime, boxed.runs, boxed.name)
 
 
-@quick_for(QUICK_REQUEUE)
+@cells(quick=("podman",), slow=("docker", "apptainer-sif"))
 def test_requeue(boxed: FaultScene, runtime: RuntimeCase) -> None:
     boxed.submit_held("requeue")
     assert_inside(boxed, boxed.runs.rank_processes(boxed.name))

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, HPCDIST, LAST_STEP, wait_for
-from slurm_cluster import DevCluster
+from slurm_cluster import WAIT_S, DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
+COUNTING = ("trainer=counting:train", "params.until=1000000")
 SCRIPT = Path(__file__).resolve().parents[2] / "slurm" / "run.sbatch"
 
 
@@ -31,6 +32,28 @@ def job_log(runs: SlurmRuns, name: str) -> str:
     return (runs.folder.parent / f"{name}.log").read_text()
 
 
+def test_requeued_job_resumes_until_it_is_stopped(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
+    """The ranks only count."""
+    name = "by-hand-counting"
+    job = sbatch(
+        slurm_runs, name, "--ntasks-per-node=1", overrides=("launch.num_ranks=2", *COUNTING, "checkpoint.every_steps=5")
+    )
+    wait_for(lambda: slurm_runs.checkpoint_steps(name), "a checkpoint", timeout_s=WAIT_S)
+    devcluster.run("scontrol", "requeue", job)
+    saved = slurm_runs.wait_queued_again(name)
+    slurm_runs.start_now(job)
+    wait_for(slurm_runs.attempt(name, 2).beat(1).exists, "the ranks to start again", timeout_s=WAIT_S)
+    code, output = slurm_runs.command("stop", name)
+    assert code == 0, output
+    state = slurm_runs.wait_end(name, job)
+    assert (state.status, state.attempt, state.restarts) == ("stopped", 2, 0)
+    assert slurm_runs.resumed_at(name, 2) == saved
+    assert slurm_runs.checkpoint_steps(name)[-1] > saved
+    assert devcluster.job(job)["Restarts"] == "1"
+    assert "(`hpcdist stop` by " in state.reason
+
+
+@pytest.mark.slow
 def test_requeued_job_resumes_at_the_last_step(
     slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str
 ) -> None:

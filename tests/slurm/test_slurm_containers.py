@@ -77,7 +77,10 @@ def assert_nothing_left(image: ContainerImage, runs: SlurmRuns, name: str) -> No
     assert not [*folder.glob("*.line"), *folder.glob("*.exit")]
 
 
-@pytest.mark.parametrize("runtime", ["podman", pytest.param("charliecloud", marks=pytest.mark.faults)])
+@pytest.mark.parametrize(
+    "runtime",
+    [pytest.param("podman", marks=pytest.mark.slow), pytest.param("charliecloud", marks=pytest.mark.faults)],
+)
 def test_requeued_job_resumes_at_the_last_step(
     slurm_runs: SlurmRuns, devcluster: DevCluster, in_image: ContainerImage, control: str, runtime: str
 ) -> None:
@@ -133,6 +136,7 @@ def test_killed_rank_restarts_the_ranks_in_place(
     assert_nothing_left(in_image, slurm_runs, name)
 
 
+@pytest.mark.slow
 def test_containers_are_removed_after_slurm_kills_the_whole_job(
     slurm_runs: SlurmRuns, devcluster: DevCluster, in_image: ContainerImage
 ) -> None:
@@ -240,34 +244,43 @@ def foreign_image(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["container.runtime=podman", "container.image=localhost/typo"], "localhost/typo is not in podman's store on"),
-        (
+        pytest.param(
+            ["container.runtime=podman", "container.image=localhost/typo"],
+            "localhost/typo is not in podman's store on",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ["container.runtime=podman", "container.image=IMAGE", "container.python=/no/python"],
             "has no /no/python in it",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             ["container.runtime=charliecloud", "container.image=FOLDER", "container.python=/no/python"],
             "has no /no/python in",
+            marks=pytest.mark.slow,
         ),
         (
             ["container.runtime=charliecloud", "container.image=FOREIGN"],
             "is for another processor architecture than this machine has",
         ),
         (["container.runtime=charliecloud", "container.image=/nowhere"], "no such file or folder: /nowhere"),
-        (
+        pytest.param(
             ["container.runtime=podman", "container.image=IMAGE", "container.mounts=[/nowhere]"],
             "/nowhere does not exist",
+            marks=pytest.mark.slow,
         ),
-        (["container.runtime=lxc", "container.image=IMAGE"], "container.runtime must be "),
+        (["container.runtime=lxc", "container.image=/nowhere"], "container.runtime must be "),
     ],
 )
 def test_submit_rejects_invalid_container_settings(
-    slurm_runs: SlurmRuns, in_image: ContainerImage, tmp_path: Path, settings: list[str], message: str
+    slurm_runs: SlurmRuns, request: pytest.FixtureRequest, tmp_path: Path, settings: list[str], message: str
 ) -> None:
-    name = "invalid"
-    images = {"IMAGE": in_image.name, "FOLDER": str(in_image.folder)}
+    name, images = "invalid", {}
     if "container.image=FOREIGN" in settings:
         images["FOREIGN"] = str(foreign_image(tmp_path / "foreign"))
+    elif "container.runtime=podman" in settings or "container.image=FOLDER" in settings:
+        in_image: ContainerImage = request.getfixturevalue("in_image")
+        images |= {"IMAGE": in_image.name, "FOLDER": str(in_image.folder)}
     for placeholder, image in images.items():
         settings = [text.replace(f"={placeholder}", f"={image}") for text in settings]
     code, output = slurm_runs.command("submit", *slurm_runs.config(name), "--cluster", "devcluster", *settings)

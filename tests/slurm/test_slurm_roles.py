@@ -108,6 +108,7 @@ def assert_recovered(runs: SlurmRuns, name: str, job: str, control: str, resumed
     runs.assert_no_process_left(name)
 
 
+@pytest.mark.slow
 def test_requeued_heterogeneous_job_resumes_with_the_same_placement(
     slurm_runs: SlurmRuns, devcluster: DevCluster, control: str
 ) -> None:

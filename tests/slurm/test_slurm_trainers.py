@@ -1,6 +1,7 @@
 """The trainers with roles or stages on two nodes of a real Slurm: requeue, exact resume, and network security.
 
-The trainers run at the same time, since the tests mostly wait. `make test` runs those of `QUICK`, `make faults` all.
+The trainers run at the same time, since the tests mostly wait. `make test` runs the one of `ATTACKED`, undisturbed by
+the attack, `make slow` adds those of `SLOW` and the attack, `make faults` has the others.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from hpcdist.files.atomic import read_json
 from hpcdist.run.folder import RunDir
 
 ATTACKER = Path(__file__).resolve().parents[1] / "support" / "attacker.py"
-#: The trainer under attack: its ranks listen for RPC connections.
+#: The trainer under attack: its ranks listen for RPC connections. Its job is heterogeneous.
 ATTACKED = "rnn"
-#: One trainer with roles and one with stages. On one machine, tests/multiproc stops `hybrid` and kills a rank of `rl`.
-QUICK = (ATTACKED, "pipeline")
+#: On one machine, tests/multiproc stops `pipeline` and `hybrid`, and kills a rank of `rl`.
+SLOW = ("pipeline",)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ CASES = {
                 "stop.max_steps=80",
                 "stop.threshold=1e9",
             ),
-            ("cluster.roles.agent.nodes=1", "cluster.roles.observer.nodes=1"),
+            ("cluster.roles.agent.nodes=1", "cluster.roles.observer.nodes=1", "cluster.het=off"),
         ),
         Case(
             "rnn_lm",
@@ -80,7 +81,7 @@ CASES = {
                 "stop.max_steps=80",
                 "rnn.num_sample_tokens=0",
             ),
-            ("cluster.roles.trainer.nodes=1", "cluster.roles.parameter_server.nodes=1"),
+            ("cluster.roles.trainer.nodes=1", "cluster.roles.parameter_server.nodes=1", "cluster.het=on"),
             shards=(1,),
         ),
         Case(
@@ -107,7 +108,7 @@ CASES = {
             5,
             80,
             ("hybrid.batch_size=32", "stop.max_steps=80"),
-            ("cluster.roles.trainer.nodes=1", "cluster.roles.parameter_server.nodes=1"),
+            ("cluster.roles.trainer.nodes=1", "cluster.roles.parameter_server.nodes=1", "cluster.het=off"),
             num_stepping=2,
             shards=(2, 3),
         ),
@@ -192,13 +193,21 @@ def cases(request: pytest.FixtureRequest) -> list[Case]:
 
 
 @pytest.fixture(scope="module")
+def is_attacked(request: pytest.FixtureRequest) -> bool:
+    """Whether this session tests the attack."""
+    return any(
+        item.name == test_other_user_on_another_node_cannot_use_the_sockets.__name__ for item in request.session.items
+    )
+
+
+@pytest.fixture(scope="module")
 def finished(
-    slurm_runs: SlurmRuns, socket_report: SocketReport, marker: Path, cases: list[Case]
+    slurm_runs: SlurmRuns, socket_report: SocketReport, marker: Path, cases: list[Case], is_attacked: bool
 ) -> dict[str, Finished]:
     """Every trainer's run, requeued while its ranks were held, and its control run on this machine without Slurm."""
     runs, cluster, jobs = slurm_runs, slurm_runs.cluster, {}
     for case in cases:
-        words = arguments(runs, case, f"{case.trainer}-requeued", *case.nodes, "cluster.het=off")
+        words = arguments(runs, case, f"{case.trainer}-requeued", *case.nodes)
         code, output = runs.command("submit", *words, "--cluster", "devcluster")
         assert code == 0, output
         jobs[case.trainer] = str((read_json(run_of(runs, case, "requeued").path / "slurm.json") or {})["job_id"])
@@ -206,7 +215,7 @@ def finished(
         held = [run_of(runs, case, "requeued").attempt(1).path / f"held-{rank}" for rank in range(case.num_stepping)]
         wait_for(lambda held=held: all(path.exists() for path in held), f"{case.trainer} to be held", timeout_s=WAIT_S)
         found = socket_report.sockets[case.trainer] = sockets_of(run_of(runs, case, "requeued"))
-        if case.trainer == ATTACKED:
+        if case.trainer == ATTACKED and is_attacked:
             outside = {(host, port) for sockets in found.values() for host, port in sockets if host != "127.0.0.1"}
             answers, errors = attack(cluster, marker, runs.folder, outside)
             socket_report.answers.extend(answers)
@@ -247,9 +256,15 @@ def wait_finished(runs: SlurmRuns, case: Case, job: str) -> Finished:
     )
 
 
+def marks(case: Case) -> list[pytest.MarkDecorator]:
+    if case.trainer in SLOW:
+        return [pytest.mark.slow]
+    return [] if case.trainer == ATTACKED else [pytest.mark.faults]
+
+
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[] if case.trainer in QUICK else pytest.mark.faults) for case in CASES.values()],
+    [pytest.param(case, marks=marks(case)) for case in CASES.values()],
     ids=lambda case: str(case.trainer),
 )
 def test_requeued_run_on_two_nodes_equals_the_control_run(finished: dict[str, Finished], case: Case) -> None:
@@ -285,6 +300,7 @@ def test_ranks_listen_only_on_loopback_and_the_cluster_network(
             assert len([port for _, port in outside if 20480 <= port < 32768]) == (rank == 0), "the gate"
 
 
+@pytest.mark.slow
 def test_other_user_on_another_node_cannot_use_the_sockets(
     finished: dict[str, Finished], socket_report: SocketReport, marker: Path
 ) -> None:

@@ -15,7 +15,11 @@ from hpcdist.devcluster import nodes
 
 
 @pytest.mark.parametrize(
-    "victim", [pytest.param("n2", marks=pytest.mark.quick_fault), pytest.param("n1", marks=pytest.mark.faults)]
+    "victim",
+    [
+        pytest.param("n2", marks=[pytest.mark.quick_fault, pytest.mark.slow]),
+        pytest.param("n1", marks=pytest.mark.faults),
+    ],
 )
 def test_job_is_requeued_after_unnoticed_node_reboot(scene: FaultScene, victim: str) -> None:
     """Slurm does not notice the reboot and keeps the step, so that the nodes are busy for the next attempt.

@@ -20,6 +20,7 @@ TWO_COUNTING_RANKS = (
 )
 
 
+@pytest.mark.slow
 def test_submitted_run_equals_the_control_run(
     slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str
 ) -> None:

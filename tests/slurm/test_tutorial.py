@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from doc_blocks import ROOT, blocks
 from slurm_runs import SlurmRuns
 
 PAGE = ROOT / "docs" / "tutorials" / "first-slurm-job.md"
 
 
+@pytest.mark.slow
 def test_commands_of_the_slurm_tutorial_succeed(slurm_runs: SlurmRuns, tmp_path: Path) -> None:
     commands = [command for block in blocks(PAGE) if "slurm" in block.words for command in block.commands]
     assert len(commands) >= 3

@@ -86,6 +86,7 @@ def test_follow_shows_pending_reasons_a_requeue_and_the_end(
     slurm_runs.assert_finished_as(name, job, slurm_control)
 
 
+@pytest.mark.slow
 def test_wait_reports_a_job_cancelled_in_the_queue(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
     name = "waited-for"
     waiting, job = start_submit(slurm_runs, name, WAITING, "--wait")
@@ -117,6 +118,7 @@ def test_stop_and_cancel_remove_a_pending_job_without_accounting(
     assert "cancelled in the queue" in output
 
 
+@pytest.mark.slow
 def test_sync_closes_runs_whose_jobs_are_gone(
     slurm_runs: SlurmRuns, devcluster: DevCluster, without_accounting: str
 ) -> None:

@@ -106,11 +106,13 @@ class DockerNodes:
 
     def stop(self) -> None:
         """Stop all daemons and remove what killed ones left mounted."""
+        stopped = []  # all at once: each one takes 10 s to end
         for node in NODES:
             with suppress(FileNotFoundError, ProcessLookupError, ValueError):
                 pid = int((self.folder / f"{node}.pid").read_text())
                 os.kill(pid, signal.SIGTERM)
-                wait_for(lambda pid=pid: not Path(f"/proc/{pid}/cmdline").exists(), "dockerd to end", timeout_s=60)
+                stopped.append(Path(f"/proc/{pid}/cmdline"))
+        wait_for(lambda: not any(path.exists() for path in stopped), "the daemons to end", timeout_s=60)
         self._unmount(self.folder)
         for node in NODES:
             shutil.rmtree(self.folder / node, ignore_errors=True)

@@ -66,8 +66,12 @@ class DevCluster:
             time.sleep(0.1)
 
     def wait_job_state(self, job_id: str, *states: str) -> None:
-        description = f"job {job_id} is {' or '.join(states)}"
-        self.wait_until(lambda: self.job(job_id)["JobState"] in states, description)
+        """Wait until a job, or every component of a heterogeneous job, is in one of the states."""
+
+        def found() -> list[str]:
+            return re.findall(r" JobState=(\S+)", self.run("scontrol", "--oneliner", "show", "job", job_id))
+
+        self.wait_until(lambda: set(found()) <= set(states), f"job {job_id} is {' or '.join(states)}")
 
     def start_high_priority_job(self, *options: str) -> str:
         """Submit a short job that preempts jobs of partition main; return its job id."""

@@ -24,8 +24,8 @@ def width(path: Path) -> int:
     "results",
     [
         sample(),
-        sample(2, 1, noise=0.0),
-        sample(20, noise=0.01),
+        pytest.param(sample(2, 1, noise=0.0), marks=pytest.mark.slow),
+        pytest.param(sample(20, noise=0.01), marks=pytest.mark.slow),
         with_links(sample(2, 4), slower=lambda source, target: 100.0 if source == "n1" else 1.0),
         replace(sample(), rows=[row for row in sample().rows if row.mode == "blocking" and row.size < 16]),
         replace(sample(), rows=sample().rows[:1], pairs=sample().pairs[:1]),

@@ -112,13 +112,13 @@ def test_invalid_file_names_are_rejected() -> None:
 
 
 def test_config_error_is_bounded_in_length(write: Write) -> None:
-    path = write("".join(f"key{number}: 1\n" for number in range(100)))
+    path = write("".join(f"key{number}: 1\n" for number in range(25)))
     with pytest.raises(ConfigError) as caught:
         load_config(path, [f"seed={'x' * 9000}", "params.\x1b[31m.a=${nosuch:" + "y" * 9000])
     lines = str(caught.value).splitlines()
-    assert len(caught.value.problems) == 102
-    assert lines[0] == f"{path}: 102 mistakes"
-    assert (len(lines), lines[-1]) == (22, "  - and 82 more")
+    assert len(caught.value.problems) == 27
+    assert lines[0] == f"{path}: 27 mistakes"
+    assert (len(lines), lines[-1]) == (22, "  - and 7 more")
     assert max(map(len, lines)) <= 500
     assert all(line.isprintable() for line in lines)
 

@@ -34,7 +34,7 @@ def test_jobs_run_make_targets_that_exist() -> None:
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
     called = {match for step in steps for match in re.findall(r"^make (\w+)", step.get("run", ""))}
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert called == {"check", "unit", "smoke", "docs", "test"}
+    assert called == {"check", "unit", "smoke", "docs", "test", "slow"}
     assert called <= targets
     assert workflow["jobs"]["unit"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
 

@@ -138,6 +138,7 @@ def greeting_server(address: str, port: int, greeting: bytes) -> Iterator[None]:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_status_shows_why_a_node_cannot_be_reached(tmp_path: Path, probes: Probes) -> None:
     """n3 has started but does not listen; n4's port is in use; n5 runs a probe of another job; n6 resolves to n1."""
     request = request_for(tmp_path, 7)

@@ -186,6 +186,7 @@ def test_shared_folder_of_root_has_one_user_per_experiment_and_database(python: 
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_two_users_share_an_experiment_on_a_server(python: list[str], shared_folder: Path, tmp_path: Path) -> None:
     server = Server(tmp_path)
     server.start()

@@ -238,7 +238,7 @@ def test_step_is_cancelled_after_its_time_limit(scene: Scene, monkeypatch: pytes
         (scene.folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{scene.folder}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(preflight_step, "STEP_S", {"quick": -29.9})
+    monkeypatch.setattr(preflight_step, "STEP_S", {"quick": 0.1 - Request.deadline_s})
     monkeypatch.setattr(preflight_step, "ROUNDS", 1)
     scene.run_preflight()
     assert (scene.folder / "cancelled").read_text() == "--signal=KILL 7.0\n"

@@ -111,6 +111,7 @@ def assert_unchanged(player: Player, cells: Sequence[Cell]) -> Result:
     return played
 
 
+@pytest.mark.slow
 def test_one_stale_handle_in_any_file_operation_does_not_change_the_result(player: Player) -> None:
     operations = player.operations()
     kinds = {operation for operation, _, _ in operations}
@@ -169,6 +170,7 @@ def test_run_folder_unavailable_for_seconds_only_delays_the_run(player: Player) 
     assert_unchanged(player, cells)
 
 
+@pytest.mark.slow
 def test_time_without_file_system_does_not_count_as_a_hang(player: Player) -> None:
     """The ranks write no heartbeat for 3 s, and the supervisor waits for the file system most of this time."""
     beat = "attempts/001/rank-00000.beat.json"

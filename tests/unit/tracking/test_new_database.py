@@ -35,6 +35,7 @@ open_client(sys.argv[1])
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_database_of_a_killed_process_is_created_by_the_next_one(tmp_path: Path) -> None:
     database = tmp_path / "mlflow.db"
     done = subprocess.run([sys.executable, "-c", KILLED, f"sqlite:///{database}"], check=False, timeout=240)

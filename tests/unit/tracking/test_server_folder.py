@@ -66,6 +66,7 @@ def test_mistakes_in_the_database(folder: ServerFolder, tmp_path: Path, store: s
 
 
 @pytest.mark.timeout(900)  # four processes import MLflow, and two migrate a database
+@pytest.mark.slow
 def test_migration_is_announced_before_it_happens(tmp_path: Path) -> None:
     path = tmp_path / "mlflow.db"
     store = f"sqlite:///{path}"
