@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpcdist.config.monitor import Monitor
 from hpcdist.errors import RunFolderError
 from hpcdist.files.atomic import read_json
 from hpcdist.run.folder import RunDir
@@ -37,10 +38,10 @@ def read_checkpoints(run: RunDir) -> tuple[CheckpointFacts, ...]:
     return tuple(sorted(found, key=lambda facts: facts.step))
 
 
-def best_checkpoint(checkpoints: Iterable[CheckpointFacts], monitor: str, monitor_mode: str) -> CheckpointFacts | None:
-    """Return the checkpoint with the best value of `monitor`, the newest of equal ones; None if none has it."""
-    sign = -1.0 if monitor_mode == "min" else 1.0
-    scored = [(sign * one.metrics[monitor], one.step, one) for one in checkpoints if monitor in one.metrics]
+def best_checkpoint(checkpoints: Iterable[CheckpointFacts], monitor: Monitor) -> CheckpointFacts | None:
+    """Return the checkpoint with the best monitored metric, the newest of equal ones; None if none has the metric."""
+    sign, key = -1.0 if monitor.mode == "min" else 1.0, monitor.metric
+    scored = [(sign * one.metrics[key], one.step, one) for one in checkpoints if key in one.metrics]
     return max(scored, key=lambda item: item[:2])[2] if scored else None
 
 

@@ -21,6 +21,7 @@ from mlflow import __version__ as installed
 from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request
 
+from hpcdist.config.monitor import monitor_of
 from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import read_json, write_json
 from hpcdist.review.causes import CAUSES
@@ -172,8 +173,8 @@ def _version(uri: str) -> str:
 def _update(mlflow: MlflowRun, run: RunDir, config: Mapping[str, Any]) -> list[str]:
     tags = mlflow.client.get_experiment(mlflow.experiment_id).tags
     known = [_read(tags.get(_TAG + id_, "")) for id_ in VIEWS]
-    checkpoint = config.get("checkpoint") or {}
-    own = {clean_name(str(checkpoint.get("monitor", "eval/accuracy"))): str(checkpoint.get("monitor_mode", "max"))}
+    monitor = monitor_of(config)
+    own = {clean_name(monitor.metric): monitor.mode}
     sweep = sweep_of(run)
     axes = [clean_name(key) for key in sweep.read()["keys"]] if sweep is not None else []
     # The columns of other runs in the experiment stay: views are shared by all its runs.

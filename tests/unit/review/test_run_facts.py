@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpcdist.config.loading import load_config
-from hpcdist.config.written import run_yaml
+from hpcdist.config.written import plain_tree, run_yaml
 from hpcdist.files.atomic import write_json
 from hpcdist.review.attempts import UNRECORDED, AttemptFacts, interruptions
 from hpcdist.review.facts import RunFacts, read_facts
@@ -20,6 +20,7 @@ from hpcdist.run.attempt_times import AttemptTimes, NodeShare, Resources, begin,
 from hpcdist.run.folder import RunDir
 from hpcdist.run.origin import Override, load_origin, write_origin
 from hpcdist.run.training_record import Dataset, TrainingRecord, write_training
+from hpcdist.tracking import artifacts
 
 
 class Folder:
@@ -207,6 +208,18 @@ def test_best_checkpoint_is_the_newest_of_the_best(folder: Folder) -> None:
     assert [one.step for one in facts.checkpoints] == [100, 200, 300, 400]
     assert facts.best is not None
     assert (facts.best.step, facts.best_value, facts.monitor, facts.monitor_mode) == (200, 0.9, "eval/accuracy", "max")
+
+
+@pytest.mark.parametrize("edited", ["checkpoint: often\n", "trainer: {target: ddp}\n"])
+def test_monitor_of_an_edited_config_is_the_default(folder: Folder, edited: str) -> None:
+    folder.checkpoint(100, **{"eval/accuracy": 0.9})
+    folder.run.config.write_text(edited)
+    facts = folder.facts()
+    assert (facts.monitor, facts.best_value) == ("eval/accuracy", 0.9)
+    assert [item.target for item in artifacts.checkpoints(folder.run, plain_tree(folder.run.config))] == [
+        "checkpoints/final",
+        "checkpoints/best",
+    ]
 
 
 def test_overrides_are_the_differences_from_the_config_of_the_command_line(folder: Folder) -> None:
