@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,8 +13,7 @@ from hpcdist.config.monitor import Monitor
 from hpcdist.errors import RunFolderError
 from hpcdist.files.atomic import read_json
 from hpcdist.run.folder import RunDir
-
-_FOLDER = re.compile(r"step-(\d{8,18})")
+from hpcdist.run.saved_checkpoints import MANIFEST_FILE, complete_checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +28,8 @@ class CheckpointFacts:
 
 def read_checkpoints(run: RunDir) -> tuple[CheckpointFacts, ...]:
     """Return the checkpoints with a manifest, oldest first."""
-    found = [
-        facts
-        for path in run.checkpoints.glob("step-*")
-        if (match := _FOLDER.fullmatch(path.name)) and (facts := _read(path, int(match[1]))) is not None
-    ]
-    return tuple(sorted(found, key=lambda facts: facts.step))
+    found = (_read(path, step) for step, path in complete_checkpoints(run))
+    return tuple(facts for facts in found if facts is not None)
 
 
 def best_checkpoint(checkpoints: Iterable[CheckpointFacts], monitor: Monitor) -> CheckpointFacts | None:
@@ -47,7 +41,7 @@ def best_checkpoint(checkpoints: Iterable[CheckpointFacts], monitor: Monitor) ->
 
 def _read(path: Path, step: int) -> CheckpointFacts | None:
     try:
-        manifest = read_json(path / "manifest.json")
+        manifest = read_json(path / MANIFEST_FILE)
     except (RunFolderError, OSError):
         return None
     if manifest is None:
