@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import importlib.util
 import os
 import re
@@ -22,6 +21,7 @@ from hpcdist.machine import storage
 from hpcdist.machine.check import Check, note, ok, warning
 from hpcdist.tracking.credentials import VARIABLES, Credentials, read_credentials
 from hpcdist.tracking.links import web_address
+from hpcdist.tracking.server_version import version_in
 
 #: A server on the same continent answers faster.
 SERVER_TIMEOUT_S = 3.0
@@ -92,13 +92,13 @@ def _server(found: MlflowStore, env: Mapping[str, str]) -> list[Check]:
         credentials = read_credentials(found.uri, env)
     except UserMistake as mistake:
         return [warning("server", str(mistake))]
-    root, headers = web_address(found.uri), _headers(credentials)
+    root, headers = web_address(found.uri), credentials.headers()
     is_up = False
     try:
         _get(f"{root}/health", {})
         is_up = True
         _get(f"{root}/api/2.0/mlflow/experiments/search?max_results=1", headers)
-        version = " ".join(_get(f"{root}/version", headers).split())
+        version = version_in(_get(f"{root}/version", headers)) or "of an unknown version"
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             return [_refused(found, credentials, error.code)]
@@ -115,7 +115,7 @@ def _server(found: MlflowStore, env: Mapping[str, str]) -> list[Check]:
         text = f"{found.shown} cannot be reached ({_reason(error)}): {_LATER}"
         fix = "start it, or set tracking.uri or MLFLOW_TRACKING_URI; behind a proxy set no_proxy"
         return [warning("server", text, fix)]
-    return [ok("server", f"{found.shown} answers, MLflow {version[:20]}")]
+    return [ok("server", f"{found.shown} answers, MLflow {version}")]
 
 
 def _reason(error: Exception) -> str:
@@ -127,12 +127,6 @@ def _get(url: str, headers: Mapping[str, str]) -> str:
     request = urllib.request.Request(url, headers=dict(headers))  # noqa: S310 (http or https, by the caller)
     with urllib.request.urlopen(request, timeout=SERVER_TIMEOUT_S) as answer:  # noqa: S310
         return str(answer.read(10_000).decode(errors="replace"))
-
-
-def _headers(own: Credentials) -> dict[str, str]:
-    if own.user:
-        return {"Authorization": "Basic " + base64.b64encode(f"{own.user}:{own.password}".encode()).decode()}
-    return {"Authorization": f"Bearer {own.token}"} if own.token else {}
 
 
 def _refused(found: MlflowStore, own: Credentials, code: int) -> Check:

@@ -125,12 +125,16 @@ def start_server() -> Iterator[Callable[..., str]]:
     """Return a function that starts a server and returns its URI."""
     running: list[FakeServer] = []
 
-    def start(health: int = 200, search: Callable[[str], tuple[int, str]] = lambda _: (200, "{}")) -> str:
+    def start(
+        health: int = 200,
+        search: Callable[[str], tuple[int, str]] = lambda _: (200, "{}"),
+        version: str = "3.17.2\n",
+    ) -> str:
         server = FakeServer(
             {
                 "/health": lambda _: (health, "OK"),
                 "/api/2.0/mlflow/experiments/search": search,
-                "/version": lambda _: (200, "3.17.2"),
+                "/version": lambda _: (200, version),
             }
         )
         running.append(server)
@@ -146,6 +150,9 @@ def start_server() -> Iterator[Callable[..., str]]:
 def test_working_server_is_ok(start_server: Callable[..., str]) -> None:
     uri = start_server()
     assert last_check(uri) == Check(name="server", level="ok", text=f"{uri} answers, MLflow 3.17.2")
+    assert last_check(start_server(version="<html>log in</html>")).text.endswith(
+        " answers, MLflow of an unknown version"
+    )
 
 
 def test_unreachable_server_is_a_warning() -> None:
