@@ -13,6 +13,7 @@ import pytest
 from hpcdist.config.loading import load_config
 from hpcdist.config.written import plain_tree, run_yaml
 from hpcdist.files.atomic import write_json
+from hpcdist.review.allocation_times import timed_attempts
 from hpcdist.review.attempts import UNRECORDED, AttemptFacts, interruptions
 from hpcdist.review.facts import RunFacts, read_facts
 from hpcdist.review.run_sections import read_faults
@@ -89,6 +90,17 @@ def test_attempt_without_a_recorded_end(folder: Folder) -> None:
     closed = folder.facts(status="failed", reason="node n1 failed", ended=2400.0).attempts[1]
     assert (closed.status, closed.cause, closed.ended) == ("failed", "node n1 failed", 2400.0)
     assert closed.steps_lost == 40, "there is no checkpoint"
+
+
+def test_end_of_an_unrecorded_attempt_is_the_last_heartbeat_of_any_rank(folder: Folder) -> None:
+    for step in (120, 40):
+        folder.attempt(first_step=0, step=step)
+    beat = {"time": 1450.0, "host": "n1", "step": 130, "total_steps": 400, "metrics": {}}
+    folder.run.attempt(1).beat(1).write_text(json.dumps(beat))
+    assert folder.facts().attempts[0].ended == 1450.0
+    assert timed_attempts(folder.run, now=3000.0)[0].ended == 1450.0
+    folder.run.attempt(1).beat(1).write_text(json.dumps(beat | {"format": 99}))
+    assert folder.facts().attempts[0].ended == 1300.0, "a newer hpcdist has written the heartbeat"
 
 
 def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
