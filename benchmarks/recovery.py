@@ -135,6 +135,20 @@ def measure(rounds: int, num_kills: int, keep: Path | None) -> dict[str, list[di
     return results
 
 
+def print_rows(results: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Print the medians of each contender and the ratio of its total to that of the first one; return them."""
+    columns = ("total", *PARTS, "ended")
+    print(f"{'':22}" + "".join(f"{column:>11}" for column in columns) + "  over")
+    rows: dict[str, dict[str, float]] = {}
+    base = [parts["total"] for parts in next(iter(results.values()))]
+    for name, rounds in results.items():
+        rows[name] = {column: median([parts[column] for parts in rounds]) for column in columns}
+        rows[name]["over"] = median_ratio([parts["total"] for parts in rounds], base)
+        cells = "".join(f"{rows[name][column]:11.2f}" for column in columns)
+        print(f"{name:22}{cells}  {rows[name]['over']:.3f}")
+    return rows
+
+
 def main() -> None:
     parser = argument_parser(__doc__, rounds=5)
     parser.add_argument("--kills", type=int, default=4, help="per contender and round")
@@ -143,15 +157,7 @@ def main() -> None:
     results = measure(arguments.rounds, arguments.kills, arguments.keep)
 
     print(f"{NUM_RANKS} gloo ranks, medians of {arguments.rounds} rounds of {arguments.kills} kills; seconds\n")
-    columns = ("total", *PARTS, "ended")
-    print(f"{'':22}" + "".join(f"{column:>11}" for column in columns) + "  over")
-    rows: dict[str, dict[str, float]] = {}
-    base = [parts["total"] for parts in results[CONTENDERS[0]]]
-    for name, rounds in results.items():
-        rows[name] = {column: median([parts[column] for parts in rounds]) for column in columns}
-        rows[name]["over"] = median_ratio([parts["total"] for parts in rounds], base)
-        cells = "".join(f"{rows[name][column]:11.2f}" for column in columns)
-        print(f"{name:22}{cells}  {rows[name]['over']:.3f}")
+    rows = print_rows(results)
     if arguments.json:
         print(json.dumps({"benchmark": "recovery", "rounds": arguments.rounds, "rows": rows}))
 

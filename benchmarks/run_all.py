@@ -185,8 +185,11 @@ BENCHMARKS = (
         (),
         (
             Figure(
-                "submit to first step over hand-written sbatch + srun", ("rows", "hpcdist submit", "over"), target=1.15
+                "submit to first step over hand-written sbatch + srun, on another machine than the ranks",
+                ("rows", "hpcdist submit, apart", "over"),
+                target=1.15,
             ),
+            Figure("the same, on the cores of the ranks", ("rows", "hpcdist submit", "over")),
         ),
     ),
     Benchmark(

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from baselines.fault_task import Task
 from fault_runs import BASELINES, MAX_RESTARTS, MarkReader, Running, data_settings
-from harness import HPCDIST, argument_parser, clean_env, commit_all, median, median_ratio
-from recovery import LIMIT_S, PARTS, SAVE_EVERY, STEPS_BETWEEN, kill_and_measure, restored_at, steps_done
+from harness import HPCDIST, argument_parser, clean_env, commit_all, median
+from recovery import LIMIT_S, SAVE_EVERY, STEPS_BETWEEN, kill_and_measure, print_rows, restored_at, steps_done
 from slurm_start import dev_cluster, output_of
 
 CONTENDERS = {"each rank imports": "false", "forked on each node": "true"}
@@ -114,16 +114,8 @@ def main() -> None:
                 shown = "  ".join(f"{part} {seconds:.2f}" for part, seconds in results[name][-1].items())
                 print(f"round {number + 1}, {name}: {shown}", file=sys.stderr, flush=True)
 
-    columns = ("total", *PARTS, "ended")
     print(f"{arguments.nodes} nodes with {arguments.tasks} ranks, medians of {arguments.rounds} rounds; seconds\n")
-    print(f"{'':22}" + "".join(f"{column:>11}" for column in columns) + "  over")
-    rows: dict[str, dict[str, float]] = {}
-    base = [parts["total"] for parts in next(iter(results.values()))]
-    for name, rounds in results.items():
-        rows[name] = {column: median([parts[column] for parts in rounds]) for column in columns}
-        rows[name]["over"] = median_ratio([parts["total"] for parts in rounds], base)
-        cells = "".join(f"{rows[name][column]:11.2f}" for column in columns)
-        print(f"{name:22}{cells}  {rows[name]['over']:.3f}")
+    rows = print_rows(results)
     if arguments.json:
         print(json.dumps({"benchmark": "slurm_recovery", "rounds": arguments.rounds, "rows": rows}))
 

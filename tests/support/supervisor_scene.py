@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -32,6 +33,10 @@ Script = dict[str, list[list[Any]]]
 #: Actions of a rank that succeeds.
 DONE: list[list[Any]] = [["beat", 9], ["report", {"outcome": "done", "reason": "all epochs are done"}]]
 STOP_ON_REQUEST: list[list[Any]] = [["await", "{attempt}/request.json"], ["report", {"outcome": "stopped"}]]
+FOREVER: list[list[Any]] = [["forever", None]]
+#: A rank that SIGTERM does not end.
+STUBBORN: list[list[Any]] = [["ignore", signal.SIGTERM], ["beat", 3], ["forever", None]]
+EXIT_0: list[list[Any]] = []
 
 
 def fails(error: str, *, step: int = 5, **changes: Any) -> list[list[Any]]:

@@ -1,4 +1,4 @@
-"""A run whose ranks a parent process forks."""
+"""Fixtures of several files: a run whose ranks a parent process forks, and pipes of fake ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import supervisor_scene
 from forked_scene import Scene
 from named_pipe import NamedPipe
 
@@ -21,4 +22,18 @@ def scene(tmp_path: Path, runs_dir: Path) -> Iterator[Scene]:
 @pytest.fixture
 def pipe(tmp_path: Path) -> Iterator[NamedPipe]:
     with NamedPipe(tmp_path / "pipe") as pipe:
+        yield pipe
+
+
+@pytest.fixture
+def messages(scene: supervisor_scene.Scene) -> Iterator[NamedPipe]:
+    """A pipe for lines from fake ranks to the test."""
+    with NamedPipe(scene.run.path / "said", reopened=True) as pipe:  # the name is fixed in fake_rank.py
+        yield pipe
+
+
+@pytest.fixture
+def alive(scene: supervisor_scene.Scene) -> Iterator[NamedPipe]:
+    """A pipe that the grandchildren of fake ranks hold open."""
+    with NamedPipe(scene.run.path / "alive") as pipe:
         yield pipe

@@ -2,55 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import select
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hpcdist_runs import wait_for
 from named_pipe import NamedPipe
-from supervisor_scene import DONE, STOP_ON_REQUEST, Scene, fails
+from supervisor_scene import DONE, EXIT_0, FOREVER, STOP_ON_REQUEST, STUBBORN, Scene, fails
 
 from hpcdist.errors import LeaseLostError
 from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import RunDir, State
-from hpcdist.supervisor.shipper_process import ShipperProcess
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
 
-FOREVER: list[list[Any]] = [["forever", None]]
-STUBBORN: list[list[Any]] = [["ignore", signal.SIGTERM], ["beat", 3], ["forever", None]]
-EXIT_0: list[list[Any]] = []
 PEER_LOST = fails("RuntimeError: Connection closed by peer", peer_lost=True)
 
 
 @pytest.fixture
 def scene(runs_dir: Path) -> Scene:
     return Scene(RunDir.create(runs_dir / "exp" / "first"))
-
-
-@pytest.fixture
-def messages(scene: Scene) -> Iterator[NamedPipe]:
-    """A pipe for lines from fake ranks to the test."""
-    with NamedPipe(scene.run.path / "said", reopened=True) as pipe:  # the name is fixed in fake_rank.py
-        yield pipe
-
-
-@pytest.fixture
-def alive(scene: Scene) -> Iterator[NamedPipe]:
-    """A pipe that the grandchildren of fake ranks hold open."""
-    with NamedPipe(scene.run.path / "alive") as pipe:
-        yield pipe
 
 
 # --- success
@@ -461,165 +435,3 @@ def test_plain_script_that_fails_during_a_stop_is_failed(scene: Scene) -> None:
     state = scene.supervise()
     assert state.status == "failed"
     assert "failed with OSError: disk full" in state.reason
-
-
-# --- signals
-
-
-def test_signal_before_the_first_attempt_stops_the_run(scene: Scene) -> None:
-    scene.script(first=[STOP_ON_REQUEST, EXIT_0])
-    supervisor = scene.supervisor()
-    supervisor._signals.on_signal(signal.SIGTERM, None)
-    state = scene.supervise(supervisor)
-    assert (state.status, state.reason) == (
-        "stopped",
-        "stopped with everything saved (SIGTERM to the supervisor)",
-    )
-
-
-def test_signal_handlers_are_restored(scene: Scene) -> None:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.getsignal(number) for number in numbers]
-    scene.script(first=[[*DONE], EXIT_0])
-    scene.supervise()
-    assert [signal.getsignal(number) for number in numbers] == before
-
-
-def support_path() -> dict[str, str]:
-    """Return an environment in which another Python finds supervisor_scene.py."""
-    return {
-        "PYTHONPATH": os.pathsep.join(
-            [str(Path(__file__).parents[2] / "support"), *filter(None, [os.getenv("PYTHONPATH")])]
-        )
-    }
-
-
-@contextmanager
-def supervisor_process(scene: Scene) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "supervisor_scene", str(scene.run.path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | support_path()) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_first_signal_to_the_supervisor_stops_the_run(
-    scene: Scene, messages: NamedPipe, number: signal.Signals
-) -> None:
-    scene.script(first=[[["say", "up"], *STOP_ON_REQUEST], [["await", "{attempt}/request.json"]]])
-    with supervisor_process(scene) as process:
-        assert messages.line() == "up"
-        process.send_signal(number)
-        out, _ = process.communicate()
-    assert out.splitlines() == [
-        f"stopping: the ranks save a checkpoint and exit ({number.name} to the supervisor)",
-        f"stopped: stopped with everything saved ({number.name} to the supervisor)",
-    ]
-    assert process.returncode == 0
-
-
-def test_second_interrupt_cancels_the_run(scene: Scene, messages: NamedPipe, alive: NamedPipe) -> None:
-    scene.script(
-        first=[
-            [["grandchild", None], ["say", "up"], ["await", "{attempt}/request.json"], ["say", "asked"], *STUBBORN],
-            STUBBORN,
-        ]
-    )
-    with supervisor_process(scene) as process:
-        assert messages.line() == "up"
-        process.send_signal(signal.SIGINT)
-        assert messages.line() == "asked"
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate()
-    assert out.splitlines()[-1] == "cancelled: cancelled (SIGINT to the supervisor)"
-    assert alive.is_released(10)
-
-
-def test_ranks_end_with_a_killed_supervisor(scene: Scene, messages: NamedPipe, alive: NamedPipe) -> None:
-    scene.script(first=[[["grandchild", None], ["say", "up"], *STUBBORN]] * 2)
-    with supervisor_process(scene) as process:
-        assert [messages.line(), messages.line()] == ["up", "up"]
-        process.kill()
-    assert alive.is_released(10)
-    assert scene.run.read_state().status == "running"
-
-
-def test_closed_terminal_stops_the_run(scene: Scene, messages: NamedPipe) -> None:
-    """Writes to the closed terminal fail, and must not fail the run."""
-    scene.script(first=[[["say", "up"], *STOP_ON_REQUEST], [["await", "{attempt}/request.json"]]])
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.environ.update(support_path())
-        os.execv(sys.executable, [sys.executable, "-m", "supervisor_scene", str(scene.run.path)])
-    ended = os.pidfd_open(pid)
-    try:
-        assert messages.line() == "up"
-        os.close(terminal)
-        assert select.select([ended], [], [], 20)[0]
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(ended)
-    state = scene.run.read_state()
-    assert (state.status, state.reason) == (
-        "stopped",
-        "stopped with everything saved (SIGHUP to the supervisor)",
-    )
-
-
-# --- MLflow
-
-
-def test_shipper_gets_run_folder_and_uri_with_password(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub = scene.run.path / "python"
-    stub.write_text(
-        '#!/bin/sh\necho "$@"; echo "$HPCDIST_TRACKING_URI"; cut -d " " -f 19 /proc/self/stat; echo err >&2; cat\n'
-    )
-    stub.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(stub))
-    shipper = ShipperProcess(scene.run, "http://ada:s3cret@mlflow:5000", scene.env)
-    wait_for(lambda: (scene.run.path / "shipper.log").read_text().endswith("err\n"), "the output of the shipper")
-    assert shipper.drain(60)
-    monkeypatch.undo()
-    assert (scene.run.path / "shipper.log").read_text().splitlines() == [
-        f"-P -m hpcdist.tracking.shipper {scene.run.path}",
-        "http://ada:s3cret@mlflow:5000",
-        f"{os.nice(0) + 10}",
-        "err",
-    ]
-
-
-@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="the kernel has no autogroups")
-def test_shipper_has_normal_priority_after_the_end_of_the_ranks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = scene.run.path / "shipper.log"
-    stub = scene.run.path / "python"
-    stub.write_text('#!/bin/sh\ncat /proc/$$/autogroup; until grep -q " nice 0$" /proc/$$/autogroup; do :; done\n')
-    stub.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(stub))
-    shipper = ShipperProcess(scene.run, "http://mlflow:5000", scene.env)
-    wait_for(lambda: log.read_text().endswith(" nice 10\n"), "a shipper with low priority")
-    assert shipper.drain(60)
-
-
-@pytest.mark.parametrize("shipper", [["false"], ["sleep", "600"]], ids=["failed", "too slow"])
-def test_missing_records_in_mlflow_are_reported_without_the_password(scene: Scene, shipper: list[str]) -> None:
-    scene.tracking = {"drain_timeout_s": 0.1}
-    scene.shipper = shipper
-    scene.tracking_uri = "http://ada:s3cret@mlflow:5000"
-    scene.script(first=[[*DONE], EXIT_0])
-    assert scene.supervise().status == "finished"
-    assert scene.report.notes == [
-        "MLflow at http://ada:***@mlflow:5000 has not received all records (see shipper.log); none are lost:"
-        " `hpcdist sync first` ships the rest"
-    ]
-
-
-def test_final_state_is_written_before_the_wait_for_the_shipper(scene: Scene) -> None:
-    """The shipper ends when `state.json` records the end of the run."""
-    scene.tracking = {"drain_timeout_s": 20.0}
-    scene.shipper = ["sh", "-c", f"until grep -q finished '{scene.run.path}/state.json'; do :; done"]
-    scene.script(first=[[*DONE], EXIT_0])
-    assert scene.supervise().status == "finished"
-    assert scene.report.notes == []
