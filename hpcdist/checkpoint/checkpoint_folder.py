@@ -34,17 +34,16 @@ from hpcdist.files.atomic import write_atomic
 from hpcdist.files.bounded_json import read_json_value
 from hpcdist.files.formats import stamped, unstamped
 from hpcdist.files.retry import retry
+from hpcdist.run.saved_checkpoints import MANIFEST_FILE, step_of
 
 MODEL_FILE = "model.pt"
 TRAINER_FILE = "trainer.pt"
-MANIFEST_FILE = "manifest.json"
 #: How long a read is retried, in seconds. A broken disk block causes the same error as an unreachable file server, so
 #: after this time an older checkpoint is used.
 READ_TIMEOUT_S = 30.0
 
 _REFUSED = re.compile(r"GLOBAL \S+|WeightsUnpickler error: (?!Unsupported global)[^\n]+")
 _FILE_NAME = re.compile(r"model\.pt|trainer\.pt|shard-\d{5,}\.pt")
-_STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,17 +98,6 @@ class Manifest:
 def shard_name(rank: int) -> str:
     """Return the file name of a rank's shard."""
     return f"shard-{rank:05d}.pt"
-
-
-def folder_name(step: int) -> str:
-    """Return the name of a checkpoint's folder."""
-    return f"step-{step:08d}"
-
-
-def step_of(folder: Path) -> int | None:
-    """Return the step in the name of a checkpoint folder; None if the name is not one of a checkpoint."""
-    match = _STEP_FOLDER.fullmatch(folder.name)
-    return int(match[1]) if match else None
 
 
 class _HashingFile:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hpcdist.checkpoint.store import CheckpointStore, Found
 from hpcdist.checkpoint.weights import load_weights
+from hpcdist.config.monitor import Monitor
 from hpcdist.errors import ExportError
 from hpcdist.run.folder import RunDir
 
@@ -39,14 +40,13 @@ _PACKAGES: Mapping[Format, tuple[str, ...]] = {
 _MAX_ONNX_BYTES = 1 << 30
 
 
-def find_checkpoint(run: RunDir, which: str, *, monitor: str, mode: Literal["max", "min"]) -> Found:
+def find_checkpoint(run: RunDir, which: str, monitor: Monitor) -> Found:
     """Return a checkpoint of a run. Raises ExportError if there is none.
 
     Args:
-        which: `best` (by the metric `monitor`), `final` (the newest one), or a step.
-        mode: whether the largest or the smallest value of `monitor` is the best.
+        which: `best` (by the monitored metric), `final` (the newest one), or a step.
     """
-    store = CheckpointStore(run.checkpoints, best_metric=monitor, monitor_mode=mode)
+    store = CheckpointStore(run.checkpoints, best_metric=monitor.metric, monitor_mode=monitor.mode)
     found = {one.step: one for one in store.all()}
     if not found:
         raise ExportError(f"run {run.name} has no valid checkpoint in {run.checkpoints}")
@@ -55,8 +55,8 @@ def find_checkpoint(run: RunDir, which: str, *, monitor: str, mode: Literal["max
     if which == "best":
         if (best := store.best()) is None:
             raise ExportError(
-                f"no checkpoint of {run.name} has the metric {monitor} (checkpoint.monitor): choose --checkpoint final"
-                f" or a step ({_listed(found)})"
+                f"no checkpoint of {run.name} has the metric {monitor.metric} (checkpoint.monitor): choose --checkpoint"
+                f" final or a step ({_listed(found)})"
             )
         return best
     if not (which.isascii() and which.isdigit() and len(which) < 20):

@@ -24,6 +24,7 @@ from hpcdist.errors import CheckpointError
 from hpcdist.files import retry as file_retry
 from hpcdist.files.atomic import fsync_folder
 from hpcdist.files.retry import retry
+from hpcdist.run.saved_checkpoints import folder_name, step_of
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ class CheckpointStore:
 
     def _folders(self) -> list[Path]:
         """Return the folders named like a checkpoint, newest first."""
-        steps = {entry: checkpoint_folder.step_of(entry) for entry in _entries(self.folder)}
+        steps = {entry: step_of(entry) for entry in _entries(self.folder)}
         named = [(step, entry) for entry, step in steps.items() if step is not None]
         return [entry for _, entry in sorted(named, reverse=True)]
 
@@ -176,7 +177,7 @@ class CheckpointStore:
         Raises CheckpointError if the files cannot be written, for example on a full disk. Then the temporary folder is
         removed and older checkpoints are unchanged.
         """
-        final = self.folder / checkpoint_folder.folder_name(snapshot.step)
+        final = self.folder / folder_name(snapshot.step)
         try:
             retry(lambda: self.folder.mkdir(parents=True, exist_ok=True), self.folder)
             if file_retry.exists(final) and self._is_valid(final):
@@ -214,7 +215,7 @@ class CheckpointStore:
 
         Raises CheckpointError if the checkpoint does not exist or its manifest cannot be written.
         """
-        folder = self.folder / checkpoint_folder.folder_name(step)
+        folder = self.folder / folder_name(step)
         manifest = checkpoint_folder.read_manifest(folder)
         try:
             checkpoint_folder.write_manifest(folder, replace(manifest, metrics={**manifest.metrics, **metrics}))
@@ -272,7 +273,7 @@ class CheckpointStore:
 
     def staging(self, step: int, attempt: int) -> Path:
         """Return the folder to which the ranks of an attempt write their shards, until rank 0 collects them."""
-        return self.folder / f"{_TEMP_PREFIX}{checkpoint_folder.folder_name(step)}-shards-{attempt:03d}"
+        return self.folder / f"{_TEMP_PREFIX}{folder_name(step)}-shards-{attempt:03d}"
 
     def _temp_name(self, final: Path) -> Path:
         return self.folder / f"{_TEMP_PREFIX}{final.name}-{secrets.token_hex(4)}"

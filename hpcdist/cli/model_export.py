@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import typer
 
@@ -40,6 +40,7 @@ def export(
 
         hpcdist export ddp-2026 --format onnx --checkpoint final --output digits.onnx
     """
+    from hpcdist.config.monitor import monitor_of
     from hpcdist.config.written import plain_tree
     from hpcdist.files.ownership import require_trusted
     from hpcdist.run.lookup import resolve_run
@@ -49,23 +50,16 @@ def export(
     found = resolve_run(run, runs_dir)
     if file_format == "onnx":  # loading a program may execute code
         require_trusted(found.path, "export")
-    section: Any = plain_tree(found.config).get("checkpoint")
-    section = section if isinstance(section, dict) else {}
+    monitor = monitor_of(plain_tree(found.config))
 
     try:
         from hpcdist.checkpoint import conversion
     except ModuleNotFoundError as error:
         raise UserMistake(f"export needs {error.name}: run `pip install 'hpcdist[train,export]'`") from error
-    from hpcdist.config.schema import CheckpointConfig
 
     kind = cast(conversion.Format, file_format)
     conversion.require_packages(kind)
-    chosen = conversion.find_checkpoint(
-        found,
-        checkpoint,
-        monitor=str(section.get("monitor", CheckpointConfig.monitor)),
-        mode="min" if section.get("monitor_mode") == "min" else "max",
-    )
+    chosen = conversion.find_checkpoint(found, checkpoint, monitor)
     target = output or Path(f"{found.name}-step-{chosen.step}{conversion.SUFFIXES[kind]}")
     for path in conversion.write_model(found, chosen, kind, target.expanduser()):
         print(f"{path}: {path.stat().st_size:,} bytes, step {chosen.step} of {found.name}")

@@ -15,7 +15,6 @@ from hpcdist.cli.terminal import console
 from hpcdist.errors import UserMistake
 
 if TYPE_CHECKING:
-    from hpcdist.run.folder import RunDir
     from hpcdist.run.sweep_folder import SweepDir
 
 app = typer.Typer()
@@ -67,6 +66,7 @@ def status(run: RunName, as_json: Json = False, runs_dir: RunsDir = RUNS) -> Non
 def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
     from hpcdist.cli.run_tables import read_status
     from hpcdist.cli.sweep_tables import show_cells
+    from hpcdist.config.monitor import first_monitor
 
     cells = sweep.cells()
     labels = [str(cell["label"]) for cell in sweep.read()["cells"]]
@@ -75,18 +75,8 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
         document = {"sweep": sweep.name, "cells": [{"label": label} | read_status(run) for label, run in made]}
         print(json.dumps(document, indent=2))
         return
-    best = next((found for run in cells if (found := _best_metric(run))), "eval/accuracy")
+    best = first_monitor(run.config for run in cells).metric
     show_cells(sweep.name, list(zip(labels, cells, strict=True)), best)
-
-
-def _best_metric(run: RunDir) -> str:
-    """Return the metric that selects a run's best checkpoint; empty if its config cannot be read."""
-    from hpcdist.config.loading import load_run_config
-
-    try:
-        return load_run_config(run.config, [], {}, require_secrets=False).checkpoint.monitor
-    except UserMistake:
-        return ""
 
 
 @app.command()

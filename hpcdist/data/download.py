@@ -6,8 +6,6 @@ that no rank reads a partial dataset. Finding a dataset works without torch, as 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import http.client
 import logging
 import os
@@ -15,12 +13,11 @@ import shutil
 import socket
 import tempfile
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 from hpcdist.config.schema import DataConfig
 from hpcdist.errors import DataError
-from hpcdist.files.lock import flock_if_possible
+from hpcdist.files.lock import long_lock
 
 log = logging.getLogger(__name__)
 
@@ -113,26 +110,14 @@ def prepare(data: DataConfig) -> None:
     if find(data.name, root):
         return
     try:
-        with _exclusive_lock(root):
+        root.mkdir(parents=True, exist_ok=True)
+        with long_lock(root / LOCK_NAME, waiting=f"waiting for another process that downloads into {root}"):
             if not find(data.name, root):  # another process may have downloaded it meanwhile
                 _download(data.name, root)
     # torchvision raises RuntimeError if no mirror answers or a checksum is wrong.
     except (OSError, RuntimeError, EOFError, zlib.error, http.client.HTTPException) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{_not_found(data.name, root)} and could not be downloaded ({reason}): {_FIX}") from error
-
-
-@contextlib.contextmanager
-def _exclusive_lock(root: Path) -> Iterator[None]:
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / LOCK_NAME).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if isinstance(error, BlockingIOError):
-                log.info("waiting for another process that downloads into %s", root)
-            flock_if_possible(file)
-        yield  # the lock is released when the file is closed or the process ends
 
 
 def _download(name: str, root: Path) -> None:

@@ -7,8 +7,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from hpcdist.environments.listing import fingerprint
 from hpcdist.environments.uv_project import build, uv_fingerprint
 from hpcdist.files.atomic import read_json, write_json
 from hpcdist.files.formats import fill
-from hpcdist.files.lock import flock_if_possible
+from hpcdist.files.lock import long_lock
 
 log = logging.getLogger(__name__)
 DAY_S = 86400.0
@@ -55,7 +55,7 @@ def pack(environment: EnvironmentConfig, runs_dir: Path, env: Mapping[str, str])
     digest = uv_fingerprint(source, environment.uv_args) if environment.kind == "uv" else fingerprint(source)
     form = "" if environment.stage else "-in-place"
     record = store / f"{environment.kind}-{digest[:16]}{form}.json"
-    with _locked(store):
+    with long_lock(store / "lock"):
         if (found := _read(record)) is None:
             began = time.monotonic()
             log.info("packing %s, once for all runs", source)
@@ -114,14 +114,6 @@ def _packed(kind: str, name: str, path: Path, *, prefix: Path | str = "") -> Pac
     return Packed(
         key=name, kind=kind, path=str(path), sha256=digest, size_bytes=path.stat().st_size, prefix=str(prefix)
     )
-
-
-@contextmanager
-def _locked(store: Path) -> Iterator[None]:
-    """Wait until no other process packs an environment."""
-    with open(store / "lock", "a") as file:
-        flock_if_possible(file)
-        yield
 
 
 def _remove_unused(store: Path, max_age_days: float, *, keep: str) -> None:

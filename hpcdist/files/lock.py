@@ -16,8 +16,9 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import psutil
 
@@ -47,7 +48,9 @@ def exclusive(path: Path, *, within_s: float = WAIT_S) -> Iterator[None]:
     until = time.monotonic() + within_s
     file = retry.retry(lambda: open(path, "a"), path)  # noqa: SIM115  # closed below
     try:
-        if _flock(file, path, until, within_s):
+        while (locked := _try_flock(file)) is False:
+            _wait(path, until, within_s)
+        if locked:
             yield
             return
     finally:
@@ -62,20 +65,40 @@ def exclusive(path: Path, *, within_s: float = WAIT_S) -> Iterator[None]:
         retry.remove(held)
 
 
-def flock_if_possible(file: IO[Any]) -> None:
-    """Wait for a long-held lock; on a file system without flock, warn and continue without a lock."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in NO_FLOCK:
-            raise
-        log.warning(
-            "%s cannot be locked (%s): do not start another process that writes there", file.name, error.strerror
-        )
+@contextmanager
+def long_lock(path: Path, *, mode: int = 0o666, waiting: str = "") -> Iterator[None]:
+    """Hold a lock for work that may take minutes, after waiting for it without a time limit.
+
+    On a file system without flock, a warning is logged and the work is done without a lock.
+
+    Args:
+        path: the lock file, which is created and stays.
+        mode: access rights of a new lock file.
+        waiting: logged before a wait.
+
+    Raises OSError if the file cannot be opened.
+    """
+    with open(path, "a", opener=partial(os.open, mode=mode)) as file:
+        if not lock_now(file):
+            if waiting:
+                log.info("%s", waiting)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
-def _flock(file: IO[str], path: Path, until: float, within_s: float) -> bool:
-    """Return whether the lock is held; False if the file system has no flock."""
+def lock_now(file: IO[str]) -> bool:
+    """Lock an open file until it is closed; return False if another process holds the lock.
+
+    On a file system without flock, a warning is logged, and the file counts as locked.
+    """
+    found = _try_flock(file)
+    if found is None:
+        log.warning("%s cannot be locked (no flock): do not start another process that writes there", file.name)
+    return found is not False
+
+
+def _try_flock(file: IO[str]) -> bool | None:
+    """Return whether the lock is held now; None if the file system has no flock."""
 
     def try_now() -> bool | None:
         try:
@@ -88,9 +111,7 @@ def _flock(file: IO[str], path: Path, until: float, within_s: float) -> bool:
             raise
         return True
 
-    while (done := retry.retry(try_now, path)) is False:
-        _wait(path, until, within_s)
-    return done is True
+    return retry.retry(try_now, Path(file.name))
 
 
 def _make(held: Path, until: float, within_s: float) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
 from hpcdist.run.live_command import CommandResult, LiveCommand, read_command, write_result
+from hpcdist.run.saved_checkpoints import folder_name
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +87,7 @@ class LiveCommands:
         Args:
             path: the checkpoint; by default that of the step in the folder of checkpoints.
         """
-        saved = path or self._run.checkpoints / f"step-{step:08d}"
+        saved = path or self._run.checkpoints / folder_name(step)
         numbers = self._new_saves()
         result = CommandResult(step=step, path=str(saved.relative_to(self._run.path)))
         return partial(self._report_saves, numbers, result)

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from hpcdist.review.rank_times import TimedAttempt, last_sign
-from hpcdist.run.attempt_times import read_times
+from hpcdist.review.rank_times import TimedAttempt
+from hpcdist.run.attempt_times import end_of, read_times
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import holder
 from hpcdist.run.slurm_job import JobStart, all_job_starts
@@ -32,7 +32,7 @@ def timed_attempts(run: RunDir, now: float) -> list[TimedAttempt]:
     found = []
     for index, (attempt, times) in enumerate(known):
         is_live = times.ended is None and is_held and index == len(known) - 1
-        ended = now if is_live else times.ended if times.ended is not None else last_sign(attempt, times)
+        ended = now if is_live else end_of(attempt, times)
         if index + 1 < len(known):
             ended = min(ended, known[index + 1][1].began)
         ended = max(ended, times.began)

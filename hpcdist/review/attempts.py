@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from hpcdist.errors import RunFolderError
 from hpcdist.files.atomic import read_json
 from hpcdist.review.checkpoints import CheckpointFacts
 from hpcdist.run.attempt import Attempt
-from hpcdist.run.attempt_times import AttemptTimes, read_times
+from hpcdist.run.attempt_times import AttemptTimes, end_of, read_times
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.slurm_job import JobStart, all_job_starts
 from hpcdist.run.training_record import read_training
@@ -126,7 +127,7 @@ def _read(attempt: Attempt, state: State, *, resumed_at: int | None) -> AttemptF
     elif not status and is_last and state.status == "running":
         status = "running"
     elif not status:
-        status, cause, ended = "failed", UNRECORDED, ended or _last_sign(started, beat)
+        status, cause, ended = "failed", UNRECORDED, _last_sign(attempt, times, beat, started)
     last_step = _last_step(attempt, beat)
     steps_lost = None
     if status == "finished":
@@ -169,8 +170,12 @@ def _hosts(attempt: Attempt, beat: Mapping[str, Any] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(host for host in found if isinstance(host, str)))
 
 
-def _last_sign(started: float, beat: Mapping[str, Any] | None) -> float:
-    return max(started, float(beat["time"]) if beat is not None else 0.0)
+def _last_sign(attempt: Attempt, times: AttemptTimes | None, beat: Mapping[str, Any] | None, started: float) -> float:
+    """Return about when an attempt ended; from the heartbeat of rank 0 alone if those of all ranks are unknown."""
+    ended = float(beat["time"]) if beat is not None else started
+    with suppress(RunFolderError, OSError):
+        ended = end_of(attempt, times) if times is not None else ended
+    return max(started, ended)
 
 
 def _last_step(attempt: Attempt, beat: Mapping[str, Any] | None) -> int | None:

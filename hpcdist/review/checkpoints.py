@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpcdist.config.monitor import Monitor
 from hpcdist.errors import RunFolderError
 from hpcdist.files.atomic import read_json
 from hpcdist.run.folder import RunDir
-
-_FOLDER = re.compile(r"step-(\d{8,18})")
+from hpcdist.run.saved_checkpoints import MANIFEST_FILE, complete_checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,24 +28,20 @@ class CheckpointFacts:
 
 def read_checkpoints(run: RunDir) -> tuple[CheckpointFacts, ...]:
     """Return the checkpoints with a manifest, oldest first."""
-    found = [
-        facts
-        for path in run.checkpoints.glob("step-*")
-        if (match := _FOLDER.fullmatch(path.name)) and (facts := _read(path, int(match[1]))) is not None
-    ]
-    return tuple(sorted(found, key=lambda facts: facts.step))
+    found = (_read(path, step) for step, path in complete_checkpoints(run))
+    return tuple(facts for facts in found if facts is not None)
 
 
-def best_checkpoint(checkpoints: Iterable[CheckpointFacts], monitor: str, monitor_mode: str) -> CheckpointFacts | None:
-    """Return the checkpoint with the best value of `monitor`, the newest of equal ones; None if none has it."""
-    sign = -1.0 if monitor_mode == "min" else 1.0
-    scored = [(sign * one.metrics[monitor], one.step, one) for one in checkpoints if monitor in one.metrics]
+def best_checkpoint(checkpoints: Iterable[CheckpointFacts], monitor: Monitor) -> CheckpointFacts | None:
+    """Return the checkpoint with the best monitored metric, the newest of equal ones; None if none has the metric."""
+    sign, key = -1.0 if monitor.mode == "min" else 1.0, monitor.metric
+    scored = [(sign * one.metrics[key], one.step, one) for one in checkpoints if key in one.metrics]
     return max(scored, key=lambda item: item[:2])[2] if scored else None
 
 
 def _read(path: Path, step: int) -> CheckpointFacts | None:
     try:
-        manifest = read_json(path / "manifest.json")
+        manifest = read_json(path / MANIFEST_FILE)
     except (RunFolderError, OSError):
         return None
     if manifest is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpcdist.config.monitor import monitor_of
 from hpcdist.config.schema import find_trainer
 from hpcdist.config.tree import flat
 from hpcdist.config.written import plain_tree
@@ -116,13 +117,12 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
     """
     state = state or run.read_state()
     environment, container = _read(run.environment), _read(run.container)
-    config, origin = _config(run), read_origin(run)
+    tree, origin = _config(run), read_origin(run)
+    config, monitor = flat(tree), monitor_of(tree)
     mlflow = _read(run.mlflow)
     checkpoints = read_checkpoints(run)
     attempts = read_attempts(run, state, checkpoints)
     training = _training(run)
-    monitor = _text(config.get("checkpoint.monitor"))
-    monitor_mode = _text(config.get("checkpoint.monitor_mode")) or "max"
     metrics = _last_logged(run, attempts, "metrics")
     return RunFacts(
         name=run.name,
@@ -157,15 +157,15 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         model=_model(config),
         num_parameters=training.num_parameters,
         datasets=training.datasets,
-        monitor=monitor,
-        monitor_mode=monitor_mode,
+        monitor=monitor.metric,
+        monitor_mode=monitor.mode,
         metrics=metrics,
         metric_steps={
             key: step for key, step in _last_logged(run, attempts, "metric_steps").items() if type(step) is int
         },
         samples_per_s=_samples_per_s(run, attempts, metrics.get("samples")),
         checkpoints=checkpoints,
-        best=best_checkpoint(checkpoints, monitor, monitor_mode),
+        best=best_checkpoint(checkpoints, monitor),
         has_model=(run.model / "MLmodel").is_file(),
         registered_as=_text(config.get("tracking.register_as")),
         attempts=attempts,
@@ -223,7 +223,7 @@ def _training(run: RunDir) -> TrainingRecord:
 
 def _config(run: RunDir) -> dict[str, Any]:
     try:
-        return flat(plain_tree(run.config))
+        return plain_tree(run.config)
     except (ConfigError, RunFolderError):
         return {}
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import jinja2
 from markupsafe import Markup, escape
 
+from hpcdist.config.monitor import monitor_of
 from hpcdist.config.redaction import redact_text
 from hpcdist.config.schema.declaration import find_trainer
 from hpcdist.config.written import plain_tree
@@ -105,7 +106,6 @@ def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
     grouped = declared_charts(series, declared.charts if declared else {})
     figures = read_figures(run.artifacts)
     ledger = part(read_ledger) or Ledger()
-    monitor = str((config.get("checkpoint") or {}).get("monitor", ""))
     shown_apart = [key for keys in grouped.values() for key in keys]
     facts, patch = part(read_facts), part(run_sections.read_patch)
     content: dict[str, Any] = {
@@ -123,7 +123,7 @@ def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
         "cause_of": lambda entry: entry.cause,
         "ledger_bar": ledger_bar(ledger),
         "series": {key: found for key, found in sorted(series.items()) if not is_hidden(key)},
-        "charts": metric_charts(series, monitor=monitor, skip=shown_apart),
+        "charts": metric_charts(series, monitor=monitor_of(config).metric, skip=shown_apart),
         "trainer": trainer,
         "trainer_charts": [chart_of(title, keys, series) for title, keys in grouped.items()],
         "figures": [(figure, draw(figure)) for figure in figures.figures],

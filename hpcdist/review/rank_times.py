@@ -54,12 +54,6 @@ class TimedAttempt:
         return {node: share.allocated for node, share in self.times.shares.items()}
 
 
-def last_sign(attempt: Attempt, times: AttemptTimes) -> float:
-    """Return the time of the last heartbeat of an attempt, or its begin."""
-    beats = (attempt.read_beat(rank) for share in times.shares.values() for rank in share.ranks)
-    return max((float(beat["time"]) for beat in beats if beat is not None), default=times.began)
-
-
 def attempt_seconds(timed: TimedAttempt) -> dict[tuple[str, Cause], float]:
     """Return the resource-seconds of an attempt by node and cause. They add up to its duration × resources."""
     sums: dict[tuple[str, Cause], float] = {}

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpcdist.config.written import plain_tree
-from hpcdist.errors import ConfigError, RunFolderError
+from hpcdist.config.monitor import Monitor, first_monitor
+from hpcdist.errors import RunFolderError
 from hpcdist.files.atomic import read_json
 from hpcdist.review.checkpoints import best_checkpoint, read_checkpoints
 from hpcdist.review.markdown import escaped, link, run_page, table
@@ -45,10 +45,15 @@ def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
     """Return the facts of a sweep. Raises RunFolderError if `sweep.json` cannot be read."""
     content = sweep.read()
     runs = [RunDir(sweep.path.parent / cell["name"]) for cell in content["cells"]]
-    section = next((found for run in runs if (found := _checkpoint_section(run))), {})
-    monitor, mode = str(section.get("monitor", "")), str(section.get("monitor_mode", "max"))
-    cells = [_read_cell(run, cell, monitor, mode) for run, cell in zip(runs, content["cells"], strict=True)]
-    return SweepFacts(state=state, keys=tuple(content["keys"]), monitor=monitor, monitor_mode=mode, cells=tuple(cells))
+    monitor = first_monitor(run.config for run in runs)
+    cells = [_read_cell(run, cell, monitor) for run, cell in zip(runs, content["cells"], strict=True)]
+    return SweepFacts(
+        state=state,
+        keys=tuple(content["keys"]),
+        monitor=monitor.metric,
+        monitor_mode=monitor.mode,
+        cells=tuple(cells),
+    )
 
 
 def describe_sweep(facts: SweepFacts, *, max_chars: int) -> str:
@@ -97,8 +102,8 @@ def _titled(cell: CellFacts) -> str:
     return link(escaped(cell.label, 100), cell.page) if cell.page else escaped(cell.label, 100)
 
 
-def _read_cell(run: RunDir, cell: dict[str, Any], monitor: str, mode: str) -> CellFacts:
-    best = best_checkpoint(read_checkpoints(run), monitor, mode)
+def _read_cell(run: RunDir, cell: dict[str, Any], monitor: Monitor) -> CellFacts:
+    best = best_checkpoint(read_checkpoints(run), monitor)
     status: str
     try:
         ids = read_json(run.mlflow) or {}
@@ -109,15 +114,7 @@ def _read_cell(run: RunDir, cell: dict[str, Any], monitor: str, mode: str) -> Ce
         values=cell["values"],
         label=cell["label"],
         status=status,
-        metric=None if best is None else best.metrics[monitor],
+        metric=None if best is None else best.metrics[monitor.metric],
         step=None if best is None else best.step,
         page=run_page(str(ids.get("experiment_id", "")), str(ids.get("run_id", ""))),
     )
-
-
-def _checkpoint_section(run: RunDir) -> dict[str, Any]:
-    try:
-        found = plain_tree(run.config).get("checkpoint")
-    except (ConfigError, RunFolderError):
-        return {}
-    return found if isinstance(found, dict) else {}

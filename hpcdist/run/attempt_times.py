@@ -72,6 +72,14 @@ def read_times(attempt: Attempt) -> AttemptTimes | None:
         return None
 
 
+def end_of(attempt: Attempt, times: AttemptTimes) -> float:
+    """Return when an attempt ended; without a recorded end the time of its last heartbeat, or its begin."""
+    if times.ended is not None:
+        return times.ended
+    beats = (attempt.read_beat(rank) for share in times.shares.values() for rank in share.ranks)
+    return max((float(beat["time"]) for beat in beats if beat is not None), default=times.began)
+
+
 def write_times(attempt: Attempt, times: AttemptTimes) -> None:
     """Write the times of an attempt. A failure is logged: the training does not depend on this file."""
     try:

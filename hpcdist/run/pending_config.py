@@ -15,22 +15,12 @@ from hpcdist.config.tree import flat
 from hpcdist.config.written import flat_values, plain_tree, run_yaml, secrets_of
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.files import retry
-from hpcdist.files.atomic import fsync_folder, read_json, write_atomic
+from hpcdist.files.atomic import fsync_folder, write_atomic
 from hpcdist.run import secret_file
 from hpcdist.run.folder import RunDir, State
+from hpcdist.run.saved_checkpoints import newest_step
 
 _SHOWN_KEYS = 3
-
-
-def newest_step(run: RunDir) -> int | None:
-    """Return the step of the newest checkpoint with a manifest, or None; the content is not verified."""
-    steps = []
-    found = retry.retry(lambda: list(run.checkpoints.glob("step-*/manifest.json")), run.checkpoints)
-    for path in found:
-        step = (read_json(path) or {}).get("step")
-        if type(step) is int:
-            steps.append(step)
-    return max(steps, default=None)
 
 
 def check(run: RunDir, config: Config) -> None:

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
-from hpcdist.run.pending_config import adopt, newest_step
+from hpcdist.run.pending_config import adopt
+from hpcdist.run.saved_checkpoints import newest_step
 from hpcdist.supervisor.restart_policy import Failure
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcdist.config.schema import CheckpointConfig
+from hpcdist.config.monitor import monitor_of
 from hpcdist.files import retry
 from hpcdist.files.ownership import stays_inside
 from hpcdist.review.checkpoints import best_checkpoint, read_checkpoints
@@ -128,10 +128,8 @@ def _hang_reports(attempt: Attempt) -> Iterator[Path]:
 
 def checkpoints(run: RunDir, config: Mapping[str, Any]) -> Iterator[Artifact]:
     """Yield the newest checkpoint as `checkpoints/final` and the best one as `checkpoints/best`."""
-    section = config.get("checkpoint") or {}
     complete = read_checkpoints(run)
     if complete:
         yield Artifact(complete[-1].path, "checkpoints/final", fingerprint(complete[-1].path))
-    monitor = section.get("monitor", CheckpointConfig.monitor)
-    if (best := best_checkpoint(complete, monitor, section.get("monitor_mode", "max"))) is not None:
+    if (best := best_checkpoint(complete, monitor_of(config))) is not None:
         yield Artifact(best.path, "checkpoints/best", fingerprint(best.path))

@@ -13,6 +13,7 @@ import logging
 import math
 from typing import Any
 
+from hpcdist.config.monitor import Monitor
 from hpcdist.errors import TrackingError
 from hpcdist.tracking.mlflow_client import MlflowException, all_pages, is_unsupported, translated
 from hpcdist.tracking.mlflow_run import MlflowRun
@@ -29,7 +30,7 @@ _MAX_MOVES = 20
 _PAGE = 200
 
 
-def move_best(run: MlflowRun, name: str, version: str, monitor: str, mode: str) -> None:
+def move_best(run: MlflowRun, name: str, version: str, monitor: Monitor) -> None:
     """Record the metric of a run's version, and set the alias `best` to the best version of the registered model.
 
     A version with an equal metric does not replace the one that has the alias. Without the metric in the run, or on a
@@ -37,22 +38,20 @@ def move_best(run: MlflowRun, name: str, version: str, monitor: str, mode: str) 
 
     Args:
         version: number of the version that `run` has registered.
-        monitor: name of the metric, as in `checkpoint.monitor`.
-        mode: `max` or `min`.
 
     Raises TrackingError if MLflow fails or rejects a request.
     """
     try:
         with translated(run.uri):
-            metric = clean_metric_name(monitor)
+            metric = clean_metric_name(monitor.metric)
             value = _run_value(run, run.run_id, metric)
             if value is None:
-                log.debug("%s/%s has no metric %s: the alias %s is not moved", name, version, monitor, ALIAS)
+                log.debug("%s/%s has no metric %s: the alias %s is not moved", name, version, metric, ALIAS)
                 return
             run.client.set_model_version_tag(name, version, METRIC_TAG, metric)
             run.client.set_model_version_tag(name, version, VALUE_TAG, repr(value))
             for _ in range(_MAX_MOVES):
-                if not _move_once(run, name, metric, -1.0 if mode == "min" else 1.0):
+                if not _move_once(run, name, metric, -1.0 if monitor.mode == "min" else 1.0):
                     return
             log.warning("the alias %s of %s is moved by other processes all the time", ALIAS, name)
     except TrackingError as error:

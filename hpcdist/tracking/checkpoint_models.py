@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from hpcdist.files.bounded_json import read_json_value
 from hpcdist.files.ownership import stays_inside
 from hpcdist.review.checkpoints import finite_number
 from hpcdist.run.folder import RunDir
+from hpcdist.run.saved_checkpoints import MANIFEST_FILE, complete_checkpoints
 from hpcdist.tracking.artifacts import fingerprint
 from hpcdist.tracking.mlflow_client import MlflowException, all_pages, entities, is_unsupported, require_id, translated
 from hpcdist.tracking.mlflow_run import MlflowRun
@@ -33,7 +33,6 @@ _STEP_TAG = "hpcdist.checkpoint.step"
 _NOTE_TAG = "mlflow.note.content"
 #: MLflow marks models with this tag if their files are not among its artifacts.
 _EXTERNAL_TAG = "mlflow.model.isExternal"
-_STEP_FOLDER = re.compile(r"step-\d{8,}")
 _PAGE = 100
 
 
@@ -98,10 +97,10 @@ def _text(name: str) -> str:
 def manifests(run: RunDir) -> dict[str, str]:
     """Return the checkpoint folders that are complete, each with a text that changes with its manifest."""
     found = {}
-    for folder in sorted(run.checkpoints.glob("step-*")):
-        path = folder / "manifest.json"
+    for _, folder in complete_checkpoints(run):
+        path = folder / MANIFEST_FILE
         # The manifest of a linked folder outside of the run is not this run's.
-        if _STEP_FOLDER.fullmatch(folder.name) and (mark := fingerprint(path)) and stays_inside(path, run.path):
+        if (mark := fingerprint(path)) and stays_inside(path, run.path):
             found[folder.name] = mark
     return found
 
@@ -111,7 +110,7 @@ def read_checkpoint(folder: Path) -> KeptCheckpoint | None:
 
     Raises OSError if the manifest cannot be read.
     """
-    path = folder / "manifest.json"
+    path = folder / MANIFEST_FILE
     try:
         raw = retry.retry(lambda: read_json_value(path), path)
         files = sorted((str(name), str(one["sha256"]), int(one["bytes"])) for name, one in raw["files"].items())

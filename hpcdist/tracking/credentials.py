@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import configparser
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,12 @@ class Credentials:
     password: str = ""
     token: str = ""
     source: str = ""  #: where they are set, for messages
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of a request with these credentials."""
+        if self.user:
+            return {"Authorization": "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()}
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
 
 def credentials_file(env: Mapping[str, str]) -> Path:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterable
 
-from hpcdist.config.schema import CheckpointConfig
+from hpcdist.config.monitor import monitor_of
 from hpcdist.errors import TrackingError
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.polling import CHECKS_PER_S
@@ -313,9 +313,7 @@ class Delivery:
         name = (self.config.get("tracking") or {}).get("register_as")
         if name and "registered" not in model:
             registered = register(self.open_run(), model["model_id"], name)
-            section = self.config.get("checkpoint") or {}
-            monitor, mode = section.get("monitor", CheckpointConfig.monitor), section.get("monitor_mode", "max")
-            move_best(self.open_run(), name, registered.rpartition("/")[2], monitor, mode)
+            move_best(self.open_run(), name, registered.rpartition("/")[2], monitor_of(self.config))
             model["registered"] = registered
             self.progress.save(self._saved)
 

@@ -10,12 +10,11 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hpcdist.errors import RunFolderError, TrackingError, UserMistake
-from hpcdist.files.lock import flock_if_possible
+from hpcdist.files.lock import long_lock
 from hpcdist.run.runs_dir import make_database
 from hpcdist.tracking.credentials import require_private_credentials
 from hpcdist.tracking.server_errors import explanation
@@ -144,8 +143,7 @@ def open_client(uri: str) -> MlflowClient:
             make_database(database)
         except RunFolderError as error:
             raise TrackingError(str(error)) from error
-        with open(f"{database}.lock", "a", opener=partial(os.open, mode=0o600)) as lock:
-            flock_if_possible(lock)
+        with long_lock(database.with_name(f"{database.name}.lock"), mode=0o600):
             if not database.stat().st_size:
                 _create_tables(database)
             return _connected(uri)

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.files.atomic import read_json
-from hpcdist.files.lock import flock_if_possible
+from hpcdist.files.lock import long_lock
 from hpcdist.review.sweep_description import describe_sweep, read_sweep_facts
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.sweep import text_of
@@ -116,8 +116,7 @@ class ParentRun:
 def _locked(sweep: SweepDir) -> Iterator[None]:
     with ExitStack() as stack:
         try:
-            file = stack.enter_context(open(sweep.path / ".mlflow.lock", "a"))
+            stack.enter_context(long_lock(sweep.path / ".mlflow.lock"))
         except OSError as error:
             raise TrackingError(f"{sweep.path} cannot be written ({error.strerror})") from error
-        flock_if_possible(file)
         yield

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import re
 import time
 import zlib
 from collections.abc import Iterable, Mapping
@@ -18,9 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlflow import __version__ as installed
-from mlflow.utils.credentials import get_default_host_creds
-from mlflow.utils.rest_utils import http_request
 
+from hpcdist.config.monitor import monitor_of
 from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import read_json, write_json
 from hpcdist.review.causes import CAUSES
@@ -30,6 +28,7 @@ from hpcdist.tracking.links import VIEWS
 from hpcdist.tracking.mlflow_client import translated
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.names import clean_name
+from hpcdist.tracking.server_version import server_version
 from hpcdist.tracking.uri import is_server
 
 log = logging.getLogger(__name__)
@@ -163,17 +162,14 @@ def _version(uri: str) -> str:
     """Return the version of MLflow that shows a store: of the server, or of this installation for a database."""
     if not is_server(uri):
         return str(installed)
-    credentials = get_default_host_creds(uri)
-    response = http_request(credentials, "/version", "GET", max_retries=0)
-    found = re.fullmatch(r"\d+(\.\w+)+", response.text.strip())
-    return found[0] if response.status_code == 200 and found else "unknown"
+    return server_version(uri) or "unknown"
 
 
 def _update(mlflow: MlflowRun, run: RunDir, config: Mapping[str, Any]) -> list[str]:
     tags = mlflow.client.get_experiment(mlflow.experiment_id).tags
     known = [_read(tags.get(_TAG + id_, "")) for id_ in VIEWS]
-    checkpoint = config.get("checkpoint") or {}
-    own = {clean_name(str(checkpoint.get("monitor", "eval/accuracy"))): str(checkpoint.get("monitor_mode", "max"))}
+    monitor = monitor_of(config)
+    own = {clean_name(monitor.metric): monitor.mode}
     sweep = sweep_of(run)
     axes = [clean_name(key) for key in sweep.read()["keys"]] if sweep is not None else []
     # The columns of other runs in the experiment stay: views are shared by all its runs.

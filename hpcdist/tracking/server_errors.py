@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import urllib.request
-from http.client import HTTPException
 from importlib.metadata import version
 from urllib.parse import urlsplit
 
 from hpcdist.errors import UserMistake
 from hpcdist.tracking.credentials import VARIABLES, read_credentials
-from hpcdist.tracking.links import web_address
+from hpcdist.tracking.server_version import server_version
 
 _STATUS = re.compile(
     r"failed with error code (\d{3}) |too many (\d{3}) error responses|^(\d{3}) (?:Client|Server) Error"
@@ -31,7 +29,6 @@ _CODES = {
     "TEMPORARILY_UNAVAILABLE": 503,
 }
 _NOT_AN_API = frozenset({404, 405, 410, 501})
-_VERSION_S = 5.0
 
 
 def explanation(error: Exception, uri: str, retry_after_s: float) -> str:
@@ -115,7 +112,7 @@ def _forbidden(text: str, uri: str) -> str:
 
 
 def _no_endpoint(status: int, uri: str) -> str:
-    own, found = version("mlflow"), _server_version(uri)
+    own, found = version("mlflow"), server_version(uri)
     if not found:
         return f"the server does not know MLflow's API ({status}): check the address, and its path if it has one"
     if found == own:
@@ -124,13 +121,3 @@ def _no_endpoint(status: int, uri: str) -> str:
         f"the server has MLflow {found} and does not know a request of this client's MLflow {own} ({status}): install"
         " the same version on both sides"
     )
-
-
-def _server_version(uri: str) -> str:
-    """Return the version of the MLflow server at an address; empty if none answers."""
-    try:
-        with urllib.request.urlopen(f"{web_address(uri)}/version", timeout=_VERSION_S) as answer:  # noqa: S310 (HTTP)
-            text = answer.read(100).decode(errors="replace").strip()
-    except (OSError, ValueError, HTTPException):
-        return ""
-    return text if re.fullmatch(r"\d+\.\d+[\w.]*", text) else ""

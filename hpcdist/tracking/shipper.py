@@ -8,7 +8,6 @@ but neither loses nor duplicates any, see `shipping_state.py`.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import select
@@ -25,6 +24,7 @@ from hpcdist import logs
 from hpcdist.config.schema import LaunchConfig
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError
 from hpcdist.files import retry
+from hpcdist.files.lock import lock_now
 from hpcdist.files.log_limit import limit_log
 from hpcdist.run import lease
 from hpcdist.run.folder import ENDED, RunDir, State
@@ -52,15 +52,7 @@ def _only_shipper(run: RunDir) -> Iterator[bool]:
     """Hold the lock of the run's shipper. Yields False if another process holds it."""
     path = run.journal / ".shipper.lock"
     with retry.retry(lambda: open(path, "a"), path) as file:
-        only = True
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            only = False
-        except OSError as error:
-            # Some network file systems have no locks; the lease still prevents two supervisors.
-            log.warning("no lock on %s (%s): do not run `hpcdist sync` for it at the same time", run.name, error)
-        yield only
+        yield lock_now(file)
 
 
 def ship_forever(run: RunDir, uri: str, parent_pid: int, *, through_queue: bool = False) -> bool:

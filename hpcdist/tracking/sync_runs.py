@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from hpcdist.config.loading import load_run_config
 from hpcdist.errors import HpcdistError, UserMistake
-from hpcdist.files.lock import NO_FLOCK
+from hpcdist.files.lock import lock_now
 from hpcdist.files.ownership import require_trusted
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import holder
@@ -123,20 +123,13 @@ def _only_watch(runs_dir: Path) -> Iterator[None]:
     """Hold the lock of the folder's watching process, so that a cron line may start it again and again."""
     path = runs_dir / ".sync.lock"
     try:
-        file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+")  # noqa: SIM115 (closed below)
+        file = open(path, "a+", opener=partial(os.open, mode=0o600))  # noqa: SIM115 (closed below)
     except OSError as error:
         raise UserMistake(f"{runs_dir} is no folder of runs that you can write ({error.strerror})") from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserMistake(
-                f"another `hpcdist sync --watch` uploads the runs in {runs_dir}: {file.read().strip()}"
-            ) from None
-        except OSError as error:
-            if error.errno not in NO_FLOCK:
-                raise
-            log.warning("no lock on %s (%s): start only one `hpcdist sync --watch`", path, error.strerror)
+        if not lock_now(file):
+            file.seek(0)
+            raise UserMistake(f"another `hpcdist sync --watch` uploads the runs in {runs_dir}: {file.read().strip()}")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
         file.flush()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, get_args
 
 from hpcdist.containers.images.engine import Engine, EngineName, error_line
 from hpcdist.containers.images.labels import ImageFacts
 from hpcdist.errors import ImageError, UserMistake
-from hpcdist.files.lock import flock_if_possible
+from hpcdist.files.lock import long_lock
 
 Form = Literal["sqsh", "sif", "dir"]
 FORMS: tuple[Form, ...] = get_args(Form)
@@ -57,7 +57,7 @@ def convert(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> tupl
     """
     target = target_of(facts, form, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(target):
+    with long_lock(target.with_name(f".{target.name}.lock")):
         if target.exists():
             return target, False
         _require_room(facts, form, folder)
@@ -129,14 +129,6 @@ def _require_room(facts: ImageFacts, form: Form, folder: Path) -> None:
             f"{folder} has {free / 1e9:.1f} GB free, and {facts.name} as .{form} may need {needed / 1e9:.1f} GB:"
             " choose another folder with --into"
         )
-
-
-@contextmanager
-def _locked(target: Path) -> Iterator[None]:
-    """Hold the lock of one target; the kernel releases it when its process ends."""
-    with open(target.with_name(f".{target.name}.lock"), "a") as file:
-        flock_if_possible(file)
-        yield
 
 
 def _remove(path: Path) -> None:

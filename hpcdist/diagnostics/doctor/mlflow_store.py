@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import importlib.util
 import os
 import re
-import sqlite3
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -22,6 +17,8 @@ from hpcdist.machine import storage
 from hpcdist.machine.check import Check, note, ok, warning
 from hpcdist.tracking.credentials import VARIABLES, Credentials, read_credentials
 from hpcdist.tracking.links import web_address
+from hpcdist.tracking.server.database_schema import ServerError, read_schemas
+from hpcdist.tracking.server_version import version_in
 
 #: A server on the same continent answers faster.
 SERVER_TIMEOUT_S = 3.0
@@ -29,16 +26,6 @@ DATABASE_TIMEOUT_S = 15.0
 #: Exceptions of a request: no connection, an invalid address of a redirect, or a response that is not HTTP.
 _FAILURES = (OSError, ValueError, HTTPException)
 _LATER = "training continues, and `hpcdist sync` delivers its metrics later"
-_REVISION = re.compile(r"^(down_revision|revision) = (?:['\"](\w+)['\"]|None)", re.MULTILINE)
-#: Runs in a child process, so that a hanging driver has a time limit. The URI may hold a password, so it is a variable.
-_READ_REVISION = """
-import os, sqlalchemy
-connection = sqlalchemy.create_engine(os.environ["HPCDIST_DATABASE_URI"]).connect()
-if "alembic_version" in sqlalchemy.inspect(connection).get_table_names():
-    print("revision", connection.execute(sqlalchemy.text("select version_num from alembic_version")).scalar())
-else:
-    print("empty")
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +52,12 @@ def store_checks(found: MlflowStore, env: Mapping[str, str], file_system: str = 
     """
     checks = _client()
     if found.database is not None:
-        return [*checks, *_sqlite(found, found.database, file_system)]
+        return [*checks, *_sqlite(found, env, found.database, file_system)]
     if found.uri.startswith(("http://", "https://")):
         return [*checks, *_server(found, env)]
     if re.match(r"(postgresql|mysql|mssql)(\+\w+)?://", found.uri):
-        return [*checks, *_database(found)]
+        fix = "check host, port, user and database in the URI; an MLflow server (tracking.uri=http://…) is safer"
+        return [*checks, _schema(found, env, fix)]
     if "://" not in found.uri or found.uri.startswith("file:"):
         text = f"{found.shown} is a file store, which MLflow does not support since 3.13: {_LATER}"
         fix = "unset MLFLOW_TRACKING_URI for a database in the folder of runs, or set a server or sqlite:////path/mlflow.db"
@@ -92,13 +80,13 @@ def _server(found: MlflowStore, env: Mapping[str, str]) -> list[Check]:
         credentials = read_credentials(found.uri, env)
     except UserMistake as mistake:
         return [warning("server", str(mistake))]
-    root, headers = web_address(found.uri), _headers(credentials)
+    root, headers = web_address(found.uri), credentials.headers()
     is_up = False
     try:
         _get(f"{root}/health", {})
         is_up = True
         _get(f"{root}/api/2.0/mlflow/experiments/search?max_results=1", headers)
-        version = " ".join(_get(f"{root}/version", headers).split())
+        version = version_in(_get(f"{root}/version", headers)) or "of an unknown version"
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             return [_refused(found, credentials, error.code)]
@@ -115,7 +103,7 @@ def _server(found: MlflowStore, env: Mapping[str, str]) -> list[Check]:
         text = f"{found.shown} cannot be reached ({_reason(error)}): {_LATER}"
         fix = "start it, or set tracking.uri or MLFLOW_TRACKING_URI; behind a proxy set no_proxy"
         return [warning("server", text, fix)]
-    return [ok("server", f"{found.shown} answers, MLflow {version[:20]}")]
+    return [ok("server", f"{found.shown} answers, MLflow {version}")]
 
 
 def _reason(error: Exception) -> str:
@@ -127,12 +115,6 @@ def _get(url: str, headers: Mapping[str, str]) -> str:
     request = urllib.request.Request(url, headers=dict(headers))  # noqa: S310 (http or https, by the caller)
     with urllib.request.urlopen(request, timeout=SERVER_TIMEOUT_S) as answer:  # noqa: S310
         return str(answer.read(10_000).decode(errors="replace"))
-
-
-def _headers(own: Credentials) -> dict[str, str]:
-    if own.user:
-        return {"Authorization": "Basic " + base64.b64encode(f"{own.user}:{own.password}".encode()).decode()}
-    return {"Authorization": f"Bearer {own.token}"} if own.token else {}
 
 
 def _refused(found: MlflowStore, own: Credentials, code: int) -> Check:
@@ -147,7 +129,7 @@ def _refused(found: MlflowStore, own: Credentials, code: int) -> Check:
 # --- databases
 
 
-def _sqlite(found: MlflowStore, path: Path, file_system: str) -> list[Check]:
+def _sqlite(found: MlflowStore, env: Mapping[str, str], path: Path, file_system: str) -> list[Check]:
     checks = []
     if file_system:
         text = f"{path} is on {file_system}, which several machines may write to: sqlite's locks are unreliable there"
@@ -159,88 +141,23 @@ def _sqlite(found: MlflowStore, path: Path, file_system: str) -> list[Check]:
         text = f"{path} or its folder cannot be written by this user: {_LATER}"
         fix = f"`ls -ld {folder} {path}`; set tracking.uri to a folder of your own"
         return [*checks, warning("database", text, fix)]
+    return [*checks, _schema(found, env, "restore a backup, or set another store for new runs (tracking.uri)")]
+
+
+def _schema(found: MlflowStore, env: Mapping[str, str], fix: str) -> Check:
+    """Compare a database's schema with that of the installed MLflow; `fix` is advice if it cannot be read."""
     try:
-        revision = _sqlite_revision(path)
-    except sqlite3.Error as error:
-        text = f"{path} cannot be read ({error}): {_LATER}"
-        fix = "restore a backup, or set another store for new runs (tracking.uri)"
-        return [*checks, warning("database", text, fix)]
-    return [*checks, _schema(found, revision)]
-
-
-def _sqlite_revision(path: Path) -> str:
-    """Return the schema's revision, empty if there is none yet. Opens the database read-only."""
-    connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=SERVER_TIMEOUT_S)
-    try:
-        tables = {name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")}
-        if "alembic_version" not in tables:
-            return ""
-        row = connection.execute("select version_num from alembic_version").fetchone()
-        return str(row[0]) if row else ""
-    finally:
-        connection.close()
-
-
-def _database(found: MlflowStore) -> list[Check]:
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-W", "ignore", "-c", _READ_REVISION],
-            env={**os.environ, "HPCDIST_DATABASE_URI": found.uri},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=DATABASE_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        text = f"{found.shown} did not answer within {DATABASE_TIMEOUT_S:g} s: {_LATER}"
-        return [warning("database", text, "check the server and the firewall")]
-    status, _, revision = done.stdout.strip().partition(" ")
-    if status in ("revision", "empty"):
-        return [_schema(found, revision)]
-    error = (done.stderr.strip().splitlines() or ["no error message"])[-1].replace(found.uri, found.shown)
-    if missing := re.search(r"No module named '(\w+)'", error):
-        name = {"psycopg2": "psycopg2-binary", "MySQLdb": "mysqlclient"}.get(missing[1], missing[1])
-        text = f"{found.shown}: the database driver {missing[1]} is not installed: {_LATER}"
-        return [warning("database", text, f"`pip install {name}`")]
-    why = next((line for line in done.stderr.splitlines() if "Error" in line and "sqlalche.me" not in line), error)
-    text = f"{found.shown} cannot be queried ({' '.join(why.replace(found.uri, found.shown).split())[-200:]}): {_LATER}"
-    fix = "check host, port, user and database in the URI; an MLflow server (tracking.uri=http://…) is safer"
-    return [warning("database", text, fix)]
-
-
-def _schema(found: MlflowStore, revision: str) -> Check:
-    """Compare a database's revision with that of the installed MLflow."""
-    known = revisions()
-    if not revision:
+        schema = next(one for one in read_schemas(found.uri, env, DATABASE_TIMEOUT_S) if one.name == "runs")
+    except UserMistake as mistake:
+        return warning("database", f"{found.shown}: {mistake}; {_LATER}")
+    except ServerError as error:
+        return warning("database", f"{error}: {_LATER}", fix)
+    if not schema.found:
         return ok("database", f"{found.shown} is empty; the first run creates its tables")
-    head = next((own for own in known if own not in known.values()), "")
-    if not known or revision == head:
-        return ok("database", f"{found.shown}, its schema is up to date")
-    if revision in known:
-        behind = 0
-        step = head
-        while step != revision and step:
-            step, behind = known[step], behind + 1
+    if schema.is_newer:
+        text = f"{found.shown} has the schema {schema.found} of a newer MLflow than the installed one"
+        return warning("database", f"{text}; {_LATER}", "`pip install --upgrade mlflow`")
+    if behind := len(schema.pending):
         text = f"{found.shown} has the schema of an older MLflow, {behind} step{'s' * (behind > 1)} behind: {_LATER}"
         return warning("database", text, f"copy the database as a backup, then `mlflow db upgrade {found.shown}`")
-    text = f"{found.shown} has the schema {revision} of a newer MLflow than the installed one"
-    return warning("database", f"{text}; {_LATER}", "`pip install --upgrade mlflow`")
-
-
-def revisions(folder: Path | None = None) -> dict[str, str]:
-    """Return the schema revisions of the installed MLflow, each with its predecessor (empty for the first).
-
-    They are read from the source of its migrations, because importing MLflow takes seconds.
-    """
-    if folder is None:
-        spec = importlib.util.find_spec("mlflow")
-        if spec is None or spec.origin is None:
-            return {}
-        folder = Path(spec.origin).parent / "store" / "db_migrations" / "versions"
-    found = {}
-    for path in folder.glob("*.py"):
-        names = dict(_REVISION.findall(path.read_text()))
-        if "revision" in names:
-            found[names["revision"]] = names.get("down_revision", "")
-    return found
+    return ok("database", f"{found.shown}, its schema is up to date")

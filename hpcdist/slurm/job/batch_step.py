@@ -24,7 +24,8 @@ from hpcdist.run import snapshot
 from hpcdist.run.attempt import BY_GROWTH, Attempt
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.lease import Held, hold
-from hpcdist.run.pending_config import newest_step, settle
+from hpcdist.run.pending_config import settle
+from hpcdist.run.saved_checkpoints import newest_step
 from hpcdist.run.secret_file import kept
 from hpcdist.run.slurm_job import record_job_start
 from hpcdist.slurm.client import SlurmError

@@ -22,7 +22,7 @@ from hpcdist.machine.timed_command import run_until
 from hpcdist.rank.topology import port_for
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
-from hpcdist.run.pending_config import newest_step
+from hpcdist.run.saved_checkpoints import newest_step
 from hpcdist.slurm import client
 from hpcdist.slurm.command_output import parse_text
 from hpcdist.slurm.current_job import CurrentJob

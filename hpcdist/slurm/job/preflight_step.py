@@ -29,6 +29,7 @@ from hpcdist.preflight.probe import Request, probe_command, probe_env, read_answ
 from hpcdist.rank.topology import port_for
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
+from hpcdist.run.saved_checkpoints import complete_checkpoints
 from hpcdist.slurm.current_job import CurrentJob, signal_named_steps
 from hpcdist.slurm.job.srun import PREFLIGHT_STEP, preflight_command
 from hpcdist.slurm.job_components import allocations, components
@@ -259,11 +260,8 @@ def loaders(data: DataConfig) -> int:
 
 def newest_checkpoint_bytes(run: RunDir) -> int | None:
     """Return the size of the newest complete checkpoint, or None."""
-    complete = [path for path in run.checkpoints.glob("step-*") if (path / "manifest.json").exists()]
-    if not complete:
-        return None
-    newest = max(complete, key=lambda path: (len(path.name), path.name))
-    return sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
+    complete = complete_checkpoints(run)
+    return sum(path.stat().st_size for path in complete[-1][1].rglob("*") if path.is_file()) if complete else None
 
 
 @contextmanager

@@ -1,20 +1,25 @@
-"""Schema of a tracking server's database: which migrations it needs, and their execution.
+"""Schema of an MLflow database: which migrations it needs, and their execution.
 
     python -P -m hpcdist.tracking.server.database_schema inspect|migrate      the URI in HPCDIST_SERVER_STORE
 
-It runs in a process of its own: imports of MLflow and alembic take seconds, and a driver may hang. The database holds
-two schemas, each with its own table of the revision: that of runs and that of accounts.
+The database holds two schemas, each with its own table of the revision: that of runs and that of accounts. Those of the
+installed MLflow are read from the source of its migrations, because importing MLflow takes seconds. A database server
+is asked in a child process, since a driver may hang.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hpcdist.config.redaction import redact_text
@@ -23,6 +28,15 @@ from hpcdist.tracking.server.server_folder import STORE, environment_without_mlf
 from hpcdist.tracking.uri import sqlite_path
 
 INSPECT_S = 120.0
+#: Each schema with the table of its revision and the folder of its migrations in MLflow.
+_SCHEMAS = {
+    "runs": ("alembic_version", "store/db_migrations/versions"),
+    "accounts": ("alembic_version_auth", "server/auth/db/migrations/versions"),
+}
+_REVISION = re.compile(r"^(down_revision|revision) = (?:['\"](\w+)['\"]|None)", re.MULTILINE)
+_TITLE = re.compile(r'\A"""(.*)')
+#: Packages of the drivers whose modules have other names.
+_DRIVERS = {"psycopg2": "'hpcdist[server]'", "MySQLdb": "mysqlclient"}
 
 
 class ServerError(HpcdistError):
@@ -35,18 +49,96 @@ class Schema:
 
     name: str  #: `runs` or `accounts`
     found: str  #: revision; empty without tables
-    wanted: str  #: revision of the installed MLflow
+    wanted: str  #: revision of the installed MLflow; empty without one
     pending: tuple[str, ...] = ()  #: first line of each migration, in order
     is_newer: bool = False  #: whether a newer MLflow has written it
 
 
-def read_schemas(store: str, env: Mapping[str, str]) -> list[Schema]:
-    """Return the schemas of a database, without a change of it. Raises ServerError if it cannot be queried."""
+@dataclass(frozen=True, kw_only=True)
+class Migration:
+    """A migration of the installed MLflow."""
+
+    before: str  #: the revision that it migrates; empty for the first
+    title: str
+
+
+def read_schemas(store: str, env: Mapping[str, str], limit_s: float = INSPECT_S) -> list[Schema]:
+    """Return the schemas of a database, without a change of it; none if it is a file that does not exist.
+
+    Args:
+        limit_s: time limit of a database server.
+
+    Raises:
+        ServerError: the database cannot be queried.
+        UserMistake: its driver is not installed.
+    """
     path = sqlite_path(store)
-    if path is not None and not path.exists():
+    if path is None:
+        found = json.loads(_in_child("inspect", store, env, limit_s))
+    elif path.exists():
+        found = _read_sqlite(path)
+    else:
         return []  # connecting would create an empty file
-    found = json.loads(_in_child("inspect", store, env, INSPECT_S))
-    return [Schema(**{**one, "pending": tuple(one["pending"])}) for one in found]
+    return [_schema(name, found.get(name, "")) for name in _SCHEMAS]
+
+
+def migrations(name: str, folder: Path | None = None) -> dict[str, Migration]:
+    """Return the migrations to a schema of the installed MLflow by revision; none without MLflow."""
+    if folder is None:
+        spec = importlib.util.find_spec("mlflow")
+        if spec is None or spec.origin is None:
+            return {}
+        folder = Path(spec.origin).parent / _SCHEMAS[name][1]
+    found = {}
+    for path in folder.glob("*.py"):
+        text = path.read_text()
+        names = dict(_REVISION.findall(text))
+        if "revision" in names:
+            title = _TITLE.match(text)
+            found[names["revision"]] = Migration(
+                before=names.get("down_revision", ""), title=title[1].strip('" ') if title else ""
+            )
+    return found
+
+
+def _schema(name: str, found: str) -> Schema:
+    known = migrations(name)
+    if found and found not in known:
+        return Schema(name=name, found=found, wanted=_newest(known), is_newer=bool(known))
+    pending: list[str] = []
+    step = wanted = _newest(known)
+    while step not in ("", found):
+        pending.append(f"{step}: {known[step].title}")
+        step = known[step].before
+    return Schema(name=name, found=found, wanted=wanted, pending=tuple(reversed(pending)))
+
+
+def _newest(known: Mapping[str, Migration]) -> str:
+    migrated = {one.before for one in known.values()}
+    return next((revision for revision in known if revision not in migrated), "")
+
+
+def _read_sqlite(path: Path) -> dict[str, str]:
+    # Not read-only: a killed process may have left a journal, which must be rolled back before a query.
+    try:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True)) as connection:
+            tables = {name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")}
+            return _revisions(tables, lambda query: (connection.execute(query).fetchone() or ("",))[0])
+    except sqlite3.Error as error:
+        raise ServerError(f"{path} cannot be read ({error})") from error
+
+
+def _revisions(tables: Container[str], query: Callable[[str], object]) -> dict[str, str]:
+    """Return the revision of each schema that has one; `query` returns the first value of a query."""
+    found = {
+        name: str(query(f"select version_num from {table}") or "")  # noqa: S608
+        for name, (table, _) in _SCHEMAS.items()
+        if table in tables
+    }
+    # MLflow 3.5 and older wrote the tables of accounts without a revision: the first one.
+    if "users" in tables and "accounts" not in found:
+        found["accounts"] = next((one for one, it in migrations("accounts").items() if not it.before), "")
+    return found
 
 
 def require_consent(schemas: list[Schema], store: str, consent: bool) -> list[str]:
@@ -110,7 +202,8 @@ def _in_child(action: str, store: str, env: Mapping[str, str], limit_s: float | 
         return done.stdout
     lines = [line for line in done.stderr.replace(store, shown).splitlines() if line.strip()]
     if missing := re.search(r"No module named '(\w+)'", done.stderr):
-        raise UserMistake(f"the package {missing[1]} is not installed: `pip install 'hpcdist[server]'`")
+        package = _DRIVERS.get(missing[1], missing[1]) if action == "inspect" else "'hpcdist[server]'"
+        raise UserMistake(f"the package {missing[1]} is not installed: `pip install {package}`")
     reason = next((line for line in reversed(lines) if "Error" in line and "sqlalche.me" not in line), "")
     raise ServerError(f"{shown} cannot be used: {redact_text(reason or ' '.join(lines[-1:]))[:300]}")
 
@@ -118,50 +211,15 @@ def _in_child(action: str, store: str, env: Mapping[str, str], limit_s: float | 
 # --- in the child process
 
 
-def _inspect(store: str) -> list[dict[str, Any]]:
+def _inspect(store: str) -> dict[str, str]:
     import sqlalchemy
 
     engine = sqlalchemy.create_engine(store)
     with engine.connect() as connection:
         tables = set(sqlalchemy.inspect(connection).get_table_names())
-        revisions = {
-            table: connection.execute(sqlalchemy.text(f"select version_num from {table}")).scalar()  # noqa: S608
-            for table in ("alembic_version", "alembic_version_auth")
-            if table in tables
-        }
-    # MLflow 3.5 and older wrote the tables of accounts without a revision.
-    if "users" in tables and "alembic_version_auth" not in tables:
-        from mlflow.server.auth.db.utils import INITIAL_REVISION
-
-        revisions["alembic_version_auth"] = INITIAL_REVISION
+        found = _revisions(tables, lambda query: connection.execute(sqlalchemy.text(query)).scalar())
     engine.dispose()
-    return [
-        _schema("runs", revisions.get("alembic_version") or "", "store/db_migrations"),
-        _schema("accounts", revisions.get("alembic_version_auth") or "", "server/auth/db/migrations"),
-    ]
-
-
-def _schema(name: str, found: str, folder: str) -> dict[str, Any]:
-    from importlib.util import find_spec
-    from pathlib import Path
-
-    from alembic.config import Config
-    from alembic.script import ScriptDirectory
-    from alembic.util.exc import CommandError
-
-    spec = find_spec("mlflow")
-    assert spec is not None
-    assert spec.origin is not None
-    config = Config()
-    config.set_main_option("script_location", str(Path(spec.origin).parent / folder).replace("%", "%%"))
-    scripts = ScriptDirectory.from_config(config)
-    (head,) = scripts.get_heads()
-    try:
-        steps = [] if found == head else list(scripts.iterate_revisions(head, found or "base"))
-    except CommandError:  # an unknown revision
-        return {"name": name, "found": found, "wanted": head, "pending": [], "is_newer": True}
-    pending = [f"{step.revision}: {(step.doc or '').strip()}" for step in reversed(steps)]
-    return {"name": name, "found": found, "wanted": head, "pending": pending}
+    return found
 
 
 def _migrate(store: str) -> None:

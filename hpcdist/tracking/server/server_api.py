@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import secrets
 import urllib.error
@@ -13,8 +12,10 @@ from typing import Any
 from urllib.parse import quote
 
 from hpcdist.files.private_file import read_private, write_private
+from hpcdist.tracking.credentials import Credentials
 from hpcdist.tracking.server.database_schema import ServerError
 from hpcdist.tracking.server.server_folder import ADMIN, ServerFolder
+from hpcdist.tracking.server_version import version_in
 
 TIMEOUT_S = 30.0
 _API = "/api/2.0/mlflow"
@@ -32,7 +33,7 @@ def answers(address: str) -> bool:
 
 def server_version(address: str, folder: ServerFolder) -> str:
     """Return the version of MLflow that answers. Raises ServerError."""
-    return str(_send("GET", address, "/version", folder).decode(errors="replace"))[:40].strip()
+    return version_in(_send("GET", address, "/version", folder).decode(errors="replace")) or "unknown"
 
 
 def num_experiments(address: str, folder: ServerFolder) -> int:
@@ -96,8 +97,8 @@ def _json(
 def _send(
     method: str, address: str, path: str, folder: ServerFolder, body: Mapping[str, object] | None = None
 ) -> bytes:
-    pair = f"{ADMIN}:{read_private(folder.admin_password)}"
-    headers = {"Authorization": "Basic " + base64.b64encode(pair.encode()).decode(), "Content-Type": "application/json"}
+    own = Credentials(user=ADMIN, password=read_private(folder.admin_password))
+    headers = {**own.headers(), "Content-Type": "application/json"}
     data = json.dumps(body).encode() if body is not None else None
     request = urllib.request.Request(address + quote(path), data, headers, method=method)  # noqa: S310 (own server)
     try:

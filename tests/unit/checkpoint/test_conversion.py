@@ -15,6 +15,7 @@ from hpcdist.checkpoint import checkpoint_folder, conversion
 from hpcdist.checkpoint.checkpoint_folder import FileRecord, Snapshot
 from hpcdist.checkpoint.shards import Shard
 from hpcdist.checkpoint.store import CheckpointStore
+from hpcdist.config.monitor import Monitor
 from hpcdist.errors import CheckpointError, ExportError
 from hpcdist.run.folder import RunDir
 
@@ -36,7 +37,7 @@ def save(store: CheckpointStore, step: int, model: dict[str, Any], metrics: dict
 
 
 def find(run: RunDir, which: str, metric: str = METRIC, mode: Any = "max") -> int:
-    return conversion.find_checkpoint(run, which, monitor=metric, mode=mode).step
+    return conversion.find_checkpoint(run, which, Monitor(metric, mode)).step
 
 
 def test_checkpoint_is_found_by_metric_order_or_step(run: RunDir) -> None:
@@ -76,7 +77,7 @@ def test_weights_of_all_ranks_are_written_with_the_names_of_the_whole_model(
 
     tied = torch.arange(6.0).view(2, 3)
     save(CheckpointStore(run.checkpoints), 5, {"a": tied, "b": tied.t()}, {}, collect_shards=collect)
-    chosen = conversion.find_checkpoint(run, "final", monitor=METRIC, mode="max")
+    chosen = conversion.find_checkpoint(run, "final", Monitor(METRIC))
     file = tmp_path / "weights"
     assert conversion.write_model(run, chosen, kind, file) == [file]
     if kind == "torch":
@@ -98,7 +99,7 @@ def test_weights_of_all_ranks_are_written_with_the_names_of_the_whole_model(
 
 
 def write(run: RunDir, kind: Any, file: Path) -> None:
-    conversion.write_model(run, conversion.find_checkpoint(run, "best", monitor=METRIC, mode="max"), kind, file)
+    conversion.write_model(run, conversion.find_checkpoint(run, "best", Monitor(METRIC)), kind, file)
 
 
 def test_existing_files_and_missing_folders_are_errors(run: RunDir, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from hpcdist.review.ledger import read_ledger
 from hpcdist.run.find_by_config import find_unfinished
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs
-from hpcdist.run.pending_config import newest_step
+from hpcdist.run.saved_checkpoints import newest_step
 from hpcdist.run.slurm_job import update_job_starts
 from hpcdist.run.snapshot import code_state
 from hpcdist.run.sweep_folder import SweepDir, sweep_of

@@ -16,9 +16,9 @@ from hpcdist_runs import unused_port
 
 from hpcdist.config.loading import load_config
 from hpcdist.diagnostics.doctor import machine_report, rank_startup, runs_folder, slurm_checks
-from hpcdist.diagnostics.doctor.mlflow_store import revisions
 from hpcdist.run import create
 from hpcdist.run.folder import RunDir
+from hpcdist.tracking.server.database_schema import migrations
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -105,7 +105,7 @@ def test_doctor_reports_an_unavailable_mlflow_as_a_warning(doctor: Cli, monkeypa
 
 
 def test_doctor_reports_an_outdated_database_without_changing_it(doctor: Cli, tmp_path: Path) -> None:
-    oldest = next(revision for revision, before in revisions().items() if not before)
+    oldest = next(revision for revision, one in migrations("runs").items() if not one.before)
     (tmp_path / "runs").mkdir()
     with closing(sqlite3.connect(tmp_path / "runs" / "mlflow.db")) as connection, connection:
         connection.execute("create table alembic_version (version_num varchar(32))")

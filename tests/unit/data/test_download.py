@@ -13,6 +13,7 @@ from hpcdist.config.schema import DataConfig
 from hpcdist.data import download
 from hpcdist.data.download import CIFAR10_MD5, FOLDERS, IDX_FILES, LOCK_NAME, find, find_or_raise, missing, prepare
 from hpcdist.errors import DataError
+from hpcdist.files import lock
 
 
 def write_files(name: str, root: Path) -> None:
@@ -117,12 +118,12 @@ def test_concurrent_process_waits_and_does_not_download_again(tmp_path: Path, mo
     waiting = threading.Event()
 
     def set_event(message: str, *args: object) -> None:
-        if message.startswith("waiting for another process"):
+        if (message % args).startswith("waiting for another process that downloads into"):
             waiting.set()
 
     fetched: list[str] = []
     monkeypatch.setattr(download, "_fetch", lambda name, folder: fetched.append(name))
-    monkeypatch.setattr(download.log, "info", set_event)
+    monkeypatch.setattr(lock.log, "info", set_event)
     second = threading.Thread(target=prepare, args=(DataConfig(name="mnist", root=str(tmp_path)),))
     with (tmp_path / LOCK_NAME).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

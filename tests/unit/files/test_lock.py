@@ -15,7 +15,7 @@ import pytest
 
 from hpcdist.errors import RunFolderError
 from hpcdist.files import lock
-from hpcdist.files.lock import exclusive, flock_if_possible
+from hpcdist.files.lock import exclusive, long_lock
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_lock_file_of_a_killed_process_is_removed_at_once(path: Path, held: Path
 
 @pytest.mark.parametrize("content", ["n2 7 1.0 abcd", ""], ids=["another host", "empty"])
 def test_unchanged_lock_file_is_removed(path: Path, held: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
-    monkeypatch.setattr(lock, "_flock", lambda *_: False)
+    monkeypatch.setattr(lock, "_try_flock", lambda _: None)
     monkeypatch.setattr(lock, "LEFT_AFTER_S", 0.1)
     held.write_text(content)
     with exclusive(path):
@@ -88,9 +88,10 @@ def test_new_lock_file_is_not_removed_in_place_of_an_old_one(held: Path) -> None
 
 
 def test_long_lock_without_flock_logs_a_warning(path: Path, no_flock: None, caplog: pytest.LogCaptureFixture) -> None:
-    with open(path, "a") as file:
-        flock_if_possible(file)
-    assert caplog.messages[0].startswith(f"{path} cannot be locked (")
+    with long_lock(path):
+        assert caplog.messages == [
+            f"{path} cannot be locked (no flock): do not start another process that writes there"
+        ]
 
 
 def test_other_errors_of_flock_are_raised(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +99,7 @@ def test_other_errors_of_flock_are_raised(path: Path, monkeypatch: pytest.Monkey
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    with open(path, "a") as file, pytest.raises(OSError, match="Bad file descriptor"):
-        flock_if_possible(file)
+    with pytest.raises(OSError, match="Bad file descriptor"), long_lock(path):
+        pytest.fail("held")
     with pytest.raises(OSError, match="Bad file descriptor"), exclusive(path):
         pytest.fail("held")

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from hpcdist.config.loading import load_config
-from hpcdist.config.written import run_yaml
+from hpcdist.config.written import plain_tree, run_yaml
 from hpcdist.files.atomic import write_json
+from hpcdist.review.allocation_times import timed_attempts
 from hpcdist.review.attempts import UNRECORDED, AttemptFacts, interruptions
 from hpcdist.review.facts import RunFacts, read_facts
 from hpcdist.review.run_sections import read_faults
@@ -20,6 +21,7 @@ from hpcdist.run.attempt_times import AttemptTimes, NodeShare, Resources, begin,
 from hpcdist.run.folder import RunDir
 from hpcdist.run.origin import Override, load_origin, write_origin
 from hpcdist.run.training_record import Dataset, TrainingRecord, write_training
+from hpcdist.tracking import artifacts
 
 
 class Folder:
@@ -88,6 +90,17 @@ def test_attempt_without_a_recorded_end(folder: Folder) -> None:
     closed = folder.facts(status="failed", reason="node n1 failed", ended=2400.0).attempts[1]
     assert (closed.status, closed.cause, closed.ended) == ("failed", "node n1 failed", 2400.0)
     assert closed.steps_lost == 40, "there is no checkpoint"
+
+
+def test_end_of_an_unrecorded_attempt_is_the_last_heartbeat_of_any_rank(folder: Folder) -> None:
+    for step in (120, 40):
+        folder.attempt(first_step=0, step=step)
+    beat = {"time": 1450.0, "host": "n1", "step": 130, "total_steps": 400, "metrics": {}}
+    folder.run.attempt(1).beat(1).write_text(json.dumps(beat))
+    assert folder.facts().attempts[0].ended == 1450.0
+    assert timed_attempts(folder.run, now=3000.0)[0].ended == 1450.0
+    folder.run.attempt(1).beat(1).write_text(json.dumps(beat | {"format": 99}))
+    assert folder.facts().attempts[0].ended == 1300.0, "a newer hpcdist has written the heartbeat"
 
 
 def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
@@ -207,6 +220,18 @@ def test_best_checkpoint_is_the_newest_of_the_best(folder: Folder) -> None:
     assert [one.step for one in facts.checkpoints] == [100, 200, 300, 400]
     assert facts.best is not None
     assert (facts.best.step, facts.best_value, facts.monitor, facts.monitor_mode) == (200, 0.9, "eval/accuracy", "max")
+
+
+@pytest.mark.parametrize("edited", ["checkpoint: often\n", "trainer: {target: ddp}\n"])
+def test_monitor_of_an_edited_config_is_the_default(folder: Folder, edited: str) -> None:
+    folder.checkpoint(100, **{"eval/accuracy": 0.9})
+    folder.run.config.write_text(edited)
+    facts = folder.facts()
+    assert (facts.monitor, facts.best_value) == ("eval/accuracy", 0.9)
+    assert [item.target for item in artifacts.checkpoints(folder.run, plain_tree(folder.run.config))] == [
+        "checkpoints/final",
+        "checkpoints/best",
+    ]
 
 
 def test_overrides_are_the_differences_from_the_config_of_the_command_line(folder: Folder) -> None:

@@ -13,6 +13,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import ENDPOINT_NOT_FOUND
 from tracking_scene import CONFIG, Scene
 
+from hpcdist.config.monitor import Monitor
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.best_version import move_best
 from hpcdist.tracking.delivery import Delivery
@@ -50,10 +51,10 @@ def best(scene: Scene) -> str:
 def test_alias_moves_to_strictly_better_versions_only(scene: Scene, register: Register) -> None:
     seen = []
     for value in (0.8, 0.7, 0.8, None, float("nan"), 0.9):
-        move_best(*register(value)[:1], NAME, str(_newest(scene)), METRIC, "max")
+        move_best(*register(value)[:1], NAME, str(_newest(scene)), Monitor(METRIC))
         seen.append(best(scene))
     assert seen == ["1", "1", "1", "1", "1", "6"]
-    move_best(register(0.1)[0], NAME, "7", METRIC, "min")
+    move_best(register(0.1)[0], NAME, "7", Monitor(METRIC, "min"))
     assert best(scene) == "7"
     tags = scene.client.get_model_version(NAME, "6").tags
     assert tags == {"hpcdist.monitor": METRIC, "hpcdist.monitor_value": "0.9"}
@@ -64,10 +65,10 @@ def test_alias_that_a_user_has_set_is_compared_by_its_run(scene: Scene, register
     _, unknown = register(None)
     scene.client.set_registered_model_alias(NAME, "best", strong)
     run, version = register(0.9)
-    move_best(run, NAME, version, METRIC, "max")
+    move_best(run, NAME, version, Monitor(METRIC))
     assert best(scene) == strong
     scene.client.set_registered_model_alias(NAME, "best", unknown)
-    move_best(run, NAME, version, METRIC, "max")
+    move_best(run, NAME, version, Monitor(METRIC))
     assert best(scene) == version
 
 
@@ -81,12 +82,12 @@ def test_process_that_overtakes_another_is_compared_again(
     def overtaken(client: MlflowClient, name: str, alias: str, version: str) -> None:
         calls.append(version)
         if len(calls) == 1:
-            move_best(better, NAME, second, METRIC, "max")
+            move_best(better, NAME, second, Monitor(METRIC))
             assert best(scene) == second
         set_alias(client, name, alias, version)
 
     monkeypatch.setattr(MlflowClient, "set_registered_model_alias", overtaken)
-    move_best(worse, NAME, first, METRIC, "max")
+    move_best(worse, NAME, first, Monitor(METRIC))
     assert calls == [first, second, second]
     assert best(scene) == second
 
@@ -96,7 +97,7 @@ def test_alias_that_never_settles_ends_with_a_warning(
 ) -> None:
     run, version = register(0.8)
     monkeypatch.setattr(MlflowClient, "set_registered_model_alias", lambda *_: None)
-    move_best(run, NAME, version, METRIC, "max")
+    move_best(run, NAME, version, Monitor(METRIC))
     assert "the alias best of digits is moved by other processes all the time" in caplog.text
 
 
@@ -109,7 +110,7 @@ def test_server_without_aliases_is_skipped_with_a_debug_line(
     monkeypatch.setattr(MlflowClient, "set_registered_model_alias", missing)
     caplog.set_level(logging.DEBUG)
     run, version = register(0.8)
-    move_best(run, NAME, version, METRIC, "max")
+    move_best(run, NAME, version, Monitor(METRIC))
     assert [record.levelname for record in caplog.records if "alias best is not moved" in record.message] == ["DEBUG"]
 
 

@@ -24,6 +24,7 @@ class AnsweringServer(ThreadingHTTPServer):
     daemon_threads = True
     answer: Answer = (200, b"{}", {})
     version = b"<html>"
+    accounts = False
 
     @property
     def uri(self) -> str:
@@ -36,7 +37,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         status, body, headers = self.server.answer
         if self.path == "/version":
-            status, body, headers = 200, self.server.version, {}
+            refused = self.server.accounts and not self.headers.get("Authorization")
+            status, body, headers = (401, b"", {}) if refused else (200, self.server.version, {})
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
@@ -143,6 +145,12 @@ def test_errors_of_servers_and_proxies(server: AnsweringServer, answer: tuple[An
 def test_server_of_another_version(server: AnsweringServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AnsweringServer, "version", b"2.9.2\n")
     unknown = b'{"error_code": "ENDPOINT_NOT_FOUND", "message": "no"}'
+    assert message(server, 404, unknown).startswith("the server has MLflow 2.9.2 and does not know a request of this")
+    # A server with accounts gives its version to users only.
+    monkeypatch.setattr(AnsweringServer, "accounts", True)
+    assert message(server, 404, unknown).startswith("the server does not know MLflow's API (404): check the address")
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "bob")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "s3cret")
     assert message(server, 404, unknown).startswith("the server has MLflow 2.9.2 and does not know a request of this")
 
 

@@ -176,7 +176,23 @@ def test_shipper_runs_on_a_file_system_without_locks(
     monkeypatch.setattr(fcntl, "flock", flock_without_locks)
     scene.state(status="finished", ended=2e9)
     assert ship_forever(scene.run, scene.uri, os.getppid())
-    assert "no lock on first" in caplog.text
+    assert "first/journal/.shipper.lock cannot be locked (no flock)" in caplog.text
+
+
+def test_lock_is_awaited_after_a_transient_error(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    flock, failures = fcntl.flock, [OSError(errno.EIO, os.strerror(errno.EIO))]
+
+    def fail_once(file: Any, flags: int) -> None:
+        if failures and file.name.endswith(".shipper.lock"):
+            raise failures.pop()
+        flock(file, flags)
+
+    scene.state(status="finished", ended=2e9)
+    with open(scene.run.journal / ".shipper.lock", "a") as file:
+        flock(file, fcntl.LOCK_EX)
+        monkeypatch.setattr(fcntl, "flock", fail_once)
+        assert sync(scene.run, scene.uri).busy
+    assert not failures
 
 
 def test_drain_ends_after_its_timeout(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:

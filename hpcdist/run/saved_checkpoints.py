@@ -1,0 +1,42 @@
+"""The checkpoint folders of a run by their names and manifests; neither reads tensors nor imports torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hpcdist.files import retry
+from hpcdist.files.atomic import read_json
+from hpcdist.run.folder import RunDir
+
+#: Written last: a checkpoint without it is incomplete.
+MANIFEST_FILE = "manifest.json"
+_FOLDER = re.compile(r"step-([0-9]{8,18})")
+
+
+def folder_name(step: int) -> str:
+    """Return the name of a checkpoint's folder."""
+    return f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step in the name of a checkpoint folder; None if the name is not one of a checkpoint."""
+    match = _FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def complete_checkpoints(run: RunDir) -> list[tuple[int, Path]]:
+    """Return step and folder of each checkpoint with a manifest, oldest first; no content is read."""
+    manifests = retry.retry(lambda: list(run.checkpoints.glob(f"step-*/{MANIFEST_FILE}")), run.checkpoints)
+    return sorted((step, path.parent) for path in manifests if (step := step_of(path.parent)) is not None)
+
+
+def newest_step(run: RunDir) -> int | None:
+    """Return the step of the newest checkpoint with a readable manifest, or None; hashes are not verified.
+
+    Raises RunFolderError if a newer hpcdist has written it, OSError if the file system fails.
+    """
+    for step, folder in reversed(complete_checkpoints(run)):
+        if read_json(folder / MANIFEST_FILE) is not None:
+            return step
+    return None
