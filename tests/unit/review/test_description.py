@@ -239,7 +239,7 @@ def test_long_commands_are_several_lines_that_the_shell_reads_as_one() -> None:
     assert wrapped(f"unbalanced's {shlex.join(words)}").split()[0] == "unbalanced's"
 
 
-@pytest.mark.parametrize("max_chars", [8000, 4000, 2500])
+@pytest.mark.parametrize("max_chars", [8000, 4000, 3000])
 def test_attempts_in_the_middle_are_left_out_of_a_long_description(max_chars: int) -> None:
     attempts = tuple(replace(FIRST, number=number) for number in range(1, 301))
     text = described(replace(FACTS, attempts=attempts), max_chars=max_chars)
