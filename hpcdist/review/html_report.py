@@ -101,7 +101,7 @@ def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
             return None
 
     config = part(lambda run: plain_tree(run.config)) or {}
-    trainer = str((config.get("trainer") or {}).get("target", ""))
+    trainer = run_sections.flat_texts(config).get("trainer.target", "")
     declared = find_trainer(trainer)
     grouped = declared_charts(series, declared.charts if declared else {})
     figures = read_figures(run.artifacts)

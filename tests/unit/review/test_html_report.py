@@ -269,6 +269,8 @@ def test_damaged_files_are_named_and_the_rest_is_shown(full: ReportScene) -> Non
     assert "figures/text.json is not a figure" in text
     assert "figures/curve.json is not a figure: its kind must be one of matrix, curves, histogram, text" in text
     assert "train/loss" in text
+    full.run.config.write_text("trainer: [ddp]")
+    assert "train/loss" in Elements(render_report(full.run, series)).text
 
 
 def test_report_is_rewritten_only_if_it_changes(full: ReportScene) -> None:
