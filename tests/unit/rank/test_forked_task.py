@@ -303,7 +303,8 @@ def test_task_becomes_the_rank_if_the_parent_cannot_fork(node: Node, torch: str,
 
 
 def test_parent_that_imports_for_too_long_ends(node: Node) -> None:
-    """Its log shows where. The task does not wait for its own time limit. The parent must have begun to import by then."""
+    """Its log shows where. The task does not wait for its own time limit."""
+    # By this limit the parent must have begun to import, on a busy machine, too.
     node.start_parent("import time\ntime.sleep(600)", limit_s=5.0)
     code, log = node.start(0, "import sys; sys.exit(6)").end()
     assert (code, log) == (6, "hpcdist: this rank imports torch itself: its parent process has ended\n")
