@@ -99,7 +99,7 @@ def test_run_of_a_job_without_requeue_stops_and_can_be_resumed(
     slurm_runs.release(name)
     state = slurm_runs.wait_end(name, job)
     assert state.status == "stopped"
-    assert "; Slurm does not requeue the job (scontrol requeue " in state.reason
+    assert "; Slurm does not requeue the job (scontrol: Requested operation is presently disabled" in state.reason
     assert devcluster.job(job)["JobState"] == "COMPLETED"
     saved = slurm_runs.checkpoint_steps(name)[-1]
     assert saved >= HOLD_STEP
