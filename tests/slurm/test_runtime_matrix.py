@@ -115,9 +115,10 @@ def test_plain(boxed: FaultScene, runtime: RuntimeCase) -> None:
 def test_requeue(boxed: FaultScene, runtime: RuntimeCase) -> None:
     boxed.submit_held("requeue")
     assert_inside(boxed, boxed.runs.rank_processes(boxed.name))
-    boxed.cluster.run("scontrol", "requeue", boxed.job)
-    boxed.release()
-    boxed.wait_queued()
+    with boxed.cluster.kill_wait(30):
+        boxed.cluster.run("scontrol", "requeue", boxed.job)
+        boxed.release()
+        boxed.wait_queued()
     assert HOLD_STEP <= boxed.runs.checkpoint_steps(boxed.name)[-1] < LAST_STEP
     assert_nothing_left(runtime, boxed.runs, boxed.name)
     boxed.start_now()
