@@ -58,13 +58,13 @@ def test_overview_compares_all_runs(page: Page, site: Site, docs_image: Callable
         page,
         "hpcdist.state",
         "hpcdist.best",
+        "Duration",
+        "hpcdist.cost",
         "eval/accuracy",
         "train/loss",
         "train/samples_per_s",
-        "Duration",
         "hpcdist.nodes",
         "hpcdist.world_size",
-        "hpcdist.cost",
         "Dataset",
     )
     best = max(site.series("finished", "eval/accuracy"))
@@ -85,12 +85,12 @@ def test_failures_are_grouped_by_state_with_their_causes(page: Page, site: Site)
     expect_columns(
         page,
         "hpcdist.state",
+        "hpcdist.interruptions",
         "hpcdist.attempts",
         "hpcdist.lost_steps",
         "hpcdist.nodes",
         "Duration",
         "hpcdist.reason",
-        "hpcdist.interruptions",
     )
     causes = cell(page, "failing", "tags.`hpcdist.interruptions`")
     expect(causes).to_contain_text("1: rank ")

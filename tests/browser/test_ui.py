@@ -110,7 +110,8 @@ def test_overview_of_a_finished_run_shows_tags_params_and_metrics(page: Page, si
     ):
         expect(page.get_by_role("row", name=row, exact=True)).to_be_attached()
     link = page.get_by_role("link", name="eval/accuracy", exact=True)
-    shown = page.get_by_role("row").filter(has=link).get_by_role("cell").last.inner_text()
+    _, shown, model = page.get_by_role("row").filter(has=link).get_by_role("cell").all_inner_texts()
+    assert model == "model", "the final model has the metric, too"
     printed = re.search(r"eval/accuracy\W+([\d.]+)", site.output)
     assert printed, site.output
     assert float(shown) == pytest.approx(float(printed[1]), rel=1e-5)
