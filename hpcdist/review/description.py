@@ -16,6 +16,8 @@ from hpcdist.review.markdown import PATCH, code_block, escaped, link, models_pag
 from hpcdist.run.sweep import text_of
 from hpcdist.run.training_record import Dataset
 
+#: Words for `launch.device`; nothing for `auto`.
+_DEVICES = {"cpu": " on the CPU", "cuda": " on GPUs"}
 #: Rows of a table beyond these are left out, in the middle of the attempts.
 _MAX_OVERRIDES = 30
 _MAX_METRICS = 12
@@ -62,7 +64,10 @@ def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) ->
     if command := run_again_command(facts):
         yield f"### Run it again\n\n{_run_again(command)}\n\n" + _shell(command)
     if command := rerun_command(facts):
-        yield "With the code of this run, and a comparison of the values:\n\n" + _shell(command)
+        yield (
+            "With the code of this run, uncommitted changes included, and a comparison of the logged values:\n\n"
+            + _shell(command)
+        )
 
 
 def _summary(facts: RunFacts, ledger: Ledger) -> str:
@@ -138,11 +143,14 @@ def _setup(facts: RunFacts) -> Iterator[tuple[str, str]]:
     elif facts.code_copied:
         yield "Code", "no commit, since it was not in a git repository; the run folder has a copy in `code`"
     digest = f", digest {escaped(facts.image_digest)}" if facts.image_digest else ""
+    if facts.image_digest.startswith("ends-"):
+        digest += " (of its size, first and last MiB)"
     if facts.image:
         yield "Image", escaped(facts.image) + digest
     elif facts.config.get("container.runtime") == "none":
         yield "Image", "none, without a container"
-    yield "Ranks", f"{facts.state.world_size}{_where(facts)}"
+    device = _DEVICES.get(str(facts.config.get("launch.device")), "")
+    yield "Ranks", f"{facts.state.world_size}{device}{_where(facts)}"
     if versions := _versions(facts):
         yield "Versions", versions
     yield "Started", clock(facts.state.created) + (f" by {escaped(facts.user)}" if facts.user else "")
@@ -227,7 +235,9 @@ def _attempts(facts: RunFacts, num_kept: int) -> str:
         first = (num_kept + 1) // 2
         rows[first : first + left_out] = [("…", f"{left_out} more attempts", *[""] * 7)]
     head = ("Attempt", "Start", "Duration", "Nodes", "Steps", "End", "Cause", "Steps lost", "Logs")
-    return table(head, rows) + _restarts(facts)
+    report = _artifact(facts, "report.html")
+    more = f"\n\n{link('report.html', report)}: timeline, faults with cause and fix, charts." if report else ""
+    return table(head, rows) + _restarts(facts) + more
 
 
 def _restarts(facts: RunFacts) -> str:
@@ -301,7 +311,7 @@ def _shell(command: str) -> str:
 def _run_again(command: str) -> str:
     """Return a sentence about the command that runs it again."""
     secrets = " Replace each \\*\\*\\* by the secret, which is not recorded." if REDACTED in command else ""
-    return f"The whole command, with all overrides:{secrets}"
+    return f"The whole command, with all overrides and the code in that folder today:{secrets}"
 
 
 def _cost(ledger: Ledger) -> str:

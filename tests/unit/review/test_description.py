@@ -92,7 +92,7 @@ def test_description_of_a_live_run() -> None:
         "| 2 | 1970-01-01 00:33 UTC |  |  | 100 to 200 | running |  |  |"
         " [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-002?workflowType=machine_learning) |",
         "import load_weights\n\nfolder = '/runs/c/step-00000100'\nstate_dict = load_weights(folder)\n```",
-        "### Run it again\n\nThe whole command, with all overrides:\n\n```bash\n"
+        "### Run it again\n\nThe whole command, with all overrides and the code in that folder today:\n\n```bash\n"
         "cd '/home/a b' &&\nhpcdist submit mine.yaml --cluster site optim.lr=0.01 'params.text=x $y' \\\n"
         "    runs_dir=/runs\n```",
         "\n\n```bash\ncd '/home/a b' && hpcdist rerun abc --runs-dir /runs\n```",
@@ -163,6 +163,11 @@ def test_setup_names_all_nodes_and_the_versions_of_the_ranks() -> None:
     text = described(moved)
     assert "| **Ranks** | 4 on n2, n3 (earlier attempts: n1), Slurm job 4 |" in text
     assert "| **Ranks** | 4 on n1, n2 |" in described(replace(FACTS, attempts=(FIRST, FIRST)))
+    on_cpu = replace(
+        FACTS, attempts=(FIRST,), config={"launch.device": "cpu"}, image="img", image_digest="ends-sha256:1a"
+    )
+    assert "| **Ranks** | 4 on the CPU on n1, n2 |" in described(on_cpu)
+    assert "digest ends\\-sha256:1a (of its size, first and last MiB) |" in described(on_cpu)
     assert "\n\nSlurm started the run 1 time; the ranks were restarted 0 times within these starts." in text
     again = described(replace(moved, num_job_starts=3, state=replace(FACTS.state, restarts=1)))
     assert "Slurm started the run 3 times; the ranks were restarted 1 time within these starts." in again
@@ -216,7 +221,10 @@ def test_commands_name_folder_and_store_of_the_run_unless_they_are_the_default()
         assert f"\n{command}{key}\n" in text
         assert f"\ncd /home && hpcdist rerun abc{option}\n" in text
     secret = described(replace(default, overrides={"params.token": Override(before=None, after="***")}))
-    assert "with all overrides: Replace each \\*\\*\\* by the secret, which is not recorded.\n" in secret
+    assert (
+        "with all overrides and the code in that folder today: Replace each \\*\\*\\* by the secret, which is not recorded.\n"
+        in secret
+    )
     uri = f"https://{'ada' * 10}:secret-in-two-parts@host/{'x' * 40}"
     divided = described(replace(default, overrides={"params.uri": Override(before=None, after=uri)}))
     assert "x" * 40 in divided
