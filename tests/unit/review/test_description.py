@@ -222,8 +222,8 @@ def test_commands_name_folder_and_store_of_the_run_unless_they_are_the_default()
         assert f"\ncd /home && hpcdist rerun abc{option}\n" in text
     secret = described(replace(default, overrides={"params.token": Override(before=None, after="***")}))
     assert (
-        "with all overrides and the code in that folder today: Replace each \\*\\*\\* by the secret, which is not recorded.\n"
-        in secret
+        "with all overrides and the code in that folder today:"
+        " Replace each \\*\\*\\* by the secret, which is not recorded.\n" in secret
     )
     uri = f"https://{'ada' * 10}:secret-in-two-parts@host/{'x' * 40}"
     divided = described(replace(default, overrides={"params.uri": Override(before=None, after=uri)}))
