@@ -237,9 +237,8 @@ def test_run_in_a_container_logs_to_the_server(
         "run", "--rm", "--ipc=host", "--user", f"{UNKNOWN_UID}:{UNKNOWN_UID}", "--volume", f"{runs}:/runs",
         "--volume", f"{credentials}:/home/hpcdist/.mlflow/credentials:ro", "--env", f"MLFLOW_TRACKING_URI={server.uri}",
     )  # fmt: skip
-    output = containers.podman(
-        *command, image("default"), "run", "ddp_digits", "stop.max_epochs=1", "launch.num_ranks=2"
-    )
+    overrides = ("stop.max_epochs=1", "launch.num_ranks=2", "tracking.drain_timeout_s=300")
+    output = containers.podman(*command, image("default"), "run", "ddp_digits", *overrides, within_s=800)
     assert "finished: trained 23 steps" in output
     assert password not in output
     (run,) = runs_of_other_users(runs)
