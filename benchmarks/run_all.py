@@ -184,11 +184,7 @@ BENCHMARKS = (
         "slurm_start",
         (),
         (
-            Figure(
-                "submit to first step over hand-written sbatch + srun, on another machine than the ranks",
-                ("rows", "hpcdist submit, apart", "over"),
-                target=1.15,
-            ),
+            Figure("submit on a login node, over sbatch", ("rows", "hpcdist submit, apart", "over"), target=1.15),
             Figure("the same, on the cores of the ranks", ("rows", "hpcdist submit", "over")),
         ),
     ),

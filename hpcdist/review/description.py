@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 from hpcdist.config.redaction import REDACTED, redact_text
 from hpcdist.review.attempts import AttemptFacts
@@ -12,17 +12,13 @@ from hpcdist.review.checkpoints import CheckpointFacts
 from hpcdist.review.commands import load_checkpoint, load_final_model, rerun_command, run_again_command, wrapped
 from hpcdist.review.facts import RunFacts
 from hpcdist.review.ledger import Ledger
-from hpcdist.review.markdown import PATCH, code_block, escaped, link, models_page, run_page, table
-from hpcdist.run.sweep import text_of
-from hpcdist.run.training_record import Dataset
+from hpcdist.review.markdown import code_block, escaped, link, models_page, table
+from hpcdist.review.setup_section import setup_rows
+from hpcdist.review.text import artifact_page, clock, duration, more, nodes_text
 
-#: Words for `launch.device`; nothing for `auto`.
-_DEVICES = {"cpu": " on the CPU", "cuda": " on GPUs"}
 #: Rows of a table beyond these are left out, in the middle of the attempts.
-_MAX_OVERRIDES = 30
 _MAX_METRICS = 12
 _MAX_CHECKPOINTS = 12
-_MAX_NODES = 8
 _KEPT_ATTEMPTS = (1000, 60, 30, 20, 10, 6, 4, 2)
 #: Age of a heartbeat from which the description names it first: ranks beat at each step, at most once a second.
 _SILENT_S = 120.0
@@ -53,7 +49,7 @@ def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) ->
     elif facts.is_live:
         is_running = facts.state.status == "running"
         yield f"State at {clock(now)}" + (": no step is done yet in this attempt." if is_running else ".")
-    yield "### Setup\n\n" + table(("", ""), ((f"**{name}**", value) for name, value in _setup(facts)))
+    yield "### Setup\n\n" + table(("", ""), ((f"**{name}**", value) for name, value in setup_rows(facts)))
     if result := list(_result(facts)):
         yield "### Result\n\n" + "\n".join(f"- {line}" for line in result)
     if facts.attempts:
@@ -110,95 +106,11 @@ def _progress(facts: RunFacts, now: float) -> str:
     return warning * is_silent + f"Progress at {clock(now)}: {'; '.join(words)}."
 
 
-def _setup(facts: RunFacts) -> Iterator[tuple[str, str]]:
-    if facts.config_name:
-        profile = f", cluster profile {escaped(facts.cluster_name)}" if facts.cluster_name else ""
-        yield "Config", escaped(facts.config_name) + profile
-    if facts.overrides:
-        shown = [
-            f"{escaped(key)} = **{escaped(text_of(item.after), 100)}** (config: {escaped(text_of(item.before), 100)})"
-            for key, item in list(facts.overrides.items())[:_MAX_OVERRIDES]
-        ]
-        yield "Overrides", "<br>".join([*shown, *_more(len(facts.overrides) - _MAX_OVERRIDES)])
-    elif facts.config_name:
-        yield "Overrides", "none"
-    if facts.rerun is not None:
-        known_as = f" (MLflow run {escaped(facts.rerun.run_id)})" if facts.rerun.run_id else ""
-        yield "Repeats", escaped(facts.rerun.name) + known_as
-        yield "Not restored", "<br>".join(escaped(text, 300) for text in facts.rerun.missing) or "nothing"
-        yield "Values", escaped(facts.rerun.result, 600) or "not compared yet"
-    if facts.sweep:
-        yield "Sweep", escaped(facts.sweep)
-    yield "Trainer", escaped(facts.trainer)
-    model = [escaped(facts.model)] if facts.model else []
-    if facts.num_parameters is not None:
-        model.append(f"{facts.num_parameters:,} trainable parameters")
-    if model:
-        yield "Model", ", ".join(model)
-    if facts.datasets:
-        yield "Data", "<br>".join(map(_dataset, facts.datasets))
-    if facts.git_commit:
-        changes = link("uncommitted changes", _artifact(facts, PATCH))
-        yield "Code", f"commit {escaped(facts.git_commit)}" + (f" with {changes}" if facts.git_dirty else "")
-    elif facts.code_copied:
-        yield "Code", "no commit, since it was not in a git repository; the run folder has a copy in `code`"
-    digest = f", digest {escaped(facts.image_digest)}" if facts.image_digest else ""
-    if facts.image_digest.startswith("ends-"):
-        digest += " (of its size, first and last MiB)"
-    if facts.image:
-        yield "Image", escaped(facts.image) + digest
-    elif facts.config.get("container.runtime") == "none":
-        yield "Image", "none, without a container"
-    device = _DEVICES.get(str(facts.config.get("launch.device")), "")
-    yield "Ranks", f"{facts.state.world_size}{device}{_where(facts)}"
-    if versions := _versions(facts):
-        yield "Versions", versions
-    yield "Started", clock(facts.state.created) + (f" by {escaped(facts.user)}" if facts.user else "")
-    yield "Folder", escaped(f"{facts.host}:{facts.folder}" if facts.host else str(facts.folder))
-
-
-def _versions(facts: RunFacts) -> str:
-    """Return the versions that the ranks use, then those of the machine on which the run was created."""
-    names = {"hpcdist": "hpcdist", "torch": "torch", "python": "Python", "cuda": "CUDA"}
-
-    def listed(versions: Mapping[str, str]) -> str:
-        return escaped(", ".join(f"{name} {versions[key]}" for key, name in names.items() if versions.get(key)))
-
-    own, inside = listed(facts.versions), listed(facts.container_versions)
-    return f"{inside} in the container" + (f"; {own} on {escaped(facts.host)}" if own else "") if inside else own
-
-
-def _where(facts: RunFacts) -> str:
-    job = f", Slurm job {escaped(facts.job_id)}" if facts.job_id else ""
-    nodes = facts.attempts[-1].nodes if facts.attempts else ()
-    earlier = [node for attempt in facts.attempts for node in attempt.nodes if node not in nodes]
-    others = f" (earlier attempts: {_nodes(list(dict.fromkeys(earlier)))})" if earlier else ""
-    return (f" on {_nodes(nodes)}" if nodes else "") + others + job
-
-
-def _nodes(nodes: Sequence[str]) -> str:
-    shown = [escaped(node) for node in nodes[:_MAX_NODES]]
-    return ", ".join([*shown, *_more(len(nodes) - _MAX_NODES)])
-
-
-def _more(number: int) -> list[str]:
-    return [f"{number} more"] if number > 0 else []
-
-
-def _dataset(dataset: Dataset) -> str:
-    words = [f"{escaped(dataset.name)} ({escaped(dataset.split)})"]
-    if dataset.num_samples is not None:
-        words.append(f"{dataset.num_samples:,} samples")
-    if dataset.digest:
-        words.append(f"digest {escaped(dataset.digest)}")
-    return ", ".join(words)
-
-
 def _result(facts: RunFacts) -> Iterator[str]:
     if facts.best is not None and facts.best_value is not None:
         direction = "lowest" if facts.monitor_mode == "min" else "highest"
         yield f"**{escaped(facts.monitor)} = {facts.best_value:.6g}** at step {facts.best.step:,} (best = {direction})"
-        uploaded = link("uploaded", _artifact(facts, "checkpoints/best"))
+        uploaded = link("uploaded", artifact_page(facts, "checkpoints/best"))
         artifact = f"; {uploaded}" if facts.has_uploaded_best else ""
         yield f"best checkpoint: {escaped(str(facts.best.path))}{artifact}"
     if facts.checkpoints:
@@ -219,7 +131,7 @@ def _last_values(facts: RunFacts) -> Iterator[str]:
         by_step.setdefault(facts.metric_steps.get(name), []).append(value)
     for step, values in by_step.items():
         yield f"last values{'' if step is None else f' at step {step:,}'}: {', '.join(values)}"
-    yield from (f"{more} metrics" for more in _more(len(metrics) - _MAX_METRICS))
+    yield from (f"{more} metrics" for more in more(len(metrics) - _MAX_METRICS))
 
 
 def _kept(facts: RunFacts, checkpoint: CheckpointFacts) -> str:
@@ -235,7 +147,7 @@ def _attempts(facts: RunFacts, num_kept: int) -> str:
         first = (num_kept + 1) // 2
         rows[first : first + left_out] = [("…", f"{left_out} more attempts", *[""] * 7)]
     head = ("Attempt", "Start", "Duration", "Nodes", "Steps", "End", "Cause", "Steps lost", "Logs")
-    report = _artifact(facts, "report.html")
+    report = artifact_page(facts, "report.html")
     more = f"\n\n{link('report.html', report)}: timeline, faults with cause and fix, charts." if report else ""
     return table(head, rows) + _restarts(facts) + more
 
@@ -262,12 +174,12 @@ def _attempt(facts: RunFacts, attempt: AttemptFacts) -> tuple[str, ...]:
         str(attempt.number),
         clock(attempt.started),
         "" if attempt.ended is None else duration(max(0.0, attempt.ended - attempt.started)),
-        _nodes(attempt.nodes),
+        nodes_text(attempt.nodes),
         "" if attempt.last_step is None else f"{first:,} to {attempt.last_step:,}",
         attempt.status,
         escaped(attempt.cause, 200),
         "" if attempt.steps_lost is None else f"{attempt.steps_lost:,}",
-        link("logs", _artifact(facts, attempt.logs)),
+        link("logs", artifact_page(facts, attempt.logs)),
     )
 
 
@@ -287,7 +199,10 @@ def _load(facts: RunFacts) -> Iterator[str]:
     if final:
         words = ["The final model", "" if last_step is None else f"after step {last_step:,}"]
         words.append(f"the same as the {kind} checkpoint" if is_final else "")
-        needs = "with `MLFLOW_TRACKING_URI` as the address of this store; it needs no hpcdist"
+        needs = (
+            "with `MLFLOW_TRACKING_URI` as the address of this store;"
+            " it needs no hpcdist unless the code of the model does"
+        )
         yield f"{', '.join(filter(None, words))}, from MLflow, {needs}:\n\n" + code_block(final, "python")
     if checkpoint is not None and not is_final:
         value = f", {escaped(facts.monitor)} = {facts.best_value:.6g}" if facts.best_value is not None else ""
@@ -342,22 +257,3 @@ def _number(value: float) -> str:
 def _hours(seconds: float) -> str:
     hours = seconds / 3600
     return f"{hours:.3g}" if hours >= 0.001 else "&lt;0.001"
-
-
-def _artifact(facts: RunFacts, path: str) -> str:
-    return run_page(facts.experiment_id, facts.run_id, path)
-
-
-def clock(seconds: float) -> str:
-    """Return a time as `2026-11-22 12:30 UTC`."""
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in its two largest units: `45 s`, `12 min 5 s`, `3 h 20 min`, `2 d 4 h`."""
-    whole = round(seconds)
-    for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= unit_s:
-            rest = whole % unit_s // part_s
-            return f"{whole // unit_s} {unit}" + (f" {rest} {part}" if rest else "")
-    return f"{whole} s"

@@ -171,14 +171,13 @@ class CheckpointModels:
         return True
 
     def log_final_metrics(self, model_id: str, last_step: int) -> None:
-        """Give the final model of the run the metrics of the checkpoint after the last logged step, if there is one."""
-        for name in reversed(manifests(self._run)):
-            kept = read_checkpoint(self._run.checkpoints / name)
-            if kept is not None and kept.step >= last_step:
-                with translated(self._mlflow.uri):
-                    model = self._mlflow.client.get_logged_model(model_id)
-                    self._log_metrics(model, kept, _RunPoints(self._mlflow, all_sent=True))
-            return
+        """Give the final model the metrics of the newest checkpoint, unless that is older than the last logged step."""
+        newest = next(reversed(manifests(self._run)), None)
+        kept = read_checkpoint(self._run.checkpoints / newest) if newest is not None else None
+        if kept is not None and kept.step >= last_step:
+            with translated(self._mlflow.uri):
+                model = self._mlflow.client.get_logged_model(model_id)
+                self._log_metrics(model, kept, _RunPoints(self._mlflow, all_sent=True))
 
     def _update(self, found: Mapping[str, str], kept: Mapping[str, KeptCheckpoint], points: _RunPoints) -> None:
         if self._models is None:

@@ -12,11 +12,12 @@ import pytest
 from hpcdist.review.attempts import AttemptFacts
 from hpcdist.review.checkpoints import CheckpointFacts
 from hpcdist.review.commands import wrapped
-from hpcdist.review.description import describe, duration
+from hpcdist.review.description import describe
 from hpcdist.review.facts import Progress, RunFacts
 from hpcdist.review.ledger import Entry, Ledger
 from hpcdist.review.markdown import escaped
 from hpcdist.review.sweep_description import CellFacts, SweepFacts, describe_sweep
+from hpcdist.review.text import duration
 from hpcdist.run.folder import State
 from hpcdist.run.origin import Override
 from hpcdist.run.training_record import Dataset
@@ -126,7 +127,7 @@ def test_description_of_a_finished_run() -> None:
     assert "[uploaded](#/experiments/1/runs/abc/artifacts/checkpoints/best?workflowType=machine_learning)" in text
     loads = (
         "The final model, after step 200, from MLflow, with `MLFLOW_TRACKING_URI` as the address of this store; it"
-        " needs no hpcdist:\n\n```python\nimport mlflow\n\n"
+        " needs no hpcdist unless the code of the model does:\n\n```python\nimport mlflow\n\n"
         'model = mlflow.pytorch.load_model("runs:/abc/model")\n```\n\n'
         "The best checkpoint, step 100, eval/loss = 0.25, from MLflow:\n\n```python\nimport mlflow\n"
         "from hpcdist.checkpoint.weights import load_weights\n\n"

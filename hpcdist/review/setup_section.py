@@ -1,0 +1,92 @@
+"""The section Setup of a run's description: what ran, on what, from which code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hpcdist.review.facts import RunFacts
+from hpcdist.review.markdown import PATCH, escaped, link
+from hpcdist.review.text import artifact_page, clock, more, nodes_text
+from hpcdist.run.sweep import text_of
+from hpcdist.run.training_record import Dataset
+
+#: Words for `launch.device`; nothing for `auto`.
+_DEVICES = {"cpu": " on the CPU", "cuda": " on GPUs"}
+#: Overrides beyond these are counted.
+_MAX_OVERRIDES = 30
+
+
+def setup_rows(facts: RunFacts) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of the section as Markdown."""
+    if facts.config_name:
+        profile = f", cluster profile {escaped(facts.cluster_name)}" if facts.cluster_name else ""
+        yield "Config", escaped(facts.config_name) + profile
+    if facts.overrides:
+        shown = [
+            f"{escaped(key)} = **{escaped(text_of(item.after), 100)}** (config: {escaped(text_of(item.before), 100)})"
+            for key, item in list(facts.overrides.items())[:_MAX_OVERRIDES]
+        ]
+        yield "Overrides", "<br>".join([*shown, *more(len(facts.overrides) - _MAX_OVERRIDES)])
+    elif facts.config_name:
+        yield "Overrides", "none"
+    if facts.rerun is not None:
+        known_as = f" (MLflow run {escaped(facts.rerun.run_id)})" if facts.rerun.run_id else ""
+        yield "Repeats", escaped(facts.rerun.name) + known_as
+        yield "Not restored", "<br>".join(escaped(text, 300) for text in facts.rerun.missing) or "nothing"
+        yield "Values", escaped(facts.rerun.result, 600) or "not compared yet"
+    if facts.sweep:
+        yield "Sweep", escaped(facts.sweep)
+    yield "Trainer", escaped(facts.trainer)
+    model = [escaped(facts.model)] if facts.model else []
+    if facts.num_parameters is not None:
+        model.append(f"{facts.num_parameters:,} trainable parameters")
+    if model:
+        yield "Model", ", ".join(model)
+    if facts.datasets:
+        yield "Data", "<br>".join(map(_dataset, facts.datasets))
+    if facts.git_commit:
+        changes = link("uncommitted changes", artifact_page(facts, PATCH))
+        yield "Code", f"commit {escaped(facts.git_commit)}" + (f" with {changes}" if facts.git_dirty else "")
+    elif facts.code_copied:
+        yield "Code", "no commit, since it was not in a git repository; the run folder has a copy in `code`"
+    digest = f", digest {escaped(facts.image_digest)}" if facts.image_digest else ""
+    if facts.image_digest.startswith("ends-"):
+        digest += " (of its size, first and last MiB)"
+    if facts.image:
+        yield "Image", escaped(facts.image) + digest
+    elif facts.config.get("container.runtime") == "none":
+        yield "Image", "none, without a container"
+    device = _DEVICES.get(str(facts.config.get("launch.device")), "")
+    yield "Ranks", f"{facts.state.world_size}{device}{_where(facts)}"
+    if versions := _versions(facts):
+        yield "Versions", versions
+    yield "Started", clock(facts.state.created) + (f" by {escaped(facts.user)}" if facts.user else "")
+    yield "Folder", escaped(f"{facts.host}:{facts.folder}" if facts.host else str(facts.folder))
+
+
+def _versions(facts: RunFacts) -> str:
+    """Return the versions that the ranks use, then those of the machine on which the run was created."""
+    names = {"hpcdist": "hpcdist", "torch": "torch", "python": "Python", "cuda": "CUDA"}
+
+    def listed(versions: Mapping[str, str]) -> str:
+        return escaped(", ".join(f"{name} {versions[key]}" for key, name in names.items() if versions.get(key)))
+
+    own, inside = listed(facts.versions), listed(facts.container_versions)
+    return f"{inside} in the container" + (f"; {own} on {escaped(facts.host)}" if own else "") if inside else own
+
+
+def _where(facts: RunFacts) -> str:
+    job = f", Slurm job {escaped(facts.job_id)}" if facts.job_id else ""
+    nodes = facts.attempts[-1].nodes if facts.attempts else ()
+    earlier = [node for attempt in facts.attempts for node in attempt.nodes if node not in nodes]
+    others = f" (earlier attempts: {nodes_text(list(dict.fromkeys(earlier)))})" if earlier else ""
+    return (f" on {nodes_text(nodes)}" if nodes else "") + others + job
+
+
+def _dataset(dataset: Dataset) -> str:
+    words = [f"{escaped(dataset.name)} ({escaped(dataset.split)})"]
+    if dataset.num_samples is not None:
+        words.append(f"{dataset.num_samples:,} samples")
+    if dataset.digest:
+        words.append(f"digest {escaped(dataset.digest)}")
+    return ", ".join(words)
