@@ -62,7 +62,7 @@ class Setting:
             f"runs_dir={folder}",
             "name=ours",
             f"data.name={self.data}",
-            f"data.root={self.root}",
+            *([f"data.root={self.root}"] if self.root else []),
             "data.download=false",
             f"data.image_size={IMAGE_SIZE}",
             f"data.num_samples={NUM_SYNTHETIC}",
