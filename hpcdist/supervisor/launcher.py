@@ -58,23 +58,23 @@ class Ranks(Protocol):
 class NodeChanges(Protocol):
     """Changes of the nodes of a run that continues after node failures (`slurm/job/elastic_nodes.py`)."""
 
-    def lost(self) -> tuple[int, str] | None:
+    def detect_lost(self) -> tuple[int, str] | None:
         """Return the first rank on a node that does not answer any more, and the node; None if all answer."""
         ...
 
-    def replaced(self) -> str:
+    def replace_lost(self) -> str:
         """Choose the nodes of the next attempt after a failure.
 
         Return a sentence if they differ from those of the last attempt, which explains the failure; otherwise "".
         """
         ...
 
-    def growth(self) -> str:
+    def detect_returned(self) -> str:
         """Return a sentence if the ranks should be restarted now on more nodes; otherwise "". Called often."""
         ...
 
-    def grow(self) -> None:
-        """Choose more nodes for the next attempt, after `growth` and the end of the ranks."""
+    def use_returned(self) -> None:
+        """Choose more nodes for the next attempt, after `detect_returned` and the end of the ranks."""
         ...
 
 

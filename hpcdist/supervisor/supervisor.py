@@ -171,7 +171,7 @@ class Supervisor:
             if failure is None and end == "stopped" and self._grows(attempt):
                 write_times(attempt, replace(times, status=end, reason="restarted on more nodes"))
                 if self._nodes is not None:
-                    self._nodes.grow()
+                    self._nodes.use_returned()
                 self._moves += 1
                 continue
             if failure is None:
@@ -229,7 +229,7 @@ class Supervisor:
         if self._request_of(attempt) is not None:
             return ""
         write_json(attempt.failure, asdict(failure))
-        return self._nodes.replaced()
+        return self._nodes.replace_lost()
 
     def _after_failure(self, state: State, attempt: Attempt, failures: list[Failure]) -> State | None:
         """Return the final state of the run after a failure, or None if the ranks are restarted here."""

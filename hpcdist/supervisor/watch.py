@@ -107,7 +107,7 @@ class Watch:
 
     def _lost_node(self) -> Failure | None:
         """Return the failure of a node that does not answer any more."""
-        if self._nodes is None or (found := self._nodes.lost()) is None:
+        if self._nodes is None or (found := self._nodes.detect_lost()) is None:
             return None
         rank, node = found
         error = "was lost: its node does not answer"
@@ -160,7 +160,7 @@ class Watch:
         asked = self._signal_request()
         if asked is None and self._allocation is not None and time.time() >= self._allocation.stop_at:
             asked = Request(action="stop", by=self._allocation.by, reason=self._allocation.by)
-        if asked is None and found is None and self._nodes is not None and (why := self._nodes.growth()):
+        if asked is None and found is None and self._nodes is not None and (why := self._nodes.detect_returned()):
             asked = Request(action="stop", by=BY_GROWTH, reason=f"to restart on more nodes: {why}")
         final = found is not None and found.by != BY_GROWTH
         if asked is None or (found is not None and final and (asked.action == "stop" or found.action == "cancel")):

@@ -58,6 +58,9 @@ class _Examined(NamedTuple):
 class ElasticNodes:
     """Detects lost nodes of the running attempt and chooses the nodes of the next one (`supervisor.NodeChanges`).
 
+    Order of the calls for each attempt: `begin` at its start; `detect_lost` and `detect_returned` while it runs; at its
+    end `end_ranks`, and then `replace_lost` after a failure or `use_returned` if it ended for more nodes.
+
     Args:
         pool: the nodes of the job.
         tasks_per_node: number of ranks on each node.
@@ -75,7 +78,7 @@ class ElasticNodes:
         self._job_id = job_id
         self._tasks_per_node = tasks_per_node
         self._env = env
-        self._grow = grow
+        self._may_grow = grow
         self._probe = HostProbe(addresses_of(pool.present), port_for(env["SLURM_JOB_ID"], 0))
         self._lost: tuple[str, ...] = ()
         self._thread = ThreadPoolExecutor(1)
@@ -85,29 +88,29 @@ class ElasticNodes:
         self._returned: list[str] = []
         #: Lost nodes that ran no ranks.
         self._lost_idle: set[str] = set()
-        self._has_grown = False
+        self._uses_returned = False
 
     def close(self) -> None:
         """End the checks of nodes."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._probe.close()
 
-    def grow(self) -> None:
-        """Use the nodes that have answered again in the next attempt."""
+    def use_returned(self) -> None:
+        """Use the nodes found by `detect_returned` in the next attempt."""
         self.pool.restore(self._returned)
-        self._has_grown = bool(self._returned)
+        self._uses_returned = bool(self._returned)
 
     def begin(self) -> bool:
         """Prepare the next attempt; return whether it uses nodes again that were lost."""
-        has_grown, self._has_grown = self._has_grown, False
+        uses_returned, self._uses_returned = self._uses_returned, False
         self._returned = []
         self._lost = ()
         self._step_at_start = newest_step(self._run)
-        return has_grown
+        return uses_returned
 
     # --- lost nodes
 
-    def reject(self, blamed: Sequence[str]) -> bool:
+    def drop_rejected(self, blamed: Sequence[str]) -> bool:
         """Continue without nodes that fail the preflight check; return whether enough others are left.
 
         Those that do not answer are lost, and Slurm cannot end the steps that the check has started on them.
@@ -116,17 +119,17 @@ class ElasticNodes:
             return False
         answers = kill_ranks(self._run, blamed, self._env)
         if silent := [node for node in blamed if node not in answers]:
-            self.pool.lose(silent)
+            self.pool.drop_silent(silent)
             self.abandoned |= {PREFLIGHT_STEP, NODES_STEP, CONTAINERS_STEP}
         if unfit := [node for node in blamed if node in answers]:
-            self.pool.reject(unfit)
+            self.pool.drop_unfit(unfit)
         return True
 
-    def lost(self) -> tuple[int, str] | None:
+    def detect_lost(self) -> tuple[int, str] | None:
         """Return the first rank on a node of the attempt that does not answer, and the node; None if all answer."""
         silent = self._probe.silent()
         if idle := [node for node in silent if node not in self.pool.used and node in self.pool.present]:
-            self.pool.lose(idle)
+            self.pool.drop_silent(idle)
             self._lost_idle |= set(idle)
             log.warning("%s: no answer from the node, which runs no ranks", ", ".join(idle))
         if back := self._lost_idle - set(silent):
@@ -172,7 +175,7 @@ class ElasticNodes:
         used = [node for node in removed if node in self.pool.used]
         self._lost = tuple(dict.fromkeys((*self._lost, *used)))
         if idle := [node for node in removed if node not in used]:
-            self.pool.lose(idle)
+            self.pool.drop_silent(idle)
         self.pool.forget(removed)
 
     def _allocated_nodes(self) -> list[str]:
@@ -181,15 +184,15 @@ class ElasticNodes:
         names = parse_text(records[0].get("NodeList")) if records else ""
         return expand(names) if names else []
 
-    def replaced(self) -> str:
+    def replace_lost(self) -> str:
         """Choose other nodes after a failure; return a sentence about them, or "" if the nodes stay the same."""
         lost, before = self._lost, self.pool.used
         self._lost = ()
         if lost:
-            chosen, why = self.pool.lose(lost), "no answer from"
+            chosen, why = self.pool.drop_silent(lost), "no answer from"
         elif blamed := failing_node(self._run, before):
             lost = (blamed,)
-            chosen, why = self.pool.reject(lost), "ranks have failed twice in a row on"
+            chosen, why = self.pool.drop_unfit(lost), "ranks have failed twice in a row on"
         else:
             return ""
         return f"{why} {', '.join(lost)}: {self._change(before)}" if chosen else ""
@@ -203,16 +206,16 @@ class ElasticNodes:
         taken = f"{', '.join(new)} takes over" if new else ""
         return ", ".join(filter(None, [taken, now]))
 
-    # --- growth
+    # --- nodes that answer again
 
-    def growth(self) -> str:
+    def detect_returned(self) -> str:
         """Return a sentence if lost nodes answer again and a checkpoint is newer than the attempt's start; else "".
 
         Called several times a second; the nodes are checked in another thread.
         """
         if self._returned:
             return f"{', '.join(self._returned)} answers again"
-        if not self._grow or not self.pool.missing:
+        if not self._may_grow or not self.pool.missing:
             return ""
         if self._check is not None:
             if self._check.done():

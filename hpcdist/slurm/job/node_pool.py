@@ -54,7 +54,7 @@ class NodePool:
         """Return whether enough nodes remain after the loss of `nodes`."""
         return len(self._allocated) - len(self._lost | self._unfit | set(nodes)) >= self._least
 
-    def lose(self, nodes: Collection[str]) -> bool:
+    def drop_silent(self, nodes: Collection[str]) -> bool:
         """Continue without nodes that do not answer; see `_replace`."""
         lost = self._lost | set(nodes)
         if not self._replace(lost | self._unfit):
@@ -64,7 +64,7 @@ class NodePool:
         self._lost = lost
         return True
 
-    def reject(self, nodes: Collection[str]) -> bool:
+    def drop_unfit(self, nodes: Collection[str]) -> bool:
         """Continue without nodes that answer but are not fit for ranks; see `_replace`."""
         if not self._replace(self._lost | self._unfit | set(nodes)):
             return False

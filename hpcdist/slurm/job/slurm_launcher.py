@@ -244,7 +244,7 @@ class SlurmLauncher:
             self._preflight.run(attempt)
         except PreflightError as error:
             blamed = self._preflight.blamed
-            if self.elastic is None or not blamed or not self.elastic.reject(blamed):
+            if self.elastic is None or not blamed or not self.elastic.drop_rejected(blamed):
                 raise
             self._preflight.failed = False
             self.avoid = self._preflight.avoid

@@ -95,14 +95,14 @@ def test_run_continues_without_nodes_that_do_not_answer(slurm: Slurm, runs_dir: 
     assert nodes.end_ranks(attempt)
     assert nodes.abandoned == {"attempt-001", "hpcdist-nodes", "hpcdist-containers"}
     assert nodes.answering == ("n1", "n2", "n4"), "containers are removed on these"
-    assert nodes.replaced() == "no answer from n3: continuing on 3 of 4 nodes"
+    assert nodes.replace_lost() == "no answer from n3: continuing on 3 of 4 nodes"
     assert nodes.pool.used == ("n1", "n2", "n4")
-    assert nodes.replaced() == "", "the nodes do not explain another failure"
+    assert nodes.replace_lost() == "", "the nodes do not explain another failure"
     slurm.alive("n1")
     nodes.begin()
     assert nodes.end_ranks(attempt)
     assert slurm.asked == ["n1,n2,n3,n4", "n1,n2,n4"]
-    assert nodes.replaced() == "", "too few nodes are left"
+    assert nodes.replace_lost() == "", "too few nodes are left"
 
 
 def test_nodes_that_slurm_has_taken_out_of_the_job_are_lost(slurm: Slurm, runs_dir: Path) -> None:
@@ -111,17 +111,17 @@ def test_nodes_that_slurm_has_taken_out_of_the_job_are_lost(slurm: Slurm, runs_d
     slurm.allocated("n[1-2]")
     assert nodes.end_ranks(nodes._run.new_attempt())
     assert slurm.asked == ["n1,n2"]
-    assert nodes.replaced() == "no answer from n3: continuing on 2 of 3 nodes"
+    assert nodes.replace_lost() == "no answer from n3: continuing on 2 of 3 nodes"
     assert (nodes.pool.present, nodes.pool.missing) == (("n1", "n2"), ())
 
 
 def test_failure_with_all_nodes_is_not_explained_by_them(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     assert not nodes.end_ranks(nodes._run.new_attempt())
-    assert (nodes.abandoned, nodes.replaced()) == (set(), "")
+    assert (nodes.abandoned, nodes.replace_lost()) == (set(), "")
     slurm.alive()  # the controller does not answer
     assert not nodes.end_ranks(nodes._run.attempt(1))
-    assert nodes.replaced() == ""
+    assert nodes.replace_lost() == ""
 
 
 def test_step_with_ranks_that_survive_is_not_abandoned(slurm: Slurm, runs_dir: Path) -> None:
@@ -135,17 +135,17 @@ def test_step_with_ranks_that_survive_is_not_abandoned(slurm: Slurm, runs_dir: P
 def test_silent_node_of_a_failed_preflight_is_lost_with_its_steps(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     slurm.alive("n1", "n2", "n4")
-    assert nodes.reject(["n3", "n4"])
+    assert nodes.drop_rejected(["n3", "n4"])
     assert (nodes.pool.used, nodes.pool.present, nodes.pool.fit) == (("n1", "n2"), ("n1", "n2", "n4"), ("n1", "n2"))
     assert nodes.abandoned == {"preflight", "hpcdist-nodes", "hpcdist-containers"}
-    assert not nodes.reject(["n2"])
+    assert not nodes.drop_rejected(["n2"])
 
 
 def test_spare_node_takes_over(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, nodes=3, spare_nodes=1)
     slurm.alive("n1", "n3", "n4")
     assert nodes.end_ranks(nodes._run.new_attempt())
-    assert nodes.replaced() == "no answer from n2: n4 takes over"
+    assert nodes.replace_lost() == "no answer from n2: n4 takes over"
     assert nodes.pool.used == ("n1", "n3", "n4")
 
 
@@ -154,30 +154,30 @@ def test_node_on_which_ranks_fail_twice_is_left_out(slurm: Slurm, runs_dir: Path
     failure = Failure(kind="killed", rank=2, host="n2.site", step=5, error="was killed by SIGKILL")
     for step in (5, 6):
         write_json(nodes._run.new_attempt().failure, asdict(failure) | {"step": step})
-    assert nodes.replaced() == "ranks have failed twice in a row on n2: continuing on 3 of 4 nodes"
+    assert nodes.replace_lost() == "ranks have failed twice in a row on n2: continuing on 3 of 4 nodes"
     assert nodes.pool.missing == ()
 
 
 def grown(nodes: ElasticNodes) -> str:
-    return wait_for(nodes.growth, "lost nodes to answer")
+    return wait_for(nodes.detect_returned, "lost nodes to answer")
 
 
 def test_lost_node_is_used_again_after_a_checkpoint_when_it_answers(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
-    assert nodes.growth() == "", "no node is missing"
+    assert nodes.detect_returned() == "", "no node is missing"
     slurm.alive("n1", "n2", "n4")
     nodes.end_ranks(nodes._run.new_attempt())
-    nodes.replaced()
+    nodes.replace_lost()
     save(nodes, 5)
     nodes.begin()
     num_asked = len(slurm.asked)
-    assert [nodes.growth() for _ in range(3)] == [""] * 3
+    assert [nodes.detect_returned() for _ in range(3)] == [""] * 3
     assert len(slurm.asked) == num_asked, "no checkpoint is newer than the start of the attempt"
     save(nodes, 10)
     slurm.alive(*NODES)
     assert grown(nodes) == "n3 answers again"
     assert nodes.pool.used == ("n1", "n2", "n4"), "the running attempt keeps its nodes"
-    nodes.grow()
+    nodes.use_returned()
     assert nodes.pool.used == NODES, "before the resources of the next attempt are recorded"
     assert nodes.begin()
     assert not nodes.begin()
@@ -187,23 +187,23 @@ def test_lost_node_is_used_again_after_a_checkpoint_when_it_answers(slurm: Slurm
 
 def test_node_that_slurm_has_taken_out_of_the_job_does_not_return(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
-    nodes.pool.lose(["n3"])
+    nodes.pool.drop_silent(["n3"])
     nodes.begin()
     save(nodes, 5)
     slurm.allocated("n[1-2,4]")
-    wait_for(lambda: nodes.growth() == "" and not nodes.pool.missing, "the check of the node")
+    wait_for(lambda: nodes.detect_returned() == "" and not nodes.pool.missing, "the check of the node")
     assert not (slurm.folder / "asked").exists()
     nodes.close()
 
 
 def test_silent_nodes_are_not_checked_for_growth(slurm: Slurm, runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
-    nodes.pool.lose(["n2", "n3"])
+    nodes.pool.drop_silent(["n2", "n3"])
     nodes.begin()
     save(nodes, 5)
     monkeypatch.setattr(nodes._probe, "silent", lambda for_s=0.0: ["n2"])
     slurm.alive("n1", "n4")
-    wait_for(lambda: nodes.growth() == "" and nodes.abandoned == {"hpcdist-nodes"}, "the check of n3")
+    wait_for(lambda: nodes.detect_returned() == "" and nodes.abandoned == {"hpcdist-nodes"}, "the check of n3")
     assert set(slurm.asked) == {"n3"}
     nodes.close()
 
@@ -212,7 +212,7 @@ def test_storage_error_in_a_check_for_growth_does_not_end_the_run(
     slurm: Slurm, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
-    nodes.pool.lose(["n3"])
+    nodes.pool.drop_silent(["n3"])
     nodes.begin()
     tries: list[RunDir] = []
 
@@ -221,7 +221,7 @@ def test_storage_error_in_a_check_for_growth_does_not_end_the_run(
         raise OSError("stale file handle")
 
     monkeypatch.setattr(module, "newest_step", newest_step)
-    wait_for(lambda: nodes.growth() == "" and len(tries) > 1, "a second try")
+    wait_for(lambda: nodes.detect_returned() == "" and len(tries) > 1, "a second try")
     nodes.close()
 
 
@@ -231,27 +231,27 @@ def test_silent_node_of_the_attempt_is_reported_with_its_first_rank(
     nodes = of(slurm, runs_dir, nodes=3, min_nodes=2, spare_nodes=1)
     silent: list[str] = []
     monkeypatch.setattr(nodes._probe, "silent", lambda for_s=0.0: silent if for_s == 0 else [])
-    assert nodes.lost() is None
+    assert nodes.detect_lost() is None
     silent[:] = ["n4"]
-    assert nodes.lost() is None, "the spare node"
+    assert nodes.detect_lost() is None, "the spare node"
     assert "n4" not in nodes.pool.present
     silent[:] = []
-    assert nodes.lost() is None
+    assert nodes.detect_lost() is None
     assert nodes.pool.idle == ("n4",), "it answers again"
     silent[:] = ["n4"]
-    nodes.lost()
+    nodes.detect_lost()
     silent[:] = []
-    nodes.lost()
+    nodes.detect_lost()
     assert nodes.pool.idle == (), "it was lost twice"
     silent[:] = ["n2", "n4"]
-    assert nodes.lost() == (2, "n2")
+    assert nodes.detect_lost() == (2, "n2")
     assert nodes.end_ranks(nodes._run.new_attempt())
     assert slurm.asked == ["n1,n3"], "no time is lost with the silent node"
-    assert nodes.replaced() == "no answer from n2: continuing on 2 of 3 nodes"
+    assert nodes.replace_lost() == "no answer from n2: continuing on 2 of 3 nodes"
     silent[:] = ["n2", "n3", "n4"]
-    assert nodes.lost() is None, "too few nodes would be left: more patience"
+    assert nodes.detect_lost() is None, "too few nodes would be left: more patience"
     monkeypatch.setattr(nodes._probe, "silent", lambda for_s=0.0: silent if for_s == 0 else ["n2", "n4"])
-    assert nodes.lost() is None, "the others were lost before"
+    assert nodes.detect_lost() is None, "the others were lost before"
 
 
 def test_job_with_too_few_nodes_is_an_error(slurm: Slurm, runs_dir: Path) -> None:

@@ -558,7 +558,7 @@ def test_node_that_dies_before_the_ranks_start_is_left_out(
         assert launcher.elastic is not None
         with pytest.raises(HpcdistError, match="no answer"):
             launcher.start(launcher._run.new_attempt())
-        assert launcher.elastic.replaced() == "no answer from n2: continuing on 1 of 2 nodes"
+        assert launcher.elastic.replace_lost() == "no answer from n2: continuing on 1 of 2 nodes"
 
 
 def test_fixed_run_fails_with_a_node_that_fails_the_preflight(

@@ -32,17 +32,17 @@ class Nodes:
         self.silent = lost
         self.more = growth
 
-    def lost(self) -> tuple[int, str] | None:
+    def detect_lost(self) -> tuple[int, str] | None:
         return self.silent
 
-    def replaced(self) -> str:
+    def replace_lost(self) -> str:
         self.silent = None
         return self.changes.pop(0) if self.changes else ""
 
-    def growth(self) -> str:
+    def detect_returned(self) -> str:
         return self.more
 
-    def grow(self) -> None:
+    def use_returned(self) -> None:
         self.more = ""
 
 
