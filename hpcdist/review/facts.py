@@ -67,6 +67,9 @@ class RunFacts:
     git_dirty: bool = False  #: whether there were uncommitted changes: `code.patch`
     image: str = ""  #: container image of the ranks; empty without containers
     image_digest: str = ""
+    image_build: str = ""  #: hash of the inputs of an image of hpcdist
+    image_base: str = ""  #: digest, id or name of the image on which an image of hpcdist is based
+    container_runtime: str = ""  #: of the container in which a local run was started; empty without one
     trainer: str = ""  #: a shipped trainer, `module:function`, or the words of a script
     config: Mapping[str, Any] = field(default_factory=dict)  #: redacted values by dotted key
     config_name: str = ""  #: the config as given; empty if it is not recorded
@@ -117,6 +120,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
     """
     state = state or run.read_state()
     environment, container = _read(run.environment), _read(run.container)
+    image = container or environment  # the ranks' containers, else the container of the whole run
     tree, origin = _config(run), read_origin(run)
     config, monitor = flat(tree), monitor_of(tree)
     mlflow = _read(run.mlflow)
@@ -144,8 +148,11 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         git_commit=_text(environment.get("git_commit")),
         git_dirty=environment.get("git_dirty") is True,
         code_copied=_mapping(environment.get("code")).get("copied") is True,
-        image=_text(container.get("image") or environment.get("image")),
-        image_digest=_text(container.get("image_digest") or environment.get("image_digest")),
+        image=_text(image.get("image")),
+        image_digest=_text(image.get("image_digest")),
+        image_build=_text(image.get("image_build")),
+        image_base=_text(image.get("image_base")),
+        container_runtime=_text(image.get("container_runtime")),
         trainer=_trainer(config),
         config=config,
         config_name=origin.config if origin else "",

@@ -210,6 +210,16 @@ def test_versions_of_the_host_and_of_the_container(folder: Folder) -> None:
     )
 
 
+def test_image_is_that_of_the_ranks_else_that_of_the_run(folder: Folder) -> None:
+    write_json(folder.run.environment, {"image_build": "abc", "image_base": "sha256:1", "container_runtime": "docker"})
+    facts = folder.facts()
+    assert (facts.image, facts.image_build, facts.image_base) == ("", "abc", "sha256:1")
+    assert facts.container_runtime == "docker"
+    write_json(folder.run.container, {"image": "a.sif", "image_digest": None})
+    facts = folder.facts()
+    assert (facts.image, facts.image_digest, facts.image_build, facts.container_runtime) == ("a.sif", "", "", "")
+
+
 def test_best_checkpoint_is_the_newest_of_the_best(folder: Folder) -> None:
     folder.checkpoint(100, **{"eval/accuracy": 0.9})
     folder.checkpoint(200, **{"eval/accuracy": 0.9})
