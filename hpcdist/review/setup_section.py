@@ -66,8 +66,12 @@ def _versions(facts: RunFacts) -> str:
     def listed(versions: Mapping[str, str]) -> str:
         return escaped(", ".join(f"{name} {versions[key]}" for key, name in names.items() if versions.get(key)))
 
-    own, inside = listed(facts.versions), listed(facts.container_versions)
-    return f"{inside} in the container" + (f"; {own} on {escaped(facts.host)}" if own else "") if inside else own
+    own, inside = listed(facts.versions), listed(facts.rank_versions)
+    if not facts.rank_python:
+        return own
+    place = "in the container" if facts.rank_python == "container" else "in the environment of the ranks"
+    texts = [f"{inside} {place}" if inside else f"those {place} are recorded when the job starts"]
+    return "; ".join([*texts, *([f"{own} on {escaped(facts.host)}"] if own else [])])
 
 
 def _where(facts: RunFacts) -> str:

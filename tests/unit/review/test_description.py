@@ -182,11 +182,15 @@ def test_setup_names_all_nodes_and_the_versions_of_the_ranks() -> None:
     assert "Slurm started" not in described(FACTS), "a local run"
     own = replace(FACTS, versions={"torch": "2.15.0", "hpcdist": "1", "python": "3.11.7", "numpy": "2"}, host="login1")
     assert "| **Versions** | hpcdist 1, torch 2\\.15\\.0, Python 3\\.11\\.7 |" in described(own)
-    inside = described(replace(own, container_versions={"torch": "2.14.0", "python": "3.12.2"}))
+    inside = described(replace(own, rank_python="container", rank_versions={"torch": "2.14.0", "python": "3.12.2"}))
     assert (
         "| **Versions** | torch 2\\.14\\.0, Python 3\\.12\\.2 in the container;"
         " hpcdist 1, torch 2\\.15\\.0, Python 3\\.11\\.7 on login1 |"
     ) in inside
+    packed = described(replace(own, rank_python="environment", rank_versions={"torch": "2.14.0"}))
+    assert "| **Versions** | torch 2\\.14\\.0 in the environment of the ranks; hpcdist 1, torch" in packed
+    queued = described(replace(own, rank_python="environment"))
+    assert "| **Versions** | those in the environment of the ranks are recorded when the job starts; hpcdist" in queued
 
 
 def test_last_values_are_listed_by_step() -> None:
