@@ -54,7 +54,10 @@ def _torch(required: bool, cuda: str, driver: str) -> list[Check]:
     version = version_of("torch")
     if not version:
         if not required:
-            return [note("torch", "not installed: the nodes' Python or the image needs it, submission does not")]
+            text = (
+                "not installed: ranks need container.image or cluster.environment, since they use this Python otherwise"
+            )
+            return [note("torch", text, install_command("train"))]
         return [failure("torch", "not installed: a run on this machine would fail", install_command("train"))]
     checks = []
     pinned = _pin("torchvision", "torch")
