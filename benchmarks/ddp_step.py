@@ -34,7 +34,7 @@ from harness import (
 )
 
 #: Steps per round by batch size; each number fits into one epoch of MNIST on two ranks.
-STEPS = {8: 2400, 64: 450}
+STEPS = {8: 1200, 64: 300}
 WINDOW = 50
 NUM_RANKS = 2
 IMAGE_SIZE = 28
