@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from generators.tables import PACKAGE, ROOT, cell, code, table
 from hpcdist import errors
+from hpcdist.machine.installation import install_command
 
 ERRORS: dict[str, type[errors.HpcdistError]] = {
     name: value
@@ -81,10 +82,14 @@ def template(node: ast.expr) -> str:
             return text
         case ast.JoinedStr(values=parts):
             return "".join(map(template, parts))
+        case ast.FormattedValue(value=ast.Call(func=ast.Name(id="install_command")) as call):
+            return template(call)
         case ast.FormattedValue(value=value):
             return _placeholder(value)
         case ast.IfExp(body=body, orelse=orelse):
             return template(body) or template(orelse)
+        case ast.Call(func=ast.Name(id="install_command"), args=extras):
+            return install_command(*map(ast.literal_eval, extras))
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return "".join(template(side) or _placeholder(side) for side in (left, right))
     return ""

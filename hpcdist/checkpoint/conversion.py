@@ -26,6 +26,7 @@ from hpcdist.checkpoint.store import CheckpointStore, Found
 from hpcdist.checkpoint.weights import load_weights
 from hpcdist.config.monitor import Monitor
 from hpcdist.errors import ExportError
+from hpcdist.machine.installation import install_command
 from hpcdist.run.folder import RunDir
 
 Format = Literal["safetensors", "onnx", "torch"]
@@ -74,7 +75,7 @@ def _listed(found: Mapping[int, Found]) -> str:
 def require_packages(kind: Format) -> None:
     """Raise ExportError if a package that a format needs is not installed."""
     if missing := [name for name in _PACKAGES[kind] if importlib.util.find_spec(name) is None]:
-        raise ExportError(f"format {kind} needs {' and '.join(missing)}: run `pip install 'hpcdist[export]'`")
+        raise ExportError(f"format {kind} needs {' and '.join(missing)}: run {install_command('export')}")
 
 
 def write_model(run: RunDir, checkpoint: Found, kind: Format, output: Path) -> list[Path]:

@@ -9,6 +9,7 @@ import typer
 
 from hpcdist.cli.options import RUNS, RunName, RunsDir, option
 from hpcdist.errors import UserMistake
+from hpcdist.machine.installation import install_command
 
 app = typer.Typer()
 
@@ -55,7 +56,7 @@ def export(
     try:
         from hpcdist.checkpoint import conversion
     except ModuleNotFoundError as error:
-        raise UserMistake(f"export needs {error.name}: run `pip install 'hpcdist[train,export]'`") from error
+        raise UserMistake(f"export needs {error.name}: run {install_command('train', 'export')}") from error
 
     kind = cast(conversion.Format, file_format)
     conversion.require_packages(kind)

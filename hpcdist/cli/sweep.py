@@ -66,10 +66,13 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     """
     from hpcdist import logs
     from hpcdist.cli.render import show_plan
+    from hpcdist.environments.torch_checks import require_torch
     from hpcdist.run import sweep_cells
     from hpcdist.supervisor.plan import Machine, make_plan
     from hpcdist.tracking.uri import resolve_uri
 
+    for cell in sweep.cells:
+        require_torch(cell.config, os.environ, on_slurm=False)
     machine = Machine.inspect(os.environ)
     plans = {cell.name: make_plan(cell.config, machine) for cell in sweep.cells}
     first = sweep.cells[0]

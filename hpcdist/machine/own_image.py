@@ -1,4 +1,4 @@
-"""Identity of the image that this process runs in, recorded as tags of the MLflow run."""
+"""The container that this process runs in, and the identity of its image, recorded as tags of the MLflow run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,30 @@ BASE = Path(sys.prefix) / "base-image"
 #: Variables that the starter of a container sets to the image's name and digest.
 NAME, DIGEST = "HPCDIST_IMAGE", "HPCDIST_IMAGE_DIGEST"
 
+#: Files that runtimes leave in a container.
+_MARKS = {
+    ".dockerenv": "docker",
+    "run/.containerenv": "podman",
+    ".singularity.d": "apptainer",
+    "ch/environment": "charliecloud",
+}
 
-def image_facts(env: Mapping[str, str], build_id: Path = BUILD_ID, base: Path = BASE) -> dict[str, str]:
-    """Return `image`, `image_digest`, `image_build` and `image_base` of this process's image; empty outside of one."""
+
+def container_runtime(root: Path = Path("/")) -> str:
+    """Return the runtime whose files are in this process's root file system; empty outside of a container."""
+    return next((runtime for mark, runtime in _MARKS.items() if (root / mark).exists()), "")
+
+
+def image_facts(
+    env: Mapping[str, str], build_id: Path = BUILD_ID, base: Path = BASE, root: Path = Path("/")
+) -> dict[str, str]:
+    """Return `image`, `image_digest`, `image_build`, `image_base` and `container_runtime` of this process's container.
+
+    Facts that are not recorded in the container are omitted; the result is empty outside of one.
+    """
     found = {"image": env.get(NAME, ""), "image_digest": env.get(DIGEST, "")}
     for key, file in (("image_build", build_id), ("image_base", base)):
         if file.is_file():
             found[key] = file.read_text().strip()
+    found["container_runtime"] = container_runtime(root)
     return {key: value for key, value in found.items() if value}

@@ -39,21 +39,20 @@ class Context(ContextBatches):
         def train(ctx: Context, config: Config) -> None:
             model = ctx.wrap(build_model())
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            step = 0
+            step, stop = 0, False
             if (restored := ctx.restore()) is not None:
                 model.module.load_state_dict(restored.model)
                 optimizer.load_state_dict(restored.trainer["optimizer"])
                 step = restored.step
-            while step < config.stop.max_steps:
+            total_steps = config.params["total_steps"]
+            while step < total_steps and not stop:
                 loss = train_step(model, optimizer)
                 step += 1
                 if step % 10 == 0:
                     ctx.log({"train/loss": float(loss)}, step)
-                stop = ctx.should_stop(step, config.stop.max_steps)
-                if ctx.should_save(step):
+                stop = ctx.should_stop(step, total_steps)
+                if ctx.should_save(step) or step == total_steps:
                     ctx.save(step, model=model, trainer={"optimizer": optimizer.state_dict()})
-                if stop:
-                    return
 
     Attributes:
         config: the resolved config, the same object as the second argument of `train`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hpcdist.config.monitor import monitor_of
 from hpcdist.config.schema import find_trainer
@@ -22,6 +22,9 @@ from hpcdist.run.origin import Override, overrides, read_origin
 from hpcdist.run.rerun_record import RerunRecord, read_rerun
 from hpcdist.run.slurm_job import all_job_starts
 from hpcdist.run.training_record import Dataset, TrainingRecord, read_training
+
+#: Where the ranks have a Python of their own; empty if they use that of `host`.
+RankPython = Literal["", "container", "environment"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +64,16 @@ class RunFacts:
     command: str = ""  #: the command that created the run
     cwd: str = ""  #: the folder in which that command was started
     versions: Mapping[str, str] = field(default_factory=dict)  #: by package, on `host`
-    container_versions: Mapping[str, str] = field(default_factory=dict)  #: in the image; empty without containers
+    rank_python: RankPython = ""
+    rank_versions: Mapping[str, str] = field(default_factory=dict)  #: by package, of `rank_python`; empty if unknown
     git_commit: str = ""
     code_copied: bool = False
     git_dirty: bool = False  #: whether there were uncommitted changes: `code.patch`
     image: str = ""  #: container image of the ranks; empty without containers
     image_digest: str = ""
+    image_build: str = ""  #: hash of the inputs of an image of hpcdist
+    image_base: str = ""  #: digest, id or name of the image on which an image of hpcdist is based
+    container_runtime: str = ""  #: of the container in which a local run was started; empty without one
     trainer: str = ""  #: a shipped trainer, `module:function`, or the words of a script
     config: Mapping[str, Any] = field(default_factory=dict)  #: redacted values by dotted key
     config_name: str = ""  #: the config as given; empty if it is not recorded
@@ -117,8 +124,10 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
     """
     state = state or run.read_state()
     environment, container = _read(run.environment), _read(run.container)
+    image = container or environment  # the ranks' containers, else the container of the whole run
     tree, origin = _config(run), read_origin(run)
     config, monitor = flat(tree), monitor_of(tree)
+    rank_python = _rank_python(environment, container, config)
     mlflow = _read(run.mlflow)
     checkpoints = read_checkpoints(run)
     attempts = read_attempts(run, state, checkpoints)
@@ -140,12 +149,16 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         cwd=_text(_mapping(environment.get("code")).get("cwd")),
         num_job_starts=_num_job_starts(run),
         versions=_texts({"python": environment.get("python"), **_mapping(environment.get("versions"))}),
-        container_versions=_texts({name: container.get(name) for name in ("python", "torch", "cuda", "hpcdist")}),
+        rank_python=rank_python,
+        rank_versions=_rank_versions(run, rank_python),
         git_commit=_text(environment.get("git_commit")),
         git_dirty=environment.get("git_dirty") is True,
         code_copied=_mapping(environment.get("code")).get("copied") is True,
-        image=_text(container.get("image") or environment.get("image")),
-        image_digest=_text(container.get("image_digest") or environment.get("image_digest")),
+        image=_text(image.get("image")),
+        image_digest=_text(image.get("image_digest")),
+        image_build=_text(image.get("image_build")),
+        image_base=_text(image.get("image_base")),
+        container_runtime=_text(image.get("container_runtime")),
         trainer=_trainer(config),
         config=config,
         config_name=origin.config if origin else "",
@@ -219,6 +232,23 @@ def _training(run: RunDir) -> TrainingRecord:
     records = [record for attempt in reversed(run.attempts()) if (record := read_training(attempt)) is not None]
     full = next((record for record in records if record.datasets or record.num_parameters is not None), None)
     return full or TrainingRecord()
+
+
+def _rank_python(environment: Mapping[str, Any], container: Mapping[str, Any], config: Mapping[str, Any]) -> RankPython:
+    if container:
+        return "container"
+    if environment.get("launcher") != "slurm":
+        return ""
+    if config.get("container.runtime", "none") != "none":
+        return "container"
+    return "environment" if config.get("cluster.environment.kind", "none") != "none" else ""
+
+
+def _rank_versions(run: RunDir, rank_python: RankPython) -> dict[str, str]:
+    if not rank_python:
+        return {}
+    record = _read(run.container if rank_python == "container" else run.rank_environment)
+    return _texts({name: record.get(name) for name in ("python", "torch", "cuda", "hpcdist")})
 
 
 def _config(run: RunDir) -> dict[str, Any]:

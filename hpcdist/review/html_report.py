@@ -30,6 +30,7 @@ from hpcdist.review.ledger import Ledger, read_ledger
 from hpcdist.review.markdown import PATCH
 from hpcdist.review.metric_charts import chart_of, declared_charts, is_hidden, metric_charts, step_times
 from hpcdist.review.series import Series
+from hpcdist.review.text import image_text
 from hpcdist.run.folder import RunDir
 
 T = TypeVar("T")
@@ -111,6 +112,7 @@ def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
     content: dict[str, Any] = {
         "run": run,
         "facts": facts,
+        "image": image_text(facts) if facts is not None else "",
         "run_again": redact_text(run_again_command(facts)) if facts is not None else "",
         "rerun": rerun_command(facts) if facts is not None else "",
         "patch": patch,

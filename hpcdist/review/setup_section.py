@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from hpcdist.review.facts import RunFacts
 from hpcdist.review.markdown import PATCH, escaped, link
-from hpcdist.review.text import artifact_page, clock, more, nodes_text
+from hpcdist.review.text import artifact_page, clock, image_text, more, nodes_text
 from hpcdist.run.sweep import text_of
 from hpcdist.run.training_record import Dataset
 
@@ -49,13 +49,8 @@ def setup_rows(facts: RunFacts) -> Iterator[tuple[str, str]]:
         yield "Code", f"commit {escaped(facts.git_commit)}" + (f" with {changes}" if facts.git_dirty else "")
     elif facts.code_copied:
         yield "Code", "no commit, since it was not in a git repository; the run folder has a copy in `code`"
-    digest = f", digest {escaped(facts.image_digest)}" if facts.image_digest else ""
-    if facts.image_digest.startswith("ends-"):
-        digest += " (of its size, first and last MiB)"
-    if facts.image:
-        yield "Image", escaped(facts.image) + digest
-    elif facts.config.get("container.runtime") == "none":
-        yield "Image", "none, without a container"
+    if image := image_text(facts):
+        yield "Image", escaped(image, 600)
     device = _DEVICES.get(str(facts.config.get("launch.device")), "")
     yield "Ranks", f"{facts.state.world_size}{device}{_where(facts)}"
     if versions := _versions(facts):
@@ -71,8 +66,12 @@ def _versions(facts: RunFacts) -> str:
     def listed(versions: Mapping[str, str]) -> str:
         return escaped(", ".join(f"{name} {versions[key]}" for key, name in names.items() if versions.get(key)))
 
-    own, inside = listed(facts.versions), listed(facts.container_versions)
-    return f"{inside} in the container" + (f"; {own} on {escaped(facts.host)}" if own else "") if inside else own
+    own, inside = listed(facts.versions), listed(facts.rank_versions)
+    if not facts.rank_python:
+        return own
+    place = "in the container" if facts.rank_python == "container" else "in the environment of the ranks"
+    texts = [f"{inside} {place}" if inside else f"those {place} are recorded when the job starts"]
+    return "; ".join([*texts, *([f"{own} on {escaped(facts.host)}"] if own else [])])
 
 
 def _where(facts: RunFacts) -> str:

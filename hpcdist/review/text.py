@@ -41,3 +41,20 @@ def duration(seconds: float) -> str:
             rest = whole % unit_s // part_s
             return f"{whole // unit_s} {unit}" + (f" {rest} {part}" if rest else "")
     return f"{whole} s"
+
+
+def image_text(facts: RunFacts) -> str:
+    """Return the image of the ranks with its digest or build, not escaped; empty if it is unknown."""
+    words = [facts.image] if facts.image else ["name not recorded"]
+    if facts.image_digest:
+        # Of an image file without a digest in its name.
+        partial = " (of its size, first and last MiB)" if facts.image_digest.startswith("ends-") else ""
+        words.append(f"digest {facts.image_digest}{partial}")
+    elif facts.image_build:
+        words.append(f"build {facts.image_build[:12]}")
+        words += [f"built from {facts.image_base}"] if facts.image_base else []
+    if facts.image or len(words) > 1:
+        return ", ".join(words)
+    if facts.container_runtime:
+        return f"not recorded; the run used a container of {facts.container_runtime}"
+    return "none, without a container" if facts.config.get("container.runtime") == "none" else ""

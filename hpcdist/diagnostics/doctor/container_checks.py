@@ -10,12 +10,6 @@ from pathlib import Path
 from hpcdist.machine.check import Check, note, ok, warning
 
 
-def in_container(root: Path = Path("/")) -> bool:
-    """Return whether this process runs in a container, by the files that runtimes leave."""
-    marks = (".dockerenv", "run/.containerenv", ".singularity.d", "ch/environment")
-    return any((root / mark).exists() for mark in marks)
-
-
 def container_checks(image: Mapping[str, str], env: Mapping[str, str], root: Path = Path("/")) -> list[Check]:
     """Return the usual mistakes in containers that are started by hand.
 

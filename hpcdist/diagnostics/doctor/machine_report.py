@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcdist.diagnostics.doctor import container_runtimes, host_name, rank_startup, runs_folder, software
-from hpcdist.diagnostics.doctor.container_checks import container_checks, in_container
+from hpcdist.diagnostics.doctor.container_checks import container_checks
 from hpcdist.diagnostics.doctor.environment_report import program_checks
 from hpcdist.diagnostics.doctor.gpu_checks import gpu_checks
 from hpcdist.diagnostics.doctor.job_endings import job_end_checks
@@ -20,7 +20,7 @@ from hpcdist.diagnostics.doctor.section import Section
 from hpcdist.diagnostics.doctor.slurm_checks import SlurmFacts, client_checks, partition_checks, read_slurm
 from hpcdist.machine import facts, gpus, storage
 from hpcdist.machine.check import Check, warning
-from hpcdist.machine.own_image import image_facts
+from hpcdist.machine.own_image import container_runtime, image_facts
 from hpcdist.machine.time_limit import start
 from hpcdist.run.lease import user_name
 from hpcdist.slurm.nodelist import expand
@@ -50,7 +50,7 @@ def machine_sections(request: Request) -> list[Section]:
     env, user = request.env, user_name()
     on_cluster = shutil.which("sbatch") is not None
     has_gpus = gpus.gpu_device_files() > 0
-    inside = in_container()
+    inside = bool(container_runtime())
     slurm = start(read_slurm).result  # one query for all sections
     sections = [
         Section(title="Software", run=lambda: _software(on_cluster=on_cluster)),

@@ -15,6 +15,7 @@ from typing import Any
 
 from hpcdist.diagnostics.doctor.software import TOGETHER
 from hpcdist.machine.check import Check, Level, failure, ok, warning
+from hpcdist.machine.installation import install_command
 
 #: On a slow network file system, the import of torch takes most of this time.
 TRIAL_S = 90.0
@@ -27,7 +28,7 @@ _STAGES = {
     "all-reduce": "an all-reduce",
 }
 _FIXES = {
-    "torch": "run `pip install 'hpcdist[train]'`; if the import is slow, install on a local disk",
+    "torch": f"run {install_command('train')}; if the import is slow, install on a local disk",
     "meet": "check the loopback interface (`ip address show lo`) and its firewall; NCCL_DEBUG=INFO shows details",
     "all-reduce": "NCCL_DEBUG=INFO shows details; usual causes: small /dev/shm, blocked peer access (IOMMU, ACS)",
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 import hpcdist
 from hpcdist.machine.check import Check, failure, note, ok, warning
 from hpcdist.machine.cuda_drivers import driver_problem
+from hpcdist.machine.installation import install_command
 
 OLDEST_PYTHON = (3, 11)
 
@@ -53,8 +54,11 @@ def _torch(required: bool, cuda: str, driver: str) -> list[Check]:
     version = version_of("torch")
     if not version:
         if not required:
-            return [note("torch", "not installed: the nodes' Python or the image needs it, submission does not")]
-        return [failure("torch", "not installed: a run on this machine would fail", "`pip install 'hpcdist[train]'`")]
+            text = (
+                "not installed: ranks need container.image or cluster.environment, since they use this Python otherwise"
+            )
+            return [note("torch", text, install_command("train"))]
+        return [failure("torch", "not installed: a run on this machine would fail", install_command("train"))]
     checks = []
     pinned = _pin("torchvision", "torch")
     if pinned and pinned != version.partition("+")[0]:

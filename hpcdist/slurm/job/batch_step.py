@@ -16,6 +16,7 @@ from hpcdist.config.loading import load_run_config
 from hpcdist.config.written import secrets_of
 from hpcdist.containers.rank_container import rank_container
 from hpcdist.environments.rank_environment import rank_environment
+from hpcdist.environments.torch_checks import require_torch
 from hpcdist.errors import HpcdistError, LeaseLostError, UserMistake
 from hpcdist.files import retry
 from hpcdist.files.atomic import read_json
@@ -168,6 +169,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
     environment = rank_environment(config, run, for_ranks)
     if environment is not None:
         for_ranks, import_path = dict(environment.env), [*import_path, environment.import_path]
+    require_torch(config, for_ranks, on_slurm=True)
     launcher = SlurmLauncher(
         run, config, job, env=for_ranks, import_path=import_path, cwd=cwd, box=box, environment=environment
     )

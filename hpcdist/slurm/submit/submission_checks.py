@@ -17,6 +17,7 @@ from typing import Any
 from hpcdist.config.schema import ClusterConfig, Config
 from hpcdist.containers.rank_container import container_problems
 from hpcdist.environments.environment_checks import environment_problems, module_problems
+from hpcdist.environments.torch_checks import torch_problems
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
 from hpcdist.files.atomic import read_json
 from hpcdist.files.formats import LARGEST
@@ -100,6 +101,11 @@ def _check_cluster(config: Config, requests: Sequence[ClusterConfig], missing_da
     _check_batch_size(config, findings)
     _check_data(config, missing_data, findings)
     findings.errors += module_problems(config, os.environ)
+    missing_torch = torch_problems(config, {**os.environ, **config.cluster.env}, on_slurm=True)
+    if config.cluster.setup:  # these commands may provide it; the job checks it again
+        findings.warnings += missing_torch
+    else:
+        findings.errors += missing_torch
     if inherited := sorted(name for name in os.environ if name.startswith("SBATCH_")):
         findings.warnings.append(
             f"{', '.join(inherited)} in your environment overrides the batch script: unset what you do not need"

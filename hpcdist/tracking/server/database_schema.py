@@ -24,6 +24,7 @@ from typing import Any
 
 from hpcdist.config.redaction import redact_text
 from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.machine.installation import install_command
 from hpcdist.tracking.server.server_folder import STORE, environment_without_mlflow
 from hpcdist.tracking.uri import sqlite_path
 
@@ -36,7 +37,7 @@ _SCHEMAS = {
 _REVISION = re.compile(r"^(down_revision|revision) = (?:['\"](\w+)['\"]|None)", re.MULTILINE)
 _TITLE = re.compile(r'\A"""(.*)')
 #: Packages of the drivers whose modules have other names.
-_DRIVERS = {"psycopg2": "'hpcdist[server]'", "MySQLdb": "mysqlclient"}
+_DRIVERS = {"MySQLdb": "mysqlclient"}
 
 
 class ServerError(HpcdistError):
@@ -202,8 +203,9 @@ def _in_child(action: str, store: str, env: Mapping[str, str], limit_s: float | 
         return done.stdout
     lines = [line for line in done.stderr.replace(store, shown).splitlines() if line.strip()]
     if missing := re.search(r"No module named '(\w+)'", done.stderr):
-        package = _DRIVERS.get(missing[1], missing[1]) if action == "inspect" else "'hpcdist[server]'"
-        raise UserMistake(f"the package {missing[1]} is not installed: `pip install {package}`")
+        of_server = action != "inspect" or missing[1] == "psycopg2"
+        fix = install_command("server") if of_server else f"`pip install {_DRIVERS.get(missing[1], missing[1])}`"
+        raise UserMistake(f"the package {missing[1]} is not installed: {fix}")
     reason = next((line for line in reversed(lines) if "Error" in line and "sqlalche.me" not in line), "")
     raise ServerError(f"{shown} cannot be used: {redact_text(reason or ' '.join(lines[-1:]))[:300]}")
 

@@ -128,7 +128,7 @@ def test_missing_package_is_an_error_with_the_command(
     find_spec = importlib.util.find_spec
     missing = {"safetensors", "onnx", "onnxscript"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find_spec(name))
-    install = r"run `pip install 'hpcdist\[export\]'`$"
+    install = r"run `pip install '\.\[export\]'` in a checkout of hpcdist$"
     with pytest.raises(ExportError, match=rf"^format safetensors needs safetensors: {install}"):
         write(run, "safetensors", tmp_path / "a")
     with pytest.raises(ExportError, match=rf"^format onnx needs onnx and onnxscript: {install}"):

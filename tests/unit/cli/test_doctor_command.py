@@ -42,7 +42,7 @@ def doctor(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
 
     monkeypatch.setattr(shutil, "which", without_slurm)
     monkeypatch.setattr(machine_report.gpus, "gpu_device_files", lambda: 0)
-    monkeypatch.setattr(machine_report, "in_container", lambda: False)
+    monkeypatch.setattr(machine_report, "container_runtime", lambda: "")
     return functools.partial(hpcdist, "doctor")
 
 

@@ -65,4 +65,4 @@ def test_missing_torch_is_one_line(hpcdist: Cli, run: RunDir, monkeypatch: pytes
 
     monkeypatch.setattr(builtins, "__import__", without_torch)
     message = one_line(hpcdist("export", run.name, "--format", "torch"))
-    assert message == "export needs torch: run `pip install 'hpcdist[train,export]'`"
+    assert message == "export needs torch: run `pip install '.[train,export]'` in a checkout of hpcdist"

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from absent_torch import hide_torch
 from command_line import Cli, one_line
 
 from hpcdist.run.folder import RunDir, State
@@ -42,6 +43,20 @@ def test_run_prints_plan_and_final_status(hpcdist: Cli, tmp_path: Path, supervis
     assert supervised["plan"].num_ranks == 3
     assert supervised["config"].launch.num_ranks == 3
     assert supervised["run"].config.is_file()
+
+
+@pytest.mark.parametrize("sweep", [(), ("--sweep", "seed=1,2")], ids=["run", "sweep"])
+def test_run_without_torch_is_rejected_before_anything_is_written(
+    hpcdist: Cli, supervised: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sweep: tuple[str, ...]
+) -> None:
+    hide_torch(monkeypatch)
+    result = hpcdist("run", "ddp_digits", "name=first", *sweep)
+    assert (result.code, result.out) == (2, "")
+    assert result.err == (
+        f"hpcdist: trainer.target=ddp needs torch, which {sys.executable} does not have: run `pip install '.[train]'`"
+        " in a checkout of hpcdist\n"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.diagnostics.doctor import software
-from hpcdist.diagnostics.doctor.container_checks import container_checks, in_container
+from hpcdist.diagnostics.doctor.container_checks import container_checks
 from hpcdist.diagnostics.doctor.gpu_checks import gpu_checks
 from hpcdist.diagnostics.doctor.host_name import host_name_checks
 from hpcdist.diagnostics.doctor.resource_limits import ResourceLimits, resource_checks
@@ -127,7 +127,6 @@ def test_lowest_limit_of_all_parent_cgroups_applies(tmp_path: Path) -> None:
 
 def test_complete_container_shows_its_image(tmp_path: Path) -> None:
     root = write_files(tmp_path, {"run/.containerenv": "", "proc/driver/nvidia/version": "NVRM", "dev/nvidia0": ""})
-    assert in_container(root)
     image = {"image": "localhost/hpcdist", "image_build": "abc"}
     assert container_checks(image, {"HOME": str(tmp_path), "USER": "ada"}, root) == [
         Check(name="image", level="ok", text="localhost/hpcdist build abc")
@@ -135,9 +134,7 @@ def test_complete_container_shows_its_image(tmp_path: Path) -> None:
 
 
 def test_missing_gpus_home_and_user_name_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not in_container(tmp_path)
     root = write_files(tmp_path, {".dockerenv": "", "proc/driver/nvidia/version": "NVRM"})
-    assert in_container(root)
     monkeypatch.setattr(os, "getuid", lambda: 54321)
     found = container_checks({}, {"HOME": "/nowhere"}, root)
     assert levels(found) == {"image": "note", "GPUs": "warning", "home": "note", "user": "note"}
@@ -239,8 +236,11 @@ def set_installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], req
 def test_missing_torch_fails_except_on_login_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     set_installed(monkeypatch, {}, {})
     check = software.software_checks(torch_required=True, cuda="", driver="")[-1]
-    assert (check.name, check.level, check.fix) == ("torch", "failure", "`pip install 'hpcdist[train]'`")
-    assert software.software_checks(torch_required=False, cuda="", driver="")[-1].level == "note"
+    assert (check.name, check.level) == ("torch", "failure")
+    assert check.fix == "`pip install '.[train]'` in a checkout of hpcdist"
+    check = software.software_checks(torch_required=False, cuda="", driver="")[-1]
+    assert (check.level, check.fix) == ("note", "`pip install '.[train]'` in a checkout of hpcdist")
+    assert check.text.startswith("not installed: ranks need container.image or cluster.environment")
 
 
 @pytest.mark.processes

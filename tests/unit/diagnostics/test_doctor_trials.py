@@ -46,7 +46,7 @@ def stages(*names: str, **last: str) -> tuple[dict[str, object], ...]:
         (
             Trial(stages=({"stage": "torch", "seconds": 0.1, "error": "ImportError: libcudart.so.13"},), code=1),
             "rank 1: importing torch fails: ImportError: libcudart.so.13",
-            "pip install 'hpcdist[train]'",
+            "pip install '.[train]'",
         ),
         (
             Trial(

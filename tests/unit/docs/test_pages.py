@@ -23,7 +23,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 #: Not modules: MLflow tags, labels of containers, and names of packages and images.
 _OTHER_NAMES = re.compile(
     r"hpcdist\.(image|state|reason|git|run|job|attempt|world|sbom|base|traceback|command|monitor|nodes|versions|lost"
-    r"|rerun_of|best|cost|interruptions|slurm\.nodes|python|container$)"
+    r"|rerun_of|best|cost|interruptions|slurm\.nodes|python|container$|rank_environment$)"
 )
 
 
@@ -163,6 +163,13 @@ def test_pictures_are_small() -> None:
     pictures = sorted((ROOT / "docs" / "images").iterdir())
     assert {picture.suffix for picture in pictures} <= {".svg", ".png"}
     assert [picture.name for picture in pictures if picture.stat().st_size > 200_000] == []
+
+
+def test_no_command_installs_hpcdist_from_a_package_index() -> None:
+    """The name is not registered there, so that such a command installs nothing, or the package of a stranger."""
+    sources = [*(ROOT / "hpcdist").rglob("*.py"), *(ROOT / "hpcdist").rglob("*.html")]
+    texts = {path: path.read_text() for path in [*pages(), *sources]}
+    assert [path for path, text in texts.items() if re.search(r"pip install [^`#\n]*\bhpcdist\b(?!/)", text)] == []
 
 
 def test_python_blocks_are_valid() -> None:

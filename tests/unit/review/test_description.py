@@ -153,6 +153,13 @@ def test_description_of_a_finished_run() -> None:
     assert "among all runs.\n" in described(is_best), "the final model is the best checkpoint"
     image = described(replace(facts, image="site/image:3", image_digest="sha256:12"))
     assert "| **Image** | site/image:3, digest sha256:12 |" in image
+    built = replace(facts, image_build="0123456789abcdef", image_base="debian:12", container_runtime="docker")
+    assert "| **Image** | name not recorded, build 0123456789ab, built from debian:12 |" in described(built)
+    assert "| **Image** | hpcdist, build 0123456789ab, built from" in described(replace(built, image="hpcdist"))
+    digest = described(replace(built, image_digest="sha256:12"))
+    assert "| **Image** | name not recorded, digest sha256:12 |" in digest
+    other = described(replace(facts, container_runtime="docker"))
+    assert "| **Image** | not recorded; the run used a container of docker |" in other
     copied = described(replace(facts, git_commit="", code_copied=True))
     assert (
         "| **Code** | no commit, since it was not in a git repository; the run folder has a copy in `code` |" in copied
@@ -168,18 +175,22 @@ def test_setup_names_all_nodes_and_the_versions_of_the_ranks() -> None:
         FACTS, attempts=(FIRST,), config={"launch.device": "cpu"}, image="img", image_digest="ends-sha256:1a"
     )
     assert "| **Ranks** | 4 on the CPU on n1, n2 |" in described(on_cpu)
-    assert "digest ends\\-sha256:1a (of its size, first and last MiB) |" in described(on_cpu)
+    assert "digest ends\\-sha256:1a \\(of its size, first and last MiB\\) |" in described(on_cpu)
     assert "\n\nSlurm started the run 1 time; the ranks were restarted 0 times within these starts." in text
     again = described(replace(moved, num_job_starts=3, state=replace(FACTS.state, restarts=1)))
     assert "Slurm started the run 3 times; the ranks were restarted 1 time within these starts." in again
     assert "Slurm started" not in described(FACTS), "a local run"
     own = replace(FACTS, versions={"torch": "2.15.0", "hpcdist": "1", "python": "3.11.7", "numpy": "2"}, host="login1")
     assert "| **Versions** | hpcdist 1, torch 2\\.15\\.0, Python 3\\.11\\.7 |" in described(own)
-    inside = described(replace(own, container_versions={"torch": "2.14.0", "python": "3.12.2"}))
+    inside = described(replace(own, rank_python="container", rank_versions={"torch": "2.14.0", "python": "3.12.2"}))
     assert (
         "| **Versions** | torch 2\\.14\\.0, Python 3\\.12\\.2 in the container;"
         " hpcdist 1, torch 2\\.15\\.0, Python 3\\.11\\.7 on login1 |"
     ) in inside
+    packed = described(replace(own, rank_python="environment", rank_versions={"torch": "2.14.0"}))
+    assert "| **Versions** | torch 2\\.14\\.0 in the environment of the ranks; hpcdist 1, torch" in packed
+    queued = described(replace(own, rank_python="environment"))
+    assert "| **Versions** | those in the environment of the ranks are recorded when the job starts; hpcdist" in queued
 
 
 def test_last_values_are_listed_by_step() -> None:

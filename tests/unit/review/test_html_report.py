@@ -187,8 +187,10 @@ def test_report_of_a_run_without_git_and_without_a_container_says_so(full: Repor
     text = Elements(page_of(full)).text
     assert "codecommit abc" in text
     assert "imagenone, without a container" in text
-    write_json(full.run.environment, {"host": "n1", "code": {"copied": True}})
-    assert "codeno commit, since it was not in a git repository" in Elements(page_of(full)).text
+    write_json(full.run.environment, {"host": "n1", "code": {"copied": True}, "container_runtime": "podman"})
+    text = Elements(page_of(full)).text
+    assert "codeno commit, since it was not in a git repository" in text
+    assert "imagenot recorded; the run used a container of podman" in text
     write_json(full.run.container, {"image": "/i/mine.sif", "image_digest": "ends-sha256:1a"})
     assert "image/i/mine.sif, digest ends-sha256:1a" in Elements(page_of(full)).text
 

@@ -204,10 +204,34 @@ def test_versions_of_the_host_and_of_the_container(folder: Folder) -> None:
     write_json(folder.run.environment, {"python": "3.11.7", "versions": {"torch": "2.15.0", "numpy": 3}})
     write_json(folder.run.container, {"python": "3.12.2", "image": "a.sif", "cuda": None})
     facts = folder.facts()
-    assert (facts.versions, facts.container_versions) == (
+    assert (facts.versions, facts.rank_python, facts.rank_versions) == (
         {"python": "3.11.7", "torch": "2.15.0"},
+        "container",
         {"python": "3.12.2"},
     )
+
+
+def test_versions_of_the_ranks_are_those_of_their_environment(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "cluster.environment.kind=module", "cluster.environment.modules=[python/3.12]")
+    write_json(folder.run.environment, {"launcher": "slurm", "python": "3.11.7"})
+    facts = folder.facts()
+    assert (facts.rank_python, facts.rank_versions) == ("environment", {}), "the job has not started"
+    write_json(folder.run.rank_environment, {"kind": "module", "python": "3.12.2", "torch": "2.14.0"})
+    facts = folder.facts()
+    assert (facts.rank_python, facts.rank_versions) == ("environment", {"python": "3.12.2", "torch": "2.14.0"})
+    write_json(folder.run.environment, {"launcher": "local", "python": "3.11.7"})
+    facts = folder.facts()
+    assert (facts.rank_python, facts.rank_versions, facts.versions) == ("", {}, {"python": "3.11.7"})
+
+
+def test_image_is_that_of_the_ranks_else_that_of_the_run(folder: Folder) -> None:
+    write_json(folder.run.environment, {"image_build": "abc", "image_base": "sha256:1", "container_runtime": "docker"})
+    facts = folder.facts()
+    assert (facts.image, facts.image_build, facts.image_base) == ("", "abc", "sha256:1")
+    assert facts.container_runtime == "docker"
+    write_json(folder.run.container, {"image": "a.sif", "image_digest": None})
+    facts = folder.facts()
+    assert (facts.image, facts.image_digest, facts.image_build, facts.container_runtime) == ("a.sif", "", "", "")
 
 
 def test_best_checkpoint_is_the_newest_of_the_best(folder: Folder) -> None:

@@ -10,10 +10,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from absent_torch import hide_torch
 
-from hpcdist.errors import HpcdistError
+from hpcdist.config.loading import load_config
+from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.files.atomic import write_json
+from hpcdist.run.create import create_run
 from hpcdist.run.folder import RunDir, State, Status
+from hpcdist.run.lease import Held
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job import batch_step
@@ -243,3 +247,13 @@ def test_start_of_the_job_is_recorded_with_the_first_attempt(
     monkeypatch.setattr(batch_step, "record_job_start", fail)
     batch_step.JobLog(run).attempt(run.attempt(1), 4)
     assert caplog.messages[-1] == "the nodes and the queue time of this job are not recorded: No space left on device"
+
+
+def test_supervisor_starts_no_ranks_without_torch(
+    runs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide_torch(monkeypatch)
+    config = load_config("ddp_digits", [f"runs_dir={runs_dir}", "name=first"])
+    run = create_run(config, tmp_path, launcher="slurm")
+    with pytest.raises(ConfigError, match=r"^trainer\.target=ddp needs torch, .* or set container\.image or cluster"):
+        batch_step._supervise(run, cast(CurrentJob, FakeJob()), cast(Held, None))

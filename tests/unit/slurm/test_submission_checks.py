@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from absent_torch import hide_torch
 from slurm_recordings import FakeCommands
 
 from hpcdist.config.schema import ClusterConfig, Config, ContainerConfig, DataConfig, RoleRequest, TrainerConfig
@@ -128,6 +129,25 @@ def test_warnings(slurm: FakeCommands, tmp_path: Path, monkeypatch: pytest.Monke
         "mnist was not found in /data: the nodes will download it if they have internet access",
         "SBATCH_PARTITION in your environment overrides the batch script: unset what you do not need",
     ]
+
+
+def test_ranks_with_the_python_of_the_submission_need_its_torch(
+    slurm: FakeCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide_torch(monkeypatch)
+    with pytest.raises(ConfigError, match=r"^trainer\.target=ddp needs torch, .* or set container\.image or cluster"):
+        check(tmp_path)
+    (forced,) = check(tmp_path, force=True)[0]
+    (provided,) = check(tmp_path, cluster={"setup": ["module load pytorch"]})[0]
+    assert forced == provided
+    assert check(tmp_path, cluster={"env": {"PYTHONPATH": str(fake_torch(tmp_path))}})[0] == []
+
+
+def fake_torch(folder: Path) -> Path:
+    """Return a folder with a package torch."""
+    (folder / "packages" / "torch").mkdir(parents=True)
+    (folder / "packages" / "torch" / "__init__.py").touch()
+    return folder / "packages"
 
 
 def test_script_needs_no_dataset(slurm: FakeCommands, tmp_path: Path) -> None:

@@ -110,6 +110,23 @@ def test_unusable_database_gives_one_line(tmp_path: Path) -> None:
         read_schemas(f"sqlite:///{path}", os.environ)
 
 
+@pytest.mark.parametrize(
+    ("module", "fix"),
+    [
+        ("psycopg2", r"`pip install '\.\[server\]'` in a checkout of hpcdist"),
+        ("MySQLdb", "`pip install mysqlclient`"),
+        ("pymssql", "`pip install pymssql`"),
+    ],
+)
+def test_missing_driver_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch, module: str, fix: str) -> None:
+    done = subprocess.CompletedProcess([], 1, "", f"ModuleNotFoundError: No module named '{module}'\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(UserMistake, match=rf"^the package {module} is not installed: {fix}$"):
+        read_schemas("postgresql://ada@db/x", {})
+    with pytest.raises(UserMistake, match=r"`pip install '\.\[server\]'` in a checkout of hpcdist$"):
+        migrate("postgresql://ada@db/x", {})
+
+
 @pytest.fixture
 def other() -> Iterator[subprocess.Popen[bytes]]:
     """Start a process in a session of its own."""
