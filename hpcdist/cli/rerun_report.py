@@ -15,7 +15,7 @@ from hpcdist.review.rerun_result import RerunResult, data_differences, image_dif
 from hpcdist.review.value_comparison import Values, compare_values
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.rerun_record import read_rerun, write_rerun
-from hpcdist.tracking.metric_series import read_values
+from hpcdist.tracking.journal.metric_series import read_values
 
 if TYPE_CHECKING:
     from hpcdist.tracking.recorded_run import RecordedRun

@@ -13,11 +13,12 @@ from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.polling import CHECKS_PER_S
 from hpcdist.tracking import artifacts, run_metadata, saved_views
 from hpcdist.tracking.artifacts import Artifact
-from hpcdist.tracking.batches import Batches
 from hpcdist.tracking.best_version import move_best
 from hpcdist.tracking.changed_names import ChangedNames
 from hpcdist.tracking.checkpoint_models import CheckpointModels
 from hpcdist.tracking.command_tag import CommandTag
+from hpcdist.tracking.journal.batches import Batches
+from hpcdist.tracking.journal.shipping_state import ShippingState, completion_of
 from hpcdist.tracking.ledger_metrics import LedgerMetrics
 from hpcdist.tracking.logged_model import log_model, register
 from hpcdist.tracking.mlflow_run import MlflowRun
@@ -25,7 +26,6 @@ from hpcdist.tracking.parent_run import ParentRun
 from hpcdist.tracking.report_writer import ReportWriter
 from hpcdist.tracking.run_page import NOTE_TAG, RunPage, configured_note
 from hpcdist.tracking.script_delivery import ship_new_events
-from hpcdist.tracking.shipping_state import ShippingState, completion_of
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 from hpcdist.errors import TrackingError
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal import JournalWriter
-from hpcdist.tracking.journal_reader import journal_files, read_records
-from hpcdist.tracking.rank_events import EventWriter, event_files, read_events
+from hpcdist.tracking.journal.rank_events import EventWriter, event_files, read_events
+from hpcdist.tracking.journal.reader import journal_files, read_records
+from hpcdist.tracking.journal.writer import JournalWriter
 
 SCHEME = "hpcdist"
 URI_VARIABLE = "MLFLOW_TRACKING_URI"

@@ -20,7 +20,7 @@ from hpcdist.run.folder import RunDir, require_record
 from hpcdist.run.lookup import find_runs, resolve_run
 from hpcdist.run.snapshot import CodeState, code_of
 from hpcdist.run.training_record import Dataset
-from hpcdist.tracking.metric_series import read_values
+from hpcdist.tracking.journal.metric_series import read_values
 from hpcdist.tracking.uri import choose_uri, redact_uri
 
 if TYPE_CHECKING:

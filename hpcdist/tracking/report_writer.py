@@ -7,8 +7,8 @@ import math
 import time
 
 from hpcdist.run.folder import ENDED, RunDir, State
-from hpcdist.tracking.metric_series import read_series
-from hpcdist.tracking.shipping_state import ShippingState
+from hpcdist.tracking.journal.metric_series import read_series
+from hpcdist.tracking.journal.shipping_state import ShippingState
 
 log = logging.getLogger(__name__)
 

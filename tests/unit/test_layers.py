@@ -39,6 +39,7 @@ preflight devcluster
 diagnostics.failure_patterns
 diagnostics.explain
 review
+tracking.journal
 tracking
 supervisor
 slurm.job
@@ -251,7 +252,6 @@ def test_a_job_is_submitted_before_the_imports_of_its_display() -> None:
         "rank.roles",
         "rank.topology",
         "tracking.journal",
-        "tracking.names",
         "supervisor.restart_policy",
         "supervisor.local_launcher",
         "preflight",

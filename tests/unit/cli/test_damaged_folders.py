@@ -31,8 +31,8 @@ from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.submit.submission_checks import longest_save
 from hpcdist.tracking import artifacts, links, run_metadata
-from hpcdist.tracking.journal_tail import JournalTail
-from hpcdist.tracking.shipping_state import ShippingState
+from hpcdist.tracking.journal.shipping_state import ShippingState
+from hpcdist.tracking.journal.tail import JournalTail
 
 FORMATS = Path(__file__).parents[1] / "formats"
 EXTRA = {

@@ -16,7 +16,7 @@ from hpcdist.run.folder import RunDir, State
 from hpcdist.run.rerun_record import read_rerun
 from hpcdist.supervisor import local_run
 from hpcdist.tracking import sync_runs
-from hpcdist.tracking.journal import JournalWriter
+from hpcdist.tracking.journal.writer import JournalWriter
 
 pytestmark = pytest.mark.processes  # runs are created with the commit that git reports
 

@@ -18,8 +18,8 @@ from hpcdist.run.live_command import CommandResult, LiveCommand, read_command, w
 from hpcdist.tracking import command_tag
 from hpcdist.tracking.command_tag import parse
 from hpcdist.tracking.delivery import Delivery
+from hpcdist.tracking.journal.shipping_state import ShippingState
 from hpcdist.tracking.mlflow_run import MlflowRun
-from hpcdist.tracking.shipping_state import ShippingState
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")

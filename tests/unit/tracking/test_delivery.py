@@ -20,7 +20,7 @@ from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.polling import CHECKS_PER_S
 from hpcdist.tracking import artifacts, delivery
-from hpcdist.tracking.journal_tail import Point
+from hpcdist.tracking.journal.tail import Point
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -127,7 +127,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking import artifacts, delivery, mlflow_run, shipping_state
+from hpcdist.tracking import artifacts, delivery, mlflow_run
+from hpcdist.tracking.journal import shipping_state
 {trap}
 shipper = delivery.Delivery(RunDir(Path(sys.argv[1])), sys.argv[2])
 shipper.ship_once()

@@ -9,8 +9,8 @@ from report_scene import ReportScene
 
 from hpcdist.review import html_report
 from hpcdist.run.folder import RunDir
+from hpcdist.tracking.journal.shipping_state import ShippingState
 from hpcdist.tracking.report_writer import ReportWriter
-from hpcdist.tracking.shipping_state import ShippingState
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hpcdist.config.schema.declaration import trainer_sections
 from hpcdist.config.written import to_yaml
 from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.names import is_allowed
+from hpcdist.tracking.journal.names import is_allowed
 from hpcdist.tracking.run_metadata import fixed_tags, names, params
 
 

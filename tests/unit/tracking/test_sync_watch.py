@@ -16,8 +16,8 @@ import pytest
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.run.folder import RunDir
+from hpcdist.tracking.journal.shipping_state import is_complete
 from hpcdist.tracking.shipper import sync
-from hpcdist.tracking.shipping_state import is_complete
 
 pytestmark = [
     pytest.mark.processes,

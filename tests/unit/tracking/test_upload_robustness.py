@@ -16,7 +16,7 @@ from tracking_scene import CONFIG, Scene
 from hpcdist.errors import TrackingError
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import delivery, mlflow_run
-from hpcdist.tracking.shipping_state import ShippingState
+from hpcdist.tracking.journal.shipping_state import ShippingState
 
 pytestmark = [
     # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates, and its server imports a deprecated module.

@@ -7,11 +7,11 @@ from typing import Any
 
 from hpcdist.config.schema import TrackingConfig
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal_reader import Chunk
-from hpcdist.tracking.journal_tail import JournalTail, Point
-from hpcdist.tracking.node_charts import NodeCharts
-from hpcdist.tracking.point_budget import PointBudget
-from hpcdist.tracking.shipping_state import ShippingState
+from hpcdist.tracking.journal.node_charts import NodeCharts
+from hpcdist.tracking.journal.point_budget import PointBudget
+from hpcdist.tracking.journal.reader import Chunk
+from hpcdist.tracking.journal.shipping_state import ShippingState
+from hpcdist.tracking.journal.tail import JournalTail, Point
 
 
 class Batches:

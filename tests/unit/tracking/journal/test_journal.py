@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from hpcdist.errors import HpcdistError, UserMistake
-from hpcdist.tracking import journal, journal_reader
-from hpcdist.tracking.journal import JournalWriter
-from hpcdist.tracking.journal_reader import journal_files, read_chunk, read_range, read_records
+from hpcdist.tracking.journal import reader as journal_reader
+from hpcdist.tracking.journal import writer as journal_writer
+from hpcdist.tracking.journal.reader import journal_files, read_chunk, read_range, read_records
+from hpcdist.tracking.journal.writer import JournalWriter
 
 
 def line(step: int, value: float = 0.5) -> bytes:
@@ -90,7 +91,7 @@ def test_long_records_and_names_are_recorded(tmp_path: Path, caplog: pytest.LogC
             writer.log(metrics, step)
             writer.log(long, step)
             writer.log(surrogates, step)
-    assert max(map(len, writer.path.read_bytes().splitlines(keepends=True))) <= journal.MAX_LINE_BYTES
+    assert max(map(len, writer.path.read_bytes().splitlines(keepends=True))) <= journal_writer.MAX_LINE_BYTES
     records, offset = read_records(writer.path)
     assert offset == writer.path.stat().st_size
     assert len({(record.time_ms, record.step) for record in records}) <= 6
@@ -125,7 +126,7 @@ class FullDisk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         self.room = room
         self._write = os.pwrite
-        monkeypatch.setattr(journal.os, "pwrite", self)
+        monkeypatch.setattr(journal_writer.os, "pwrite", self)
 
     def __call__(self, descriptor: int, data: bytes | bytearray, offset: int) -> int:
         if self.room == 0:
@@ -178,7 +179,7 @@ def test_durable_flush_calls_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     synced: list[int] = []
     with JournalWriter(tmp_path) as writer:
         writer.log({"loss": 1.0}, 0)
-        monkeypatch.setattr(journal.os, "fsync", synced.append)
+        monkeypatch.setattr(journal_writer.os, "fsync", synced.append)
         writer.flush(durable=False)
         assert synced == []
         writer.flush()
@@ -187,7 +188,7 @@ def test_durable_flush_calls_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         def fail(descriptor: int) -> None:
             raise OSError(errno.EIO, "Input/output error")
 
-        monkeypatch.setattr(journal.os, "fsync", fail)
+        monkeypatch.setattr(journal_writer.os, "fsync", fail)
         with pytest.raises(HpcdistError, match="Input/output error"):
             writer.flush()
 
@@ -304,7 +305,7 @@ class FailingServer:
                 raise OSError(error, os.strerror(error))
             return real(*arguments)
 
-        monkeypatch.setattr(journal.os, call, operation)
+        monkeypatch.setattr(journal_writer.os, call, operation)
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EDQUOT], ids=errno.errorcode.get)
@@ -349,7 +350,7 @@ def test_data_is_written_again_after_the_file_server_lost_it(tmp_path: Path, mon
 
 
 def test_pending_records_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "MAX_PENDING_BYTES", 100)
+    monkeypatch.setattr(journal_writer, "MAX_PENDING_BYTES", 100)
     disk = FullDisk(monkeypatch, room=0)
     writer = JournalWriter(tmp_path)
     writer.log({"loss": 1.0}, 0)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from hpcdist.review.metric_charts import MAX_SERIES, is_read
 from hpcdist.review.series import Series
 from hpcdist.run.folder import ENDED, RunDir
-from hpcdist.tracking.journal_tail import JournalTail, Point
-from hpcdist.tracking.names import ATTEMPT_METRIC
-from hpcdist.tracking.shipping_state import ShippingState
+from hpcdist.tracking.journal.names import ATTEMPT_METRIC
+from hpcdist.tracking.journal.shipping_state import ShippingState
+from hpcdist.tracking.journal.tail import JournalTail, Point
 
 
 def read_series(run: RunDir) -> dict[str, Series]:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpcdist.files.retry import retry
-from hpcdist.tracking.journal_reader import CHUNK_BYTES, Chunk, Record, journal_files, read_chunk, read_range
-from hpcdist.tracking.names import ATTEMPT_METRIC, clean_metric_name
-from hpcdist.tracking.node_charts import NodeCharts, attempt_of
-from hpcdist.tracking.shipping_state import ShippingState
-from hpcdist.tracking.step_set import StepSet
+from hpcdist.tracking.journal.names import ATTEMPT_METRIC, clean_metric_name
+from hpcdist.tracking.journal.node_charts import NodeCharts, attempt_of
+from hpcdist.tracking.journal.reader import CHUNK_BYTES, Chunk, Record, journal_files, read_chunk, read_range
+from hpcdist.tracking.journal.shipping_state import ShippingState
+from hpcdist.tracking.journal.step_set import StepSet
 
 #: Limit of the data that is read before it is sent, for any number of files.
 BATCH_BYTES = 16 * CHUNK_BYTES

@@ -19,15 +19,17 @@ from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import TrackingError
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking import journal_reader, journal_tail, node_charts, point_budget
-from hpcdist.tracking.batches import Batches
-from hpcdist.tracking.journal_reader import journal_files, read_records
-from hpcdist.tracking.journal_tail import Point
-from hpcdist.tracking.node_charts import node_metric
-from hpcdist.tracking.node_table import NodeTable, Row
-from hpcdist.tracking.point_budget import PointBudget
+from hpcdist.tracking.journal import node_charts, point_budget
+from hpcdist.tracking.journal import reader as journal_reader
+from hpcdist.tracking.journal import tail as journal_tail
+from hpcdist.tracking.journal.batches import Batches
+from hpcdist.tracking.journal.node_charts import node_metric
+from hpcdist.tracking.journal.node_table import NodeTable, Row
+from hpcdist.tracking.journal.point_budget import PointBudget
+from hpcdist.tracking.journal.reader import journal_files, read_records
+from hpcdist.tracking.journal.shipping_state import ShippingState
+from hpcdist.tracking.journal.tail import Point
 from hpcdist.tracking.shipper import sync
-from hpcdist.tracking.shipping_state import ShippingState
 
 LIMIT = 40
 #: 64 nodes with 4 GPUs are 1,792 charts of system metrics.

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hpcdist.tracking.journal_tail import Point
-from hpcdist.tracking.shipping_state import ShippingState
+from hpcdist.tracking.journal.shipping_state import ShippingState
+from hpcdist.tracking.journal.tail import Point
 
 #: Points in a bucket after the limit; twice as many after twice the limit, and so on.
 FIRST_BUCKET = 16

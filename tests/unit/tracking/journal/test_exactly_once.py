@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.tracking import journal_reader, journal_tail
-from hpcdist.tracking.journal_tail import JournalTail, Point
-from hpcdist.tracking.names import clean_metric_name
-from hpcdist.tracking.shipping_state import ShippingState
+from hpcdist.tracking.journal import reader as journal_reader
+from hpcdist.tracking.journal import tail as journal_tail
+from hpcdist.tracking.journal.names import clean_metric_name
+from hpcdist.tracking.journal.shipping_state import ShippingState
+from hpcdist.tracking.journal.tail import JournalTail, Point
 
 #: Names that become equal if invalid characters are replaced or the end is cut.
 KEYS = ["loss", "acc%", "acc#", "acc_", "k" * 300 + "a", "k" * 300 + "b", "attempt"]

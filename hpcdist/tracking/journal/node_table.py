@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpcdist.errors import TrackingError
-from hpcdist.tracking.shipping_state import ShippingState
+from hpcdist.tracking.journal.shipping_state import ShippingState
 
 #: Step times of a node; always columns, because they appear after the first system metrics.
 STEP_TIMES = ("step_s", "data_s", "compute_s")

@@ -26,7 +26,7 @@ from pathlib import Path
 from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.files import retry
 from hpcdist.files.formats import stamped
-from hpcdist.tracking.names import MAX_NAME, suffix
+from hpcdist.tracking.journal.names import MAX_NAME, suffix
 
 log = logging.getLogger(__name__)
 

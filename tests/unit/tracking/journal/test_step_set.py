@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from hpcdist.tracking import step_set
-from hpcdist.tracking.step_set import StepSet
+from hpcdist.tracking.journal import step_set
+from hpcdist.tracking.journal.step_set import StepSet
 
 
 def sequences() -> dict[str, list[int]]:

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 from hpcdist.config.schema import TrackingConfig
 from hpcdist.run.folder import RunDir
 from hpcdist.run.polling import system_interval_s
-from hpcdist.tracking.journal_reader import Chunk, Record, read_chunk, read_range
-from hpcdist.tracking.names import clean_metric_name
-from hpcdist.tracking.node_table import STEP_TIMES, NodeTable, Row
-from hpcdist.tracking.shipping_state import ShippingState
+from hpcdist.tracking.journal.names import clean_metric_name
+from hpcdist.tracking.journal.node_table import STEP_TIMES, NodeTable, Row
+from hpcdist.tracking.journal.reader import Chunk, Record, read_chunk, read_range
+from hpcdist.tracking.journal.shipping_state import ShippingState
 
 #: Minimum length of an interval.
 INTERVAL_S = 30.0

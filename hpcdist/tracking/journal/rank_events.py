@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from hpcdist.files import retry
 from hpcdist.files.bounded_json import parse_json
 from hpcdist.files.formats import KEY, unstamped
-from hpcdist.tracking.journal import MAX_LINE_BYTES, JournalWriter
+from hpcdist.tracking.journal.writer import MAX_LINE_BYTES, JournalWriter
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hpcdist.files import retry
 from hpcdist.files.bounded_json import parse_json
 from hpcdist.files.formats import KEY, unstamped
-from hpcdist.tracking.journal import MAX_LINE_BYTES
+from hpcdist.tracking.journal.writer import MAX_LINE_BYTES
 
 log = logging.getLogger(__name__)
 
