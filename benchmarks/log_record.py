@@ -30,8 +30,8 @@ from mlflow.entities import Metric
 
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import rank_records
+from hpcdist.tracking.client.mlflow_client import open_client
 from hpcdist.tracking.journal.writer import JournalWriter
-from hpcdist.tracking.mlflow_client import open_client
 from hpcdist.tracking.rank_records import RankRecords
 
 Log = Callable[[dict[str, float], int], None]

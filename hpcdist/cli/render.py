@@ -26,7 +26,7 @@ from hpcdist.run.folder import RunDir, State
 from hpcdist.supervisor.plan import Plan, rank_command
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.tracking import links
-from hpcdist.tracking.uri import redact_uri
+from hpcdist.tracking.client.uri import redact_uri
 
 PLAIN_INTERVAL_S = 5.0
 TRACEBACK_LINES = 8

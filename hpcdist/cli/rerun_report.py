@@ -18,7 +18,7 @@ from hpcdist.run.rerun_record import read_rerun, write_rerun
 from hpcdist.tracking.journal.metric_series import read_values
 
 if TYPE_CHECKING:
-    from hpcdist.tracking.recorded_run import RecordedRun
+    from hpcdist.tracking.client.recorded_run import RecordedRun
 
 #: Differing metrics that are printed.
 _SHOWN = 8
@@ -62,7 +62,7 @@ def compare_again(
     Args:
         scratch: an existing folder for files from MLflow.
     """
-    from hpcdist.tracking.recorded_run import find_recorded
+    from hpcdist.tracking.client.recorded_run import find_recorded
 
     record = read_rerun(made)
     if record is None:

@@ -68,7 +68,7 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     from hpcdist.cli.render import show_plan
     from hpcdist.run import sweep_cells
     from hpcdist.supervisor.plan import Machine, make_plan
-    from hpcdist.tracking.uri import resolve_uri
+    from hpcdist.tracking.client.uri import resolve_uri
 
     machine = Machine.inspect(os.environ)
     plans = {cell.name: make_plan(cell.config, machine) for cell in sweep.cells}
@@ -169,7 +169,7 @@ def submit_sweep(
     from hpcdist.run import sweep_cells
     from hpcdist.slurm.job_components import is_het
     from hpcdist.slurm.submit import submission
-    from hpcdist.tracking.uri import resolve_uri
+    from hpcdist.tracking.client.uri import resolve_uri
 
     if any(is_het(cell.config) for cell in sweep.cells):
         raise UserMistake(
@@ -231,7 +231,7 @@ def _upload(runs: Sequence[RunDir], uri: str, *, close_lost: bool = False) -> st
 def _follow(sweep: Sweep, choices: Sequence[Choice], uri: str) -> int:
     """Show the statuses of the cells until all are final, and upload them unless their jobs do."""
     from hpcdist.run.status import RunStatus, StatusWatch
-    from hpcdist.tracking.uri import is_server
+    from hpcdist.tracking.client.uri import is_server
 
     watch = StatusWatch()
     statuses: dict[str, RunStatus] = {}

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from hpcdist.config.schema import Config
 from hpcdist.errors import TrackingError
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.uri import is_server, resolve_uri
+from hpcdist.tracking.client.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
 

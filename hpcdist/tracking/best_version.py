@@ -15,9 +15,9 @@ from typing import Any
 
 from hpcdist.config.monitor import Monitor
 from hpcdist.errors import TrackingError
+from hpcdist.tracking.client.mlflow_client import MlflowException, all_pages, is_unsupported, translated
+from hpcdist.tracking.client.mlflow_run import MlflowRun
 from hpcdist.tracking.journal.names import clean_metric_name
-from hpcdist.tracking.mlflow_client import MlflowException, all_pages, is_unsupported, translated
-from hpcdist.tracking.mlflow_run import MlflowRun
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,16 @@ from hpcdist.review.checkpoints import finite_number
 from hpcdist.run.folder import RunDir
 from hpcdist.run.saved_checkpoints import MANIFEST_FILE, complete_checkpoints
 from hpcdist.tracking.artifacts import fingerprint
+from hpcdist.tracking.client.mlflow_client import (
+    MlflowException,
+    all_pages,
+    entities,
+    is_unsupported,
+    require_id,
+    translated,
+)
+from hpcdist.tracking.client.mlflow_run import MlflowRun
 from hpcdist.tracking.journal.names import clean_metric_name
-from hpcdist.tracking.mlflow_client import MlflowException, all_pages, entities, is_unsupported, require_id, translated
-from hpcdist.tracking.mlflow_run import MlflowRun
 
 log = logging.getLogger(__name__)
 

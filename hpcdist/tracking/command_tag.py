@@ -21,8 +21,8 @@ from hpcdist.run.command_sender import parse_ranks, profile_command, send_comman
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.live_command import DEFAULT_PROFILE_STEPS, LiveCommand, outcome_of
 from hpcdist.run.stop import end
+from hpcdist.tracking.client.mlflow_run import MlflowRun
 from hpcdist.tracking.journal.shipping_state import ShippingState, completion_of
-from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.run_metadata import MAX_TAG, clean_text
 
 log = logging.getLogger(__name__)

@@ -16,12 +16,12 @@ from hpcdist.tracking.artifacts import Artifact
 from hpcdist.tracking.best_version import move_best
 from hpcdist.tracking.changed_names import ChangedNames
 from hpcdist.tracking.checkpoint_models import CheckpointModels
+from hpcdist.tracking.client.mlflow_run import MlflowRun
 from hpcdist.tracking.command_tag import CommandTag
 from hpcdist.tracking.journal.batches import Batches
 from hpcdist.tracking.journal.shipping_state import ShippingState, completion_of
 from hpcdist.tracking.ledger_metrics import LedgerMetrics
 from hpcdist.tracking.logged_model import log_model, register
-from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.parent_run import ParentRun
 from hpcdist.tracking.report_writer import ReportWriter
 from hpcdist.tracking.run_page import NOTE_TAG, RunPage, configured_note

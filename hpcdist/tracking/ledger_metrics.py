@@ -11,9 +11,9 @@ from hpcdist.errors import RunFolderError
 from hpcdist.review.ledger import CAUSES, Ledger, read_ledger
 from hpcdist.run.attempt_times import reached_step
 from hpcdist.run.folder import RunDir, State
+from hpcdist.tracking.client.mlflow_run import MlflowRun
 from hpcdist.tracking.journal.shipping_state import ShippingState
 from hpcdist.tracking.journal.tail import Point
-from hpcdist.tracking.mlflow_run import MlflowRun
 
 log = logging.getLogger(__name__)
 #: Interval of the metrics of a running run.

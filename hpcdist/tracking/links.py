@@ -13,7 +13,7 @@ from hpcdist.errors import RunFolderError
 from hpcdist.files.atomic import read_json
 from hpcdist.review.markdown import TRAINING_PAGES
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.uri import is_server, redact_uri
+from hpcdist.tracking.client.uri import is_server, redact_uri
 
 #: Id of each prepared view and its name in the UI, see `saved_views.py`.
 VIEWS = {

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import yaml
 
-from hpcdist.tracking.mlflow_client import MlflowException, entities, translated
-from hpcdist.tracking.mlflow_run import MlflowRun
+from hpcdist.tracking.client.mlflow_client import MlflowException, entities, translated
+from hpcdist.tracking.client.mlflow_run import MlflowRun
 
 MODEL_NAME = "model"
 #: Description of a registered model that `register` creates.

@@ -17,8 +17,8 @@ from hpcdist.run.origin import overrides, read_origin
 from hpcdist.run.rerun_record import read_rerun
 from hpcdist.run.slurm_job import job_starts
 from hpcdist.run.sweep import affects_results, label
+from hpcdist.tracking.client.uri import redact_uri
 from hpcdist.tracking.journal.names import clean_name
-from hpcdist.tracking.uri import redact_uri
 
 MAX_PARAM = 6000
 MAX_RUN_NAME = 250

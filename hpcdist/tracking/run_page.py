@@ -17,9 +17,9 @@ from hpcdist.review.facts import RunFacts, read_facts
 from hpcdist.review.ledger import Ledger, read_ledger
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.training_record import Dataset
+from hpcdist.tracking.client.mlflow_client import MlflowException, entities, translated
+from hpcdist.tracking.client.mlflow_run import MlflowRun
 from hpcdist.tracking.journal.shipping_state import ShippingState
-from hpcdist.tracking.mlflow_client import MlflowException, entities, translated
-from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.run_metadata import MAX_TAG, clean_text
 
 log = logging.getLogger(__name__)

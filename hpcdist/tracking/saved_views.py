@@ -24,12 +24,12 @@ from hpcdist.files.atomic import read_json, write_json
 from hpcdist.review.causes import CAUSES
 from hpcdist.run.folder import RunDir
 from hpcdist.run.sweep_folder import sweep_of
+from hpcdist.tracking.client.mlflow_client import translated
+from hpcdist.tracking.client.mlflow_run import MlflowRun
+from hpcdist.tracking.client.server_version import server_version
+from hpcdist.tracking.client.uri import is_server
 from hpcdist.tracking.journal.names import clean_name
 from hpcdist.tracking.links import VIEWS
-from hpcdist.tracking.mlflow_client import translated
-from hpcdist.tracking.mlflow_run import MlflowRun
-from hpcdist.tracking.server_version import server_version
-from hpcdist.tracking.uri import is_server
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from hpcdist.run import lease
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.status import close_if_lost
 from hpcdist.tracking import run_metadata
-from hpcdist.tracking.uri import redact_uri
+from hpcdist.tracking.client.uri import redact_uri
 
 if TYPE_CHECKING:
     from hpcdist.tracking.delivery import Delivery

@@ -22,8 +22,8 @@ from hpcdist.run.lease import holder
 from hpcdist.run.lookup import list_runs
 from hpcdist.run.secret_file import kept
 from hpcdist.run.slurm_job import job_of, update_job_starts
+from hpcdist.tracking.client.uri import is_server, resolve_uri
 from hpcdist.tracking.journal.shipping_state import is_complete
-from hpcdist.tracking.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
 #: Results that are not logged.

@@ -40,6 +40,7 @@ diagnostics.failure_patterns
 diagnostics.explain
 review
 tracking.journal
+tracking.client
 tracking
 supervisor
 slurm.job

@@ -127,7 +127,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking import artifacts, delivery, mlflow_run
+from hpcdist.tracking import artifacts, delivery
+from hpcdist.tracking.client import mlflow_run
 from hpcdist.tracking.journal import shipping_state
 {trap}
 shipper = delivery.Delivery(RunDir(Path(sys.argv[1])), sys.argv[2])

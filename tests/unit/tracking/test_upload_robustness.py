@@ -15,7 +15,8 @@ from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import TrackingError
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking import delivery, mlflow_run
+from hpcdist.tracking import delivery
+from hpcdist.tracking.client import mlflow_run
 from hpcdist.tracking.journal.shipping_state import ShippingState
 
 pytestmark = [

@@ -11,8 +11,8 @@ import pytest
 from mlflow_application import in_thread
 
 from hpcdist.errors import TrackingError, UserMistake
-from hpcdist.tracking.credentials import read_credentials
-from hpcdist.tracking.mlflow_client import open_client
+from hpcdist.tracking.client.credentials import read_credentials
+from hpcdist.tracking.client.mlflow_client import open_client
 
 Answer = tuple[int, bytes, dict[str, str]]
 PAGE = b"<!DOCTYPE html><html><body>Please log in.</body></html>"

@@ -14,8 +14,8 @@ from hpcdist.errors import RunFolderError, TrackingError, UserMistake
 from hpcdist.files.atomic import read_json, write_json
 from hpcdist.run.snapshot import CodeState
 from hpcdist.run.training_record import Dataset, TrainingRecord, write_training
-from hpcdist.tracking.mlflow_client import open_client
-from hpcdist.tracking.recorded_run import RecordedRun, find_recorded
+from hpcdist.tracking.client.mlflow_client import open_client
+from hpcdist.tracking.client.recorded_run import RecordedRun, find_recorded
 from hpcdist.tracking.shipper import sync
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")

@@ -20,11 +20,11 @@ from hpcdist.run.folder import RunDir, require_record
 from hpcdist.run.lookup import find_runs, resolve_run
 from hpcdist.run.snapshot import CodeState, code_of
 from hpcdist.run.training_record import Dataset
+from hpcdist.tracking.client.uri import choose_uri, redact_uri
 from hpcdist.tracking.journal.metric_series import read_values
-from hpcdist.tracking.uri import choose_uri, redact_uri
 
 if TYPE_CHECKING:
-    from hpcdist.tracking.mlflow_client import MlflowClient, entities
+    from hpcdist.tracking.client.mlflow_client import MlflowClient, entities
 
 #: A run's id in MLflow, alone or in a link to its page.
 _RUN_ID = re.compile(r"(?:.*/runs/)?([0-9a-f]{32})(?:[/?].*)?")
@@ -107,7 +107,7 @@ def _from_folder(run: RunDir) -> RecordedRun:
 
 
 def _from_mlflow(run_id: str, uri: str, scratch: Path) -> RecordedRun:
-    from hpcdist.tracking.mlflow_client import MlflowException, open_client, translated
+    from hpcdist.tracking.client.mlflow_client import MlflowException, open_client, translated
 
     client = open_client(uri)
     shown = redact_uri(uri)
@@ -152,7 +152,7 @@ def _folder_of(tags: Mapping[str, str], run_id: str) -> RunDir | None:
 
 
 def _download(client: MlflowClient, run_id: str, uri: str, scratch: Path) -> None:
-    from hpcdist.tracking.mlflow_client import translated
+    from hpcdist.tracking.client.mlflow_client import translated
 
     with translated(uri):
         present = {entry.path for entry in client.list_artifacts(run_id)}
@@ -183,7 +183,7 @@ def _dataset(found: entities.DatasetInput) -> Dataset:
 
 
 def _mlflow_values(uri: str, run_id: str) -> dict[str, dict[int, float]]:
-    from hpcdist.tracking.mlflow_client import open_client, translated
+    from hpcdist.tracking.client.mlflow_client import open_client, translated
 
     client = open_client(uri)
     with translated(uri):

@@ -16,10 +16,10 @@ from typing import Any
 from hpcdist.errors import TrackingError
 from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir, read_record
+from hpcdist.tracking.client.mlflow_client import MlflowException, entities, open_client, require_id, translated
+from hpcdist.tracking.client.uri import redact_uri, sqlite_path
 from hpcdist.tracking.journal.names import clean_name
 from hpcdist.tracking.journal.tail import Point
-from hpcdist.tracking.mlflow_client import MlflowException, entities, open_client, require_id, translated
-from hpcdist.tracking.uri import redact_uri, sqlite_path
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from importlib.metadata import version
 from urllib.parse import urlsplit
 
 from hpcdist.errors import UserMistake
-from hpcdist.tracking.credentials import VARIABLES, read_credentials
-from hpcdist.tracking.server_version import server_version
+from hpcdist.tracking.client.credentials import VARIABLES, read_credentials
+from hpcdist.tracking.client.server_version import server_version
 
 _STATUS = re.compile(
     r"failed with error code (\d{3}) |too many (\d{3}) error responses|^(\d{3}) (?:Client|Server) Error"

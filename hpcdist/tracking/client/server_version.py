@@ -19,7 +19,7 @@ def server_version(uri: str, timeout_s: float = 5.0) -> str:
     from mlflow.utils.credentials import get_default_host_creds
     from mlflow.utils.rest_utils import http_request
 
-    from hpcdist.tracking.mlflow_client import MlflowException
+    from hpcdist.tracking.client.mlflow_client import MlflowException
 
     try:
         response = http_request(get_default_host_creds(uri), "/version", "GET", max_retries=0, timeout=timeout_s)

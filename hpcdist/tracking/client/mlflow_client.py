@@ -16,9 +16,9 @@ from typing import Any
 from hpcdist.errors import RunFolderError, TrackingError, UserMistake
 from hpcdist.files.lock import long_lock
 from hpcdist.run.runs_dir import make_database
-from hpcdist.tracking.credentials import require_private_credentials
-from hpcdist.tracking.server_errors import explanation
-from hpcdist.tracking.uri import is_server, redact_uri, sqlite_path
+from hpcdist.tracking.client.credentials import require_private_credentials
+from hpcdist.tracking.client.server_errors import explanation
+from hpcdist.tracking.client.uri import is_server, redact_uri, sqlite_path
 
 # Settings that MLflow reads when it is imported or used. Retries of MLflow are off: they block for minutes
 # and may create a run twice. The shipper retries instead.
