@@ -41,6 +41,7 @@ diagnostics.explain
 review
 tracking.journal
 tracking.client
+tracking.server
 tracking
 supervisor
 slurm.job

@@ -17,7 +17,7 @@ from hpcdist.errors import TrackingError
 from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
-from hpcdist.tracking import ui
+from hpcdist.tracking.server import ui
 
 #: These tests may start processes.
 pytestmark = pytest.mark.processes

@@ -23,7 +23,7 @@ from hpcdist.tracking.server.database_schema import Schema, ServerError, migrate
 from hpcdist.tracking.server.server_folder import ServerFolder, ServerRecord
 
 pytestmark = pytest.mark.processes
-OLDER = Path(__file__).parents[2] / "support" / "older_database.py"
+OLDER = Path(__file__).parents[3] / "support" / "older_database.py"
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hpcdist.errors import UserMistake
-from hpcdist.tracking import ui, ui_gate
-from hpcdist.tracking.ui_gate import Scope, TokenGate
+from hpcdist.tracking.server import ui, ui_gate
+from hpcdist.tracking.server.ui_gate import Scope, TokenGate
 
 TOKEN = "s3cret"
 COOKIE = ("cookie", f"other=1; hpcdist-ui-5000={TOKEN}")

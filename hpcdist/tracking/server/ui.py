@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpcdist.errors import UserMistake
 from hpcdist.files.private_file import write_private
-from hpcdist.tracking.ui_gate import TOKEN_FILE
+from hpcdist.tracking.server.ui_gate import TOKEN_FILE
 
 HOST = "127.0.0.1"
 APP = "hpcdist-token"
