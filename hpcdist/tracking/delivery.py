@@ -11,19 +11,20 @@ from hpcdist.config.monitor import monitor_of
 from hpcdist.errors import TrackingError
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.polling import CHECKS_PER_S
-from hpcdist.tracking import artifacts, run_metadata, saved_views
-from hpcdist.tracking.artifacts import Artifact
-from hpcdist.tracking.best_version import move_best
+from hpcdist.tracking import run_metadata, saved_views
+from hpcdist.tracking.artifacts import run_files
+from hpcdist.tracking.artifacts.best_version import move_best
+from hpcdist.tracking.artifacts.checkpoint_models import CheckpointModels
+from hpcdist.tracking.artifacts.logged_model import log_model, register
+from hpcdist.tracking.artifacts.report_writer import ReportWriter
+from hpcdist.tracking.artifacts.run_files import Artifact
 from hpcdist.tracking.changed_names import ChangedNames
-from hpcdist.tracking.checkpoint_models import CheckpointModels
 from hpcdist.tracking.client.mlflow_run import MlflowRun
 from hpcdist.tracking.command_tag import CommandTag
 from hpcdist.tracking.journal.batches import Batches
 from hpcdist.tracking.journal.shipping_state import ShippingState, completion_of
 from hpcdist.tracking.ledger_metrics import LedgerMetrics
-from hpcdist.tracking.logged_model import log_model, register
 from hpcdist.tracking.parent_run import ParentRun
-from hpcdist.tracking.report_writer import ReportWriter
 from hpcdist.tracking.run_page import NOTE_TAG, RunPage, configured_note
 from hpcdist.tracking.script_delivery import ship_new_events
 
@@ -57,7 +58,7 @@ class Delivery:
     def __init__(self, run: RunDir, uri: str) -> None:
         self.run = run
         self.uri = uri
-        self._config_mark = artifacts.fingerprint(run.config)
+        self._config_mark = run_files.fingerprint(run.config)
         self.config = run_metadata.read_config(run)
         self.progress = ShippingState()
         self._saved = run.journal / "shipped.json"
@@ -149,7 +150,7 @@ class Delivery:
 
     def _follow_config(self) -> None:
         """Log the keys that a resume has changed, once they are in the config of the run."""
-        if self._config_mark != (mark := artifacts.fingerprint(self.run.config)):
+        if self._config_mark != (mark := run_files.fingerprint(self.run.config)):
             self.config = run_metadata.read_config(self.run)
             self.open_run().log_params(run_metadata.params(self.config))
             self._load()  # with the budgets of the new config
@@ -231,21 +232,21 @@ class Delivery:
 
     def _ship_artifacts(self, state: State) -> None:
         self._report.write_if_due(state, self.progress)
-        self._upload(artifacts.documents(self.run))
-        self._upload(artifacts.preflight(self.run))
+        self._upload(run_files.documents(self.run))
+        self._upload(run_files.preflight(self.run))
         self._ship_trainer_artifacts(is_running=state.status == "running")
         ended = state.status in ENDED
         if ended or time.monotonic() - self._logs_shipped >= LOG_INTERVAL_S:
-            self._upload(artifacts.reports(self.run, ended=ended))
+            self._upload(run_files.reports(self.run, ended=ended))
             self._logs_shipped = time.monotonic()
         if ended and state.status != "stopped":
-            self._upload(artifacts.checkpoints(self.run, self.config))
+            self._upload(run_files.checkpoints(self.run, self.config))
 
     def _ship_trainer_artifacts(self, *, is_running: bool) -> None:
         """Upload the files of the trainer; of a running run for PASS_S, so that metrics do not wait for many files."""
         if is_running and time.monotonic() < self._search_at:
             return
-        found = list(artifacts.trainer_artifacts(self.run))
+        found = list(run_files.trainer_artifacts(self.run))
         is_complete = self._upload(found, within_s=PASS_S if is_running else math.inf)
         # The search reads the attributes of each file, which loads the file system.
         pause_s = len(found) / CHECKS_PER_S
@@ -259,7 +260,7 @@ class Delivery:
             for item in found:
                 if item.fingerprint not in ("", self.progress.artifacts.get(item.target)):
                     # Checked right before the upload, which follows links.
-                    if reason := artifacts.leaves_folder(item, self.run):
+                    if reason := run_files.leaves_folder(item, self.run):
                         if item.target not in self._left_out:
                             log.warning("%s: not uploaded", reason)
                         self._left_out.add(item.target)
@@ -296,8 +297,8 @@ class Delivery:
         if not (self.run.model / "MLmodel").is_file():
             return
         model = self.progress.model
-        mark = artifacts.fingerprint(self.run.model)
-        if reason := artifacts.leaves_folder(Artifact(self.run.model, "model", mark), self.run):
+        mark = run_files.fingerprint(self.run.model)
+        if reason := run_files.leaves_folder(Artifact(self.run.model, "model", mark), self.run):
             raise TrackingError(f"{reason}: the model is not uploaded")
         if model.get("fingerprint") != mark:
             steps = [

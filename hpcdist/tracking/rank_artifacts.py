@@ -16,7 +16,7 @@ from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 
 from hpcdist.tracking import rank_records
-from hpcdist.tracking.artifacts import SCRIPT_FOLDER, is_own_name
+from hpcdist.tracking.artifacts.run_files import SCRIPT_FOLDER, is_own_name
 
 
 class RankArtifacts(LocalArtifactRepository):

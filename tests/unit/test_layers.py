@@ -41,7 +41,7 @@ diagnostics.explain
 review
 tracking.journal
 tracking.client
-tracking.server
+tracking.server tracking.artifacts
 tracking
 supervisor
 slurm.job

@@ -9,8 +9,8 @@ from report_scene import ReportScene
 
 from hpcdist.review import html_report
 from hpcdist.run.folder import RunDir
+from hpcdist.tracking.artifacts.report_writer import ReportWriter
 from hpcdist.tracking.journal.shipping_state import ShippingState
-from hpcdist.tracking.report_writer import ReportWriter
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_running_run_gets_a_new_report_now_and_then(
     run: RunDir, written: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr("hpcdist.tracking.report_writer.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("hpcdist.tracking.artifacts.report_writer.time.monotonic", lambda: now[0])
     writer, progress = ReportWriter(run), ShippingState()
     for seconds, expected in ((0, 1), (299, 1), (2, 2), (299, 2), (2, 3)):
         now[0] += seconds

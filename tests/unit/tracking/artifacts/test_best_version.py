@@ -15,7 +15,7 @@ from tracking_scene import CONFIG, Scene
 
 from hpcdist.config.monitor import Monitor
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.best_version import move_best
+from hpcdist.tracking.artifacts.best_version import move_best
 from hpcdist.tracking.client.mlflow_run import MlflowRun
 from hpcdist.tracking.delivery import Delivery
 

@@ -20,7 +20,7 @@ from hpcdist.files.ownership import stays_inside
 from hpcdist.review.checkpoints import finite_number
 from hpcdist.run.folder import RunDir
 from hpcdist.run.saved_checkpoints import MANIFEST_FILE, complete_checkpoints
-from hpcdist.tracking.artifacts import fingerprint
+from hpcdist.tracking.artifacts.run_files import fingerprint
 from hpcdist.tracking.client.mlflow_client import (
     MlflowException,
     all_pages,
