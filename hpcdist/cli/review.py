@@ -36,8 +36,8 @@ def ui(
     """
     from hpcdist.run.lookup import find_runs
     from hpcdist.run.runs_dir import require_own
-    from hpcdist.tracking import links
     from hpcdist.tracking.client.uri import choose_uri, sqlite_path
+    from hpcdist.tracking.pages import links
     from hpcdist.tracking.server import ui as server
     from hpcdist.tracking.server.server_process import require_free
 

@@ -137,7 +137,7 @@ def _caught_signals() -> Iterator[list[str]]:
 
 def _close_parent_run(run: RunDir, uri: str) -> None:
     """Record the end of an incomplete sweep in its MLflow parent run."""
-    from hpcdist.tracking.parent_run import ParentRun
+    from hpcdist.tracking.pages.parent_run import ParentRun
 
     try:
         parent = ParentRun.of(run, uri)

@@ -23,7 +23,7 @@ from hpcdist.run.live_command import DEFAULT_PROFILE_STEPS, LiveCommand, outcome
 from hpcdist.run.stop import end
 from hpcdist.tracking.client.mlflow_run import MlflowRun
 from hpcdist.tracking.journal.shipping_state import ShippingState, completion_of
-from hpcdist.tracking.run_metadata import MAX_TAG, clean_text
+from hpcdist.tracking.pages.run_metadata import MAX_TAG, clean_text
 
 log = logging.getLogger(__name__)
 TAG = "hpcdist.command"

@@ -11,7 +11,6 @@ from hpcdist.config.monitor import monitor_of
 from hpcdist.errors import TrackingError
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.polling import CHECKS_PER_S
-from hpcdist.tracking import run_metadata, saved_views
 from hpcdist.tracking.artifacts import run_files
 from hpcdist.tracking.artifacts.best_version import move_best
 from hpcdist.tracking.artifacts.checkpoint_models import CheckpointModels
@@ -24,8 +23,9 @@ from hpcdist.tracking.command_tag import CommandTag
 from hpcdist.tracking.journal.batches import Batches
 from hpcdist.tracking.journal.shipping_state import ShippingState, completion_of
 from hpcdist.tracking.ledger_metrics import LedgerMetrics
-from hpcdist.tracking.parent_run import ParentRun
-from hpcdist.tracking.run_page import NOTE_TAG, RunPage, configured_note
+from hpcdist.tracking.pages import run_metadata, saved_views
+from hpcdist.tracking.pages.parent_run import ParentRun
+from hpcdist.tracking.pages.run_page import NOTE_TAG, RunPage, configured_note
 from hpcdist.tracking.script_delivery import ship_new_events
 
 log = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from hpcdist.files.log_limit import limit_log
 from hpcdist.run import lease
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.status import close_if_lost
-from hpcdist.tracking import run_metadata
 from hpcdist.tracking.client.uri import redact_uri
+from hpcdist.tracking.pages import run_metadata
 
 if TYPE_CHECKING:
     from hpcdist.tracking.delivery import Delivery

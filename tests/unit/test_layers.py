@@ -41,7 +41,7 @@ diagnostics.explain
 review
 tracking.journal
 tracking.client
-tracking.server tracking.artifacts
+tracking.server tracking.artifacts tracking.pages
 tracking
 supervisor
 slurm.job

@@ -30,10 +30,10 @@ from hpcdist.run.sweep_folder import SweepDir, sweep_of
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.submit.submission_checks import longest_save
-from hpcdist.tracking import links, run_metadata
 from hpcdist.tracking.artifacts import run_files
 from hpcdist.tracking.journal.shipping_state import ShippingState
 from hpcdist.tracking.journal.tail import JournalTail
+from hpcdist.tracking.pages import links, run_metadata
 
 FORMATS = Path(__file__).parents[1] / "formats"
 EXTRA = {

@@ -21,8 +21,8 @@ from tracking_scene import CONFIG, Scene
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.tracking import rank_records
 from hpcdist.tracking.journal.rank_events import EventWriter, event_files, read_events
+from hpcdist.tracking.pages.run_metadata import MAX_PARAM
 from hpcdist.tracking.rank_records import RankRecords, is_declared, run_id_of
-from hpcdist.tracking.run_metadata import MAX_PARAM
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),

@@ -9,7 +9,7 @@ import pytest
 
 from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking import links
+from hpcdist.tracking.pages import links
 
 IDS = {"uri": "http://mlflow:5000", "experiment_id": "7", "run_id": "ab"}
 

@@ -15,9 +15,9 @@ from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.origin import Origin, write_origin
 from hpcdist.run.training_record import Dataset, TrainingRecord, write_training
-from hpcdist.tracking import run_page
-from hpcdist.tracking.run_metadata import MAX_RUN_NAME, run_name
-from hpcdist.tracking.run_page import MARK, NOTE_TAG
+from hpcdist.tracking.pages import run_page
+from hpcdist.tracking.pages.run_metadata import MAX_RUN_NAME, run_name
+from hpcdist.tracking.pages.run_page import MARK, NOTE_TAG
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")

@@ -20,9 +20,9 @@ from hpcdist.review.attempts import AttemptFacts
 from hpcdist.review.checkpoints import CheckpointFacts
 from hpcdist.review.facts import read_facts
 from hpcdist.review.ledger import Entry, Ledger
-from hpcdist.tracking import run_page, saved_views
 from hpcdist.tracking.client.mlflow_client import MlflowException
 from hpcdist.tracking.client.mlflow_run import MlflowRun
+from hpcdist.tracking.pages import run_page, saved_views
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = [

@@ -20,7 +20,7 @@ from hpcdist.run.training_record import Dataset
 from hpcdist.tracking.client.mlflow_client import MlflowException, entities, translated
 from hpcdist.tracking.client.mlflow_run import MlflowRun
 from hpcdist.tracking.journal.shipping_state import ShippingState
-from hpcdist.tracking.run_metadata import MAX_TAG, clean_text
+from hpcdist.tracking.pages.run_metadata import MAX_TAG, clean_text
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from hpcdist.review.sweep_description import describe_sweep, read_sweep_facts
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.sweep import text_of
 from hpcdist.run.sweep_folder import SweepDir, sweep_of
-from hpcdist.tracking import run_metadata
 from hpcdist.tracking.client.mlflow_run import MlflowRun
 from hpcdist.tracking.journal.names import clean_name
-from hpcdist.tracking.run_page import MAX_DESCRIPTION, set_note
+from hpcdist.tracking.pages import run_metadata
+from hpcdist.tracking.pages.run_page import MAX_DESCRIPTION, set_note
 
 _PARENT_TAG = "mlflow.parentRunId"
 #: Tags of a cell that apply to the whole sweep.

@@ -29,7 +29,7 @@ from hpcdist.tracking.client.mlflow_run import MlflowRun
 from hpcdist.tracking.client.server_version import server_version
 from hpcdist.tracking.client.uri import is_server
 from hpcdist.tracking.journal.names import clean_name
-from hpcdist.tracking.links import VIEWS
+from hpcdist.tracking.pages.links import VIEWS
 
 log = logging.getLogger(__name__)
 
