@@ -42,6 +42,7 @@ review
 tracking.journal
 tracking.client
 tracking.server tracking.artifacts tracking.pages
+tracking.mlflow_plugin
 tracking
 supervisor
 slurm.job

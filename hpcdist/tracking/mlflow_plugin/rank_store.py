@@ -45,9 +45,9 @@ from mlflow.utils.search_utils import SearchExperimentsUtils, SearchUtils
 
 from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import read_json
-from hpcdist.tracking import rank_records
-from hpcdist.tracking.rank_models import RankModels
-from hpcdist.tracking.rank_records import SCHEME, RankRecords, run_id_of
+from hpcdist.tracking.mlflow_plugin import rank_records
+from hpcdist.tracking.mlflow_plugin.rank_models import RankModels
+from hpcdist.tracking.mlflow_plugin.rank_records import SCHEME, RankRecords, run_id_of
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 
-from hpcdist.tracking import rank_records
 from hpcdist.tracking.artifacts.run_files import SCRIPT_FOLDER, is_own_name
+from hpcdist.tracking.mlflow_plugin import rank_records
 
 
 class RankArtifacts(LocalArtifactRepository):

@@ -25,7 +25,7 @@ from mlflow.store.tracking.abstract_store import AbstractStore
 from mlflow.utils.search_utils import SearchLoggedModelsUtils
 
 from hpcdist.files.atomic import read_json, write_json
-from hpcdist.tracking.rank_records import SCHEME, RankRecords
+from hpcdist.tracking.mlflow_plugin.rank_records import SCHEME, RankRecords
 
 MODEL_FILE, FILES = "model.json", "files"
 _STATUS = {"READY": LoggedModelStatus.READY, "FAILED": LoggedModelStatus.FAILED}

@@ -19,10 +19,10 @@ from mlflow.tracking._tracking_service import utils
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import RunFolderError, TrackingError
-from hpcdist.tracking import rank_records
 from hpcdist.tracking.journal.rank_events import EventWriter, event_files, read_events
+from hpcdist.tracking.mlflow_plugin import rank_records
+from hpcdist.tracking.mlflow_plugin.rank_records import RankRecords, is_declared, run_id_of
 from hpcdist.tracking.pages.run_metadata import MAX_PARAM
-from hpcdist.tracking.rank_records import RankRecords, is_declared, run_id_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
