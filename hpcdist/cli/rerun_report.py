@@ -96,7 +96,7 @@ def report(made: RunDir, result: RerunResult) -> int:
 
 def _upload(made: RunDir) -> None:
     """Update the description in MLflow, which contains the result."""
-    from hpcdist.tracking.sync_runs import sync_run
+    from hpcdist.tracking.shipping.sync_runs import sync_run
 
     try:
         sync_run(made, os.environ)

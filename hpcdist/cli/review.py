@@ -91,7 +91,7 @@ def sync(
         hpcdist sync --all --watch --interval 30
     """
     from hpcdist.run.lookup import list_runs, resolve_run
-    from hpcdist.tracking.sync_runs import Watch, exit_code, sync_run
+    from hpcdist.tracking.shipping.sync_runs import Watch, exit_code, sync_run
 
     del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
     if runs and (all_runs or watch):

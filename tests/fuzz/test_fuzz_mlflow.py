@@ -23,7 +23,7 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.sweep import make_sweep, parse_axes
 from hpcdist.run.sweep_folder import mark, write_sweep
 from hpcdist.tracking.journal.shipping_state import ShippingState
-from hpcdist.tracking.shipper import sync
+from hpcdist.tracking.shipping.shipper import sync
 
 pytestmark = [
     # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates, and its server imports a deprecated module.

@@ -17,7 +17,7 @@ from hpcdist.config.monitor import Monitor
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.artifacts.best_version import move_best
 from hpcdist.tracking.client.mlflow_run import MlflowRun
-from hpcdist.tracking.delivery import Delivery
+from hpcdist.tracking.shipping.delivery import Delivery
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")

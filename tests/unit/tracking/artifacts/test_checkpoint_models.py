@@ -18,8 +18,8 @@ from mlflow.protos.databricks_pb2 import ENDPOINT_NOT_FOUND
 from tracking_scene import Scene
 
 from hpcdist.errors import TrackingError
-from hpcdist.tracking import delivery
 from hpcdist.tracking.artifacts import checkpoint_models
+from hpcdist.tracking.shipping import delivery
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")

@@ -16,7 +16,7 @@ from hpcdist.run.snapshot import CodeState
 from hpcdist.run.training_record import Dataset, TrainingRecord, write_training
 from hpcdist.tracking.client.mlflow_client import open_client
 from hpcdist.tracking.client.recorded_run import RecordedRun, find_recorded
-from hpcdist.tracking.shipper import sync
+from hpcdist.tracking.shipping.shipper import sync
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 

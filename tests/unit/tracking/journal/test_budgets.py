@@ -29,7 +29,7 @@ from hpcdist.tracking.journal.point_budget import PointBudget
 from hpcdist.tracking.journal.reader import journal_files, read_records
 from hpcdist.tracking.journal.shipping_state import ShippingState
 from hpcdist.tracking.journal.tail import Point
-from hpcdist.tracking.shipper import sync
+from hpcdist.tracking.shipping.shipper import sync
 
 LIMIT = 40
 #: 64 nodes with 4 GPUs are 1,792 charts of system metrics.

@@ -20,8 +20,8 @@ from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold
 from hpcdist.run.sweep import make_sweep, parse_axes
 from hpcdist.run.sweep_folder import SweepDir, mark, write_sweep
-from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.pages.parent_run import ParentRun
+from hpcdist.tracking.shipping.delivery import Delivery
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")

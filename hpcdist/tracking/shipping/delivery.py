@@ -17,16 +17,16 @@ from hpcdist.tracking.artifacts.checkpoint_models import CheckpointModels
 from hpcdist.tracking.artifacts.logged_model import log_model, register
 from hpcdist.tracking.artifacts.report_writer import ReportWriter
 from hpcdist.tracking.artifacts.run_files import Artifact
-from hpcdist.tracking.changed_names import ChangedNames
 from hpcdist.tracking.client.mlflow_run import MlflowRun
-from hpcdist.tracking.command_tag import CommandTag
 from hpcdist.tracking.journal.batches import Batches
 from hpcdist.tracking.journal.shipping_state import ShippingState, completion_of
-from hpcdist.tracking.ledger_metrics import LedgerMetrics
 from hpcdist.tracking.pages import run_metadata, saved_views
 from hpcdist.tracking.pages.parent_run import ParentRun
 from hpcdist.tracking.pages.run_page import NOTE_TAG, RunPage, configured_note
-from hpcdist.tracking.script_delivery import ship_new_events
+from hpcdist.tracking.shipping.changed_names import ChangedNames
+from hpcdist.tracking.shipping.command_tag import CommandTag
+from hpcdist.tracking.shipping.ledger_metrics import LedgerMetrics
+from hpcdist.tracking.shipping.script_delivery import ship_new_events
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from hpcdist.errors import TrackingError, UserMistake
 from hpcdist.files.atomic import read_json
 from hpcdist.run.lease import hold
 from hpcdist.run.live_command import CommandResult, LiveCommand, read_command, write_result
-from hpcdist.tracking import command_tag
 from hpcdist.tracking.client.mlflow_run import MlflowRun
-from hpcdist.tracking.command_tag import parse
-from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.journal.shipping_state import ShippingState
+from hpcdist.tracking.shipping import command_tag
+from hpcdist.tracking.shipping.command_tag import parse
+from hpcdist.tracking.shipping.delivery import Delivery
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")

@@ -17,7 +17,7 @@ from tracking_scene import CONFIG, Scene
 
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal.shipping_state import is_complete
-from hpcdist.tracking.shipper import sync
+from hpcdist.tracking.shipping.shipper import sync
 
 pytestmark = [
     pytest.mark.processes,

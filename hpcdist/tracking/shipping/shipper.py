@@ -1,6 +1,6 @@
 """The shipper process, which uploads a run to MLflow while it runs, and `sync`, which uploads the rest later.
 
-    python -P -m hpcdist.tracking.shipper RUN_DIR [--through-queue]     HPCDIST_TRACKING_URI in the environment
+    python -P -m hpcdist.tracking.shipping.shipper RUN_DIR [--through-queue]     HPCDIST_TRACKING_URI in the environment
 
 It reads the files of the ranks and the supervisor. A failure of the server, the shipper or the supervisor delays points
 but neither loses nor duplicates any, see `shipping_state.py`.
@@ -33,7 +33,7 @@ from hpcdist.tracking.client.uri import redact_uri
 from hpcdist.tracking.pages import run_metadata
 
 if TYPE_CHECKING:
-    from hpcdist.tracking.delivery import Delivery
+    from hpcdist.tracking.shipping.delivery import Delivery
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def ship_forever(run: RunDir, uri: str, parent_pid: int, *, through_queue: bool 
                 if not through_queue:
                     _wait_for_first_step(run, parent)
                 # Imports MLflow: seconds of CPU time, which starting ranks need.
-                from hpcdist.tracking.delivery import Delivery
+                from hpcdist.tracking.shipping.delivery import Delivery
 
                 return _Loop(Delivery(run, uri), parent).run()
         if not logged:
@@ -230,7 +230,7 @@ def sync(run: RunDir, uri: str, *, close_dead: bool = True) -> SyncReport:
     with _only_shipper(run) as only:
         if not only:
             return SyncReport(busy=True)
-        from hpcdist.tracking.delivery import Delivery  # imports MLflow
+        from hpcdist.tracking.shipping.delivery import Delivery  # imports MLflow
 
         closed = close_if_lost(run) if close_dead else ""
         shipper = Delivery(run, uri)

@@ -17,12 +17,12 @@ from hpcdist.files.atomic import read_json
 from hpcdist.files.ownership import stays_inside
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.artifacts.logged_model import log_model
-from hpcdist.tracking.changed_names import ChangedNames
 from hpcdist.tracking.client.mlflow_client import MlflowException, entities, translated
 from hpcdist.tracking.client.mlflow_run import MlflowRun
 from hpcdist.tracking.journal.names import clean_name
 from hpcdist.tracking.journal.rank_events import Event, event_files, read_events
 from hpcdist.tracking.pages import run_metadata
+from hpcdist.tracking.shipping.changed_names import ChangedNames
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from tracking_scene import Scene
 from hpcdist.errors import TrackingError
 from hpcdist.files.atomic import write_json
 from hpcdist.review.ledger import CAUSES
-from hpcdist.tracking import ledger_metrics
 from hpcdist.tracking.journal.shipping_state import ShippingState
-from hpcdist.tracking.ledger_metrics import LedgerMetrics
+from hpcdist.tracking.shipping import ledger_metrics
+from hpcdist.tracking.shipping.ledger_metrics import LedgerMetrics
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 

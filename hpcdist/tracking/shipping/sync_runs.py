@@ -36,7 +36,7 @@ def sync_run(run: RunDir, env: Mapping[str, str]) -> tuple[str, bool]:
     Returns a sentence on the result, and whether the supervisor of the run uploads it instead.
     Raises HpcdistError or OSError if the run cannot be read or uploaded.
     """
-    from hpcdist.tracking.shipper import sync  # imports MLflow
+    from hpcdist.tracking.shipping.shipper import sync  # imports MLflow
 
     require_trusted(run.path, "sync")
     config = load_run_config(run.config, [], {**kept(run), **env}, require_secrets=False)

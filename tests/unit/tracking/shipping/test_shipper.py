@@ -27,7 +27,7 @@ from hpcdist.slurm import job_snapshot
 from hpcdist.slurm.job_info import JobInfo
 from hpcdist.slurm.job_snapshot import JobSnapshot
 from hpcdist.supervisor.shipper_process import ShipperProcess
-from hpcdist.tracking.shipper import SyncReport, ship_forever, sync
+from hpcdist.tracking.shipping.shipper import SyncReport, ship_forever, sync
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -208,7 +208,8 @@ def test_drain_ends_after_its_timeout(scene: Scene, caplog: pytest.LogCaptureFix
 @pytest.mark.processes
 def test_shipper_process_reports_a_missing_run_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = (
-        "import sys; from hpcdist.tracking.shipper import main\nprint(main([sys.argv[1]], {}), 'torch' in sys.modules)"
+        "import sys; from hpcdist.tracking.shipping.shipper import main\n"
+        "print(main([sys.argv[1]], {}), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout == "2 False\n"
@@ -258,7 +259,7 @@ def test_killed_server_causes_no_loss_and_no_duplicates(scene: Scene, tmp_path: 
     shipped = scene.run.journal / "shipped.json"
     scene.log(range(2000))
     scene.file("journal/attempt-001.rank-00001.jsonl", '{"t":5,"s":1,"m":{"nan":NaN,"up":Infinity}}\n')
-    command = [sys.executable, "-P", "-m", "hpcdist.tracking.shipper", str(scene.run.path)]
+    command = [sys.executable, "-P", "-m", "hpcdist.tracking.shipping.shipper", str(scene.run.path)]
     env = {**os.environ, "HPCDIST_TRACKING_URI": scene.uri}
     output = open(tmp_path / "shipper.log", "wb")  # noqa: SIM115 (closed below)
     with server(tmp_path, port):

@@ -19,9 +19,9 @@ from hpcdist.errors import TrackingError
 from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.polling import CHECKS_PER_S
-from hpcdist.tracking import delivery
 from hpcdist.tracking.artifacts import run_files
 from hpcdist.tracking.journal.tail import Point
+from hpcdist.tracking.shipping import delivery
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -128,7 +128,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking import delivery
+from hpcdist.tracking.shipping import delivery
 from hpcdist.tracking.artifacts import run_files
 from hpcdist.tracking.client import mlflow_run
 from hpcdist.tracking.journal import shipping_state
