@@ -19,6 +19,7 @@ from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal.rank_events import EventWriter, event_files, read_events
 from hpcdist.tracking.journal.reader import journal_files, read_records
 from hpcdist.tracking.journal.writer import JournalWriter
+from hpcdist.tracking.mlflow_plugin import entry_points
 
 SCHEME = "hpcdist"
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
@@ -201,11 +202,12 @@ class RankRecords:
 
 
 def is_declared() -> bool:
-    """Return whether the installed package declares the plugin to MLflow: it may be older than its code."""
+    """Return whether the installed package declares this plugin to MLflow: it may be older than its code."""
     from importlib.metadata import PackageNotFoundError, distribution
 
+    declared = ("mlflow.tracking_store", entry_points.__name__)
     try:
-        return any(point.group == "mlflow.tracking_store" for point in distribution("hpcdist").entry_points)
+        return any((point.group, point.module) == declared for point in distribution("hpcdist").entry_points)
     except PackageNotFoundError:
         return False
 

@@ -11,15 +11,15 @@ from pathlib import Path
 
 from hpcdist.errors import UserMistake
 from hpcdist.files.private_file import write_private
-from hpcdist.tracking.server.ui_gate import TOKEN_FILE
+from hpcdist.tracking.server import ui_gate
 
 HOST = "127.0.0.1"
 APP = "hpcdist-token"
 
 
 def require_app() -> None:
-    """Raise UserMistake when the installed package does not declare the token check to MLflow."""
-    if not entry_points(group="mlflow.app", name=APP):
+    """Raise UserMistake when the installed package does not declare this token check to MLflow."""
+    if all(point.module != ui_gate.__name__ for point in entry_points(group="mlflow.app", name=APP)):
         raise UserMistake(
             f"this installation of hpcdist does not declare the MLflow app {APP!r}, since it is older than its code:"
             " install it again (`pip install --editable .` in a checkout)"
@@ -62,5 +62,5 @@ def variables(store: str, token_file: Path) -> dict[str, str]:
         "MLFLOW_BACKEND_STORE_URI": store,
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
-        TOKEN_FILE: str(token_file),
+        ui_gate.TOKEN_FILE: str(token_file),
     }

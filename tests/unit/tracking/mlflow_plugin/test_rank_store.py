@@ -8,7 +8,9 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlflow
 import pytest
@@ -53,8 +55,11 @@ def ship(scene: Scene) -> None:
     scene.shipper().ship_once()
 
 
-def test_the_package_declares_the_plugin_to_mlflow() -> None:
+def test_the_package_declares_the_plugin_to_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_declared()
+    older = EntryPoint("hpcdist", "hpcdist.former_module:tracking_store", "mlflow.tracking_store")
+    monkeypatch.setattr("importlib.metadata.distribution", lambda _: SimpleNamespace(entry_points=(older,)))
+    assert not is_declared(), "in another module: the installation is older than its code"
 
 
 def test_metrics_parameters_and_tags_reach_the_run(scene: Scene, enter: Enter) -> None:

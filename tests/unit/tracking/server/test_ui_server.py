@@ -7,6 +7,7 @@ import hmac
 import json
 import stat
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +155,13 @@ def test_unwritable_token_file_is_a_user_error(tmp_path: Path) -> None:
         ui.make_token(5000, {"XDG_STATE_HOME": str(tmp_path / "file")})
 
 
-def test_app_is_declared_to_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+OLDER = EntryPoint("hpcdist-token", "hpcdist.former_module:create_app", "mlflow.app")
+
+
+@pytest.mark.parametrize("declared", [(), (OLDER,)], ids=["none", "in another module"])
+def test_app_is_declared_to_mlflow(monkeypatch: pytest.MonkeyPatch, declared: tuple[EntryPoint, ...]) -> None:
     ui.require_app()
-    monkeypatch.setattr(ui, "entry_points", lambda **_: ())
+    monkeypatch.setattr(ui, "entry_points", lambda **_: declared)
     with pytest.raises(UserMistake, match=r"does not declare the MLflow app 'hpcdist-token'.*: install it again"):
         ui.require_app()
 
