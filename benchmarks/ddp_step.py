@@ -34,7 +34,7 @@ from harness import (
 )
 
 #: Steps per round by batch size; each number fits into one epoch of MNIST on two ranks.
-STEPS = {8: 2400, 64: 450}
+STEPS = {8: 1200, 64: 300}
 WINDOW = 50
 NUM_RANKS = 2
 IMAGE_SIZE = 28
@@ -62,7 +62,7 @@ class Setting:
             f"runs_dir={folder}",
             "name=ours",
             f"data.name={self.data}",
-            f"data.root={self.root}",
+            *([f"data.root={self.root}"] if self.root else []),
             "data.download=false",
             f"data.image_size={IMAGE_SIZE}",
             f"data.num_samples={NUM_SYNTHETIC}",

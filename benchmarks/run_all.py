@@ -65,7 +65,7 @@ def _step_figures(batch_size: int, target: float) -> Iterator[Figure]:
 
 
 BENCHMARKS = (
-    Benchmark("ddp_step", ("--rounds", "5"), (*_step_figures(8, 0.95), *_step_figures(64, 1.0))),
+    Benchmark("ddp_step", ("--rounds", "3"), (*_step_figures(8, 0.95), *_step_figures(64, 1.0))),
     Benchmark(
         "startup",
         ("--rounds", "9"),

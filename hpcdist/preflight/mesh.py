@@ -209,6 +209,7 @@ class Mesh:
                     peer.done.set()
 
     async def _reach(self, peer: Peer) -> None:
+        other = ("absent", "")  # the last answer of another program, or of another node, instead of the peer's
         while True:
             tried = time.monotonic()
             status, peer.detail, link = await self._connect(peer)
@@ -217,12 +218,14 @@ class Mesh:
                 self.addresses.add(link.address)
             known = peer.alive_at if status != "unresolved" else self._began
             unheard = known == float("inf")
+            if status in ("stranger", "mute"):
+                other = (status, peer.detail)
             # A failure before the peer's start does not count, unless another program has answered.
             counts = unheard or tried > known or status in ("stranger", "mute")
             give_up = counts and time.monotonic() > min(known + GRACE_S, self._until)
             if link is not None or give_up:
-                # A refusal from a node that never started is an absent node.
-                peer.status = "absent" if status == "refused" and unheard else status
+                # A refusal from a node that never started is an absent node, or the end of what answered before.
+                peer.status, peer.detail = other if status == "refused" and unheard else (status, peer.detail)
                 break
             await asyncio.sleep(RETRY_S)
         if link is not None:

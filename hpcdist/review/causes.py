@@ -27,6 +27,6 @@ MEANINGS: dict[Cause, str] = {
     "checkpoint": "training blocked by saves, and export of the model",
     "evaluation": "evaluation",
     "redone": "steps that were lost and done again",
-    "idle": "ranks without work, and the end of the job",
-    "down": "no running ranks: after a failure, and between attempts",
+    "idle": "ranks without work, after attempts that did not fail, and the end of the job",
+    "down": "no running ranks after a failure",
 }

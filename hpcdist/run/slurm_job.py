@@ -198,7 +198,7 @@ def _failed_nodes(record: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]
 
 def _write(run: RunDir, record: _Record) -> None:
     earlier = {job_id: starts for job_id, starts in record.jobs.items() if job_id != record.job_id}
-    value = {"job_id": record.job_id, "lives": record.jobs.get(record.job_id, {}), "earlier": earlier}
+    value = {"job_id": record.job_id, "starts": record.jobs.get(record.job_id, {}), "earlier": earlier}
     write_json(run.path / "job.json", value | ({"names": record.names} if record.names else {}))
 
 
@@ -222,7 +222,7 @@ def _read(run: RunDir) -> _Record:
     earlier, names, job_id = (noted.get(key) for key in ("earlier", "names", "job_id"))
     jobs = dict(earlier) if isinstance(earlier, dict) else {}
     if isinstance(job_id, str) and job_id:
-        jobs[job_id] = noted.get("lives")
+        jobs[job_id] = noted.get("starts")
     return _Record(
         job_id=job_id if isinstance(job_id, str) else "",
         jobs={

@@ -145,7 +145,7 @@ def preflight(run: RunDir) -> list[Check]:
 def nodes_of(run: RunDir, now: RunStatus) -> list[str]:
     """Return the nodes of the run's job, those of the current start first, then those before each requeue."""
     present = expand(now.facts.nodes) if now.facts is not None and now.facts.nodes else []
-    earlier = [node for life in reversed(job_starts(run)) for node in expand(str(life.get("nodes", "")))]
+    earlier = [node for start in reversed(job_starts(run)) for node in expand(str(start.get("nodes", "")))]
     return list(dict.fromkeys([*present, *earlier]))
 
 

@@ -117,7 +117,7 @@ def test_accounting_completes_the_starts_of_a_job(
 
     monkeypatch.setattr(client, "accounted_starts", accounted_starts)
     write_json(runs[1].path / "slurm.json", {"job_id": "41", "job_name": "train"})
-    write_json(runs[1].path / "job.json", {"job_id": "41", "lives": {"0": {"nodes": "n[1-2]", "began": BEGAN - 20.0}}})
+    write_json(runs[1].path / "job.json", {"job_id": "41", "starts": {"0": {"nodes": "n[1-2]", "began": BEGAN - 20.0}}})
     for _ in range(2):
         (row,) = rows(hpcdist("cost", "second", "--csv").out)
         assert float(row["allocated"]) == pytest.approx(5 * 7320 / 3600, rel=1e-6)

@@ -38,7 +38,7 @@ from hpcdist.tracking.pages import links, run_metadata
 FORMATS = Path(__file__).parents[1] / "formats"
 EXTRA = {
     "slurm.json": {"job_id": "41_0", "job_name": "x", "cluster": "c"},
-    "job.json": {"job_id": "41_0", "lives": {"0": {"nodes": "n1", "queue_s": 1.0}}},
+    "job.json": {"job_id": "41_0", "starts": {"0": {"nodes": "n1", "queue_s": 1.0}}},
     "container.json": {"runtime": "podman", "image": "i"},
     "lease": {"host": "h", "pid": 1, "started": 1.0, "user": "u", "job_id": None, "acquired": 1.0, "renewed": 1.0},
     "attempts/001/failure.json": {"kind": "error", "rank": 0, "host": "h", "step": 1, "error": "e"},

@@ -251,6 +251,40 @@ async def nowhere(name: str) -> str:
     raise OSError(name)
 
 
+def test_other_program_that_ends_before_the_deadline_is_still_reported() -> None:
+    """A probe that starts last finds the wrong node, and then nobody: the others have left."""
+    with socket.create_server(("127.0.0.3", 0)) as server:
+        port = server.getsockname()[1]
+
+        def greet_once() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"220 ready when you are\r\n")
+            server.close()
+
+        async def address(_: str) -> str:
+            return "127.0.0.3"
+
+        greeting = threading.Thread(target=greet_once)
+        greeting.start()
+        mesh = Mesh(
+            ("n1", "n2"),
+            "n1",
+            port=port,
+            token="t",
+            resolve=address,
+            bind="127.0.0.2",
+            mark=lambda: None,
+            marks=list,
+            deadline_s=1.0,
+        )
+        asyncio.run(mesh.run())
+        greeting.join()
+    peer = mesh.peers["n2"]
+    assert (peer.status, peer.detail) == ("stranger", "another program")
+
+
 def test_nodes_of_large_runs_connect_to_an_even_selection_in_both_directions() -> None:
     nodes = [f"n{number}" for number in range(151)]
     peers = {

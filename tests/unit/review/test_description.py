@@ -123,7 +123,7 @@ def test_description_of_a_finished_run() -> None:
         "| data | &lt;0.001 | 0.0 % | waiting for the next batch |\n"
         "| compute | 1.5 | 75.0 % | training steps |\n| down | 0.5 | 25.0 % |" in text
     )
-    assert "after a failure, and between attempts |\n| **allocated** | 2 | 100.0 % |  |\n" in text
+    assert "after a failure |\n| **allocated** | 2 | 100.0 % |  |\n" in text
     assert "[uploaded](#/experiments/1/runs/abc/artifacts/checkpoints/best?workflowType=machine_learning)" in text
     loads = (
         "The final model, after step 200, from MLflow, with `MLFLOW_TRACKING_URI` as the address of this store; it"

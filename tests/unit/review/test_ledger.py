@@ -158,8 +158,8 @@ def write_starts(run: RunDir, *starts: dict[str, Any], **more: Any) -> None:
     moved = [
         {key: BEGAN + value if key in ("began", "ended") else value for key, value in start.items()} for start in starts
     ]
-    lives = {str(number): start for number, start in enumerate(moved)}
-    write_json(run.path / "job.json", {"job_id": "41", "lives": lives, **more})
+    starts = {str(number): start for number, start in enumerate(moved)}
+    write_json(run.path / "job.json", {"job_id": "41", "starts": starts, **more})
 
 
 def test_starts_of_a_job_are_allocated_from_begin_to_end(run: RunDir) -> None:

@@ -110,11 +110,11 @@ def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
     folder.attempt(first_step=250, step=300)
     folder.attempt(first_step=250, step=400, status="finished", reason="trained 400 steps")
     starts = [(990.0, 2600.0, "PREEMPTED"), (2600.0, 3700.0, "NODE_FAIL"), (3700.0, 4600.0, "OUT_OF_MEMORY")]
-    lives = {
+    starts = {
         str(number): {"nodes": "n1", "began": began, "ended": ended, "cores": 2, "state": state}
         for number, (began, ended, state) in enumerate(starts)
     }
-    write_json(folder.run.path / "job.json", {"job_id": "7", "lives": lives})
+    write_json(folder.run.path / "job.json", {"job_id": "7", "starts": starts})
     assert [one.cause for one in folder.facts(status="finished").attempts] == [
         "rank 1 was killed",
         "preempted by a job of higher priority: stopped with everything saved",
@@ -125,8 +125,8 @@ def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
     assert (fault.attempt, fault.error) == (3, "Slurm ended the job: NODE_FAIL"), "a preemption is no fault"
     assert (fault.finding.cause, fault.where) == ("a node failed", "")
     for nodes, cause in (("n1", "node n1 failed"), ("n1,n3", "nodes n1, n3 failed")):
-        lives["1"]["failed_nodes"] = nodes
-        write_json(folder.run.path / "job.json", {"job_id": "7", "lives": lives})
+        starts["1"]["failed_nodes"] = nodes
+        write_json(folder.run.path / "job.json", {"job_id": "7", "starts": starts})
         attempts = folder.facts(status="finished").attempts
         assert attempts[2].cause == f"{cause} (Slurm: NODE_FAIL)"
         assert read_faults(folder.run)[0].where == f"node {nodes}"
@@ -135,7 +135,7 @@ def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
         "1: rank 1 was killed; 2: preempted by a job of higher priority: stopped with everything saved;"
         " 3: nodes n1, n3 failed (Slurm: NODE_FAIL)"
     )
-    write_json(folder.run.path / "job.json", {"job_id": "7", "lives": {"0": {**lives["0"], "state": 5}}})
+    write_json(folder.run.path / "job.json", {"job_id": "7", "starts": {"0": {**starts["0"], "state": 5}}})
     assert folder.facts(status="finished").attempts[1].cause == saved, "a damaged record"
 
 

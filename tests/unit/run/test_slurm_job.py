@@ -61,7 +61,7 @@ def submit(run: RunDir, job_id: str, name: str = "exp/first") -> None:
 
 def test_jobs_before_a_resume_are_completed_from_accounting(run: RunDir, accounting: Accounting) -> None:
     submit(run, "41")
-    write_json(run.path / "job.json", {"job_id": "41", "lives": {"0": {"nodes": "n[1-2]", "began": 1000.0}}})
+    write_json(run.path / "job.json", {"job_id": "41", "starts": {"0": {"nodes": "n[1-2]", "began": 1000.0}}})
     submit(run, "42")  # which failed before its first attempt recorded a start
     submit(run, "43")
     update_job_starts(run)
@@ -88,7 +88,7 @@ def test_jobs_before_a_resume_are_completed_from_accounting(run: RunDir, account
 def test_another_job_with_the_id_of_an_earlier_one_is_not_counted(run: RunDir, accounting: Accounting) -> None:
     """The ids of a cluster begin anew when it is set up again."""
     own = {"0": {"nodes": "n1", "began": 1000.0}}
-    write_json(run.path / "job.json", {"job_id": "7", "lives": own, "earlier": {"5": own, "6": own}})
+    write_json(run.path / "job.json", {"job_id": "7", "starts": own, "earlier": {"5": own, "6": own}})
     write_json(run.path / "slurm.json", {"job_id": "8", "job_name": "exp/first"})
     accounting.starts = {
         "5": [replace(ONE, name="exp/other", began=5000.0, ended=5100.0)],

@@ -339,7 +339,7 @@ def test_nodes_that_ended_a_start_are_recorded_once(run: RunDir, monkeypatch: py
     starts[2] = replace(starts[2], ended=None)
     write_json(run.path / "job.json", (read_json(run.path / "job.json") or {}) | {"earlier": {}})
     record = read_json(run.path / "job.json") or {}
-    record["lives"]["2"].pop("ended")
+    record["starts"]["2"].pop("ended")
     write_json(run.path / "job.json", record)
     update_job_starts(run)
     assert queries[1:] == [(["n9"], starts[3].began)], "the nodes of the second start are known"

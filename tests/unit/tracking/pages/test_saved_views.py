@@ -148,8 +148,8 @@ def test_columns_of_tags_have_values(scene: Scene, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(run_page, "read_facts", lambda run, state: facts)
     monkeypatch.setattr(run_page, "read_ledger", lambda run: ledger)
     write_json(scene.run.path / "slurm.json", {"job_id": "12", "cluster": "c"})
-    lives = {"0": {"nodes": "n[1-2]", "queue_s": 3.4}, "1": {"nodes": "n[2-3]", "queue_s": 100.0}}
-    write_json(scene.run.path / "job.json", {"job_id": "12", "lives": lives})
+    starts = {"0": {"nodes": "n[1-2]", "queue_s": 3.4}, "1": {"nodes": "n[2-3]", "queue_s": 100.0}}
+    write_json(scene.run.path / "job.json", {"job_id": "12", "starts": starts})
     scene.shipper().ship_once()
     tags = scene.entity.data.tags
     shown = [column[6:-1] for view in saved_views.prepared({"m": "max"}, ["lr"]).values() for column in view.columns]

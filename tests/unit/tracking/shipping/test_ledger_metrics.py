@@ -52,7 +52,7 @@ def test_ledger_of_a_running_run_is_logged_in_intervals(scene: Scene, monkeypatc
     times = {point.timestamp for point in history}
     assert len(times) == len(history) == 2, "each time once, and nothing for an equal ledger"
     assert {point.step for point in history} == {7, 8}, "each step once"
-    write_json(scene.run.path / "job.json", {"job_id": "1", "lives": {"0": {"began": BEGAN, "ended": BEGAN + 200}}})
+    write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": {"began": BEGAN, "ended": BEGAN + 200}}})
     new_metrics(scene).ship(scene.run.read_state(), mlflow, progress)
     found = scene.entity.data.metrics["usage/allocated"]
     assert found == pytest.approx(200 * 5 / 3600, abs=1e-6), "as accounting says"
@@ -62,7 +62,7 @@ def test_ledger_that_accounting_changes_gets_the_next_step_from_the_next_process
     add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
     scene.state(status="finished", ended=BEGAN + 40, created=BEGAN - 10)
     scene.shipper().ship_once()
-    write_json(scene.run.path / "job.json", {"job_id": "1", "lives": {"0": {"began": BEGAN, "ended": BEGAN + 36.04}}})
+    write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": {"began": BEGAN, "ended": BEGAN + 36.04}}})
     for _ in range(2):
         scene.shipper().ship_once()
     points = [(p.step, p.timestamp) for p in scene.client.get_metric_history(scene.run_id, "usage/allocated")]
@@ -112,7 +112,7 @@ def test_run_without_a_ledger_has_no_metrics_of_it(scene: Scene, caplog: pytest.
 
 def test_energy_is_logged_where_it_is_known(scene: Scene) -> None:
     start = {"began": BEGAN, "ended": BEGAN + 50, "energy_j": 1.8e6}
-    write_json(scene.run.path / "job.json", {"job_id": "1", "lives": {"0": start}})
+    write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": start}})
     add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
     scene.state(status="finished", ended=BEGAN + 40)
     scene.shipper().ship_once()
