@@ -58,8 +58,8 @@ from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.topology import Topology
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan
-from hpcdist.tracking.journal import JournalWriter
-from hpcdist.tracking.journal_reader import read_records
+from hpcdist.tracking.journal.reader import read_records
+from hpcdist.tracking.journal.writer import JournalWriter
 from hpcdist.trainers.ddp import train
 
 NUM_EPOCHS = 3

@@ -58,8 +58,8 @@ def make_run(folder: Path, number: int, tracking: str) -> Path:
 def upload(uri: str, path: str) -> dict[str, float]:
     """Upload the run as `hpcdist sync` does."""
     from hpcdist.run.folder import RunDir
-    from hpcdist.tracking.mlflow_client import open_client
-    from hpcdist.tracking.shipper import sync
+    from hpcdist.tracking.client.mlflow_client import open_client
+    from hpcdist.tracking.shipping.shipper import sync
 
     open_client(uri)
     return measured(lambda: sync(RunDir.open(Path(path)), uri).num_points)

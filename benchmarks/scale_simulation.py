@@ -32,7 +32,7 @@ from hpcdist.slurm.job.batch_step import JobLog
 from hpcdist.slurm.job.slurm_launcher import SlurmLauncher
 from hpcdist.slurm.nodelist import expand
 from hpcdist.supervisor.supervisor import Supervisor
-from hpcdist.tracking.journal import JournalWriter
+from hpcdist.tracking.journal.writer import JournalWriter
 
 RANKS_PER_NODE = 8
 STEP_S = 0.5

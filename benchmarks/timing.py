@@ -32,7 +32,7 @@ from hpcdist.models.image import SimpleCNN
 from hpcdist.rank.telemetry.step_timing import HostClock, NodeTimes, StepTimer
 from hpcdist.rank.telemetry.timed_ddp import TimedDDP
 from hpcdist.rank.topology import Topology
-from hpcdist.tracking.journal import JournalWriter
+from hpcdist.tracking.journal.writer import JournalWriter
 
 BATCH_SIZES = (8, 64)
 #: Larger than the caches of a core.

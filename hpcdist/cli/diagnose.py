@@ -120,7 +120,7 @@ def _request(runs_dir: Path, uri: str, folder: Path) -> Request:
     from hpcdist.diagnostics.doctor.machine_report import Request
     from hpcdist.diagnostics.doctor.mlflow_store import MlflowStore
     from hpcdist.errors import TrackingError
-    from hpcdist.tracking.uri import choose_uri, redact_uri, sqlite_path
+    from hpcdist.tracking.client.uri import choose_uri, redact_uri, sqlite_path
 
     try:
         chosen = choose_uri(os.environ, uri, runs_dir)

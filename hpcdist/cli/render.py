@@ -25,8 +25,8 @@ from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir, State
 from hpcdist.supervisor.plan import Plan, rank_command
 from hpcdist.supervisor.restart_policy import Failure
-from hpcdist.tracking import links
-from hpcdist.tracking.uri import redact_uri
+from hpcdist.tracking.client.uri import redact_uri
+from hpcdist.tracking.pages import links
 
 PLAIN_INTERVAL_S = 5.0
 TRACEBACK_LINES = 8

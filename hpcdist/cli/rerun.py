@@ -38,13 +38,13 @@ from hpcdist.containers.spec import DETACHED
 from hpcdist.errors import UserMistake
 from hpcdist.machine.facts import num_cores
 from hpcdist.machine.own_image import image_facts
-from hpcdist.tracking.uri import redact_uri
+from hpcdist.tracking.client.uri import redact_uri
 
 if TYPE_CHECKING:
     from hpcdist.config.schema import Config
     from hpcdist.run.code_restore import CodeSource
     from hpcdist.run.folder import RunDir
-    from hpcdist.tracking.recorded_run import RecordedRun
+    from hpcdist.tracking.client.recorded_run import RecordedRun
 
 app = typer.Typer()
 
@@ -107,7 +107,7 @@ def rerun(
 
         hpcdist rerun ddp-2026-rerun-1a2b --compare
     """
-    from hpcdist.tracking.recorded_run import find_recorded
+    from hpcdist.tracking.client.recorded_run import find_recorded
 
     del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
     ignored = tuple(ignore or ())

@@ -36,10 +36,10 @@ def ui(
     """
     from hpcdist.run.lookup import find_runs
     from hpcdist.run.runs_dir import require_own
-    from hpcdist.tracking import links
-    from hpcdist.tracking import ui as server
+    from hpcdist.tracking.client.uri import choose_uri, sqlite_path
+    from hpcdist.tracking.pages import links
+    from hpcdist.tracking.server import ui as server
     from hpcdist.tracking.server.server_process import require_free
-    from hpcdist.tracking.uri import choose_uri, sqlite_path
 
     store = tracking_uri or choose_uri(os.environ, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir)
     if store.startswith("http"):
@@ -91,7 +91,7 @@ def sync(
         hpcdist sync --all --watch --interval 30
     """
     from hpcdist.run.lookup import list_runs, resolve_run
-    from hpcdist.tracking.sync_runs import Watch, exit_code, sync_run
+    from hpcdist.tracking.shipping.sync_runs import Watch, exit_code, sync_run
 
     del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
     if runs and (all_runs or watch):

@@ -148,7 +148,7 @@ def resolve_start(config: Config) -> tuple[Plan, str]:
     from hpcdist.environments.torch_checks import require_torch
     from hpcdist.machine.compiler import require_compiler
     from hpcdist.supervisor.plan import Machine, make_plan, note_on_fewer_ranks
-    from hpcdist.tracking.uri import resolve_uri
+    from hpcdist.tracking.client.uri import resolve_uri
 
     require_torch(config, os.environ, on_slurm=False)
     plan, uri = make_plan(config, Machine.inspect(os.environ)), resolve_uri(config, os.environ)

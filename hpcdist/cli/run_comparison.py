@@ -42,7 +42,7 @@ def compare(
     """
     from hpcdist.files.atomic import write_atomic
     from hpcdist.review.comparison import compare, comparison_page
-    from hpcdist.tracking.metric_series import read_series
+    from hpcdist.tracking.journal.metric_series import read_series
 
     if html is not None and not html.expanduser().parent.is_dir():
         raise UserMistake(f"--html={html}: there is no folder {html.expanduser().parent}: create it")

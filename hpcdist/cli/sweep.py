@@ -69,7 +69,7 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     from hpcdist.environments.torch_checks import require_torch
     from hpcdist.run import sweep_cells
     from hpcdist.supervisor.plan import Machine, make_plan
-    from hpcdist.tracking.uri import resolve_uri
+    from hpcdist.tracking.client.uri import resolve_uri
 
     for cell in sweep.cells:
         require_torch(cell.config, os.environ, on_slurm=False)
@@ -140,7 +140,7 @@ def _caught_signals() -> Iterator[list[str]]:
 
 def _close_parent_run(run: RunDir, uri: str) -> None:
     """Record the end of an incomplete sweep in its MLflow parent run."""
-    from hpcdist.tracking.parent_run import ParentRun
+    from hpcdist.tracking.pages.parent_run import ParentRun
 
     try:
         parent = ParentRun.of(run, uri)
@@ -172,7 +172,7 @@ def submit_sweep(
     from hpcdist.run import sweep_cells
     from hpcdist.slurm.job_components import is_het
     from hpcdist.slurm.submit import submission
-    from hpcdist.tracking.uri import resolve_uri
+    from hpcdist.tracking.client.uri import resolve_uri
 
     if any(is_het(cell.config) for cell in sweep.cells):
         raise UserMistake(
@@ -221,7 +221,7 @@ def _show_script(sweep: Sweep, to_run: Sequence[Choice], flags: Mapping[str, str
 
 def _upload(runs: Sequence[RunDir], uri: str, *, close_lost: bool = False) -> str:
     """Upload the records of some cells to MLflow. Returns a sentence on the result."""
-    from hpcdist.tracking.shipper import sync
+    from hpcdist.tracking.shipping.shipper import sync
 
     try:
         for run in runs:
@@ -234,7 +234,7 @@ def _upload(runs: Sequence[RunDir], uri: str, *, close_lost: bool = False) -> st
 def _follow(sweep: Sweep, choices: Sequence[Choice], uri: str) -> int:
     """Show the statuses of the cells until all are final, and upload them unless their jobs do."""
     from hpcdist.run.status import RunStatus, StatusWatch
-    from hpcdist.tracking.uri import is_server
+    from hpcdist.tracking.client.uri import is_server
 
     watch = StatusWatch()
     statuses: dict[str, RunStatus] = {}

@@ -27,7 +27,7 @@ from hpcdist.rank.seeding import seed_everything
 from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal import JournalWriter
+from hpcdist.tracking.journal.writer import JournalWriter
 
 log = logging.getLogger(__name__)
 

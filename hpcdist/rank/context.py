@@ -28,7 +28,7 @@ from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.attempt_times import reached_before
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal import JournalWriter
+from hpcdist.tracking.journal.writer import JournalWriter
 
 
 class Context(ContextBatches):

@@ -17,7 +17,7 @@ from hpcdist.review.figures import Figure, write_figure
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
 from hpcdist.run.training_record import Dataset
-from hpcdist.tracking.journal import JournalWriter
+from hpcdist.tracking.journal.writer import JournalWriter
 
 
 class ContextRecords(RankInfo):

@@ -33,8 +33,8 @@ from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking import rank_records
-from hpcdist.tracking.rank_records import RankRecords
+from hpcdist.tracking.mlflow_plugin import rank_records
+from hpcdist.tracking.mlflow_plugin.rank_records import RankRecords
 
 if TYPE_CHECKING:
     import torch

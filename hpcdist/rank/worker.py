@@ -36,7 +36,7 @@ from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
 from hpcdist.run.polling import system_interval_s
-from hpcdist.tracking.rank_records import URI_VARIABLE, RankRecords, begin, is_declared
+from hpcdist.tracking.mlflow_plugin.rank_records import URI_VARIABLE, RankRecords, begin, is_declared
 
 if TYPE_CHECKING:
     import torch

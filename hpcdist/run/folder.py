@@ -15,7 +15,7 @@
         journal/attempt-001.rank-00000.events.jsonl   parameters, tags and models that the code of a rank has logged
         journal/shipped.json                     offsets of the records that MLflow has received
         journal/names.json                       original names of renamed metrics, parameters and tags
-        journal/node_metrics.csv.gz              metrics of the nodes of a large run, see tracking/node_table.py
+        journal/node_metrics.csv.gz              metrics of the nodes of a large run, see tracking/journal/node_table.py
         checkpoints/step-00000100/               see checkpoint/checkpoint_folder.py
         model/                                   the final model in MLflow's layout
         artifacts/                               files of the trainer, such as plots and samples

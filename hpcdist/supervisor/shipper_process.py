@@ -12,13 +12,13 @@ from contextlib import contextmanager, suppress
 from hpcdist.config.schema import Config
 from hpcdist.errors import TrackingError
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.uri import is_server, resolve_uri
+from hpcdist.tracking.client.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
 
 
 class ShipperProcess:
-    """`hpcdist.tracking.shipper` for one run, as a child process with low priority.
+    """`hpcdist.tracking.shipping.shipper` for one run, as a child process with low priority.
 
     Args:
         uri: tracking URI, password included; passed in the environment.
@@ -30,7 +30,7 @@ class ShipperProcess:
         flags = ["--through-queue"] if through_queue else []
         with open(run.path / "shipper.log", "ab") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "hpcdist.tracking.shipper", str(run.path), *flags],
+                [sys.executable, "-P", "-m", "hpcdist.tracking.shipping.shipper", str(run.path), *flags],
                 env={**env, "HPCDIST_TRACKING_URI": uri, "HPCDIST_SUPERVISOR_PID": str(os.getpid())},
                 stdin=subprocess.PIPE if through_queue else subprocess.DEVNULL,
                 stdout=file,

@@ -30,7 +30,7 @@ from hpcdist.supervisor.restart_policy import Failure, Kind, decide, first_failu
 from hpcdist.supervisor.shipper_process import ShipperProcess
 from hpcdist.supervisor.signal_requests import SignalRequests
 from hpcdist.supervisor.watch import Allocation, Watch, none_started
-from hpcdist.tracking.uri import redact_uri
+from hpcdist.tracking.client.uri import redact_uri
 
 #: Free disk space that a restart needs for the logs and reports of an attempt.
 ROOM_FOR_RESTART_BYTES = 2**20

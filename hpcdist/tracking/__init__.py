@@ -1,1 +1,3 @@
-"""From a rank's metrics to MLflow: the journal that ranks write, and the process that ships it."""
+"""From a rank's metrics to MLflow: what ranks write (`journal`, `mlflow_plugin`), its upload (`shipping`) to the MLflow
+run with its `pages` and `artifacts`, and access to MLflow's servers (`client`, `server`).
+"""

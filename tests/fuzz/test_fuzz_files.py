@@ -29,7 +29,7 @@ from hpcdist.run.status import status_of
 from hpcdist.run.sweep_folder import SweepDir
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
-from hpcdist.tracking.journal_reader import read_records
+from hpcdist.tracking.journal.reader import read_records
 
 DEEP = "[" * 3000  # beyond the recursion limit
 JSON_NOISE = st.sampled_from(

@@ -22,8 +22,8 @@ from hpcdist.files.atomic import read_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.sweep import make_sweep, parse_axes
 from hpcdist.run.sweep_folder import mark, write_sweep
-from hpcdist.tracking.shipper import sync
-from hpcdist.tracking.shipping_state import ShippingState
+from hpcdist.tracking.journal.shipping_state import ShippingState
+from hpcdist.tracking.shipping.shipper import sync
 
 pytestmark = [
     # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates, and its server imports a deprecated module.

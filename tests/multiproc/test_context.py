@@ -19,7 +19,7 @@ from hpcdist.config.schema import CheckpointConfig, Config, DataConfig, ElasticC
 from hpcdist.errors import CheckpointError, ConfigError
 from hpcdist.rank.stop_signals import StopFlag
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal_reader import read_records
+from hpcdist.tracking.journal.reader import read_records
 
 CONFIG = Config(seed=5, checkpoint=CheckpointConfig(every_steps=4))
 

@@ -35,7 +35,7 @@ from hpcdist.rank.context import Context
 from hpcdist.rank.optimizer import build_optimizer, lr_factor, set_lr
 from hpcdist.rank.seeding import seed_everything
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal_reader import read_records
+from hpcdist.tracking.journal.reader import read_records
 from hpcdist.trainers.ddp import train
 
 #: For two ranks. One rank with twice the batch size has the same samples in each step.

@@ -28,7 +28,7 @@ from hpcdist.config.schema import (
 )
 from hpcdist.rank.elastic.summation import Exchange, PartialSums
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal_reader import read_records
+from hpcdist.tracking.journal.reader import read_records
 from hpcdist.trainers.ddp import train
 
 #: In the last step of an epoch only one of eight micro-batches has samples, so that two of three ranks have none.

@@ -26,7 +26,7 @@ from hpcdist.checkpoint.weights import load_weights
 from hpcdist.config.schema import CheckpointConfig, Config, OptimConfig, StopConfig, TrackingConfig
 from hpcdist.rank.optimizer import build_optimizer
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal_reader import read_records
+from hpcdist.tracking.journal.reader import read_records
 from hpcdist.trainers.rnn import train as rnn
 from hpcdist.trainers.rnn.language_model import LanguageModel
 from hpcdist.trainers.rnn.schema import RnnConfig

@@ -19,7 +19,7 @@ from hpcdist.rank.stop_signals import StopFlag
 from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.topology import Topology
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal import JournalWriter
+from hpcdist.tracking.journal.writer import JournalWriter
 
 #: A single rank without a process group.
 SINGLE_RANK = Rank(0, 1, Path())

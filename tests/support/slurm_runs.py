@@ -28,7 +28,7 @@ JOB_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMP
 def create_database(path: Path) -> Path:
     """Create an empty MLflow database."""
     # In a subprocess: importing MLflow takes seconds and emits warnings of its dependencies.
-    code = "import sys; from hpcdist.tracking.mlflow_client import open_client; open_client(sys.argv[1])"
+    code = "import sys; from hpcdist.tracking.client.mlflow_client import open_client; open_client(sys.argv[1])"
     subprocess.run([sys.executable, "-c", code, f"sqlite:///{path}"], check=True)
     return path
 

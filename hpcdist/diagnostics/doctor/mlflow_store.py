@@ -15,10 +15,10 @@ from pathlib import Path
 from hpcdist.errors import UserMistake, shortened
 from hpcdist.machine import storage
 from hpcdist.machine.check import Check, note, ok, warning
-from hpcdist.tracking.credentials import VARIABLES, Credentials, read_credentials
-from hpcdist.tracking.links import web_address
+from hpcdist.tracking.client.credentials import VARIABLES, Credentials, read_credentials
+from hpcdist.tracking.client.server_version import version_in
+from hpcdist.tracking.pages.links import web_address
 from hpcdist.tracking.server.database_schema import ServerError, read_schemas
-from hpcdist.tracking.server_version import version_in
 
 #: A server on the same continent answers faster.
 SERVER_TIMEOUT_S = 3.0

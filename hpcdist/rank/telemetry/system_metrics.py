@@ -9,7 +9,7 @@ import time
 import psutil
 
 from hpcdist.machine.gpus import open_gpus
-from hpcdist.tracking.journal import JournalWriter
+from hpcdist.tracking.journal.writer import JournalWriter
 
 log = logging.getLogger(__name__)
 MB = 1e6

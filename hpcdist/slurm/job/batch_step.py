@@ -37,7 +37,7 @@ from hpcdist.slurm.job_components import rank_table_lines
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
 from hpcdist.supervisor.watch import Allocation
-from hpcdist.tracking.uri import is_server, resolve_uri
+from hpcdist.tracking.client.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
 TIME_LIMIT = "time limit"

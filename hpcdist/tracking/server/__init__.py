@@ -1,1 +1,1 @@
-"""MLflow's tracking server for a team, as `hpcdist server` starts it: accounts, one database, proxied artifacts."""
+"""MLflow's server: for a team with accounts and one database (`hpcdist server`), and for one user (`hpcdist ui`)."""

@@ -25,8 +25,8 @@ from typing import Any
 from hpcdist.config.redaction import redact_text
 from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.machine.installation import install_command
+from hpcdist.tracking.client.uri import sqlite_path
 from hpcdist.tracking.server.server_folder import STORE, environment_without_mlflow
-from hpcdist.tracking.uri import sqlite_path
 
 INSPECT_S = 120.0
 #: Each schema with the table of its revision and the folder of its migrations in MLflow.

@@ -12,10 +12,10 @@ from typing import Any
 from urllib.parse import quote
 
 from hpcdist.files.private_file import read_private, write_private
-from hpcdist.tracking.credentials import Credentials
+from hpcdist.tracking.client.credentials import Credentials
+from hpcdist.tracking.client.server_version import version_in
 from hpcdist.tracking.server.database_schema import ServerError
 from hpcdist.tracking.server.server_folder import ADMIN, ServerFolder
-from hpcdist.tracking.server_version import version_in
 
 TIMEOUT_S = 30.0
 _API = "/api/2.0/mlflow"

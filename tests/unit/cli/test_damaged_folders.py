@@ -30,9 +30,10 @@ from hpcdist.run.sweep_folder import SweepDir, sweep_of
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.submit.submission_checks import longest_save
-from hpcdist.tracking import artifacts, links, run_metadata
-from hpcdist.tracking.journal_tail import JournalTail
-from hpcdist.tracking.shipping_state import ShippingState
+from hpcdist.tracking.artifacts import run_files
+from hpcdist.tracking.journal.shipping_state import ShippingState
+from hpcdist.tracking.journal.tail import JournalTail
+from hpcdist.tracking.pages import links, run_metadata
 
 FORMATS = Path(__file__).parents[1] / "formats"
 EXTRA = {
@@ -175,11 +176,11 @@ def sync_without_mlflow(run: RunDir) -> None:
     progress.offsets = {}
     tail = JournalTail(run.journal, progress)
     tail.new_points(tail.next_chunks(1, over=True))
-    list(artifacts.documents(run))
-    list(artifacts.preflight(run))
-    list(artifacts.trainer_artifacts(run))
-    list(artifacts.reports(run, ended=True))
-    list(artifacts.checkpoints(run, config))
+    list(run_files.documents(run))
+    list(run_files.preflight(run))
+    list(run_files.trainer_artifacts(run))
+    list(run_files.reports(run, ended=True))
+    list(run_files.checkpoints(run, config))
 
 
 def doctor(run: RunDir) -> None:

@@ -17,7 +17,7 @@ from hpcdist.errors import TrackingError
 from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
-from hpcdist.tracking import ui
+from hpcdist.tracking.server import ui
 
 #: These tests may start processes.
 pytestmark = pytest.mark.processes
@@ -34,7 +34,7 @@ def test_sync_uploads_runs_that_have_no_shipper(
         shipped.append((run.name, uri))
         return "3 points shipped"
 
-    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipper", SimpleNamespace(sync=ship))
+    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipping.shipper", SimpleNamespace(sync=ship))
     make("first")
     second = make("second", "tracking.uri=http://ada:s3cret@mlflow", "launch.env.API_KEY=s3cret")
     assert hpcdist("sync", "second").code == 0

@@ -15,8 +15,8 @@ from hpcdist.machine.facts import num_cores
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.rerun_record import read_rerun
 from hpcdist.supervisor import local_run
-from hpcdist.tracking import sync_runs
-from hpcdist.tracking.journal import JournalWriter
+from hpcdist.tracking.journal.writer import JournalWriter
+from hpcdist.tracking.shipping import sync_runs
 
 pytestmark = pytest.mark.processes  # runs are created with the commit that git reports
 

@@ -42,7 +42,7 @@ def test_ambiguous_name_is_an_error_with_the_matches(
     hpcdist: Cli, make: Callable[..., RunDir], command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The real module imports mlflow, which takes seconds.
-    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipper", SimpleNamespace(sync=None))
+    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipping.shipper", SimpleNamespace(sync=None))
     make("first")
     make("fire")
     assert one_line(hpcdist(command, "fir")) == (

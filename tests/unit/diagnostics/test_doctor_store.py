@@ -19,8 +19,8 @@ from hpcdist_runs import unused_port
 from hpcdist.diagnostics.doctor import mlflow_store as module
 from hpcdist.diagnostics.doctor.mlflow_store import MlflowStore, store_checks
 from hpcdist.machine.check import Check
+from hpcdist.tracking.client.uri import redact_uri, sqlite_path
 from hpcdist.tracking.server.database_schema import Migration, migrations
-from hpcdist.tracking.uri import redact_uri, sqlite_path
 
 KNOWN = migrations("runs")
 (HEAD,) = KNOWN.keys() - {one.before for one in KNOWN.values()}

@@ -124,7 +124,7 @@ LOOKUPS = [
     ("signal forwarding", "containers/pid1"),
     ("lease", "run/lease"),
     ("nodelist parsing", "slurm/nodelist"),
-    ("MLflow retry", "tracking/shipper"),
+    ("MLflow retry", "tracking/shipping/shipper"),
     ("checkpoint manifest", "checkpoint/checkpoint_folder"),
     ("stop agreement", "rank/stop_agreement"),
     ("straggler rule", "supervisor/stragglers"),

@@ -21,8 +21,8 @@ from hpcdist.files.atomic import read_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs
 from hpcdist.run.sweep_folder import SweepDir, sweep_of
-from hpcdist.tracking.journal import JournalWriter
-from hpcdist.tracking.journal_reader import read_records
+from hpcdist.tracking.journal.reader import read_records
+from hpcdist.tracking.journal.writer import JournalWriter
 
 HERE = Path(__file__).parent
 #: The folder in which the runs of v0 and v1 were created; their files contain this path.

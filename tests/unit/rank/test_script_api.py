@@ -21,9 +21,9 @@ from hpcdist.run.command_sender import send_command
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.live_command import CommandResult, LiveCommand, read_result
-from hpcdist.tracking import rank_records
-from hpcdist.tracking.journal_reader import read_records
-from hpcdist.tracking.rank_records import RankRecords
+from hpcdist.tracking.journal.reader import read_records
+from hpcdist.tracking.mlflow_plugin import rank_records
+from hpcdist.tracking.mlflow_plugin.rank_records import RankRecords
 
 ENVIRONMENT = {
     "RANK": "0",

@@ -11,7 +11,7 @@ from hpcdist.files.atomic import write_json
 from hpcdist.review import comparison
 from hpcdist.review.comparison import MISSING, Comparison, compare, comparison_page
 from hpcdist.review.ledger import Ledger
-from hpcdist.tracking.metric_series import read_series
+from hpcdist.tracking.journal.metric_series import read_series
 
 
 def compared(*scenes: ReportScene) -> Comparison:

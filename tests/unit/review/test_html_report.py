@@ -22,7 +22,7 @@ from hpcdist.review.html_report import render_report, write_report
 from hpcdist.review.series import Series
 from hpcdist.run.origin import Origin, write_origin
 from hpcdist.run.rerun_record import RerunRecord, write_rerun
-from hpcdist.tracking.metric_series import read_series
+from hpcdist.tracking.journal.metric_series import read_series
 
 HOSTILE = "</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 

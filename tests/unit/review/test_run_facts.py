@@ -21,7 +21,7 @@ from hpcdist.run.attempt_times import AttemptTimes, NodeShare, Resources, begin,
 from hpcdist.run.folder import RunDir
 from hpcdist.run.origin import Override, load_origin, write_origin
 from hpcdist.run.training_record import Dataset, TrainingRecord, write_training
-from hpcdist.tracking import artifacts
+from hpcdist.tracking.artifacts import run_files
 
 
 class Folder:
@@ -252,7 +252,7 @@ def test_monitor_of_an_edited_config_is_the_default(folder: Folder, edited: str)
     folder.run.config.write_text(edited)
     facts = folder.facts()
     assert (facts.monitor, facts.best_value) == ("eval/accuracy", 0.9)
-    assert [item.target for item in artifacts.checkpoints(folder.run, plain_tree(folder.run.config))] == [
+    assert [item.target for item in run_files.checkpoints(folder.run, plain_tree(folder.run.config))] == [
         "checkpoints/final",
         "checkpoints/best",
     ]

@@ -34,7 +34,7 @@ def test_shipper_gets_run_folder_and_uri_with_password(scene: Scene, monkeypatch
     assert shipper.drain(60)
     monkeypatch.undo()
     assert (scene.run.path / "shipper.log").read_text().splitlines() == [
-        f"-P -m hpcdist.tracking.shipper {scene.run.path}",
+        f"-P -m hpcdist.tracking.shipping.shipper {scene.run.path}",
         "http://ada:s3cret@mlflow:5000",
         str(min(os.nice(0) + 10, 19)),
         "err",

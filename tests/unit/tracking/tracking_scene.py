@@ -14,7 +14,7 @@ from mlflow.entities import Run as MlflowEntity
 
 from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir, State
-from hpcdist.tracking.delivery import Delivery
+from hpcdist.tracking.shipping.delivery import Delivery
 
 CONFIG: dict[str, Any] = {
     "experiment": "exp",

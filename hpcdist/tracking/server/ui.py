@@ -1,0 +1,66 @@
+"""Start MLflow's UI for one user: a token of this start, and the command of the server that asks for it."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import sys
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from hpcdist.errors import UserMistake
+from hpcdist.files.private_file import write_private
+from hpcdist.tracking.server import ui_gate
+
+HOST = "127.0.0.1"
+APP = "hpcdist-token"
+
+
+def require_app() -> None:
+    """Raise UserMistake when the installed package does not declare this token check to MLflow."""
+    if all(point.module != ui_gate.__name__ for point in entry_points(group="mlflow.app", name=APP)):
+        raise UserMistake(
+            f"this installation of hpcdist does not declare the MLflow app {APP!r}, since it is older than its code:"
+            " install it again (`pip install --editable .` in a checkout)"
+        )
+
+
+def make_token(port: int, env: Mapping[str, str]) -> tuple[str, Path]:
+    """Make a token for this start; returns it and the file of mode 0600 that holds it for scripts.
+
+    Raises UserMistake when the file cannot be written.
+    """
+    state = env.get("XDG_STATE_HOME") or f"{env.get('HOME') or Path.home()}/.local/state"
+    path = Path(state, "hpcdist", "ui", f"{socket.gethostname()}-{port}.token")
+    token = secrets.token_urlsafe(32)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(path, token)
+    except OSError as error:
+        raise UserMistake(
+            f"the token of the UI cannot be written to {path} ({error.strerror}):"
+            " set XDG_STATE_HOME to a folder of your own"
+        ) from error
+    return token, path
+
+
+def command(port: int) -> list[str]:
+    """Return the command of the server."""
+    options = ["--host", HOST, "--port", str(port), "--workers", "1", "--app-name", APP]
+    # The log of requests would repeat the token.
+    return [sys.executable, "-m", "mlflow", "server", *options, "--uvicorn-opts", "--no-access-log"]
+
+
+def variables(store: str, token_file: Path) -> dict[str, str]:
+    """Return the environment variables of the server.
+
+    The store is here and not in the command line, which all users can read and which may hold a password. MLflow's
+    job processes are not needed to look at runs.
+    """
+    return {
+        "MLFLOW_BACKEND_STORE_URI": store,
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        ui_gate.TOKEN_FILE: str(token_file),
+    }

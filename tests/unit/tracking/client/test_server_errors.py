@@ -1,0 +1,169 @@
+"""Each error of a server gives one line with its cause and its fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow_application import in_thread
+
+from hpcdist.errors import TrackingError, UserMistake
+from hpcdist.tracking.client.credentials import read_credentials
+from hpcdist.tracking.client.mlflow_client import open_client
+
+Answer = tuple[int, bytes, dict[str, str]]
+PAGE = b"<!DOCTYPE html><html><body>Please log in.</body></html>"
+
+
+class AnsweringServer(ThreadingHTTPServer):
+    """Gives one answer to all requests, except to those for its version."""
+
+    daemon_threads = True
+    answer: Answer = (200, b"{}", {})
+    version = b"<html>"
+    accounts = False
+
+    @property
+    def uri(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        assert isinstance(self.server, AnsweringServer)
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        status, body, headers = self.server.answer
+        if self.path == "/version":
+            refused = self.server.accounts and not self.headers.get("Authorization")
+            status, body, headers = (401, b"", {}) if refused else (200, self.server.version, {})
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[AnsweringServer]:
+    found = AnsweringServer(("127.0.0.1", 0), _Handler)
+    with in_thread(found):
+        yield found
+    found.server_close()
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def message(server: AnsweringServer, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> str:
+    """Return the error of a client that receives this answer."""
+    server.answer = (status, body, headers or {})
+    with pytest.raises(TrackingError) as caught:
+        open_client(server.uri)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text.removeprefix(f"MLflow at {server.uri}: ")
+
+
+UNAUTHENTICATED = (401, b"You are not authenticated.")
+
+
+def test_refused_credentials_name_user_and_source(
+    server: AnsweringServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert message(server, *UNAUTHENTICATED) == (
+        "the server needs a user and a password (401): set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or"
+        " write them to ~/.mlflow/credentials with mode 0600"
+    )
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "s3cret")
+    expired = b'{"error_code": "UNAUTHENTICATED", "message": "token expired"}'
+    assert message(server, 401, expired) == (
+        "the server does not accept the token in MLFLOW_TRACKING_TOKEN (401), which may have expired: set a new one"
+    )
+    file = tmp_path / ".mlflow" / "credentials"
+    file.parent.mkdir()
+    file.write_text("[mlflow]\nmlflow_tracking_username = ada\nmlflow_tracking_password = s3cret\n")
+    file.chmod(0o600)
+    refused = "the server does not accept user {} with this password (401): check {}"
+    assert message(server, *UNAUTHENTICATED) == refused.format("ada", file)
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "bob")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "s3cret")
+    variables = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+    assert message(server, *UNAUTHENTICATED) == refused.format("bob", variables)
+    assert message(server, 403, b"Permission denied") == (
+        "user bob lacks the permission for the request (403): the owner of the experiment or an administrator grants"
+        " EDIT"
+    )
+    with_user = f"http://eve:s3cret@127.0.0.1:{server.server_port}"
+    assert read_credentials(with_user, {}).user == "eve"
+
+
+def test_credentials_that_others_can_read_are_refused(server: AnsweringServer, tmp_path: Path) -> None:
+    file = tmp_path / ".mlflow" / "credentials"
+    file.parent.mkdir()
+    file.write_text("[mlflow]\nmlflow_tracking_username = ada\nmlflow_tracking_password = s3cret\n")
+    file.chmod(0o644)
+    assert message(server, *UNAUTHENTICATED) == (
+        f"{file} has mode 0644, so that other users can read the credentials in it: `chmod 600 {file}`"
+    )
+    file.chmod(0o600)
+    file.write_text("password = 50%")
+    with pytest.raises(UserMistake, match=r"is not in the format of MLflow \(MissingSectionHeaderError\)"):
+        read_credentials("http://mlflow", {"HOME": str(tmp_path)})
+
+
+HOST_REFUSED = b"Invalid Host header - possible DNS rebinding attack detected"
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ((200, PAGE), "The response is an HTML page: check that this is the address of an MLflow server, and not of a"),
+        ((200, b"OK"), "not in a valid JSON format"),
+        ((302, b"", {"Location": "/"}), "the server redirects without end"),
+        ((403, HOST_REFUSED), "`hpcdist server up --allow-host 127.0.0.1:"),
+        ((404, PAGE), "the server does not know MLflow's API (404): check the address"),
+        ((413, PAGE), "the request is too large for the server or its proxy (413): raise the limit there"),
+        ((500, b"oops"), "the server has an internal error (500): see its log"),
+        ((502, PAGE), "the server is not available at the moment (502)"),
+    ],
+    ids=["html", "text", "redirects", "host", "404", "413", "500", "502"],
+)
+def test_errors_of_servers_and_proxies(server: AnsweringServer, answer: tuple[Any, ...], expected: str) -> None:
+    assert expected in message(server, *answer)
+
+
+def test_server_of_another_version(server: AnsweringServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AnsweringServer, "version", b"2.9.2\n")
+    unknown = b'{"error_code": "ENDPOINT_NOT_FOUND", "message": "no"}'
+    assert message(server, 404, unknown).startswith("the server has MLflow 2.9.2 and does not know a request of this")
+    # A server with accounts gives its version to users only.
+    monkeypatch.setattr(AnsweringServer, "accounts", True)
+    assert message(server, 404, unknown).startswith("the server does not know MLflow's API (404): check the address")
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "bob")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "s3cret")
+    assert message(server, 404, unknown).startswith("the server has MLflow 2.9.2 and does not know a request of this")
+
+
+def test_retry_after_is_reported_and_kept(server: AnsweringServer) -> None:
+    assert message(server, 429, b"slow down", {"Retry-After": "7"}) == (
+        "the server accepts no more requests at the moment (429), and asks to wait 7 s"
+    )
+    with pytest.raises(TrackingError) as caught:
+        open_client(server.uri)
+    assert caught.value.retry_after_s == 7
+    assert message(server, 503, PAGE, {"Retry-After": "soon"}) == "the server is not available at the moment (503)"
+
+
+def test_no_server(server: AnsweringServer) -> None:
+    with pytest.raises(TrackingError, match=r"the server cannot be reached \(Connection refused\): check the address"):
+        open_client("http://127.0.0.1:1")

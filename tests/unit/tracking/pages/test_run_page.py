@@ -1,0 +1,212 @@
+"""Description, datasets, primary metric and name of a run in MLflow."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, PERMISSION_DENIED
+from tracking_scene import CONFIG, Scene
+
+from hpcdist.errors import TrackingError
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir
+from hpcdist.run.origin import Origin, write_origin
+from hpcdist.run.training_record import Dataset, TrainingRecord, write_training
+from hpcdist.tracking.pages import run_page
+from hpcdist.tracking.pages.run_metadata import MAX_RUN_NAME, run_name
+from hpcdist.tracking.pages.run_page import MARK, NOTE_TAG
+
+# MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+
+PRIMARY = "mlflow.experiment.primaryMetric.name"
+DATA = (Dataset(name="digits", num_samples=9, digest="ab", source="/data"), Dataset(name="digits", split="test"))
+
+
+def note(scene: Scene) -> str:
+    return str(scene.entity.data.tags[NOTE_TAG])
+
+
+def beat(scene: Scene, step: int, **metrics: float) -> None:
+    attempt = scene.run.attempt(1)
+    attempt.path.mkdir(exist_ok=True)
+    attempt.beat(0).write_text(json.dumps({"time": 1.0, "step": step, "metrics": metrics}))
+
+
+def evaluate(scene: Scene) -> None:
+    folder = scene.run.checkpoints / "step-00000010"
+    folder.mkdir()
+    write_json(folder / "manifest.json", {"created": 1.0, "metrics": {"eval/accuracy": 0.75}})
+
+
+def experiment_tags(scene: Scene) -> dict[str, str]:
+    return dict(scene.client.get_experiment(scene.entity.info.experiment_id).tags)
+
+
+def test_description_follows_the_state_and_is_final_at_the_end(scene: Scene) -> None:
+    beat(scene, 10)
+    shipper = scene.shipper()
+    shipper.ship_once()
+    assert note(scene).startswith(f"{MARK}\n\n**running**\n")
+    assert "step 10;" in note(scene)
+    beat(scene, 20)
+    shipper.ship_once()
+    assert "step 10;" in note(scene), "at most one change per minute"
+    scene.state(status="finished", reason="trained 20 steps", ended=2.0)
+    shipper.ship_once()
+    assert "**finished**: trained 20 steps" in note(scene)
+
+
+def test_live_description_changes_after_a_minute(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_page, "INTERVAL_S", 0.0)
+    shipper = scene.shipper()
+    for step in (10, 20):
+        beat(scene, step)
+        shipper.ship_once()
+        assert f"step {step};" in note(scene)
+
+
+def test_text_of_the_user_is_kept(scene: Scene) -> None:
+    scene.shipper().ship_once()
+    run_id = scene.entity.info.run_id
+    scene.client.set_tag(run_id, NOTE_TAG, f"see the *wiki*\n{MARK}\n\nold")
+    scene.state(status="stopped", reason="why")
+    scene.shipper().ship_once()
+    assert note(scene).startswith(f"see the *wiki*\n\n{MARK}\n\n**stopped**: why")
+    scene.client.set_tag(run_id, NOTE_TAG, "only my text" + "x" * 7900)
+    scene.state(status="running", reason="")
+    scene.shipper().ship_once()
+    assert note(scene).startswith("only my textxxx")
+    assert MARK in note(scene)
+    assert len(note(scene)) == 8000
+
+
+def test_description_of_an_older_version_is_replaced(scene: Scene) -> None:
+    scene.shipper().ship_once()
+    for key, value in ((NOTE_TAG, "failed: why"), ("hpcdist.state", "failed"), ("hpcdist.reason", "why")):
+        scene.client.set_tag(scene.entity.info.run_id, key, value)
+    scene.state(status="finished", reason="done")
+    scene.shipper().ship_once()
+    assert note(scene).startswith(f"{MARK}\n\n**finished**: done")
+
+
+def test_configured_description_precedes_the_generated_one(scene: Scene) -> None:
+    tracking = CONFIG["tracking"] | {"tags": {NOTE_TAG: "see the wiki"}}
+    scene.write_config(CONFIG | {"tracking": tracking})
+    scene.shipper().ship_once()
+    assert note(scene).startswith(f"see the wiki\n\n{MARK}\n\n**running**")
+    scene.state(status="finished")
+    scene.shipper().ship_once()
+    assert note(scene).startswith(f"see the wiki\n\n{MARK}\n\n**finished**")
+
+
+def test_datasets_are_inputs_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_page, "INTERVAL_S", 0.0)
+    attempt = scene.run.new_attempt()
+    shipper = scene.shipper()
+    shipper.ship_once()
+    assert scene.entity.inputs.dataset_inputs == [], "none is declared yet"
+    write_training(attempt, TrainingRecord(datasets=DATA))
+    for _ in range(2):
+        shipper.ship_once()
+    scene.shipper().ship_once()
+    found = sorted(scene.entity.inputs.dataset_inputs, key=lambda item: str(item.tags[0].value))
+    assert [(item.dataset.name, [(tag.key, tag.value) for tag in item.tags]) for item in found] == [
+        ("digits", [("mlflow.data.context", "test")]),
+        ("digits", [("mlflow.data.context", "train")]),
+    ]
+    train = found[1].dataset
+    assert (train.digest, json.loads(train.source), json.loads(train.profile)) == (
+        "ab", {"uri": "/data"}, {"num_rows": 9}
+    )  # fmt: skip
+    assert len(found[0].dataset.digest) == 8, "MLflow requires a digest"
+
+
+def test_splits_with_one_digest_are_inputs_each(scene: Scene) -> None:
+    write_training(
+        scene.run.new_attempt(),
+        TrainingRecord(
+            datasets=tuple(Dataset(name="clicks", digest="7e8e", split=split) for split in ("train", "test"))
+        ),
+    )
+    scene.shipper().ship_once()
+    found = {item.dataset.digest: item.tags[0].value for item in scene.entity.inputs.dataset_inputs}
+    assert found == {"7e8e-train": "train", "7e8e-test": "test"}
+
+
+def test_primary_metric_is_set_once_it_is_measured(scene: Scene) -> None:
+    scene.shipper().ship_once()
+    assert PRIMARY not in experiment_tags(scene)
+    evaluate(scene)
+    scene.state(status="finished")
+    scene.shipper().ship_once()
+    tags = experiment_tags(scene)
+    assert (tags[PRIMARY], tags["mlflow.experiment.primaryMetric.greaterIsBetter"]) == ("eval/accuracy", "True")
+
+
+def test_primary_metric_of_the_user_is_kept(scene: Scene) -> None:
+    scene.shipper().ship_once()
+    scene.client.set_experiment_tag(scene.entity.info.experiment_id, PRIMARY, "mine")
+    evaluate(scene)
+    scene.state(status="finished")
+    scene.shipper().ship_once()
+    assert experiment_tags(scene)[PRIMARY] == "mine"
+
+
+def test_primary_metric_needs_no_permission_for_the_rest(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(*_: Any) -> None:
+        raise MlflowException("not yours", error_code=PERMISSION_DENIED)
+
+    def fail(*_: Any) -> None:
+        raise MlflowException("broken", error_code=INTERNAL_ERROR)
+
+    evaluate(scene)
+    shipper = scene.shipper()
+    client = shipper.open_run().client
+    client.set_experiment_tag = fail  # type: ignore[method-assign]
+    with pytest.raises(TrackingError, match="broken"):
+        shipper.ship_once()
+    client.set_experiment_tag = refuse  # type: ignore[method-assign]
+    shipper.ship_once()
+    assert "the primary metric of the experiment is not set: " in caplog.text
+    assert scene.entity.data.tags["hpcdist.state"] == "running"
+
+
+def test_unreadable_attempts_are_reported(scene: Scene) -> None:
+    (scene.run.path / "attempts").rmdir()
+    with pytest.raises(TrackingError, match="attempts is missing: restore it"):
+        scene.shipper().ship_once()
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        ("mine", {"optim.lr": 0.1, "seed": 1}, "mine"),
+        ("ddp-20261122-121700-1a2b", {"optim.lr": 0.1, "seed": 0}, "lr=0.1 (ddp-20261122-121700-1a2b)"),
+        ("ddp-20261122-121700-1a2b", {"launch.num_ranks": 2, "tracking.uri": "x"}, "ddp-20261122-121700-1a2b"),
+        (
+            "ddp-20261122-121700-1a2b",
+            {"optim.lr": 0.1, "seed": 5, "data.lr": 1, "data.a": 1, "data.b": 2, "data.c": 3},
+            "optim.lr=0.1 seed=5 data.lr=1 a=1 +2 (ddp-20261122-121700-1a2b)",
+        ),
+    ],
+)
+def test_generated_run_name_says_what_differs(scene: Scene, name: str, values: dict[str, Any], expected: str) -> None:
+    run = RunDir.create(scene.run.path.with_name(name))
+    config: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, leaf = key.rpartition(".")
+        (config.setdefault(section, {}) if section else config)[leaf] = value
+    write_origin(run, Origin(config="ddp_digits", values={"optim.lr": 0.001, "seed": 0}))
+    assert run_name(run, config) == expected
+
+
+def test_long_run_name_is_cut(scene: Scene) -> None:
+    run = RunDir.create(scene.run.path.with_name("ddp-20261122-121700-1a2b"))
+    write_origin(run, Origin(config="x", values={"params.a": 1}))
+    found = run_name(run, {"params": {"a": "y" * 500}})
+    assert len(found) == MAX_RUN_NAME
+    assert found.endswith("y (ddp-20261122-121700-1a2b)")
