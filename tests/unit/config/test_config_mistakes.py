@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from config_files import Write, problems
+from omegaconf import DictConfig
 
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.shipped import shipped_configs
@@ -129,6 +131,36 @@ def test_several_mistakes_are_a_list(write: Write) -> None:
     assert str(caught.value) == (
         f"{path}: 2 mistakes\n  - lr is not a key: did you mean 'optim.lr'?\n  - seed must be >= 0, got -1"
     )
+
+
+def test_valid_keys_beside_a_mistake_are_not_reported(write: Write) -> None:
+    text = """
+        launch: {hang: 1, env: {A: x, B: y}, devices: {trainer: cpu}}
+        cluster: {roles: {a: {nodes: x}, b: {nodes: 2}}, env: {C: z}}
+        params: {a: {b: [1, {c: 2}]}}
+        nope: {a: 1, b: {c: 2}}
+    """
+    assert [line.partition(" ")[0] for line in problems(write(text))] == [
+        "launch.hang",
+        "cluster.roles.a.nodes",
+        "nope.a",
+        "nope.b.c",
+    ]
+
+
+def test_schema_is_not_copied_for_each_mistake(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[DictConfig] = []
+
+    def counted(self: DictConfig, memo: dict[int, Any]) -> DictConfig:
+        if "optim" in self:
+            copies.append(self)
+        return deepcopy(self, memo)
+
+    deepcopy = DictConfig.__deepcopy__
+    monkeypatch.setattr(DictConfig, "__deepcopy__", counted)
+    lines = [f"key{number}: 1" for number in range(5)] + [f"  lr{number}: 1" for number in range(5)]
+    assert len(problems(write("\n".join([*lines[:5], "optim:", *lines[5:], "  name: x", "seed: x"])))) == 12
+    assert len(copies) <= 3, "of the first merge, in its error, and of the merge of single keys"
 
 
 @pytest.mark.parametrize(
