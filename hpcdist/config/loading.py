@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hpcdist.config.document import as_literal, protected, read_document
-from hpcdist.config.merging import merge
+from hpcdist.config.merging import COMMAND_LINE, merge
 from hpcdist.config.redaction import hide_values
 from hpcdist.config.resolution import resolve
 from hpcdist.config.schema import Config, exact
@@ -28,7 +30,7 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: s
         overrides: `section.key=value`; the value is read as YAML.
 
     Returns the frozen config with interpolations resolved and paths absolute.
-    Raises ConfigError with one line for every mistake found.
+    Raises ConfigError with one line for every mistake found; for those of `overrides`, it names the command line.
     """
     path = find_config(source)
     tree = _read_yaml(path)
@@ -44,8 +46,7 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: s
                 own = {**own, "environment": {**theirs, **mine}}
             own = {**profile, **own}
         tree["cluster"] = own
-    with _hidden_values(tree):
-        return resolve(merge(tree, overrides, str(path)), str(path))
+    return _with_overrides(tree, overrides, str(path))
 
 
 def load_run_config(
@@ -68,10 +69,55 @@ def load_run_config(
     if tree is None or config is None:  # edited: read like any other config
         tree = _read_yaml(path, literal=True)
         restore_secrets(tree, env, without=given, require=require_secrets, source=source)
-    with _hidden_values(tree):
-        if config is not None and not overrides:
+    if config is not None and not overrides:
+        with _hidden_values(tree):
             return resolve(config, source)
-        return as_literal(resolve(merge(protected(tree), overrides, source), source))
+    return as_literal(_with_overrides(protected(tree), overrides, source))
+
+
+def _with_overrides(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
+    """Return the config of plain containers and overrides. Raises ConfigError without secrets."""
+    alone = copy.deepcopy(tree) if overrides else tree
+    with _hidden_values(tree):
+        try:
+            return resolve(merge(tree, overrides, source), source)
+        except ConfigError as error:
+            if not overrides:
+                raise
+            raise _located(error, overrides, _problems(alone, source)) from None
+
+
+def _problems(tree: dict[str, Any], source: str) -> Sequence[str]:
+    """Return the problems of plain containers."""
+    try:
+        resolve(merge(tree, (), source), source)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def _located(error: ConfigError, overrides: Sequence[str], file_problems: Sequence[str]) -> ConfigError:
+    """Return the error with the command line named as the source of the problems of overrides.
+
+    A problem is one of an override if it mentions a key of an override and the file alone does not have it. The second
+    condition is not sufficient: other mistakes of the file may prevent a check that finds this one.
+    """
+    keys = [text.partition("=")[0] for text in overrides]
+
+    def marked(line: str) -> str:
+        is_marked = line.startswith(COMMAND_LINE)
+        return line if is_marked or line in file_problems or not _mentions(line, keys) else f"{COMMAND_LINE}{line}"
+
+    problems = [marked(line) for line in error.problems]
+    if all(line.startswith(COMMAND_LINE) for line in problems):
+        return ConfigError([line.removeprefix(COMMAND_LINE) for line in problems], COMMAND_LINE.removesuffix(": "))
+    return ConfigError(problems, error.source)
+
+
+def _mentions(line: str, keys: Sequence[str]) -> bool:
+    """Return whether a line contains one of the keys, a key below one, or a section that contains one."""
+    words = re.findall(r"[\w-]+(?:\.[\w-]+)*", line)
+    return any(f"{key}.".startswith(f"{word}.") or word.startswith(f"{key}.") for key in keys for word in words)
 
 
 @contextmanager
@@ -84,7 +130,8 @@ def _hidden_values(tree: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(hide_values(error.problems, tree, os.environ), error.source) from None
+        lines = hide_values(error.problems, tree, os.environ)
+        raise ConfigError(as_literal(lines), error.source) from None
 
 
 def _read_yaml(path: Path, *, literal: bool = False) -> dict[str, Any]:

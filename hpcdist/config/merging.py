@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import re
@@ -19,13 +20,17 @@ from hpcdist.errors import ConfigError, shortened, shown
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+#: Beginning of the line of a mistake in an override.
+COMMAND_LINE = "command line: "
 _ROLE_REQUESTS = "cluster.roles."
+#: Types of keys that take strings and nothing else.
+_STRINGS = ("str", "dict[str, str]")
 
 
 def merge(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
     """Return the config of a file's plain containers, to which overrides are added, with interpolations resolved.
 
-    Raises ConfigError with one line for every mistake found.
+    Raises ConfigError with one line for every mistake found; `_apply` marks those of malformed overrides.
     """
     problems = _apply(overrides, tree)
     expand_short_forms(tree)
@@ -51,7 +56,7 @@ def merge(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config
 
 
 def _apply(overrides: Sequence[str], tree: dict[str, Any]) -> list[str]:
-    """Add overrides to a tree; return a line for each that is not valid."""
+    """Add overrides to a tree; return a line that begins with COMMAND_LINE for each that is malformed."""
     problems = []
     for text in overrides:
         key, equals, raw = text.partition("=")
@@ -67,35 +72,52 @@ def _apply(overrides: Sequence[str], tree: dict[str, Any]) -> list[str]:
     if "cluster.nodes" in given and "cluster.min_nodes" not in given and isinstance(tree.get("cluster"), dict):
         # A new number or range of nodes replaces the old range: the config of a run folder contains both keys.
         tree["cluster"].pop("min_nodes", None)
-    return problems
+    return [f"{COMMAND_LINE}{line}" for line in problems]
 
 
 def _merged(tree: Mapping[str, Any], problems: list[str]) -> DictConfig:
     """Return the schema merged with a tree; add a line to `problems` for each key that does not fit."""
     from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-    merged: Any = _defaults()
-    mistakes = (OmegaConfBaseException, ValueError, TypeError)
     try:
-        merged = OmegaConf.merge(merged, tree)
-    except mistakes:
-        # A merge stops at the first mistake: merge section by section, and the leaves of a wrong section one by one.
+        merged = OmegaConf.merge(_defaults(), tree)
+    except _errors_of_merges():
+        merged = copy.deepcopy(_defaults())
+        assert isinstance(merged, DictConfig)
+        known = {key.name for key in fields(_schema())}
         for name, content in tree.items():
-            try:
-                merged = OmegaConf.merge(merged, {name: content})
-                continue
-            except mistakes:
-                pass
-            for path, value in leaves({name: content}):
-                leaf: dict[str, Any] = {}
-                insert(leaf, path, value)
-                try:
-                    merged = OmegaConf.merge(merged, leaf)
-                except mistakes as error:
-                    problems.append(_sentence(".".join(path), value, error))
+            if name in known:
+                _merge_part(merged, (name,), content, problems)
+            else:  # OmegaConf would copy the schema into its error
+                problems += [_sentence(".".join(path), value) for path, value in leaves({name: content})]
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _merge_part(merged: DictConfig, path: tuple[str, ...], value: Any, problems: list[str]) -> None:
+    """Merge a value into a copy of the schema; add a line to `problems` for each key that does not fit.
+
+    A merge stops at the first mistake; the entries of a wrong mapping are then merged one by one.
+    """
+    from omegaconf import OmegaConf
+
+    part: dict[str, Any] = {}
+    insert(part, path, value)
+    try:
+        # In place, because copying the schema takes longer than all the rest.
+        OmegaConf.unsafe_merge(merged, part)
+    except _errors_of_merges() as error:
+        if isinstance(value, Mapping) and value:
+            for key, inner in value.items():
+                _merge_part(merged, (*path, str(key)), inner, problems)
+        else:
+            problems.append(_sentence(".".join(path), value, first_line(error)))
+
+
+def _errors_of_merges() -> tuple[type[Exception], ...]:
+    from omegaconf.errors import OmegaConfBaseException
+
+    return (OmegaConfBaseException, ValueError, TypeError)
 
 
 def _values(merged: DictConfig, problems: list[str]) -> dict[str, Any]:
@@ -170,24 +192,33 @@ def _wrong_type(key: str, error: Exception) -> str:
     return f"{key}: an interpolation gives a value of another type than its key has ({shortened(first_line(error))})"
 
 
-def _sentence(key: str, value: object, error: Exception) -> str:
-    """Return one line with key, value, expectation and fix for an error of OmegaConf."""
+def _sentence(key: str, value: object, detail: str = "") -> str:
+    """Return one line with key, value, expectation and fix for a key that is unknown or has a value of a wrong type.
+
+    Args:
+        detail: the error of OmegaConf for a known key.
+    """
     known = {_for_role(path, key): kind for path, kind in _types().items()}
     if key in known:
-        detail = first_line(error)
-        # A long detail repeats the value.
-        return f"{key} must be {known[key]}, got {shown(value)}" + (f" ({detail})" if len(detail) <= 120 else "")
+        reason = f" ({detail})" if len(detail) <= 120 else ""  # a long one repeats the value
+        return f"{key} must be {known[key]}, got {shown(value)}{_fix(known[key], value) or reason}"
     if any(path.startswith(f"{key}.") for path in known):
         return f"{key} is a section: give it keys, got {shown(value)}"
     holder = next((path for path in known if key.startswith(f"{path}.") and known[path].startswith("dict")), None)
     if holder and not key.startswith(_ROLE_REQUESTS):
-        return f"{holder} must be {known[holder]}, got {shown(value)} for {key}"
+        return f"{holder} must be {known[holder]}, got {shown(value)} for {key}{_fix(known[holder], value)}"
     leaf = key.rpartition(".")[2]
     same_leaf = [path for path in known if path.rpartition(".")[2] == leaf]
     sections = {path.partition(".")[0] for path in known if "." in path}
     near = difflib.get_close_matches(key, same_leaf or {*known, *sections}, n=1, cutoff=0.0 if same_leaf else 0.6)
     hint = f"did you mean {near[0]!r}?" if near else "`hpcdist config --schema` lists all keys"
     return f"{key} is not a key: {hint}"
+
+
+def _fix(kind: str, value: object) -> str:
+    """Return how to write an empty string, if a string is missing; else an empty text."""
+    # A shell removes one pair of quotes.
+    return """: write '' for an empty string ("''" in a shell)""" if value is None and kind in _STRINGS else ""
 
 
 def _for_role(path: str, key: str) -> str:

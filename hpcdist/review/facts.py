@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,17 +122,37 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
 
     Raises RunFolderError if `state.json` or the list of attempts cannot be read, OSError if the file system fails.
     """
-    state = state or run.read_state()
-    environment, container = _read(run.environment), _read(run.container)
-    image = container or environment  # the ranks' containers, else the container of the whole run
-    tree, origin = _config(run), read_origin(run)
-    config, monitor = flat(tree), monitor_of(tree)
-    rank_python = _rank_python(environment, container, config)
-    mlflow = _read(run.mlflow)
+    state, tree = state or run.read_state(), _config(run)
+    monitor = monitor_of(tree)
     checkpoints = read_checkpoints(run)
     attempts = read_attempts(run, state, checkpoints)
     training = _training(run)
     metrics = _last_logged(run, attempts, "metrics")
+    steps = _last_logged(run, attempts, "metric_steps")
+    return replace(
+        _setup(run, state, flat(tree)),
+        num_job_starts=_num_job_starts(run),
+        num_parameters=training.num_parameters,
+        datasets=training.datasets,
+        monitor=monitor.metric,
+        monitor_mode=monitor.mode,
+        metrics=metrics,
+        metric_steps={key: step for key, step in steps.items() if type(step) is int},
+        samples_per_s=_samples_per_s(run, attempts, metrics.get("samples")),
+        checkpoints=checkpoints,
+        best=best_checkpoint(checkpoints, monitor),
+        has_model=(run.model / "MLmodel").is_file(),
+        attempts=attempts,
+        progress=_progress(run, attempts) if state.status == "running" else None,
+    )
+
+
+def _setup(run: RunDir, state: State, config: Mapping[str, Any]) -> RunFacts:
+    """Return the facts about who created a run, where, from which config and code; the others have their defaults."""
+    environment, container, mlflow = _read(run.environment), _read(run.container), _read(run.mlflow)
+    image = container or environment  # the ranks' containers, else the container of the whole run
+    code, origin = _mapping(environment.get("code")), read_origin(run)
+    rank_python = _rank_python(environment, container, config)
     return RunFacts(
         name=run.name,
         experiment=run.experiment,
@@ -146,14 +166,13 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         launcher=_text(environment.get("launcher")),
         job_id=_text(_read(run.slurm).get("job_id")),
         command=_text(environment.get("command")),
-        cwd=_text(_mapping(environment.get("code")).get("cwd")),
-        num_job_starts=_num_job_starts(run),
+        cwd=_text(code.get("cwd")),
         versions=_texts({"python": environment.get("python"), **_mapping(environment.get("versions"))}),
         rank_python=rank_python,
         rank_versions=_rank_versions(run, rank_python),
         git_commit=_text(environment.get("git_commit")),
         git_dirty=environment.get("git_dirty") is True,
-        code_copied=_mapping(environment.get("code")).get("copied") is True,
+        code_copied=code.get("copied") is True,
         image=_text(image.get("image")),
         image_digest=_text(image.get("image_digest")),
         image_build=_text(image.get("image_build")),
@@ -168,21 +187,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         rerun=read_rerun(run),
         sweep=_text(_read(run.path / "cell.json").get("sweep")),
         model=_model(config),
-        num_parameters=training.num_parameters,
-        datasets=training.datasets,
-        monitor=monitor.metric,
-        monitor_mode=monitor.mode,
-        metrics=metrics,
-        metric_steps={
-            key: step for key, step in _last_logged(run, attempts, "metric_steps").items() if type(step) is int
-        },
-        samples_per_s=_samples_per_s(run, attempts, metrics.get("samples")),
-        checkpoints=checkpoints,
-        best=best_checkpoint(checkpoints, monitor),
-        has_model=(run.model / "MLmodel").is_file(),
         registered_as=_text(config.get("tracking.register_as")),
-        attempts=attempts,
-        progress=_progress(run, attempts) if state.status == "running" else None,
     )
 
 

@@ -139,7 +139,7 @@ def test_several_config_mistakes_are_listed(hpcdist: Cli) -> None:
     result = hpcdist("run", "ddp_digits", "optim.lr=-1", "seed=-1", "nope=1")
     assert result.code == 2
     first, *lines = result.err.splitlines()
-    assert first.endswith("ddp_digits.yaml: 3 mistakes")
+    assert first.endswith("command line: 3 mistakes")
     assert [line.split()[1] for line in lines] == ["nope", "optim.lr", "seed"]
 
 
@@ -169,7 +169,7 @@ def test_process_exits_with_one_line_and_code_2(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.endswith("configs/ddp_digits.yaml: optim.lr must be > 0, got -1.0\n")
+    assert done.stderr.endswith("hpcdist: command line: optim.lr must be > 0, got -1.0\n")
     assert done.stderr.count("\n") == 1
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from config_files import Write, problems
+from omegaconf import DictConfig
 
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.shipped import shipped_configs
+from hpcdist.config.written import to_yaml
 from hpcdist.errors import ConfigError
 
 
@@ -35,7 +38,10 @@ from hpcdist.errors import ConfigError
         ("trainer: 3", "trainer is a section: give it keys, got 3"),
         ("trainer: {script: train.py}", "trainer.script must be list[str], got 'train.py'"),
         ("params: 3", "params must be dict[str, Any], got 3"),
-        ("launch: {env: {X: null}}", "launch.env must be dict[str, str], got None for launch.env.X"),
+        (
+            "launch: {env: {X: null}}",
+            """launch.env must be dict[str, str], got None for launch.env.X: write '' for an empty string ("''" in a""",
+        ),
         ("launch: {env: {X: [1]}}", "launch.env.X must be a string, got [1]"),
         ("tracking: {tags: {X: [1]}}", "tracking.tags.X must be a string, got [1]"),
         # Values out of range.
@@ -113,7 +119,8 @@ def test_all_mistakes_of_a_file_are_reported_at_once(write: Write) -> None:
         "'no-equals-sign'",
         "optim.weight_decay",
     ):
-        assert [line for line in found if line.startswith((f"{key} ", f"{key}:"))], key
+        lines = [line.removeprefix("command line: ") for line in found]
+        assert [line for line in lines if line.startswith((f"{key} ", f"{key}:"))], key
     assert len(found) == 13
 
 
@@ -124,6 +131,110 @@ def test_several_mistakes_are_a_list(write: Write) -> None:
     assert str(caught.value) == (
         f"{path}: 2 mistakes\n  - lr is not a key: did you mean 'optim.lr'?\n  - seed must be >= 0, got -1"
     )
+
+
+def test_valid_keys_beside_a_mistake_are_not_reported(write: Write) -> None:
+    text = """
+        launch: {hang: 1, env: {A: x, B: y}, devices: {trainer: cpu}}
+        cluster: {roles: {a: {nodes: x}, b: {nodes: 2}}, env: {C: z}}
+        params: {a: {b: [1, {c: 2}]}}
+        nope: {a: 1, b: {c: 2}}
+    """
+    assert [line.partition(" ")[0] for line in problems(write(text))] == [
+        "launch.hang",
+        "cluster.roles.a.nodes",
+        "nope.a",
+        "nope.b.c",
+    ]
+
+
+def test_schema_is_not_copied_for_each_mistake(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[DictConfig] = []
+
+    def counted(self: DictConfig, memo: dict[int, Any]) -> DictConfig:
+        if "optim" in self:
+            copies.append(self)
+        return deepcopy(self, memo)
+
+    deepcopy = DictConfig.__deepcopy__
+    monkeypatch.setattr(DictConfig, "__deepcopy__", counted)
+    lines = [f"key{number}: 1" for number in range(5)] + [f"  lr{number}: 1" for number in range(5)]
+    assert len(problems(write("\n".join([*lines[:5], "optim:", *lines[5:], "  name: x", "seed: x"])))) == 12
+    assert len(copies) <= 3, "of the first merge, in its error, and of the merge of single keys"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["stop.max_steps=abc"],
+            "stop.max_steps must be int | None, got 'abc'"
+            " (Value 'abc' of type 'str' could not be converted to Integer)",
+        ),
+        (["data.root="], """data.root must be str, got None: write '' for an empty string ("''" in a shell)"""),
+        (["seed="], "seed must be int, got None (Incompatible value 'None' for field of type 'int')"),
+        (["optim.lr=-1"], "optim.lr must be > 0, got -1.0"),
+        (["optim={lr: -1}"], "optim.lr must be > 0, got -1.0"),
+        (["launch.env.a b=1"], "launch.env: 'a b' is not a valid variable name: use letters, digits and '_', not"),
+        (["cluster.roles.x.nodes=2"], "cluster.roles.x: no such role, `roles` has trainer"),
+        (["launch.device=cpu"], "launch.backend=nccl needs GPUs, but launch.device=cpu: use launch.backend=gloo"),
+        (
+            ["seed=${optim.name}"],
+            "seed: While dereferencing interpolation '${optim.name}': Value 'adam' of type 'str'",
+        ),
+        (["runs_dir=~nosuchuser/x"], "runs_dir: the home folder of '~nosuchuser' is unknown: use an absolute path"),
+        (["seed"], "'seed' is no override: write key=value, as in optim.lr=0.01"),
+        (
+            ["nope=1", "seed=-1"],
+            "2 mistakes\n  - nope is not a key: `hpcdist config --schema` lists all keys\n  - seed",
+        ),
+    ],
+)
+def test_mistake_of_an_override_names_the_command_line(write: Write, overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write("launch: {backend: nccl}"), overrides)
+    assert str(caught.value).startswith(f"command line: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("seed: x", ["optim.lr=1"], ["seed must be int, got 'x'"]),
+        ("sed: 1", ["seed=1"], ["sed is not a key: did you mean 'seed'?"]),
+        ("launch: {env: {a b: x}}", ["launch.env.B=x"], ["launch.env: 'a b' is not a valid variable name"]),
+        # The override corrects a mistake that hid another one.
+        (
+            "{seed: x, launch: {backend: nccl, device: cpu}}",
+            ["seed=1"],
+            ["launch.backend=nccl needs GPUs, but launch.device=cpu"],
+        ),
+        (
+            "optim: 3",
+            ["optim.lr=1"],
+            ["command line: optim.lr: a part of this path is a value already", "optim is a section: give it keys"],
+        ),
+        ("seed: -1", ["optim.lr=-1"], ["command line: optim.lr must be > 0", "seed must be >= 0, got -1"]),
+    ],
+)
+def test_mistake_of_a_file_names_the_file_whatever_the_overrides(
+    write: Write, text: str, overrides: list[str], expected: list[str]
+) -> None:
+    path = write(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    assert caught.value.source == str(path)
+    for problem, beginning in zip(caught.value.problems, expected, strict=True):
+        assert problem.startswith(beginning)
+
+
+def test_override_of_a_run_names_the_command_line(write: Write, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(load_config(write(""))))
+    for text, source in (("", "command line"), ("sed: 1\n", str(path))):
+        path.write_text(path.read_text() + text)
+        with pytest.raises(ConfigError, match=r"optim\.lr must be > 0, got -1\.0") as caught:
+            load_run_config(path, ["optim.lr=-1"], {})
+        assert caught.value.source == source
 
 
 @pytest.mark.parametrize("override", ["optim.lr", "=3", "--lr=3", ""])

@@ -135,6 +135,17 @@ def test_errors_contain_no_secrets_and_no_environment_variables(
     assert caught.value.__cause__ is None or "s3cret" not in str(caught.value.__cause__)
 
 
+@pytest.mark.parametrize(
+    "override", ["launch.env.API_KEY={a: other-s3cret}", "seed=${params.my_key}", "params.my_key.x=1"]
+)
+def test_errors_of_a_run_contain_no_secrets(write: Write, tmp_path: Path, override: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(load_config(write(r"params: {my_key: 'hunter-\${x}-s3cret'}"))))
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(path, [override], {"HPCDIST_PARAMS_MY_KEY": "hunter-${x}-s3cret"})
+    assert "s3cret" not in str(caught.value)
+
+
 def test_short_value_of_a_variable_is_replaced_only_where_it_is_quoted(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
