@@ -277,6 +277,7 @@ def test_submit_rejects_invalid_container_settings(
 ) -> None:
     name, images = "invalid", {}
     if "container.image=FOREIGN" in settings:
+        request.getfixturevalue("containers")  # needs charliecloud
         images["FOREIGN"] = str(foreign_image(tmp_path / "foreign"))
     elif "container.runtime=podman" in settings or "container.image=FOLDER" in settings:
         in_image: ContainerImage = request.getfixturevalue("in_image")

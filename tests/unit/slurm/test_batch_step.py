@@ -249,6 +249,7 @@ def test_start_of_the_job_is_recorded_with_the_first_attempt(
     assert caplog.messages[-1] == "the nodes and the queue time of this job are not recorded: No space left on device"
 
 
+@pytest.mark.processes
 def test_supervisor_starts_no_ranks_without_torch(
     runs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
