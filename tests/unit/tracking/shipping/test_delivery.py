@@ -129,7 +129,6 @@ import os, signal, sys
 from pathlib import Path
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.shipping import delivery
-from hpcdist.tracking.artifacts import run_files
 from hpcdist.tracking.client import mlflow_run
 from hpcdist.tracking.journal import shipping_state
 {trap}
