@@ -291,7 +291,7 @@ def test_other_users_cannot_read_change_or_execute_anything(language_runs: Runs,
     process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES))
     held = runs.wait_until_held(name)
     by_rank = [listening(pid) for pid in (*held, server_pid(held))]
-    num_rpc = int(re.findall(r"\| rpc \|.* (\d+) of them", SECURITY)[0])
+    num_rpc = int(re.findall(r"\| rpc \|.* (\d+) sockets each", SECURITY)[0])
     ports = [str(port) for sockets in by_rank for _, port in sockets]
     marker = tmp_path / "executed"
     attack = subprocess.run(

@@ -17,6 +17,7 @@ from slurm_faults import FaultScene
 
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.devcluster.settings import HOST
+from hpcdist.files.atomic import read_json
 
 DOWN_S = 60.0
 #: Minimum duration of a step, so that the run outlasts the outage.
@@ -39,7 +40,8 @@ def test_run_continues_during_tracking_server_outage_and_loses_no_record(scene: 
     slow_steps = ["trainer=gated:train", f"params.hold_at={hold_at}", f"params.pace_s={STEP_S}"]
     scene.submit("MLflow server down 60 s", *slow_steps, f"tracking.uri={server.uri}")
     scene.wait_until_held()
-    wait_for(scene.runs.run_dir(scene.name).mlflow.exists, "the run in MLflow")
+    mlflow = scene.runs.run_dir(scene.name).mlflow
+    wait_for(lambda: "run_id" in (read_json(mlflow) or {}), "the run in MLflow")
     wait_for(lambda: scene.runs.points(scene.name), "points in MLflow")
     server.kill()
     down = time.monotonic()

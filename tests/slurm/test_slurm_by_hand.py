@@ -104,7 +104,8 @@ def test_run_of_a_job_without_requeue_stops_and_can_be_resumed(
     saved = slurm_runs.checkpoint_steps(name)[-1]
     assert saved >= HOLD_STEP
 
-    code, output = slurm_runs.command("resume", name, "--detach")
+    # A profile would say that the nodes see this folder in /tmp.
+    code, output = slurm_runs.command("resume", name, "--detach", "cluster.shared_runs=true")
     assert code == 0, output
     second = slurm_runs.job_id(name)
     fields = devcluster.job(second)
