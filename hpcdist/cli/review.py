@@ -54,8 +54,9 @@ def ui(
     require_free(server.HOST, port, "--port")  # a link to a server of another user would give that user the token
     token, file = server.make_token(port, os.environ)
     address = f"http://{server.HOST}:{port}"
-    print(f"all experiments: {address}/?token={token}")
-    for line in links.of_experiments(find_runs(runs_dir), store, f"{address}/?token={token}"):
+    page = f"{address}/?token={token}"
+    print(f"all experiments: {links.experiments_page(page)}")
+    for line in links.of_experiments(find_runs(runs_dir), store, page):
         print(line)
     print(f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {shlex.quote(str(file))})", flush=True)
     os.environ |= server.variables(store, file)

@@ -124,7 +124,7 @@ def ui(runs: Runs, state: Path) -> Iterator[Callable[[], str]]:
 
     def wait_for_link() -> str:
         wait_for(is_up, "a response of MLflow's UI", timeout_s=START_TIMEOUT_S)
-        return re.search(rf"^all experiments: (http://127.0.0.1:{port}/[?]token=\S+)$", log.read_text(), re.M)[1]  # type: ignore[index]
+        return re.search(rf"^all experiments: (http://127.0.0.1:{port}/[?]token=[^#\s]+)#", log.read_text(), re.M)[1]  # type: ignore[index]
 
     try:
         yield wait_for_link

@@ -35,6 +35,11 @@ def run_page(address: str, experiment_id: str, run_id: str) -> str:
     return f"{address}/#/experiments/{experiment_id}/runs/{run_id}?{TRAINING_PAGES}"
 
 
+def experiments_page(address: str) -> str:
+    """Return the link to the list of experiments; without it MLflow opens its pages for LLM applications."""
+    return f"{address}#/experiments?{TRAINING_PAGES}"
+
+
 def experiment_page(address: str, experiment_id: str, view: str = "") -> str:
     """Return the link to an experiment's list of runs, in a prepared view if its id is given."""
     key = f"&viewStateShareKey={view}" if view else ""

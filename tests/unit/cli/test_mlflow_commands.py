@@ -80,7 +80,7 @@ def test_ui_prints_links_with_a_token_and_starts_mlflow(
     address = f"http://127.0.0.1:{port}"
     assert result == Result(
         0,
-        f"all experiments: {address}/?token={file.read_text()}\n"
+        f"all experiments: {address}/?token={file.read_text()}#/experiments?workflowType=machine_learning\n"
         f"exp: {address}/?token={file.read_text()}#/experiments/7/runs?workflowType=machine_learning\n"
         f"  Cost: {address}/?token={file.read_text()}#/experiments/7/runs?workflowType=machine_learning"
         "&viewStateShareKey=hpcdist-cost\n"
