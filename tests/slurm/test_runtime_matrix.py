@@ -24,18 +24,16 @@ from small_image import mismatch
 from hpcdist.devcluster import cluster
 from hpcdist.files.atomic import read_json
 
-#: One form of image of each runtime that `make test` does not requeue.
-COUNTING = ("docker", "apptainer-sif", "charliecloud", "enroot-sqsh", "pyxis")
+#: One form of image of each runtime, for `make test`.
+COUNTING = ("podman", "docker", "apptainer-sif", "charliecloud", "enroot-sqsh", "pyxis")
 every_runtime = pytest.mark.parametrize("runtime", CASES, indirect=True, scope="module")
 
 
-def cells(*, quick: tuple[str, ...] = (), slow: tuple[str, ...]) -> pytest.MarkDecorator:
-    """Return the parameters of a test that some runtimes run in `make test`, and some in `make slow`."""
+def cells(*, slow: tuple[str, ...]) -> pytest.MarkDecorator:
+    """Return the parameters of a test that some runtimes run in `make slow`, and all in `make faults`."""
 
     def marks(case: str) -> list[pytest.MarkDecorator]:
-        if case in slow:
-            return [pytest.mark.quick_fault, pytest.mark.slow]
-        return [pytest.mark.quick_fault if case in quick else pytest.mark.faults]
+        return [pytest.mark.quick_fault, pytest.mark.slow] if case in slow else [pytest.mark.faults]
 
     marked = [pytest.param(case, marks=marks(case)) for case in CASES]
     return pytest.mark.parametrize("runtime", marked, indirect=True, scope="module")
@@ -111,7 +109,7 @@ def test_plain(boxed: FaultScene, runtime: RuntimeCase) -> None:
     assert_nothing_left(runtime, boxed.runs, boxed.name)
 
 
-@cells(quick=("podman",), slow=("docker", "apptainer-sif"))
+@cells(slow=("podman", "docker", "apptainer-sif"))
 def test_requeue(boxed: FaultScene, runtime: RuntimeCase) -> None:
     boxed.submit_held("requeue")
     assert_inside(boxed, boxed.runs.rank_processes(boxed.name))
