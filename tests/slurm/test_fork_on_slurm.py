@@ -66,10 +66,15 @@ def test_killed_parent_ends_its_ranks_and_has_a_successor(scene: FaultScene) -> 
     before[2].kill()
     scene.release()
     scene.assert_recovered_from_checkpoint()
+    is_replaced = "the parent process of the ranks on n2 has ended and is started again" in scene.runs.job_log(
+        scene.name
+    )
     # With proctrack/cgroup Slurm may report the end of the parent after the ranks have been restarted.
-    late = "this rank imports torch itself" in (scene.runs.attempt(scene.name, 2).path / "srun.log").read_text()
-    log = scene.runs.job_log(scene.name)
-    assert late or "the parent process of the ranks on n2 has ended and is started again" in log
+    if os.environ.get("HPCDIST_PROCTRACK") == "cgroup" and not is_replaced:
+        is_replaced = (
+            "this rank imports torch itself" in (scene.runs.attempt(scene.name, 2).path / "srun.log").read_text()
+        )
+    assert is_replaced
     assert (scene.num_starts(), scene.cell.attempts) == (1, 2)
 
 
