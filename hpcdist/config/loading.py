@@ -30,23 +30,42 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: s
         overrides: `section.key=value`; the value is read as YAML.
 
     Returns the frozen config with interpolations resolved and paths absolute.
-    Raises ConfigError with one line for every mistake found; for those of `overrides`, it names the command line.
+    Raises ConfigError with one line for every mistake found; for those of `overrides` it names the command line, for
+    those of `cluster` the profile's path.
     """
     path = find_config(source)
     tree = _read_yaml(path)
-    if cluster is not None:
-        profile = _read_yaml(find_config(cluster, "cluster"))
-        # A site's profile may contain the container runtime and the location of images.
-        if site := profile.pop("container", None):
-            tree["container"] = {**site, **(tree.get("container") or {})}
-        own = tree.get("cluster") or {}
-        if isinstance(own, dict):
-            theirs, mine = profile.get("environment"), own.get("environment")
-            if isinstance(theirs, dict) and isinstance(mine, dict):  # a section of its own, merged by key as well
-                own = {**own, "environment": {**theirs, **mine}}
-            own = {**profile, **own}
-        tree["cluster"] = own
-    return _with_overrides(tree, overrides, str(path))
+    if cluster is None:
+        return _with_overrides(tree, overrides, str(path))
+    site = find_config(cluster, "cluster")
+    alone = copy.deepcopy(tree)
+    keys = _add_profile(tree, _read_yaml(site))
+    try:
+        return _with_overrides(tree, overrides, str(path))
+    except ConfigError as error:
+        raise _located(error, str(site), keys, _problems(alone, str(path))) from None
+
+
+def _add_profile(tree: dict[str, Any], profile: dict[str, Any]) -> list[str]:
+    """Add the values of a site's profile that a config does not set itself. Returns the dotted keys of the profile."""
+    keys = [f"cluster.{key}" for key in profile if key != "container"]
+    # A site's profile may contain the container runtime and the location of images.
+    if container := profile.pop("container", None):
+        mine = tree.get("container") or {}
+        if isinstance(container, dict) and isinstance(mine, dict):
+            keys += [f"container.{key}" for key in container]
+            tree["container"] = {**container, **mine}
+        elif not mine:  # a mistake, which the checks of all sections find
+            keys.append("container")
+            tree["container"] = container
+    own = tree.get("cluster") or {}
+    if isinstance(own, dict):
+        theirs, mine = profile.get("environment"), own.get("environment")
+        if isinstance(theirs, dict) and isinstance(mine, dict):  # a section of its own, merged by key as well
+            own = {**own, "environment": {**theirs, **mine}}
+        own = {**profile, **own}
+    tree["cluster"] = own
+    return keys
 
 
 def load_run_config(
@@ -78,39 +97,43 @@ def load_run_config(
 def _with_overrides(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
     """Return the config of plain containers and overrides. Raises ConfigError without secrets."""
     alone = copy.deepcopy(tree) if overrides else tree
-    with _hidden_values(tree):
-        try:
+    try:
+        with _hidden_values(tree):
             return resolve(merge(tree, overrides, source), source)
-        except ConfigError as error:
-            if not overrides:
-                raise
-            raise _located(error, overrides, _problems(alone, source)) from None
+    except ConfigError as error:
+        if not overrides:
+            raise
+        keys = [text.partition("=")[0] for text in overrides]
+        raise _located(error, COMMAND_LINE.removesuffix(": "), keys, _problems(alone, source)) from None
 
 
 def _problems(tree: dict[str, Any], source: str) -> Sequence[str]:
-    """Return the problems of plain containers."""
+    """Return the problems of plain containers, without secrets."""
     try:
-        resolve(merge(tree, (), source), source)
+        with _hidden_values(tree):
+            resolve(merge(tree, (), source), source)
     except ConfigError as error:
         return error.problems
     return ()
 
 
-def _located(error: ConfigError, overrides: Sequence[str], file_problems: Sequence[str]) -> ConfigError:
-    """Return the error with the command line named as the source of the problems of overrides.
+def _located(error: ConfigError, origin: str, keys: Sequence[str], file_problems: Sequence[str]) -> ConfigError:
+    """Return the error with `origin` (command line, site's profile) named as the source of the problems of its keys.
 
-    A problem is one of an override if it mentions a key of an override and the file alone does not have it. The second
+    A problem is one of `origin` if it mentions one of its keys and the file alone does not have it. The second
     condition is not sufficient: other mistakes of the file may prevent a check that finds this one.
     """
-    keys = [text.partition("=")[0] for text in overrides]
+    if f"{error.source}: " == COMMAND_LINE:
+        return error  # all problems are located
+    prefix = f"{origin}: "
 
     def marked(line: str) -> str:
-        is_marked = line.startswith(COMMAND_LINE)
-        return line if is_marked or line in file_problems or not _mentions(line, keys) else f"{COMMAND_LINE}{line}"
+        is_marked = line.startswith((COMMAND_LINE, prefix))
+        return line if is_marked or line in file_problems or not _mentions(line, keys) else f"{prefix}{line}"
 
     problems = [marked(line) for line in error.problems]
-    if all(line.startswith(COMMAND_LINE) for line in problems):
-        return ConfigError([line.removeprefix(COMMAND_LINE) for line in problems], COMMAND_LINE.removesuffix(": "))
+    if all(line.startswith(prefix) for line in problems):
+        return ConfigError([line.removeprefix(prefix) for line in problems], origin)
     return ConfigError(problems, error.source)
 
 

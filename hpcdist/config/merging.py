@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import difflib
 import functools
@@ -199,6 +200,9 @@ def _sentence(key: str, value: object, detail: str = "") -> str:
         detail: the error of OmegaConf for a known key.
     """
     known = {_for_role(path, key): kind for path, kind in _types().items()}
+    if known.get(key, "").startswith("Literal["):
+        choices = ast.literal_eval(known[key].removeprefix("Literal"))
+        return f"{key} must be one of {', '.join(choices)}, got {shown(value)}"
     if key in known:
         reason = f" ({detail})" if len(detail) <= 120 else ""  # a long one repeats the value
         return f"{key} must be {known[key]}, got {shown(value)}{_fix(known[key], value) or reason}"

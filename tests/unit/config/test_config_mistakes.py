@@ -32,7 +32,7 @@ from hpcdist.errors import ConfigError
         ("optim: {lr: true}", "optim.lr must be float, got True"),
         ("stop: {max_epochs: null}", "stop.max_epochs must be int, got None"),
         ("data: {batch_size: 3.5}", "data.batch_size must be int, got 3.5"),
-        ("optim: {name: sgdd}", "optim.name must be Literal['adam', 'adamw', 'sgd'], got 'sgdd'"),
+        ("optim: {name: sgdd}", "optim.name must be one of adam, adamw, sgd, got 'sgdd'"),
         ("optim: 3", "optim is a section: give it keys, got 3"),
         ("optim: null", "optim is a section: give it keys, got None"),
         ("trainer: 3", "trainer is a section: give it keys, got 3"),
@@ -225,6 +225,34 @@ def test_mistake_of_a_file_names_the_file_whatever_the_overrides(
     assert caught.value.source == str(path)
     for problem, beginning in zip(caught.value.problems, expected, strict=True):
         assert problem.startswith(beginning)
+
+
+@pytest.mark.parametrize(
+    ("profile", "text", "overrides", "expected"),
+    [
+        ("nodes: 0", "", [], "{site}: cluster.nodes must be"),
+        ("container: {runtime: dockr}", "", [], "{site}: container.runtime must be one of none, docker,"),
+        ("container: podman", "", [], "{site}: container is a section"),
+        ("partiton: gpu", "", [], "{site}: cluster.partiton is not a key: did you mean 'cluster.partition'?"),
+        ("nodes: 0", "cluster: {nodes: 1, time_limit: -1}", [], "{path}: cluster.time_limit"),
+        ("nodes: 0", "", ["cluster.nodes=-1"], "command line: cluster.nodes must be"),
+        (
+            "nodes: 0",
+            "seed: -1",
+            ["optim.lr=-1"],
+            "{path}: 3 mistakes\n  - command line: optim.lr must be > 0, got -1.0\n  - {site}: cluster.nodes must be",
+        ),
+        ("nodes: 2", "container: podman", [], "{path}: container is a section"),
+    ],
+)
+def test_mistake_of_a_site_profile_names_the_profile(
+    write: Write, tmp_path: Path, profile: str, text: str, overrides: list[str], expected: str
+) -> None:
+    path, site = write(text), tmp_path / "site.yaml"
+    site.write_text(profile)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, cluster=site)
+    assert str(caught.value).startswith(expected.format(path=path, site=site))
 
 
 def test_override_of_a_run_names_the_command_line(write: Write, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_edited_config_of_a_run_folder_loads(
         ("lr: 0.001", "learning_rate: 1.0", "optim.learning_rate is not a key"),
         ("seed: 0\n", "seed: 0\nseed: 1\n", "found duplicate key seed"),
         ("seed: 0\n", "seed: true\nmodell: {}\n", "modell is not a key: did you mean 'model'?"),
-        ("name: adam", "name: adagrad", "optim.name must be Literal['adam', 'adamw', 'sgd'], got 'adagrad'"),
+        ("name: adam", "name: adagrad", "optim.name must be one of adam, adamw, sgd, got 'adagrad'"),
         ("target: ddp\n  script: []", "target: own:train\n  script: [x]", "trainer.script and trainer.target exclude"),
         ("name: simple_cnn", "name: resnet17", "model.name"),
     ],
