@@ -52,7 +52,7 @@ slow: install ## further variants of what `make test` shows; CI runs both
 
 faults: install ## all faults that a run must survive, with a table of them at the end
 	bash scripts/test_packages.sh
-	$(BIN)/python -m pytest -m 'faults or quick_fault' --timeout 1800
+	$(BIN)/python -m pytest -m 'faults or quick_fault' -n $(WORKERS) --timeout 1800
 
 test-slurm: install ## the Slurm tests with the Slurm of another release: SUITE=trixie or sid; needs root
 	bash scripts/slurm_suite.sh $(SUITE)

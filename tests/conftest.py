@@ -48,9 +48,11 @@ def runs_dir(tmp_path: Path) -> Path:
 
 TESTS = Path(__file__).parent
 #: The tests of one of these folders share a service and run in one worker; elsewhere the tests of a file do. The groups
-#: begin in this order, before all others: those that mostly wait run beside those that compute. `faults` starts a dev
-#: cluster of its own, which the one of `slurm`, up until the end of the session, would exclude.
+#: begin in this order, before all others: those that mostly wait run beside those that compute.
 GROUPS = ("faults", "slurm", "multiproc", "container", "browser")
+#: Runs in the worker of `slurm`, before it: its dev cluster and that of `slurm`, which is up from the first test to the
+#: end of the session, exclude each other.
+OWN_DEV_CLUSTER = "tests/faults/test_many_nodes.py"
 PROCESS_EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
 #: Processes that the setup and the call of the running test have started.
 started: list[str] = []
@@ -75,6 +77,8 @@ class GroupScheduling(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         folder = file.removeprefix("tests/").partition("/")[0]
+        if file == OWN_DEV_CLUSTER:
+            return "slurm"
         return folder if folder in GROUPS else file
 
 
