@@ -11,7 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import HpcdistError, LeaseLostError, PreflightError, UserMistake
@@ -38,6 +38,20 @@ ROOM_FOR_RESTART_BYTES = 2**20
 LAST_WRITE_S = 10.0
 
 
+@dataclass(frozen=True)
+class JobRules:
+    """The influence of a Slurm job on the supervision of its run; the defaults are those of a run without a job."""
+
+    #: Time limit of the ranks, if there is one.
+    allocation: Allocation | None = None
+    #: Changes of the nodes between attempts, if the run goes on without failed nodes.
+    nodes: NodeChanges | None = None
+    #: Called after an attempt that was not asked to stop and did not finish; may raise a signal.
+    after_attempt: Callable[[], None] = lambda: None
+    #: Maps the state after the last attempt to the recorded one; a requeued job, for example, has not ended.
+    conclude: Callable[[State], State] = lambda state: state
+
+
 class Supervisor:
     """Supervises one run until its end. The caller holds the run's lease.
 
@@ -45,11 +59,8 @@ class Supervisor:
         launcher: starts the ranks.
         tracking_uri: tracking server or database for the shipper; None if another process ships the run.
         env: environment of the shipper.
-        allocation: time limit of the ranks, if there is one.
-        after_attempt: called after an attempt that was not asked to stop and did not finish; may raise a signal.
-        conclude: maps the state after the last attempt to the recorded one; a requeued job, for example, has not ended.
         check_lease: raises LeaseLostError if another supervisor holds the run (`lease.Held.check`).
-        nodes: changes of the nodes between attempts, if the run goes on without failed nodes.
+        job: rules of the Slurm job that this process belongs to.
     """
 
     def __init__(
@@ -61,13 +72,10 @@ class Supervisor:
         *,
         tracking_uri: str | None,
         env: Mapping[str, str],
-        allocation: Allocation | None = None,
-        conclude: Callable[[State], State] = lambda state: state,
         check_lease: Callable[[], None] = lambda: None,
-        after_attempt: Callable[[], None] = lambda: None,
-        nodes: NodeChanges | None = None,
+        job: JobRules | None = None,
     ) -> None:
-        self._nodes = nodes
+        self._job = job or JobRules()
         #: Number of restarts on other nodes, which `launch.max_restarts` does not limit.
         self._moves = 0
         self._run = run
@@ -76,10 +84,7 @@ class Supervisor:
         self._report = AdoptingReporter(run, report)
         self._tracking_uri = tracking_uri
         self._env = dict(env)
-        self._allocation = allocation
-        self._conclude = conclude
         self._check_lease = check_lease
-        self._after_attempt = after_attempt
         self._state = State(status="created")
         self._attempt: Attempt | None = None
         self._signals = SignalRequests()
@@ -100,7 +105,7 @@ class Supervisor:
             failure: Exception | None = None
             try:
                 state = settle(self._run, self._attempts(state), self._report.first_step)
-                state = self._conclude(state)
+                state = self._job.conclude(state)
             except LeaseLostError:
                 if shipper is not None:
                     shipper.drain(0)  # the new supervisor has its own shipper
@@ -129,9 +134,9 @@ class Supervisor:
 
     def _patience_s(self) -> float:
         """Return the retry time for the run folder, which ends before the allocation does."""
-        if self._allocation is None:
+        if self._job.allocation is None:
             return retry.UNATTENDED_S
-        return max(0.0, min(retry.UNATTENDED_S, self._allocation.end - time.time() - LAST_WRITE_S))
+        return max(0.0, min(retry.UNATTENDED_S, self._job.allocation.end - time.time() - LAST_WRITE_S))
 
     def _write(self, state: State) -> None:
         """Write the state, unless another supervisor holds the run."""
@@ -166,12 +171,12 @@ class Supervisor:
             state = self._state
             times = replace(self._times, ended=time.time(), failed=failure is not None)
             if (end == "stopped" or failure is not None) and self._request_of(attempt) is None:
-                self._after_attempt()
+                self._job.after_attempt()
             self._write_request(attempt)
             if failure is None and end == "stopped" and self._grows(attempt):
                 write_times(attempt, replace(times, status=end, reason="restarted on more nodes"))
-                if self._nodes is not None:
-                    self._nodes.use_returned()
+                if self._job.nodes is not None:
+                    self._job.nodes.use_returned()
                 self._moves += 1
                 continue
             if failure is None:
@@ -206,13 +211,13 @@ class Supervisor:
                 began=time.time(),
                 reached=reached_step(self._run.attempt(attempt.number - 1)) if attempt.number > 1 else 0,
                 measured=not self._config.trainer.script,
-                time_limit=None if self._allocation is None else self._allocation.end,
+                time_limit=None if self._job.allocation is None else self._job.allocation.end,
             ),
         )
 
     def _record_other_nodes(self, attempt: Attempt) -> None:
         """Record the nodes of the ranks again if the preflight check has left out some."""
-        if self._nodes is None or self._launcher.resources == self._resources:
+        if self._job.nodes is None or self._launcher.resources == self._resources:
             return
         self._times = begin(attempt, self._launcher.resources, self._times)
         self._write(replace(self._state, world_size=self._launcher.num_ranks))
@@ -224,12 +229,12 @@ class Supervisor:
 
     def _new_nodes(self, attempt: Attempt, failure: Failure) -> str:
         """Return a sentence if the run continues on other nodes than those of a failed attempt; otherwise ""."""
-        if self._nodes is None or failure.kind in ("rejected", "unfit", "interrupted"):
+        if self._job.nodes is None or failure.kind in ("rejected", "unfit", "interrupted"):
             return ""
         if self._request_of(attempt) is not None:
             return ""
         write_json(attempt.failure, asdict(failure))
-        return self._nodes.replace_lost()
+        return self._job.nodes.replace_lost()
 
     def _after_failure(self, state: State, attempt: Attempt, failures: list[Failure]) -> State | None:
         """Return the final state of the run after a failure, or None if the ranks are restarted here."""
@@ -303,10 +308,10 @@ class Supervisor:
                 ranks,
                 self._config,
                 self._report,
-                self._allocation,
+                self._job.allocation,
                 signal_request=self._signals.request,
                 check_lease=self._check_lease,
-                nodes=self._nodes,
+                nodes=self._job.nodes,
             )
             hung = watch.until_over() or none_started(ranks)
             # A copy, because `close` kills the remaining ranks, which did not fail.

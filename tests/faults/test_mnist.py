@@ -83,6 +83,10 @@ def test_killed_rank_supervisor_and_server_do_not_change_the_results(
 
     second = runs.start("resume", name)
     wait_step(runs, name, 3, 600)
+    warning = "records stay in the journal until"  # once by the shipper of each supervisor
+    wait_for(
+        lambda: (folder / "shipper.log").read_text().count(warning) == 2, "second shipper's warning", timeout_s=300
+    )
     server.start()
     code, output = finish(second, timeout_s=600)
     assert code == 0, output

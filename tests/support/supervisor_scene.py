@@ -25,7 +25,7 @@ from hpcdist.supervisor.local_launcher import LocalLauncher
 from hpcdist.supervisor.plan import Plan
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.shipper_process import ShipperProcess
-from hpcdist.supervisor.supervisor import Supervisor
+from hpcdist.supervisor.supervisor import JobRules, Supervisor
 
 FAKE_RANK = Path(__file__).with_name("fake_rank.py")
 Script = dict[str, list[list[Any]]]
@@ -106,7 +106,7 @@ class Scene:
         }
         (self.run.path / "script.json").write_text(json.dumps(script))
 
-    def supervisor(self) -> Supervisor:
+    def supervisor(self, job: JobRules | None = None) -> Supervisor:
         config = Config(
             trainer=TrainerConfig(**self.trainer),
             roles=self.roles,
@@ -117,7 +117,9 @@ class Scene:
         self.config = config
         plan = Plan(num_ranks=self.num_ranks, device="cpu", backend="gloo", threads=1, env=dict(config.launch.env))
         self.launcher = LocalLauncher(self.run, plan, env=self.env, import_path=self.import_path, cwd=self.run.path)
-        return Supervisor(self.run, config, self.launcher, self.report, tracking_uri=self.tracking_uri, env=self.env)
+        return Supervisor(
+            self.run, config, self.launcher, self.report, tracking_uri=self.tracking_uri, env=self.env, job=job
+        )
 
     def supervise(self, supervisor: Supervisor | None = None) -> State:
         """Run to the end with fake ranks; return the last state, which must also be on disk."""

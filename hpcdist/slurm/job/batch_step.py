@@ -35,7 +35,7 @@ from hpcdist.slurm.job.slurm_launcher import SlurmLauncher
 from hpcdist.slurm.job.srun import rank_env
 from hpcdist.slurm.job_components import rank_table_lines
 from hpcdist.supervisor.restart_policy import Failure
-from hpcdist.supervisor.supervisor import Supervisor
+from hpcdist.supervisor.supervisor import JobRules, Supervisor
 from hpcdist.supervisor.watch import Allocation
 from hpcdist.tracking.client.uri import is_server, resolve_uri
 
@@ -185,11 +185,13 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
             # SQLite is not safe on a shared file system: `follow` or `sync` on the login node ships the run.
             tracking_uri=uri if is_server(uri) else None,
             env=env,
-            allocation=Allocation(end - lead_s, TIME_LIMIT, end) if (end := job.end_time) is not None else None,
             check_lease=held.check,
-            nodes=launcher.elastic,
-            after_attempt=lambda: _raise_missing_sigterm(job),
-            conclude=lambda state: _after(run, job, state, launcher.avoid, config.cluster.max_requeues),
+            job=JobRules(
+                allocation=Allocation(end - lead_s, TIME_LIMIT, end) if (end := job.end_time) is not None else None,
+                nodes=launcher.elastic,
+                after_attempt=lambda: _raise_missing_sigterm(job),
+                conclude=lambda state: _after(run, job, state, launcher.avoid, config.cluster.max_requeues),
+            ),
         ).run()
 
 

@@ -15,6 +15,7 @@ from supervisor_scene import DONE, EXIT_0, FOREVER, STOP_ON_REQUEST, STUBBORN, S
 from hpcdist.errors import LeaseLostError
 from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import RunDir, State
+from hpcdist.supervisor.supervisor import JobRules
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -259,8 +260,7 @@ def test_signal_raised_after_an_attempt_counts_as_its_request(scene: Scene, outc
     """Slurm may have signalled the ranks only: then they are not restarted, and their job has not failed."""
     scene.launch = {"max_restarts": 3}
     scene.script(first=[fails("killed") if outcome == "failed" else [["report", {"outcome": "stopped"}]], EXIT_0])
-    supervisor = scene.supervisor()
-    supervisor._after_attempt = lambda: signal.raise_signal(signal.SIGTERM)
+    supervisor = scene.supervisor(JobRules(after_attempt=lambda: signal.raise_signal(signal.SIGTERM)))
     state = scene.supervise(supervisor)
     assert (state.status, state.attempt) == (outcome, 1)
     request = scene.run.attempt(1).read_request()
@@ -271,35 +271,34 @@ def test_signal_raised_after_an_attempt_counts_as_its_request(scene: Scene, outc
 def test_nothing_is_called_after_a_finished_or_requested_attempt(scene: Scene) -> None:
     called: list[None] = []
     scene.script(first=[[*DONE], EXIT_0])
-    supervisor = scene.supervisor()
-    supervisor._after_attempt = lambda: called.append(None)
+    supervisor = scene.supervisor(JobRules(after_attempt=lambda: called.append(None)))
     assert scene.supervise(supervisor).status == "finished"
     scene.script(second=[STOP_ON_REQUEST, [["await", "{attempt}/request.json"]]])
     scene.report.on_attempt = lambda attempt: attempt.send_request("stop", by="ada", reason="`hpcdist stop` by ada")
-    supervisor = scene.supervisor()
-    supervisor._after_attempt = lambda: called.append(None)
+    supervisor = scene.supervisor(JobRules(after_attempt=lambda: called.append(None)))
     assert scene.supervise(supervisor).status == "stopped"
     assert called == []
 
 
 def test_conclude_maps_the_final_state_before_it_is_written(scene: Scene) -> None:
     scene.script(first=[[["report", {"outcome": "stopped"}]], EXIT_0])
-    supervisor = scene.supervisor()
-    supervisor._conclude = lambda state: replace(state, reason=f"{scene.run.read_state().status}, {state.status}")
-    assert scene.supervise(supervisor).reason == "running, stopped"
+
+    def conclude(state: State) -> State:
+        return replace(state, reason=f"{scene.run.read_state().status}, {state.status}")
+
+    assert scene.supervise(scene.supervisor(JobRules(conclude=conclude))).reason == "running, stopped"
 
 
 def test_signal_handler_replaced_by_conclude_is_not_restored(scene: Scene) -> None:
     """A job that has requested its own requeue gets SIGTERM while it still waits for MLflow."""
     scene.script(first=[[*DONE], EXIT_0])
-    supervisor = scene.supervisor()
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
 
     def conclude(state: State) -> State:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return state
 
-    supervisor._conclude = conclude
+    supervisor = scene.supervisor(JobRules(conclude=conclude))
     try:
         scene.supervise(supervisor)
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == (signal.SIG_IGN, before[1])
