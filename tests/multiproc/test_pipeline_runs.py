@@ -91,6 +91,7 @@ def test_split_schedule_and_checkpointing_do_not_change_the_result(runs: Pipelin
     assert runs.series("other-split") == runs.series(control)
 
 
+@pytest.mark.slow
 @pytest.mark.quick_fault
 def test_stopped_run_resumes_exactly(runs: PipelineRuns, control: str) -> None:
     process = runs.start("run", *runs.config("stopped", *HOLD_OVERRIDES))

@@ -143,6 +143,7 @@ def test_lines_of_the_documentation_add_stop_and_save_to_a_plain_loop(scripts: R
     assert steps_of(scripts, "loop", "train/loss") == (list(range(1, 1001)) if num_lines == 5 else [])
 
 
+@pytest.mark.slow
 def test_a_trainer_logs_with_mlflow(scripts: Runs) -> None:
     uri = f"tracking.uri=sqlite:///{scripts.database}"
     trainer = ["trainer.script=[]", "trainer.target=logs_with_mlflow:train", "launch.num_ranks=1"]
