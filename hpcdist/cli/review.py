@@ -58,7 +58,8 @@ def ui(
     print(f"all experiments: {links.experiments_page(page)}")
     for line in links.of_experiments(find_runs(runs_dir), store, page):
         print(line)
-    print(f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {shlex.quote(str(file))})", flush=True)
+    print(f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {shlex.quote(str(file))})")
+    print("MLflow starts; the links work when it prints `Uvicorn running`", flush=True)
     os.environ |= server.variables(store, file)
     os.umask(0o077)  # a new database and uploaded artifacts are private to the user
     command = server.command(port)

@@ -133,6 +133,28 @@ def rename(source: Path, target: Path) -> None:
     retry(try_now, target)
 
 
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """Create a folder that does not exist, with retries. A server may have created it and still answered with an error.
+
+    Raises:
+        FileExistsError: the folder exists, and contains something or existed before.
+    """
+    failed = False
+
+    def try_now() -> None:
+        nonlocal failed
+        try:
+            path.mkdir(mode)
+        except FileExistsError:
+            if not failed or any(path.iterdir()):
+                raise
+        except OSError:
+            failed = True
+            raise
+
+    retry(try_now, path)
+
+
 def exists(path: Path) -> bool:
     """Return whether a file exists, with retries: `Path.exists` raises if the server is unavailable."""
     return retry(path.exists, path)

@@ -9,12 +9,14 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from hpcdist.config.schema import Config, find_trainer, new_run_problems, trainer_names
 from hpcdist.config.written import run_yaml, secrets_of
 from hpcdist.errors import ConfigError
+from hpcdist.files import retry
 from hpcdist.files.atomic import write_atomic
 from hpcdist.run import secret_file, snapshot
 from hpcdist.run.folder import RunDir
@@ -96,7 +98,8 @@ def create_run(
         code = snapshot.take(config, run, cwd) if restore is None else restore(run)
         snapshot.write_environment(run, code, launcher=launcher)
     except BaseException:
-        shutil.rmtree(run.path)
+        with suppress(OSError):  # the first error explains more
+            retry.retry(lambda: shutil.rmtree(run.path), run.path)
         raise
     return run
 

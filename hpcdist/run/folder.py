@@ -166,9 +166,9 @@ class RunDir:
         run = cls(path)
         try:
             claim_experiment(path.parent)
-            path.mkdir(mode=0o700)
+            retry.make_folder(path, 0o700)
             for folder in (run.journal, run.checkpoints, path / "attempts"):
-                folder.mkdir()
+                retry.make_folder(folder)
         except OSError as error:
             if isinstance(error, FileExistsError) and path.is_dir():
                 raise RunFolderError(

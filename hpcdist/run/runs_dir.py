@@ -13,6 +13,7 @@ import pwd
 from pathlib import Path
 
 from hpcdist.errors import RunFolderError
+from hpcdist.files import retry
 
 DATABASE = "mlflow.db"
 _PRIVATE = 0o600
@@ -29,7 +30,8 @@ def claim(runs_dir: Path) -> None:
         RunFolderError: the folder, or the database in it, belongs to another user.
         OSError: the folder cannot be created.
     """
-    runs_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode applies to the last folder only
+    # The mode applies to the last folder only.
+    retry.retry(lambda: runs_dir.mkdir(mode=0o700, parents=True, exist_ok=True), runs_dir)
     require_own(runs_dir, "runs_dir")
     require_own(runs_dir / DATABASE, "the database")
 
@@ -42,7 +44,7 @@ def claim_experiment(folder: Path) -> None:
         OSError: one of them cannot be created.
     """
     claim(folder.parent)
-    folder.mkdir(mode=0o700, exist_ok=True)
+    retry.retry(lambda: folder.mkdir(mode=0o700, exist_ok=True), folder)
     require_own(folder, "the folder of the experiment")
 
 

@@ -124,6 +124,7 @@ def ui(runs: Runs, state: Path) -> Iterator[Callable[[], str]]:
 
     def wait_for_link() -> str:
         wait_for(is_up, "a response of MLflow's UI", timeout_s=START_TIMEOUT_S)
+        wait_for(lambda: "Uvicorn running" in log.read_text().partition("`Uvicorn running`")[2], "the promised line")
         return re.search(rf"^all experiments: (http://127.0.0.1:{port}/[?]token=[^#\s]+)#", log.read_text(), re.M)[1]  # type: ignore[index]
 
     try:

@@ -22,7 +22,8 @@ heavy = pytest.mark.faults
         pytest.param(ALL, Fault(operation="*", path="journal/*", error=errno.EIO, **SIX), id="journal", marks=heavy),
         pytest.param(ALL, Fault(operation="*", path="checkpoints/*", error=errno.ESTALE, **SIX), id="checkpoints"),
         pytest.param(ALL, Fault(operation="*", path="attempts/001/*", error=errno.ESTALE, **SIX), id="a", marks=heavy),
-        pytest.param(ALL, Fault(operation="*", path="*", error=errno.EACCES, **SIX), id="denied", marks=heavy),
+        # Not all paths: before a supervisor holds the run, a command reports this error at once.
+        pytest.param(ALL, Fault(operation="*", path="attempts/*", error=errno.EACCES, **SIX), id="denied", marks=heavy),
         pytest.param(ALL, Fault(operation="fsync", path="*", error=errno.EIO, **SIX), id="fsync", marks=heavy),
         pytest.param(ALL, Fault(operation="*", path="*", error=errno.EINTR, **SIX), id="interrupted", marks=heavy),
         pytest.param(ALL, Fault(operation="write", path="*", short=True, count=0), id="short writes", marks=heavy),
@@ -35,7 +36,7 @@ heavy = pytest.mark.faults
             id="save hangs", marks=heavy,
         ),
         pytest.param(
-            "tracking.shipper", Fault(operation="*", path="*", error=errno.ESTALE, **SIX), id="shipper", marks=heavy
+            "tracking.shipping.shipper", Fault(operation="*", path="*", error=errno.ESTALE, **SIX), id="shipper", marks=heavy
         ),
     ],
 )  # fmt: skip

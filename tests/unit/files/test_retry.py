@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.files import retry as file_retry
-from hpcdist.files.retry import exists, give_up, patient, rename, retry
+from hpcdist.files.retry import exists, give_up, make_folder, patient, rename, retry
 
 PATH = Path("/runs/exp/first/state.json")
 
@@ -106,6 +106,25 @@ def test_rename_succeeds_if_the_file_was_renamed_despite_an_error(
     assert (tmp_path / "b").read_text() == "content"
     with pytest.raises(FileNotFoundError):
         rename(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("created", [True, False])
+def test_new_folder_may_exist_after_an_error_but_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, created: bool
+) -> None:
+    real = Path.mkdir
+
+    def fail_once(path: Path, mode: int) -> None:
+        monkeypatch.setattr(Path, "mkdir", real)
+        if created:
+            real(path, mode)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(Path, "mkdir", fail_once)
+    make_folder(tmp_path / "a", 0o700)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
+    with pytest.raises(FileExistsError):
+        make_folder(tmp_path / "a")
 
 
 def test_exists_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
