@@ -166,5 +166,6 @@ def make_mount_points(spec: ContainerSpec) -> None:
                 place.touch()
         except OSError as error:
             raise UserMistake(
-                f"container.image: {spec.image} has no mount point {target}, and it cannot be created: {error.strerror}"
+                f"container.image: {spec.image} has no mount point {target}, and it cannot be created"
+                f" ({error.strerror}): ask the owner of the image to create it, or use a copy of your own"
             ) from error

@@ -1,6 +1,7 @@
 """Tests of the container runtimes on Slurm that have passed, by version; the authority for doctor and documentation.
 
-A cell of `tests/slurm/test_runtime_matrix.py` is added after it has passed, with the versions and the date of that run.
+A cell of `tests/slurm/test_runtime_matrix.py` or `tests/slurm/test_runtimes_as_user.py` is added after it has passed,
+with the versions and the date of that run.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ FAULTS = (
     "dead node",
 )
 
+#: Who submitted the runs.
+ROOT, USER = "root", "an ordinary user"
+#: The columns that `tests/slurm/test_runtimes_as_user.py` runs.
+_AS_USER = ("plain", "requeue", "killed rank")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedTests:
@@ -32,17 +38,20 @@ class RecordedTests:
     image: str = ""  #: form of the image, for runtimes that have several
     slurm: str = "22.05.8"
     proctrack: str = "linuxproc"
-    user: str = "root"
+    user: str = ROOT
     date: str = "2026-11-23"
 
 
-#: The whole matrix passed on 2026-11-23.
+#: The whole matrix passed as root on 2026-11-23.
 RECORDED = (
     RecordedTests(runtime="podman", version="4.3.1", passed=FAULTS),
     RecordedTests(runtime="docker", version="20.10.24", passed=FAULTS),
     RecordedTests(runtime="apptainer", image="folder", version="1.4.5", passed=FAULTS),
     RecordedTests(runtime="apptainer", image=".sif", version="1.4.5", passed=FAULTS),
+    RecordedTests(runtime="apptainer", image="folder", version="1.4.5", passed=_AS_USER, user=USER),
+    RecordedTests(runtime="apptainer", image=".sif", version="1.4.5", passed=_AS_USER, user=USER),
     RecordedTests(runtime="charliecloud", version="0.31", passed=FAULTS),
+    RecordedTests(runtime="charliecloud", version="0.31", passed=_AS_USER, user=USER),
     RecordedTests(runtime="enroot", image="folder", version="4.1.2", passed=FAULTS),
     RecordedTests(runtime="enroot", image=".sqsh", version="4.1.2", passed=FAULTS),
     RecordedTests(runtime="pyxis", version="0.24", passed=FAULTS),

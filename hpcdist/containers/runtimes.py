@@ -29,6 +29,7 @@ _HOST = (
 INFINIBAND = Path("/dev/infiniband")
 #: Runtimes with containers that inherit the environment of the process that starts them.
 _INHERITING = ("apptainer", "charliecloud", "pyxis")
+_TMP = "/tmp"  # noqa: S108
 _PYXIS_MOUNTS = "--container-mounts="
 #: Job name of the Slurm steps that inspect or remove containers.
 CONTAINERS_STEP = "hpcdist-containers"
@@ -104,8 +105,8 @@ def apptainer(spec: ContainerSpec) -> list[str]:
 def charliecloud(spec: ContainerSpec) -> list[str]:
     """Return the argv of `ch-run`, which shares everything but the file system.
 
-    ch-run shows the host's /tmp, so nothing can be mounted below it. `ch-fromhost --nvidia IMAGE` copies the GPU
-    libraries into the image once.
+    ch-run shows the host's /tmp (see `outer_env`), so nothing can be mounted below it. `ch-fromhost --nvidia IMAGE`
+    copies the GPU libraries into the image once.
     """
     return [
         "ch-run",
@@ -193,6 +194,8 @@ def outer_env(spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, str]:
         "USER": env.get("LOGNAME", ""),  # ch-run does not start without it
         **(_NO_LOGIN_SHELL if spec.runtime == "pyxis" else {}),
         **seen,
+        # ch-run shows the host's $TMPDIR as /tmp. Folders in /tmp would be missing: they are not mounted.
+        **({"TMPDIR": _TMP} if spec.runtime == "charliecloud" and any(map(_is_shared_tmp, spec.mounts)) else {}),
         **_device_variables(spec),
     }
 
@@ -215,4 +218,4 @@ def _device_variables(spec: ContainerSpec) -> dict[str, str]:
 
 
 def _is_shared_tmp(mount: Mount) -> bool:
-    return mount.source == mount.target and Path(mount.target).is_relative_to("/tmp")  # noqa: S108
+    return mount.source == mount.target and Path(mount.target).is_relative_to(_TMP)

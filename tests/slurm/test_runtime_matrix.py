@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Iterator
 
-import psutil
+import matrix_cells
 import pytest
 import runtime_cases
 from containers import Containers
@@ -80,16 +80,6 @@ def boxed(
     runtime.restore()
 
 
-def assert_inside(scene: FaultScene, ranks: dict[int, psutil.Process]) -> None:
-    """Assert that all ranks run in a root file system of their own, on the expected nodes."""
-    assert sorted(ranks) == [0, 1, 2, 3]
-    here = os.stat("/")
-    for rank, process in ranks.items():
-        there = os.stat(f"/proc/{process.pid}/root")
-        assert (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino)
-        assert process.environ()["SLURMD_NODENAME"] == f"n{rank // 2 + 1}"
-
-
 @pytest.mark.parametrize("runtime", COUNTING, indirect=True, scope="module")
 def test_counting(boxed: FaultScene, runtime: RuntimeCase) -> None:
     """Ranks that only count start in a third of the time."""
@@ -103,26 +93,12 @@ def test_counting(boxed: FaultScene, runtime: RuntimeCase) -> None:
 
 @cells(slow=("charliecloud", "enroot-sqsh", "pyxis"))
 def test_plain(boxed: FaultScene, runtime: RuntimeCase) -> None:
-    boxed.submit("plain", *runtime.overrides)
-    boxed.assert_recovered(max_lost_steps=0)
-    assert boxed.cell.attempts == 1
-    assert_nothing_left(runtime, boxed.runs, boxed.name)
+    matrix_cells.plain(boxed, runtime)
 
 
 @cells(slow=("podman", "docker", "apptainer-sif"))
 def test_requeue(boxed: FaultScene, runtime: RuntimeCase) -> None:
-    boxed.submit_held("requeue")
-    assert_inside(boxed, boxed.runs.rank_processes(boxed.name))
-    with boxed.cluster.kill_wait(30):
-        boxed.cluster.run("scontrol", "requeue", boxed.job)
-        boxed.release()
-        boxed.wait_queued()
-    assert HOLD_STEP <= boxed.runs.checkpoint_steps(boxed.name)[-1] < LAST_STEP
-    assert_nothing_left(runtime, boxed.runs, boxed.name)
-    boxed.start_now()
-    boxed.assert_recovered(max_lost_steps=0)
-    assert (boxed.num_starts(), boxed.cell.attempts, boxed.cell.restarts) == (2, 2, 0)
-    assert_nothing_left(runtime, boxed.runs, boxed.name)
+    matrix_cells.requeue(boxed, runtime)
 
 
 @pytest.mark.faults
@@ -175,13 +151,7 @@ def test_stop_command(boxed: FaultScene, runtime: RuntimeCase) -> None:
 @pytest.mark.faults
 @every_runtime
 def test_killed_rank(boxed: FaultScene, runtime: RuntimeCase) -> None:
-    boxed.submit_held("killed rank")
-    boxed.runs.rank_processes(boxed.name)[3].kill()
-    boxed.release()
-    boxed.assert_recovered_from_checkpoint()
-    assert "rank 3 on n2 was killed by SIGKILL at step " in boxed.runs.job_log(boxed.name)
-    assert (boxed.num_starts(), boxed.cell.attempts, boxed.cell.restarts) == (1, 2, 1)
-    assert_nothing_left(runtime, boxed.runs, boxed.name)
+    matrix_cells.killed_rank(boxed, runtime)
 
 
 @pytest.mark.faults

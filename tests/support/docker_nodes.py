@@ -29,6 +29,7 @@ class DockerNodes:
     cluster: DevCluster
     image: SmallImage
     folder: Path
+    group: str = "root"  #: group of users who may use the daemons
 
     @property
     def bin(self) -> Path:
@@ -69,7 +70,8 @@ class DockerNodes:
             left.unlink(missing_ok=True)
         self._unmount(at)
         daemon = [
-            "dockerd", f"--host=unix://{at}.sock", f"--pidfile={at}.pid", f"--data-root={self.data(node)}",
+            "dockerd", f"--host=unix://{at}.sock", f"--group={self.group}", f"--pidfile={at}.pid",
+            f"--data-root={self.data(node)}",
             f"--exec-root={at}/exec", "--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false",
             "--bridge=none", "--storage-driver=overlay2", f"--add-runtime=here={RUNC}", "--default-runtime=here",
         ]  # fmt: skip
@@ -119,9 +121,9 @@ class DockerNodes:
 
 
 @contextmanager
-def docker_nodes(cluster: DevCluster, image: SmallImage, folder: Path) -> Iterator[DockerNodes]:
+def docker_nodes(cluster: DevCluster, image: SmallImage, folder: Path, group: str = "root") -> Iterator[DockerNodes]:
     """Run a daemon with the image on every node of `NODES` for the duration of the block."""
-    found = DockerNodes(cluster, image, folder)
+    found = DockerNodes(cluster, image, folder, group)
     found.write_client()
     try:
         found.start_all()

@@ -62,6 +62,8 @@ class Runs:
         experiment: experiment of the runs.
     """
 
+    program = HPCDIST  #: the command `hpcdist`
+
     def __init__(self, root: Path, database: Path | None = None, experiment: str = "digits") -> None:
         self.experiment = experiment
         self.folder = root / "runs"
@@ -84,7 +86,7 @@ class Runs:
     def start(self, *arguments: str, prefix: Sequence[str] = (), **env: str) -> subprocess.Popen[str]:
         """Start `hpcdist ARGUMENTS` with an optional command prefix; read its output with `finish`."""
         return subprocess.Popen(
-            [*prefix, str(HPCDIST), *arguments],
+            [*prefix, str(self.program), *arguments],
             cwd=self.project,
             env=self.env(**env),
             stdin=subprocess.DEVNULL,

@@ -84,11 +84,14 @@ def missing_program(case: str) -> str | None:
 
 
 @contextmanager
-def prepared(case: str, containers: Containers, runs: SlurmRuns, folder: Path) -> Iterator[RuntimeCase]:
+def prepared(
+    case: str, containers: Containers, runs: SlurmRuns, folder: Path, *, group: str = "root"
+) -> Iterator[RuntimeCase]:
     """Prepare a runtime on the nodes for the duration of the block.
 
     Args:
         folder: an empty folder for the state of daemons.
+        group: users who may use the daemons.
     """
     image = small_image.build(containers)
     runtime = case.partition("-")[0]
@@ -107,7 +110,7 @@ def prepared(case: str, containers: Containers, runs: SlurmRuns, folder: Path) -
             stack.callback(_podman, env, "rm", "--all", "--force")
             yield ready(image.name, env=env, containers=lambda run: _podman_containers(env, run))
         elif case == "docker":
-            daemons = stack.enter_context(docker_nodes(runs.cluster, image, folder))
+            daemons = stack.enter_context(docker_nodes(runs.cluster, image, folder, group))
             path = f"{daemons.bin}:{os.environ['PATH']}"
             yield ready(
                 image.name,

@@ -223,6 +223,10 @@ def test_inherited_environment_is_reduced(tmp_path: Path, monkeypatch: pytest.Mo
     spec = replace(SPEC, env=("SLURM_*", "NCCL_*", "HPCDIST_*"))
     for runtime in ("apptainer", "charliecloud"):
         assert outer_env(replace(spec, runtime=runtime), ENV) == reduced
+    in_tmp = replace(spec, runtime="charliecloud", mounts=(Mount(source="/tmp/runs", target="/tmp/runs"),))
+    assert outer_env(in_tmp, {**ENV, "TMPDIR": "/raid/7"}) == reduced | {"TMPDIR": "/tmp"}, "shown as /tmp by ch-run"
+    elsewhere = replace(in_tmp, mounts=MOUNTS)
+    assert outer_env(elsewhere, {**ENV, "TMPDIR": "/raid/7"}) == reduced | {"TMPDIR": "/raid/7"}
     for_pyxis = reduced | {
         "ENROOT_LOGIN_SHELL": "no",
         "NVIDIA_VISIBLE_DEVICES": "all",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.containers.recorded_tests import FAULTS, RECORDED
+from hpcdist.containers.recorded_tests import FAULTS, RECORDED, ROOT, USER
 from hpcdist.containers.runtimes import RUNTIMES
 from hpcdist.diagnostics.doctor import container_runtimes
 from hpcdist.diagnostics.doctor.container_runtimes import Host
@@ -117,6 +117,7 @@ def test_recorded_tests_of_the_release_are_named() -> None:
     (apptainer,) = checks_of_runtimes(ADA, "apptainer", apptainer=answer("apptainer version 1.4.0\n"))
     assert "tests with a folder image on Slurm " in apptainer.text
     assert "tests with a .sif image on Slurm " in apptainer.text
+    assert all(f" as {user}" in apptainer.text for user in (ROOT, USER))
 
 
 def test_old_runtime_is_a_warning() -> None:
@@ -134,6 +135,7 @@ def test_properties_that_matter_on_slurm_are_named() -> None:
 def test_recorded_tests_name_runtimes_and_faults_of_the_matrix() -> None:
     for one in RECORDED:
         assert set(one.passed) <= set(FAULTS)
+        assert one.user in (ROOT, USER)
     assert {one.runtime for one in RECORDED} == {*RUNTIMES, "pyxis"}
 
 

@@ -1,0 +1,140 @@
+"""An ordinary user on the dev cluster: runs that belong to the user, and nodes with the devices that a user needs.
+
+Nothing of this machine changes: a node's devices and subordinate ids are mounts in its own namespace.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import subprocess
+import sysconfig
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from slurm_cluster import DevCluster
+from slurm_runs import SlurmRuns
+
+from hpcdist.devcluster import argv, cluster, nodes, processes
+
+#: An account of every Debian, without rights and without a home folder.
+USER = pwd.getpwnam("daemon")
+#: Python of this machine. That of the tests may be in root's home folder, which no user can enter.
+PYTHON = Path("/usr/bin/python3")
+_SET_USER = ("setpriv", f"--reuid={USER.pw_uid}", f"--regid={USER.pw_gid}", "--clear-groups")
+#: Subordinate ids for rootless podman, as `useradd` gives them to a new user.
+_SUB_IDS = f"{USER.pw_name}:100000:65536\n"
+#: Give a node what a machine with udev and systemd has: a /dev/fuse for all users and /dev/mqueue.
+_MOUNT = """
+set -e
+folder=$0 sub_ids=$1
+mount -t tmpfs -o mode=755 user-devices "$folder"
+cp -ax /dev/. "$folder"
+chmod 0666 "$folder/fuse"
+mkdir -p "$folder/mqueue"
+mount -t mqueue mqueue "$folder/mqueue" && chmod 1777 "$folder/mqueue"
+for below in pts shm; do mount --rbind "/dev/$below" "$folder/$below"; done
+mount --rbind "$folder" /dev
+mount --bind "$sub_ids" /etc/subuid
+mount --bind "$sub_ids" /etc/subgid
+"""
+
+
+class UserRuns(SlurmRuns):
+    """A folder of runs of `USER` on a dev cluster.
+
+    Args:
+        root: an empty folder that all users can enter; it will belong to the user.
+        program: `hpcdist` of the user.
+    """
+
+    def __init__(self, root: Path, database: Path, cluster: DevCluster, program: Path) -> None:
+        super().__init__(root, database, cluster)
+        self.home, self.program = root, program
+        #: Command in front of the user's commands: the one that enters the mounts of a node, if nodes have their own.
+        self.enter: list[str] = []
+        (root / "tmp").mkdir()
+        give_to_user(root)
+
+    def env(self, **more: str) -> dict[str, str]:
+        own = {"HOME": str(self.home), "TMPDIR": str(self.home / "tmp")}
+        return super().env(**own, USER=USER.pw_name, LOGNAME=USER.pw_name, **more)
+
+    def as_user(self, *command: str) -> list[str]:
+        """Return a command of the user, with the user's own folder of source code as the current one."""
+        return [*self.enter, "env", f"--chdir={self.project}", *_SET_USER, *command]
+
+    def start(self, *arguments: str, prefix: Sequence[str] = (), **env: str) -> subprocess.Popen[str]:
+        return super().start(*arguments, prefix=[*self.as_user(), *prefix], **env)
+
+    def run_as_user(self, *command: str) -> str:
+        """Run any command as the user; return its output."""
+        done = subprocess.run(self.as_user(*command), env=self.env(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+
+def give_to_user(folder: Path) -> None:
+    """Make the user the owner of a folder and of everything in it."""
+    owner = f"{USER.pw_uid}:{USER.pw_gid}"
+    subprocess.run(["chown", "--recursive", "--no-dereference", owner, str(folder)], check=True)
+
+
+def user_program(folder: Path) -> Path:
+    """Return a `hpcdist` that the user can run; without one, skip the test, or fail it where containers are required.
+
+    Args:
+        folder: an empty folder that all users can enter, for an environment of `PYTHON` with the packages of this one.
+    """
+    done = subprocess.run([str(PYTHON), "-m", "venv", "--without-pip", str(folder)], check=False)
+    reason = f"`{PYTHON} -m venv` fails: sudo apt-get install python3-venv"
+    if done.returncode == 0:
+        (packages,) = folder.glob("lib/python*/site-packages")
+        (packages / "packages.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+        program = folder / "bin/hpcdist"
+        program.write_text(f"#!{folder}/bin/python\nfrom hpcdist.cli.app import main\nmain()\n")
+        program.chmod(0o755)
+        check = [*_SET_USER, "env", f"HOME={folder}", str(program), "--version"]
+        done = subprocess.run(check, cwd="/", capture_output=True, text=True, check=False)
+        reason = (
+            f"user {USER.pw_name} cannot run this checkout with {PYTHON}, which has to be of this Python's version:"
+            f" make the checkout and its packages readable for all users (chmod -R go+rX): {done.stderr[-300:]}"
+        )
+    if done.returncode != 0:
+        assert os.environ.get("HPCDIST_REQUIRE_CONTAINERS") != "1", reason
+        pytest.skip(reason)
+    return program
+
+
+@contextmanager
+def user_nodes(devcluster: DevCluster, folder: Path) -> Iterator[list[str]]:
+    """Give the nodes what a user needs, in mounts of their own, for the duration of the block.
+
+    Args:
+        folder: an empty folder.
+
+    Yields:
+        The command that enters the mounts of the first node.
+    """
+    layout, settings = devcluster.layout, devcluster.settings
+    cluster.up(layout, {"num_nodes": settings.num_nodes, "proctrack": settings.proctrack}, users=[USER.pw_name], env={})
+    sub_ids = folder / "sub-ids"
+    sub_ids.write_text(_SUB_IDS)
+    (folder / "dev").mkdir()
+    enter: list[str] = []
+    try:
+        for node in settings.nodes:
+            nodes.kill_node(layout, node, keep_link=True)
+            nodes.start_node(layout, node, own_mounts=True)
+            pid = processes.pid_of(layout, argv.slurmd(node))
+            there = ["nsenter", "--mount", f"--target={pid}"]
+            subprocess.run([*there, "sh", "-c", _MOUNT, str(folder / "dev"), str(sub_ids)], check=True)
+            enter = enter or there
+        yield enter
+    finally:
+        devcluster.cancel_all()
+        for node in settings.nodes:
+            nodes.kill_node(layout, node, keep_link=True)
+        devcluster.restore_nodes()
