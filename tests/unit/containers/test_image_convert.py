@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hpcdist.containers.images import convert as module
-from hpcdist.containers.images.convert import argv, convert, target_of
-from hpcdist.containers.images.engine import Engine
+from hpcdist.containers.images.convert import Form, argv, convert, target_of
+from hpcdist.containers.images.engine import Engine, EngineName
 from hpcdist.containers.images.labels import ImageFacts
 from hpcdist.errors import ImageError, UserMistake
 
@@ -116,14 +118,60 @@ def test_missing_conversion_program_is_named(programs: Path, tmp_path: Path) -> 
         convert(Engine("docker"), FACTS, "sqsh", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("engine", "form", "free_gb", "message"),
+    [
+        (
+            "docker",
+            "dir",
+            {"images": 6.9},
+            r"images has 6\.9 GB free, .* of hpcdist to \.dir may need 7\.0 GB .* --into",
+        ),
+        # The file, and the unpacked image on the same file system.
+        ("podman", "sqsh", {"images": 13.9}, r"images has 13\.9 GB free, .* \.sqsh may need 14\.0 GB there"),
+        ("podman", "sqsh", {"images": 7, "tmp": 6.9}, r"tmp has 6\.9 GB .* need 7\.0 GB .* variable ENROOT_TEMP_PATH"),
+        # The archive and the file in the folder, the unpacked image and the file in the other one.
+        ("podman", "sif", {"images": 10.4, "tmp": 10.5}, r"images has 10\.4 GB .* need 10\.5 GB"),
+        (
+            "docker",
+            "sif",
+            {"images": 3.5, "tmp": 17.4},
+            r"tmp has 17\.4 GB .* need 17\.5 GB .* variable APPTAINER_TMPDIR",
+        ),
+    ],
+)
 def test_insufficient_space_is_reported_before_writing(
-    monkeypatch: pytest.MonkeyPatch, programs: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
+    programs: Path,
+    tmp_path: Path,
+    engine: EngineName,
+    form: Form,
+    free_gb: dict[str, float],
+    message: str,
 ) -> None:
-    install(programs, "enroot", "")
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 0})())
-    with pytest.raises(UserMistake, match=r"has 0\.0 GB free, and hpcdist as \.sqsh may need 0\.0 GB"):
-        convert(Engine("docker"), FACTS, "sqsh", tmp_path)
+    """Without `tmp` in `free_gb`, both folders are on one file system."""
+    for name in ("enroot", "apptainer"):
+        install(programs, name, "")
+    folders = {name: tmp_path / name for name in ("images", "tmp")}
+    monkeypatch.setenv("TMPDIR", str(folders["tmp"]))
+    folders["tmp"].mkdir()
+
+    def fake_usage(path: Path) -> object:
+        return SimpleNamespace(free=free_gb.get(path.name, free_gb["images"]) * 1e9)
+
+    monkeypatch.setattr(module, "_device", lambda path: path.name if "tmp" in free_gb else "one")
+    monkeypatch.setattr(module.shutil, "disk_usage", fake_usage)
+    with pytest.raises(UserMistake, match=message):
+        convert(Engine(engine), replace(FACTS, size_bytes=7_000_000_000), form, folders["images"])
     assert not (programs / "calls").exists()
+
+
+@pytest.mark.processes
+def test_messages_of_the_program_are_shown(programs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    install(programs, "enroot", 'echo on stdout; echo "[INFO] Extracting" >&2; touch "$3"')
+    convert(Engine("docker"), FACTS, "sqsh", tmp_path)
+    printed = capfd.readouterr()
+    assert (printed.out, sorted(printed.err.splitlines())) == ("", ["[INFO] Extracting", "on stdout"])
 
 
 @pytest.mark.processes
