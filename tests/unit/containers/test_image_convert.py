@@ -95,6 +95,16 @@ def test_failed_conversion_leaves_no_file(programs: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.processes
+def test_reason_of_tar_is_reported(programs: Path, tmp_path: Path) -> None:
+    install(programs, "podman", "case $1 in create) echo 42;; esac")
+    summary = "tar: Exiting with failure status due to previous errors"
+    install(programs, "tar", f'echo "tar: f: Cannot write: No space left on device" >&2; echo "{summary}" >&2; exit 2')
+    with pytest.raises(ImageError, match=r"unpacked: tar: f: Cannot write: No space left on device$"):
+        convert(Engine("podman"), FACTS, "dir", tmp_path / "images")
+    assert [path.name for path in (tmp_path / "images").iterdir()] == [".hpcdist-1.2.3-0123456789ab.lock"]
+
+
+@pytest.mark.processes
 def test_unfinished_file_is_replaced(programs: Path, tmp_path: Path) -> None:
     install(programs, "enroot", '[ ! -e "$3" ] && echo whole > "$3"')
     (tmp_path / ".hpcdist-1.2.3-0123456789ab.sqsh.part").write_text("half")
