@@ -98,6 +98,7 @@ def _write(engine: Engine, facts: ImageFacts, form: Form, part: Path) -> None:
     archive = part.with_name(f"{part.name}.tar") if form == "sif" and engine.name == "podman" else None
     try:
         if archive is not None:
+            archive.unlink(missing_ok=True)  # of a killed conversion: podman does not overwrite an archive
             engine.output("save", "--format", "docker-archive", "--output", str(archive), facts.name)
         functions = _REMOVE_BY_PODMAN if form == "sqsh" and engine.name == "podman" else {}
         _run(argv(engine.name, facts.name, form, part, archive), functions)

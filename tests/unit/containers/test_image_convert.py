@@ -113,9 +113,12 @@ def test_unfinished_file_is_replaced(programs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_archive_for_apptainer_is_removed(programs: Path, tmp_path: Path) -> None:
-    install(programs, "podman", 'touch "$5"')
+def test_archive_for_apptainer_is_replaced_and_removed(programs: Path, tmp_path: Path) -> None:
+    """podman does not overwrite the archive that a killed conversion has left."""
+    install(programs, "podman", '[ ! -e "$5" ] && touch "$5"')
     install(programs, "apptainer", 'touch "$2"')
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / ".hpcdist-1.2.3-0123456789ab.sif.part.tar").write_text("half")
     target, _ = convert(Engine("podman"), FACTS, "sif", tmp_path / "images")
     archive = tmp_path / "images" / ".hpcdist-1.2.3-0123456789ab.sif.part.tar"
     assert calls(programs)[0] == f"podman save --format docker-archive --output {archive} hpcdist"
