@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +22,17 @@ FORMS: tuple[Form, ...] = get_args(Form)
 #: The runtimes that read each format, and the program that writes it.
 _READERS = {"sqsh": "enroot and pyxis", "sif": "apptainer", "dir": "charliecloud and enroot"}
 _TOOLS = {"sqsh": "enroot", "sif": "apptainer", "dir": "tar"}
+#: Variables that name the folder in which a tool unpacks the image, instead of TMPDIR.
+_TEMPORARY = {"sqsh": "ENROOT_TEMP_PATH", "sif": "APPTAINER_TMPDIR"}
+#: Space that a conversion needs in the folder of the file and in the temporary folder, in sizes of the unpacked image.
+#: An engine's archive and enroot's file, whose data is not compressed by default, count as 1, apptainer's file as 0.5;
+#: apptainer writes it in the temporary folder and copies it.
+_NUM_IMAGES = {
+    ("sqsh", "podman"): (1.0, 1.0),
+    ("sqsh", "docker"): (1.0, 1.0),
+    ("sif", "podman"): (1.5, 1.5),
+    ("sif", "docker"): (0.5, 2.5),
+}
 #: `enroot import podman://…` removes its container with `docker`, and fails after writing the file if docker does not
 #: answer. enroot is a bash script, in which an exported function replaces a program.
 _REMOVE_BY_PODMAN = {"BASH_FUNC_docker%%": '() { podman "$@"; }'}
@@ -60,7 +73,7 @@ def convert(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> tupl
     with long_lock(target.with_name(f".{target.name}.lock")):
         if target.exists():
             return target, False
-        _require_room(facts, form, folder)
+        _require_room(engine, facts, form, folder)
         if shutil.which(_TOOLS[form]) is None:
             raise UserMistake(
                 f"{_TOOLS[form]} is not installed here; it writes .{form} for {_READERS[form]}:"
@@ -85,6 +98,7 @@ def _write(engine: Engine, facts: ImageFacts, form: Form, part: Path) -> None:
     archive = part.with_name(f"{part.name}.tar") if form == "sif" and engine.name == "podman" else None
     try:
         if archive is not None:
+            archive.unlink(missing_ok=True)  # of a killed conversion: podman does not overwrite an archive
             engine.output("save", "--format", "docker-archive", "--output", str(archive), facts.name)
         functions = _REMOVE_BY_PODMAN if form == "sqsh" and engine.name == "podman" else {}
         _run(argv(engine.name, facts.name, form, part, archive), functions)
@@ -115,20 +129,45 @@ def _describe(facts: ImageFacts, root: Path) -> None:
 
 
 def _run(command: Sequence[str], env: Mapping[str, str]) -> None:
-    """Run a command with additional variables. Raises ImageError with its last error line."""
-    done = subprocess.run(command, env={**os.environ, **env}, stderr=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
+    """Run a command with additional variables, and show its messages: it takes minutes.
+
+    Raises ImageError with its last error line.
+    """
+    lines = []
+    with subprocess.Popen(
+        command, env={**os.environ, **env}, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, errors="replace"
+    ) as running:
+        assert running.stderr is not None
+        for line in running.stderr:
+            print(line, end="", file=sys.stderr, flush=True)
+            lines.append(line)
+    if running.returncode:
+        done = subprocess.CompletedProcess(command, running.returncode, stderr="".join(lines))
         raise ImageError(f"`{' '.join(command[:2])}` failed: {error_line(done)}")
 
 
-def _require_room(facts: ImageFacts, form: Form, folder: Path) -> None:
-    needed = facts.size_bytes * (2 if form == "sif" else 1)  # apptainer needs an archive as well
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise UserMistake(
-            f"{folder} has {free / 1e9:.1f} GB free, and {facts.name} as .{form} may need {needed / 1e9:.1f} GB:"
-            " choose another folder with --into"
-        )
+def _require_room(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> None:
+    """Raise UserMistake if a file system has too little space for the files that a conversion writes."""
+    if form == "dir":
+        images = {folder: 1.0}
+    else:
+        temporary = Path(os.environ.get(_TEMPORARY[form]) or os.environ.get("TMPDIR") or tempfile.gettempdir())
+        in_folder, in_temporary = _NUM_IMAGES[form, engine.name]
+        images = {folder: in_folder, temporary: in_temporary}
+    for place in images:
+        num = sum(count for other, count in images.items() if _device(other) == _device(place))
+        needed, free = num * facts.size_bytes, shutil.disk_usage(place).free
+        if free < needed:
+            option = "--into" if place == folder else f"the variable {_TEMPORARY[form]}"
+            raise UserMistake(
+                f"{place} has {free / 1e9:.1f} GB free, and the conversion of {facts.name} to .{form} may need"
+                f" {needed / 1e9:.1f} GB there: choose another folder with {option}"
+            )
+
+
+def _device(path: Path) -> int:
+    """Return the number of the file system of a folder."""
+    return path.stat().st_dev
 
 
 def _remove(path: Path) -> None:

@@ -16,6 +16,7 @@ EngineName = Literal["docker", "podman", "buildah"]
 RUNNERS: tuple[EngineName, ...] = ("docker", "podman")
 #: Limit for the first answer of the engine, because a daemon may hang.
 ANSWER_S = 30.0
+_TAR_SUMMARY = "Exiting with failure status due to previous errors"
 
 
 @dataclass(frozen=True)
@@ -75,5 +76,6 @@ def _engine_problem(name: EngineName) -> str | None:
 
 
 def error_line(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the last line that a command of an engine has written to its standard error."""
-    return last_line(done.stderr, limit_chars=1000) or "no error message"
+    """Return the last line that a command has written to its standard error, except tar's, which gives no reason."""
+    lines = [line for line in done.stderr.splitlines() if not line.endswith(_TAR_SUMMARY)]
+    return last_line("\n".join(lines), limit_chars=1000) or "no error message"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcdist.config.schema import Config, DataConfig
+from hpcdist.containers.image_probe import PROBE_TIMEOUT_S
 from hpcdist.containers.runtimes import outer_env
 from hpcdist.containers.spec import ContainerSpec
 from hpcdist.errors import HpcdistError, PreflightError
@@ -134,7 +135,16 @@ class Preflight:
             tasks_per_node=min(part.tasks_per_node for part in parts),
             num_workers=loaders(config.data),
             backend=backend if backend != "auto" else "nccl" if gpus else "gloo",
+            deadline_s=Request.deadline_s + self._unpack_s,
         )
+
+    @property
+    def _unpack_s(self) -> float:
+        """Time limit for pyxis, which unpacks an image of several gigabytes on each node before the step starts.
+
+        Killing the step earlier does not end the unpacking: Slurm would drain the node (`UnkillableStepTimeout`).
+        """
+        return PROBE_TIMEOUT_S if self._box is not None and self._box.runtime == "pyxis" else 0.0
 
     # --- the step
 

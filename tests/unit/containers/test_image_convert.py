@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hpcdist.containers.images import convert as module
-from hpcdist.containers.images.convert import argv, convert, target_of
-from hpcdist.containers.images.engine import Engine
+from hpcdist.containers.images.convert import Form, argv, convert, target_of
+from hpcdist.containers.images.engine import Engine, EngineName
 from hpcdist.containers.images.labels import ImageFacts
 from hpcdist.errors import ImageError, UserMistake
 
@@ -93,6 +95,16 @@ def test_failed_conversion_leaves_no_file(programs: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.processes
+def test_reason_of_tar_is_reported(programs: Path, tmp_path: Path) -> None:
+    install(programs, "podman", "case $1 in create) echo 42;; esac")
+    summary = "tar: Exiting with failure status due to previous errors"
+    install(programs, "tar", f'echo "tar: f: Cannot write: No space left on device" >&2; echo "{summary}" >&2; exit 2')
+    with pytest.raises(ImageError, match=r"unpacked: tar: f: Cannot write: No space left on device$"):
+        convert(Engine("podman"), FACTS, "dir", tmp_path / "images")
+    assert [path.name for path in (tmp_path / "images").iterdir()] == [".hpcdist-1.2.3-0123456789ab.lock"]
+
+
+@pytest.mark.processes
 def test_unfinished_file_is_replaced(programs: Path, tmp_path: Path) -> None:
     install(programs, "enroot", '[ ! -e "$3" ] && echo whole > "$3"')
     (tmp_path / ".hpcdist-1.2.3-0123456789ab.sqsh.part").write_text("half")
@@ -101,9 +113,12 @@ def test_unfinished_file_is_replaced(programs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_archive_for_apptainer_is_removed(programs: Path, tmp_path: Path) -> None:
-    install(programs, "podman", 'touch "$5"')
+def test_archive_for_apptainer_is_replaced_and_removed(programs: Path, tmp_path: Path) -> None:
+    """podman does not overwrite the archive that a killed conversion has left."""
+    install(programs, "podman", '[ ! -e "$5" ] && touch "$5"')
     install(programs, "apptainer", 'touch "$2"')
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / ".hpcdist-1.2.3-0123456789ab.sif.part.tar").write_text("half")
     target, _ = convert(Engine("podman"), FACTS, "sif", tmp_path / "images")
     archive = tmp_path / "images" / ".hpcdist-1.2.3-0123456789ab.sif.part.tar"
     assert calls(programs)[0] == f"podman save --format docker-archive --output {archive} hpcdist"
@@ -116,14 +131,60 @@ def test_missing_conversion_program_is_named(programs: Path, tmp_path: Path) -> 
         convert(Engine("docker"), FACTS, "sqsh", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("engine", "form", "free_gb", "message"),
+    [
+        (
+            "docker",
+            "dir",
+            {"images": 6.9},
+            r"images has 6\.9 GB free, .* of hpcdist to \.dir may need 7\.0 GB .* --into",
+        ),
+        # The file, and the unpacked image on the same file system.
+        ("podman", "sqsh", {"images": 13.9}, r"images has 13\.9 GB free, .* \.sqsh may need 14\.0 GB there"),
+        ("podman", "sqsh", {"images": 7, "tmp": 6.9}, r"tmp has 6\.9 GB .* need 7\.0 GB .* variable ENROOT_TEMP_PATH"),
+        # The archive and the file in the folder, the unpacked image and the file in the other one.
+        ("podman", "sif", {"images": 10.4, "tmp": 10.5}, r"images has 10\.4 GB .* need 10\.5 GB"),
+        (
+            "docker",
+            "sif",
+            {"images": 3.5, "tmp": 17.4},
+            r"tmp has 17\.4 GB .* need 17\.5 GB .* variable APPTAINER_TMPDIR",
+        ),
+    ],
+)
 def test_insufficient_space_is_reported_before_writing(
-    monkeypatch: pytest.MonkeyPatch, programs: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
+    programs: Path,
+    tmp_path: Path,
+    engine: EngineName,
+    form: Form,
+    free_gb: dict[str, float],
+    message: str,
 ) -> None:
-    install(programs, "enroot", "")
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 0})())
-    with pytest.raises(UserMistake, match=r"has 0\.0 GB free, and hpcdist as \.sqsh may need 0\.0 GB"):
-        convert(Engine("docker"), FACTS, "sqsh", tmp_path)
+    """Without `tmp` in `free_gb`, both folders are on one file system."""
+    for name in ("enroot", "apptainer"):
+        install(programs, name, "")
+    folders = {name: tmp_path / name for name in ("images", "tmp")}
+    monkeypatch.setenv("TMPDIR", str(folders["tmp"]))
+    folders["tmp"].mkdir()
+
+    def fake_usage(path: Path) -> object:
+        return SimpleNamespace(free=free_gb.get(path.name, free_gb["images"]) * 1e9)
+
+    monkeypatch.setattr(module, "_device", lambda path: path.name if "tmp" in free_gb else "one")
+    monkeypatch.setattr(module.shutil, "disk_usage", fake_usage)
+    with pytest.raises(UserMistake, match=message):
+        convert(Engine(engine), replace(FACTS, size_bytes=7_000_000_000), form, folders["images"])
     assert not (programs / "calls").exists()
+
+
+@pytest.mark.processes
+def test_messages_of_the_program_are_shown(programs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    install(programs, "enroot", 'echo on stdout; echo "[INFO] Extracting" >&2; touch "$3"')
+    convert(Engine("docker"), FACTS, "sqsh", tmp_path)
+    printed = capfd.readouterr()
+    assert (printed.out, sorted(printed.err.splitlines())) == ("", ["[INFO] Extracting", "on stdout"])
 
 
 @pytest.mark.processes

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from hpcdist.config.schema import ClusterConfig, Config, DataConfig, PreflightConfig, RoleRequest
+from hpcdist.containers.image_probe import PROBE_TIMEOUT_S
 from hpcdist.containers.spec import ContainerSpec
 from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.files.atomic import read_json
@@ -75,7 +76,13 @@ class Scene:
         self.patch.setattr(preflight_step, "check_nodes", check_nodes)
 
     def run_preflight(
-        self, spare: str = "", *, het: bool = False, nodes: Sequence[str] = NODES, **settings: Any
+        self,
+        spare: str = "",
+        *,
+        het: bool = False,
+        nodes: Sequence[str] = NODES,
+        box: ContainerSpec | None = None,
+        **settings: Any,
     ) -> Preflight:
         self.preflight = Preflight(
             self.run,
@@ -84,7 +91,7 @@ class Scene:
             [nodes],
             env={"PATH": f"{self.folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"},
             python=sys.executable,
-            box=None,
+            box=box,
             het=het,
         )
         self.preflight.run(self.attempt)
@@ -242,6 +249,22 @@ def test_step_is_cancelled_after_its_time_limit(scene: Scene, monkeypatch: pytes
     monkeypatch.setattr(preflight_step, "ROUNDS", 1)
     scene.run_preflight()
     assert (scene.folder / "cancelled").read_text() == "--signal=KILL 7.0\n"
+
+
+@pytest.mark.parametrize(("runtime", "more_s"), [("pyxis", PROBE_TIMEOUT_S), ("apptainer", 0)])
+def test_nodes_wait_for_others_whose_pyxis_unpacks_the_image(scene: Scene, runtime: str, more_s: float) -> None:
+    """`srun` has this time, too: killing a step while `enroot create` runs lets Slurm drain the node."""
+    limits = []
+    run_within = preflight_step.run_within
+    scene.patch.setattr(
+        preflight_step,
+        "run_within",
+        lambda command, limit_s, env: limits.append(limit_s) or run_within(command, limit_s, env=env),
+    )
+    scene.run_preflight(box=ContainerSpec(runtime=runtime, image="/i", run=scene.run.path, workdir=scene.folder))
+    (request,) = scene.requests
+    assert request.deadline_s == Request.deadline_s + more_s
+    assert limits == [request.deadline_s + preflight_step.STEP_S["quick"]]
 
 
 def test_required_disk_space_is_the_size_of_the_newest_complete_checkpoint(scene: Scene) -> None:
