@@ -36,7 +36,7 @@ heavy = pytest.mark.faults
             id="save hangs", marks=heavy,
         ),
         pytest.param(
-            "tracking.shipping.shipper", Fault(operation="*", path="*", error=errno.ESTALE, **SIX), id="shipper", marks=heavy
+            "shipping.shipper", Fault(operation="*", path="*", error=errno.ESTALE, **SIX), id="shipper", marks=heavy
         ),
     ],
 )  # fmt: skip
