@@ -59,6 +59,7 @@ RECORDED = (
     RecordedTests(runtime="enroot", image="folder", version="4.1.2", passed=("plain", "requeue"), user=USER),
     RecordedTests(runtime="enroot", image=".sqsh", version="4.1.2", passed=("plain", "requeue"), user=USER),
     RecordedTests(runtime="pyxis", version="0.24", passed=FAULTS),
+    RecordedTests(runtime="pyxis", version="0.24", passed=("plain", "requeue"), user=USER),
 )
 
 
