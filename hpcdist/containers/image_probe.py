@@ -87,6 +87,11 @@ _FIXES = (
         "the file is not a squashfs image, or the node has no unsquashfs (package squashfs-tools)",
     ),
     (
+        "could not create (character|block) device",
+        "only root can unpack the device files of this image, and no container needs them: create the .sqsh again with"
+        " `mksquashfs … -wildcards -e 'dev/*'`",
+    ),
+    (
         "mkdir: .*enroot",
         "the user must be allowed to create the folders ENROOT_RUNTIME_PATH, ENROOT_DATA_PATH and ENROOT_CACHE_PATH of"
         " the node's enroot.conf",
@@ -211,7 +216,7 @@ def _last(lines: Sequence[str]) -> str:
 def _pyxis_reason(lines: Sequence[str]) -> str:
     """Return the first error of pyxis; if that is a failed program, the error in its output, which pyxis quotes."""
     quoted = [line for line in lines if line.startswith("pyxis:    ")]
-    errors = [line for line in quoted if re.search(r"\[ERROR\]|FATAL ERROR", line)]
+    errors = [line for line in quoted if re.search(r"\[ERROR\]|FATAL ERROR|could not create", line)]
     if quoted and re.match(r"pyxis: child \d+ failed ", lines[0]):
         return (errors or quoted)[-1]
     return lines[0]

@@ -61,6 +61,17 @@ slurmstepd-n2: error: Failed to invoke spank plugin stack
 slurmstepd-n2: error: *** STEP 3.0 ON n2 CANCELLED AT 2026-11-22T16:08:09 ***
 slurmstepd-n2: error: pyxis: child 1033 failed with error code: 1
 """
+#: The image has device files, which an ordinary user cannot unpack.
+PYXIS_DEVICES_LOG = """\
+slurmstepd: error: pyxis: child 990 failed with error code: 2
+slurmstepd: error: pyxis: failed to create container filesystem for image: /images/debian.sqsh
+slurmstepd: error: pyxis: printing enroot log file:
+slurmstepd: error: pyxis:     [INFO] Extracting squashfs filesystem...
+slurmstepd: error: pyxis:     create_inode: could not create character device /d/dev/null, because you're not superuser!
+slurmstepd: error: pyxis:     created 4963 files
+slurmstepd: error: pyxis:     created 2 hardlinks
+slurmstepd: error: Failed to invoke spank plugin stack
+"""
 PYXIS_OTHER_TASK_LOG = """\
 slurmstepd-n2: error: pyxis: container was not started successfully by another task
 slurmstepd-n2: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1

@@ -45,7 +45,8 @@ class SmallImage:
     @property
     def sqsh(self) -> Path:
         options = ["-comp", "zstd", "-Xcompression-level", "3", "-noappend", "-quiet", "-no-progress"]
-        return self._file("sqsh", ["mksquashfs", str(self.folder)], options)
+        # An ordinary user cannot unpack device files, which images of a registry do not have.
+        return self._file("no-devices.sqsh", ["mksquashfs", str(self.folder)], [*options, "-wildcards", "-e", "dev/*"])
 
     def sif(self, apptainer: str) -> Path:
         """Return the image for apptainer; `apptainer` is the path of the program."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from container_facts import PYXIS_CORRUPT_LOG, PYXIS_LOG, PYXIS_MOUNT_LOG, PYXIS_PROGRESS
+from container_facts import PYXIS_CORRUPT_LOG, PYXIS_DEVICES_LOG, PYXIS_LOG, PYXIS_MOUNT_LOG, PYXIS_PROGRESS
 
 from hpcdist.containers.image_probe import (
     start_failure,
@@ -156,6 +156,17 @@ from hpcdist.containers.image_probe import (
                 "pyxis could not start the container (exit code 1):"
                 " pyxis: FATAL ERROR: File system corruption detected",
                 True,
+            ),
+        ),
+        (
+            "pyxis",
+            1,
+            PYXIS_DEVICES_LOG,
+            (
+                "pyxis could not start the container (exit code 1): pyxis: create_inode: could not create character"
+                " device /d/dev/null, because you're not superuser!: only root can unpack the device files of this"
+                " image, and no container needs them: create the .sqsh again with `mksquashfs … -wildcards -e 'dev/*'`",
+                False,
             ),
         ),
     ],
