@@ -35,8 +35,10 @@ _STEER_TESTS = (
 for _name in list(os.environ):
     if _name.startswith(("HPCDIST_", "SLURM_", "SBATCH_", "MLFLOW_")) and _name not in _STEER_TESTS:
         del os.environ[_name]
-#: A shell starts background processes with SIGINT ignored. Child processes inherit that, so tests of Ctrl-C would fail.
+#: A shell starts background processes with SIGINT ignored, nohup with SIGHUP. Child processes inherit that, so tests of
+#: signals would fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture
