@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import shutil
 import socket
@@ -48,9 +49,14 @@ def wait_for(condition: Callable[[], T], description: str, *, timeout_s: float =
 
 
 def unused_port() -> int:
-    """Return a port of this machine on which no process listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """Return a port of this machine on which no process listens.
+
+    It is below Linux's default range of outgoing connections, one of which could take it before a slow server does.
+    """
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 class Runs:
