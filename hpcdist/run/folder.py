@@ -146,7 +146,7 @@ class RunDir:
     @property
     def effective_config(self) -> Path:
         """The config of the current attempt, or of the next one."""
-        return self.next_config if self.next_config.is_file() else self.config
+        return self.next_config if retry.exists(self.next_config) else self.config
 
     def snapshot_of(self, path: Path) -> Path | None:
         """Return the copy of a file in this run's code snapshot, or None if there is none."""
