@@ -139,7 +139,7 @@ def cell(request: pytest.FixtureRequest) -> Cell:
     return Cell(fault=request.node.name.partition("[")[0].removeprefix("test_").replace("_", " "), trainer="ddp")
 
 
-#: What the rows of the matrix are named after their runtime, by the file of the test.
+#: Ending of the runtime's name in the rows of the matrix, by the file of the test.
 MATRIX = {"test_runtime_matrix.py": "", "test_runtimes_as_user.py": ", user"}
 
 

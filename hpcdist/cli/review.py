@@ -59,7 +59,7 @@ def ui(
     for line in links.of_experiments(find_runs(runs_dir), store, page):
         print(line)
     print(f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {shlex.quote(str(file))})")
-    print("MLflow starts; the links work when it prints `Uvicorn running`", flush=True)
+    print("MLflow is starting: the links work after it prints `Uvicorn running`", flush=True)
     os.environ |= server.variables(store, file)
     os.umask(0o077)  # a new database and uploaded artifacts are private to the user
     command = server.command(port)

@@ -22,7 +22,7 @@ FAULTS = (
     "dead node",
 )
 
-#: Who submitted the runs.
+#: Users who submitted the runs, for `RecordedTests.user`.
 ROOT, USER = "root", "an ordinary user"
 #: The columns that `tests/slurm/test_runtimes_as_user.py` runs.
 _AS_USER = ("plain", "requeue", "killed rank")

@@ -15,9 +15,9 @@ import pytest
 import runtime_cases
 from containers import Containers
 from fault_table import Cell
-from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, LAST_STEP
+from hpcdist_runs import HOLD_STEP, LAST_STEP
 from runtime_cases import CASES, RuntimeCase, assert_nothing_left
-from slurm_faults import DDP, FaultScene, Subject
+from slurm_faults import FaultScene
 from slurm_runs import SlurmRuns
 from small_image import mismatch
 
@@ -65,15 +65,7 @@ def boxed(
     request: pytest.FixtureRequest, runtime: RuntimeCase, slurm_runs: SlurmRuns, slurm_control: str
 ) -> Iterator[FaultScene]:
     """Fault injection for a run whose ranks are in containers; teardown restores the cluster."""
-    subject = Subject(
-        name=runtime.name,
-        overrides=(*HOLD_OVERRIDES, *runtime.overrides),
-        hold_at=HOLD_STEP,
-        last_save=DDP.last_save,
-        interval=DDP.interval,
-        last_step=LAST_STEP,
-    )
-    yield FaultScene(slurm_runs, subject, slurm_control, Cell(fault="", trainer=runtime.name))
+    yield FaultScene(slurm_runs, matrix_cells.subject_of(runtime), slurm_control, Cell(fault="", trainer=runtime.name))
     if "grace_s" in request.fixturenames:
         cluster.set_grace_time(slurm_runs.cluster.layout, 0)
     slurm_runs.cluster.restore_nodes()

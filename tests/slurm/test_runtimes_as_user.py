@@ -17,11 +17,10 @@ import pytest
 import runtime_cases
 from containers import Containers
 from fault_table import Cell
-from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, LAST_STEP
 from ordinary_user import UserRuns, user_program
 from runtime_cases import CASES, RuntimeCase
 from slurm_cluster import DevCluster
-from slurm_faults import DDP, FaultScene, Subject
+from slurm_faults import FaultScene
 from slurm_runs import ON_FOUR_RANKS, create_database
 from small_image import mismatch
 from user_cases import prepared_for_user
@@ -77,15 +76,7 @@ def runtime(
 @pytest.fixture
 def boxed(runtime: RuntimeCase, user_runs: UserRuns, user_control: str) -> Iterator[FaultScene]:
     """Fault injection for a run of the user whose ranks are in containers; teardown restores the cluster."""
-    subject = Subject(
-        name=runtime.name,
-        overrides=(*HOLD_OVERRIDES, *runtime.overrides),
-        hold_at=HOLD_STEP,
-        last_save=DDP.last_save,
-        interval=DDP.interval,
-        last_step=LAST_STEP,
-    )
-    yield FaultScene(user_runs, subject, user_control, Cell(fault="", trainer=runtime.name))
+    yield FaultScene(user_runs, matrix_cells.subject_of(runtime), user_control, Cell(fault="", trainer=runtime.name))
     user_runs.cluster.restore_nodes()
     runtime.restore()
 

@@ -5,9 +5,21 @@ from __future__ import annotations
 import os
 
 import psutil
-from hpcdist_runs import HOLD_STEP, LAST_STEP
+from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, LAST_STEP
 from runtime_cases import RuntimeCase, assert_nothing_left
-from slurm_faults import FaultScene
+from slurm_faults import DDP, FaultScene, Subject
+
+
+def subject_of(runtime: RuntimeCase) -> Subject:
+    """Return the subject of fault injection whose ranks are in containers of a runtime."""
+    return Subject(
+        name=runtime.name,
+        overrides=(*HOLD_OVERRIDES, *runtime.overrides),
+        hold_at=HOLD_STEP,
+        last_save=DDP.last_save,
+        interval=DDP.interval,
+        last_step=LAST_STEP,
+    )
 
 
 def assert_inside(scene: FaultScene, ranks: dict[int, psutil.Process]) -> None:

@@ -58,7 +58,7 @@ def look_up(engine: Engine, name: str, *, pull: bool) -> Base:
     if found is None and pull:
         done = engine.run("pull", "--quiet", name)
         if done.returncode:
-            return Base(name=name, problem=f"{engine.name} cannot pull it: {error_line(done)}")
+            return Base(name=name, problem=f"{engine.name} cannot pull it: {error_line(done.stderr)}")
         found = _inspect(engine, name)
     if found is None:
         return Base(name=name, problem=f"{engine.name} does not have it here, and a dry run pulls nothing")

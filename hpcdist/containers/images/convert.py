@@ -114,7 +114,7 @@ def _unpack(engine: Engine, facts: ImageFacts, command: Sequence[str]) -> None:
         with subprocess.Popen([engine.name, "export", container], stdout=subprocess.PIPE) as source:
             done = subprocess.run(command, stdin=source.stdout, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode or source.returncode:
-            raise ImageError(f"image {facts.name} could not be unpacked: {error_line(done)}")
+            raise ImageError(f"image {facts.name} could not be unpacked: {error_line(done.stderr)}")
     finally:
         engine.output("rm", container)
 
@@ -142,8 +142,7 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> None:
             print(line, end="", file=sys.stderr, flush=True)
             lines.append(line)
     if running.returncode:
-        done = subprocess.CompletedProcess(command, running.returncode, stderr="".join(lines))
-        raise ImageError(f"`{' '.join(command[:2])}` failed: {error_line(done)}")
+        raise ImageError(f"`{' '.join(command[:2])}` failed: {error_line(''.join(lines))}")
 
 
 def _require_room(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> None:

@@ -33,7 +33,7 @@ class Engine:
         """Run a command of the engine and return its standard output. Raises ImageError with its last error line."""
         done = self.run(*arguments)
         if done.returncode:
-            raise ImageError(f"`{self.name} {' '.join(arguments[:2])}` failed: {error_line(done)}")
+            raise ImageError(f"`{self.name} {' '.join(arguments[:2])}` failed: {error_line(done.stderr)}")
         return done.stdout
 
     def is_rootless_daemon(self) -> bool:
@@ -72,10 +72,10 @@ def _engine_problem(name: EngineName) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_S)
     except subprocess.TimeoutExpired:
         return "does not answer"
-    return f"is installed, but fails: {error_line(done)}" if done.returncode else None
+    return f"is installed, but fails: {error_line(done.stderr)}" if done.returncode else None
 
 
-def error_line(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the last line that a command has written to its standard error, except tar's, which gives no reason."""
-    lines = [line for line in done.stderr.splitlines() if not line.endswith(_TAR_SUMMARY)]
+def error_line(stderr: str) -> str:
+    """Return the last line of a command's standard error that gives a reason: tar ends with one that does not."""
+    lines = [line for line in stderr.splitlines() if not line.endswith(_TAR_SUMMARY)]
     return last_line("\n".join(lines), limit_chars=1000) or "no error message"

@@ -60,7 +60,7 @@ def _self_test(engine: Engine, image: str) -> dict[str, Any]:
     command = ("run", "--rm", "--interactive", "--entrypoint", "python3", image, "-")
     done = engine.run(*command, stdin=SELF_TEST.read_text())
     if done.returncode:
-        raise ImageError(f"image {image} cannot be started: {error_line(done)}")
+        raise ImageError(f"image {image} cannot be started: {error_line(done.stderr)}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

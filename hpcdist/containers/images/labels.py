@@ -54,7 +54,7 @@ def inspect(engine: Engine, image: str) -> ImageFacts:
     """Read the facts of a local image. Raises ImageError if there is no image of that name."""
     done = engine.run("image", "inspect", image)
     if done.returncode:
-        error = error_line(done)
+        error = error_line(done.stderr)
         if any(words in error.lower() for words in ("no such image", "image not known", "no such object")):
             raise ImageError(
                 f"{engine.name} has no image {image!r}: `hpcdist image build` makes one here,"

@@ -140,7 +140,7 @@ class Preflight:
 
     @property
     def _unpack_s(self) -> float:
-        """Time limit for pyxis, which unpacks an image of several gigabytes on each node before the step starts.
+        """Additional time limit with pyxis, which unpacks the image on each node before the step starts.
 
         Killing the step earlier does not end the unpacking: Slurm would drain the node (`UnkillableStepTimeout`).
         """

@@ -85,7 +85,7 @@ def test_ui_prints_links_with_a_token_and_starts_mlflow(
         f"  Cost: {address}/?token={file.read_text()}#/experiments/7/runs?workflowType=machine_learning"
         "&viewStateShareKey=hpcdist-cost\n"
         f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {file})\n"
-        "MLflow starts; the links work when it prints `Uvicorn running`\n",
+        "MLflow is starting: the links work after it prints `Uvicorn running`\n",
         "",
     )
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
