@@ -116,7 +116,7 @@ def test_preemption(boxed: FaultScene, runtime: RuntimeCase, grace_s: int) -> No
 @every_runtime
 def test_time_limit(boxed: FaultScene, runtime: RuntimeCase) -> None:
     """The ranks are held until they are asked to stop; only the time limit causes that."""
-    boxed.submit("time limit", *boxed.subject.overrides, "cluster.time_limit_min=2", "cluster.signal_lead_s=60")
+    boxed.submit("time limit", *boxed.subject.overrides, "cluster.time_limit_min=3", "cluster.signal_lead_s=60")
     assert boxed.wait_queued().partition("(")[2] in ("time limit)", "the ranks received a stop signal)")
     assert 0 < boxed.runs.checkpoint_steps(boxed.name)[-1] < LAST_STEP
     assert_nothing_left(runtime, boxed.runs, boxed.name)
