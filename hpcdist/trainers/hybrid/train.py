@@ -46,10 +46,11 @@ from hpcdist.trainers.hybrid.click_logs import Clicks, batches, identity, load_c
 from hpcdist.trainers.hybrid.click_model import ClickModel, auc, dense_part
 from hpcdist.trainers.hybrid.data_shares import num_shares_of, saved_sums
 from hpcdist.trainers.hybrid.figures import evaluation_figures
-from hpcdist.trainers.hybrid.lookups import LookupPlan, Lookups, Units, choose
+from hpcdist.trainers.hybrid.lookups import Lookups
 from hpcdist.trainers.hybrid.schema import HybridConfig
 from hpcdist.trainers.hybrid.table_server import rows_of_table, serve_tables
 from hpcdist.trainers.hybrid.tables import Layout, weight_name
+from hpcdist.trainers.hybrid.units import LookupPlan, Units, choose
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hpcdist.checkpoint.shards import merge
 from hpcdist.errors import CheckpointError
-from hpcdist.trainers.hybrid.lookups import choose, rows_as_units, sums_as_units
 from hpcdist.trainers.hybrid.tables import Coalesced, Layout, TableShard, put_rows, unit_of_row
+from hpcdist.trainers.hybrid.units import choose, rows_as_units, sums_as_units
 
 TABLES = {"a": 3000, "b": 7, "c": 1}
 
