@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from hpcdist.errors import HpcdistError, PreflightError, UserMistake
+
 Kind = Literal["error", "killed", "hung", "rejected", "unfit", "vanished", "not_started", "interrupted", "lost"]
 #: Most real-time signals have no name.
 _NAMES = {int(number): number.name for number in signal.Signals}
@@ -93,6 +95,23 @@ def first_failure(
         return None
     hosts = {cause.host for cause in causes if cause.kind in ("error", "rejected")}
     return replace(first, only_there=hosts <= {first.host})
+
+
+def failed_start(error: Exception) -> Failure:
+    """Return the failure of an attempt whose launcher has raised an error."""
+    kind: Kind = "rejected" if isinstance(error, UserMistake) else "error"
+    if isinstance(error, PreflightError):
+        kind = "unfit"
+    return Failure(kind=kind, rank=0, host="", step=None, error=error_text(error))
+
+
+def error_text(error: Exception) -> str:
+    """Return a sentence about the error that ends a run or an attempt."""
+    if isinstance(error, HpcdistError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    return f"the supervisor failed with {type(error).__name__}: {error}"
 
 
 def not_started(absent: Sequence[int], num_ranks: int, why: str, host_of: Callable[[int], str]) -> Failure | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from hpcdist.config.schema import Config
-from hpcdist.errors import HpcdistError, LeaseLostError, PreflightError, UserMistake
+from hpcdist.errors import HpcdistError, LeaseLostError, UserMistake
 from hpcdist.files import retry
 from hpcdist.files.atomic import write_json
 from hpcdist.files.log_limit import limit_log
@@ -26,7 +26,7 @@ from hpcdist.run.pending_config import settle
 from hpcdist.supervisor.launcher import Launcher, NodeChanges
 from hpcdist.supervisor.notifier import NotifierProcess
 from hpcdist.supervisor.reporter import AdoptingReporter, Reporter, log_of
-from hpcdist.supervisor.restart_policy import Failure, Kind, decide, first_failure
+from hpcdist.supervisor.restart_policy import Failure, decide, error_text, failed_start, first_failure
 from hpcdist.supervisor.shipper_process import ShipperProcess
 from hpcdist.supervisor.signal_requests import SignalRequests
 from hpcdist.supervisor.watch import Allocation, Watch, none_started
@@ -115,7 +115,7 @@ class Supervisor:
             except Exception as error:
                 # No exception may leave the run in the state "running".
                 failure, rejected = error, isinstance(error, UserMistake)
-                why = _error_text(error)
+                why = error_text(error)
                 state = replace(self._state, status="failed", reason=why, ended=time.time(), rejected=rejected)
             try:
                 self._write(state)
@@ -150,56 +150,70 @@ class Supervisor:
         try:
             return ShipperProcess(self._run, self._tracking_uri, self._env)
         except OSError as error:
-            self._report.note(f"the shipper cannot be started: {_error_text(error)}; run `hpcdist sync` later")
+            self._report.note(f"the shipper cannot be started: {error_text(error)}; run `hpcdist sync` later")
             return None
 
     def _attempts(self, state: State) -> State:
-        failures: list[Failure] = []
+        """Start attempts until one of them ends the run. Returns the final state of the run."""
         restarts_before = state.restarts
+        failures: list[Failure] = []
         while True:
-            attempt = self._run.new_attempt()
-            state = replace(
-                state,
-                attempt=attempt.number,
-                restarts=restarts_before + len(failures) + self._moves,
-                world_size=self._launcher.num_ranks,
-            )
-            self._write(state)
-            self._forward_request(attempt)
-            self._times = self._begin_times(attempt)
+            attempt = self._begin_attempt(state, restarts_before + len(failures) + self._moves)
             end, failure = self._one_attempt(attempt)
-            state = self._state
-            times = replace(self._times, ended=time.time(), failed=failure is not None)
+            state, times = self._state, replace(self._times, ended=time.time(), failed=failure is not None)
             if (end == "stopped" or failure is not None) and self._request_of(attempt) is None:
                 self._job.after_attempt()
             self._write_request(attempt)
-            if failure is None and end == "stopped" and self._grows(attempt):
-                write_times(attempt, replace(times, status=end, reason="restarted on more nodes"))
-                if self._job.nodes is not None:
-                    self._job.nodes.use_returned()
-                self._moves += 1
-                continue
             if failure is None:
-                reason = self._reason(attempt, end)
-                write_times(attempt, replace(times, status=end, reason=reason))
-                return replace(state, status=end, reason=reason, ended=time.time())
-            if self._config.roles:
-                roles = Roles.of(self._config.roles, self._launcher.num_ranks)
-                failure = replace(failure, role=roles.name_of(failure.rank))
-            write_times(attempt, replace(times, status="failed", reason=failure.sentence()))
-            failures.append(failure)
-            self._report.failure(failure, log_of(attempt, failure))
-            if change := self._new_nodes(attempt, failure):
-                failures.pop()
-                self._moves += 1
-                self._report.note(f"restart from the newest checkpoint: {change}")
-                continue
-            if (over := self._after_failure(state, attempt, failures)) is not None:
-                write_times(attempt, replace(times, status="failed", reason=over.reason))  # may name lost nodes
+                over = self._after_end(state, attempt, times, end)
+            else:
+                over = self._after_failure(state, attempt, times, failure, failures)
+            if over is not None:
                 return over
-            self._report.note(
-                f"restart {len(failures)} of {self._config.launch.max_restarts} from the newest checkpoint"
-            )
+
+    def _begin_attempt(self, state: State, restarts: int) -> Attempt:
+        """Create the next attempt, and record its beginning in the state of the run and in its own times."""
+        attempt = self._run.new_attempt()
+        self._write(replace(state, attempt=attempt.number, restarts=restarts, world_size=self._launcher.num_ranks))
+        self._forward_request(attempt)
+        self._times = self._begin_times(attempt)
+        return attempt
+
+    def _after_end(self, state: State, attempt: Attempt, times: AttemptTimes, end: Status) -> State | None:
+        """Return the final state after an attempt without a failure; None if the run is restarted on more nodes."""
+        if end == "stopped" and self._grows(attempt):
+            write_times(attempt, replace(times, status=end, reason="restarted on more nodes"))
+            if self._job.nodes is not None:
+                self._job.nodes.use_returned()
+            self._moves += 1
+            return None
+        reason = self._reason(attempt, end)
+        write_times(attempt, replace(times, status=end, reason=reason))
+        return replace(state, status=end, reason=reason, ended=time.time())
+
+    def _after_failure(
+        self, state: State, attempt: Attempt, times: AttemptTimes, failure: Failure, failures: list[Failure]
+    ) -> State | None:
+        """Return the final state of the run after a failed attempt; None if the ranks are restarted here.
+
+        Args:
+            failures: the earlier failures, to which this one is added unless other nodes replace those that failed.
+        """
+        if self._config.roles:
+            roles = Roles.of(self._config.roles, self._launcher.num_ranks)
+            failure = replace(failure, role=roles.name_of(failure.rank))
+        write_times(attempt, replace(times, status="failed", reason=failure.sentence()))
+        self._report.failure(failure, log_of(attempt, failure))
+        if change := self._new_nodes(attempt, failure):
+            self._moves += 1
+            self._report.note(f"restart from the newest checkpoint: {change}")
+            return None
+        failures.append(failure)
+        if (over := self._end_by_failure(state, attempt, failures)) is not None:
+            write_times(attempt, replace(times, status="failed", reason=over.reason))  # may name lost nodes
+            return over
+        self._report.note(f"restart {len(failures)} of {self._config.launch.max_restarts} from the newest checkpoint")
+        return None
 
     def _begin_times(self, attempt: Attempt) -> AttemptTimes:
         self._resources = self._launcher.resources
@@ -236,8 +250,8 @@ class Supervisor:
         write_json(attempt.failure, asdict(failure))
         return self._job.nodes.replace_lost()
 
-    def _after_failure(self, state: State, attempt: Attempt, failures: list[Failure]) -> State | None:
-        """Return the final state of the run after a failure, or None if the ranks are restarted here."""
+    def _end_by_failure(self, state: State, attempt: Attempt, failures: list[Failure]) -> State | None:
+        """Return the final state of the run if the last of its failures ends it; None if the ranks are restarted."""
         failure = failures[-1]
         stop_requested = self._request_of(attempt) is not None
         if failure.kind == "interrupted" and not stop_requested:
@@ -296,10 +310,7 @@ class Supervisor:
             # A launcher that raises has already ended the ranks that it had started.
             ranks = retry.retry(lambda: self._launcher.start(attempt), attempt.path)
         except (HpcdistError, OSError) as error:
-            kind: Kind = "rejected" if isinstance(error, UserMistake) else "error"
-            if isinstance(error, PreflightError):
-                kind = "unfit"
-            return "failed", Failure(kind=kind, rank=0, host="", step=None, error=_error_text(error))
+            return "failed", failed_start(error)
         self._record_other_nodes(attempt)
         self._report.attempt(attempt, self._launcher.num_ranks)
         try:
@@ -337,12 +348,3 @@ class Supervisor:
                 error="exited with code 0 without a report",
             )
         return "stopped" if ended == "stopped" else "finished", failure
-
-
-def _error_text(error: Exception) -> str:
-    """Return a sentence about the error that ends a run or an attempt."""
-    if isinstance(error, HpcdistError):
-        return str(error)
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
-    return f"the supervisor failed with {type(error).__name__}: {error}"
