@@ -7,8 +7,9 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hpcdist.containers.image_probe import (
@@ -26,6 +27,7 @@ from hpcdist.containers.runtimes import CONTAINERS_STEP, remove_command
 from hpcdist.containers.spec import ContainerSpec
 from hpcdist.files.atomic import write_json
 from hpcdist.files.log_text import last_lines
+from hpcdist.files.retry import retry
 from hpcdist.machine.timed_command import run_within
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
@@ -134,8 +136,22 @@ class ContainerSteps:
                     "traceback": [],
                 },
             )
-        known = code > 128 and code - 128 in {int(number) for number in signal.Signals}
-        return 128 - code if known else code
+        return _with_signal(code)
+
+    def reported_exits(self, attempt: Attempt, *, skip: Container[int] = ()) -> dict[int, int]:
+        """Return the exit codes other than 0 that process 1 of the ranks' containers (`pid1.py`) has written, by rank.
+
+        srun reports the end of a rank only after the runtime's client has ended, which may take many seconds.
+        """
+        if not self._spec.outlives_step:
+            return {}
+        found = {}
+        for path in retry(lambda: sorted(attempt.path.glob("rank-*.exit")), attempt.path):
+            rank = int(path.stem.removeprefix("rank-"))
+            # The wrapper of the rank removes the file once the container is removed.
+            if rank not in skip and (code := _read_code(path)):
+                found[rank] = _with_signal(code)
+        return found
 
     def _nodes(self) -> list[tuple[list[str], list[str]]]:
         """Return srun's flags and the nodes, in Slurm's order, of each component of the job."""
@@ -162,3 +178,17 @@ class ContainerSteps:
         step = ["srun", *group, "--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
         options = ["--cpus-per-task=1", "--input=none", f"--job-name={CONTAINERS_STEP}", *flags]
         return run_within([*step, *options, *command], timeout_s, env=env)
+
+
+def _read_code(path: Path) -> int:
+    """Return the exit code in a file; 0 if the file does not exist any more."""
+    try:
+        return int(retry(path.read_text, path))
+    except FileNotFoundError:
+        return 0
+
+
+def _with_signal(code: int) -> int:
+    """Return an exit code of a shell, 128 + a signal, as the negative signal."""
+    known = code > 128 and code - 128 in {int(number) for number in signal.Signals}
+    return 128 - code if known else code

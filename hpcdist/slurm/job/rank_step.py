@@ -261,6 +261,9 @@ class RankStep:
                 self.exits.setdefault(rank, 2 if outcome["outcome"] == "rejected" else 1)
             elif rank == 0:
                 self._next_query = began + self._query_interval_s
+        if self._containers is not None:
+            for rank, code in self._containers.reported_exits(self._attempt, skip=self.exits).items():
+                self.exits.setdefault(rank, code)
         # While thousands of ranks create their files the folder changes all the time.
         now = time.monotonic()
         self._next_search = now + SEARCH_PAUSE * (now - began)

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from container_facts import SPEC
 from hpcdist_runs import wait_for
 from supervisor_scene import Recorder
 
 from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
+from hpcdist.containers.node_steps import ContainerSteps
 from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.files.atomic import write_json
 from hpcdist.run.attempt import Attempt
@@ -26,7 +28,7 @@ from hpcdist.slurm.job.preflight_step import Preflight
 from hpcdist.slurm.job.rank_step import RankStep, ended_tasks
 from hpcdist.slurm.job.slurm_launcher import SlurmLauncher
 from hpcdist.supervisor.process_guard import Guard
-from hpcdist.supervisor.restart_policy import Failure
+from hpcdist.supervisor.restart_policy import Failure, first_failure
 from hpcdist.supervisor.supervisor import Supervisor
 
 #: All tests of this file may start processes.
@@ -175,6 +177,22 @@ def test_failures_are_also_read_from_the_ranks_reports(step: Step) -> None:
     step.report(0, "done")
     step.ranks.wait(0)
     assert (list(step.ranks.exits.items()), step.ranks.running) == ([(1, 2), (2, 1)], [0, 3])
+
+
+def test_killed_rank_of_a_container_is_found_before_its_client_ends(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the ranks that lost it would be reported as the failure: the client may take long to end."""
+    with monkeypatch.context() as patch:
+        patch.setattr(step.ranks, "_containers", ContainerSteps(SPEC, RunDir(step.attempt.path.parent), {}))
+        step.report(0, "failed", peer_lost=True, host="n1", step=4, error="connection reset", traceback=[])
+        for rank, code in ((3, "137\n"), (2, "0\n"), (0, "1\n")):
+            (step.attempt.path / f"rank-{rank:05d}.exit").write_text(code)
+        step.ranks.wait(0)
+    assert step.ranks.exits == {0: 1, 3: -signal.SIGKILL}
+    failure = first_failure(step.ranks.exits, step.attempt.outcomes(), lambda rank: None, lambda rank: "n2")
+    assert failure is not None
+    assert failure.sentence() == "rank 3 on n2 was killed by SIGKILL"
 
 
 def test_each_report_is_read_once(step: Step, searches: list[set[int]]) -> None:
