@@ -51,7 +51,7 @@ slow: install ## further variants of what `make test` shows; CI runs both
 	$(BIN)/python -m pytest -m slow -n $(WORKERS)
 
 faults: install ## all faults that a run must survive, with a table of them at the end
-	bash scripts/test_packages.sh
+	bash scripts/test_packages.sh docker
 	$(BIN)/python -m pytest -m 'faults or quick_fault' -n $(WORKERS) --timeout 1800
 
 test-slurm: install ## the Slurm tests with the Slurm of another release: SUITE=trixie or sid; needs root

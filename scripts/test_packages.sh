@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install the packages of the browser, Slurm, container and storage tests. Without permission, these tests are skipped.
+# Install the packages of the browser, Slurm, container and storage tests: test_packages.sh [RUNTIME …]
+# Without permission, these tests are skipped. RUNTIME names further recipes of scripts/runtimes.
 set -euo pipefail
 # Chromium for MLflow's pages; Slurm with accounting; iproute2 and nftables for virtual nodes and their ports; podman,
 # debootstrap and charliecloud for images; PostgreSQL for the tracking server; a compiler for the library that injects
@@ -8,15 +9,15 @@ set -euo pipefail
 packages=(git gcc libc6-dev chromium slurmctld slurmd slurmdbd slurm-client munge mariadb-server iproute2 nftables
   podman runc debootstrap debian-archive-keyring charliecloud postgresql docker.io make jq squashfs-tools squashfuse zstd)
 
-# Install the container runtimes that Debian 12 does not package: those that are missing, or whose recipe or archive has
-# changed.
+# Install the container runtimes that Debian 12 does not package, and those named, if they are missing or if their recipe or
+# archive has changed.
 install_runtimes() {
   local recipes name
   recipes=$(dirname "$(readlink -f "$0")")/runtimes
   [ "$(id -u)" = 0 ] || return 0
   # shellcheck source=scripts/runtimes/installed.sh
   . "$recipes/installed.sh"
-  for name in apptainer enroot pyxis; do
+  for name in apptainer enroot pyxis "$@"; do
     [ "$(stamp "$name")" = "$(cat "$runtimes/$name.stamp" 2>/dev/null)" ] && continue
     bash "$recipes/$name.sh" || echo "the tests of $name will be skipped: scripts/runtimes/$name.sh failed" >&2
   done
@@ -27,7 +28,7 @@ for package in "${packages[@]}"; do
   [ "$(dpkg-query -W -f '${db:Status-Abbrev}' "$package" 2>/dev/null)" = "ii " ] || missing+=("$package")
 done
 if [ ${#missing[@]} = 0 ]; then
-  install_runtimes
+  install_runtimes "$@"
   exit
 fi
 
@@ -48,7 +49,7 @@ fi
 for pause in 5 20 0; do # downloads can fail temporarily
   "${sudo[@]}" apt-get update -q &&
     "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends "${missing[@]}" && {
-    install_runtimes
+    install_runtimes "$@"
     exit 0
   }
   [ "$pause" = 0 ] || sleep "$pause"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,13 @@ class ContainerSteps:
             done = self._on_nodes(nodes, group, command, self._env, REMOVE_S)
             if done.returncode != 0 and not _JOB_IS_OVER.search(done.stderr):
                 log.warning("containers may remain on a node: %s", " ".join(done.stderr.split()))
+
+    def remove_files(self, attempt: Attempt) -> None:
+        """Remove what the wrappers of a killed step have left in the folder of an attempt."""
+        for path in attempt.path.glob("rank-*"):
+            if path.suffix in (".line", ".exit"):
+                with suppress(OSError):  # nothing reads these files any more
+                    path.unlink()
 
     def exit_code(self, attempt: Attempt, rank: int, host: str, code: int) -> int:
         """Return a rank's exit code as if it ran outside a container.

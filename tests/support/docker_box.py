@@ -31,6 +31,7 @@ RECIPES = CHECKOUT / "scripts" / "runtimes"
 RUNC = CHECKOUT / "hpcdist/devcluster/runc_within_limits.sh"
 #: Where scripts/runtimes/docker.sh installs the docker of Debian sid; without it the installed one is used.
 SID = RUNTIMES / "docker"
+PLUGINS = SID / "usr/libexec/docker/cli-plugins"
 #: `host`: the network of this machine without bridges, for builds that download packages. `own`: bridges, network
 #: address translation and published ports in a network namespace without a way to other machines.
 Network = Literal["host", "own"]
@@ -106,6 +107,12 @@ def missing_docker() -> str | None:
     missing = [
         name for name in ("dockerd", "docker", "containerd", "runc", "ip") if shutil.which(name, path=path) is None
     ]
+    if not missing and not PLUGINS.is_dir():  # the client of Debian 12 has none
+        missing = [
+            f"docker {name}"
+            for name in ("buildx", "compose")
+            if subprocess.run(["docker", name, "version"], capture_output=True, check=False).returncode != 0
+        ]
     if missing:
         return f"{', '.join(missing)} not installed: bash scripts/runtimes/docker.sh"
     return None
@@ -176,7 +183,7 @@ def _command(place: Path, store: Path, network: Network) -> list[str]:
 
 def _add_plugins(config: Path) -> None:
     """Make buildx and compose of Debian sid known to the client, which looks for them in the user's configuration."""
-    for plugin in sorted((SID / "usr/libexec/docker/cli-plugins").glob("docker-*")):
+    for plugin in sorted(PLUGINS.glob("docker-*")):
         link = config / "cli-plugins" / plugin.name
         link.parent.mkdir(exist_ok=True)
         if not link.is_symlink():

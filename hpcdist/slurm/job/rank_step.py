@@ -294,6 +294,7 @@ class RankStep:
                 self._process.wait()
         if self._containers is not None:
             self._containers.remove_containers(failed=failed)
+            self._containers.remove_files(self._attempt)
         self._guard.forget(self._process.pid)
         self._log.close()
         os.close(self._descriptor)

@@ -65,6 +65,16 @@ def test_start_failure_is_written_as_the_outcome_of_the_rank(tmp_path: Path) -> 
     assert sorted(attempt.outcomes()) == [2, 3]
 
 
+def test_files_of_killed_wrappers_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "001").mkdir()
+    attempt = Attempt(tmp_path / "001")
+    os.mkfifo(attempt.path / "rank-00000.line")
+    (attempt.path / "rank-00001.exit").write_text("137\n")
+    attempt.log(1).write_text("stays")
+    ContainerSteps(SPEC, RunDir(tmp_path), {}).remove_files(attempt)
+    assert [path.name for path in attempt.path.iterdir()] == ["rank-00001.log"]
+
+
 class FakeJob:
     """A job whose srun and podman are scripts that record their calls."""
 
