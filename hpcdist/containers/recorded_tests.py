@@ -42,23 +42,31 @@ class RecordedTests:
     date: str = "2026-11-23"
 
 
-#: The whole matrix passed as root on 2026-11-23.
+#: The whole matrix passed as root on 2026-11-23, with both plugins that signal and end the processes of a step.
 RECORDED = (
     RecordedTests(runtime="podman", version="4.3.1", passed=FAULTS),
-    RecordedTests(runtime="podman", version="4.3.1", passed=("plain", "requeue"), user=USER),
+    RecordedTests(runtime="podman", version="4.3.1", passed=FAULTS, proctrack="cgroup"),
+    RecordedTests(runtime="podman", version="4.3.1", passed=_AS_USER, user=USER),
     RecordedTests(runtime="docker", version="20.10.24", passed=FAULTS),
+    RecordedTests(runtime="docker", version="20.10.24", passed=FAULTS, proctrack="cgroup"),
     RecordedTests(runtime="docker", version="20.10.24", passed=_AS_USER, user=USER),
     RecordedTests(runtime="apptainer", image="folder", version="1.4.5", passed=FAULTS),
+    RecordedTests(runtime="apptainer", image="folder", version="1.4.5", passed=FAULTS, proctrack="cgroup"),
     RecordedTests(runtime="apptainer", image=".sif", version="1.4.5", passed=FAULTS),
+    RecordedTests(runtime="apptainer", image=".sif", version="1.4.5", passed=FAULTS, proctrack="cgroup"),
     RecordedTests(runtime="apptainer", image="folder", version="1.4.5", passed=_AS_USER, user=USER),
     RecordedTests(runtime="apptainer", image=".sif", version="1.4.5", passed=_AS_USER, user=USER),
     RecordedTests(runtime="charliecloud", version="0.31", passed=FAULTS),
+    RecordedTests(runtime="charliecloud", version="0.31", passed=FAULTS, proctrack="cgroup"),
     RecordedTests(runtime="charliecloud", version="0.31", passed=_AS_USER, user=USER),
     RecordedTests(runtime="enroot", image="folder", version="4.1.2", passed=FAULTS),
+    RecordedTests(runtime="enroot", image="folder", version="4.1.2", passed=FAULTS, proctrack="cgroup"),
     RecordedTests(runtime="enroot", image=".sqsh", version="4.1.2", passed=FAULTS),
-    RecordedTests(runtime="enroot", image="folder", version="4.1.2", passed=("plain", "requeue"), user=USER),
-    RecordedTests(runtime="enroot", image=".sqsh", version="4.1.2", passed=("plain", "requeue"), user=USER),
+    RecordedTests(runtime="enroot", image=".sqsh", version="4.1.2", passed=FAULTS, proctrack="cgroup"),
+    RecordedTests(runtime="enroot", image="folder", version="4.1.2", passed=_AS_USER, user=USER),
+    RecordedTests(runtime="enroot", image=".sqsh", version="4.1.2", passed=_AS_USER, user=USER),
     RecordedTests(runtime="pyxis", version="0.24", passed=FAULTS),
+    RecordedTests(runtime="pyxis", version="0.24", passed=FAULTS, proctrack="cgroup"),
     RecordedTests(runtime="pyxis", version="0.24", passed=_AS_USER, user=USER),
 )
 
