@@ -110,10 +110,10 @@ class ContainerSteps:
 
     def remove_files(self, attempt: Attempt) -> None:
         """Remove what the wrappers of a killed step have left in the folder of an attempt."""
-        for path in attempt.path.glob("rank-*"):
-            if path.suffix in (".line", ".exit"):
-                with suppress(OSError):  # nothing reads these files any more
-                    path.unlink()
+        with suppress(OSError):  # nothing reads these files any more
+            for path in attempt.path.glob("rank-*"):
+                if path.suffix in (".line", ".exit"):
+                    path.unlink(missing_ok=True)
 
     def exit_code(self, attempt: Attempt, rank: int, host: str, code: int) -> int:
         """Return a rank's exit code as if it ran outside a container.
