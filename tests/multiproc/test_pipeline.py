@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hpcdist.checkpoint.weights import load_weights
 from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, TrainerConfig
-from hpcdist.errors import PeerLost
+from hpcdist.errors import PeerLost, RemoteError
 from hpcdist.models.image import build_model
 from hpcdist.rank.context import Context
 from hpcdist.rank.network.rpc import rpc_group
@@ -186,6 +186,44 @@ def test_killed_stage_ends_the_step_of_its_neighbour(tmp_path: Path, victim: int
     message = outcomes[1 - victim]
     assert message.startswith(f"stage:{victim} (rank {victim}) does not answer: ")
     assert RPC_TIMED_OUT not in message, "the connection has ended, which is noticed at once"
+
+
+class RefusingInbox(Inbox):
+    """An inbox that takes the tensors of one step, and none of the next one."""
+
+    def put(self, kind: str, number: int, tensor: Tensor) -> None:
+        if number >= NUM_MICRO_BATCHES:
+            raise OSError("no memory is left")
+        super().put(kind, number, tensor)
+
+
+def step_without_delivery(here: Rank, path: Path, receiver: int) -> str:
+    """Write the sender's error of the step in which the receiver takes no tensors; return that of the receiver."""
+    images, labels = batch()
+    inputs, targets = (images, None) if here.rank == 0 else (None, labels)
+    inbox = RefusingInbox() if here.rank == receiver else Inbox()
+    try:
+        with stage_context(here, path) as ctx, rpc_group(ctx, target=inbox) as group:
+            stage = Stage(whole_model(), cut_after(unit_names(whole_model()), CUTS[2])[ctx.rank])
+            engine = RpcEngine(stage, Wire(ctx, group, inbox), index=ctx.rank, num_stages=2, schedule="1f1b")
+            engine.step(inputs, targets, NUM_MICRO_BATCHES)
+            engine.step(inputs, targets, NUM_MICRO_BATCHES)
+    except (PeerLost, RemoteError) as error:
+        if here.rank == receiver:
+            return str(error)
+        (path / "error").write_text(str(error))
+        os.kill(os.getpid(), signal.SIGKILL)  # as the supervisor does; until then the receiver waits for a tensor
+    return "no error"
+
+
+@pytest.mark.parametrize("receiver", [0, 1])
+def test_tensor_that_is_not_delivered_ends_the_step_of_the_sender(tmp_path: Path, receiver: int) -> None:
+    path, sender = new_run(tmp_path).path, 1 - receiver
+    outcomes = spawn_ranks(step_without_delivery, 2, killed=[sender], path=path, receiver=receiver)
+    error = (path / "error").read_text()
+    assert error.startswith(f"stage:{receiver} (rank {receiver} on ")
+    assert "OSError: no memory is left" in error
+    assert outcomes[receiver].startswith(f"stage:{sender} (rank {sender}) does not answer: ")
 
 
 # --- measurements before the first step, and their part of a checkpoint

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+import pytest
 import torch
+from process_stacks import kill_with_stacks
 
 from hpcdist.files.atomic import read_json
 from hpcdist.run.attempt import Attempt
@@ -193,9 +195,15 @@ class Runs:
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 600.0) -> tuple[int, str]:
-    """Wait for a process of `Runs.start`; return exit code and output."""
+    """Wait for a process of `Runs.start`; return exit code and output. One that does not end fails with its stacks."""
     with process:
-        output, _ = process.communicate(timeout=timeout_s)
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            stacks = kill_with_stacks(process.pid)
+            output, _ = process.communicate()
+            # The output first: a report that is cut keeps the stacks, which have the reason.
+            pytest.fail(f"not ended within {timeout_s:g} s:\n{output[-2000:]}\n{stacks}", pytrace=False)
     return process.returncode, output
 
 

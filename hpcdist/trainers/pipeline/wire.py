@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import rpc
 
-from hpcdist.errors import PeerLost
+from hpcdist.errors import PeerLost, RemoteError
 from hpcdist.rank.context import Context
 from hpcdist.rank.network.rpc import RpcGroup, remote, rpc_target
 
@@ -84,11 +84,9 @@ class Wire:
     def send(self, rank: int, kind: Kind, tensor: Tensor) -> None:
         """Send a tensor to a neighbour without waiting. The caller must not change it afterwards.
 
-        Raises PeerLost if an earlier tensor could not be delivered.
+        Raises PeerLost or RemoteError if an earlier tensor could not be delivered.
         """
-        while self._pending and self._pending[0][1].done():
-            receiver, future = self._pending.popleft()
-            self._wait(receiver, future)
+        self._check_deliveries()
         number = self._num_sent[rank, kind]
         self._num_sent[rank, kind] += 1
         if rank not in self._mapped:
@@ -96,11 +94,16 @@ class Wire:
         self._pending.append((rank, rpc.rpc_async(self._names[rank], _deliver, (kind, number, tensor))))
 
     def receive(self, rank: int, kind: Kind) -> Tensor:
-        """Return the next tensor of a kind; each kind comes from one neighbour. Raises PeerLost if it is gone."""
+        """Return the next tensor of a kind; each kind comes from one neighbour.
+
+        Raises PeerLost if the neighbour is gone, and PeerLost or RemoteError if a sent tensor could not be delivered:
+        the neighbour would wait for that tensor, and this rank for the neighbour.
+        """
         number = self._num_received[kind]
         self._num_received[kind] += 1
         began = time.perf_counter()
         while not self._inbox.wait_for(kind, number, CHECK_INTERVAL_S):
+            self._check_deliveries()
             self._wait(rank, rpc.rpc_async(self._names[rank], _check_alive))
         self.waited_s += time.perf_counter() - began
         tensor, event = self._inbox.pop(kind, number)
@@ -110,10 +113,18 @@ class Wire:
             tensor.record_stream(stream)
         return tensor.to(self._device)
 
+    def _check_deliveries(self) -> None:
+        """Raise the error of the oldest delivery that has failed; a call that is not answered fails after a minute."""
+        while self._pending and self._pending[0][1].done():
+            receiver, future = self._pending.popleft()
+            self._wait(receiver, future)
+
     def _wait(self, rank: int, future: torch.futures.Future[None]) -> None:
         try:
             future.wait()
         except RuntimeError as error:
+            if (remote_error := RemoteError.received(error)) is not None:
+                raise remote_error from None
             reason = str(error).partition("\n")[0]
             raise PeerLost(f"{self._names[rank]} (rank {rank}) does not answer: {reason}") from error
 
