@@ -15,8 +15,10 @@ from hpcdist.files import formats, retry
 from hpcdist.files.atomic import read_json, read_json_lines, write_json
 
 KEY_BYTES = 32
-#: Author of the stop request after which the ranks are restarted on more nodes.
+#: Origin of the stop request after which the ranks are restarted on more nodes.
 BY_GROWTH = "growth"
+#: Origin of the requests of users, whose names must not be taken for another origin.
+BY_USER = "user"
 _OUTCOME = re.compile(r"rank-([0-9]{1,9})\.outcome\.json")
 
 
@@ -25,7 +27,7 @@ class Request:
     """A request to end an attempt."""
 
     action: Literal["stop", "cancel"] = "stop"
-    by: str = "unknown"  #: name of a user, or of a signal
+    by: str = "unknown"  #: origin, which decides about restarts: BY_USER, BY_GROWTH, the name of a signal, or another
     reason: str = "unreadable request file"
 
 

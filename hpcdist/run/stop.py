@@ -10,6 +10,7 @@ from typing import Literal
 from hpcdist.errors import UserMistake
 from hpcdist.files.atomic import read_json, write_json
 from hpcdist.files.ownership import require_mine
+from hpcdist.run.attempt import BY_USER
 from hpcdist.run.folder import ENDED, RunDir, Status
 from hpcdist.run.lease import hold, holder, user_name
 from hpcdist.run.slurm_job import job_of
@@ -46,7 +47,7 @@ def end(run: RunDir, action: Literal["stop", "cancel"], *, by: str = "") -> str:
         raise UserMistake(
             f"run {run.name} is not running: it has no supervisor, and its last state is {state.status!r}"
         )
-    run.send_request(action, by=by or user_name(), reason=author)
+    run.send_request(action, by=by or BY_USER, reason=author)
     if action == "stop":
         return f"{run.name} will save and stop; `hpcdist status {run.name}` shows its progress"
     return f"{run.name} will end at once"
@@ -64,8 +65,7 @@ def end_sweep(sweep: SweepDir, action: Literal["stop", "cancel"]) -> list[str]:
     active = holder(sweep) is not None
     if active:
         # Before the request to the running cell: its end would start the next one.
-        by = user_name()
-        write_json(sweep.request, {"action": action, "by": by, "reason": f"`hpcdist {action}` by {by}"})
+        write_json(sweep.request, {"action": action, "by": BY_USER, "reason": f"`hpcdist {action}` by {user_name()}"})
     messages = []
     for cell in sweep.cells():
         if not os.path.lexists(cell.path / "state.json"):

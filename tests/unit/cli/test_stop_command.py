@@ -11,7 +11,7 @@ from command_line import Cli, Result, job, one_line
 
 from hpcdist.files.atomic import read_json, write_json
 from hpcdist.run.folder import RunDir
-from hpcdist.run.lease import hold
+from hpcdist.run.lease import hold, user_name
 from hpcdist.slurm.job_snapshot import JobSnapshot
 
 #: These tests may start processes.
@@ -33,7 +33,7 @@ def test_request_is_written_to_the_last_attempt(
         assert hpcdist(command, "first") == Result(0, output, "")
     request = read_json(run.attempt(2).request) or {}
     assert request["action"] == command
-    assert request["reason"] == f"`hpcdist {command}` by {request['by']}"
+    assert request["reason"] == f"`hpcdist {command}` by {user_name()}"
     assert not run.attempt(1).request.exists()
 
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from supervisor_scene import DONE, STOP_ON_REQUEST, Scene, fails
 
-from hpcdist.run.attempt import BY_GROWTH, Attempt
+from hpcdist.run.attempt import BY_GROWTH, BY_USER, Attempt
 from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import RunDir
+from hpcdist.run.lease import hold
+from hpcdist.run.stop import end
 from hpcdist.supervisor.local_launcher import LocalRanks
 from hpcdist.supervisor.supervisor import JobRules
 
@@ -122,3 +124,19 @@ def test_stop_signal_during_a_restart_on_more_nodes_ends_the_run(scene: Scene) -
     request = scene.run.attempt(1).read_request()
     assert request is not None
     assert request.by == "SIGTERM"
+
+
+@pytest.mark.parametrize("name", [BY_GROWTH, "SIGTERM", "SIGINT", "time limit"])
+def test_name_of_a_user_is_never_taken_for_another_origin_of_a_request(
+    scene: Scene, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOGNAME", name)
+    scene.script(first=[STOP_ON_REQUEST, [["await", "{attempt}/request.json"]]], second=[[*DONE], EXIT_0])
+    scene.report.on_attempt = lambda attempt: attempt.number == 1 and end(scene.run, "stop")
+    with hold(scene.run):
+        state = scene.supervise()
+    assert (state.status, state.attempt) == ("stopped", 1)
+    assert state.reason == f"stopped with everything saved (`hpcdist stop` by {name})"
+    request = scene.run.attempt(1).read_request()
+    assert request is not None
+    assert request.by == BY_USER
