@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from context_scene import new_run, open_context
 from hpcdist_runs import assert_states_equal
 from spawn import Rank, spawn_ranks
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.checkpoint.weights import load_weights
 from hpcdist.config.schema import (
@@ -26,6 +28,8 @@ from hpcdist.config.schema import (
     StopConfig,
     TrackingConfig,
 )
+from hpcdist.rank.elastic.division import Division
+from hpcdist.rank.elastic.micro_batches import MicroBatches, sum_over_ranks
 from hpcdist.rank.elastic.summation import Exchange, PartialSums
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal.reader import read_records
@@ -102,11 +106,37 @@ def assert_sums_are_those_of_one_rank(here: Rank) -> None:
         assert torch.equal(*found), num_leaves
 
 
+def assert_gradients_of_a_model_without_buffers(here: Rank) -> None:
+    """Compare them with those of the whole global batch, also in a step in which only one micro-batch has samples."""
+    x = torch.randn(18, 3, generator=torch.Generator().manual_seed(0))
+    division = Division(
+        num_samples=len(x),
+        global_batch_size=16,
+        num_micro_batches=8,
+        seed=0,
+        rank=here.rank,
+        world_size=here.world_size,
+    )
+    for exact in (True, False):
+        torch.manual_seed(0)
+        net = nn.Linear(3, 1)
+        whole, model = copy.deepcopy(net), DistributedDataParallel(net)
+        if not exact:
+            model.register_comm_hook(None, sum_over_ranks)
+        for step, samples in enumerate(division.order(0).split(16)):
+            for micro in MicroBatches(division, exact=exact).of_step(model, step):
+                (model(x[micro.indices]).square().mean() * micro.weight).backward()
+            whole.zero_grad()
+            whole(x[samples]).square().mean().backward()
+            torch.testing.assert_close([p.grad for p in net.parameters()], [p.grad for p in whole.parameters()])
+
+
 def fit_both(
     here: Rank, paths: dict[bool, Path], stop_at: int | None, sections: dict[str, Any]
 ) -> dict[bool, tuple[str, Audit]]:
     """Train the exact run and the other one."""
     assert_sums_are_those_of_one_rank(here)
+    assert_gradients_of_a_model_without_buffers(here)
     configs = {exact: dataclasses.replace(config(exact=exact), **sections) for exact in paths}
     return {exact: fit(here, path, configs[exact], stop_at) for exact, path in paths.items()}
 

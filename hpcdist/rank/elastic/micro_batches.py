@@ -88,7 +88,7 @@ class _Gradients:
         new = self._buffers.take(weight, _sum_dtype(_trained(self._model.module)))
         if self._changes is None:
             self._changes = new
-        else:
+        elif new:  # torch refuses empty lists, those of a model without buffers
             torch._foreach_add_(self._changes, new)
 
     def reduce(self) -> None:
