@@ -9,7 +9,8 @@ last bracket (`n[1-3]-ib`), which Slurm does not accept, is supported::
     group  := "[" choice ("," choice)* "]"
     choice := NUMBER | NUMBER "-" NUMBER
 
-Groups multiply, the rightmost fastest; a range keeps the width of its first number.
+Groups multiply in the order of `scontrol show hostnames`: the last one changes fastest, then the first, the second, and
+so on (`m[1-2]n[3-4]o[5-6]`: m1n3o5, m1n3o6, m2n3o5, …). A range keeps the width of its first number.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ MAX_HOSTS = 1_000_000
 
 _MAX_NAME_LENGTH = 255  # DNS allows no longer name
 _PART = re.compile(r"(?P<text>[A-Za-z0-9._-]+)|\[(?P<choices>[^\[\]]*)\]")
+_ANOTHER_GROUP = re.compile(r"[^,\[\]]*\[")  # in the rest of the name
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _TASKS = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,8})\))?")
 
@@ -83,8 +85,11 @@ def _names(nodelist: str, start: int) -> tuple[list[str], int]:
         _check_count(nodelist, start, len(names) * len(found))
         if max(map(len, names)) + max(map(len, found)) > _MAX_NAME_LENGTH:
             _fail(nodelist, start, f"a node name of more than {_MAX_NAME_LENGTH} characters begins here")
-        names = [left + right for left in names for right in found]
         end = part.end()
+        if _ANOTHER_GROUP.match(nodelist, end):
+            names = [left + right for right in found for left in names]
+        else:
+            names = [left + right for left in names for right in found]
     if end == start:
         _fail(nodelist, start, "a node name is missing")
     return names, end

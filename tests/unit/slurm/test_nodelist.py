@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import random
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
+from slurm_cluster import REQUIRE
 
 from hpcdist.errors import TopologyError
 from hpcdist.slurm.nodelist import MAX_HOSTS, expand, expand_tasks
@@ -26,12 +32,54 @@ from hpcdist.slurm.nodelist import MAX_HOSTS, expand, expand_tasks
         ("gpu[01]-[02-03]", "gpu01-02 gpu01-03"),
         ("x[1-2]y[1,3]z,w", "x1y1z x1y3z x2y1z x2y3z w"),
         ("[1-2]n", "1n 2n"),
+        ("m[1-2]n[3-4]o[5-6]", "m1n3o5 m1n3o6 m2n3o5 m2n3o6 m1n4o5 m1n4o6 m2n4o5 m2n4o6"),
+        ("m[1-2]n[3-4]o[5],p[1-2]", "m1n3o5 m2n3o5 m1n4o5 m2n4o5 p1 p2"),
         ("n[5-5]", "n5"),
         ("n2,n2", "n2 n2"),
     ],
 )
 def test_nodelist_is_expanded_in_order(nodelist: str, hosts: str) -> None:
     assert expand(nodelist) == hosts.split()
+
+
+def random_nodelist(draw: random.Random) -> str:
+    """Return a nodelist of one to three names with one to four groups each, which Slurm accepts."""
+
+    def number() -> str:
+        return f"{draw.randrange(12):0{draw.randint(1, 3)}d}"
+
+    def choice() -> str:
+        low = number()
+        return draw.choice([low, f"{low}-{int(low) + draw.randrange(4)}"])
+
+    def group() -> str:
+        return (
+            draw.choice(["n", "rack", "a-b", "x1y", ""]) + f"[{','.join(choice() for _ in range(draw.randint(1, 3)))}]"
+        )
+
+    def name() -> str:
+        return "c" + "".join(group() for _ in range(draw.randint(1, 4)))
+
+    return ",".join(draw.choice([name, name, name, lambda: f"login{number()}"])() for _ in range(draw.randint(1, 3)))
+
+
+@pytest.mark.processes
+def test_order_is_that_of_scontrol(tmp_path: Path) -> None:
+    if shutil.which("scontrol") is None:
+        reason = "scontrol not found: install Slurm's commands (scripts/test_packages.sh)"
+        pytest.fail(f"{REQUIRE}=1, but {reason}") if os.environ.get(REQUIRE) == "1" else pytest.skip(reason)
+    conf = tmp_path / "slurm.conf"
+    conf.write_text("ClusterName=test\nSlurmctldHost=localhost\n")
+    draw = random.Random(1)
+    nodelists = [random_nodelist(draw) for _ in range(2000)]
+    for first in range(0, len(nodelists), 100):  # separated by a name that none of them contains
+        some = nodelists[first : first + 100]
+        command = ["scontrol", "show", "hostnames", ",end,".join(some)]
+        done = subprocess.run(
+            command, env={**os.environ, "SLURM_CONF": str(conf)}, capture_output=True, text=True, check=True
+        )
+        for nodelist, expected in zip(some, done.stdout.split("\nend\n"), strict=True):
+            assert expand(nodelist) == expected.split(), nodelist
 
 
 @pytest.mark.parametrize(
