@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,11 +22,31 @@ _MARKS = {
     ".singularity.d": "apptainer",
     "ch/environment": "charliecloud",
 }
+#: Number of the last mount namespace that a kernel creates while it boots; it is 4026531832, …840 or …841 by version.
+_LAST_BOOT_NAMESPACE = 4026531841
 
 
 def container_runtime(root: Path = Path("/")) -> str:
-    """Return the runtime whose files are in this process's root file system; empty outside of a container."""
-    return next((runtime for mark, runtime in _MARKS.items() if (root / mark).exists()), "")
+    """Return the runtime whose files are in this process's root file system; empty outside of a container.
+
+    The files alone prove nothing: the disk of a virtual machine may have been made of an image.
+    """
+    found = next((runtime for mark, runtime in _MARKS.items() if (root / mark).exists()), "")
+    return "" if found and _is_root_of_machine(root / "proc/self") else found
+
+
+def _is_root_of_machine(process: Path) -> bool:
+    """Return whether a process is in the mount namespace of the machine, or has a whole disk as its root."""
+    try:
+        namespace = re.fullmatch(r"mnt:\[(\d+)\]", os.readlink(process / "ns/mnt"))
+        mounts = [line.split() for line in (process / "mountinfo").read_text().splitlines()]
+    except OSError:
+        return False
+    if namespace is not None and int(namespace[1]) <= _LAST_BOOT_NAMESPACE:
+        return True
+    # The fields are described in proc(5): root within the file system, mount point, …, -, type, source, options.
+    source = next((mount[mount.index("-") + 2] for mount in mounts if mount[3:5] == ["/", "/"]), "")
+    return source.startswith("/dev/") and not source.startswith("/dev/loop")
 
 
 def image_facts(

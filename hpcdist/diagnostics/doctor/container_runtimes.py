@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpcdist.containers.recorded_tests import FAULTS, tested_versions, tests_of
 from hpcdist.diagnostics.doctor.pyxis_plugin import pyxis_version
 from hpcdist.machine.capabilities import CAP_SYS_RESOURCE, has_capability
 from hpcdist.machine.check import Check, note, ok, warning
@@ -118,12 +117,12 @@ def _check(command: str, host: Host, query: RunCommand) -> Check | None:
         text, fix = problem
         return warning(name, f"{version}; {text}", fix)
     gpus = ", GPUs by --nv" if name == "apptainer" and host.has_gpus else ""
-    return ok(name, f"{version}{gpus}; {_tested(name, version)}{_remark(name, host)}")
+    return ok(name, f"{version}{gpus}{_remark(name, host)}")
 
 
 def _pyxis(query: RunCommand) -> Check:
     version = pyxis_version(query(["scontrol", "show", "config"]).stdout)
-    return ok("pyxis", f"{version}; {_tested('pyxis', version)}" if version else "srun has --container-image")
+    return ok("pyxis", version or "srun has --container-image")
 
 
 def _too_old(name: str, version: str) -> tuple[str, str] | None:
@@ -131,18 +130,6 @@ def _too_old(name: str, version: str) -> tuple[str, str] | None:
     if name not in _OLDEST or major is None or int(major[0]) >= _OLDEST[name]:
         return None
     return f"hpcdist requires {name} {_OLDEST[name]} or newer", "install a newer one"
-
-
-def _tested(name: str, version: str) -> str:
-    """Return the results of hpcdist's tests on Slurm with this release."""
-    found = [
-        f"{len(one.passed)} of {len(FAULTS)} tests" + (f" with a {one.image} image" if one.image else "")
-        + f" on Slurm {one.slurm} with proctrack/{one.proctrack} as {one.user}"
-        for one in tests_of(name, version)
-    ]  # fmt: skip
-    if found:
-        return f"passed {', '.join(found)}"
-    return f"no test with this release is recorded (tested: {', '.join(tested_versions(name))})"
 
 
 def _remark(name: str, host: Host) -> str:

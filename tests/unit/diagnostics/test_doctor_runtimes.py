@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.containers.recorded_tests import FAULTS, RECORDED, ROOT, USER
-from hpcdist.containers.runtimes import RUNTIMES
 from hpcdist.diagnostics.doctor import container_runtimes
 from hpcdist.diagnostics.doctor.container_runtimes import Host
 from hpcdist.machine.check import Check
@@ -42,25 +40,15 @@ def checks_of_runtimes(host: Host, *installed: str, **changed: subprocess.Comple
     )
 
 
-def passed(runtime: str) -> str:
-    """Return doctor's text about the recorded tests of a runtime."""
-    texts = []
-    for one in RECORDED:
-        if one.runtime == runtime:
-            image = f" with a {one.image} image" if one.image else ""
-            where = f" on Slurm {one.slurm} with proctrack/{one.proctrack} as {one.user}"
-            texts.append(f"{len(one.passed)} of {len(FAULTS)} tests{image}{where}")
-    return f"passed {', '.join(texts)}"
-
-
-def test_each_installed_runtime_has_a_line() -> None:
+def test_each_installed_runtime_has_a_line_with_findings_of_this_machine_only() -> None:
+    """Results of hpcdist's own tests are in the documentation."""
     found = checks_of_runtimes(ADA, "docker", "podman", "apptainer", "singularity", "enroot", "ch-run", "srun")
     assert [check.sentence() for check in found] == [
-        "docker: 27.1.1; no test with this release is recorded (tested: 20.10.24)",
-        f"podman: 4.3.1; {passed('podman')}",
-        "apptainer: 1.3.4-1.el9; no test with this release is recorded (tested: 1.4.5)",
-        "enroot: 3.5.0; no test with this release is recorded (tested: 4.1.2)",
-        f"charliecloud: 0.31; {passed('charliecloud')}",
+        "docker: 27.1.1",
+        "podman: 4.3.1",
+        "apptainer: 1.3.4-1.el9",
+        "enroot: 3.5.0",
+        "charliecloud: 0.31",
         "pyxis: srun has --container-image",
     ]
     assert {check.level for check in found} == {"ok"}
@@ -108,16 +96,7 @@ def test_gpus_in_containers_need_the_nvidia_toolkit() -> None:
     assert [check.level for check in checks_of_runtimes(replace(host, cdi=True), "docker", "podman")] == ["ok", "ok"]
     with_runtime = answer('{"nvidia":{"path":"nvidia-container-runtime"}}')
     assert checks_of_runtimes(host, "docker", docker=with_runtime)[0].level == "ok"
-    assert ", GPUs by --nv; " in checks_of_runtimes(host, "apptainer")[0].text
-
-
-def test_recorded_tests_of_the_release_are_named() -> None:
-    (docker,) = checks_of_runtimes(ADA, "docker", docker=answer("20.10.5+dfsg1\n"))
-    assert docker.text == f"20.10.5+dfsg1; {passed('docker')}"
-    (apptainer,) = checks_of_runtimes(ADA, "apptainer", apptainer=answer("apptainer version 1.4.0\n"))
-    assert "tests with a folder image on Slurm " in apptainer.text
-    assert "tests with a .sif image on Slurm " in apptainer.text
-    assert all(f" as {user}" in apptainer.text for user in (ROOT, USER))
+    assert checks_of_runtimes(host, "apptainer")[0].text.endswith(", GPUs by --nv")
 
 
 def test_old_runtime_is_a_warning() -> None:
@@ -129,14 +108,7 @@ def test_properties_that_matter_on_slurm_are_named() -> None:
     on_slurm = replace(ADA, proctrack="cgroup")
     assert "outside of Slurm's cgroups" in checks_of_runtimes(on_slurm, "docker")[0].text
     assert "`:ro` is rejected" in checks_of_runtimes(on_slurm, "ch-run")[0].text
-    assert checks_of_runtimes(ADA, "ch-run")[0].text == f"0.31; {passed('charliecloud')}"
-
-
-def test_recorded_tests_name_runtimes_and_faults_of_the_matrix() -> None:
-    for one in RECORDED:
-        assert set(one.passed) <= set(FAULTS)
-        assert one.user in (ROOT, USER)
-    assert {one.runtime for one in RECORDED} == {*RUNTIMES, "pyxis"}
+    assert checks_of_runtimes(ADA, "ch-run")[0].text == "0.31"
 
 
 def test_apptainer_of_a_user_needs_namespaces_and_squashfuse(tmp_path: Path) -> None:
@@ -176,9 +148,7 @@ def test_version_of_pyxis_is_read_from_the_plugin(tmp_path: Path) -> None:
     (tmp_path / "plugstack.conf.d/pyxis.conf").write_text("required spank_pyxis.so runtime_path=/run/pyxis\n")
     settings = answer(f"PluginDir = {plugin.parent}\nSLURM_CONF = {tmp_path}/slurm.conf\n")
     (check,) = checks_of_runtimes(ADA, "srun", scontrol=settings)
-    assert check.sentence() == f"pyxis: 0.24.0; {passed('pyxis')}"
-    plugin.write_bytes(b"pyxis: version v0.15.0\0")
-    assert checks_of_runtimes(ADA, "srun", scontrol=settings)[0].text.startswith("0.15.0; no test with this release")
+    assert check.sentence() == "pyxis: 0.24.0"
     plugin.unlink()
     assert checks_of_runtimes(ADA, "srun", scontrol=settings)[0].text == "srun has --container-image"
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import hooks
 import pytest
 from doc_blocks import ROOT
-from generators import commands, config, environment, findings, messages
+from generators import commands, config, environment, findings, messages, runtimes
 from typer.testing import CliRunner
 
 from hpcdist.cli.app import make_app
 from hpcdist.config.schema import describe
+from hpcdist.containers.runtimes import RUNTIMES
 from hpcdist.diagnostics.failure_patterns import PATTERNS, WAITING
 
 
@@ -105,3 +106,10 @@ def test_messages_come_from_raise_statements_and_validation() -> None:
         ("optim.lr must be > 0, got {lr}", "ConfigError"),
         ("onnx is not installed: `pip install '.[export]'` in a checkout of hpcdist", "ExportError"),
     }
+
+
+def test_recorded_tests_name_runtimes_and_faults_of_the_matrix() -> None:
+    for one in runtimes.RECORDED:
+        assert set(one.passed) <= set(runtimes.FAULTS)
+        assert one.user in (runtimes.ROOT, runtimes.USER)
+    assert {one.runtime for one in runtimes.RECORDED} == {*RUNTIMES, "pyxis"}
