@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def clean_state_dict(module: nn.Module) -> dict[str, Tensor]:
@@ -14,6 +18,24 @@ def clean_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """
     prefixes = _wrapper_prefixes(module)
     return {_clean(key, prefixes): value for key, value in module.state_dict().items()}
+
+
+class MaybeSharded:
+    """A state that may contain tensors sharded over ranks (DTensor), as those of FSDP2 and tensor parallelism."""
+
+    def __init__(self, state: Any) -> None:
+        self._values, self._structure = tree_flatten(state)
+        sharding = sys.modules.get("torch.distributed.tensor")  # its import takes long, and sharded models have done it
+        self._kind = sharding.DTensor if sharding is not None else ()
+        self.is_sharded = any(isinstance(value, self._kind) for value in self._values)
+
+    def gather(self, *, keep: bool) -> Any:
+        """Return the state with whole tensors in host memory; None unless `keep`. Call it on all ranks of the mesh."""
+        for number, value in enumerate(self._values):
+            if isinstance(value, self._kind):
+                whole = value.full_tensor()
+                self._values[number] = whole.cpu() if keep else None
+        return tree_unflatten(self._values, self._structure) if keep else None
 
 
 def _wrapper_prefixes(module: nn.Module) -> list[tuple[str, str]]:

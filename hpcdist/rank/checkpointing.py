@@ -15,7 +15,7 @@ from hpcdist.checkpoint.checkpoint_folder import load_file, shard_name
 from hpcdist.checkpoint.rng_state import rng_state, set_rng_state
 from hpcdist.checkpoint.saver import AsyncSaver, BackgroundWriter
 from hpcdist.checkpoint.shards import Shard, ShardExchange
-from hpcdist.checkpoint.state_dict import clean_state_dict
+from hpcdist.checkpoint.state_dict import MaybeSharded, clean_state_dict
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.config.schema import Config
 from hpcdist.errors import CheckpointError
@@ -126,18 +126,26 @@ class RankCheckpoints:
             "role": self._name,
             **(asdict(self.division) if self.division is not None else {}),
         }
-        gathered = self._groups.gather((rank_state, is_owner))
+        state = MaybeSharded(({} if model is None else clean_state_dict(model), dict(trainer)))
+        gathered = self._groups.gather((rank_state, is_owner, state.is_sharded))
+        if len({is_sharded for *_, is_sharded in gathered}) > 1:
+            without = ", ".join(str(rank) for rank, (*_, is_sharded) in enumerate(gathered) if not is_sharded)
+            raise CheckpointError(
+                f"ctx.save: model or optimizer are sharded over ranks (DTensor), but rank {without} passes no shard:"
+                " pass them on every rank, so that they can be saved whole"
+            )
+        whole = state.gather(keep=self._topology.rank == 0)
         is_new, self.saved_step = step != self.saved_step, step
         staging = self.store.staging(step, self._attempt.number)
         if shard is not None and is_owner and is_new:
             self._shard_writer.submit(shard.content(), lambda host: self._shards.write(host, step, staging))
         if self._topology.rank == 0:
-            owners = [rank for rank, (_, owns) in enumerate(gathered) if owns]
+            owners = [rank for rank, (_, owns, _) in enumerate(gathered) if owns]
             self.saver.save(
                 step,
-                model={} if model is None else clean_state_dict(model),
-                trainer=dict(trainer),
-                rank_states=[state for state, _ in gathered],
+                model=whole[0],
+                trainer=whole[1],
+                rank_states=[state for state, *_ in gathered],
                 metrics=dict(metrics or {}),
                 collect_shards=(lambda into: self._shards.collect(step, owners, staging, into)) if owners else None,
                 on_written=on_written,

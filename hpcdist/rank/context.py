@@ -250,7 +250,8 @@ class Context(ContextBatches):
         Args:
             step: number of steps done.
             model: the model, wrapped or bare; its state dict is saved under the names of the bare model. Only rank 0's
-                model is saved. None if rank 0 has no model.
+                model is saved. None if rank 0 has no model. A model with sharded parameters (DTensor, such as FSDP2's)
+                must be passed on every rank: it is saved whole, as are sharded tensors in `trainer`.
             trainer: further state that all ranks need to resume and that is equal on all ranks, such as the state dict
                 of the optimizer.
             local: state that only this rank needs to resume. Keep it small: it is sent to rank 0.

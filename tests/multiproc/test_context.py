@@ -11,8 +11,19 @@ import numpy as np
 import pytest
 import torch
 from context_scene import SINGLE_RANK, new_run, open_context
+from hpcdist_runs import assert_states_equal
 from spawn import Rank, spawn_ranks
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from hpcdist.checkpoint.weights import load_weights
 from hpcdist.config.schema import CheckpointConfig, Config, DataConfig, ElasticConfig, LaunchConfig
@@ -133,6 +144,70 @@ def test_other_world_size_restores_weights_and_reseeds_generators(ranks: list[di
         assert restored is not None
         assert restored.local is None
         ctx.close()
+
+
+# --- sharded models
+
+
+def sharded_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model of FSDP2 whose weights differ between seeds."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return net, torch.optim.Adam(net.parameters(), lr=0.1)
+
+
+def train_sharded(here: Rank, path: Path) -> dict[str, Any]:
+    """Save after two steps and train on; the checkpoint continues another model with the same losses."""
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(here.rank))
+    whole = StateDictOptions(full_state_dict=True)
+
+    def losses(net: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> list[float]:
+        found = []
+        for _ in range(num_steps):
+            loss = net(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    with open_context(here, RunDir(path), CONFIG) as ctx:
+        net, optimizer = sharded_model(seed=1)
+        losses(net, optimizer, 2)
+        if here.rank == 0:
+            with pytest.raises(
+                CheckpointError, match=r"sharded over ranks \(DTensor\), but rank 1 passes no shard: pass"
+            ):
+                ctx.save(1, model=net, trainer={})
+        else:
+            ctx.save(1, model=None, trainer={})
+        ctx.save(2, model=net, trainer={"optimizer": get_optimizer_state_dict(net, optimizer)})
+        weights = {name: full(value) for name, value in net.state_dict().items()}
+        expected = losses(net, optimizer, 2)
+        ctx.close()
+    with open_context(here, RunDir(path), CONFIG) as ctx:
+        saved = ctx.restore()
+        assert saved is not None
+        saved_model = dict(saved.model)
+        net, optimizer = sharded_model(seed=2)
+        set_model_state_dict(net, saved.model, options=whole)
+        set_optimizer_state_dict(net, optimizer, saved.trainer["optimizer"], options=whole)
+        found = losses(net, optimizer, 2)
+        ctx.close()
+    return {"expected": expected, "found": found, "weights": weights, "saved": saved_model}
+
+
+def full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value.clone()
+
+
+def test_sharded_model_is_saved_whole_and_resumes_exactly(tmp_path: Path) -> None:
+    results = spawn_ranks(train_sharded, 2, path=new_run(tmp_path).path)
+    for values in results:
+        assert values["found"] == values["expected"]
+        assert_states_equal(values["saved"], results[0]["weights"])  # buffers are those of rank 0
+        assert values["saved"]["0.weight"].shape == (5, 3)
 
 
 # --- single rank
