@@ -45,6 +45,8 @@ def in_job(config: ConfigName, overrides: Overrides = None) -> int:
     from hpcdist.slurm.job.in_job import run_in_job
 
     logs.configure()
-    state = run_in_job(load_config(config, overrides or []), os.environ, Path.cwd(), load_origin(config))
+    state = run_in_job(
+        load_config(config, overrides or []), os.environ, Path.cwd(), load_origin(config, overrides or [])
+    )
     # The job of a cancelled run did not fail.
     return exit_code(state) if state.status == "failed" else 0

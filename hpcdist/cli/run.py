@@ -92,7 +92,7 @@ def run(
         return run_in_container(config, words, unnamed, engine=engine, image=image, resume=resume, dry_run=dry_run)
     found = _unfinished(unnamed) if resume and not dry_run else None
     named = create.with_name(unnamed) if found is None else replace(unnamed, name=found.name)
-    return run_here(named, found, load_origin(config), follow=follow, dry_run=dry_run)
+    return run_here(named, found, load_origin(config, words), follow=follow, dry_run=dry_run)
 
 
 def _unfinished(config: Config) -> RunDir | None:

@@ -87,7 +87,7 @@ def submit(
         )
     loaded = create.with_name(load_config(config, words, cluster=cluster))
     flags = submission_flags(loaded, dependency, begin)
-    origin = load_origin(config, cluster)
+    origin = load_origin(config, words, cluster)
     return submit_run(loaded, flags, origin, follow=follow, wait=wait, dry_run=dry_run, test=test, force=force)
 
 

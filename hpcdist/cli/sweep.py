@@ -53,7 +53,7 @@ def read_sweep(config: str, overrides: Sequence[str], axes: Sequence[str], clust
         return loaded
 
     found = match(make_sweep(parse_axes(axes, overrides), load, create.label_of))
-    return replace(found, origin=load_origin(config, cluster))
+    return replace(found, origin=load_origin(config, [*overrides, *axes], cluster))
 
 
 # --- on this machine

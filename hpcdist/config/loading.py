@@ -16,6 +16,7 @@ from hpcdist.config.redaction import hide_values
 from hpcdist.config.resolution import resolve
 from hpcdist.config.schema import Config, exact
 from hpcdist.config.shipped import find_config
+from hpcdist.config.tree import expand_short_forms, flat
 from hpcdist.config.written import restore_secrets, written_tree
 from hpcdist.errors import ConfigError
 from hpcdist.files import formats
@@ -44,6 +45,15 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: s
         return _with_overrides(tree, overrides, str(path))
     except ConfigError as error:
         raise _located(error, str(site), keys, _problems(alone, str(path))) from None
+
+
+def written_keys(source: str | Path, overrides: Sequence[str] = (), *, cluster: str | Path | None = None) -> list[str]:
+    """Return the dotted keys that `load_config` does not take from the defaults."""
+    tree = _read_yaml(find_config(source))
+    if cluster is not None:
+        _add_profile(tree, _read_yaml(find_config(cluster, "cluster")))
+    expand_short_forms(tree)
+    return list(dict.fromkeys([*flat(tree), *(text.partition("=")[0] for text in overrides)]))
 
 
 def _add_profile(tree: dict[str, Any], profile: dict[str, Any]) -> list[str]:

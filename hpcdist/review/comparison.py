@@ -56,6 +56,8 @@ def compare(runs: Mapping[str, RunDir], series: Mapping[str, Mapping[str, Series
     sections = {}
     for title in compared[0].sections:
         names = dict.fromkeys(name for run in compared for name in run.sections[title])
+        if title == "config":  # a key that one run has set is compared with the default of the other
+            names = dict.fromkeys(name for run in compared for name in run.facts.parameters if name not in _OWN_CONFIG)
         rows = {name: tuple(run.sections[title].get(name, MISSING) for run in compared) for name in names}
         if differing := {name: values for name, values in rows.items() if len(set(values)) > 1}:
             sections[title] = differing
@@ -65,7 +67,7 @@ def compare(runs: Mapping[str, RunDir], series: Mapping[str, Mapping[str, Series
 def _read(label: str, run: RunDir, series: Mapping[str, Series]) -> ComparedRun:
     facts = read_facts(run)
     sections = {
-        "config": {key: text_of(value) for key, value in facts.config.items() if key not in _OWN_CONFIG},
+        "config": {key: text_of(value) for key, value in {**facts.config, **facts.parameters}.items()},
         "code": _code(run, facts),
         "environment": _environment(run, facts),
         "outcome": _outcome(run, facts),

@@ -19,6 +19,7 @@ from hpcdist.review.checkpoints import CheckpointFacts, best_checkpoint, read_ch
 from hpcdist.review.rank_times import read_account
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.origin import Override, overrides, read_origin
+from hpcdist.run.parameters import parameters
 from hpcdist.run.rerun_record import RerunRecord, read_rerun
 from hpcdist.run.slurm_job import all_job_starts
 from hpcdist.run.training_record import Dataset, TrainingRecord, read_training
@@ -75,7 +76,8 @@ class RunFacts:
     image_base: str = ""  #: digest, id or name of the image on which an image of hpcdist is based
     container_runtime: str = ""  #: of the container in which a local run was started; empty without one
     trainer: str = ""  #: a shipped trainer, `module:function`, or the words of a script
-    config: Mapping[str, Any] = field(default_factory=dict)  #: redacted values by dotted key
+    config: Mapping[str, Any] = field(default_factory=dict)  #: redacted values of all keys by dotted key
+    parameters: Mapping[str, Any] = field(default_factory=dict)  #: what applies to this run, with a script's arguments
     config_name: str = ""  #: the config as given; empty if it is not recorded
     cluster_name: str = ""  #: the site profile as given; empty without one
     overrides: Mapping[str, Override] = field(default_factory=dict)
@@ -131,6 +133,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
     steps = _last_logged(run, attempts, "metric_steps")
     return replace(
         _setup(run, state, flat(tree)),
+        parameters=parameters(run, tree),
         num_job_starts=_num_job_starts(run),
         num_parameters=training.num_parameters,
         datasets=training.datasets,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from hpcdist.files.atomic import read_if_valid, write_json
 from hpcdist.run.folder import RunDir
 
 #: Keys that say where a run is stored, not what it does.
-_LOCATION = ("name", "runs_dir", "tracking.uri")
+LOCATION = ("name", "runs_dir", "tracking.uri")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,8 @@ class Origin:
     cluster: str = ""  #: the site profile as given, if there was one
     values: dict[str, Any] = field(default_factory=dict)
     """Resolved values by dotted key, redacted; empty if the config is not valid without overrides."""
+    written: list[str] | None = None
+    """Keys that the YAML, the site profile or an override has set; None if an older hpcdist has recorded the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +34,17 @@ class Override:
     after: Any
 
 
-def load_origin(source: str, cluster: str | None = None) -> Origin:
-    """Return the origin of a run that is started with this config and this site profile."""
-    from hpcdist.config.loading import load_config
+def load_origin(source: str, overrides: Sequence[str] = (), cluster: str | None = None) -> Origin:
+    """Return the origin of a run that is started with this config, these overrides and this site profile."""
+    from hpcdist.config.loading import load_config, written_keys
     from hpcdist.config.written import flat_values
 
     try:
         values = flat_values(load_config(source, cluster=cluster))
     except HpcdistError:  # it needs an override
         values = {}
-    return Origin(config=str(source), cluster=str(cluster or ""), values=values)
+    written = written_keys(source, overrides, cluster=cluster)
+    return Origin(config=str(source), cluster=str(cluster or ""), values=values, written=written)
 
 
 def write_origin(run: RunDir, origin: Origin) -> None:
@@ -65,5 +68,5 @@ def overrides(origin: Origin, values: Mapping[str, Any]) -> dict[str, Override]:
     return {
         key: Override(before=origin.values.get(key), after=value)
         for key, value in values.items()
-        if key not in _LOCATION and value != origin.values.get(key)
+        if key not in LOCATION and value != origin.values.get(key)
     }

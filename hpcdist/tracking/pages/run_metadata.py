@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpcdist.config.schema import unused_sections
 from hpcdist.config.tree import flat
 from hpcdist.config.written import plain_tree
 from hpcdist.errors import ConfigError, TrackingError
@@ -14,6 +13,7 @@ from hpcdist.files.atomic import read_json
 from hpcdist.run.create import is_generated
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.origin import overrides, read_origin
+from hpcdist.run.parameters import parameters
 from hpcdist.run.rerun_record import read_rerun
 from hpcdist.run.slurm_job import job_starts
 from hpcdist.run.sweep import affects_results, label
@@ -50,24 +50,15 @@ def flatten(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield key, value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def params(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the config as parameters, with secrets redacted and values of MLflow's maximum length.
-
-    Sections of other trainers are omitted, since they have no effect on this run.
-    """
-    return {clean_name(key): clean_text(text)[:MAX_PARAM] for key, text in flatten(_used_sections(config))}
+def params(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the parameters of a run, with secrets redacted and values of MLflow's maximum length."""
+    return {clean_name(key): clean_text(text)[:MAX_PARAM] for key, text in flatten(parameters(run, config))}
 
 
-def names(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+def names(run: RunDir, config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the keys of parameters and user tags, each with its name in MLflow."""
     own = (config.get("tracking") or {}).get("tags") or {}
-    return [(key, clean_name(key)) for tree in (_used_sections(config), own) for key, _ in flatten(tree)]
-
-
-def _used_sections(config: Mapping[str, Any]) -> dict[str, Any]:
-    trainer = config.get("trainer") or {}
-    unused = set() if trainer.get("script") else unused_sections(trainer.get("target", ""))
-    return {key: value for key, value in config.items() if key not in unused}
+    return [(key, clean_name(key)) for tree in (parameters(run, config), own) for key, _ in flatten(tree)]
 
 
 def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:

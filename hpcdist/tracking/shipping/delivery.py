@@ -88,8 +88,8 @@ class Delivery:
         """Find or create the MLflow run, and log the parameters of the config; once."""
         if self._mlflow is None:
             opened = MlflowRun(self.run, self.uri)
-            opened.log_params(run_metadata.params(self.config))
-            self._names.note(run_metadata.names(self.config))
+            opened.log_params(run_metadata.params(self.run, self.config))
+            self._names.note(run_metadata.names(self.run, self.config))
             self._mlflow = opened
             self._load()
         return self._mlflow
@@ -152,7 +152,7 @@ class Delivery:
         """Log the keys that a resume has changed, once they are in the config of the run."""
         if self._config_mark != (mark := run_files.fingerprint(self.run.config)):
             self.config = run_metadata.read_config(self.run)
-            self.open_run().log_params(run_metadata.params(self.config))
+            self.open_run().log_params(run_metadata.params(self.run, self.config))
             self._load()  # with the budgets of the new config
             self._config_mark = mark
 

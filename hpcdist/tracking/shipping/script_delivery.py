@@ -74,8 +74,12 @@ def _ship(
             models[content] = None
         elif (dataset := _dataset(content)) is not None:
             datasets.append(dataset)
-    own = run_metadata.params(config)
-    shown = {_param_name(key, value, own): value for key, value in _redacted(params).items()}
+    own = run_metadata.params(run, config)
+    shown = {
+        PREFIX + key if clean_name(key) in own else key: value
+        for key, value in _redacted(params).items()
+        if not _is_same(own.get(clean_name(key)), value)
+    }
     shown_tags = {_tag_name(key): value for key, value in _redacted(tags).items() if not key.startswith(_CONTEXT_TAGS)}
     names.note((key, clean_name(key)) for key in [*shown, *shown_tags])
     mlflow.log_params({clean_name(key): value[: run_metadata.MAX_PARAM] for key, value in shown.items()})
@@ -105,8 +109,14 @@ def _redacted(values: Mapping[str, str]) -> dict[str, str]:
     return {key: run_metadata.clean_text(str(value)) for key, value in redact_tree(values).items()}
 
 
-def _param_name(key: str, value: str, own: Mapping[str, str]) -> str:
-    return key if own.get(clean_name(key), value) == value else PREFIX + key
+def _is_same(own: str | None, value: str) -> bool:
+    """Return whether a parameter of hpcdist has this value, also in another notation: 5e-5 and 5e-05, true and True."""
+    if own is None or own.lower() == value.lower():
+        return own is not None
+    try:
+        return float(own) == float(value)
+    except ValueError:
+        return False
 
 
 def _tag_name(key: str) -> str:

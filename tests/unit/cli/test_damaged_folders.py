@@ -167,7 +167,7 @@ def undamaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sync_without_mlflow(run: RunDir) -> None:
     """Read the files that the shipper reads."""
     state, config = run.read_state(), run_metadata.read_config(run)
-    run_metadata.params(config)
+    run_metadata.params(run, config)
     run_metadata.fixed_tags(run, config)
     run_metadata.job_tags(run)
     run_metadata.state_tags(state)
