@@ -23,12 +23,16 @@ from hpcdist.diagnostics.failure_patterns import (
 from hpcdist.files.atomic import read_json
 from hpcdist.files.log_text import MAX_LINE_CHARS, last_lines
 from hpcdist.files.ownership import stays_inside
+from hpcdist.review.attempts import read_attempts
+from hpcdist.review.checkpoints import read_checkpoints
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.status import RunStatus, status_of
 from hpcdist.slurm.job_info import JobInfo
 
+#: Attempts of a finished run that are listed.
+MAX_ATTEMPTS = 4
 #: Lines searched at the end of a log, and number of logs searched.
 MAX_LINES = 20_000
 MAX_LOGS = 64
@@ -73,7 +77,11 @@ def _explain(run: RunDir, now: RunStatus) -> list[str]:
     state = now.state
     if now.name == "finished":
         times = f" after {state.restarts} restart{'s' * (state.restarts != 1)}" if state.restarts else ""
-        return [f"finished{times}: {state.reason}; nothing to explain"]
+        earlier = [one for one in read_attempts(run, state, read_checkpoints(run)) if one.status != "finished"]
+        return [
+            f"finished{times}: {state.reason}" + "; nothing to explain" * (not earlier),
+            *(f"{f'{one.number}:':<10}{one.status}: {quote(one.cause)}" for one in earlier[-MAX_ATTEMPTS:]),
+        ]
     if now.name == "created":
         return [f"created, but never started; `hpcdist resume {run.name}` starts it"]
     finding = _finding(run, now)
@@ -95,7 +103,7 @@ def _finding(run: RunDir, now: RunStatus) -> Finding | None:
         return _why_waiting(facts)
     if now.name == "running":
         failed = _last_failure(run, state) if state.restarts else None
-        return None if failed is None else _of_attempt(run, failed, "")
+        return None if failed is None else explain_attempt(run, failed)
     if facts is not None and (facts.state in JOB_ENDS or facts.out_of_memory):
         end = "OUT_OF_MEMORY" if facts.out_of_memory else facts.state
         # Cancelling the job after the run has failed is not the cause.
@@ -105,12 +113,15 @@ def _finding(run: RunDir, now: RunStatus) -> Finding | None:
             return Finding(cause=cause, evidence=evidence, fix=fix)
     if now.name in ("stopped", "cancelled"):
         return Finding(cause=state.reason, fix=f"`hpcdist resume {run.name}` continues from the newest checkpoint")
+    lost = now.name == "lost" or state.reason == "its supervisor died"
     found = (
-        _of_attempt(run, run.attempt(state.attempt), state.reason) if state.attempt else _of_logs(run, _batch_logs(run))
+        explain_attempt(run, run.attempt(state.attempt), "" if lost else state.reason)
+        if state.attempt
+        else _of_logs(run, _batch_logs(run))
     )
     if found is not None:
         return found
-    if now.name == "lost" or state.reason == "its supervisor died":
+    if lost:
         cause = f"its supervisor was killed; {now.reason}" if now.reason else "its supervisor was killed"
         return Finding(cause=cause, fix=f"`hpcdist resume {run.name}` continues from the newest checkpoint")
     return Finding(cause=state.reason or "no cause was recorded", evidence=f"logs in {run.path}/attempts")
@@ -135,48 +146,44 @@ def _why_waiting(facts: JobInfo | None) -> Finding | None:
     return Finding(cause=f"{meaning} ({facts.reason})" if meaning else facts.reason, fix=fix)
 
 
-def _of_attempt(run: RunDir, attempt: Attempt, reason: str) -> Finding | None:
-    """Explain the end of an attempt: by the first rank that failed by itself, else by the logs.
+def explain_attempt(run: RunDir, attempt: Attempt, reason: str = "", *, read_logs: bool = True) -> Finding | None:
+    """Explain the end of an attempt; None if nothing about it is known.
 
-    If the preflight rejected the nodes, no rank was started, and its failure is the cause.
+    The supervisor's record names the rank that failed first. That rank's error is the cause, else what the logs say
+    about a rank that could not report one, else the record itself. If the preflight rejected the nodes, no rank was
+    started, and its failure is the cause.
+
+    Args:
+        reason: the sentence that ended the run; by default the one recorded for the attempt.
+        read_logs: whether to search the logs, some of which all attempts share.
     """
+    times, record = read_times(attempt), read_json(attempt.failure) or {}
+    reason = reason or (times.reason if times is not None else "") or str(record.get("error", ""))
     if reason.startswith("preflight: ") and (found := _of_preflight(run, attempt)) is not None:
         return found
-    failed = _failed_ranks(attempt)
+    failed = _failed_ranks(attempt, first=record.get("rank"))
     if failed and not failed[0][1].get("peer_lost"):
         return _of_outcome(run, attempt, *failed[0])
     hang = _of_hang(run, attempt)
-    # The collected stacks are more specific than a log's message about a hang.
-    ignored = ("peer-lost",) if hang is None else ("peer-lost", "hang")
-    if (found := _of_logs(run, _logs(run, attempt), ignored) or hang) is not None:
-        return found
+    if read_logs:
+        # The collected stacks are more specific than a log's message about a hang; lost peers are a consequence.
+        ignored = ("peer-lost", "collective-timeout", *(["hang"] if hang is not None else []))
+        if (found := _of_logs(run, _logs(run, attempt), ignored)) is not None:
+            return found
+    if hang is not None:
+        return hang
     if (match := first_match([reason])) is not None:
-        return _known(match[0], reason, _stack(run, attempt))
+        evidence = _stack(run, attempt) if match[0].name == "hang" and read_logs else quote(reason)
+        return _known(match[0], reason, evidence)
+    if reason and record.get("rank") not in dict(failed):
+        return Finding(cause=quote(reason), evidence=f"logs in {attempt.path.relative_to(run.path)}")
     return _of_outcome(run, attempt, *failed[0]) if failed else None
 
 
-def explain_failure(run: RunDir, attempt: Attempt, error: str) -> Finding:
-    """Explain the recorded failure of any attempt, without the logs that all attempts share.
-
-    Args:
-        error: the sentence that the supervisor recorded.
-    """
-    if error.startswith("preflight: ") and (found := _of_preflight(run, attempt)) is not None:
-        return found
-    failed = _failed_ranks(attempt)
-    if failed and not failed[0][1].get("peer_lost"):
-        return _of_outcome(run, attempt, *failed[0])
-    if (hang := _of_hang(run, attempt)) is not None:
-        return hang
-    if (match := first_match([error])) is not None:
-        return _known(match[0], error, quote(error))
-    return _of_outcome(run, attempt, *failed[0]) if failed else Finding(cause=quote(error))
-
-
-def _failed_ranks(attempt: Attempt) -> list[tuple[int, dict[str, Any]]]:
-    """Return the outcomes of the ranks that failed, those that failed by themselves first."""
+def _failed_ranks(attempt: Attempt, first: object) -> list[tuple[int, dict[str, Any]]]:
+    """Return the outcomes of the ranks that failed: those that failed by themselves first, rank `first` before all."""
     failed = [item for item in attempt.outcomes().items() if item[1]["outcome"] in ("failed", "rejected")]
-    return sorted(failed, key=lambda item: (bool(item[1].get("peer_lost")), item[1]["time"]))
+    return sorted(failed, key=lambda item: (bool(item[1].get("peer_lost")), item[0] != first, item[1]["time"]))
 
 
 def _of_preflight(run: RunDir, attempt: Attempt) -> Finding | None:

@@ -170,8 +170,20 @@ PATTERNS = (
     Pattern(
         "peer-lost",
         _any(r"Connection (?:closed|reset) by peer", r"Broken pipe", r"nccl(?:Remote|System)Error"),
-        "another rank died first without an error message",
-        "see the other ranks' logs and the node's system log; a killed rank often ran out of memory",
+        "the ranks lost their connection, and none of them reported another cause",
+        "see the ranks' logs, and check the network between the nodes",
+    ),
+    Pattern(
+        "ended-early",
+        _any(r"ended with exit status 0 before the other ranks"),
+        "one rank ended while the others still waited for it",
+        "every rank must take part until the end of the training: see the log of the named rank for an early return",
+    ),
+    Pattern(
+        "no-report",
+        _any(r"exited with code (\d+) without a report"),
+        "the process of the rank ended itself with code {0}, without an exception (os._exit, or native code)",
+        "see the end of the named rank's log",
     ),
     Pattern(
         "killed",

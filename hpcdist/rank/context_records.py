@@ -44,7 +44,7 @@ class ContextRecords(RankInfo):
         self._notes = TrainingNotes(attempt, is_main=self.is_main)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record metrics of a step. Only rank 0 records; on other ranks the call has no effect.
+        """Record metrics of a step. Only rank 0 records; other ranks only note the step, for messages about them.
 
         The call writes to the run's journal and takes microseconds; a separate process sends the journal to MLflow.
         Values must be numbers in host memory: `float(tensor)` of a CUDA tensor waits for the GPU, so log only every
@@ -52,7 +52,7 @@ class ContextRecords(RankInfo):
         """
         if self.is_main:
             self._journal.log(metrics, step)
-            self._heartbeat.note_logged(metrics, step)
+        self._heartbeat.note_logged(metrics if self.is_main else {}, step)
 
     def log_dataset(
         self, name: str, *, split: str = "train", num_samples: int | None = None, digest: str = "", source: str = ""

@@ -51,7 +51,7 @@ NO_SAVE = "not saved, since the script does not call hpcdist.should_save(step) a
 
 
 def log(metrics: Mapping[str, float], step: int) -> None:
-    """Record metrics of a step. Only rank 0 records; on other ranks the call has no effect.
+    """Record metrics of a step. Only rank 0 records; other ranks only note the step, for messages about them.
 
     The call takes microseconds and never waits for MLflow. Steps that a restart repeats keep their first value. Outside
     of a run nothing is recorded.
@@ -61,6 +61,8 @@ def log(metrics: Mapping[str, float], step: int) -> None:
     records = rank_records.current()
     if records is not None and records.is_main:
         records.log(metrics, step)
+    elif records is not None:
+        records.on_metrics({}, step)
 
 
 def should_stop(step: int, total_steps: int | None = None) -> bool:

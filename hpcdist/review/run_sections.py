@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcdist.config.redaction import redact_text
 from hpcdist.config.tree import flat
-from hpcdist.diagnostics.explain import JOB_ENDS, Finding, explain_failure
+from hpcdist.diagnostics.explain import JOB_ENDS, Finding, explain_attempt
 from hpcdist.files import retry
 from hpcdist.files.atomic import read_json
 from hpcdist.files.log_text import last_lines
@@ -135,7 +135,7 @@ def read_faults(run: RunDir) -> list[Fault]:
         error = text_of(failure.get("error"))
         host, step = text_of(failure.get("host")), failure.get("step")
         where = f"rank {failure.get('rank')} on {host}" if host else ""
-        finding = explain_failure(run, attempt, error)
+        finding = explain_attempt(run, attempt, error, read_logs=False) or Finding(cause=error)
         if failure.get("kind") == "killed" and (used := _memory_before(run, attempt, host)) is not None:
             memory = f"the last measured memory use of {host} was {used} %"
             finding = replace(finding, evidence="; ".join(filter(None, (finding.evidence, memory))))

@@ -33,7 +33,7 @@ class Failure:
         if not self.host:  # no rank was started
             return self.error
         where = f"rank {self.rank}{f' ({self.role})' if self.role else ''} on {self.host}"
-        at = f" at step {self.step}" if self.step is not None else ""
+        at = f" after step {self.step}" if self.step else ""
         # The other ranks may have done more steps; they exchange gradients before a heartbeat is due.
         at += " (last heartbeat)" if at and self.kind in ("killed", "vanished", "lost") else ""
         failed = "" if self.kind in ("killed", "hung", "vanished", "not_started", "lost") else "failed with "
@@ -67,7 +67,7 @@ def first_failure(
         host_of: returns the host of a rank without an outcome.
 
     A rank that lost its peer is a consequence. Among causes, the first in the order of exits counts, because killed
-    ranks record no time.
+    ranks record no time. Without another cause, a rank that ended first with exit status 0 has left the others.
     """
     causes: list[Failure] = []
     consequences: list[Failure] = []
@@ -90,6 +90,11 @@ def first_failure(
             error = f"was killed by {name}" if code < 0 else f"exited with code {code} without a report"
             kind = "killed" if code < 0 else "vanished"
             causes.append(Failure(kind=kind, rank=rank, host=host_of(rank), step=last_step(rank), error=error))
+    left = next(iter(exits), None)
+    if left is not None and exits[left] == 0 and consequences and not causes:
+        error = "ended with exit status 0 before the other ranks"
+        step = outcomes[left]["step"] if left in outcomes else last_step(left)
+        causes.append(Failure(kind="vanished", rank=left, host=host_of(left), step=step, error=error))
     first = next(iter(causes + consequences), None)
     if first is None:
         return None

@@ -334,7 +334,7 @@ class Supervisor:
             return "cancelled", None
         if watch.stop_requested and self._config.trainer.script and not hung:
             # A plain script that SIGTERM ends has stopped as requested.
-            exits = {rank: 0 if code == -signal.SIGTERM else code for rank, code in exits.items()}
+            exits = {rank: code for rank, code in exits.items() if code != -signal.SIGTERM}
             failure = first_failure(exits, outcomes, watch.progress.last_step, ranks.host_of)
             return "stopped", failure
         failure = hung or first_failure(exits, outcomes, watch.progress.last_step, ranks.host_of)

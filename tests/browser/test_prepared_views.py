@@ -94,9 +94,11 @@ def test_failures_are_grouped_by_state_with_their_causes(page: Page, site: Site)
     )
     causes = cell(page, "failing", "tags.`hpcdist.interruptions`")
     expect(causes).to_contain_text("1: rank ")
-    expect(causes).to_contain_text("a mistake in the user's own code at step")
+    expect(causes).to_contain_text("a mistake in the user's own code after step")
     expect(cell(page, "finished", "tags.`hpcdist.interruptions`")).to_have_text(re.compile("^-?$"))
-    expect(cell(page, "failing", "tags.`hpcdist.reason`")).to_contain_text("a mistake in the user's own code at step")
+    expect(cell(page, "failing", "tags.`hpcdist.reason`")).to_contain_text(
+        "a mistake in the user's own code after step"
+    )
     expect(cell(page, "failing", "tags.`hpcdist.attempts`")).to_have_text("1")
     expect(cell(page, "finished", "tags.`hpcdist.lost_steps`")).to_have_text("0")
     first = page.locator(".ag-pinned-left-cols-container .ag-row[row-index='0']")

@@ -53,7 +53,7 @@ def test_first_failed_rank_is_reported_with_traceback_and_log(runs: Runs) -> Non
     code, output = runs.command("run", *runs.config(name, *COUNTING, *params, *NO_WAIT))
     assert code == 1, output
     lines = [line.rstrip() for line in output.splitlines()]
-    sentence = f"rank 2 on {os.uname().nodename} failed with ValueError: a mistake in the user's own code at step 24"
+    sentence = f"rank 2 on {os.uname().nodename} failed with ValueError: a mistake in the user's own code after step 24"
     # The restart from step 20 fails in the same way, so there is no third attempt.
     assert lines.count(sentence) == 2, output
     first = lines.index(sentence)

@@ -89,7 +89,7 @@ def test_run_resumes_from_the_last_checkpoint_after_a_killed_rank(runs: Runs, au
     code, output = finish(process)
     assert code == 0, output
     assert "rank 1 on " in output
-    assert "was killed by SIGKILL at step " in output
+    assert "was killed by SIGKILL after step " in output
     assert "restart 1 of 3 from the newest checkpoint" in output
     state = runs.run_dir(name).read_state()
     assert (state.status, state.attempt, state.restarts) == ("finished", 2, 1)

@@ -25,7 +25,7 @@ def test_killed_rank_restarts_the_ranks_in_place(scene: FaultScene) -> None:
     scene.release()
     scene.assert_recovered_from_checkpoint()
     assert (scene.num_starts(), scene.cluster.job(scene.job)["StartTime"]) == (1, started), "the same allocation"
-    assert "rank 3 on n2 was killed by SIGKILL at step " in scene.runs.job_log(scene.name)
+    assert "rank 3 on n2 was killed by SIGKILL after step " in scene.runs.job_log(scene.name)
     assert (scene.cell.attempts, scene.cell.restarts) == (2, 1)
 
 

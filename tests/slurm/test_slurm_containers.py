@@ -131,7 +131,7 @@ def test_killed_rank_restarts_the_ranks_in_place(
     slurm_runs.rank_processes(name)[3].kill()
     slurm_runs.release(name)
     slurm_runs.assert_finished_as(name, job, control)
-    assert "rank 3 on n2 was killed by SIGKILL at step " in slurm_runs.job_log(name)
+    assert "rank 3 on n2 was killed by SIGKILL after step " in slurm_runs.job_log(name)
     assert (slurm_runs.state(name).attempt, slurm_runs.state(name).restarts) == (2, 1)
     assert_nothing_left(in_image, slurm_runs, name)
 

@@ -37,6 +37,8 @@ containers
 environments
 preflight devcluster
 diagnostics.failure_patterns
+review.checkpoints
+review.attempts
 diagnostics.explain
 review
 tracking.journal

@@ -107,7 +107,7 @@ def attempts(run: RunDir) -> list[Check]:
 
 
 def _failed(attempt: Attempt, failure: dict[str, Any]) -> Check:
-    step = f" at step {failure['step']}" if failure.get("step") is not None else ""
+    step = f" after step {failure['step']}" if failure.get("step") else ""
     error = " ".join(str(failure.get("error", "")).split())
     return note(
         f"attempt {attempt.number}",

@@ -93,7 +93,7 @@ def test_failed_attempts_have_their_node_and_repeated_failures_blame_it(
     assert [check.text for check in attempts(run)] == ["1 started, none failed"]
     add_failed_attempt(run, "n3.site")
     assert attempts(run) == [
-        Check(name="attempt 2", level="note", node="n3.site", text="rank 3 failed at step 40: was killed by SIGKILL")
+        Check(name="attempt 2", level="note", node="n3.site", text="rank 3 failed after step 40: was killed by SIGKILL")
     ]
     add_failed_attempt(run, "n3.site", "lost\nits GPU")
     *_, last, suspect = attempts(run)

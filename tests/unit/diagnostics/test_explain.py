@@ -74,15 +74,11 @@ def explained(run: RunDir) -> dict[str, str]:
     [
         ({"status": "finished", "reason": "trained 9 steps"}, "finished: trained 9 steps; nothing to explain"),
         (
-            {"status": "finished", "reason": "trained 9 steps", "restarts": 1},
-            "finished after 1 restart: trained 9 steps; nothing to explain",
-        ),
-        (
             {"status": "created", "attempt": 0, "reason": ""},
             "created, but never started; `hpcdist resume first` starts it",
         ),
     ],
-    ids=["finished", "restarted", "created"],
+    ids=["finished", "created"],
 )
 def test_healthy_run_has_one_line(run: RunDir, state: dict[str, Any], line: str) -> None:
     change_state(run, **state)
@@ -117,6 +113,65 @@ def test_running_run_explains_its_last_failed_attempt(run: RunDir) -> None:
     change_state(run, status="running", attempt=3, restarts=1, reason="")
     with hold(run):
         assert explained(run)["evidence"] == "attempts/001/rank-00000.outcome.json: ValueError: nan"
+
+
+def write_end(run: RunDir, number: int, reason: str, status: str = "failed") -> None:
+    times = AttemptTimes(supervised=1.0, began=2.0, ended=3.0, failed=status == "failed", status=status, reason=reason)
+    write_times(run.attempt(number), times)
+
+
+KILLED = "rank 1 on n1 was killed by SIGKILL after step 161 (last heartbeat)"
+
+
+def test_killed_rank_is_the_cause_of_a_restart_and_not_the_peer_that_lost_it(run: RunDir) -> None:
+    """The killed rank has written no outcome; its peer has."""
+    write_outcome(run, 0, GLOO_PEER, peer=True)
+    write_log(run, 0, f"{GLOO_PEER}\n")
+    write_end(run, 1, KILLED)
+    run.new_attempt()
+    change_state(run, status="running", attempt=2, restarts=1, reason="")
+    with hold(run):
+        found = explained(run)
+    assert found["evidence"] == KILLED
+    assert found["cause"].startswith("the rank was killed from outside")
+
+
+def test_finished_run_lists_its_restarts(run: RunDir) -> None:
+    write_outcome(run, 0, GLOO_PEER, peer=True)
+    write_end(run, 1, KILLED)
+    run.new_attempt()
+    write_end(run, 2, "trained 9 steps", status="finished")
+    change_state(run, status="finished", attempt=2, restarts=1, reason="trained 9 steps")
+    assert explain(run) == ["finished after 1 restart: trained 9 steps", f"1:        failed: {KILLED}"]
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (
+            "ended with exit status 0 before the other ranks",
+            "one rank ended while the others still waited for it",
+        ),
+        ("exited with code 3 without a report", "the process of the rank ended itself with code 3, without an except"),
+    ],
+)
+def test_rank_that_left_the_others_is_the_cause(run: RunDir, error: str, cause: str) -> None:
+    write_outcome(run, 0, GLOO_PEER, peer=True)
+    write_json(run.attempt(1).failure, {"kind": "vanished", "rank": 1, "host": "n1", "step": 5, "error": error})
+    change_state(run, reason=f"rank 1 on n1 {error} after step 5")
+    found = explained(run)
+    assert found["cause"].startswith(cause)
+    assert found["evidence"].startswith(f"rank 1 on n1 {error}"[:150])
+
+
+def test_recorded_failure_is_the_first_of_several_errors(run: RunDir) -> None:
+    """Clocks of nodes differ; the supervisor knows which rank ended first."""
+    write_outcome(run, 0, "ValueError: second", at=1.0)
+    write_outcome(run, 1, "ValueError: first", at=2.0)
+    write_json(
+        run.attempt(1).failure, {"kind": "error", "rank": 1, "host": "n1", "step": 5, "error": "ValueError: first"}
+    )
+    assert explained(run)["evidence"].endswith("ValueError: first")
 
 
 def test_current_stragglers_come_last(run: RunDir) -> None:
@@ -176,7 +231,7 @@ def test_missing_module_of_a_trainer_is_the_cause(run: RunDir) -> None:
 
 
 def test_killed_rank_is_explained_by_messages_of_slurm(run: RunDir) -> None:
-    change_state(run, reason="rank 3 on n2 was killed by SIGKILL at step 9")
+    change_state(run, reason="rank 3 on n2 was killed by SIGKILL after step 9")
     write_outcome(run, 0, GLOO_PEER, peer=True)
     write_log(run, 0, f"{GLOO_PEER}\n")
     found = explained(run)
@@ -219,14 +274,15 @@ def test_hang_shows_the_rank_whose_stack_differs(run: RunDir) -> None:
 
 
 def test_lost_peers_are_reported_if_nothing_else_is_known(run: RunDir) -> None:
+    change_state(run, reason=f"rank 0 on n1 failed with {GLOO_PEER}")
     write_outcome(run, 0, GLOO_PEER, peer=True)
     write_log(run, 0, f"{GLOO_PEER}\n")
-    assert explained(run)["cause"] == "another rank died first without an error message"
+    assert explained(run)["cause"] == "the ranks lost their connection, and none of them reported another cause"
 
 
 def test_without_evidence_the_recorded_reason_is_the_cause(run: RunDir) -> None:
     found = explained(run)
-    assert (found["cause"], found["evidence"]) == ("rank 0 failed", f"logs in {run.path}/attempts")
+    assert (found["cause"], found["evidence"]) == ("rank 0 failed", "logs in attempts/001")
 
 
 def test_killed_supervisor_is_the_cause_of_a_lost_run(run: RunDir) -> None:

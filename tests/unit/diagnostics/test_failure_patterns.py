@@ -105,15 +105,15 @@ def test_missing_gpu() -> None:
         ),
         ("slurmstepd-n2: error: *** JOB 28 ON n2 CANCELLED AT 2026-11-20T08:20:35 DUE TO PREEMPTION ***", "preempted"),
         ("srun: error: Node failure on n4", "node-failure"),
-        ("rank 2 on n2 was killed by SIGKILL at step 46; lost n2", "node-failure"),
-        ("rank 2 on n2 was killed by SIGKILL at step 46", "killed"),
-        ("rank 1 on n1 was killed by SIGSEGV at step 3", "crashed"),
+        ("rank 2 on n2 was killed by SIGKILL after step 46; lost n2", "node-failure"),
+        ("rank 2 on n2 was killed by SIGKILL after step 46", "killed"),
+        ("rank 1 on n1 was killed by SIGSEGV after step 3", "crashed"),
         ("srun: error: Unable to create step for job 1: Requested nodes are busy", "not-started"),
         ("srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)", "not-started"),
         ("no rank was started within launch.init_timeout_s=120 s: no output of srun", "not-started"),
         ("rank 7 on n7 was not started within launch.init_timeout_s=120 s: no output of srun", "not-started"),
         (
-            "rank 3 on n2 was killed by SIGKILL at step 50; step 2.1 (attempt-001) does not end,"
+            "rank 3 on n2 was killed by SIGKILL after step 50; step 2.1 (attempt-001) does not end,"
             " although none of its ranks is left (n2 has rebooted)",
             "not-started",
         ),

@@ -97,7 +97,7 @@ def test_report_has_every_part_of_a_run(full: ReportScene) -> None:
         "Run", "Timeline", "Ledger", "Faults", "Trainer ddp", "Metrics", "Nodes", "Preflight", "Environment", "Config",
     ]  # fmt: skip
     assert "trained 90 steps" in found.text
-    assert "rank 1 on n2 at step 40 (last heartbeat): was killed by SIGKILL" in found.text
+    assert "rank 1 on n2 after step 40 (last heartbeat): was killed by SIGKILL" in found.text
     assert "the rank was killed from outside" in found.text, "cause of the failure"
     assert "run dmesg -T | grep -i oom on that host" in found.text, "its fix, without backticks"
     assert "code" in {tag for tag, _ in found.found}

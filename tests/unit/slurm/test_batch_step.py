@@ -208,7 +208,7 @@ def test_job_log_contains_attempts_notes_and_failures(
     assert caplog.messages == [
         f"attempt 1: starting 4 ranks, logs in {run.attempt(1).path}",
         "a note",
-        f"rank 3 on n2 failed with ValueError: x at step 5 (full log: {tmp_path})\nline\n",
+        f"rank 3 on n2 failed with ValueError: x after step 5 (full log: {tmp_path})\nline\n",
     ]
 
 

@@ -11,6 +11,7 @@ import pytest
 from hpcdist.supervisor.restart_policy import Decision, Failure, decide, first_failure, not_started, suspect
 
 DONE: dict[str, Any] = {"outcome": "done"}
+LEFT = "ended with exit status 0 before the other ranks"
 
 
 def failed(error: str = "ValueError: nan", *, rank: int = 0, step: int | None = 7, **changes: Any) -> dict[str, Any]:
@@ -43,6 +44,11 @@ def peer_lost(rank: int) -> dict[str, Any]:
         # Exits without an outcome.
         ({0: 0, 1: 3}, {0: DONE}, ("vanished", 1, "here", 31, "exited with code 3 without a report")),
         ({0: 1}, {0: DONE}, ("vanished", 0, "here", 30, "exited with code 1 without a report")),
+        # A rank that left the others: by os._exit(0), or by a return from the trainer.
+        ({1: 0, 0: 1}, {0: peer_lost(0)}, ("vanished", 1, "here", 31, LEFT)),
+        ({0: 0, 1: 1}, {0: DONE | {"step": 5}, 1: peer_lost(1)}, ("vanished", 0, "here", 5, LEFT)),
+        # Slurm reports ranks of unknown end last, as successful.
+        ({0: 1, 1: 0}, {0: peer_lost(0)}, ("error", 0, "n0", 7, peer_lost(0)["error"])),
         # Only ranks that lost a peer.
         ({1: 1, 0: 1}, {0: peer_lost(0), 1: peer_lost(1)}, ("error", 1, "n1", 7, peer_lost(1)["error"])),
         # A user error.
@@ -74,10 +80,12 @@ def failure(kind: Any = "error", error: str = "ValueError: nan", step: int | Non
 @pytest.mark.parametrize(
     ("kind", "error", "step", "sentence"),
     [
-        ("error", "ValueError: nan", 7, "rank 1 on n1 failed with ValueError: nan at step 7"),
+        ("error", "ValueError: nan", 7, "rank 1 on n1 failed with ValueError: nan after step 7"),
         ("rejected", "no such model", None, "rank 1 on n1 failed with no such model"),
-        ("killed", "was killed by SIGKILL", 0, "rank 1 on n1 was killed by SIGKILL at step 0 (last heartbeat)"),
-        ("hung", "made no progress", 3, "rank 1 on n1 made no progress at step 3"),
+        ("killed", "was killed by SIGKILL", 3, "rank 1 on n1 was killed by SIGKILL after step 3 (last heartbeat)"),
+        # A rank that counts no steps.
+        ("killed", "was killed by SIGKILL", 0, "rank 1 on n1 was killed by SIGKILL"),
+        ("hung", "made no progress", 3, "rank 1 on n1 made no progress after step 3"),
         ("vanished", "ended with exit code 3", None, "rank 1 on n1 ended with exit code 3"),
         ("not_started", "was not started at all: srun: busy", None, "rank 1 on n1 was not started at all: srun: busy"),
     ],
@@ -88,10 +96,10 @@ def test_sentence_of_each_kind_of_failure(kind: str, error: str, step: int | Non
 
 def test_sentence_includes_role_and_detail() -> None:
     killed = replace(failure("killed", "was killed by SIGKILL"), role="observer:0")
-    assert killed.sentence() == "rank 1 (observer:0) on n1 was killed by SIGKILL at step 7 (last heartbeat)"
+    assert killed.sentence() == "rank 1 (observer:0) on n1 was killed by SIGKILL after step 7 (last heartbeat)"
     hung = failure("hung", "made no progress", 7)
     detailed = replace(hung, detail="rank 1 differs from the others")
-    assert detailed.sentence() == "rank 1 on n1 made no progress at step 7; rank 1 differs from the others"
+    assert detailed.sentence() == "rank 1 on n1 made no progress after step 7; rank 1 differs from the others"
     assert detailed.same_as(hung), "the detail does not count"
 
 
@@ -109,7 +117,7 @@ def test_failure_of_ranks_that_were_not_started() -> None:
     assert some.sentence() == "rank 1 on n1 was not started (nor were 1 others) at all: srun: busy"
 
 
-SENTENCE = "rank 1 on n1 failed with ValueError: nan at step 7"
+SENTENCE = "rank 1 on n1 failed with ValueError: nan after step 7"
 OTHER = failure(error="OSError: disk", step=3)
 
 

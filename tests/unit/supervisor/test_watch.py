@@ -192,7 +192,7 @@ def test_single_suspect_of_the_stack_traces_is_reported(scene: Scene) -> None:
     failure = scene.watch.until_over()
     assert failure is not None
     assert (failure.rank, failure.host, failure.step) == (3, "n3", 30)
-    assert failure.sentence().endswith(") at step 30; rank 3 differs from the others")
+    assert failure.sentence().endswith(") after step 30; rank 3 differs from the others")
 
 
 def test_several_suspects_do_not_replace_the_reported_rank(scene: Scene) -> None:
