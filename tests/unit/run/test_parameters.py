@@ -85,7 +85,7 @@ def test_run_of_an_older_hpcdist_has_all_keys(tmp_path: Path) -> None:
         ("train.py", {}),
         ("train.py --lr 0.1 --epochs=90 -b 32", {"lr": "0.1", "epochs": "90", "b": "32"}),
         ("train.py --shift -1 --no-cuda --fp-16", {"shift": "-1", "no_cuda": "true", "fp_16": "true"}),
-        ("main.py -a resnet18 --dummy --epochs 2 /data", {"a": "resnet18", "dummy": "true", "epochs": "2", "arg1": "/data"}),
+        ("main.py -a resnet18 --dummy --gpu 2 /data", {"a": "resnet18", "dummy": "true", "gpu": "2", "arg1": "/data"}),
         ("train.py config/gpt.py --batch_size=8 out", {"arg1": "config/gpt.py", "batch_size": "8", "arg2": "out"}),
         ("train.py model=gpt +optim.lr=1e-3 ++a/b=x=y", {"model": "gpt", "optim.lr": "1e-3", "a/b": "x=y"}),
         ("train.py --tag a --tag b -- -", {"tag": "a, b", "arg1": "-"}),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.run.origin import Origin, write_origin
 from hpcdist.tracking.journal.rank_events import EventWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
 
 def test_arguments_and_logged_parameters_are_there_once(scene: Scene) -> None:
