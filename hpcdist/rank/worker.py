@@ -26,7 +26,7 @@ from hpcdist.config.schema import Config, role_device
 from hpcdist.errors import HpcdistError, RendezvousError, TrainerError
 from hpcdist.files import retry
 from hpcdist.files.log_limit import limit_log
-from hpcdist.rank import script_api
+from hpcdist.rank import process_end, script_api
 from hpcdist.rank.outcome import Outcome
 from hpcdist.rank.roles import Roles
 from hpcdist.rank.script import run_script
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from hpcdist.rank.network.process_group import Groups
 
-#: Named explicitly because this module runs as `__main__`, and only loggers of hpcdist show INFO.
+#: Named explicitly because this module runs as `__main__`, and only loggers of hpcdist are configured.
 log = logging.getLogger("hpcdist.rank.worker")
 #: How long a rank retries to access its files, in seconds. The other ranks wait for it meanwhile.
 FILE_TIMEOUT_S = 120.0
@@ -64,17 +64,30 @@ def _run(folder: Path) -> NoReturn:
         run = RunDir.open(folder)
     except (HpcdistError, OSError) as error:
         print(f"hpcdist worker: {error}", file=sys.stderr, flush=True)
-        _exit(error.exit_code if isinstance(error, HpcdistError) else 1)
+        process_end.exit_now(error.exit_code if isinstance(error, HpcdistError) else 1)
     attempt = run.attempt(topology.attempt)
     outcome = Outcome(attempt, topology.rank)
     try:
-        _work(run, attempt, topology, outcome)
+        conclude, limit_s = _work(run, attempt, topology, outcome)
     except Exception as error:
-        _exit(outcome.write_error(error))
-    _exit(0)
+        code = outcome.write_error(error)
+        process_end.end(lambda: code, process_end.FAILED_S)
+
+    def conclude_or_fail() -> int:
+        try:
+            conclude()
+        except Exception as error:
+            return outcome.write_error(error)
+        return 0
+
+    process_end.end(conclude_or_fail, limit_s)
 
 
-def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -> None:
+def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -> tuple[Callable[[], None], float]:
+    """Run the training. Returns a function that records its success, and the time limit of the end of this process.
+
+    Until that function is called the run has not ended: what goes wrong in threads or functions of `atexit` counts.
+    """
     dump_on_signal(attempt, topology.rank, topology.world_size)
     enable_flight_recorders(attempt, os.environ)
     config = load_run_config(run.effective_config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
@@ -96,10 +109,15 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
         reason = f"{Path(config.trainer.script[0]).name} ended with exit status 0"
     else:
         ended, reason = _train(config, run, attempt, topology, outcome, records)
-    records.close()
-    if topology.rank == 0:
-        outcome.write(ended, reason=reason)
-    outcome.close()
+
+    def conclude() -> None:
+        records.close()
+        if topology.rank == 0:
+            outcome.write(ended, reason=reason)
+        outcome.close()
+
+    # Neither the hang detection nor the grace period of a stop ends a rank that waits for its threads.
+    return conclude, min(config.launch.stop_grace_s, config.launch.hang_timeout_s) / 2
 
 
 def _begin_records(config: Config, run: RunDir, attempt: Attempt, topology: Topology) -> RankRecords:
@@ -206,7 +224,7 @@ def _connected_groups(
         init_timeout_s=timeout_s,
         # Longer than the supervisor's timeout: the supervisor finds the hung rank, a collective only those waiting.
         timeout_s=config.launch.hang_timeout_s + 60,
-        on_expiry=lambda: _exit(outcome.write_error(timeout_error)),
+        on_expiry=lambda: process_end.exit_now(outcome.write_error(timeout_error)),
     ) as groups:
         if check_mode != "off":
             from hpcdist.rank.collective_check import EFFORTS, check
@@ -219,7 +237,7 @@ def _connected_groups(
                 groups,
                 attempt,
                 timeout_s=timeout_s + 10 * EFFORTS[check_mode].budget_s,
-                on_expiry=lambda error: _exit(outcome.write_error(error)),
+                on_expiry=lambda error: process_end.exit_now(outcome.write_error(error)),
             )
         yield groups
 
@@ -254,14 +272,6 @@ def load_trainer(target: str) -> Callable[[Any, Config], None]:
     if not callable(function):
         raise TrainerError(f"trainer {target!r}: {module.__file__} has no function {function_name!r}")
     return cast(Callable[[Any, Config], None], function)
-
-
-def _exit(code: int) -> NoReturn:
-    """Exit without waiting for threads of libraries, which may block when other ranks have died."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    logging.shutdown()
-    os._exit(code)
 
 
 if __name__ == "__main__":

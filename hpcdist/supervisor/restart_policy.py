@@ -62,7 +62,7 @@ def first_failure(
 
     Args:
         exits: exit codes by rank, in the order in which the ranks ended (negative: killed by that signal).
-        outcomes: outcome files of the ranks.
+        outcomes: outcome files of the ranks. A rank that has reported a failure may still be ending.
         last_step: returns the last known step of a rank without an outcome.
         host_of: returns the host of a rank without an outcome.
 
@@ -71,8 +71,8 @@ def first_failure(
     """
     causes: list[Failure] = []
     consequences: list[Failure] = []
-    for rank, code in exits.items():
-        outcome = outcomes.get(rank)
+    for rank in [*exits, *sorted(outcomes.keys() - exits.keys())]:
+        code, outcome = exits.get(rank, 0), outcomes.get(rank)
         if outcome is not None and outcome["outcome"] in ("failed", "rejected"):
             # Slurm's signal ahead of the time limit ended the start of the rank's container.
             kind: Kind = "interrupted" if outcome.get("interrupted") else "error"

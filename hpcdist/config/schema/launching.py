@@ -84,7 +84,7 @@ class LaunchConfig:
     hang_timeout_s: float = 1800.0
     """Time without progress after which a run counts as hung."""
     stop_grace_s: float = 120.0
-    """Time that ranks have to save and exit after a stop request."""
+    """Time that ranks have to save and exit after a stop request; half of it for their threads and atexit functions."""
     max_restarts: int = 3
     """Maximum number of restarts from the newest checkpoint after failures."""
     env: dict[str, str] = field(default_factory=dict)

@@ -105,6 +105,15 @@ def test_killed_rank_is_reported_instead_of_its_peers(scene: Scene) -> None:
     assert failure.sentence().endswith("was killed by SIGKILL after step 7 (last heartbeat)")
 
 
+def test_rank_that_has_reported_its_failure_and_is_still_ending_is_the_failure(scene: Scene) -> None:
+    lost = fails("Connection closed by peer", peer_lost=True)
+    scene.script(
+        first=[[["await", "told"], *lost], [*fails("out of beans")[:-1], ["touch", "told"], ["forever", None]]]
+    )
+    scene.launch = {"max_restarts": 0}
+    assert scene.supervise().reason == "rank 1 on fakehost failed with out of beans at step 5"
+
+
 def test_failure_names_the_role_of_the_rank(scene: Scene) -> None:
     scene.roles = {"agent": 1, "observer": 1}
     scene.launch = {"max_restarts": 0}

@@ -1,0 +1,104 @@
+"""The end of a rank's process: as Python ends one, but within a time limit.
+
+Threads are joined, functions of `atexit` are called and open files are flushed. Then `os._exit` ends the process:
+destructors of gloo and NCCL may block when other ranks have died, and so may threads of libraries.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import io
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+log = logging.getLogger(__name__)
+#: Time limit after a failure, whose restart waits for the end of all ranks.
+FAILED_S = 3.0
+#: Time for functions of `atexit` if threads have used up the limit.
+ATEXIT_S = 3.0
+#: Additional time for calls that a signal does not interrupt.
+_STUCK_S = 2.0
+
+
+class _TimeIsUp(Exception):
+    """Interrupts the main thread."""
+
+
+def end(conclude: Callable[[], int], limit_s: float) -> NoReturn:
+    """End this process as Python does, with the exit code that `conclude` returns.
+
+    Args:
+        conclude: called after threads and functions of `atexit`, which may still record metrics.
+        limit_s: time limit of threads and functions of `atexit`.
+    """
+    main = threading.get_ident()
+
+    def give_up() -> None:
+        place = traceback.extract_stack(sys._current_frames()[main])[-1]
+        log.warning("a function of atexit does not end (%s:%s): it is cut off", place.filename, place.lineno)
+        exit_now(conclude())
+
+    stuck = threading.Timer(limit_s + ATEXIT_S + _STUCK_S, give_up)
+    stuck.daemon = True
+    stuck.start()
+    signal.signal(signal.SIGALRM, _interrupt)
+    until = time.monotonic() + limit_s
+    _within(limit_s, threading._shutdown)  # type: ignore[attr-defined]
+    if endless := [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]:
+        log.warning("%s: not ended within %g s, and cut off", ", ".join(map(_name, endless)), limit_s)
+    _within(max(ATEXIT_S, until - time.monotonic()), atexit._run_exitfuncs)
+    _within(ATEXIT_S, _flush_files)
+    stuck.cancel()
+    exit_now(conclude())
+
+
+def exit_now(code: int) -> NoReturn:
+    """Exit without waiting for anything."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise _TimeIsUp
+
+
+def _within(seconds: float, call: Callable[[], object]) -> None:
+    """Call a function, and interrupt it after some seconds."""
+    with suppress(_TimeIsUp):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            call()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _name(thread: threading.Thread) -> str:
+    """Return the name of a thread and the line that it executes."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return f"thread {thread.name!r}" + (f" ({frame.f_code.co_filename}:{frame.f_lineno})" if frame else "")
+
+
+def _flush_files() -> None:
+    """Flush open files, which Python flushes when it deletes the objects of all modules."""
+    gc.unfreeze()
+    kinds: dict[type, bool] = {}
+    for one in gc.get_objects():
+        kind = type(one)
+        if kind not in kinds:
+            kinds[kind] = issubclass(kind, io.TextIOBase | io.BufferedIOBase)
+        if kinds[kind] and not one.closed and one.writable():
+            try:
+                one.flush()
+            except OSError as error:
+                log.warning("%s is not written completely: %s", getattr(one, "name", one), error.strerror)
