@@ -7,10 +7,11 @@ fixes (the outcome of the rank is then `rejected`).
 from __future__ import annotations
 
 import base64
+import difflib
 import re
 import reprlib
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 #: Limits of a UserMistake's message: characters per line, and listed problems.
 MAX_LINE = 500
@@ -53,6 +54,12 @@ def shortened(text: str, limit: int = 120) -> str:
     """Return `text` with its middle replaced by `...` if it is longer than `limit` characters."""
     end = limit // 5
     return text if len(text) <= limit else f"{text[: limit - end - 3]}...{text[-end:]}"
+
+
+def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return a question for the known name that is nearest to a misspelt one; `otherwise` if none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]!r}?" if near else otherwise
 
 
 def _printable(text: str) -> str:

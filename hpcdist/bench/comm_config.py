@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 from hpcdist.config.schema.checks import above, at_least, check
+from hpcdist.errors import suggestion
 
 COMM_OPERATIONS = (
     "send_recv",
@@ -76,7 +76,6 @@ def _unknown(key: str, values: list[str], known: tuple[str, ...]) -> list[str]:
     problems = []
     for value in values:
         if value not in known:
-            near = difflib.get_close_matches(str(value), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            hint = suggestion(str(value), known, f"known are {', '.join(known)}")
             problems.append(f"{key}: {value!r} is unknown: {hint}")
     return problems

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcdist.cli import completion
-from hpcdist.cli.options import RUNS, RunsDir, argument, flag, option
+from hpcdist.cli.options import RUNS, RunsDir, argument, flag, named, option
 from hpcdist.cli.terminal import console
 from hpcdist.errors import HpcdistError, UserMistake
 
@@ -25,14 +25,18 @@ app = typer.Typer()
 
 _Name = Annotated[
     str | None,
-    argument("RUN|EXPERIMENT", "Name of a run, a sweep or an experiment; all runs by default.", completion.runs),
+    argument(
+        "RUN|EXPERIMENT",
+        "Name of a run, a sweep or an experiment; by default the newest run, with --by all runs.",
+        completion.runs,
+    ),
 ]
 
 
 @app.command()
 def cost(
     name: _Name = None,
-    by: Annotated[str, option("--by", "GROUPS", "Groups: user, month, experiment, run, or several.")] = "run",
+    by: Annotated[str | None, option("--by", "GROUPS", "Groups: user, month, experiment, run, or several.")] = None,
     as_csv: Annotated[bool, flag("--csv", "Print CSV with all causes, in hours.")] = False,
     runs_dir: RunsDir = RUNS,
 ) -> None:
@@ -40,14 +44,18 @@ def cost(
 
     Examples:
 
-        hpcdist cost ddp-2026
+        hpcdist cost
+
+        hpcdist cost digits
 
         hpcdist cost --by user,month --csv
     """
     from hpcdist.review.cost import costs
     from hpcdist.run.slurm_job import update_job_starts
 
-    groups = _groups(by)
+    groups = _groups(by or "run")
+    if name is None and by is None:
+        name = named(None, runs_dir)
     runs, notes = _chosen(name, runs_dir)
     for run in runs:
         with suppress(HpcdistError, OSError):  # a folder of another user, or a damaged one

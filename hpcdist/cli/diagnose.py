@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcdist.cli import completion
-from hpcdist.cli.options import RUNS, Json, RunName, RunsDir, TrackingUri, argument
+from hpcdist.cli.options import RUNS, Json, OptionalRunName, RunsDir, TrackingUri, argument, named
 from hpcdist.cli.terminal import console, say
 
 if TYPE_CHECKING:
@@ -34,16 +34,16 @@ _COLOURS = {"title": "bold", "ok": "green", "note": "cyan", "warning": "yellow",
 
 
 @app.command()
-def explain(run: RunName, runs_dir: RunsDir = RUNS) -> None:
+def explain(run: OptionalRunName = None, runs_dir: RunsDir = RUNS) -> None:
     """Explain why a run failed or waits: cause, evidence and fix.
 
-    Example:  hpcdist explain ddp-2026
+    Example:  hpcdist explain
     """
     from hpcdist.config.redaction import redact_text
     from hpcdist.diagnostics.explain import explain
     from hpcdist.run.lookup import resolve_run
 
-    for line in explain(resolve_run(run, runs_dir)):
+    for line in explain(resolve_run(named(run, runs_dir), runs_dir)):
         say(redact_text(line))
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, cast
 
 import typer
 
-from hpcdist.cli.options import RUNS, RunName, RunsDir, option
+from hpcdist.cli.options import RUNS, OptionalRunName, RunsDir, named, option
 from hpcdist.errors import UserMistake
 from hpcdist.machine.installation import install_command
 
@@ -18,7 +18,8 @@ FORMATS = ("safetensors", "onnx", "torch")
 
 @app.command("export")
 def export(
-    run: RunName,
+    run: OptionalRunName = None,
+    *,
     file_format: Annotated[
         str, option("--format", "FORMAT", "safetensors or torch (weights), or onnx (the model with its weights).")
     ],
@@ -37,9 +38,9 @@ def export(
 
     Examples:
 
-        hpcdist export ddp-2026 --format safetensors
+        hpcdist export --format safetensors
 
-        hpcdist export ddp-2026 --format onnx --checkpoint final --output digits.onnx
+        hpcdist export first --format onnx --checkpoint final --output digits.onnx
     """
     from hpcdist.config.monitor import monitor_of
     from hpcdist.config.written import plain_tree
@@ -48,7 +49,7 @@ def export(
 
     if file_format not in FORMATS:
         raise UserMistake(f"--format {file_format}: expected {', '.join(FORMATS)}")
-    found = resolve_run(run, runs_dir)
+    found = resolve_run(named(run, runs_dir), runs_dir)
     if file_format == "onnx":  # loading a program may execute code
         require_trusted(found.path, "export")
     monitor = monitor_of(plain_tree(found.config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,6 +72,8 @@ TrackingUriKey = Annotated[
 # --- Existing runs
 
 RunName = Annotated[str, argument("RUN", "Name of a run, a unique prefix of it, or its folder.", completion.runs)]
+_NEWEST = "Name of a run, a unique prefix of it, or its folder; by default the newest run in --runs-dir."
+OptionalRunName = Annotated[str | None, argument("RUN", _NEWEST, completion.runs)]
 RunNames = Annotated[list[str] | None, argument("RUN", "Names of runs; all runs by default.", completion.runs)]
 RunsDir = Annotated[
     Path, option("--runs-dir", "DIR", "Folder of the runs.", envvar="HPCDIST_RUNS_DIR", callback=_expanded)
@@ -94,6 +97,25 @@ Json = Annotated[bool, flag("--json", "Print JSON.")]
 Dependency = Annotated[str | None, option("--dependency", "KIND:RUN", "As for sbatch, with names of runs or job ids.")]
 Begin = Annotated[str | None, option("--begin", "TIME", "Earliest start, as for sbatch: now+2hours, 20:00.")]
 Force = Annotated[bool, flag("--force", "Submit even if the checks of hpcdist, not Slurm, fail.")]
+
+
+def named(run: str | None, runs_dir: Path, *, active: bool = False) -> str:
+    """Return the argument RUN. If it was left out, print the name of the newest run and return its folder.
+
+    Args:
+        active: consider only runs that run or wait.
+    """
+    if run is not None:
+        return run
+    from hpcdist.files.short_path import short_path
+    from hpcdist.run.lookup import newest
+
+    found = newest(runs_dir, active=active)
+    kind = " that runs or waits" if active else ""
+    # Standard output may be read by a program.
+    text = f"{found.kind}: {found.experiment}/{found.name} (the newest in {short_path(runs_dir)}{kind})"
+    print(text, file=sys.stderr, flush=True)
+    return str(found.path)
 
 
 def with_options(

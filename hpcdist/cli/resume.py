@@ -14,12 +14,13 @@ from hpcdist.cli.options import (
     Dependency,
     Follow,
     Force,
+    OptionalRunName,
     Overrides,
-    RunName,
     RunsDir,
     TrackingUriKey,
     Wait,
     flag,
+    named,
     with_options,
 )
 from hpcdist.cli.run import resolve_start, supervise_here
@@ -31,7 +32,7 @@ app = typer.Typer()
 
 @app.command()
 def resume(
-    run: RunName,
+    run: OptionalRunName = None,
     overrides: Overrides = None,
     with_current_code: Annotated[
         bool, flag("--with-current-code", "Use the current code, not the snapshot of the first start.")
@@ -50,7 +51,7 @@ def resume(
 
     Examples:
 
-        hpcdist resume ddp-2026
+        hpcdist resume
 
         hpcdist resume runs/digits/first stop.max_epochs=20 --with-current-code
     """
@@ -63,8 +64,10 @@ def resume(
     from hpcdist.run.slurm_job import job_of
     from hpcdist.run.status import status_of
 
+    if run is not None and "=" in run and not Path(run).exists():  # a first override, and no run
+        overrides, run = [run, *(overrides or [])], None
     words = with_options(overrides, tracking_uri=tracking_uri)
-    found = resolve_run(run, runs_dir)
+    found = resolve_run(named(run, runs_dir), runs_dir)
     require_trusted(found.path, "resume")
     config = load_run_config(found.effective_config, words, {**kept(found), **os.environ})
     if job_of(found) is not None and not (now := status_of(found)).final:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from hpcdist.cli.options import RUNS, Experiment, Json, RunName, RunsDir, Wait
+from hpcdist.cli import completion
+from hpcdist.cli.options import RUNS, Experiment, Json, OptionalRunName, RunName, RunsDir, Wait, argument, named
 from hpcdist.cli.terminal import console
 from hpcdist.errors import UserMistake
 
@@ -41,20 +42,20 @@ def runs(experiment: Experiment = None, as_json: Json = False, runs_dir: RunsDir
 
 
 @app.command()
-def status(run: RunName, as_json: Json = False, runs_dir: RunsDir = RUNS) -> None:
+def status(run: OptionalRunName = None, as_json: Json = False, runs_dir: RunsDir = RUNS) -> None:
     """Show a run's state, the last step of each rank and the checkpoints, or the cells of a sweep.
 
     Examples:
 
-        hpcdist status ddp-2026
+        hpcdist status
 
-        hpcdist status ddp-2026 --json
+        hpcdist status digits/first --json
     """
     from hpcdist.cli.run_tables import read_status, show_status
     from hpcdist.run.lookup import resolve
     from hpcdist.run.sweep_folder import SweepDir
 
-    found = resolve(run, runs_dir)
+    found = resolve(named(run, runs_dir), runs_dir)
     if isinstance(found, SweepDir):
         _show_sweep(found, as_json=as_json)
     elif as_json:
@@ -81,7 +82,7 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
 
 @app.command()
 def logs(
-    run: RunName,
+    run: OptionalRunName = None,
     rank: Annotated[int, typer.Option("--rank", min=0, help="Rank.")] = 0,
     attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Attempt; the last one by default.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")] = False,
@@ -91,27 +92,27 @@ def logs(
 
     Examples:
 
-        hpcdist logs ddp-2026 --rank 1
+        hpcdist logs --rank 1
 
-        hpcdist logs ddp-2026 -f
+        hpcdist logs digits/first -f
     """
     from hpcdist.cli.follow import stream_log
     from hpcdist.run.lookup import resolve_run
 
-    for text in stream_log(resolve_run(run, runs_dir), rank, attempt, follow=follow):
+    for text in stream_log(resolve_run(named(run, runs_dir), runs_dir), rank, attempt, follow=follow):
         sys.stdout.write(text)
         sys.stdout.flush()
 
 
 @app.command()
-def follow(run: RunName, wait: Wait = False, runs_dir: RunsDir = RUNS) -> int:
+def follow(run: OptionalRunName = None, wait: Wait = False, runs_dir: RunsDir = RUNS) -> int:
     """Show a run's state and progress until it ends; Ctrl-C leaves it running.
 
     Examples:
 
-        hpcdist follow ddp-2026
+        hpcdist follow
 
-        hpcdist follow ddp-2026 --wait && ./evaluate.sh
+        hpcdist follow digits/first --wait && ./evaluate.sh
     """
     from hpcdist.cli.follow import follow_to_end
     from hpcdist.config.loading import load_run_config
@@ -120,7 +121,7 @@ def follow(run: RunName, wait: Wait = False, runs_dir: RunsDir = RUNS) -> int:
     from hpcdist.run.secret_file import kept
     from hpcdist.run.status import status_of
 
-    found = resolve_run(run, runs_dir)
+    found = resolve_run(named(run, runs_dir), runs_dir)
     if status_of(found).name == "created":
         raise UserMistake(f"run {found.name} was never started: `hpcdist resume {found.name}` starts it")
     # The config of another user must not receive the caller's secrets.
@@ -130,14 +131,20 @@ def follow(run: RunName, wait: Wait = False, runs_dir: RunsDir = RUNS) -> int:
 
 
 @app.command()
-def stop(run: RunName, runs_dir: RunsDir = RUNS) -> None:
+def stop(
+    run: Annotated[
+        str | None,
+        argument("RUN", "Name, prefix or folder; by default the newest run that runs or waits.", completion.runs),
+    ] = None,
+    runs_dir: RunsDir = RUNS,
+) -> None:
     """Save a checkpoint and stop a run, or remove it from the queue; of a sweep, all its cells.
 
     `hpcdist resume` continues the run from the checkpoint.
 
-    Example:  hpcdist stop ddp-2026
+    Example:  hpcdist stop
     """
-    _end(run, runs_dir, "stop")
+    _end(named(run, runs_dir, active=True), runs_dir, "stop")
 
 
 @app.command()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 import hpcdist
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, suggestion
 
 
 def find_config(source: str | Path, folder: str = "") -> Path:
@@ -28,8 +27,7 @@ def find_config(source: str | Path, folder: str = "") -> Path:
     shipped = shipped_configs(folder)
     if str(source) in shipped:
         return shipped[str(source)]
-    near = difflib.get_close_matches(str(source), shipped, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"shipped configs are {', '.join(shipped)}"
+    hint = suggestion(str(source), shipped, f"shipped configs are {', '.join(shipped)}")
     raise ConfigError([f"no such config file: {hint}"], str(source))
 
 

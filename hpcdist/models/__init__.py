@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+from hpcdist.errors import suggestion
 
 # The models of torchvision.models.resnet; listed here because importing torchvision takes 0.9 s.
 RESNET_NAMES: tuple[str, ...] = (
@@ -25,6 +25,5 @@ def model_name_problems(name: str) -> list[str]:
     """Return a sentence with the nearest known name unless `name` is one of MODEL_NAMES."""
     if name in MODEL_NAMES:
         return []
-    near = difflib.get_close_matches(name, MODEL_NAMES, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(MODEL_NAMES)}"
+    hint = suggestion(name, MODEL_NAMES, f"expected one of {', '.join(MODEL_NAMES)}")
     return [f"model.name {name!r} is not known: {hint}"]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpcdist.config.schema import Config, find_trainer, new_run_problems, trainer_names
 from hpcdist.config.written import run_yaml, secrets_of
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, suggestion
 from hpcdist.files import retry
 from hpcdist.files.atomic import write_atomic
 from hpcdist.run import secret_file, snapshot
@@ -58,14 +58,15 @@ def check_trainer(config: Config, cwd: Path) -> None:
     if not colon:
         trainer = find_trainer(module)
         if trainer is None:
-            names = ", ".join(trainer_names())
-            raise ConfigError([f"trainer: {module!r} is not one of {names}; name your own as package.module:function"])
+            hint = suggestion(module, trainer_names(), "name your own as package.module:function")
+            raise ConfigError([f"trainer: {module!r} is not one of {', '.join(trainer_names())}; {hint}"])
         if problems := trainer.check_host(config):
             raise ConfigError(problems)
         return
     top = module.partition(".")[0]
     if importlib.machinery.PathFinder.find_spec(top, [str(cwd), *sys.path]) is None:
-        raise ConfigError([f"trainer.target: no module {top!r} in {cwd} or among the installed packages"])
+        hint = suggestion(top, [path.stem for path in cwd.glob("*.py")], "set PYTHONPATH to its folder")
+        raise ConfigError([f"trainer.target: no module {top!r} in {cwd} or among the installed packages: {hint}"])
 
 
 def check_restored(run: RunDir, config: Config) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcdist.errors import RunFolderError
+from hpcdist.errors import RunFolderError, suggestion
 from hpcdist.files.ownership import is_mine
 from hpcdist.run.folder import RunDir
 from hpcdist.run.sweep_folder import SweepDir
@@ -81,7 +82,30 @@ def resolve(text: str, runs_dir: Path) -> RunDir:
         raise RunFolderError(f"{text!r} matches {len(matches)} {kind} ({names}): write more of the name, or the folder")
     if Path(text).is_dir() and ("/" in text or text in (".", "..")):
         raise RunFolderError(f"{text!r} holds no run (no state.json and config.yaml in it): `hpcdist runs` lists runs")
-    raise RunFolderError(f"no run {text!r} under {runs_dir.absolute()}: `hpcdist runs` lists them")
+    known = [one.name for one in found] + [f"{one.experiment}/{one.name}" for one in found]
+    hint = suggestion(text, known, "`hpcdist runs` lists them")
+    raise RunFolderError(f"no run {text!r} under {runs_dir.absolute()}: {hint}")
+
+
+def newest(runs_dir: Path, *, active: bool = False) -> RunDir:
+    """Return the run or sweep of the current user that was created last. Cells and damaged folders are left out.
+
+    Args:
+        active: consider only those that run or wait.
+
+    Raises:
+        RunFolderError: there is none.
+    """
+    found: dict[float, RunDir] = {}
+    for folder in _folders(runs_dir):
+        run = _open(folder) if is_mine(folder) and not os.path.lexists(folder / "cell.json") else None
+        with suppress(RunFolderError, OSError):
+            if run is not None and (not active or run.read_state().status in ("queued", "running")):
+                found[run.read_state().created] = run
+    if not found:
+        kind = " runs or waits" if active else ""
+        raise RunFolderError(f"no run in {runs_dir.absolute()}{kind}: name one, or its folder by --runs-dir")
+    return found[max(found)]
 
 
 def resolve_run(text: str, runs_dir: Path) -> RunDir:

@@ -57,7 +57,7 @@ def test_cost_of_one_run_has_one_line_for_each_cause(hpcdist: Cli, runs: list[Ru
 
 
 def test_cost_of_all_runs_has_one_line_for_each_run(hpcdist: Cli, runs: list[RunDir]) -> None:
-    result = hpcdist("cost")
+    result = hpcdist("cost", "--by", "run")
     assert result.err == "1 runs without a ledger are left out, such as runs of an older hpcdist: old\n"
     assert [name in result.out for name in ("/first", "/second", "/gpu", "/old")] == [True, True, True, False]
     assert "evaluation" not in result.out, "causes without hours have no column"
@@ -71,11 +71,11 @@ def test_narrow_terminal_shows_the_largest_losses(
     from hpcdist.cli import cost
 
     monkeypatch.setattr(cost, "console", lambda: Console(width=100))
-    assert "down 40%, idle 20%" in hpcdist("cost").out
+    assert "down 40%, idle 20%" in hpcdist("cost", "--by", "run").out
 
 
 def test_csv_has_all_causes_in_hours(hpcdist: Cli, runs: list[RunDir]) -> None:
-    found = rows(hpcdist("cost", "--csv").out)
+    found = rows(hpcdist("cost", "--csv", "--by", "run").out)
     assert [row["run"].partition("/")[2] for row in found] == ["first", "second", "gpu"]
     assert list(found[0]) == ["run", "unit", "runs", "allocated", "goodput", *CAUSES, "queue", "energy_kwh"]
     assert float(found[1]["down"]) == 4.0
