@@ -1,7 +1,7 @@
 """User-written YAML as plain containers, bounded in size, nesting and numbers before a recursive parser sees it.
 
-libyaml's composer and OmegaConf recurse once per level, and a deeply nested document overflows the C stack: that ends
-the interpreter with a segmentation fault. The event stream does not recurse, so the bounds are checked on events.
+libyaml's composer recurses once per level, and a deeply nested document overflows the C stack: that ends the
+interpreter with a segmentation fault. The event stream does not recurse, so the bounds are checked on events.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ T = TypeVar("T")
 MAX_BYTES = 2**20
 MAX_DEPTH = 40
 MAX_DIGITS = 100
+MAX_VALUES = 100_000
 #: Python integers have no bounds, but those of JSON, NumPy, PyTorch and MLflow have.
 MAX_INTEGER = 2**63 - 1
 #: Replaces `${` in text that OmegaConf must not interpolate; a private-use character makes a collision unlikely.
@@ -30,26 +31,51 @@ _NUMBER = re.compile(r"[-+]?[0-9][0-9_:]*")
 _TAGS = (None, "!", "tag:yaml.org,2002:str")
 #: In C if PyYAML has it, which is seven times as fast.
 Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_TextLoader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 
 
-def read_document(path: Path, *, literal: bool = False) -> dict[str, Any]:
-    """Return the keys and values of a YAML file, with unresolved interpolations.
+class StrictLoader(Loader):  # type: ignore[misc]
+    """A SafeLoader to which a duplicate key is a mistake."""
 
-    Args:
-        literal: whether `${` is text in this file, instead of the start of an interpolation.
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if (key.tag, str(key.value)) in seen and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.MarkedYAMLError(problem=f"found duplicate key {key.value}", problem_mark=key.start_mark)
+            seen.add((key.tag, str(key.value)))
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
+
+
+class _ConfigLoader(StrictLoader):
+    """Reads numbers as YAML 1.2 does (`3e-4`), and dates as text."""
+
+
+_ConfigLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+_ConfigLoader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in _ConfigLoader.yaml_implicit_resolvers.items()
+}
+
+
+def read_document(path: Path) -> tuple[dict[str, Any], Any]:
+    """Return the keys and values of a YAML file, with unresolved interpolations, and the result of `parse_texts`.
 
     Raises ConfigError if the file cannot be read or is not valid.
     """
     text = read_text(path)
     try:
-        # OmegaConf parses interpolations while it reads. An empty file means the defaults.
-        tree = (as_literal(parse(protected(text))) if literal else parse(text)) or {}
+        tree = parse(text) or {}  # an empty file means the defaults
     except ValueError as error:
         raise ConfigError([str(error)], str(path)) from error
     if not isinstance(tree, dict):
         kind = type(tree).__name__
         raise ConfigError([f"must hold keys and values, but its top level is of type {kind}"], str(path))
-    return tree
+    return tree, parse_texts(text)
 
 
 def read_text(path: Path) -> str:
@@ -73,28 +99,22 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def parse(text: str) -> Any:
-    """Return the plain value of a YAML text as OmegaConf reads it (`3e-4` is a number), with strings as keys.
+    """Return the plain value of a YAML text, with strings as keys; `3e-4` is a number, and a date is text.
 
     Raises ValueError with one line: the mistake, and its line number if it is known.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import GrammarParseError, OmegaConfBaseException
-
     try:
         check_bounds(text)
-        # OmegaConf does not accept a scalar as a document.
-        found = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
-    except OmegaConfBaseException as error:
-        key = (error.full_key or "").removeprefix("value").removeprefix(".")
-        prefix = f"{key}: " if key else ""
-        # The messages of the grammar repeat the text.
-        mistake = "malformed interpolation" if isinstance(error, GrammarParseError) else first_line(error)
-        raise ValueError(f"{prefix}{mistake}") from None
+        found = yaml.load(text, _ConfigLoader)  # noqa: S506  # a SafeLoader
     except yaml.YAMLError as error:
         # An unquoted password may start like an alias or a tag: `*p4ss`.
         raise ValueError(re.sub(r"(alias|anchor|tag) '[^']*'", r"\1", " ".join(str(error).split()))) from None
-    assert isinstance(found, dict), "a dotlist with one key gives a dict"
-    return _with_text_keys(found["value"], "")
+    return _with_text_keys(found, iter(range(MAX_VALUES)), 0)
+
+
+def parse_texts(text: str) -> Any:
+    """Return the value of a valid YAML text, with all scalars and keys as they are written."""
+    return yaml.load(text, _TextLoader)  # noqa: S506  # it constructs no objects
 
 
 def protected(value: T) -> T:
@@ -175,18 +195,22 @@ def check_bounds(text: str) -> None:
             raise ValueError(f"{where}: a number of {len(event.value):,} characters: the limit is {MAX_DIGITS}")
 
 
-def _with_text_keys(value: Any, path: str) -> Any:
-    """Return containers with strings as keys: in JSON and on the command line, `1` and `'1'` are one key."""
+def _with_text_keys(value: Any, budget: Iterator[int], depth: int) -> Any:
+    """Return containers with strings as keys: in JSON and on the command line, `1` and `'1'` are one key.
+
+    Aliases can expand to any number of values, and to recursive containers.
+    """
+    if next(budget, None) is None or depth > MAX_DEPTH:
+        raise ValueError(f"aliases expand to more than {MAX_VALUES:,} values or {MAX_DEPTH} levels")
     if isinstance(value, list):
-        return [_with_text_keys(entry, path) for entry in value]
+        return [_with_text_keys(entry, budget, depth + 1) for entry in value]
     if not isinstance(value, dict):
         return value
     found: dict[str, Any] = {}
     for key, inner in value.items():
-        where = f"{path}.{key}" if path else str(key)
         if isinstance(key, bool | bytes) or not isinstance(key, str | int | float):
             raise ValueError(f"the key {shown(key)} is a {type(key).__name__}: put it in quotes")
         if str(key) in found:
             raise ValueError(f"the key {shown(str(key))} occurs twice, as text and as a number")
-        found[str(key)] = _with_text_keys(inner, where)
+        found[str(key)] = _with_text_keys(inner, budget, depth + 1)
     return found

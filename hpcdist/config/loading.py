@@ -14,7 +14,7 @@ from hpcdist.config.document import as_literal, protected, read_document
 from hpcdist.config.merging import COMMAND_LINE, merge
 from hpcdist.config.redaction import hide_values
 from hpcdist.config.resolution import resolve
-from hpcdist.config.schema import Config, exact
+from hpcdist.config.schema import Config, as_written, exact
 from hpcdist.config.shipped import find_config
 from hpcdist.config.tree import expand_short_forms, flat
 from hpcdist.config.written import restore_secrets, written_tree
@@ -40,7 +40,7 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: s
         return _with_overrides(tree, overrides, str(path))
     site = find_config(cluster, "cluster")
     alone = copy.deepcopy(tree)
-    keys = _add_profile(tree, _read_yaml(site))
+    keys = _add_profile(tree, _read_profile(site))
     try:
         return _with_overrides(tree, overrides, str(path))
     except ConfigError as error:
@@ -96,7 +96,7 @@ def load_run_config(
         restore_secrets(tree, env, without=given, require=require_secrets, source=source)
         config = exact(tree)
     if tree is None or config is None:  # edited: read like any other config
-        tree = _read_yaml(path, literal=True)
+        tree = _read_yaml(path)
         restore_secrets(tree, env, without=given, require=require_secrets, source=source)
     if config is not None and not overrides:
         with _hidden_values(tree):
@@ -167,5 +167,11 @@ def _hidden_values(tree: Mapping[str, Any]) -> Iterator[None]:
         raise ConfigError(as_literal(lines), error.source) from None
 
 
-def _read_yaml(path: Path, *, literal: bool = False) -> dict[str, Any]:
-    return formats.unstamped(read_document(path, literal=literal), path)
+def _read_yaml(path: Path) -> dict[str, Any]:
+    return formats.unstamped(as_written(*read_document(path)), path)
+
+
+def _read_profile(path: Path) -> dict[str, Any]:
+    tree, texts = read_document(path)
+    tree = as_written({"cluster": tree}, {"cluster": texts})["cluster"]
+    return formats.unstamped(as_written(tree, texts), path)  # for its section `container`

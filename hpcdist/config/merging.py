@@ -1,31 +1,26 @@
-"""Merging of a config file and overrides into the typed schema by OmegaConf, with all mistakes reported at once."""
+"""Merging of a config file and overrides into the typed schema, with all mistakes reported at once."""
 
 from __future__ import annotations
 
 import ast
-import copy
 import difflib
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
-from typing import TYPE_CHECKING, Any, get_type_hints
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
-from hpcdist.config.document import MAX_DEPTH, first_line, unfit_values
+from hpcdist.config.document import MAX_DEPTH, first_line, parse_texts, unfit_values
 from hpcdist.config.redaction import REDACTED, is_secret_name
-from hpcdist.config.schema import Config, all_keys, describe, to_tree, type_mismatch
+from hpcdist.config.schema import Config, as_written, convert, describe, to_tree
 from hpcdist.config.schema.declaration import trainer_sections
 from hpcdist.config.tree import expand_short_forms, insert, leaves, parse_value
-from hpcdist.errors import ConfigError, shortened, shown
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+from hpcdist.errors import ConfigError, shown
 
 #: Beginning of the line of a mistake in an override.
 COMMAND_LINE = "command line: "
 _ROLE_REQUESTS = "cluster.roles."
-#: Types of keys that take strings and nothing else.
-_STRINGS = ("str", "dict[str, str]")
+_CONTAINERS = ("dict[", "list[")
 
 
 def merge(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
@@ -35,25 +30,16 @@ def merge(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config
     """
     problems = _apply(overrides, tree)
     expand_short_forms(tree)
-    if unfit := [*unfit_values(tree), *_nested_too_deep(tree)]:
+    if unfit := list(unfit_values(tree)):
         raise ConfigError([*problems, *unfit], source)
-    merged = _merged(tree, problems)
-    values = _values(merged, problems)
-    sections = {name: values.pop(name) for name in trainer_sections() if name in values}
-    try:
-        Config(**{name: value for name, value in values.items() if not is_dataclass(value)})
-    except ValueError as error:
-        problems += str(error).splitlines()
-    except (TypeError, AttributeError) as error:
-        problems.append(_wrong_type("the config", error))
+    merged = _overlay(_defaults(), tree)
+    config, mistakes = convert(_resolved(merged, problems))
+    for mistake in mistakes:
+        problems += [mistake] if isinstance(mistake, str) else _lines(*mistake, merged)
     if problems:
         raise ConfigError(problems, source)
-    used = {name: section for name, section in sections.items() if name in tree or name == values["trainer"].target}
-    config = Config(**values, sections=used)
-    # OmegaConf does not check the types of interpolations, nor of escaped ones.
-    if mismatch := type_mismatch(to_tree(config)):
-        raise ConfigError([f"{mismatch[0]} must be {_types().get(mismatch[0])}, got {shown(mismatch[1])}"], source)
-    return config
+    used = {name: section for name, section in config.sections.items() if name in tree or name == config.trainer.target}
+    return replace(config, sections=used)
 
 
 def _apply(overrides: Sequence[str], tree: dict[str, Any]) -> list[str]:
@@ -67,7 +53,7 @@ def _apply(overrides: Sequence[str], tree: dict[str, Any]) -> list[str]:
             problems.append(f"{shown(redacted)} is no override: write key=value, as in optim.lr=0.01")
         elif key.count(".") >= MAX_DEPTH:
             problems.append(f"{key}: more than {MAX_DEPTH} levels deep")
-        elif not insert(tree, key.split("."), parse_value(raw)):
+        elif not insert(tree, path := key.split("."), _override_value(path, raw)):
             problems.append(f"{key}: a part of this path is a value already, not a section")
     given = {text.partition("=")[0] for text in overrides}
     if "cluster.nodes" in given and "cluster.min_nodes" not in given and isinstance(tree.get("cluster"), dict):
@@ -76,96 +62,80 @@ def _apply(overrides: Sequence[str], tree: dict[str, Any]) -> list[str]:
     return [f"{COMMAND_LINE}{line}" for line in problems]
 
 
-def _merged(tree: Mapping[str, Any], problems: list[str]) -> DictConfig:
-    """Return the schema merged with a tree; add a line to `problems` for each key that does not fit."""
-    from omegaconf import DictConfig, OmegaConf
-
-    try:
-        merged = OmegaConf.merge(_defaults(), tree)
-    except _errors_of_merges():
-        merged = copy.deepcopy(_defaults())
-        assert isinstance(merged, DictConfig)
-        known = {key.name for key in fields(_schema())}
-        for name, content in tree.items():
-            if name in known:
-                _merge_part(merged, (name,), content, problems)
-            else:  # OmegaConf would copy the schema into its error
-                problems += [_sentence(".".join(path), value) for path, value in leaves({name: content})]
-    assert isinstance(merged, DictConfig)
-    return merged
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    """Return the values of all keys of a YAML, with those of the sections of all trainers."""
+    return {**to_tree(Config()), **{name: asdict(kind()) for name, kind in trainer_sections().items()}}
 
 
-def _merge_part(merged: DictConfig, path: tuple[str, ...], value: Any, problems: list[str]) -> None:
-    """Merge a value into a copy of the schema; add a line to `problems` for each key that does not fit.
+def _overlay(defaults: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a tree, with defaults for the keys that it lacks."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        default = defaults.get(name)
+        found[name] = _overlay(default, value) if isinstance(default, Mapping) and isinstance(value, Mapping) else value
+    return {**found, **{name: value for name, value in defaults.items() if name not in tree}}
 
-    A merge stops at the first mistake; the entries of a wrong mapping are then merged one by one.
-    """
+
+def _resolved(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Return a tree with its interpolations resolved; add a line to `problems` for each mistake, and omit its key."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
-    part: dict[str, Any] = {}
-    insert(part, path, value)
-    try:
-        # In place, because copying the schema takes longer than all the rest.
-        OmegaConf.unsafe_merge(merged, part)
-    except _errors_of_merges() as error:
-        if isinstance(value, Mapping) and value:
-            for key, inner in value.items():
-                _merge_part(merged, (*path, str(key)), inner, problems)
-        else:
-            problems.append(_sentence(".".join(path), value, first_line(error)))
-
-
-def _errors_of_merges() -> tuple[type[Exception], ...]:
-    from omegaconf.errors import OmegaConfBaseException
-
-    return (OmegaConfBaseException, ValueError, TypeError)
-
-
-def _values(merged: DictConfig, problems: list[str]) -> dict[str, Any]:
-    """Return the sections and top-level values; add a line to `problems` for each that is not valid."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    values: dict[str, Any] = {}
-    for key in fields(_schema()):
-        name = key.name
+    found: dict[str, Any] = {}
+    for path, value in leaves(tree):
         try:
-            node = merged[name]
-            values[name] = OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
-        except OmegaConfBaseException as error:
-            problems.append(f"{error.full_key or name}: {first_line(error)}")
-        except ValueError as error:
-            problems += [f"{name}.{line}" for line in str(error).splitlines()]
-        except (TypeError, AttributeError) as error:
-            problems.append(_wrong_type(name, error))
-        else:
-            if is_dataclass(key.type) and not is_dataclass(values[name]):
-                problems.append(f"{name} is a section: give it keys, got {shown(values[name])}")
-    return values
+            if _is_interpolated(value):
+                OmegaConf.create([value])
+            insert(found, path, value)
+        except GrammarParseError:  # its message repeats the text
+            problems.append(f"{'.'.join(path)}: malformed interpolation")
+    config = OmegaConf.create(found)
+    resolved: dict[str, Any] = {}
+    for path, value in leaves(found):
+        if _is_interpolated(value):
+            key = ".".join(path)
+            try:
+                value = functools.reduce(lambda node, part: node[part], path, config)
+                if OmegaConf.is_config(value):
+                    value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+            except (OmegaConfBaseException, RecursionError) as error:
+                is_endless = isinstance(error, RecursionError)
+                problems.append(f"{key}: {'Recursive interpolation detected' if is_endless else first_line(error)}")
+                continue
+            if isinstance(value, dict) and _at(_defaults(), path):
+                problems.append(f"{key} is a section: give it keys, got {shown(value)}")
+                continue
+        insert(resolved, path, value)
+    return resolved
 
 
-@functools.cache
-def _defaults() -> DictConfig:
-    """Return the schema with its defaults; creating it takes most of the time of loading a config."""
-    from omegaconf import OmegaConf
-
-    found: DictConfig = OmegaConf.structured(_schema())
-    return found
+def _is_interpolated(value: object) -> bool:
+    return "${" in (text := str(value)) or "???" in text
 
 
-@functools.cache
-def _schema() -> Any:
-    """Return a dataclass with the keys of the whole YAML: those of Config, and the sections of all trainers."""
-    types = get_type_hints(Config)
-    keys: list[Any] = []
-    for one in fields(Config):
-        if one.name == "sections":
-            keys += [(name, kind, field(default_factory=kind)) for name, kind in trainer_sections().items()]
-        elif one.default is not MISSING:
-            keys.append((one.name, types[one.name], field(default=one.default)))
-        else:
-            keys.append((one.name, types[one.name], field(default_factory=one.default_factory)))
-    return make_dataclass("Keys", keys)
+def _override_value(path: Sequence[str], text: str) -> Any:
+    value = parse_value(text)
+    texts = text if isinstance(value, str) else parse_texts(text)
+    for part in reversed(path):
+        value, texts = {part: value}, {part: texts}
+    return _at(as_written(value, texts), path)
+
+
+def _at(tree: object, path: Sequence[str]) -> Any:
+    """Return the value of nested mappings at a path; None without one."""
+    return functools.reduce(lambda node, part: node.get(part) if isinstance(node, Mapping) else None, path, tree)
+
+
+def _lines(key: str, value: Any, tree: Mapping[str, Any]) -> list[str]:
+    """Return the lines for a key that is unknown or has a value of a wrong type.
+
+    Args:
+        tree: has unresolved interpolations.
+    """
+    written = str(_at(tree, key.split(".")))
+    is_other = "${" in written and "oc." not in written and str(value) not in written
+    return [f"{line}, the value of {written}" if is_other else line for line in _sentences(key, value)]
 
 
 @functools.cache
@@ -174,55 +144,30 @@ def _types() -> dict[str, str]:
     return {path: kind for path, kind, _, _ in describe()}
 
 
-def _nested_too_deep(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each container in a dict or list of single values, which OmegaConf does not detect."""
-    for key, _, declared in all_keys():  # not `_types`, which reads the source of the schema: a tenth of a second
-        of = str(declared.type).partition("[")[2].removeprefix("str, ").removesuffix("]")
-        value: Any = tree
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if of not in ("int", "str", "float") or not isinstance(value, Mapping | list):
-            continue
-        for name, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
-            if isinstance(entry, Mapping | list):
-                yield f"{key}.{name} must be {'a string' if of == 'str' else of}, got {shown(entry)}"
-
-
-def _wrong_type(key: str, error: Exception) -> str:
-    """Return a line for a value of a wrong type by an interpolation, which OmegaConf does not check."""
-    return f"{key}: an interpolation gives a value of another type than its key has ({shortened(first_line(error))})"
-
-
-def _sentence(key: str, value: object, detail: str = "") -> str:
-    """Return one line with key, value, expectation and fix for a key that is unknown or has a value of a wrong type.
-
-    Args:
-        detail: the error of OmegaConf for a known key.
-    """
+def _sentences(key: str, value: object) -> list[str]:
+    """Return a line with key, value, expectation and fix for a key, or for each key below it."""
     known = {_for_role(path, key): kind for path, kind in _types().items()}
+    holder = next((path for path in known if key.startswith(f"{path}.") and known[path].startswith(_CONTAINERS)), "")
+    if holder and not key.startswith(_ROLE_REQUESTS):
+        known[key] = known[holder].partition("[")[2].removeprefix("str, ").removesuffix("]")
+    elif isinstance(value, Mapping) and value and not known.get(key, "").startswith(_CONTAINERS):
+        return [line for name, inner in value.items() for line in _sentences(f"{key}.{name}", inner)]
     if known.get(key, "").startswith("Literal["):
         choices = ast.literal_eval(known[key].removeprefix("Literal"))
-        return f"{key} must be one of {', '.join(choices)}, got {shown(value)}"
+        return [f"{key} must be one of {', '.join(choices)}, got {shown(value)}"]
     if key in known:
-        reason = f" ({detail})" if len(detail) <= 120 else ""  # a long one repeats the value
-        return f"{key} must be {known[key]}, got {shown(value)}{_fix(known[key], value) or reason}"
+        # A shell removes one pair of quotes.
+        is_empty = value is None and known[key] == "str"
+        fix = """: write '' for an empty string ("''" in a shell)""" if is_empty else ""
+        return [f"{key} must be {known[key]}, got {shown(value)}{fix}"]
     if any(path.startswith(f"{key}.") for path in known):
-        return f"{key} is a section: give it keys, got {shown(value)}"
-    holder = next((path for path in known if key.startswith(f"{path}.") and known[path].startswith("dict")), None)
-    if holder and not key.startswith(_ROLE_REQUESTS):
-        return f"{holder} must be {known[holder]}, got {shown(value)} for {key}{_fix(known[holder], value)}"
+        return [f"{key} is a section: give it keys, got {shown(value)}"]
     leaf = key.rpartition(".")[2]
     same_leaf = [path for path in known if path.rpartition(".")[2] == leaf]
     sections = {path.partition(".")[0] for path in known if "." in path}
     near = difflib.get_close_matches(key, same_leaf or {*known, *sections}, n=1, cutoff=0.0 if same_leaf else 0.6)
     hint = f"did you mean {near[0]!r}?" if near else "`hpcdist config --schema` lists all keys"
-    return f"{key} is not a key: {hint}"
-
-
-def _fix(kind: str, value: object) -> str:
-    """Return how to write an empty string, if a string is missing; else an empty text."""
-    # A shell removes one pair of quotes.
-    return """: write '' for an empty string ("''" in a shell)""" if value is None and kind in _STRINGS else ""
+    return [f"{key} is not a key: {hint}"]
 
 
 def _for_role(path: str, key: str) -> str:

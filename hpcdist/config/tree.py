@@ -33,7 +33,7 @@ def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_value(raw: str) -> Any:
-    """Return the value of an override, read as OmegaConf reads YAML (`3e-4` is a number); invalid YAML is text."""
+    """Return the value of an override, read as YAML; invalid YAML is text."""
     try:
         return parse(raw)
     except ValueError:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from hpcdist.config.document import Loader, check_bounds, read_text
+from hpcdist.config.document import StrictLoader, check_bounds, read_text
 from hpcdist.config.redaction import REDACTED, REDACTED_NUMBER, is_redacted, redact_text, redact_tree
 from hpcdist.config.schema import Config, to_tree
 from hpcdist.config.tree import flat, insert, leaves, parse_value
@@ -45,22 +45,12 @@ def plain_tree(path: Path) -> dict[str, Any]:
     return formats.unstamped({str(key): value for key, value in tree.items()}, path)
 
 
-class _WrittenLoader(Loader):  # type: ignore[misc]
-    """Read strings as `to_yaml` wrote them; to OmegaConf, `1e5` is a number."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        if len(found) != len(node.value):
-            raise yaml.YAMLError("duplicate key")
-        return found
-
-
 def written_tree(path: Path) -> dict[str, Any] | None:
     """Return the plain containers of a run folder's config, or None if it does not have the form of `to_yaml`."""
     try:
         text = read_text(path)
         check_bounds(text)
-        tree = yaml.load(text, _WrittenLoader)  # noqa: S506  # a SafeLoader
+        tree = yaml.load(text, StrictLoader)  # noqa: S506  # a SafeLoader
     except (ConfigError, ValueError, yaml.YAMLError):
         return None
     return formats.unstamped(tree, path) if isinstance(tree, dict) else None

@@ -7,10 +7,10 @@ documentation (`hpcdist config --schema`).
 
 from hpcdist.config.schema.cluster import ClusterConfig, RoleRequest
 from hpcdist.config.schema.container import ContainerConfig
+from hpcdist.config.schema.conversion import as_written, convert, exact
 from hpcdist.config.schema.declaration import Trainer, find_trainer, trainer_names, unused_sections
 from hpcdist.config.schema.describe import all_keys, describe
 from hpcdist.config.schema.elastic import ElasticConfig, division_problems, largest_world_size, new_run_problems
-from hpcdist.config.schema.exact import exact, type_mismatch
 from hpcdist.config.schema.launching import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.config.schema.notification import NotifyConfig
 from hpcdist.config.schema.preflight import PreflightConfig
@@ -45,6 +45,8 @@ __all__ = [
     "Trainer",
     "TrainerConfig",
     "all_keys",
+    "as_written",
+    "convert",
     "cross_check",
     "describe",
     "division_problems",
@@ -55,6 +57,5 @@ __all__ = [
     "role_device",
     "to_tree",
     "trainer_names",
-    "type_mismatch",
     "unused_sections",
 ]

@@ -33,15 +33,6 @@ def above(section: object, low: float, *names: str) -> list[str]:
     return at_least(section, low, *names, strictly=True)
 
 
-def strings(section: object, name: str) -> list[str]:
-    """Return a problem for each value of a mapping that is not a string."""
-    return [
-        f"{name}.{key} must be a string, got {value!r}"
-        for key, value in getattr(section, name).items()
-        if not isinstance(value, str)
-    ]
-
-
 def variables(section: object, name: str) -> list[str]:
     """Return the mistakes in environment variables: invalid names, and values with a NUL character."""
     return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hpcdist.config.schema.checks import at_least, check, flags, one_line, strings, variables
+from hpcdist.config.schema.checks import at_least, check, flags, one_line, variables
 from hpcdist.config.schema.environment import EnvironmentConfig
 
 
@@ -34,7 +34,6 @@ class RoleRequest:
         return (
             at_least(self, 1, "nodes", "tasks_per_node", "cpus_per_task")
             + at_least(self, 0, "gpus_per_node")
-            + strings(self, "sbatch")
             + one_line(self, "mem", "partition", "constraint", "sbatch")
             + flags(self, "sbatch")
         )

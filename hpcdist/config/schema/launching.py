@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpcdist.config.schema.checks import above, at_least, check, strings, variables
+from hpcdist.config.schema.checks import above, at_least, check, variables
 
 COMMANDS = ("stop", "save", "profile")
 
@@ -54,7 +54,6 @@ class TrackingConfig:
         check(
             at_least(self, 1, "log_every_steps")
             + at_least(self, 0, "system_interval_s", "charted_nodes", "exact_points", "drain_timeout_s")
-            + strings(self, "tags")
             + [
                 f"commands: {name!r} must be one of {', '.join(COMMANDS)}"
                 for name in self.commands
@@ -98,7 +97,6 @@ class LaunchConfig:
         check(
             at_least(self, 0, "num_ranks", "num_threads", "max_restarts", "log_max_mb")
             + above(self, 0, "init_timeout_s", "hang_timeout_s", "stop_grace_s", "code_max_mb")
-            + strings(self, "env")
             + variables(self, "env")
             + [
                 f"devices.{role} must be auto, cpu or cuda, got {device!r}"

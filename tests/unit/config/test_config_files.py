@@ -169,3 +169,46 @@ def test_mistakes_in_profiles_are_reported(write: Write, tmp_path: Path) -> None
 )
 def test_cluster_values_out_of_range_are_rejected(write: Write, override: str, problem: str) -> None:
     assert problems(write("seed: 1\n"), override) == (problem,)
+
+
+def test_texts_are_taken_as_they_are_written(write: Write, tmp_path: Path) -> None:
+    path = write(
+        "trainer: {script: [a.py, --amp, no, --seed, 010, --lr, 0.10, --day, 2026-01-02, --at, 12:30, --none, null]}\n"
+        "launch: {env: {DEBUG: no, VERSION: 1.10}, num_ranks: 2}\n"
+        "cluster: {roles: {trainer: {mem: 0x10}}, sbatch: {time: 10:00:00}}\n"
+        "preflight: {mode: off}\n"
+        "roles: {trainer: 2}\n"
+        "experiment: 007\n"
+        "params: {debug: no, lr: 0.10, step: 010}\n"
+    )
+    profile = tmp_path / "site.yaml"
+    profile.write_text("qos: 010\nenv: {SITE: on}\ncontainer: {extra_args: [010]}\n")
+    arguments = "--amp no --seed 010 --lr 0.10 --day 2026-01-02 --at 12:30 --none null"
+    config = load_config(path, cluster=profile)
+    assert config.trainer.script[1:] == arguments.split()
+    assert config.launch.env == {"DEBUG": "no", "VERSION": "1.10"}
+    assert (config.cluster.roles["trainer"].mem, config.cluster.sbatch) == ("0x10", {"time": "10:00:00"})
+    assert (config.preflight.mode, config.experiment, config.launch.num_ranks) == ("off", "007", 2)
+    assert config.params == {"debug": False, "lr": 0.1, "step": 8}, "free keys are read as YAML"
+    assert (config.cluster.qos, config.cluster.env, config.container.extra_args) == ("010", {"SITE": "on"}, ["010"])
+    words = ["trainer.script=[a.py, --n, 010, no]", "launch.env.DEBUG=off", "cluster={qos: 0.10}", "name=1e3"]
+    config = load_config(path, words)
+    assert config.trainer.script[1:] == ["--n", "010", "no"]
+    assert (config.launch.env["DEBUG"], config.cluster.qos, config.name) == ("off", "0.10", "1e3")
+    assert load_config(path, ["trainer={script: [a.py, 010, ~]}"]).trainer.script[1:] == ["010", "~"]
+
+
+def test_value_of_another_key_is_converted_to_the_type_of_its_key(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINE", "12")
+    monkeypatch.setenv("SWITCH", "yes")
+    config = load_config(
+        write(
+            "{seed: '${oc.env:MINE}', optim: {lr: '${seed}'}, data: {download: '${oc.env:SWITCH}'},"
+            " trainer: {script: [a.py, '${optim.lr}', '${params.x}']}, params: {x: '${roles}'}, roles: {trainer: 2}}"
+        ),
+        ["params.x=${seed}"],
+    )
+    assert (config.seed, config.optim.lr, config.data.download) == (12, 12.0, True)
+    assert config.trainer.script[1:] == ["12", "12"]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from config_files import Write, problems
-from omegaconf import DictConfig
 
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.shipped import shipped_configs
@@ -28,7 +26,7 @@ from hpcdist.errors import ConfigError
         ("seed: {x: 1}", "seed.x is not a key: did you mean 'seed'?"),
         ("qqqqqq: 1", "qqqqqq is not a key: `hpcdist config --schema` lists all keys"),
         # Wrong types.
-        ("seed: abc", "seed must be int, got 'abc' (Value 'abc' of type 'str' could not be converted to Integer)"),
+        ("seed: abc", "seed must be int, got 'abc'"),
         ("optim: {lr: true}", "optim.lr must be float, got True"),
         ("stop: {max_epochs: null}", "stop.max_epochs must be int, got None"),
         ("data: {batch_size: 3.5}", "data.batch_size must be int, got 3.5"),
@@ -40,10 +38,10 @@ from hpcdist.errors import ConfigError
         ("params: 3", "params must be dict[str, Any], got 3"),
         (
             "launch: {env: {X: null}}",
-            """launch.env must be dict[str, str], got None for launch.env.X: write '' for an empty string ("''" in a""",
+            """launch.env.X must be str, got None: write '' for an empty string ("''" in a shell)""",
         ),
-        ("launch: {env: {X: [1]}}", "launch.env.X must be a string, got [1]"),
-        ("tracking: {tags: {X: [1]}}", "tracking.tags.X must be a string, got [1]"),
+        ("launch: {env: {X: [1]}}", "launch.env.X must be str, got [1]"),
+        ("tracking: {tags: {X: [1]}}", "tracking.tags.X must be str, got [1]"),
         # Values out of range.
         ("seed: -1", "seed must be >= 0, got -1"),
         ("optim: {lr: -1}", "optim.lr must be > 0, got -1.0"),
@@ -112,7 +110,7 @@ def test_all_mistakes_of_a_file_are_reported_at_once(write: Write) -> None:
         "optim.momentum",
         "data.batch_size",
         "data.num_classes",
-        "launch.env",
+        "launch.env.X",
         "unknown.a",
         "params.x",
         "checkpoint.keep_last",
@@ -148,31 +146,15 @@ def test_valid_keys_beside_a_mistake_are_not_reported(write: Write) -> None:
     ]
 
 
-def test_schema_is_not_copied_for_each_mistake(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    copies: list[DictConfig] = []
-
-    def counted(self: DictConfig, memo: dict[int, Any]) -> DictConfig:
-        if "optim" in self:
-            copies.append(self)
-        return deepcopy(self, memo)
-
-    deepcopy = DictConfig.__deepcopy__
-    monkeypatch.setattr(DictConfig, "__deepcopy__", counted)
-    lines = [f"key{number}: 1" for number in range(5)] + [f"  lr{number}: 1" for number in range(5)]
-    assert len(problems(write("\n".join([*lines[:5], "optim:", *lines[5:], "  name: x", "seed: x"])))) == 12
-    assert len(copies) <= 3, "of the first merge, in its error, and of the merge of single keys"
-
-
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         (
             ["stop.max_steps=abc"],
-            "stop.max_steps must be int | None, got 'abc'"
-            " (Value 'abc' of type 'str' could not be converted to Integer)",
+            "stop.max_steps must be int | None, got 'abc'",
         ),
         (["data.root="], """data.root must be str, got None: write '' for an empty string ("''" in a shell)"""),
-        (["seed="], "seed must be int, got None (Incompatible value 'None' for field of type 'int')"),
+        (["seed="], "seed must be int, got None"),
         (["optim.lr=-1"], "optim.lr must be > 0, got -1.0"),
         (["optim={lr: -1}"], "optim.lr must be > 0, got -1.0"),
         (["launch.env.a b=1"], "launch.env: 'a b' is not a valid variable name: use letters, digits and '_', not"),
@@ -180,7 +162,7 @@ def test_schema_is_not_copied_for_each_mistake(write: Write, monkeypatch: pytest
         (["launch.device=cpu"], "launch.backend=nccl needs GPUs, but launch.device=cpu: use launch.backend=gloo"),
         (
             ["seed=${optim.name}"],
-            "seed: While dereferencing interpolation '${optim.name}': Value 'adam' of type 'str'",
+            "seed must be int, got 'adam', the value of ${optim.name}",
         ),
         (["runs_dir=~nosuchuser/x"], "runs_dir: the home folder of '~nosuchuser' is unknown: use an absolute path"),
         (["seed"], "'seed' is no override: write key=value, as in optim.lr=0.01"),
@@ -240,7 +222,7 @@ def test_mistake_of_a_file_names_the_file_whatever_the_overrides(
             "nodes: 0",
             "seed: -1",
             ["optim.lr=-1"],
-            "{path}: 3 mistakes\n  - command line: optim.lr must be > 0, got -1.0\n  - {site}: cluster.nodes must be",
+            "{path}: 3 mistakes\n  - {site}: cluster.nodes must be >= 1, got 0\n  - command line: optim.lr must be > 0",
         ),
         ("nodes: 2", "container: podman", [], "{path}: container is a section"),
     ],

@@ -41,7 +41,7 @@ def test_written_roles_load_in_the_same_order(write: Write, tmp_path: Path) -> N
         ("roles: {a: 0}", "roles.a must be >= 1, got 0"),
         (
             "roles: {a: many}",
-            "roles must be dict[str, int], got 'many' for roles.a",
+            "roles.a must be int, got 'many'",
         ),
         ("cluster: {roles: {worker: {nodes: 2}}}", "cluster.roles.worker: no such role, `roles` has trainer"),
         ("roles: {a: 1}\nlaunch: {devices: {b: cpu}}", "launch.devices.b: no such role, `roles` has a"),
@@ -56,8 +56,7 @@ def test_written_roles_load_in_the_same_order(write: Write, tmp_path: Path) -> N
         ),
         (
             "cluster: {roles: {trainer: {nodes: x}}}",
-            "cluster.roles.trainer.nodes must be int | None, got 'x'"
-            " (Value 'x' of type 'str' could not be converted to Integer)",
+            "cluster.roles.trainer.nodes must be int | None, got 'x'",
         ),
         (
             "cluster: {roles: {trainer: {nodes: 2}}}",
