@@ -51,7 +51,7 @@ def written_keys(source: str | Path, overrides: Sequence[str] = (), *, cluster: 
     """Return the dotted keys that `load_config` does not take from the defaults."""
     tree = _read_yaml(find_config(source))
     if cluster is not None:
-        _add_profile(tree, _read_yaml(find_config(cluster, "cluster")))
+        _add_profile(tree, _read_profile(find_config(cluster, "cluster")))
     expand_short_forms(tree)
     return list(dict.fromkeys([*flat(tree), *(text.partition("=")[0] for text in overrides)]))
 
