@@ -57,7 +57,7 @@ def resume(
     """
     from hpcdist.config.loading import load_run_config
     from hpcdist.files.ownership import require_trusted
-    from hpcdist.run import pending_config, snapshot
+    from hpcdist.run import create, pending_config, snapshot
     from hpcdist.run.lease import hold
     from hpcdist.run.lookup import resolve_run
     from hpcdist.run.secret_file import kept
@@ -79,6 +79,8 @@ def resume(
         raise UserMistake(f"--dependency and --begin need Slurm, and run {found.name} was not submitted to Slurm")
     flags = submission_flags(config, dependency, begin)
     pending_config.check(found, config)
+    if with_current_code:
+        create.check_code(config, Path.cwd())
     if on_slurm:
         check_submission(config, flags, None, force=force)
     start = None if on_slurm else resolve_start(config)

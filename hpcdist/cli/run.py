@@ -83,7 +83,7 @@ def run(
         sweeps.check_options(sweep, None, detach=not follow)
         return sweeps.run_sweep(sweeps.read_sweep(config, words, sweep), dry_run=dry_run)
     unnamed = load_config(config, words)
-    create.check_trainer(unnamed, Path.cwd())
+    create.check_trainer(unnamed, Path.cwd(), own_python=engine is not None)
     if engine is not None:
         from hpcdist.cli.run_in_container import run_in_container
 

@@ -8,7 +8,8 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -43,16 +44,27 @@ def label_of(config: Config) -> str:
     return Path(config.trainer.script[0]).stem if config.trainer.script else config.trainer.target.replace(":", ".")
 
 
-def check_trainer(config: Config, cwd: Path) -> None:
+def check_trainer(config: Config, cwd: Path, *, own_python: bool = False) -> None:
     """Raise ConfigError if a new run cannot start, before any rank tries to load its trainer.
 
-    The trainer's script or module does not exist, or the global batch cannot be divided.
+    The trainer's script or module does not exist or is no valid Python, or the global batch cannot be divided.
+
+    Args:
+        own_python: whether the ranks have a Python of their own, whose syntax may be another.
     """
     if problems := new_run_problems(config):
         raise ConfigError(problems)
+    check_code(config, cwd, own_python=own_python)
+
+
+def check_code(config: Config, cwd: Path, *, own_python: bool = False) -> None:
+    """Raise ConfigError if the trainer's script or module does not exist or is no valid Python."""
+    own_python |= config.container.runtime != "none" or config.cluster.environment.kind != "none"
     if config.trainer.script:
         if not Path(config.trainer.script[0]).is_file():
             raise ConfigError([f"trainer.script: no such file: {config.trainer.script[0]}"])
+        if not own_python:
+            _check_syntax("trainer.script", Path(config.trainer.script[0]))
         return
     module, colon, _ = config.trainer.target.partition(":")
     if not colon:
@@ -63,10 +75,30 @@ def check_trainer(config: Config, cwd: Path) -> None:
         if problems := trainer.check_host(config):
             raise ConfigError(problems)
         return
-    top = module.partition(".")[0]
-    if importlib.machinery.PathFinder.find_spec(top, [str(cwd), *sys.path]) is None:
-        hint = suggestion(top, [path.stem for path in cwd.glob("*.py")], "set PYTHONPATH to its folder")
-        raise ConfigError([f"trainer.target: no module {top!r} in {cwd} or among the installed packages: {hint}"])
+    folders: Sequence[str] | None = [str(cwd), *sys.path]
+    for number, name in enumerate(module.split(".")):
+        spec = importlib.machinery.PathFinder.find_spec(name, folders) if folders else None
+        if spec is None and number == 0:
+            hint = suggestion(name, [path.stem for path in cwd.glob("*.py")], "set PYTHONPATH to its folder")
+            raise ConfigError([f"trainer.target: no module {name!r} in {cwd} or among the installed packages: {hint}"])
+        if spec is None or own_python:
+            return
+        if spec.origin is not None:
+            _check_syntax("trainer.target", Path(spec.origin))
+        folders = spec.submodule_search_locations
+
+
+def _check_syntax(key: str, file: Path) -> None:
+    """Raise ConfigError if a file is no valid Python: a rank would find it only when it starts."""
+    if file.suffix != ".py":
+        return
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            compile(file.read_bytes(), file, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        line, text = getattr(error, "lineno", None), (getattr(error, "text", None) or "").strip()
+        place, code = (file if line is None else f"{file}:{line}"), (f" in `{text}`" if text else "")
+        raise ConfigError([f"{key}: {place}: {type(error).__name__}: {getattr(error, 'msg', error)}{code}"]) from None
 
 
 def check_restored(run: RunDir, config: Config) -> None:

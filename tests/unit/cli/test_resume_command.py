@@ -75,6 +75,20 @@ def test_resume_uses_the_code_snapshot_unless_current_code_is_requested(
     assert ("--with-current-code" in command) == current
 
 
+def test_current_code_with_a_syntax_error_is_refused_before_it_replaces_the_snapshot(
+    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any], tmp_path: Path
+) -> None:
+    code = tmp_path / "train.py"
+    code.write_text("old")
+    run = make("first", "trainer=train:train", status="failed", attempt=1)
+    code.write_text("print(\n")
+    result = hpcdist("resume", "first", "--with-current-code")
+    assert result.code == 2
+    assert one_line(result).startswith(f"trainer.target: {code}:1: SyntaxError: '(' was never closed in `print(`")
+    assert (run.code / "train.py").read_text() == "old"
+    assert "run" not in supervised
+
+
 def test_resume_after_the_end_requires_the_secrets_again(
     hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

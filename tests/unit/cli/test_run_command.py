@@ -46,6 +46,18 @@ def test_run_prints_plan_and_final_status(hpcdist: Cli, tmp_path: Path, supervis
 
 
 @pytest.mark.parametrize("sweep", [(), ("--sweep", "seed=1,2")], ids=["run", "sweep"])
+def test_syntax_error_of_the_code_is_reported_before_anything_is_written(
+    hpcdist: Cli, supervised: dict[str, Any], tmp_path: Path, sweep: tuple[str, ...]
+) -> None:
+    (tmp_path / "train.py").write_text("def train(ctx, cfg):\n    if ctx\n")
+    result = hpcdist("run", "ddp_digits", "trainer=train:train", "name=first", *sweep)
+    assert result.code == 2
+    assert "trainer.target: " in one_line(result)
+    assert "train.py:2: SyntaxError: expected ':' in `if ctx`" in one_line(result)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize("sweep", [(), ("--sweep", "seed=1,2")], ids=["run", "sweep"])
 def test_run_without_torch_is_rejected_before_anything_is_written(
     hpcdist: Cli, supervised: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sweep: tuple[str, ...]
 ) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from hpcdist.bench.comm_config import CommConfig
 from hpcdist.config.loading import load_config, load_run_config
-from hpcdist.config.schema import Config, LaunchConfig, TrackingConfig, TrainerConfig
+from hpcdist.config.schema import Config, ContainerConfig, LaunchConfig, TrackingConfig, TrainerConfig
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
 from hpcdist.files.atomic import read_json
 from hpcdist.run import create, snapshot
@@ -118,6 +118,29 @@ def test_existing_script_is_accepted(project: Path) -> None:
     (project / "train.py").unlink()
     with pytest.raises(ConfigError, match=r"trainer\.script: no such file"):
         check_trainer(config, project)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"x = 1\nreturn x\n", ":2: SyntaxError: 'return' outside function in `return x`"),
+        (b"def f():\nx = 1\n", ":2: IndentationError: expected an indented block after function definition"),
+        (b"x = '\0'\n", "source code string cannot contain null bytes"),
+    ],
+)
+def test_syntax_error_is_reported_before_the_start(project: Path, content: bytes, problem: str) -> None:
+    (project / "package").mkdir()
+    (project / "package" / "__init__.py").write_text(r"ODD = '\d'")  # a warning of the compiler is no error
+    file = project / "package" / "module.py"
+    file.write_bytes(content)
+    for key, trainer in (
+        ("script", TrainerConfig(script=[str(file)])),
+        ("target", TrainerConfig(target="package.module:train")),
+    ):
+        with pytest.raises(ConfigError, match=rf"^trainer\.{key}: {file}.*{re.escape(problem)}"):
+            check_trainer(Config(trainer=trainer), project)
+        check_trainer(Config(trainer=trainer), project, own_python=True)  # it may know another syntax
+        check_trainer(Config(trainer=trainer, container=ContainerConfig(runtime="podman", image="i")), project)
 
 
 # --- creating a run
