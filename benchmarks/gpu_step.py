@@ -101,7 +101,7 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
     """Run the trainer as the worker does, without the parts that need other packages than torch."""
     topology = Topology.from_env(os.environ)
     attempt = run.attempt(topology.attempt)
-    heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, config.launch.hang_timeout_s)
+    heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, config.launch.hang_s)
     device, backend = place(config, topology, os.environ)
     seed_everything(config.seed)
     syncs = SyncCounter(device) if check_sync else None

@@ -163,7 +163,7 @@ def run_ranks(root: Path, num_ranks: int, seconds: float) -> None:
 def train(config: Config, run: RunDir, attempt: Attempt, num_ranks: int, ended: threading.Event) -> None:
     """Write heartbeats, metrics and step times of all ranks at their intervals."""
     num_nodes = num_ranks // RANKS_PER_NODE
-    beats = [Heartbeat(attempt, rank, num_ranks, config.launch.hang_timeout_s) for rank in range(num_ranks)]
+    beats = [Heartbeat(attempt, rank, num_ranks, config.launch.hang_s) for rank in range(num_ranks)]
     journals = [JournalWriter(run.journal, 1, node * RANKS_PER_NODE) for node in range(num_nodes)]
     intervals_s = [
         (SYSTEM_METRICS, system_interval_s(config.tracking.system_interval_s, num_nodes)),

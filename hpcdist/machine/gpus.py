@@ -106,6 +106,22 @@ def _read_gpus() -> list[Gpu]:
     return found
 
 
+def computing_pids() -> set[int]:
+    """Return the processes on GPUs that compute now. Of a GPU with several processes all count."""
+    return done_within(DRIVER_S, start(_read_computing_pids), set())
+
+
+def _read_computing_pids() -> set[int]:
+    found: set[int] = set()
+    for handle in open_gpus().values():
+        import pynvml
+
+        with suppress(pynvml.NVMLError):  # not supported in MIG mode
+            if pynvml.nvmlDeviceGetUtilizationRates(handle).gpu > 0:
+                found |= {one.pid for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+    return found
+
+
 def driver_version() -> str:
     """Return the version of the NVIDIA driver, from NVML where /proc does not show it, as on WSL; empty if unknown."""
     return versions().get("driver") or done_within(DRIVER_S, start(_nvml_driver_version), "")

@@ -100,8 +100,8 @@ class Context(ContextBatches):
         """Report progress, and return whether the trainer must save a checkpoint and return.
 
         Call it on every rank after every step. All ranks receive the same answer at the same step: True once they have
-        agreed to stop, after a stop signal or `hpcdist stop`. The call also updates the heartbeat: a rank that does not
-        call it (or `alive`) within `launch.hang_timeout_s` counts as hung.
+        agreed to stop, after a stop signal or `hpcdist stop`. The call also updates the heartbeat: a rank that has
+        called it (or `alive`), but not within `launch.hang_timeout_s`, counts as hung unless it visibly computes.
 
         Args:
             step: number of steps done.
@@ -112,7 +112,7 @@ class Context(ContextBatches):
         self._checkpoints.check()
         self._heartbeat.step = step
         self._heartbeat.total_steps = total_steps
-        self._heartbeat.beat()
+        self._heartbeat.beat(regular=True)
         asked = time.perf_counter()
         stop = stops_after(step, self._stop, self.config.stop.pause_at_step, self.attempt)
         self.timer.step_done(step, agreement_s=time.perf_counter() - asked)
@@ -159,7 +159,7 @@ class Context(ContextBatches):
 
     def alive(self) -> None:
         """Update the heartbeat from work without steps, such as a long evaluation or a download."""
-        self._heartbeat.beat()
+        self._heartbeat.beat(regular=True)
         self.timer.skip()
 
     def training_begins(self) -> None:
@@ -273,6 +273,7 @@ class Context(ContextBatches):
             )
             if shard is not None:
                 self.barrier()  # a rank that continues may change another rank's shard (by RPC) before it is copied
+        self._heartbeat.beat()
         self.timer.skip()
 
     def restore(self) -> Restored | None:

@@ -98,7 +98,7 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
         with script_api.entered(
             attempt,
             topology,
-            config.launch.hang_timeout_s,
+            config.launch.hang_s,
             records,
             pause_at_step=config.stop.pause_at_step,
             save_every_steps=config.checkpoint.every_steps,
@@ -157,7 +157,7 @@ def _train(
     from hpcdist.rank.telemetry.heartbeat import Heartbeat
     from hpcdist.rank.telemetry.system_metrics import NodeMonitor
 
-    heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, config.launch.hang_timeout_s)
+    heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, config.launch.hang_s)
     outcome.step = lambda: heartbeat.step
     train = load_trainer(config.trainer.target)
     gc.freeze()  # exclude the imported objects from later collections
@@ -223,7 +223,7 @@ def _connected_groups(
         attempt.path,
         init_timeout_s=timeout_s,
         # Longer than the supervisor's timeout: the supervisor finds the hung rank, a collective only those waiting.
-        timeout_s=config.launch.hang_timeout_s + 60,
+        timeout_s=config.launch.hang_s + 60,
         on_expiry=lambda: process_end.exit_now(outcome.write_error(timeout_error)),
     ) as groups:
         if check_mode != "off":

@@ -55,6 +55,8 @@ class Attempt:
         self.stragglers = path / "stragglers.jsonl"
         #: Summary of the stack traces of a hang; the first line is one sentence.
         self.stacks_summary = path / "stacks.txt"
+        #: The same of a run that made no progress but was not ended.
+        self.silence = path / "silence.txt"
 
     def log(self, rank: int) -> Path:
         """Return the file with a rank's output."""

@@ -34,6 +34,7 @@
             srun.log                             output of srun
             network.json                         result of the collective check
             stacks.txt  rank-00000.stacks.txt  rank-00000.flight.json      stack traces and collectives of a hang
+            silence.txt                          stack traces of a run that makes no progress, but was not ended
             stragglers.jsonl                     straggler events
 
 Supervisor, ranks and shipper are separate processes, possibly on separate hosts; they share only these files.

@@ -30,6 +30,9 @@ class ProgressMonitor:
     (`polling.num_due_ranks`). For plain scripts the size of the log counts as progress as well, since only those that
     report steps (`rank/script_api.py`) write heartbeats.
 
+    A rank of a trainer that reports each step must go on doing so. All other ranks may be silent as long as one of them
+    makes progress, since often rank 0 alone prints and logs.
+
     Attributes:
         unavailable_until: last time at which the attempt's folder was unavailable; missing heartbeats before it are no
             sign of a hang.
@@ -40,13 +43,13 @@ class ProgressMonitor:
         self._ranks = ranks
         self._report = report
         self._is_script = bool(config.trainer.script)
-        self._timeout_s = config.launch.hang_timeout_s
+        self._timeout_s = config.launch.hang_s
         self._num_ranks = len(ranks.running) + len(ranks.exits)
         self._signs: list[tuple[object, float]] = [(None, now)] * self._num_ranks
         roles = Roles.of(config.roles, self._num_ranks)
         self._stragglers = Stragglers(lambda rank: roles.of_rank(rank)[0])
         self._next_rank = 0
-        self._last_check = now
+        self._last_check = self._last_progress = now
         self._shown: object = None
         self._output = LogTail(attempt.log(0))
         self.unavailable_until = now
@@ -88,6 +91,20 @@ class ProgressMonitor:
             return None
         return min(self._ranks.running, key=self._last_sign)
 
+    def silent_s(self, now: float) -> float:
+        """Return the time since the last progress of any rank."""
+        return now - max(self._last_progress, self.unavailable_until)
+
+    def overdue(self, now: float) -> set[int]:
+        """Return the running ranks without progress for the hang timeout."""
+        since = now - self._timeout_s
+        return {rank for rank in self._ranks.running if max(self._signs[rank][1], self.unavailable_until) <= since}
+
+    def postpone(self, now: float) -> None:
+        """Count the time from now on as silence, since the ranks do not hang."""
+        self._last_progress = now
+        self._signs = [(known, now) for known, _ in self._signs]
+
     def _due_ranks(self, now: float) -> list[int]:
         count = num_due_ranks(self._num_ranks, now - self._last_check, self._timeout_s)
         self._last_check = now
@@ -101,13 +118,22 @@ class ProgressMonitor:
             # Plain scripts have no step timing.
             timing_due = not self._is_script and self._stragglers.is_due(rank, now)
             sign = self._read_timing(rank, now) if timing_due else self._sign(rank)
+            if sign == known and now - max(since, self.unavailable_until) >= self._timeout_s:
+                if self.silent_s(now) >= self._timeout_s or self._is_regular(rank):
+                    return True
+                since = self._last_progress  # the next check that reads its heartbeat is due later
         except OSError:
-            self._signs[rank] = (known, now)  # an unreadable heartbeat is no sign of a hang
-            return False
+            since, sign = now, known  # an unreadable heartbeat is no sign of a hang
         if sign != known:
-            self._signs[rank] = (sign, now)
-            return False
-        return now - max(since, self.unavailable_until) >= self._timeout_s
+            since = now
+        self._signs[rank] = (sign, since)
+        self._last_progress = max(self._last_progress, since)
+        return False
+
+    def _is_regular(self, rank: int) -> bool:
+        """Return whether a rank must go on reporting: one of a trainer that has begun to report each step."""
+        beat = {} if self._is_script else read_json(self._attempt.beat(rank), within_s=0) or {}
+        return not self._is_script and bool(beat.get("regular", True))
 
     def _takes_writes(self, now: float) -> bool:
         """Return whether ranks can write heartbeats; if not, missing heartbeats are no sign of a hang."""

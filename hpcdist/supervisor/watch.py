@@ -6,11 +6,15 @@ import logging
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from hpcdist.config.schema import Config
 from hpcdist.run.attempt import BY_GROWTH, Attempt, Request
+from hpcdist.supervisor.hang.activity import Activity, busy_ranks, read_activities
 from hpcdist.supervisor.hang.collect import collect
+from hpcdist.supervisor.hang.flight_records import ranks_text
+from hpcdist.supervisor.hang.summary import Summary
 from hpcdist.supervisor.launcher import NodeChanges, Ranks
 from hpcdist.supervisor.progress import ProgressMonitor
 from hpcdist.supervisor.reporter import Reporter
@@ -75,6 +79,9 @@ class Watch:
         self._unwritten_since: float | None = None
         self._sent_sigterm = False
         self._kill_at: float | None = None
+        #: Activities of the ranks after half of the time in which they may be silent.
+        self._activities: dict[int, Activity] | None = None
+        self._warned = False
         self.stop_requested = False
         self.cancelled = False
 
@@ -125,15 +132,48 @@ class Watch:
         return not_started(absent, num_ranks, why, self._ranks.host_of)
 
     def _hung(self, now: float) -> Failure | None:
-        """Return the failure of the rank without progress for the longest time, if that exceeds the limit."""
+        """Return the failure of ranks that hang: without progress for the limit, and without any sign of computation.
+
+        A plain script is ended only if the user has set the limit; otherwise a warning names the evidence.
+        """
+        launch = self._config.launch
+        if self._warned:
+            return None
+        if self.progress.silent_s(now) < launch.hang_s / 2:
+            self._activities = None
+        elif self._activities is None:
+            self._activities = self._read_activities()
         rank = self.progress.find_hung(now)
         if rank is None:
             return None
-        return self._hang_failure(
-            rank,
-            f"made no progress for launch.hang_timeout_s={self._config.launch.hang_timeout_s:g} s"
-            f" (stack traces of all ranks are in {self._attempt.path})",
-        )
+        busy = busy_ranks(self._activities, self._read_activities()) if self._activities else set()
+        busy &= self.progress.overdue(now)
+        is_ended = launch.hang_timeout_s is not None or not self._config.trainer.script
+        # The signal for the stacks may surprise a script, which is spared it if it computes and is not to be ended.
+        found = self._collect_stacks() if is_ended or not busy else None
+        if found is not None:
+            busy -= {rank for rank, pending_s in found.pending_s.items() if pending_s > launch.hang_s / 2}
+        where = f"(stack traces of all ranks are in {self._attempt.path})"
+        if is_ended and not busy:
+            return self._hang_failure(
+                rank, f"made no progress for launch.hang_timeout_s={launch.hang_s:g} s {where}", found
+            )
+        if found is not None:
+            with suppress(OSError):  # `stacks_summary` would explain a later failure
+                self._attempt.stacks_summary.replace(self._attempt.silence)
+        if busy:
+            self.progress.postpone(time.monotonic())
+            used = f"{ranks_text(busy)} used CPU or GPU meanwhile: the run continues"
+            self._report.note(f"no sign of progress for {launch.hang_s:g} s, but {used}")
+        else:
+            self._warned = True
+            self._report.note(
+                f"the script may hang: no output for {launch.hang_s:g} s, and "
+                + ("no rank computes" if self._activities else "the CPU time of the ranks is unknown")
+                + (f"; {found.sentence} {where}" if found is not None else "")
+                + "; it is not ended, since launch.hang_timeout_s is not set"
+            )
+        return None
 
     def _note_delay(self, began: float, now: float) -> None:
         """Record a poll that has waited for the file system, because the ranks had to wait as well."""
@@ -220,23 +260,36 @@ class Watch:
             self._ranks.running[0],
             f"did not save and exit within launch.stop_grace_s={self._config.launch.stop_grace_s:g} s"
             + (", or before the end of the allocation" if self._allocation is not None else ""),
+            self._collect_stacks(),
         )
 
-    def _hang_failure(self, rank: int, error: str) -> Failure:
-        """Collect stack traces, and return the failure of hung ranks.
+    def _collect_stacks(self) -> Summary | None:
+        """Collect the stack traces of all ranks; None if there is no time for that, or no trace."""
+        if (left_s := self._examination_s()) >= LEAST_STACKS_S:
+            try:
+                return collect(self._attempt, self._ranks, limit_s=left_s, interrupted=self._is_cancelled)
+            except OSError as unread:
+                log.warning("%s: %s; no stack traces of this hang can be collected", unread.filename, unread.strerror)
+        return None
+
+    def _read_activities(self) -> dict[int, Activity]:
+        if (left_s := self._examination_s()) < LEAST_STACKS_S:
+            return {}
+        return read_activities(self._attempt, self._ranks, limit_s=left_s, interrupted=self._is_cancelled)
+
+    def _examination_s(self) -> float:
+        """Return the time limit of a command on all nodes, which ends before the allocation does."""
+        if self._allocation is None:
+            return STACKS_S
+        return min(STACKS_S, self._allocation.end - time.time() - REST_S)
+
+    def _hang_failure(self, rank: int, error: str, found: Summary | None) -> Failure:
+        """Return the failure of hung ranks.
 
         Args:
             rank: the culprit, unless the stack traces show another one.
+            found: summary of the stack traces.
         """
-        left_s = STACKS_S
-        if self._allocation is not None:
-            left_s = min(left_s, self._allocation.end - time.time() - REST_S)
-        found = None
-        if left_s >= LEAST_STACKS_S:
-            try:
-                found = collect(self._attempt, self._ranks, limit_s=left_s, interrupted=self._is_cancelled)
-            except OSError as unread:
-                log.warning("%s: %s; no stack traces of this hang can be collected", unread.filename, unread.strerror)
         if found is not None and len(found.suspects) == 1:
             (rank,) = found.suspects
         return Failure(

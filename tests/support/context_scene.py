@@ -64,5 +64,5 @@ def open_context(here: Rank, run: RunDir, config: Config, flag: StopFlag | None 
             groups=Groups(group, dist.distributed_c10d._get_default_store() if group else dist.HashStore()),
             stop=StopAgreement(group, flag or StopFlag(), attempt.request, watch_request=here.rank == 0),
             journal=journal,
-            heartbeat=Heartbeat(attempt, here.rank, here.world_size, config.launch.hang_timeout_s),
+            heartbeat=Heartbeat(attempt, here.rank, here.world_size, config.launch.hang_s),
         )

@@ -80,8 +80,8 @@ class LaunchConfig:
     """Whether a local run imports torch once, in a process that forks the ranks of all attempts (not for scripts)."""
     init_timeout_s: float = 120.0
     """Timeout of the start of the ranks, of the imports before they are forked, and of their rendezvous."""
-    hang_timeout_s: float = 1800.0
-    """Time without progress after which a run counts as hung."""
+    hang_timeout_s: float | None = None
+    """Time without progress after which a hung run is ended; null: 1800 for trainers, scripts are only warned about."""
     stop_grace_s: float = 120.0
     """Time that ranks have to save and exit after a stop request; half of it for their threads and atexit functions."""
     max_restarts: int = 3
@@ -92,6 +92,11 @@ class LaunchConfig:
     """Maximum size of each log in MB, beyond which its middle is removed; 0 means no limit."""
     code_max_mb: float = 50.0
     """Maximum size of the code snapshot in MB."""
+
+    @property
+    def hang_s(self) -> float:
+        """`hang_timeout_s`, or its default."""
+        return 1800.0 if self.hang_timeout_s is None else self.hang_timeout_s
 
     def __post_init__(self) -> None:
         check(

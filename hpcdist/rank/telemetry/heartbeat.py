@@ -38,6 +38,8 @@ class Heartbeat:
         self._file: int | None = None
         self._host = socket.gethostname()
         self._noted = 0.0
+        #: Whether this rank reports each step, or calls `alive`: then it hangs if it does so no more.
+        self.is_regular = False
         self.step = 0
         self._written = (self._noted, self.step)
         self.total_steps: int | None = None
@@ -65,9 +67,10 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._keep_writing, name="heartbeat", daemon=True)
         self._thread.start()
 
-    def beat(self) -> None:
-        """Record that this rank is alive, in memory."""
+    def beat(self, *, regular: bool = False) -> None:
+        """Record that this rank is alive, in memory; `regular` promises further beats."""
         self._noted = time.time()
+        self.is_regular |= regular
 
     def note_metrics(self, metrics: Mapping[str, float]) -> None:
         """Record the latest values of metrics; metrics beyond MAX_METRICS are ignored."""
@@ -102,6 +105,7 @@ class Heartbeat:
             {
                 "time": noted,
                 "host": self._host,
+                "regular": self.is_regular,
                 "step": step,
                 "total_steps": self.total_steps,
                 # Values may be NumPy or torch scalars, which JSON does not support.

@@ -64,6 +64,12 @@ def calls_of(recorders: Mapping[str, Any]) -> list[Calls]:
     return found
 
 
+def pending_s(recorders: Mapping[str, Any], now: float) -> float:
+    """Return the seconds since the call of the oldest unfinished collective, send or receive; 0 without one."""
+    pending = [entry for recorded in recorders.values() for entry in recorded.get("entries", []) if _is_pending(entry)]
+    return max((now - int(entry["time_created_ns"]) / 1e9 for entry in pending), default=0.0)
+
+
 def _is_pending(entry: Mapping[str, Any]) -> bool:
     # Calls of gloo stay in the state `scheduled`; they are retired when finished.
     return not (entry["retired"] or entry["state"] == "completed")

@@ -19,11 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hpcdist.files.atomic import read_json, write_json
 from hpcdist.run.attempt import Attempt
-from hpcdist.supervisor.hang.flight_records import Calls, calls_of
+from hpcdist.supervisor.hang.flight_records import Calls, calls_of, pending_s
 from hpcdist.supervisor.hang.frames import Frame, parse_faulthandler, parse_py_spy
 from hpcdist.supervisor.hang.processes import CANNOT_RUN, RankProcess, find_ranks, state_of
 from hpcdist.supervisor.hang.rank_snapshot import RankSnapshot
@@ -83,6 +83,7 @@ def take_snapshots(processes: Sequence[RankProcess], attempt: Attempt, node: str
                 problem=stack.problem,
                 text=stack.text[:_TEXT_CHARS],
                 calls=tuple(prints.calls(process.rank) or ()),
+                pending_s=prints.pending_s(process.rank),
                 process=last,
                 cpu_s=last.cpu_s - first.cpu_s,
                 over_s=time.monotonic() - began,
@@ -120,8 +121,17 @@ class RankPrints:
 
     def calls(self, rank: int) -> list[Calls] | None:
         """Return a rank's collectives from its flight record; None if there is no new record."""
+        record = self._record(rank)
+        return calls_of(record["recorders"]) if record else None
+
+    def pending_s(self, rank: int) -> float:
+        """Return for how long a rank has waited in a collective; 0 if it does not."""
+        record = self._record(rank)
+        return pending_s(record["recorders"], record["time"]) if record else 0.0
+
+    def _record(self, rank: int) -> dict[str, Any] | None:
         record = read_json(self._attempt.flight(rank))
-        return calls_of(record["recorders"]) if record and record["time"] >= self._since else None
+        return record if record and record["time"] >= self._since else None
 
     def stack(self, rank: int, problem: str = "") -> Stack:
         """Return the stack that a rank has written to its log."""

@@ -21,6 +21,7 @@ class RankSnapshot:
         problem: why py-spy failed, if it was tried.
         text: stacks of all threads; with py-spy also of all child processes.
         calls: the last collectives in the flight recorders, in the order of their calls.
+        pending_s: time since the call of the oldest unfinished collective; 0 without one.
         process: state of the process.
         cpu_s, over_s: CPU time that the process used during `over_s` seconds.
     """
@@ -33,6 +34,7 @@ class RankSnapshot:
     problem: str = ""
     text: str = ""
     calls: tuple[Calls, ...] = ()
+    pending_s: float = 0.0
     process: ProcessState
     cpu_s: float
     over_s: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hpcdist.supervisor.hang.flight_records import absences, mismatches, ranks_text
 from hpcdist.supervisor.hang.frames import Location
@@ -26,6 +26,7 @@ class Summary:
     odd_first: tuple[int, ...]  #: all ranks with a snapshot, the suspects first
     hosts: Mapping[int, str]  #: by rank
     text: str  #: the whole summary
+    pending_s: Mapping[int, float] = field(default_factory=dict)  #: `RankSnapshot.pending_s` by rank
 
 
 def summarize(snapshots: Sequence[RankSnapshot], missing_ranks: Mapping[int, str]) -> Summary:
@@ -53,6 +54,7 @@ def summarize(snapshots: Sequence[RankSnapshot], missing_ranks: Mapping[int, str
         odd_first=odd_first,
         hosts={rank: snapshot.host for rank, snapshot in by_rank.items()},
         text=_text(sentence, groups, collectives, apart, [by_rank[rank] for rank in odd_first]),
+        pending_s={rank: snapshot.pending_s for rank, snapshot in by_rank.items()},
     )
 
 

@@ -119,8 +119,8 @@ def reports(run: RunDir, *, ended: bool) -> Iterator[Artifact]:
 def _hang_reports(attempt: Attempt) -> Iterator[Path]:
     """Yield stack traces of hung ranks once they are summarized, and torch's own dumps after collective timeouts."""
     patterns = ["flight-rank-*"]
-    if attempt.stacks_summary.exists():
-        yield attempt.stacks_summary
+    if summaries := [path for path in (attempt.stacks_summary, attempt.silence) if path.exists()]:
+        yield from summaries
         patterns = ["rank-*.stacks.txt", "rank-*.flight.json", *patterns]
     for pattern in patterns:
         yield from sorted(attempt.path.glob(pattern))[:MAX_RANKS]

@@ -91,7 +91,7 @@ class Bench:
 
     def __init__(self, ctx: Context, cfg: Config) -> None:
         self.ctx, self.cfg = ctx, cfg.section(CommConfig)
-        timeout = timedelta(seconds=cfg.launch.hang_timeout_s + 60)
+        timeout = timedelta(seconds=cfg.launch.hang_s + 60)
         node = ctx.topology.hosts[ctx.topology.node_rank] if ctx.topology.hosts else socket.gethostname()
         is_gpu = ctx.device.type == "cuda"
         device = torch.cuda.get_device_name(ctx.device) if is_gpu else "cpu"

@@ -116,7 +116,7 @@ def _make_groups(ctx: Context, cfg: Config) -> ProcessGroups:
 
     def make(ranks: range, backend: str) -> dist.ProcessGroup:
         # On a rank outside the group new_group returns a placeholder, which is not used.
-        timeout = timedelta(seconds=cfg.launch.hang_timeout_s + 60)
+        timeout = timedelta(seconds=cfg.launch.hang_s + 60)
         return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend=backend, timeout=timeout))
 
     exchange, host = make(range(ctx.world_size), "gloo"), make(trainers, "gloo")

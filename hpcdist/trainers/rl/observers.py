@@ -58,7 +58,7 @@ class Observer:
 
         # Most of this time is that of the agent's answers, the same for all observers, so it is not measured.
         def collect(index: int, collector: Collector) -> Rollout:
-            infer = functools.partial(request_inference, index, self._cfg.launch.hang_timeout_s)
+            infer = functools.partial(request_inference, index, self._cfg.launch.hang_s)
             return collector.collect(number, rl.num_rollout_steps, infer, log_std)
 
         # In threads: the agent answers the requests of all collectors together.
@@ -141,7 +141,7 @@ class ObserverGroup:
         """Request rollout `number` from every observer with these weights, without waiting."""
         if self._cfg.section(RlConfig).inference == "remote":
             weights = {name: value for name, value in weights.items() if name == "log_std"}
-        timeout_s = self._cfg.launch.hang_timeout_s  # longer than any rollout: the supervisor detects a hung rank
+        timeout_s = self._cfg.launch.hang_s  # longer than any rollout: the supervisor detects a hung rank
         self._pending = [rpc.rpc_async(name, _collect, (number, weights), timeout=timeout_s) for name in self._names]
 
     def wait(self) -> list[Rollout]:

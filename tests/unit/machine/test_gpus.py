@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from types import SimpleNamespace
 
 import pynvml
 import pytest
@@ -42,6 +43,13 @@ def test_gpus_have_memory_errors_throttling_and_processes(monkeypatch: pytest.Mo
     assert idle == Gpu(index=0, name="NVIDIA H200", used_mb=4, total_mb=143771, uncorrected_errors=0)
     assert (broken.used_mb, broken.uncorrected_errors, broken.pids) == (90210, 2, (4711, 4712))
     assert broken.throttled == ("too hot (hardware slowdown)", "power brake"), "the power cap 0x04 is normal"
+
+
+def test_processes_of_busy_gpus_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = gpu("H100", UtilizationRates=SimpleNamespace(gpu=3), ComputeRunningProcesses=processes(4711, 4712))
+    idle = gpu("H100", UtilizationRates=SimpleNamespace(gpu=0), ComputeRunningProcesses=processes(4713))
+    install_fake_nvml(monkeypatch, busy, idle, IN_MIG_MODE)
+    assert gpus.computing_pids() == {4711, 4712}
 
 
 def test_unsupported_queries_give_none(monkeypatch: pytest.MonkeyPatch) -> None:

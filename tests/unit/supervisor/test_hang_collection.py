@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.hang import collect as collect_module
 from hpcdist.supervisor.hang import node
+from hpcdist.supervisor.hang.activity import busy_ranks, read_activities
 from hpcdist.supervisor.hang.collect import collect
 from hpcdist.supervisor.hang.node import py_spy
 from hpcdist.supervisor.hang.processes import find_ranks, state_of
@@ -67,6 +69,8 @@ def test_faulthandler_stacks_are_used_if_py_spy_is_not_permitted(
     assert summary is not None
     assert summary.suspects == (1,)
     assert summary.odd_first == (1, 0, 2, 3)
+    assert summary.pending_s[0] > 3600, "since the call that the record shows"
+    assert summary.pending_s[1] == 0
     assert summary.sentence.startswith("rank 1 differs from the others: in compute (worker.py:")
     assert "; ranks 0, 2-3 in wait (threading.py:" in summary.sentence
     assert summary.sentence.endswith(
@@ -87,6 +91,30 @@ def test_faulthandler_stacks_are_used_if_py_spy_is_not_permitted(
         assert (attempt.path / f"flight-rank-{rank}").read_text() == "(True, True, False)"
     left = {path.name for path in attempt.path.iterdir()}
     assert not [name for name in left if name.startswith("node-") or name == "stacks.log"], left
+
+
+@pytest.mark.processes
+def test_activity_shows_the_rank_that_computes_without_a_signal(attempt: Attempt, tmp_path: Path) -> None:
+    with hung_ranks(attempt, tmp_path, 2) as ranks:
+        before = after = read_activities(attempt, ranks, limit_s=60, interrupted=not_interrupted)
+        assert set(before) == {0, 1}
+        end = time.monotonic() + 60
+        while after[1].cpu_s < before[1].cpu_s + 0.5 and time.monotonic() < end:
+            after = read_activities(attempt, ranks, limit_s=60, interrupted=not_interrupted)
+        since = {rank: replace(one, time=after[rank].time - 1.0) for rank, one in before.items()}
+        assert busy_ranks(since, after) == {1}
+        assert busy_ranks({}, after) == set(), "unknown"
+        assert busy_ranks({}, {0: replace(after[0], on_gpu=True)}) == {0}
+    assert "Current thread" not in attempt.log(0).read_text()
+    assert not list(attempt.path.glob("activity*"))
+
+
+def test_activity_is_unknown_without_an_answer(attempt: Attempt, caplog: pytest.LogCaptureFixture) -> None:
+    class Silent:
+        def examine(self, command: list[str], **_: object) -> None: ...
+
+    assert read_activities(attempt, Silent(), limit_s=5, interrupted=not_interrupted) == {}  # type: ignore[arg-type]
+    assert "the CPU time of the ranks is unknown: " in caplog.text
 
 
 @pytest.mark.processes

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.polling import CHECKS_PER_S
 from hpcdist.supervisor import progress as progress_module
 from hpcdist.supervisor import watch as watch_module
+from hpcdist.supervisor.hang.activity import Activity
 from hpcdist.supervisor.hang.summary import Summary
 from hpcdist.supervisor.progress import ProgressMonitor
 from hpcdist.supervisor.stragglers import StragglerEvent
@@ -83,6 +85,9 @@ class Scene:
         monkeypatch: pytest.MonkeyPatch,
         num_ranks: int = NUM_RANKS,
         allocation: Allocation | None = None,
+        *,
+        script: Sequence[str] = (),
+        hang_timeout_s: float | None = HANG_S,
     ) -> None:
         self.ranks = SteppedRanks(attempt, num_ranks)
         self.stats: list[int] = []  #: ranks whose heartbeat files were checked
@@ -91,12 +96,16 @@ class Scene:
         monkeypatch.setattr(watch_module, "time", clock)
         monkeypatch.setattr(progress_module, "read_json", self._read)
         monkeypatch.setattr(attempt, "read_request", self._read_request)
-        report: Any = SimpleNamespace(progress=lambda beat: None, note=lambda text: None, output=lambda text: None)
-        config = Config(trainer=TrainerConfig(), launch=LaunchConfig(hang_timeout_s=HANG_S))
+        self.notes: list[str] = []
+        report: Any = SimpleNamespace(progress=lambda beat: None, note=self.notes.append, output=lambda text: None)
+        config = Config(trainer=TrainerConfig(script=list(script)), launch=LaunchConfig(hang_timeout_s=hang_timeout_s))
         self.watch = Watch(attempt, self.ranks, config, report, allocation)
         monkeypatch.setattr(self.watch.progress, "_sign", self._stat)
         monkeypatch.setattr(self.watch.progress, "_read_timing", lambda rank, now: self._stat(rank))
         monkeypatch.setattr(watch_module, "collect", self._collect)
+        monkeypatch.setattr(watch_module, "read_activities", self._activities)
+        self.busy_until = dict.fromkeys(range(num_ranks), 0.0)  #: by rank, when it stops to compute
+        self.regular = True  #: whether the ranks report each step
         self.limits: list[float] = []  #: time limits of `collect`
         self.summary: Summary | None = None  #: result of `collect`
 
@@ -106,6 +115,13 @@ class Scene:
         assert not interrupted()
         self.limits.append(limit_s)
         return self.summary
+
+    def _activities(self, *_: object, **options: object) -> dict[int, Activity]:
+        now = self.ranks.time
+        return {
+            rank: Activity(rank=rank, time=now, cpu_s=min(now, until), on_gpu=False)
+            for rank, until in self.busy_until.items()
+        }
 
     def _stat(self, rank: int) -> object:
         self.stats.append(rank)
@@ -118,7 +134,8 @@ class Scene:
     def _read(self, path: Path, **_: object) -> dict[str, Any] | None:
         self.reads.append(path.name)
         rank = int(path.name[5:10])
-        return {"time": NOW + self.ranks.silent.get(rank, self.ranks.time), "step": 10 * rank}
+        time = NOW + self.ranks.silent.get(rank, self.ranks.time)
+        return {"time": time, "step": 10 * rank, "regular": self.regular}
 
 
 @pytest.fixture
@@ -203,6 +220,83 @@ def test_several_suspects_do_not_replace_the_reported_rank(scene: Scene) -> None
     failure = scene.watch.until_over()
     assert failure is not None
     assert (failure.rank, failure.detail) == (700, "ranks 3-4 differ from the others")
+
+
+SCRIPT = ("train.py",)
+DEADLOCK = Summary(sentence="all ranks are in all_reduce", suspects=(), odd_first=(), hosts={}, text="")
+
+
+@pytest.mark.parametrize("hang_timeout_s", [None, HANG_S])
+def test_silent_ranks_of_a_script_live_as_long_as_one_rank_prints(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, hang_timeout_s: float | None
+) -> None:
+    scene = Scene(attempt, monkeypatch, 4, script=SCRIPT, hang_timeout_s=hang_timeout_s)
+    scene.ranks.silent = dict.fromkeys(range(1, 4), 0.0)
+    assert scene.watch.until_over() is None
+    assert (scene.ranks.time, scene.notes, scene.limits) == (pytest.approx(scene.ranks.end_at), [], [])
+
+
+def test_deadlock_of_a_script_is_ended_if_the_user_has_set_the_timeout(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(attempt, monkeypatch, 4, script=SCRIPT)
+    scene.ranks.silent, scene.summary = dict.fromkeys(range(4), 100.0), DEADLOCK
+    failure = scene.watch.until_over()
+    assert failure is not None
+    assert failure.sentence().startswith("rank 0 on n0 made no progress for launch.hang_timeout_s=300 s (stack traces ")
+    assert failure.detail == "all ranks are in all_reduce"
+    assert 400 <= scene.ranks.time < 410
+
+
+def test_deadlock_of_a_script_is_a_warning_by_default(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(attempt, monkeypatch, 4, script=SCRIPT, hang_timeout_s=None)
+    scene.ranks.silent, scene.summary = dict.fromkeys(range(4), 100.0), DEADLOCK
+    attempt.stacks_summary.write_text(DEADLOCK.sentence)
+    assert scene.watch.until_over() is None
+    (note,) = scene.notes
+    assert note == (
+        "the script may hang: no output for 1800 s, and no rank computes; all ranks are in all_reduce (stack traces of"
+        f" all ranks are in {attempt.path}); it is not ended, since launch.hang_timeout_s is not set"
+    )
+    assert attempt.silence.read_text() == DEADLOCK.sentence
+    assert not attempt.stacks_summary.exists(), "a later failure has another cause"
+
+
+@pytest.mark.parametrize("script", [(), SCRIPT])
+def test_silent_ranks_that_compute_are_not_ended(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, script: Sequence[str]
+) -> None:
+    scene = Scene(attempt, monkeypatch, 4, script=script)
+    scene.ranks.silent, scene.summary = dict.fromkeys(range(4), 100.0), DEADLOCK
+    scene.busy_until[2] = 1000.0
+    failure = scene.watch.until_over()
+    assert failure is not None
+    assert set(scene.notes) == {
+        "no sign of progress for 300 s, but rank 2 used CPU or GPU meanwhile: the run continues"
+    }
+    assert 1000 + HANG_S / 2 <= scene.ranks.time <= 1000 + 2 * HANG_S
+
+
+def test_busy_wait_in_a_collective_is_a_hang(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL uses a core and a GPU while it waits."""
+    scene = Scene(attempt, monkeypatch, 2)
+    scene.ranks.silent = dict.fromkeys(range(2), 100.0)
+    scene.busy_until = dict.fromkeys(range(2), 1e6)
+    scene.summary = replace(DEADLOCK, pending_s={0: 290.0, 1: 299.0})
+    failure = scene.watch.until_over()
+    assert failure is not None
+    assert scene.ranks.time < 410
+
+
+def test_trainer_that_reports_no_steps_lives_as_long_as_one_rank_logs(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(attempt, monkeypatch, 2)
+    scene.regular = False
+    scene.ranks.silent = {0: 1000.0, 1: 0.0}
+    failure = scene.watch.until_over()
+    assert failure is not None, "nobody logs any more"
+    assert 1000 + HANG_S - scene.ranks.interval_s <= scene.ranks.time < 1010 + HANG_S
 
 
 def test_ranks_with_a_long_heartbeat_interval_are_not_hung(scene: Scene) -> None:
