@@ -6,6 +6,8 @@ hpcdist run regression.yaml
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,9 +15,19 @@ from torch import nn
 from hpcdist import Config, Context
 
 
-def train(ctx: Context, cfg: Config) -> None:
+@dataclass
+class Params:
+    """The section `params` of the config, which hpcdist checks and logs."""
+
+    total_steps: int
+    """Number of optimizer steps."""
+    hidden: int = 32
+    """Size of the hidden layer."""
+
+
+def train(ctx: Context, cfg: Config, params: Params) -> None:
     """Fit a small network to a noisy sine, with checkpoints, stop requests and tracking."""
-    net = nn.Sequential(nn.Linear(1, cfg.params["hidden"]), nn.Tanh(), nn.Linear(cfg.params["hidden"], 1))
+    net = nn.Sequential(nn.Linear(1, params.hidden), nn.Tanh(), nn.Linear(params.hidden, 1))
     model = ctx.wrap(net)
     optimizer = torch.optim.Adam(model.parameters(), lr=cfg.optim.lr)
     ctx.seed_per_rank()  # each rank draws its own samples from here on
@@ -26,7 +38,7 @@ def train(ctx: Context, cfg: Config) -> None:
         optimizer.load_state_dict(saved.trainer["optimizer"])
         step = saved.step
 
-    total_steps = cfg.params["total_steps"]
+    total_steps = params.total_steps
     stop = False
     while step < total_steps and not stop:
         x = torch.rand(64, 1, device=ctx.device) * 6 - 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,7 +29,9 @@ def show_config(
     config: OptionalConfigName = None,
     overrides: Overrides = None,
     cluster: Cluster = None,
-    schema: Annotated[bool, flag("--schema", "Print every key with type, default and meaning.")] = False,
+    schema: Annotated[
+        bool, flag("--schema", "Print every key with type, default and meaning; with CONFIG those of its trainer.")
+    ] = False,
     for_editors: Annotated[bool, flag("--json-schema", "Print the JSON Schema of a config.")] = False,
     as_json: Json = False,
     experiment: ExperimentKey = None,
@@ -43,6 +46,8 @@ def show_config(
 
         hpcdist config --schema
 
+        hpcdist config regression.yaml --schema
+
         hpcdist config --json-schema > config.schema.json
     """
     from hpcdist.config.loading import load_config
@@ -55,8 +60,10 @@ def show_config(
         print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
     elif schema:
         from hpcdist.config.schema import describe
+        from hpcdist.config.trainer_params import describe_trainer
 
-        keys = [dict(zip(("key", "type", "default", "help"), entry, strict=True)) for entry in describe()]
+        entries = describe() if config is None else describe_trainer(load_config(config, overrides or []), Path.cwd())
+        keys = [dict(zip(("key", "type", "default", "help"), entry, strict=True)) for entry in entries]
         if as_json:
             print(json.dumps(keys, indent=2, default=str))
             return

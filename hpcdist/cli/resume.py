@@ -56,6 +56,7 @@ def resume(
         hpcdist resume runs/digits/first stop.max_epochs=20 --with-current-code
     """
     from hpcdist.config.loading import load_run_config
+    from hpcdist.config.trainer_params import with_params
     from hpcdist.files.ownership import require_trusted
     from hpcdist.run import create, pending_config, snapshot
     from hpcdist.run.lease import hold
@@ -78,6 +79,9 @@ def resume(
     if not on_slurm and (dependency or begin):
         raise UserMistake(f"--dependency and --begin need Slurm, and run {found.name} was not submitted to Slurm")
     flags = submission_flags(config, dependency, begin)
+    code = [str(Path.cwd())] if with_current_code else snapshot.import_path(snapshot.code_state(found), found)
+    if code:
+        config = with_params(config, Path(code[0]), f"resume {found.name}")
     pending_config.check(found, config)
     if with_current_code:
         create.check_code(config, Path.cwd())

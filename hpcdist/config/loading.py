@@ -16,6 +16,7 @@ from hpcdist.config.redaction import hide_values
 from hpcdist.config.resolution import resolve
 from hpcdist.config.schema import Config, as_written, exact
 from hpcdist.config.shipped import find_config
+from hpcdist.config.trainer_params import with_params
 from hpcdist.config.tree import expand_short_forms, flat
 from hpcdist.config.written import restore_secrets, written_tree
 from hpcdist.errors import ConfigError
@@ -37,14 +38,14 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: s
     path = find_config(source)
     tree = _read_yaml(path)
     if cluster is None:
-        return _with_overrides(tree, overrides, str(path))
+        return _with_overrides(tree, overrides, str(path), Path.cwd())
     site = find_config(cluster, "cluster")
     alone = copy.deepcopy(tree)
     keys = _add_profile(tree, _read_profile(site))
     try:
-        return _with_overrides(tree, overrides, str(path))
+        return _with_overrides(tree, overrides, str(path), Path.cwd())
     except ConfigError as error:
-        raise _located(error, str(site), keys, _problems(alone, str(path))) from None
+        raise _located(error, str(site), keys, _problems(alone, str(path), Path.cwd())) from None
 
 
 def written_keys(source: str | Path, overrides: Sequence[str] = (), *, cluster: str | Path | None = None) -> list[str]:
@@ -104,24 +105,32 @@ def load_run_config(
     return as_literal(_with_overrides(protected(tree), overrides, source))
 
 
-def _with_overrides(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
-    """Return the config of plain containers and overrides. Raises ConfigError without secrets."""
+def _with_overrides(tree: dict[str, Any], overrides: Sequence[str], source: str, code: Path | None = None) -> Config:
+    """Return the config of plain containers and overrides. Raises ConfigError without secrets.
+
+    Args:
+        code: folder of the trainer that declares `params`; None if the config of a run folder has been checked.
+    """
     alone = copy.deepcopy(tree) if overrides else tree
     try:
-        with _hidden_values(tree):
-            return resolve(merge(tree, overrides, source), source)
+        return _resolved(tree, overrides, source, code)
     except ConfigError as error:
         if not overrides:
             raise
         keys = [text.partition("=")[0] for text in overrides]
-        raise _located(error, COMMAND_LINE.removesuffix(": "), keys, _problems(alone, source)) from None
+        raise _located(error, COMMAND_LINE.removesuffix(": "), keys, _problems(alone, source, code)) from None
 
 
-def _problems(tree: dict[str, Any], source: str) -> Sequence[str]:
+def _resolved(tree: dict[str, Any], overrides: Sequence[str], source: str, code: Path | None) -> Config:
+    with _hidden_values(tree):
+        config = resolve(merge(tree, overrides, source), source)
+        return config if code is None else with_params(config, code, source)
+
+
+def _problems(tree: dict[str, Any], source: str, code: Path | None) -> Sequence[str]:
     """Return the problems of plain containers, without secrets."""
     try:
-        with _hidden_values(tree):
-            resolve(merge(tree, (), source), source)
+        _resolved(tree, (), source, code)
     except ConfigError as error:
         return error.problems
     return ()

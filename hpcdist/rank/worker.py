@@ -18,11 +18,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
 from hpcdist import logs
 from hpcdist.config.loading import load_run_config
 from hpcdist.config.schema import Config, role_device
+from hpcdist.config.trainer_params import arguments_of
 from hpcdist.errors import HpcdistError, RendezvousError, TrainerError
 from hpcdist.files import retry
 from hpcdist.files.log_limit import limit_log
@@ -160,6 +161,7 @@ def _train(
     heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, config.launch.hang_s)
     outcome.step = lambda: heartbeat.step
     train = load_trainer(config.trainer.target)
+    params = arguments_of(train, config.params)
     gc.freeze()  # exclude the imported objects from later collections
     gc.enable()
     device, backend = place(config, topology, os.environ)
@@ -193,7 +195,7 @@ def _train(
         )
         records.on_metrics = heartbeat.note_logged
         script_api.enter_trainer(ctx)
-        train(ctx, config)
+        train(ctx, config, *params)
         ctx.close()
     return "stopped" if ctx.stop_agreed else "done", ctx.end_reason
 
@@ -256,7 +258,7 @@ def _set_rank_environment(config: Config, topology: Topology) -> None:
         os.environ.update(interface_env(topology.master_addr, os.environ))
 
 
-def load_trainer(target: str) -> Callable[[Any, Config], None]:
+def load_trainer(target: str) -> Callable[..., None]:
     """Return the training function named by `trainer.target`: a shipped trainer, or `package.module:function`.
 
     Raises TrainerError if it cannot be imported or is not callable.
@@ -271,7 +273,7 @@ def load_trainer(target: str) -> Callable[[Any, Config], None]:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise TrainerError(f"trainer {target!r}: {module.__file__} has no function {function_name!r}")
-    return cast(Callable[[Any, Config], None], function)
+    return cast(Callable[..., None], function)
 
 
 if __name__ == "__main__":

@@ -165,9 +165,11 @@ class Runs:
         """Return the tags of the run in MLflow."""
         return dict(self._query("select key, value from tags where run_uuid = ?", self.mlflow_id(name)))
 
+    def params(self, name: str) -> dict[str, str]:
+        return dict(self._query("select key, value from params where run_uuid = ?", self.mlflow_id(name)))
+
     def param(self, name: str, key: str) -> str:
-        query = "select value from params where run_uuid = ? and key = ?"
-        return str(self._query(query, self.mlflow_id(name), key)[0][0])
+        return self.params(name)[key]
 
     def artifacts(self, name: str, folder: str) -> Path:
         """Return the path of a folder of the run's artifacts in MLflow."""

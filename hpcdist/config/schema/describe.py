@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import Field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcdist.config.schema.cluster import RoleRequest
 from hpcdist.config.schema.declaration import trainer_sections
 from hpcdist.config.schema.run import Config
+
+if TYPE_CHECKING:
+    import ast
 
 
 def all_keys(section: type = Config, prefix: str = "") -> Iterator[tuple[str, type, Field[Any]]]:
@@ -53,6 +56,13 @@ def _read_source(section: type) -> dict[str, tuple[str, str]]:
 
     body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     assert isinstance(body, ast.ClassDef)
+    return documented(body)
+
+
+def documented(body: ast.ClassDef) -> dict[str, tuple[str, str]]:
+    """Return annotation and docstring of every field in the source of a dataclass, by its name."""
+    import ast
+
     found: dict[str, tuple[str, str]] = {}
     for statement, following in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):

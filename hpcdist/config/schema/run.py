@@ -64,7 +64,7 @@ class Config:
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
     notify: NotifyConfig = field(default_factory=NotifyConfig)
     params: dict[str, Any] = field(default_factory=dict)
-    """Free keys for a trainer of your own, logged like all others."""
+    """Keys of a trainer of your own, which it may declare as a dataclass: `train(ctx, cfg, params: MyParams)`."""
 
     def __post_init__(self) -> None:
         problems = [

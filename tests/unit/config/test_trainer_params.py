@@ -1,0 +1,169 @@
+"""Parameters that a trainer of the user's own declares as a dataclass."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from hpcdist.config.loading import load_config
+from hpcdist.config.trainer_params import arguments_of, build, declared_params, describe_trainer
+from hpcdist.errors import ConfigError
+
+MODULE = '''
+import torch_that_no_login_node_has
+from dataclasses import dataclass, field
+from typing import Literal, Optional
+from shapes import Shape
+
+HIDDEN = 32
+
+
+@dataclass
+class MyParams:
+    """Parameters of the regression."""
+
+    total_steps: int
+    """Number of optimizer steps."""
+    hidden: int = HIDDEN
+    rate: float = 1e-3
+    act: Literal["relu", "tanh"] = "tanh"
+    betas: tuple[float, float] = (0.9, 2 * 0.45)
+    widths: list[int] = field(default_factory=lambda: [8, 8])
+    limit: Optional[float] = None
+    shape: Shape = field(default_factory=Shape)
+    version: str = torch_that_no_login_node_has.__version__
+
+
+def train(ctx, cfg, params: "MyParams"):
+    raise SystemExit("not to be executed")
+'''
+SHAPES = """
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    depth: int = 2
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with a trainer that declares its parameters."""
+    (tmp_path / "regression.py").write_text(MODULE)
+    (tmp_path / "shapes.py").write_text(SHAPES)
+    (tmp_path / "mine.yaml").write_text("trainer: regression:train\nparams: {total_steps: 10}\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_defaults_are_filled_in_without_importing_the_module(project: Path) -> None:
+    assert load_config("mine.yaml", ["params.rate=1", "params.shape={depth: 3}"]).params == {
+        "total_steps": 10,
+        "hidden": 32,
+        "rate": 1.0,
+        "act": "tanh",
+        "betas": [0.9, 0.9],
+        "widths": [8, 8],
+        "limit": None,
+        "shape": {"depth": 3},
+    }
+    assert "regression" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("params.totl_steps=5", "command line: params.totl_steps is not a key: did you mean 'params.total_steps'?"),
+        ("params.zzz=5", "command line: params.zzz is not a key: MyParams has total_steps, hidden, rate, .*"),
+        ("params.hidden=wide", "command line: params.hidden must be int, got 'wide'"),
+        ("params.hidden=true", "command line: params.hidden must be int, got True"),
+        ("params.act=gelu", r"command line: params.act must be typing.Literal\['relu', 'tanh'\], got 'gelu'"),
+        ("params.betas=[1]", r"command line: params.betas must be tuple\[float, float\], got \[1\]"),
+        ("params.widths=[a]", r"command line: params.widths must be list\[int\], got \['a'\]"),
+        ("params.shape.dept=1", "command line: params.shape.dept is not a key: did you mean 'params.shape.depth'?"),
+    ],
+)
+def test_mistake_is_named_before_the_run_starts(project: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config("mine.yaml", [override])
+
+
+def test_missing_parameter_is_named(project: Path) -> None:
+    (project / "mine.yaml").write_text("trainer: regression:train\n")
+    with pytest.raises(ConfigError, match=r"params\.total_steps is missing: MyParams has no default for it"):
+        load_config("mine.yaml")
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["def train(ctx, cfg): ...", "def train(ctx, cfg, extra=None): ...", "from other import train", "def train(:"],
+)
+def test_trainer_without_a_declaration_takes_any_params(project: Path, module: str) -> None:
+    (project / "regression.py").write_text(module)
+    assert load_config("mine.yaml", ["params.anything=1"]).params == {"total_steps": 10, "anything": 1}
+
+
+def test_modules_are_found_in_packages_and_installed_folders(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = project / "installed" / "pack"
+    package.mkdir(parents=True)
+    (package / "train.py").write_text(MODULE.replace("from shapes", "from .shapes"))
+    (package / "shapes.py").write_text(SHAPES)
+    monkeypatch.syspath_prepend(str(project / "installed"))
+    found = declared_params("pack.train:train", project)
+    assert found is not None
+    assert found.kind.__name__ == "MyParams"
+
+
+def test_keys_of_a_trainer_begin_with_its_own(project: Path) -> None:
+    rows = describe_trainer(load_config("mine.yaml"), project)
+    assert rows[:2] == [
+        ("params.total_steps", "int", "required", "Number of optimizer steps."),
+        ("params.hidden", "int", 32, ""),
+    ]
+    assert ("params.version", "str", "computed by the module", "") in rows
+    assert "seed" in {key for key, *_ in rows}
+    assert not [key for key, *_ in describe_trainer(load_config("ddp_digits"), project) if key.startswith("rl.")]
+
+
+# --- in a rank
+
+
+@dataclass(frozen=True)
+class Inner:
+    depth: int = 2
+
+
+@dataclass
+class Params:
+    name: str
+    act: Literal["relu", "tanh"] = "tanh"
+    path: Path = Path("data")
+    betas: tuple[float, ...] = (0.9, 0.95)
+    inner: Inner = field(default_factory=Inner)
+    limit: int | None = 3
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("name must not be empty")
+
+
+def train_with(ctx: Any, cfg: Any, params: Params) -> None: ...
+
+
+def test_rank_passes_an_instance_with_values_of_their_types() -> None:
+    values = {"name": "a", "path": "/b", "betas": [1, 0.5, 0.25], "inner": {"depth": 3}, "limit": None}
+    expected = Params(name="a", path=Path("/b"), betas=(1.0, 0.5, 0.25), inner=Inner(depth=3), limit=None)
+    assert arguments_of(train_with, values) == [expected]
+    assert arguments_of(lambda ctx, cfg: None, values) == []
+
+
+def test_rank_rejects_what_the_source_does_not_show() -> None:
+    with pytest.raises(ConfigError, match=r"params: name must not be empty"):
+        build(Params, {"name": ""})
+    with pytest.raises(ConfigError, match=r"params\.nam is not a key: did you mean 'params\.name'"):
+        arguments_of(train_with, {"nam": "a"})
