@@ -118,7 +118,7 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
         outcome.close()
 
     # Neither the hang detection nor the grace period of a stop ends a rank that waits for its threads.
-    return conclude, min(config.launch.stop_grace_s, config.launch.hang_timeout_s) / 2
+    return conclude, min(config.launch.stop_grace_s, config.launch.hang_s) / 2
 
 
 def _begin_records(config: Config, run: RunDir, attempt: Attempt, topology: Topology) -> RankRecords:
