@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import sys
 
+#: The beginning of a line of hpcdist in the log of a rank.
+RANK_LINE = re.compile(r"\d\d:\d\d:\d\d (?P<level>[A-Z]+) rank \d+ on \S+: ")
+
 
 def configure(*, rank: int | None = None, level: int = logging.INFO) -> None:
-    """Send log records and warnings to stderr; the lines of a rank name the rank and its host."""
+    """Send log records to stderr: in a rank those of hpcdist, elsewhere also warnings of libraries.
+
+    The lines of a rank name the rank and its host. All other loggers of a rank, and Python's warnings, are left to the
+    script or trainer.
+    """
     origin = f" rank {rank} on {socket.gethostname()}:" if rank is not None else ""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s{origin} %(message)s", "%H:%M:%S"))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(logging.WARNING)
-    logging.getLogger("hpcdist").setLevel(level)
-    logging.captureWarnings(True)
+    ours, root = logging.getLogger("hpcdist"), logging.getLogger()
+    ours.setLevel(level)
+    if rank is not None:
+        ours.handlers[:] = [handler]
+        ours.propagate = False
+    else:
+        root.handlers[:] = [handler]
+        root.setLevel(logging.WARNING)
+        logging.captureWarnings(True)

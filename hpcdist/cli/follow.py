@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import codecs
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,7 @@ from hpcdist.errors import RunFolderError
 from hpcdist.files import retry
 from hpcdist.files.log_text import PIECE_BYTES
 from hpcdist.files.ownership import is_mine, stays_inside
+from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.slurm_job import job_of
 from hpcdist.run.status import RunStatus, StatusWatch, close_if_lost
@@ -48,17 +51,20 @@ def follow_to_end(run: RunDir, config: Config, *, progress: bool) -> int:
     return exit_code(state)
 
 
-def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> Iterator[str]:
+def stream_log(run: RunDir, rank: int | None, attempt: int | None, *, follow: bool) -> Iterator[str]:
     """Yield the text of a rank's log; with `follow`, until the run ends, through all its attempts.
+
+    Args:
+        rank: None means the rank that failed first, and rank 0 of an attempt that did not fail.
 
     Raises RunFolderError if the log does not exist.
     """
     number = attempt or run.read_state().attempt
-    path = run.attempt(number).log(rank)
+    path = _log_of(run.attempt(number), rank)
     if os.path.lexists(path) and not stays_inside(path, run.path):
         raise RunFolderError(f"{path} is a symbolic link to a file outside of the run folder: it is not shown")
     if not retry.exists(path) and not follow:
-        raise RunFolderError(f"no log of rank {rank} in attempt {number} of {run.name} ({path})")
+        raise RunFolderError(f"no log of rank {rank or 0} in attempt {number} of {run.name} ({path})")
     position = 0
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     waiting = Event()
@@ -79,11 +85,19 @@ def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> 
         if attempt is None and state.attempt > number:
             number, position = number + 1, 0
             decoder.reset()
-            path = run.attempt(number).log(rank)
+            path = _log_of(run.attempt(number), rank)
         elif ended:
             return
         else:
             waiting.wait(POLL_S)
+
+
+def _log_of(attempt: Attempt, rank: int | None) -> Path:
+    from hpcdist.diagnostics.explain import first_failed_rank
+
+    if rank is None and (rank := first_failed_rank(attempt)):
+        print(f"hpcdist: the log of rank {rank}, which failed first", file=sys.stderr)
+    return attempt.log(rank or 0)
 
 
 def follow(console: Console, run: RunDir, *, progress: bool = True) -> State:

@@ -83,7 +83,9 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
 @app.command()
 def logs(
     run: OptionalRunName = None,
-    rank: Annotated[int, typer.Option("--rank", min=0, help="Rank.")] = 0,
+    rank: Annotated[
+        int | None, typer.Option("--rank", min=0, help="Rank; the one that failed first by default, else 0.")
+    ] = None,
     attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Attempt; the last one by default.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")] = False,
     runs_dir: RunsDir = RUNS,

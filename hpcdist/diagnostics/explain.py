@@ -180,6 +180,14 @@ def explain_attempt(run: RunDir, attempt: Attempt, reason: str = "", *, read_log
     return _of_outcome(run, attempt, *failed[0]) if failed else None
 
 
+def first_failed_rank(attempt: Attempt) -> int | None:
+    """Return the rank that failed first; None if no rank of the attempt failed."""
+    rank = (read_json(attempt.failure) or {}).get("rank")
+    if isinstance(rank, int):
+        return rank
+    return next((rank for rank, _ in _failed_ranks(attempt, first=None)), None)  # of a rejected config, for example
+
+
 def _failed_ranks(attempt: Attempt, first: object) -> list[tuple[int, dict[str, Any]]]:
     """Return the outcomes of the ranks that failed: those that failed by themselves first, rank `first` before all."""
     failed = [item for item in attempt.outcomes().items() if item[1]["outcome"] in ("failed", "rejected")]

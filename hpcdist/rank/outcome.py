@@ -19,8 +19,7 @@ from hpcdist.files import retry
 from hpcdist.files.atomic import write_json
 from hpcdist.run.attempt import Attempt
 
-#: The worker's logger: lines of other loggers below WARNING are not shown.
-log = logging.getLogger("hpcdist.rank.worker")
+log = logging.getLogger(__name__)
 #: Parts of error messages of gloo, NCCL, TensorPipe and the store when another rank has died.
 _PEER_LOST = (
     "Connection closed by peer",

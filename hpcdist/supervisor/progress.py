@@ -9,14 +9,14 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from hpcdist.config.schema import Config
+from hpcdist.config.schema import Config, find_trainer
 from hpcdist.files.atomic import read_json
 from hpcdist.files.bounded_json import parse_json
-from hpcdist.files.log_text import LogTail
 from hpcdist.rank.roles import Roles
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.polling import BEAT_EVERY_S, beat_interval_s, num_due_ranks
 from hpcdist.supervisor.launcher import Ranks
+from hpcdist.supervisor.rank_output import RankOutput
 from hpcdist.supervisor.reporter import Reporter
 from hpcdist.supervisor.stragglers import StragglerEvent, Stragglers
 
@@ -51,7 +51,8 @@ class ProgressMonitor:
         self._next_rank = 0
         self._last_check = self._last_progress = now
         self._shown: object = None
-        self._output = LogTail(attempt.log(0))
+        is_own = self._is_script or find_trainer(config.trainer.target) is None
+        self._output = RankOutput(attempt.log(0)) if is_own else None
         self.unavailable_until = now
 
     def last_step(self, rank: int) -> int | None:
@@ -71,12 +72,13 @@ class ProgressMonitor:
         return step
 
     def show(self) -> None:
-        """Report a changed heartbeat of rank 0 or, for a plain script, its new output."""
+        """Report a changed heartbeat of rank 0 and, for a script or an own trainer, its new output."""
         try:
-            sign = self._sign(0)
+            printed = _size_and_time(self._attempt.log(0)) if self._output is not None else None
+            sign = self._sign(0), printed
             if sign == self._shown:
                 return
-            if self._is_script:
+            if self._output is not None and printed is not None:
                 for text in self._output.news():
                     self._report.output(text)
             beat, self._shown = read_json(self._attempt.beat(0), within_s=0), sign

@@ -26,7 +26,7 @@ class Reporter(Protocol):
         """The supervisor has a message for the user."""
 
     def output(self, text: str) -> None:
-        """A script has printed a line."""
+        """A script or an own trainer has printed lines."""
 
     def failure(self, failure: Failure, log: Path) -> None:
         """An attempt has failed; `log` is that of the first failed rank."""
@@ -35,10 +35,12 @@ class Reporter(Protocol):
 class AdoptingReporter:
     """Forwards all events, and adopts the pending config at the first completed step.
 
-    A plain script has no steps: its first output counts as one.
+    Args:
+        is_script: a plain script has no steps: its first output counts as one.
     """
 
-    def __init__(self, run: RunDir, report: Reporter) -> None:
+    def __init__(self, run: RunDir, report: Reporter, *, is_script: bool = False) -> None:
+        self._is_script = is_script
         self._run = run
         self._report = report
         self._pending = run.next_config.is_file()
@@ -56,7 +58,7 @@ class AdoptingReporter:
         self._report.note(text)
 
     def output(self, text: str) -> None:
-        self._progressed(True)
+        self._progressed(self._is_script)
         self._report.output(text)
 
     def failure(self, failure: Failure, log: Path) -> None:

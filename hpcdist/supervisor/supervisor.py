@@ -81,7 +81,7 @@ class Supervisor:
         self._run = run
         self._config = config
         self._launcher = launcher
-        self._report = AdoptingReporter(run, report)
+        self._report = AdoptingReporter(run, report, is_script=bool(config.trainer.script))
         self._tracking_uri = tracking_uri
         self._env = dict(env)
         self._check_lease = check_lease

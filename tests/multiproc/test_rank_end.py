@@ -1,4 +1,4 @@
-"""Ranks end as Python ends a process: `support/user_code/ending.py`."""
+"""Ranks end as Python ends a process, and their output and loggers are their own: `support/user_code/ending.py`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ def test_script_ends_as_python_ends_it(runs: Runs, tmp_path: Path) -> None:
     assert code == 0, output
     assert "finished: ending.py ended with exit status 0" in output
     assert written(tmp_path) == of_ranks(0, 1)
+    # `logging.basicConfig` of the script works, and hpcdist adds nothing to its lines.
+    assert "INFO of my own: rank 0\nprinted by rank 0\n" in output
+    assert "INFO of my own: rank 1\n" in runs.attempt("script-end").log(1).read_text()
 
 
 def test_failed_script_ends_likewise_and_does_not_wait_for_an_endless_thread(runs: Runs, tmp_path: Path) -> None:
@@ -35,9 +38,13 @@ def test_failed_script_ends_likewise_and_does_not_wait_for_an_endless_thread(run
     assert written(tmp_path) == of_ranks(0, 1)
     log = runs.attempt(name).log(1).read_text()
     assert "thread 'endless upload'" in log
+    code, output = runs.command("logs", name)
+    assert log in output, "the log of the rank that failed"
 
 
 def test_forked_rank_with_an_own_trainer_ends_as_python_ends_it(runs: Runs, tmp_path: Path) -> None:
     code, output = start(runs, "trainer-end", "trainer=ending:train", f"params.folder={tmp_path}")
     assert code == 0, output
     assert written(tmp_path) == of_ranks(0, 1)
+    assert "\nINFO of my own: rank 0\nprinted by rank 0\n" in output
+    assert "this is rank 0 of" not in output, "lines of hpcdist are in the log only"

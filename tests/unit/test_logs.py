@@ -16,12 +16,14 @@ from hpcdist import logs
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     root, ours = logging.getLogger(), logging.getLogger("hpcdist")
-    before = root.handlers[:], root.level, ours.level
+    before = root.handlers[:], root.level, ours.level, ours.handlers[:]
     yield
     logging.captureWarnings(False)
     root.handlers[:] = before[0]
     root.setLevel(before[1])
     ours.setLevel(before[2])
+    ours.handlers[:] = before[3]
+    ours.propagate = True
 
 
 def test_a_ranks_lines_say_which_one_and_where(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,8 +45,19 @@ def test_elsewhere_a_line_is_just_a_line(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_warnings_become_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.configure(rank=0)
+    logs.configure()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.warn("old API", stacklevel=1)
-    assert "WARNING rank 0 on" in capsys.readouterr().err
+    assert "WARNING" in capsys.readouterr().err
+
+
+def test_in_a_rank_all_loggers_but_ours_belong_to_the_user(capsys: pytest.CaptureFixture[str]) -> None:
+    logging.getLogger().handlers[:] = []
+    logs.configure(rank=0)
+    logging.basicConfig(level=logging.INFO, format="mine: %(message)s")
+    logging.getLogger("someone.else").info("shown")
+    logging.getLogger("hpcdist.rank").info("once")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "mine: shown"
+    assert [logs.RANK_LINE.sub("", line) for line in lines[1:]] == ["once"]

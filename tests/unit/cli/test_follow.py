@@ -52,6 +52,19 @@ def test_log_is_that_of_the_last_or_the_given_attempt(make: Callable[..., RunDir
     assert "".join(stream_log(run, 0, 1, follow=True)) == "first\n"
 
 
+def test_log_is_that_of_the_rank_that_failed_first(
+    make: Callable[..., RunDir], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(status="failed", attempt=1)
+    attempt = run.attempt(1)
+    for rank in range(2):
+        attempt.log(rank).write_text(f"rank {rank}\n")
+    write_json(attempt.failure, {"rank": 1})
+    assert "".join(stream_log(run, None, None, follow=False)) == "rank 1\n"
+    assert capsys.readouterr().err == "hpcdist: the log of rank 1, which failed first\n"
+    assert "".join(stream_log(run, 0, None, follow=False)) == "rank 0\n"
+
+
 def test_missing_log_raises_an_error(make: Callable[..., RunDir]) -> None:
     run = make(status="running", attempt=1)
     with pytest.raises(RunFolderError, match=r"^no log of rank 5 in attempt 1 of first \(.*/001/rank-00005\.log\)$"):

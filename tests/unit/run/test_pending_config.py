@@ -98,7 +98,7 @@ def test_unreported_step_adopts_the_config_at_the_end(run: RunDir, runs_dir: Pat
 
 def test_output_of_a_plain_script_counts_as_a_step(run: RunDir, runs_dir: Path) -> None:
     pending_config.propose(run, config(runs_dir, "optim.lr=0.5"))
-    AdoptingReporter(run, SilentReporter()).output("epoch 1\n")
+    AdoptingReporter(run, SilentReporter(), is_script=True).output("epoch 1\n")
     assert lr(run.config) == 0.5
 
 

@@ -111,7 +111,7 @@ def test_rank_that_has_reported_its_failure_and_is_still_ending_is_the_failure(s
         first=[[["await", "told"], *lost], [*fails("out of beans")[:-1], ["touch", "told"], ["forever", None]]]
     )
     scene.launch = {"max_restarts": 0}
-    assert scene.supervise().reason == "rank 1 on fakehost failed with out of beans at step 5"
+    assert scene.supervise().reason == "rank 1 on fakehost failed with out of beans after step 5"
 
 
 def test_failure_names_the_role_of_the_rank(scene: Scene) -> None:
@@ -209,6 +209,24 @@ def test_output_and_steps_of_rank_0_of_a_plain_script_are_reported(scene: Scene)
     scene.supervise()
     assert scene.report.printed == "epoch 1: größe\nepoch 2\n"
     assert set(scene.report.steps) == {9}, "of a script that calls hpcdist.should_stop"
+
+
+def test_output_of_rank_0_of_an_own_trainer_is_reported_without_lines_of_hpcdist(scene: Scene) -> None:
+    own = [
+        "11:02:03 INFO rank 0 on n1: resumed at step 7",
+        "epoch 1",
+        "11:02:04 WARNING rank 0 on n1: metrics are kept in memory",
+        "11:02:05 ERROR rank 0 on n1: Traceback (most recent call last):\nValueError",
+    ]
+    scene.script(first=[[*(["print", line] for line in own), *DONE], EXIT_0])
+    scene.trainer = {"target": "mine:train"}
+    scene.supervise()
+    assert scene.report.printed == f"{own[1]}\n{own[2]}\n"
+    scene.report.printed = ""
+    scene.script(second=[[["print", "epoch 2"], *DONE], EXIT_0])
+    scene.trainer = {"target": "ddp"}
+    scene.supervise()
+    assert scene.report.printed == "", "of a trainer of hpcdist"
 
 
 def test_restart_count_continues_from_an_earlier_supervisor(scene: Scene) -> None:
