@@ -152,7 +152,7 @@ def test_failure_shows_the_rank_and_the_end_of_its_traceback(console: Console) -
     failure = Failure(kind="error", rank=3, host="n1", step=5, error="ValueError: [nan]\\", traceback=lines)
     RunView(console).failure(failure, Path("/runs/rank-00003.log"))
     assert rows_of(console) == [
-        "rank 3 on n1 failed with ValueError: [nan]\\ at step 5",
+        "rank 3 on n1 failed with ValueError: [nan]\\ after step 5",
         *[f"    line {number} [x]" for number in range(12, 20)],
         "    full log: /runs/rank-00003.log",
     ]

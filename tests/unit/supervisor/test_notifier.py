@@ -119,7 +119,7 @@ def test_next_process_sends_only_new_events(scene: Scene, webhook: Webhook) -> N
     assert again.send_new()
     assert [(body["event"], body["text"]) for body in webhook.bodies] == [
         ("straggler", "n1 is 40 % slower than the median node"),
-        ("failure", "attempt 1 failed: rank 1 on n1 failed with boom <&> at step 5"),
+        ("failure", "attempt 1 failed: rank 1 on n1 failed with boom <&> after step 5"),
         ("requeue", "requeued: preempted"),
     ]
 
@@ -129,7 +129,7 @@ def test_slack_message_and_choice_of_events(scene: Scene, webhook: Webhook) -> N
     settings = NotifyConfig(format="slack", events=["failure"])
     assert Notifier(scene.run, settings, webhook.url).send_new()
     assert webhook.bodies == [
-        {"text": "*exp/first* attempt 1 failed: rank 1 on n1 failed with boom &lt;&amp;&gt; at step 5"}
+        {"text": "*exp/first* attempt 1 failed: rank 1 on n1 failed with boom &lt;&amp;&gt; after step 5"}
     ]
 
 
