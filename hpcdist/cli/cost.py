@@ -116,7 +116,7 @@ def _show_one(title: str, one: Cost) -> None:
     table.add_section()
     table.add_row("allocated", _hours(one.allocated), "100.0%")
     console().print(table)
-    print(f"goodput: {one.goodput:.1%}, in the queue: {_hours(one.queue_hours)} h", end="")
+    print(f"goodput: {_goodput(one)}, in the queue: {_hours(one.queue_hours)} h", end="")
     print("" if one.energy_kwh is None else f", energy: {one.energy_kwh:.3g} kWh")
 
 
@@ -133,7 +133,7 @@ def _show_groups(found: Mapping[tuple[str, ...], Cost], groups: Sequence[Group])
     columns = [Column(name, justify="right") for name in ("hours", "goodput", *names)]
     table = Table(*groups, "unit", *columns)
     for key, one in found.items():
-        cells = [*map(escape, key), _hours(one.allocated), f"{one.goodput:.1%}"]
+        cells = [*map(escape, key), _hours(one.allocated), _goodput(one)]
         cells += [_hours(one.hours[cause]) for cause in causes] if is_wide else [_losses(one)]
         cells.append(_hours(one.queue_hours))
         if has_energy:
@@ -148,6 +148,10 @@ def _losses(one: Cost) -> str:
     return ", ".join(f"{cause} {hours / one.allocated:.0%}" for hours, cause in reversed(others[-2:]))
 
 
+def _goodput(one: Cost) -> str:
+    return "not measured" if one.goodput is None else f"{one.goodput:.1%}"
+
+
 def _hours(hours: float) -> str:
     return f"{hours:.2f}" if hours >= 1 or hours == 0 else f"{hours:.2g}"
 
@@ -156,9 +160,11 @@ def _write_csv(found: Mapping[tuple[str, ...], Cost], groups: Sequence[Group]) -
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow([*groups, "unit", "runs", "allocated", "goodput", *_causes(), "queue", "energy_kwh"])
     for key, one in found.items():
-        values = [one.allocated, one.goodput, *one.hours.values(), one.queue_hours]
+        values = [*one.hours.values(), one.queue_hours]
+        goodput = "" if one.goodput is None else f"{one.goodput:.6f}"
         energy = "" if one.energy_kwh is None else f"{one.energy_kwh:.6f}"
-        writer.writerow([*key, one.num_runs, *(f"{value:.6f}" for value in values), energy])
+        numbers = (f"{value:.6f}" for value in values)
+        writer.writerow([*key, one.num_runs, f"{one.allocated:.6f}", goodput, *numbers, energy])
 
 
 def _causes() -> tuple[str, ...]:

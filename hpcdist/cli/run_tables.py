@@ -19,12 +19,15 @@ from hpcdist.review.checkpoints import read_checkpoints
 from hpcdist.run.folder import RunDir, State, read_record
 from hpcdist.run.lease import holder
 from hpcdist.run.lookup import Listing
+from hpcdist.run.saved_checkpoints import script_files
 from hpcdist.run.slurm_job import update_job_starts
 from hpcdist.run.status import query_job, query_jobs, status_from
 
 #: Ranks, and attempts that have ended, that `status` shows in a line each.
 MAX_SHOWN_RANKS = 32
 MAX_SHOWN_ATTEMPTS = 5
+#: Checkpoints that `status` names.
+MAX_SHOWN_CHECKPOINTS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +126,7 @@ def read_status(run: RunDir) -> dict[str, Any]:
         "held_by": f"process {held['pid']} of {held['user']} on {held['host']}" if held is not None else None,
         "ranks": ranks,
         "stragglers": attempt.current_stragglers() if attempt else [],
-        "checkpoints": sorted(path.name for path in run.checkpoints.glob("step-*")),
+        "checkpoints": sorted(path.name for path in run.checkpoints.glob("step-*")) or script_files(run),
         "mlflow_run_id": mlflow.get("run_id") or None,
     }
 
@@ -170,7 +173,9 @@ def show_status(console: Console, run: RunDir) -> None:
         rows["more ranks"] = f"{others}, see {escape(str(run.attempt(found['attempt']).path))}"
     if found["stragglers"]:
         rows["straggler"] = escape("\n".join(found["stragglers"]))
-    rows["checkpoints"] = ", ".join(found["checkpoints"]) or "none yet"
+    shown = found["checkpoints"][-MAX_SHOWN_CHECKPOINTS:]
+    left_out = len(found["checkpoints"]) - len(shown)
+    rows["checkpoints"] = escape(f"{left_out} more, " * (left_out > 0) + ", ".join(shown)) or "none yet"
     if found["mlflow_run_id"]:
         rows["MLflow run"] = escape(str(found["mlflow_run_id"]))
     print_rows(console, rows)

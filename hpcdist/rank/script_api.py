@@ -19,6 +19,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,8 +31,11 @@ from hpcdist.errors import TrainerError
 from hpcdist.rank.live_commands import CommandFiles, LiveCommands
 from hpcdist.rank.stop_signals import STOP_SIGNALS, StopFlag
 from hpcdist.rank.telemetry.heartbeat import Heartbeat
+from hpcdist.rank.telemetry.time_account import TimeAccount
 from hpcdist.rank.topology import Topology
+from hpcdist.rank.training_notes import TrainingNotes
 from hpcdist.run.attempt import Attempt
+from hpcdist.run.attempt_times import reached_before
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.mlflow_plugin import rank_records
 from hpcdist.tracking.mlflow_plugin.rank_records import RankRecords
@@ -134,6 +138,9 @@ class RunningScript:
         self._topology = topology
         self._hang_timeout_s = hang_timeout_s
         self._heartbeat: Heartbeat | None = None
+        #: Time before the first reported step, of repeated steps, and of new ones.
+        self._account = TimeAccount()
+        self._notes = TrainingNotes(attempt, is_main=topology.rank == 0)
         self._stop: StopAgreement | None = None
         self._commands: LiveCommands | None = None
         self._group: Any = None
@@ -148,16 +155,26 @@ class RunningScript:
         """Whether the ranks have agreed to stop."""
         return self._stop is not None and self._stop.agreed
 
-    def note(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write metrics of a step to the heartbeat."""
+    def note(self, metrics: Mapping[str, float], step: int | None) -> None:
+        """Write metrics to the heartbeat, and the step to which they belong, which is then done, if it is known."""
         heartbeat = self._beating()
         heartbeat.note_logged(metrics, step)
+        if step:  # MLflow's client logs step 0 where a script passes none
+            self._count(step, first_step=step - 1)
         heartbeat.beat()
+
+    def _count(self, step: int, first_step: int) -> None:
+        """Book the time until a reported step; the first one shows at which step the attempt has begun."""
+        if not self._account.phases:
+            self._account.reached = reached_before(self._attempt)
+            self._notes.begin(first_step)
+        self._account.step_done(step, time.perf_counter())
 
     def should_stop(self, step: int, total_steps: int | None) -> bool:
         """See the function `should_stop`."""
         heartbeat = self._beating()
         heartbeat.step, heartbeat.total_steps = step, total_steps
+        self._count(step, first_step=step)
         heartbeat.beat()
         self._report_saved(step)
         if self.stop_agreed:
@@ -193,6 +210,8 @@ class RunningScript:
         if self._heartbeat is None:
             rank, num_ranks = self._topology.rank, self._topology.world_size
             self._heartbeat = Heartbeat(self._attempt, rank, num_ranks, self._hang_timeout_s)
+            self._heartbeat.account = self._account.report
+            self._heartbeat.phases = self._account.phases if rank == 0 else ()
         return self._heartbeat
 
     def _agreement(self) -> StopAgreement:
@@ -246,6 +265,7 @@ class RunningScript:
             self._report_saved()
         if self._commands is not None:
             self._commands.close()
+        self._account.is_closed = not failed
         if self._heartbeat is not None:
             self._heartbeat.close()
 

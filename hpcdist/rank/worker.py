@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     import torch
 
     from hpcdist.rank.network.process_group import Groups
+    from hpcdist.rank.telemetry.system_metrics import NodeMonitor
 
 #: Named explicitly because this module runs as `__main__`, and only loggers of hpcdist are configured.
 log = logging.getLogger("hpcdist.rank.worker")
@@ -96,14 +97,17 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
     records = _begin_records(config, run, attempt, topology)
     ended: Literal["done", "stopped"]
     if config.trainer.script:
-        with script_api.entered(
-            attempt,
-            topology,
-            config.launch.hang_s,
-            records,
-            pause_at_step=config.stop.pause_at_step,
-            save_every_steps=config.checkpoint.every_steps,
-        ) as script:
+        with (
+            script_api.entered(
+                attempt,
+                topology,
+                config.launch.hang_s,
+                records,
+                pause_at_step=config.stop.pause_at_step,
+                save_every_steps=config.checkpoint.every_steps,
+            ) as script,
+            _node_monitor(config, run, topology, records),
+        ):
             outcome.step = script.last_step
             run_script(config.trainer.script, run, topology)
         ended = "stopped" if script.stop_agreed or retry.exists(attempt.request) else "done"
@@ -156,7 +160,6 @@ def _train(
     from hpcdist.rank.seeding import seed_everything
     from hpcdist.rank.stop_agreement import StopAgreement
     from hpcdist.rank.telemetry.heartbeat import Heartbeat
-    from hpcdist.rank.telemetry.system_metrics import NodeMonitor
 
     heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, config.launch.hang_s)
     outcome.step = lambda: heartbeat.step
@@ -167,17 +170,10 @@ def _train(
     device, backend = place(config, topology, os.environ)
     heartbeat.energy = EnergyMeter(gpu_uuid(device), os.environ if topology.local_rank == 0 else None).joules
     seed_everything(config.seed)
-    system_s = system_interval_s(config.tracking.system_interval_s, topology.num_nodes)
     with (
         _connected_groups(config, attempt, topology, device, backend, outcome) as groups,
         records.journal as journal,
-        NodeMonitor(
-            journal,
-            interval_s=system_s if topology.local_rank == 0 else 0.0,
-            began=run.read_state().created,
-            node=socket.gethostname() if topology.num_nodes > 1 else None,
-            disk=str(run.path),
-        ),
+        _node_monitor(config, run, topology, records),
     ):
         commands = CommandFiles(attempt) if topology.rank == 0 else None
         ctx = Context(
@@ -198,6 +194,20 @@ def _train(
         train(ctx, config, *params)
         ctx.close()
     return "stopped" if ctx.stop_agreed else "done", ctx.end_reason
+
+
+def _node_monitor(config: Config, run: RunDir, topology: Topology, records: RankRecords) -> NodeMonitor:
+    """Return the recorder of the system metrics, which is active in local rank 0 of each node. It imports no torch."""
+    from hpcdist.rank.telemetry.system_metrics import NodeMonitor
+
+    system_s = system_interval_s(config.tracking.system_interval_s, topology.num_nodes)
+    return NodeMonitor(
+        records.journal,
+        interval_s=system_s if topology.local_rank == 0 else 0.0,
+        began=run.read_state().created,
+        node=socket.gethostname() if topology.num_nodes > 1 else None,
+        disk=str(run.path),
+    )
 
 
 @contextmanager

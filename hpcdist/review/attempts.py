@@ -42,7 +42,7 @@ class AttemptFacts:
     time_limit: float | None = None  #: end of the allocation; None without a time limit
     training_began: float | None = None
     first_step: int | None = None  #: steps done when the attempt began; None if it did not begin to train
-    last_step: int | None = None  #: None if it did not begin to train
+    last_step: int | None = None  #: None if it did not begin to train, or is a script that reports no steps
     steps_lost: int | None = None  #: steps of this attempt that were, or have to be, done again; None if unknown
 
     @property
@@ -129,8 +129,13 @@ def _read(attempt: Attempt, state: State, *, resumed_at: int | None) -> AttemptF
     elif not status:
         status, cause, ended = "failed", UNRECORDED, _last_sign(attempt, times, beat, started)
     last_step = _last_step(attempt, beat)
+    is_script = times is not None and not times.measured
+    if is_script and training is None:
+        last_step = None  # it has only logged values without a step
+    if is_script and is_last:
+        resumed_at = None  # only its next start shows where it continues
     steps_lost = None
-    if status == "finished":
+    if status == "finished" and last_step is not None:
         steps_lost = 0
     elif status != "running" and last_step is not None and resumed_at is not None:
         steps_lost = max(0, last_step - resumed_at)

@@ -11,7 +11,7 @@ from hpcdist.review.charts import Line, line_chart, number
 from hpcdist.review.drawing import duration
 from hpcdist.review.facts import RunFacts, read_facts
 from hpcdist.review.html_report import environment, utc
-from hpcdist.review.ledger import read_ledger
+from hpcdist.review.ledger import percent, read_ledger
 from hpcdist.review.metric_charts import MAX_CHARTS, Chart, drawn, is_hidden, ranked
 from hpcdist.review.run_sections import read_environment, text_of
 from hpcdist.review.series import Series
@@ -98,13 +98,13 @@ def _environment(run: RunDir, facts: RunFacts) -> dict[str, str]:
 
 def _outcome(run: RunDir, facts: RunFacts) -> dict[str, str]:
     ledger, state = read_ledger(run), facts.state
-    lost = [attempt.steps_lost for attempt in facts.attempts if attempt.steps_lost is not None]
+    lost = [attempt.steps_lost for attempt in facts.attempts]
     found = {
         "state": state.status,
         "reason": text_of(state.reason),
         "created": utc(state.created),
         "attempts": str(state.attempt),
-        "steps lost": str(sum(lost)),
+        "steps lost": "not measured" if None in lost else str(sum(one or 0 for one in lost)),
     }
     if state.ended is not None:
         found["from creation to end"] = duration(state.ended - state.created)
@@ -112,7 +112,7 @@ def _outcome(run: RunDir, facts: RunFacts) -> dict[str, str]:
         found[f"best {facts.monitor}"] = f"{number(facts.best_value)} at step {facts.best.step}"
     if ledger.allocated_s:
         found[f"{ledger.unit}-hours"] = number(ledger.allocated_s / 3600)
-        found["goodput"] = f"{100 * ledger.goodput:.1f} %"
+        found["goodput"] = percent(ledger.goodput, 1)
         found["in the queue"] = duration(ledger.queue_s)
     if ledger.energy_kwh is not None:
         found["energy"] = f"{number(ledger.energy_kwh)} kWh ({ledger.energy_of})"

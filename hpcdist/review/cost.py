@@ -24,6 +24,7 @@ class Cost:
     hours: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))  #: GPU- or core-hours by cause
     queue_hours: float = 0.0  #: wall time
     energy_kwh: float | None = None  #: of the runs whose energy is known
+    is_measured: bool = True  #: False with a plain script that reports no steps
 
     @property
     def allocated(self) -> float:
@@ -31,13 +32,16 @@ class Cost:
         return sum(self.hours.values())
 
     @property
-    def goodput(self) -> float:
-        """Share of the allocated GPU-hours or core-hours in which steps were computed."""
+    def goodput(self) -> float | None:
+        """Share of the allocated GPU-hours or core-hours in which steps were computed; None if it is not measured."""
+        if not self.is_measured:
+            return None
         return self.hours["compute"] / self.allocated if self.allocated else 0.0
 
     def add(self, ledger: Ledger) -> None:
         """Add the hours and the energy of a run."""
         self.num_runs += 1
+        self.is_measured = self.is_measured and ledger.is_measured
         self.queue_hours += ledger.queue_s / 3600
         for entry in ledger.entries:
             self.hours[entry.cause] += entry.seconds / 3600

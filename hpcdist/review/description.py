@@ -11,7 +11,7 @@ from hpcdist.review.causes import CAUSES, MEANINGS
 from hpcdist.review.checkpoints import CheckpointFacts
 from hpcdist.review.commands import load_checkpoint, load_final_model, rerun_command, run_again_command, wrapped
 from hpcdist.review.facts import RunFacts
-from hpcdist.review.ledger import Ledger
+from hpcdist.review.ledger import Ledger, percent
 from hpcdist.review.markdown import code_block, escaped, link, models_page, table
 from hpcdist.review.setup_section import setup_rows
 from hpcdist.review.text import artifact_page, clock, duration, more, nodes_text
@@ -79,7 +79,7 @@ def _summary(facts: RunFacts, ledger: Ledger) -> str:
         number = len(facts.attempts)
         words.append(f"{number} attempt{'s' * (number != 1)}")
     if ledger.entries:
-        words.append(f"{ledger.allocated_s / 3600:.3g} {ledger.unit}-hours, goodput {100 * ledger.goodput:.0f} %")
+        words.append(f"{ledger.allocated_s / 3600:.3g} {ledger.unit}-hours, goodput {percent(ledger.goodput)}")
     return ", ".join(words)
 
 
@@ -98,6 +98,8 @@ def _progress(facts: RunFacts, now: float) -> str:
         last = facts.checkpoints[-1]
         at = f" ({clock(last.created)})" if last.created is not None else ""
         words.append(f"last save at step {last.step:,}{at}")
+    elif facts.script_files:
+        words.append(f"last save {facts.script_files[-1]}")
     else:
         words.append("nothing is saved yet")
     if progress.time_limit is not None:
@@ -117,6 +119,9 @@ def _result(facts: RunFacts) -> Iterator[str]:
         kept = ", ".join(_kept(facts, one) for one in facts.checkpoints[-_MAX_CHECKPOINTS:])
         page = models_page(facts.experiment_id)
         yield f"kept checkpoints: {kept}" + (f"; {link('those of all runs', page)}" if page else "")
+    if files := facts.script_files:
+        shown = [escaped(name) for name in files[-_MAX_CHECKPOINTS:]]
+        yield f"files in the checkpoint folder: {', '.join([*more(len(files) - len(shown)), *shown])}"
     yield from _last_values(facts)
     if facts.samples_per_s is not None:
         yield f"mean throughput of the training steps: {_number(facts.samples_per_s)} samples/s"
@@ -149,7 +154,8 @@ def _attempts(facts: RunFacts, num_kept: int) -> str:
     head = ("Attempt", "Start", "Duration", "Nodes", "Steps", "End", "Cause", "Steps lost", "Logs")
     report = artifact_page(facts, "report.html")
     more = f"\n\n{link('report.html', report)}: timeline, faults with cause and fix, charts." if report else ""
-    return table(head, rows) + _restarts(facts) + more
+    own = "\n\nSteps are those that the script has reported." if facts.is_script and len(attempts) > 1 else ""
+    return table(head, rows) + own + _restarts(facts) + more
 
 
 def _restarts(facts: RunFacts) -> str:
@@ -175,7 +181,9 @@ def _attempt(facts: RunFacts, attempt: AttemptFacts) -> tuple[str, ...]:
         clock(attempt.started),
         "" if attempt.ended is None else duration(max(0.0, attempt.ended - attempt.started)),
         nodes_text(attempt.nodes),
-        "" if attempt.last_step is None else f"{first:,} to {attempt.last_step:,}",
+        ("not reported" if facts.is_script else "")
+        if attempt.last_step is None
+        else f"{first:,} to {attempt.last_step:,}",
         attempt.status,
         escaped(attempt.cause, 200),
         "" if attempt.steps_lost is None else f"{attempt.steps_lost:,}",
@@ -229,12 +237,15 @@ def _run_again(command: str) -> str:
     return f"The whole command, with all overrides and the code in that folder today:{secrets}"
 
 
+_UNMEASURED = "goodput not measured, since the script reports no steps"
+
+
 def _cost(ledger: Ledger) -> str:
     hours = ledger.allocated_s / 3600
     causes = ledger.by(lambda entry: entry.cause)
     lines = [
-        f"**{hours:.3g} {ledger.unit}-hours** allocated, of which {100 * ledger.goodput:.0f} % were useful compute"
-        " (goodput)"
+        f"**{hours:.3g} {ledger.unit}-hours** allocated, "
+        + (f"of which {percent(ledger.goodput)} were useful compute (goodput)" if ledger.is_measured else _UNMEASURED)
     ]
     if ledger.queue_s:
         lines.append(f"{duration(ledger.queue_s)} in the queue")

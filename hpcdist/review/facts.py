@@ -21,6 +21,7 @@ from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.origin import Override, overrides, read_origin
 from hpcdist.run.parameters import parameters
 from hpcdist.run.rerun_record import RerunRecord, read_rerun
+from hpcdist.run.saved_checkpoints import script_files
 from hpcdist.run.slurm_job import all_job_starts
 from hpcdist.run.training_record import Dataset, TrainingRecord, read_training
 
@@ -95,6 +96,7 @@ class RunFacts:
     samples_per_s: float | None = None  #: mean over the time of training steps; None without the metric `samples`
     checkpoints: tuple[CheckpointFacts, ...] = ()  #: oldest first
     best: CheckpointFacts | None = None
+    script_files: tuple[str, ...] = ()  #: names of what a script has saved in the checkpoint folder, the newest last
     has_model: bool = False  #: whether the final model is exported in MLflow's format
     registered_as: str = ""  #: name of the registered model of the config; empty without one
     attempts: tuple[AttemptFacts, ...] = ()
@@ -104,6 +106,11 @@ class RunFacts:
     def is_live(self) -> bool:
         """Whether the run has not ended."""
         return self.state.status not in ENDED
+
+    @property
+    def is_script(self) -> bool:
+        """Whether a plain script is the trainer."""
+        return bool(self.config.get("trainer.script"))
 
     @property
     def has_uploaded_best(self) -> bool:
@@ -143,6 +150,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         metric_steps={key: step for key, step in steps.items() if type(step) is int},
         samples_per_s=_samples_per_s(run, attempts, metrics.get("samples")),
         checkpoints=checkpoints,
+        script_files=_script_files(run),
         best=best_checkpoint(checkpoints, monitor),
         has_model=(run.model / "MLmodel").is_file(),
         attempts=attempts,
@@ -226,6 +234,13 @@ def _samples_per_s(run: RunDir, attempts: tuple[AttemptFacts, ...], samples: flo
     causes: tuple[Cause, ...] = ("data", "compute", "communication")
     spent_s = sum(account.seconds.get(cause, 0.0) for account in accounts if account is not None for cause in causes)
     return samples / spent_s if samples and spent_s > 0 else None
+
+
+def _script_files(run: RunDir) -> tuple[str, ...]:
+    try:
+        return tuple(script_files(run))
+    except OSError:  # a script removes its old files meanwhile
+        return ()
 
 
 def _num_job_starts(run: RunDir) -> int:

@@ -26,7 +26,7 @@ from hpcdist.review.commands import rerun_command, run_again_command
 from hpcdist.review.drawing import MAX_ATTEMPTS, draw, draw_patch, duration, ledger_bar, timeline
 from hpcdist.review.facts import read_facts
 from hpcdist.review.figures import read_figures
-from hpcdist.review.ledger import Ledger, read_ledger
+from hpcdist.review.ledger import Ledger, percent, read_ledger
 from hpcdist.review.markdown import PATCH
 from hpcdist.review.metric_charts import chart_of, declared_charts, is_hidden, metric_charts, step_times
 from hpcdist.review.series import Series
@@ -50,7 +50,7 @@ def environment() -> jinja2.Environment:
         "duration": duration,
         "number": number,
         "marked": marked_code,
-        "percent": lambda share: f"{100 * share:.1f} %",
+        "percent": lambda share: percent(share, 1),
         "text": run_sections.text_of,
         "time": utc,
     }

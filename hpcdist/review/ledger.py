@@ -11,7 +11,7 @@ from hpcdist.review.causes import CAUSES, Cause
 from hpcdist.review.rank_times import Phase, TimedAttempt, attempt_seconds, measured_energy, read_account, read_phases
 from hpcdist.run.folder import RunDir
 
-__all__ = ["CAUSES", "Cause", "Entry", "Interval", "Ledger", "read_ledger"]
+__all__ = ["CAUSES", "Cause", "Entry", "Interval", "Ledger", "percent", "read_ledger"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,7 @@ class Ledger:
     energy_kwh: float | None = None  #: None where no sensor measures it
     energy_of: str = ""  #: what was measured: nodes, GPUs or CPUs
     ended: float = 0.0  #: end of the last allocation, or now while it lasts; seconds since the epoch
+    is_measured: bool = True  #: False with attempts of a plain script that reports no steps
 
     @property
     def allocated_s(self) -> float:
@@ -52,8 +53,10 @@ class Ledger:
         return sum(entry.seconds for entry in self.entries)
 
     @property
-    def goodput(self) -> float:
-        """Useful compute as a part of the allocated time, between 0 and 1."""
+    def goodput(self) -> float | None:
+        """Useful compute as a part of the allocated time, between 0 and 1; None if it is not measured."""
+        if not self.is_measured:
+            return None
         return self.by(lambda entry: entry.cause).get("compute", 0.0) / self.allocated_s if self.allocated_s else 0.0
 
     def by(self, key: Callable[[Entry], str]) -> dict[str, float]:
@@ -77,7 +80,13 @@ def read_ledger(run: RunDir) -> Ledger:
         energy_kwh=sum(energy.values()) / 3.6e6 if energy else None,
         energy_of=" and ".join(energy),
         ended=max((allocation.ended for allocation in allocations), default=0.0),
+        is_measured=all(attempt.is_measured for attempt in attempts),
     )
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    """Return a share such as the goodput as text: `63 %`, or `not measured`."""
+    return "not measured" if share is None else f"{100 * share:.{digits}f} %"
 
 
 def _energy(allocations: Sequence[AllocationTimes]) -> dict[str, float]:

@@ -49,6 +49,11 @@ class TimedAttempt:
         return self.times.failed or (self.times.ended is None and not self.is_live)
 
     @property
+    def is_measured(self) -> bool:
+        """Whether it is known which time was useful; of a plain script only if it reports steps."""
+        return self.times.measured or read_account(self.attempt, 0) is not None
+
+    @property
     def nodes(self) -> dict[str, float]:
         """The allocated GPUs or cores of each node."""
         return {node: share.allocated for node, share in self.times.shares.items()}
@@ -71,14 +76,14 @@ def rank_seconds(timed: TimedAttempt, rank: int) -> dict[Cause, float]:
     """Return the seconds of a rank by cause; they add up to the duration of the attempt.
 
     Time before the first account is `start`. Time after the last one is `idle` if the rank had done its work, and
-    otherwise `down`: the rank was killed, or did not answer any more.
+    otherwise `down`: the rank was killed, or did not answer any more. A plain script has an account if it reports
+    steps, perhaps on rank 0 only; it continues after its last report.
     """
     began, ended = timed.began, timed.ended
-    if not timed.times.measured:
-        return {"compute": ended - began}
-    account = read_account(timed.attempt, rank)
+    is_script = not timed.times.measured
+    account = read_account(timed.attempt, rank) or (read_account(timed.attempt, 0) if is_script else None)
     if account is None:
-        return {"start": ended - began}
+        return {"compute" if is_script else "start": ended - began}
     # Clocks of nodes differ, and an account must not contain more time than the attempt.
     first = min(max(account.began, began), ended)
     last = min(max(account.until, first), ended)
@@ -86,7 +91,8 @@ def rank_seconds(timed: TimedAttempt, rank: int) -> dict[Cause, float]:
     scale = (last - first) / known if known > 0 else 0.0
     sums = {cause: seconds * scale for cause, seconds in account.seconds.items()}
     sums["start"] = sums.get("start", 0.0) + first - began + (last - first if known <= 0 else 0.0)
-    after: Cause = account.cause if timed.is_live else "idle" if account.closed else "down"
+    goes_on = timed.is_live or (is_script and not account.closed)
+    after: Cause = account.cause if goes_on else "idle" if account.closed else "down"
     sums[after] = sums.get(after, 0.0) + ended - last
     return sums
 

@@ -47,7 +47,7 @@ class AttemptTimes:
     reason: str = ""  #: one sentence: why the attempt ended
     time_limit: float | None = None  #: end of the allocation; None without a time limit
     reached: int = 0  #: the last step that an earlier attempt had done
-    measured: bool = True  #: whether the ranks measure their time; plain scripts do not
+    measured: bool = True  #: whether the ranks measure their time; plain scripts report steps at most
     unit: Literal["GPU", "core"] = "core"
     nodes: dict[str, Any] = field(default_factory=dict)  #: see `shares`
     idle: list[str] = field(default_factory=list)  #: nodes of the allocation without ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -29,6 +30,12 @@ def complete_checkpoints(run: RunDir) -> list[tuple[int, Path]]:
     """Return step and folder of each checkpoint with a manifest, oldest first; no content is read."""
     manifests = retry.retry(lambda: list(run.checkpoints.glob(f"step-*/{MANIFEST_FILE}")), run.checkpoints)
     return sorted((step, path.parent) for path in manifests if (step := step_of(path.parent)) is not None)
+
+
+def script_files(run: RunDir) -> list[str]:
+    """Return the names of the files and folders that a script has saved in the folder, the newest last."""
+    own = [path for path in run.checkpoints.glob("[!.]*") if step_of(path) is None]
+    return [path.name for path in sorted(own, key=lambda path: (os.lstat(path).st_mtime_ns, path.name))]
 
 
 def newest_step(run: RunDir) -> int | None:

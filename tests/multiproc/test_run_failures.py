@@ -15,6 +15,8 @@ from hpcdist_runs import HOLD_OVERRIDES, TRAINING, Runs, assert_equals_control, 
 
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.files.atomic import read_json
+from hpcdist.review.facts import read_facts
+from hpcdist.review.ledger import read_ledger
 from hpcdist.supervisor.hang.node import py_spy
 
 COUNTING = ["trainer=counting:train", "checkpoint.every_steps=10"]
@@ -292,3 +294,31 @@ def test_run_resumes_after_a_full_disk(small_disk: Runs, runs: Runs, control_run
     code, output = small_disk.command("resume", name, "tracking.drain_timeout_s=200")
     assert code == 0, output
     assert_equals_control(small_disk, name, control_run, runs)
+
+
+def test_restarted_script_has_cause_steps_system_metrics_and_checkpoints(runs: Runs) -> None:
+    """Rank 1 is killed after step 45 and reports nothing; the script continues from its own checkpoint of step 10."""
+    name = "restarted-script"
+    script = ["trainer.script=[restarting.py]", "tracking.system_interval_s=0.2", "launch.num_ranks=2"]
+    code, output = runs.command("run", *runs.config(name, *script, *NO_WAIT))
+    assert code == 0, output
+    killed = f"rank 1 on {os.uname().nodename} was killed by SIGKILL after step 45 (last heartbeat)"
+    run = runs.run_dir(name)
+    facts, ledger = read_facts(run), read_ledger(run)
+    # The same cause everywhere.
+    assert killed in output
+    assert [attempt.cause for attempt in facts.attempts[:1]] == [killed]
+    explained = runs.command("explain", name)[1].splitlines()
+    assert explained[0] == "finished after 1 restart: restarting.py ended with exit status 0"
+    assert explained[1:] == [f"1:        failed: {killed}"]
+    # Steps 11 to 45 were done twice.
+    found = [(attempt.first_step, attempt.last_step, attempt.steps_lost) for attempt in facts.attempts]
+    assert found == [(0, 45, 35), (10, 60, 0)]
+    seconds = ledger.by(lambda entry: entry.cause)
+    assert min(seconds["start"], seconds["redone"], seconds["compute"]) > 0
+    assert ledger.goodput is not None
+    assert ledger.goodput < seconds["compute"] / (seconds["compute"] + seconds["redone"])
+    # What hpcdist records for a script.
+    assert '"system/cpu_utilization_percentage"' in (run.journal / "attempt-002.rank-00000.jsonl").read_text()
+    assert facts.script_files == ("step10.pt",)
+    assert re.search(r"checkpoints +step10\.pt", runs.command("status", name)[1])

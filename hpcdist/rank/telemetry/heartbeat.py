@@ -78,9 +78,11 @@ class Heartbeat:
             if len(self.metrics) < MAX_METRICS or key in self.metrics:
                 self.metrics[key] = value
 
-    def note_logged(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the metrics of a step, and the step if it is the newest one."""
+    def note_logged(self, metrics: Mapping[str, float], step: int | None) -> None:
+        """Record metrics and, if they belong to a step, the step if it is the newest one."""
         self.note_metrics(metrics)
+        if step is None:
+            return
         self.metric_steps |= {key: step for key in metrics if key in self.metrics}
         self.step = max(self.step, step)
 

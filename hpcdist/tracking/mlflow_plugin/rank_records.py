@@ -64,7 +64,7 @@ class RankRecords:
         suffix = "" if pid == self.pid else f".pid-{self.pid}"
         self.journal = JournalWriter(run.journal, attempt, rank, suffix=suffix)
         self._events = EventWriter(run.journal, attempt, rank, suffix=suffix)
-        self.on_metrics: Callable[[Mapping[str, float], int], None] = lambda metrics, step: None
+        self.on_metrics: Callable[[Mapping[str, float], int | None], None] = lambda metrics, step: None
         self.params: dict[str, str] = {}
         self.tags: dict[str, str] = {}
         self._latest: dict[str, Value] = {}
@@ -111,8 +111,12 @@ class RankRecords:
 
     # --- writing
 
-    def log(self, metrics: Mapping[str, float], step: int, time_ms: int | None = None) -> None:
-        """Record the metrics of a step; see `JournalWriter.log`, also for the errors."""
+    def log(self, metrics: Mapping[str, float], step: int, time_ms: int | None = None, *, is_step: bool = True) -> None:
+        """Record the metrics of a step; see `JournalWriter.log`, also for the errors.
+
+        Args:
+            is_step: False if `step` only numbers the points of a metric, and is no step of the training.
+        """
         time_ms = time.time_ns() // 1_000_000 if time_ms is None else time_ms
         if self.is_main:
             self.journal.log(metrics, step, time_ms)
@@ -121,7 +125,7 @@ class RankRecords:
             known = self._latest.get(key)
             if known is None or step >= known.step:
                 self._latest[key] = Value(value, time_ms, step)
-        self.on_metrics(values, step)
+        self.on_metrics(values, step if is_step else None)
 
     def numbered(self, key: str, step: int) -> int:
         """Return the step of a point that may have been logged without one, which MLflow's client turns into 0.

@@ -229,8 +229,9 @@ class RankStore(RankModels):
                 key = run.prefix + metric.key
                 at = (records.numbered(key, metric.step), metric.timestamp)
                 steps.setdefault(at, {})[key] = metric.value
+            given = {metric.step for metric in metrics}
             for (step, time_ms), values in steps.items():
-                records.log(values, step, time_ms)
+                records.log(values, step, time_ms, is_step=step in given)
             for param in params:
                 records.set_param(run.prefix + param.key, str(param.value))
         except (HpcdistError, TypeError, ValueError) as error:

@@ -14,7 +14,7 @@ from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.review.attempts import interruptions
 from hpcdist.review.description import describe
 from hpcdist.review.facts import RunFacts, read_facts
-from hpcdist.review.ledger import Ledger, read_ledger
+from hpcdist.review.ledger import Ledger, percent, read_ledger
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.training_record import Dataset
 from hpcdist.tracking.client.mlflow_client import MlflowException, entities, translated
@@ -149,7 +149,7 @@ def view_tags(facts: RunFacts, ledger: Ledger) -> dict[str, str]:
         tags["hpcdist.best"] = f"{facts.best_value:.6g} at step {facts.best.step:,}"
     if ledger.entries:
         hours = ledger.allocated_s / 3600
-        tags["hpcdist.cost"] = f"{hours:.3g} {ledger.unit}-hours, goodput {100 * ledger.goodput:.0f} %"
+        tags["hpcdist.cost"] = f"{hours:.3g} {ledger.unit}-hours, goodput {percent(ledger.goodput)}"
     if causes := interruptions(facts.attempts, MAX_TAG):
         tags["hpcdist.interruptions"] = clean_text(causes)[:MAX_TAG]
     if known := [attempt.steps_lost for attempt in facts.attempts if attempt.steps_lost is not None]:

@@ -78,7 +78,9 @@ def points(ledger: Ledger, step: int, *, after: float = 0.0) -> list[Point]:
         return []
     sums = ledger.by(lambda entry: entry.cause)
     values: dict[str, float] = {cause: sums.get(cause, 0.0) / 3600 for cause in CAUSES}
-    values |= {"allocated": ledger.allocated_s / 3600, "goodput": ledger.goodput, "queue": ledger.queue_s / 3600}
+    values |= {"allocated": ledger.allocated_s / 3600, "queue": ledger.queue_s / 3600}
+    if ledger.goodput is not None:
+        values["goodput"] = ledger.goodput
     if ledger.energy_kwh is not None:
         values["energy_kwh"] = ledger.energy_kwh
     time_ms = max(round(1000 * after) + 1, int(1000 * ledger.ended))

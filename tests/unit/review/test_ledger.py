@@ -117,7 +117,18 @@ def test_damaged_account_counts_as_none(run: RunDir, damaged: dict[str, Any]) ->
 
 def test_plain_script_counts_as_compute(run: RunDir) -> None:
     add_attempt(run, 1, 11, [None] * 4, measured=False)
-    assert sums(read_ledger(run), 1) == {"compute": 40.0, "idle": 10.0}
+    ledger = read_ledger(run)
+    assert sums(ledger, 1) == {"compute": 40.0, "idle": 10.0}
+    assert (ledger.is_measured, ledger.goodput) == (False, None), "it may have repeated steps"
+
+
+def test_script_that_reports_steps_on_rank_0_is_measured(run: RunDir) -> None:
+    """It reports seldom: until it is killed it continues, and ranks without reports do as rank 0."""
+    reported = {**account(1, 21, closed=False), "seconds": {"start": 5.0, "redone": 10.0, "compute": 5.0}}
+    add_attempt(run, 1, 61, [reported, None, None, None], failed=True, measured=False)
+    ledger = read_ledger(run)
+    assert sums(ledger, 1) == {"start": 20.0, "redone": 40.0, "compute": 4 * 45.0, "idle": 60.0}
+    assert ledger.goodput is not None
 
 
 def test_ranks_without_a_gpu_cost_no_gpu_hours(run: RunDir) -> None:

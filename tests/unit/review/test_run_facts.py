@@ -294,3 +294,16 @@ def test_damaged_files_give_empty_values(folder: Folder, text: str) -> None:
         None,
     )
     assert [one.status for one in facts.attempts] == ["running"]
+
+
+def test_steps_of_a_script_are_those_that_it_reports(folder: Folder) -> None:
+    """Without reports, nobody knows which steps were done twice."""
+    for first_step, step in ((None, 0), (0, 45), (10, 60), (10, 30)):
+        folder.attempt(first_step=first_step, step=step, status="failed", measured=False)
+    found = folder.facts(status="failed").attempts
+    assert [(one.first_step, one.last_step, one.steps_lost) for one in found] == [
+        (None, None, None),
+        (0, 45, 35),
+        (10, 60, 50),
+        (10, 30, None),  # the next start shows where it continues
+    ]
