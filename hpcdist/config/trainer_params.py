@@ -16,16 +16,13 @@ import math
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, cast, get_origin, get_type_hints
 
 from hpcdist.config.schema import Config, describe, unused_sections
+from hpcdist.config.schema.conversion import Mistake, convert_section
 from hpcdist.config.schema.describe import default_of, documented
 from hpcdist.errors import ConfigError, shown
-
-_PLAIN = (NoneType, bool, int, float, str, list, dict)
 
 
 class _Unknown:
@@ -92,55 +89,39 @@ def arguments_of(train: Callable[..., Any], params: Mapping[str, Any]) -> list[A
     return [build(kind, params) for kind in kinds if dataclasses.is_dataclass(kind) and isinstance(kind, type)]
 
 
-def build(kind: type, values: Mapping[str, Any], source: str = "", prefix: str = "params") -> Any:
-    """Return a dataclass with these values. Raises ConfigError with one line for each unknown, wrong or missing key."""
-    types, found, problems = get_type_hints(kind), {}, []
-    known = {field.name: field for field in dataclasses.fields(kind) if field.init}
-    for name in [name for name in values if name not in known]:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {f'{prefix}.{near[0]}'!r}?" if near else f"{kind.__name__} has {', '.join(known)}"
-        problems.append(f"{prefix}.{name} is not a key: {hint}")
-    for name, field in known.items():
-        try:
-            if name in values:
-                found[name] = _converted(types[name], values[name], f"{prefix}.{name}")
-            elif field.default is field.default_factory is dataclasses.MISSING:
-                problems.append(f"{prefix}.{name} is missing: {kind.__name__} has no default for it")
-        except TypeError:
-            expected = getattr(types[name], "__name__", "") if get_origin(types[name]) is None else str(types[name])
-            problems.append(f"{prefix}.{name} must be {expected}, got {shown(values[name])}")
-        except ConfigError as error:
-            problems += error.problems
+def build(kind: type, values: Mapping[str, Any], source: str = "") -> Any:
+    """Return a dataclass with the values of `params`. Raises ConfigError with one line for each mistake."""
+    missing = (dataclasses.MISSING, dataclasses.MISSING)
+    required = [f.name for f in dataclasses.fields(kind) if f.init and (f.default, f.default_factory) == missing]
+    problems = [
+        f"params.{name} is missing: {kind.__name__} has no default for it" for name in required if name not in values
+    ]
+    mistakes: list[Mistake] = []
+    try:
+        made = convert_section(kind, values, "params", mistakes)
+    except TypeError:  # a required key is missing or has a mistake
+        if not problems and not mistakes:
+            raise
+    problems += [one if isinstance(one, str) else _sentence(kind, *one) for one in mistakes]
     if problems:
         raise ConfigError(problems, source)
-    try:
-        return kind(**found)
-    except ValueError as error:  # of its `__post_init__`
-        raise ConfigError([f"{prefix}: {error}"], source) from error
+    return made
 
 
-def _converted(declared: Any, value: Any, key: str) -> Any:
-    """Return a plain value in its declared type, a value of another kind of type unchanged. Raises TypeError."""
-    origin, of = get_origin(declared), get_args(declared)
-    if origin in (Union, UnionType):
-        for one in of:
-            with suppress(TypeError):
-                return _converted(one, value, key)
-    elif dataclasses.is_dataclass(declared) and isinstance(declared, type) and isinstance(value, Mapping):
-        return build(declared, value, prefix=key)
-    elif origin in (list, tuple) and isinstance(value, list):
-        kinds = of if origin is tuple and of[-1] is not ... else of[:1] * len(value)
-        if len(kinds) == len(value):
-            return origin(_converted(kind, entry, key) for kind, entry in zip(kinds, value, strict=True))
-    elif declared is float and type(value) is int:
-        return float(value)
-    elif declared is Path and isinstance(value, str):
-        return Path(value)
-    elif (value in of) if origin is Literal else type(value) is declared or (declared not in _PLAIN and not origin):
-        return value
-    elif origin is dict and isinstance(value, dict):
-        return {name: _converted(of[1], inner, f"{key}.{name}") for name, inner in value.items()}
-    raise TypeError(key)
+def _sentence(kind: Any, key: str, value: Any) -> str:
+    """Return the line for a key that the dataclass does not have, or for a value of another type."""
+    above = "params"
+    for name in key.split(".")[1:]:
+        if not dataclasses.is_dataclass(kind):
+            break  # an entry of a list
+        types = get_type_hints(kind)
+        if name not in types:
+            near = difflib.get_close_matches(name, types, n=1)
+            hint = f"did you mean {f'{above}.{near[0]}'!r}?" if near else f"there are {', '.join(types)}"
+            return f"{key} is not a key: {hint}"
+        kind, above = types[name], f"{above}.{name}"
+    expected = kind.__name__ if get_origin(kind) is None else str(kind).replace("typing.", "")
+    return f"{above} must be {expected}, got {shown(value)}{'' if above == key else f' for {key}'}"
 
 
 class _Source(dict[str, Any]):

@@ -9,8 +9,9 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import is_dataclass
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from hpcdist.config.document import parse
 from hpcdist.config.schema.declaration import find_trainer
@@ -104,7 +105,7 @@ def _value(kind: Any, value: Any, key: str, mistakes: list[Mistake]) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         return convert_section(cast(type, kind), value, key, mistakes)
-    if origin is UnionType:  # such as `int | None`
+    if origin in (UnionType, Union):  # such as `int | None`
         kind = type(value) if type(value) in arguments else arguments[0]
     if kind is Any and type(value) in (list, dict):
         origin, arguments = type(value), (str, Any)
@@ -112,6 +113,12 @@ def _value(kind: Any, value: Any, key: str, mistakes: list[Mistake]) -> Any:
         entries = value if origin is dict else {str(index): entry for index, entry in enumerate(value)}
         found = _entries(dict.fromkeys(entries, arguments[-1]), entries, f"{key}.", mistakes)
         return found if origin is dict else list(found.values())
+    if origin is tuple and type(value) in (list, tuple):
+        kinds = arguments[:1] * len(value) if arguments[-1] is ... else arguments
+        if len(kinds) == len(value):
+            return tuple(_value(one, entry, key, mistakes) for one, entry in zip(kinds, value, strict=True))
+    if kind is Path and type(value) is str:
+        return Path(value)
     if kind in (int, float, bool) and type(value) is str:
         value = _parsed(value)
     if (kind is float and type(value) is int) or (kind is bool and type(value) is int and value in (0, 1)):
