@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from hpcdist.run.sweep import Sweep
     from hpcdist.run.sweep_cells import Choice
 
-#: Metrics to show if no cell has the one that selects the best checkpoint.
-_FALLBACKS = ("eval/accuracy", "eval/loss", "train/loss")
-
 
 def show_choices(sweep: Sweep, choices: Sequence[Choice]) -> None:
     """Print the cells of a sweep and which of them run now."""
@@ -51,12 +48,12 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
     from rich.table import Column, Table
 
     from hpcdist.errors import RunFolderError
+    from hpcdist.review.sweep_description import common_metric
     from hpcdist.run.status import status_of
 
     beats = [_last_beat(run) for _, run in cells]
-    shown = (best, *_FALLBACKS)
-    metric = next((key for key in shown if any(key in beat.get("metrics", {}) for beat in beats)), shown[0])
-    table = Table(Column("cell", no_wrap=True), "status", "step", metric, "reason", title=title)
+    metric = common_metric([beat.get("metrics", {}) for beat in beats], best)
+    table = Table(Column("cell", no_wrap=True), "status", "step", *([metric] if metric else []), "reason", title=title)
     names = []
     for (label, run), beat in zip(cells, beats, strict=True):
         try:
@@ -68,7 +65,8 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
         names.append(name)
         value = beat.get("metrics", {}).get(metric)
         number = "" if value is None else f"{value:.6g}"
-        table.add_row(escape(label), names[-1], str(beat.get("step", "")), number, escape(reason))
+        numbers = [number] if metric else []
+        table.add_row(escape(label), names[-1], str(beat.get("step", "")), *numbers, escape(reason))
     console().print(table)
     counts = Counter(names)
     say(f"sweep {title}: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}")

@@ -96,6 +96,7 @@ def build(kind: type, values: Mapping[str, Any], source: str = "") -> Any:
     problems = [
         f"params.{name} is missing: {kind.__name__} has no default for it" for name in required if name not in values
     ]
+    made: Any = None
     mistakes: list[Mistake] = []
     try:
         made = convert_section(kind, values, "params", mistakes)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpcdist.config.monitor import Monitor, first_monitor
 from hpcdist.errors import RunFolderError
 from hpcdist.files.atomic import read_json
+from hpcdist.review.attempts import newest_beat
 from hpcdist.review.checkpoints import best_checkpoint, read_checkpoints
 from hpcdist.review.markdown import escaped, link, run_page, table
+from hpcdist.review.metric_charts import is_hidden, is_read, ranked
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.sweep import text_of
 from hpcdist.run.sweep_folder import SweepDir
@@ -25,7 +28,7 @@ class CellFacts:
     values: dict[str, Any]  #: by swept key
     label: str
     status: str  #: that of its state file; `missing` or `unreadable` without one
-    metric: float | None = None  #: best value of the monitored metric
+    metric: float | None = None  #: best value of the monitored metric, or last value of another one
     step: int | None = None  #: step of that value
     page: str = ""  #: address in MLflow's UI; empty before the cell is uploaded
 
@@ -36,8 +39,8 @@ class SweepFacts:
 
     state: State
     keys: tuple[str, ...]
-    monitor: str
-    monitor_mode: str
+    monitor: str  #: the metric of the cells; empty if they have logged none
+    monitor_mode: str  #: max, min, or empty if it is unknown which values are better
     cells: tuple[CellFacts, ...]
 
 
@@ -47,13 +50,27 @@ def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
     runs = [RunDir(sweep.path.parent / cell["name"]) for cell in content["cells"]]
     monitor = first_monitor(run.config for run in runs)
     cells = [_read_cell(run, cell, monitor) for run, cell in zip(runs, content["cells"], strict=True)]
-    return SweepFacts(
-        state=state,
-        keys=tuple(content["keys"]),
-        monitor=monitor.metric,
-        monitor_mode=monitor.mode,
-        cells=tuple(cells),
-    )
+    metric, mode = monitor.metric, str(monitor.mode)
+    if all(cell.metric is None for cell in cells):  # no evaluated checkpoints, as in runs of scripts
+        beats = [newest_beat(attempts[-1]) or {} if (attempts := run.attempts()) else {} for run in runs]
+        metric = common_metric([beat.get("metrics", {}) for beat in beats], monitor.metric)
+        mode = mode if metric == monitor.metric else "min" if "loss" in metric else ""
+        cells = [
+            replace(cell, metric=beat.get("metrics", {}).get(metric), step=beat.get("metric_steps", {}).get(metric))
+            for cell, beat in zip(cells, beats, strict=True)
+        ]
+    return SweepFacts(state=state, keys=tuple(content["keys"]), monitor=metric, monitor_mode=mode, cells=tuple(cells))
+
+
+def common_metric(logged: Sequence[Mapping[str, float]], monitor: str) -> str:
+    """Return the metric by which to compare runs: the monitored one, or else one that most of them have logged.
+
+    Args:
+        logged: the metrics of each run.
+    """
+    counts = Counter(key for metrics in logged for key in metrics if is_read(key) and not is_hidden(key))
+    most = [key for key, count in counts.items() if count == max(counts.values())]
+    return monitor if monitor in counts else next(iter(ranked(most, monitor)), "")
 
 
 def describe_sweep(facts: SweepFacts, *, max_chars: int) -> str:
@@ -69,31 +86,31 @@ def describe_sweep(facts: SweepFacts, *, max_chars: int) -> str:
 def _sections(facts: SweepFacts, num_kept: int) -> Iterator[str]:
     state = facts.state
     yield f"**{state.status}**" + (f": {escaped(state.reason, 1000)}" if state.reason else "")
-    ranked = _ranked(facts)
-    if ranked and ranked[0].metric is not None:
-        best = ranked[0]
+    cells = _ordered(facts)
+    if cells and cells[0].metric is not None and facts.monitor_mode:
+        best = cells[0]
         yield (
             f"Best cell: {_titled(best)} with **{escaped(facts.monitor)} = {best.metric:.6g}** at step {best.step:,}"
             f" ({'lowest' if facts.monitor_mode == 'min' else 'highest'} is best)"
         )
-    head = ("Run", *map(escaped, facts.keys), escaped(facts.monitor), "Step", "State")
-    rows = [_row(cell, facts.keys) for cell in ranked[:num_kept]]
-    left_out = len(ranked) - num_kept
+    head = ("Run", *map(escaped, facts.keys), *([escaped(facts.monitor), "Step"] if facts.monitor else []), "State")
+    rows = [_row(cell, facts) for cell in cells[:num_kept]]
+    left_out = len(cells) - num_kept
     yield table(head, rows) + (f"\n\n{left_out} more cells" if left_out > 0 else "")
 
 
-def _ranked(facts: SweepFacts) -> Sequence[CellFacts]:
-    """Return the cells from the best to the worst, those without a value last."""
-    sign = 1.0 if facts.monitor_mode == "min" else -1.0
+def _ordered(facts: SweepFacts) -> Sequence[CellFacts]:
+    """Return the cells from the best to the worst if that is known, those without a value last."""
+    sign = {"min": 1.0, "max": -1.0}.get(facts.monitor_mode, 0.0)
     return sorted(facts.cells, key=lambda cell: (cell.metric is None, sign * (cell.metric or 0.0)))
 
 
-def _row(cell: CellFacts, keys: Sequence[str]) -> list[str]:
+def _row(cell: CellFacts, facts: SweepFacts) -> list[str]:
+    numbers = ["" if cell.metric is None else f"{cell.metric:.6g}", "" if cell.step is None else f"{cell.step:,}"]
     return [
         _titled(cell),
-        *(escaped(text_of(cell.values.get(key)), 60) for key in keys),
-        "" if cell.metric is None else f"{cell.metric:.6g}",
-        "" if cell.step is None else f"{cell.step:,}",
+        *(escaped(text_of(cell.values.get(key)), 60) for key in facts.keys),
+        *(numbers if facts.monitor else []),
         cell.status,
     ]
 

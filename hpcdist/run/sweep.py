@@ -143,7 +143,13 @@ def make_sweep(
     _check_values(axes, loaded)
 
     keys = tuple(axes)
-    base = _base(loaded[0][1], keys)
+    try:
+        # A script's arguments may contain a swept key, `${params.lr}`: here all commands of a sweep get the same value.
+        base = _base(load([]), keys)
+    except ConfigError:  # without the swept keys, the config is not valid
+        base = _base(loaded[0][1], keys)
+        of_last = _base(loaded[-1][1], keys)
+        base = {name: value for name, value in base.items() if of_last.get(name, ...) == value}
     name = loaded[0][1].name or _derived_name(label_of(loaded[0][1]), keys, base)
     cells = [
         _cell(name, {key: _value_of(config, key, word) for key, word in zip(keys, words, strict=True)}, config)

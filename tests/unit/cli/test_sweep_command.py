@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import Cli
 
+from hpcdist.config.written import plain_tree
 from hpcdist.errors import UserMistake
+from hpcdist.review.sweep_description import describe_sweep, read_sweep_facts
 from hpcdist.run.folder import RunDir, State
+from hpcdist.run.parameters import parameters
+from hpcdist.run.sweep_folder import SweepDir
 from hpcdist.supervisor import local_run
 
 #: These tests may start processes.
@@ -102,6 +109,38 @@ def test_sweep_continues_after_a_stopped_cell(hpcdist: Cli, cells: dict[str, Cal
     result = hpcdist(*SWEEP[:4], "optim.lr=0.1", "--sweep", "seed=1,2,3")
     assert "sweep tune: 2 finished, 1 stopped" in result.out
     assert result.code == 0
+
+
+def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(
+    hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]
+) -> None:
+    Path("train.py").touch()
+    Path("train.yaml").write_text("{trainer: {script: [train.py, --lr, '${params.lr}']}, params: {lr: 0.5}}")
+
+    def logs(run: RunDir) -> State:
+        beat = {"time": 1.0, "host": "n1", "step": 7, "total_steps": None, "metric_steps": {"loss": 7, "grad": 7}}
+        run.attempt(1).beat(0).write_text(json.dumps(beat | {"metrics": {"loss": 0.25, "grad": 2.0}}))
+        return State(status="finished", reason="done")
+
+    cells["lr_0.1"] = logs
+    result = hpcdist("run", "train.yaml", "--sweep", "params.lr=0.1,0.01")
+    assert (result.code, result.err) == (0, "")
+    assert "eval/accuracy" not in result.out
+    assert re.search(r"status +. step . loss . reason", result.out), result.out
+    assert re.search(r"lr=0.1 +. finished . 7 +. 0.25 . done", result.out), result.out
+    (name,) = re.findall("sweep (train-lr-[0-9a-f]{8}): 2 cells, 2 to run", result.out)
+    run = RunDir(next(Path("runs/hpcdist").glob("*-lr_0.1")))
+    assert parameters(run, plain_tree(run.config))["lr"] == "0.1"
+
+    sweep = SweepDir(Path("runs/hpcdist", name))
+    facts = read_sweep_facts(sweep, sweep.read_state())
+    assert "Best cell: lr\\=0\\.1 with **loss = 0.25** at step 7 (lowest is best)" in describe_sweep(
+        facts, max_chars=8000
+    )
+
+    # A later command adds a value; its cells have other arguments, but it is the same sweep.
+    result = hpcdist("run", "train.yaml", "--sweep", "params.lr=0.001", "--dry-run")
+    assert f"sweep {name}: 1 cells, 1 to run" in result.out, (result.out, result.err)
 
 
 def test_submitted_sweep_is_a_job_array(hpcdist: Cli) -> None:
