@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError
 from hpcdist.rank.checkpointing import RankCheckpoints
 from hpcdist.rank.context_records import ContextRecords
 from hpcdist.rank.elastic.division import Division, SavedDivision, divide
+from hpcdist.rank.elastic.loader import MicroBatchLoader
 from hpcdist.rank.elastic.micro_batches import MicroBatch, MicroBatches, sum_over_ranks
 from hpcdist.rank.topology import Topology
 
@@ -56,6 +58,27 @@ class ContextBatches(ContextRecords):
         Raises ConfigError like `division`.
         """
         return self._batches_of(num_samples).of_step(model, step)
+
+    def loader(self, dataset: Dataset[Any], **options: Any) -> MicroBatchLoader:
+        """Return a loader of the micro-batches of an elastic run, with torch's DataLoader.
+
+            loader = ctx.loader(dataset, num_workers=4)
+            while step < total_steps and not stop:
+                for micro, (x, y) in loader.of_step(model, step):
+                    loss = F.mse_loss(model(x.to(ctx.device)), y.to(ctx.device))
+                    (loss * micro.weight).backward()
+                optimizer.step()
+                step += 1
+
+        The rules of `micro_batches` apply. Random numbers that the dataset draws for a sample follow from (seed, epoch,
+        sample). So a resumed run continues exactly, on any number of ranks and with any number of workers.
+
+        Args:
+            dataset: the training set; it must have a length.
+            **options: arguments of DataLoader, such as `num_workers` and `collate_fn`, except those of the order and
+                of the batch size.
+        """
+        return MicroBatchLoader(dataset, lambda: self._batches_of(len(dataset)), options)  # type: ignore[arg-type]
 
     def _batches_of(self, num_samples: int) -> MicroBatches:
         if num_samples not in self._micro_batches:

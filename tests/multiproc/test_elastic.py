@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from context_scene import new_run, open_context
 from hpcdist_runs import assert_states_equal
 from spawn import Rank, spawn_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
 
 from hpcdist.checkpoint.weights import load_weights
 from hpcdist.config.schema import (
@@ -253,3 +257,46 @@ def test_weights_in_bf16_with_clipped_gradients_are_bit_equal(alone: dict[bool, 
     changing = train_on([(4, 3), (None, 2)], tmp_path / "changing", True, **sections)[True]
     assert_states_equal(changing.weights, one.weights)
     assert any(not torch.equal(alone[True].weights[name], value) for name, value in one.weights.items())
+
+
+class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Samples with random noise of all generators."""
+
+    def __len__(self) -> int:
+        return 18
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.full((3,), float(index)) + torch.rand(3) + random.random() + float(np.random.rand())
+        return x, x.sum()
+
+
+def fit_with_loader(here: Rank, path: Path, num_workers: int, until: int) -> dict[str, torch.Tensor]:
+    """Train a trainer of one's own with `ctx.loader`; return the weights."""
+    cfg = Config(data=DataConfig(global_batch_size=8), elastic=ElasticConfig(micro_batches=4, exact=True))
+    with open_context(here, RunDir(path), cfg) as ctx:
+        net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        model = ctx.wrap(net)
+        loader = ctx.loader(Noisy(), num_workers=num_workers)
+        step = 0
+        if (saved := ctx.restore()) is not None:
+            net.load_state_dict(saved.model)
+            step = saved.step
+        while step < until:
+            for micro, (x, y) in loader.of_step(model, step):
+                (F.mse_loss(model(x).flatten(), y) * micro.weight).backward()
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter -= 1e-4 * parameter.grad  # type: ignore[operator]
+            step += 1
+        ctx.save(step, model=model, trainer={})
+        ctx.close()
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def test_loader_resumes_exactly_on_other_ranks_and_workers(tmp_path: Path) -> None:
+    """In the third step of an epoch, one micro-batch has samples; the runs continue in the middle of an epoch."""
+    (expected,) = spawn_ranks(fit_with_loader, 1, path=new_run(tmp_path, "alone").path, num_workers=0, until=7)
+    path = new_run(tmp_path, "changing").path
+    spawn_ranks(fit_with_loader, 3, path=path, num_workers=0, until=4)
+    for weights in spawn_ranks(fit_with_loader, 2, path=path, num_workers=1, until=7):
+        assert_states_equal(weights, expected)
