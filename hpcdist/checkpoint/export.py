@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +52,26 @@ def export_model(module: nn.Module, example: torch.Tensor, run: RunDir) -> None:
     except Exception as error:  # torch.export does not document its exceptions
         log.warning("torch.export cannot export the model (%s): it is pickled with its code instead", error)
         shutil.rmtree(run.model, ignore_errors=True)
-        mlflow.pytorch.save_model(
-            module, run.model, code_paths=_users_code(module, run), serialization_format="pickle", **options
-        )
+        with tempfile.TemporaryDirectory() as folder:
+            code = _users_code(module, run, Path(folder))
+            mlflow.pytorch.save_model(module, run.model, code_paths=code, serialization_format="pickle", **options)
 
 
-def _users_code(module: nn.Module, run: RunDir) -> list[str] | None:
-    """Return the package or file in the run's code snapshot that defines the model; `load_model` must import it."""
+def _users_code(module: nn.Module, run: RunDir, folder: Path) -> list[str] | None:
+    """Return the package or file in the run's code snapshot that defines the model; `load_model` must import it.
+
+    A package is copied to `folder` without links that leave the snapshot: they may lead to data.
+    """
     file = getattr(sys.modules.get(type(module).__module__), "__file__", None)
     if file is None or not Path(file).is_relative_to(run.code):
         return None
     package = Path(file)
     while (package.parent / "__init__.py").exists():
         package = package.parent
-    return [str(package)]
+    if package.is_file():
+        return [str(package)]
+
+    def leaving(place: str, names: list[str]) -> list[str]:
+        return [name for name in names if not Path(place, name).resolve().is_relative_to(run.code.resolve())]
+
+    return [str(shutil.copytree(package, folder / package.name, ignore=leaving))]

@@ -16,7 +16,7 @@ from hpcdist.containers.spec import DETACHED, PASSED, WITHHELD, ContainerSpec, M
 from hpcdist.errors import UserMistake
 from hpcdist.machine.timed_command import run_within
 from hpcdist.run.folder import RunDir
-from hpcdist.run.snapshot import git_root
+from hpcdist.run.work_tree import git_root
 from hpcdist.slurm.job_components import components
 
 #: Never mounted just because they are the current folder: they would hide the image's own programs.

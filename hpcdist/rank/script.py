@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.abc
 import importlib.util
+import logging
 import os
 import runpy
 import sys
@@ -16,6 +17,8 @@ from types import ModuleType
 from hpcdist.errors import TrainerError
 from hpcdist.rank.topology import Topology
 from hpcdist.run.folder import RunDir
+
+log = logging.getLogger(__name__)
 
 
 def script_environment(topology: Topology, run: RunDir) -> dict[str, str]:
@@ -79,6 +82,8 @@ def run_script(command: Sequence[str], run: RunDir, topology: Topology) -> None:
     """
     script, *arguments = command
     path = locate(script, run)
+    if path != Path(script) and topology.rank == 0:
+        log.info("running the copy %s; links in it lead to files beside %s that are not copied", path, script)
     os.environ.update(script_environment(topology, run))
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.parent))

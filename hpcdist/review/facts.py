@@ -70,7 +70,10 @@ class RunFacts:
     rank_versions: Mapping[str, str] = field(default_factory=dict)  #: by package, of `rank_python`; empty if unknown
     git_commit: str = ""
     code_copied: bool = False
-    git_dirty: bool = False  #: whether there were uncommitted changes: `code.patch`
+    git_dirty: bool = False  #: whether there were uncommitted changes
+    has_patch: bool = False  #: whether `code.patch` holds them, likely secrets excepted
+    num_untracked: int = 0  #: files of the copied code that are not in git
+    live_code: tuple[str, ...] = ()  #: folders of code that the ranks import without a copy
     image: str = ""  #: container image of the ranks; empty without containers
     image_digest: str = ""
     image_build: str = ""  #: hash of the inputs of an image of hpcdist
@@ -183,6 +186,9 @@ def _setup(run: RunDir, state: State, config: Mapping[str, Any]) -> RunFacts:
         rank_versions=_rank_versions(run, rank_python),
         git_commit=_text(environment.get("git_commit")),
         git_dirty=environment.get("git_dirty") is True,
+        has_patch=any(path.stat().st_size for path in run.path.glob("code.patch")),
+        num_untracked=code["num_untracked"] if isinstance(code.get("num_untracked"), int) else 0,
+        live_code=tuple(map(str, code["live"])) if isinstance(code.get("live"), list) else (),
         code_copied=code.get("copied") is True,
         image=_text(image.get("image")),
         image_digest=_text(image.get("image_digest")),

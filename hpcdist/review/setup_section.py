@@ -44,11 +44,8 @@ def setup_rows(facts: RunFacts) -> Iterator[tuple[str, str]]:
         yield "Model", ", ".join(model)
     if facts.datasets:
         yield "Data", "<br>".join(map(_dataset, facts.datasets))
-    if facts.git_commit:
-        changes = link("uncommitted changes", artifact_page(facts, PATCH))
-        yield "Code", f"commit {escaped(facts.git_commit)}" + (f" with {changes}" if facts.git_dirty else "")
-    elif facts.code_copied:
-        yield "Code", "no commit, since it was not in a git repository; the run folder has a copy in `code`"
+    if code := _code(facts):
+        yield "Code", code
     if image := image_text(facts):
         yield "Image", escaped(image, 600)
     device = _DEVICES.get(str(facts.config.get("launch.device")), "")
@@ -57,6 +54,23 @@ def setup_rows(facts: RunFacts) -> Iterator[tuple[str, str]]:
         yield "Versions", versions
     yield "Started", clock(facts.state.created) + (f" by {escaped(facts.user)}" if facts.user else "")
     yield "Folder", escaped(f"{facts.host}:{facts.folder}" if facts.host else str(facts.folder))
+
+
+def _code(facts: RunFacts) -> str:
+    """Return the commit of the code, what it does not contain, and code that later edits change."""
+    parts = []
+    if not facts.config.get("trainer.script") and ":" not in str(facts.config.get("trainer.target", ":")):
+        parts.append(f"hpcdist {escaped(facts.versions.get('hpcdist', ''))}".rstrip())
+    if facts.git_commit:
+        changes = link("uncommitted changes", artifact_page(facts, PATCH)) if facts.has_patch else "uncommitted changes"
+        parts.append(f"commit {escaped(facts.git_commit)}" + (f" with {changes}" if facts.git_dirty else ""))
+    elif facts.code_copied:
+        parts.append("no commit, since it was not in a git repository; the run folder has a copy in `code`")
+    if facts.git_commit and (number := facts.num_untracked):
+        parts.append(f"{number} file{'s' * (number > 1)} of the copy {'are' if number > 1 else 'is'} not in git")
+    if facts.live_code:
+        parts.append(f"imported without a copy, so later edits change the run: {nodes_text(facts.live_code)}")
+    return "; ".join(parts)
 
 
 def _versions(facts: RunFacts) -> str:

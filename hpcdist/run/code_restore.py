@@ -14,7 +14,8 @@ from hpcdist.config.schema import Config
 from hpcdist.errors import UserMistake
 from hpcdist.files.atomic import write_atomic
 from hpcdist.run.folder import RunDir
-from hpcdist.run.snapshot import CodeState, git_root, take
+from hpcdist.run.snapshot import CodeState, take
+from hpcdist.run.work_tree import git_root
 
 #: Characters of a commit in messages.
 SHORT = 12
@@ -120,10 +121,8 @@ def _check_out(source: CodeSource, repository: Path, run: RunDir, config: Config
         if source.patch:
             # With the index, so that new files of the patch are not untracked ones.
             _git(["-C", str(clone), "apply", "--index", "--whitespace=nowarn", "-"], source.patch)
-        cwd = clone / Path(recorded.cwd).relative_to(recorded.root)
-        cwd.mkdir(parents=True, exist_ok=True)  # it may contain untracked files alone
         # The clone is below no `runs_dir`: the files of a run are chosen by name alone.
-        take(replace(config, runs_dir=str(run.path)), run, cwd)
+        take(replace(config, runs_dir=str(run.path)), run, Path(recorded.cwd), clone)
 
 
 def _has_commit(root: Path, commit: str) -> bool:

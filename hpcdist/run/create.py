@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import re
 import secrets
 import shutil
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from hpcdist.config.schema import Config, find_trainer, new_run_problems, trainer_names
@@ -22,6 +21,7 @@ from hpcdist.files.atomic import write_atomic
 from hpcdist.run import secret_file, snapshot
 from hpcdist.run.folder import RunDir
 from hpcdist.run.origin import Origin, write_origin
+from hpcdist.run.work_tree import find_module
 
 #: End of a generated name: date, time and random characters.
 _GENERATED = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{4}$")
@@ -75,9 +75,10 @@ def check_code(config: Config, cwd: Path, *, own_python: bool = False) -> None:
         if problems := trainer.check_host(config):
             raise ConfigError(problems)
         return
-    folders: Sequence[str] | None = [str(cwd), *sys.path]
+    folders: Sequence[str] | None = [str(cwd)]
     for number, name in enumerate(module.split(".")):
-        spec = importlib.machinery.PathFinder.find_spec(name, folders) if folders else None
+        find = find_module if number == 0 else PathFinder.find_spec
+        spec = find(name, folders) if folders else None
         if spec is None and number == 0:
             hint = suggestion(name, [path.stem for path in cwd.glob("*.py")], "set PYTHONPATH to its folder")
             raise ConfigError([f"trainer.target: no module {name!r} in {cwd} or among the installed packages: {hint}"])

@@ -152,10 +152,14 @@ class RunDir:
     def snapshot_of(self, path: Path) -> Path | None:
         """Return the copy of a file in this run's code snapshot, or None if there is none."""
         code = (read_json(self.environment) or {}).get("code")
-        if not isinstance(code, dict) or not code.get("copied") or not path.is_relative_to(str(code.get("root"))):
-            return None
-        copy = self.code / path.relative_to(code["root"])
-        return copy if copy.is_file() else None
+        return self.copy_in(str(code.get("root")), path) if isinstance(code, dict) and code.get("copied") else None
+
+    def copy_in(self, root: str, path: Path) -> Path | None:
+        """Return the copy of a file, or None if there is none; `root` is the top of the code that was copied."""
+        for one in (path, path.parent.resolve() / path.name):  # `root` contains no symbolic links
+            if one.is_relative_to(root) and (copy := self.code / one.relative_to(root)).is_file():
+                return copy
+        return None
 
     @classmethod
     def create(cls, path: Path) -> RunDir:

@@ -7,11 +7,12 @@ import os
 import platform
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,18 @@ from hpcdist.files.formats import fill
 from hpcdist.machine.facts import num_cores, source_digest
 from hpcdist.run.folder import RunDir, read_record
 from hpcdist.run.lease import user_name
-from hpcdist.run.snapshot_filter import IGNORE_FILE, clean_patch, is_secret_file, without_secrets
+from hpcdist.run.snapshot_filter import IGNORE_FILE, clean_patch, foreign, is_secret_file, without_secrets
+from hpcdist.run.work_tree import (
+    UNTRACKED,
+    CodeTree,
+    editable_projects,
+    find_tree,
+    git_output,
+    git_paths,
+    import_roots,
+    is_own,
+    trainer_place,
+)
 
 _PACKAGES = ("torch", "torchvision", "numpy", "mlflow", "omegaconf", "submitit")
 MB = 2**20
@@ -33,6 +45,8 @@ MB = 2**20
 SHOWN = 8
 #: Limit of the untracked files that are recorded by name.
 MAX_UNTRACKED = 50
+#: Limit of the links from a copy to what it leaves out.
+MAX_LINKS = 1000
 log = logging.getLogger(__name__)
 
 
@@ -43,89 +57,137 @@ class CodeState:
     cwd: str  #: folder in which the run was started
     root: str  #: top of the git work tree around it, or `cwd`
     git_commit: str | None
-    git_dirty: bool
+    git_dirty: bool  #: whether tracked files had changes
     copied: bool  #: whether the run folder holds a copy, which ranks import
     #: Likely secrets that are neither in the copy nor in the patch: files, and lines such as `train.py:12`.
     left_out: list[str] = field(default_factory=list)
     #: The first MAX_UNTRACKED files of the copy that are not in git, by their path below `root`.
     untracked: list[str] = field(default_factory=list)
     num_untracked: int | None = None  #: None if an older hpcdist has recorded the run
+    sources: list[str] = field(default_factory=list)  #: folders of the copy, such as `src`, that ranks import from
+    live: list[str] = field(default_factory=list)  #: folders of code that ranks import without a copy
 
 
-def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
+def take(config: Config, run: RunDir, cwd: Path, folder: Path | None = None) -> CodeState:
     """Copy the user's code into the run folder, and write the uncommitted changes to `code.patch`.
 
-    In a git work tree, tracked and untracked files are copied, except ignored ones. Elsewhere, all files below `cwd`
-    are copied, except hidden ones, virtual environments, and files that `.gitignore` excludes. `.hpcdistignore` applies
-    in both cases. Likely secrets are left out and logged. The code of a shipped trainer is copied only if hpcdist
-    itself is in this tree.
+    The code is the git work tree that holds the trainer, else all files below `cwd`. In a git work tree, tracked and
+    untracked files are copied, except ignored ones. Elsewhere, hidden files and files that `.gitignore` excludes are
+    left out. `.hpcdistignore` applies in both cases. Likely secrets are left out and logged. Runs and virtual
+    environments are left out as well. Links in the copy lead to everything else.
+
+    The code of a shipped trainer is copied only if hpcdist itself is in the tree of `cwd`.
+
+    Args:
+        folder: the top of a git work tree to copy, instead of the tree that holds the trainer.
 
     Raises:
         UserMistake: the code is larger than `launch.code_max_mb`.
     """
-    root = git_root(cwd)
-    commit = _git(root, "rev-parse", "HEAD").strip() or None if root else None
-    dirty = bool(root and _git(root, "status", "--porcelain"))
-    top = root or cwd
-    is_users = bool(config.trainer.script) or ":" in config.trainer.target
-    ignored = _ignored(top, in_git=root is not None)
-    left_out: list[str] = []
-    if root and commit:
-        patch, left_out = _patch(root, ignored)
+    tree = find_tree(config, cwd) if folder is None else CodeTree(top=folder, root=folder, copied=True)
+    top, root = tree.top, tree.root
+    commit = git_output(root, "rev-parse", "HEAD").strip() or None if root else None
+    ignored = _ignored(top, in_git=root is not None) if tree.copied or root else set()
+    patch, left_out = _patch(root, ignored) if root and commit else ("", [])
+    if patch:
         write_atomic(run.path / "code.patch", patch.encode(errors="surrogateescape"))
-    files: list[Path] = []
-    untracked: list[str] = []
-    if root:
+    else:
+        (run.path / "code.patch").unlink(missing_ok=True)
+    new = set(git_paths(root, *UNTRACKED)) if root and tree.copied else set()
+    kept: list[Path] = []
+    if tree.copied:
+        is_foreign = foreign(Path(config.runs_dir), cwd, top)
         # git also lists deleted files, and submodules as folders.
-        files = [path for path in _git_paths(root, "--cached", "--others", "--exclude-standard") if _is_file(path)]
-    elif is_users:
-        files = _plain_files(cwd)
-    copied = is_users or Path(hpcdist.__file__).resolve() in files
-    if copied:
-        runs_dir = Path(config.runs_dir).resolve()  # paths from git contain no symbolic links
-        wanted = [path for path in files if path not in ignored and not path.is_relative_to(runs_dir)]
-        kept, secret = _without_secrets(top, wanted, in_git=root is not None)
+        listed = git_paths(root, "--cached", *UNTRACKED) if root else _plain_files(top, is_foreign)
+        wanted = [path for path in listed if path not in ignored and _is_file(path) and not is_foreign(path)]
+        kept, secret = _without_secrets(top, wanted, new if root else set(wanted))
         left_out = list(dict.fromkeys([*left_out, *secret]))
         _copy(top, kept, run.code, config)
-        if root:
-            new = set(_git_paths(top, "--others", "--exclude-standard"))
-            untracked = [path.relative_to(top).as_posix() for path in kept if path in new]
+        if folder is None:
+            _link_rest(top, kept, run.code, is_foreign)
     if left_out:
         log.warning(
             "likely secrets are left out of the run's patch and copy of the code: %s"
             " (a comment `pragma: allowlist secret` keeps a line)",
             ", ".join(left_out[:SHOWN]) + (f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""),
         )
-    return CodeState(
+    untracked = [path.relative_to(top).as_posix() for path in kept if path in new]
+    code = CodeState(
         cwd=str(cwd),
         root=str(top),
         git_commit=commit,
-        git_dirty=dirty,
-        copied=copied,
+        git_dirty=bool(root and git_output(root, "status", "--porcelain", "--untracked-files=no")),
+        copied=tree.copied,
         left_out=left_out,
         untracked=untracked[:MAX_UNTRACKED],
         num_untracked=len(untracked),
+        sources=import_roots(top, kept),
     )
+    return replace(code, live=_live(config, run, code)) if is_own(config) and folder is None else code
+
+
+def _link_rest(top: Path, files: Sequence[Path], target: Path, is_foreign: Callable[[Path], bool]) -> None:
+    """Link what the copy leaves out, so that a path relative to `__file__` leads to the user's data.
+
+    The links also lead to modules that a build generates, which git usually ignores.
+    """
+    folders = {top, *(folder for file in files for folder in file.parents if top in folder.parents)}
+    missing = (
+        entry
+        for folder in sorted(folders)
+        for entry in _entries(folder)
+        if entry.name not in (".git", "__pycache__")
+        and not os.path.lexists(target / entry.relative_to(top))
+        and not is_foreign(entry)
+    )
+    links = list(islice(missing, MAX_LINKS + 1))
+    if len(links) > MAX_LINKS:
+        log.warning(
+            "more than %d files beside the code in %s are neither copied nor linked: the script does not find them by"
+            " paths relative to its own; move them to a folder of their own",
+            MAX_LINKS,
+            top,
+        )
+    for entry in links[:MAX_LINKS]:
+        (target / entry.relative_to(top)).symlink_to(entry)
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError), os.scandir(folder) as entries:
+        yield from (folder / entry.name for entry in entries)
+
+
+def _live(config: Config, run: RunDir, code: CodeState) -> list[str]:
+    """Return the folders of code that ranks do not import from the copy; logs that of the trainer."""
+    place = trainer_place(config, import_path(code, run))
+    live = []
+    if place is not None and run.copy_in(code.root, place) is None and not place.is_relative_to(run.code.resolve()):
+        live.append(str(place))
+        name = place.name if config.trainer.script else config.trainer.target.partition(":")[0].partition(".")[0]
+        log.warning("%s is imported from %s, not from a copy: later edits of it change the run", name, place)
+    if config.container.runtime == "none" and config.cluster.environment.kind == "none":  # ranks have this Python
+        live += [str(folder) for folder in editable_projects() if not folder.resolve().is_relative_to(code.root)]
+    return list(dict.fromkeys(live))
 
 
 def _patch(root: Path, ignored: Collection[Path]) -> tuple[str, list[str]]:
     """Return the uncommitted changes without likely secrets, and the locations of these."""
     options = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "HEAD")
-    names = [name for name in _git(root, "diff", "--name-only", "-z", *options).split("\0") if name]
-    patch = _git(root, "diff", "--binary", *options)
+    names = [name for name in git_output(root, "diff", "--name-only", "-z", *options).split("\0") if name]
+    patch = git_output(root, "diff", "--binary", *options)
     return clean_patch(patch, names, lambda name: root / name in ignored)
 
 
-def _without_secrets(top: Path, files: list[Path], *, in_git: bool) -> tuple[list[Path], list[str]]:
+def _without_secrets(top: Path, files: list[Path], new: Collection[Path]) -> tuple[list[Path], list[str]]:
     """Return the files to copy, and the locations of likely secrets.
 
-    The content of tracked files is in git's history anyway, so only their names are checked.
+    Args:
+        new: files that git does not track. The content of others is in git's history, so only their names are checked.
     """
-    new = set(_git_paths(top, "--others", "--exclude-standard")) if in_git else set(files)
     kept, secret = without_secrets(top, [path for path in files if path in new])
     tracked = [path for path in files if path not in new]
     secret += [name for path in tracked if is_secret_file(name := path.relative_to(top).as_posix())]
-    out = new - set(kept)
+    out = set(new) - set(kept)
     return [path for path in files if path not in out and not is_secret_file(path.relative_to(top).as_posix())], secret
 
 
@@ -140,7 +202,7 @@ def _ignored(top: Path, *, in_git: bool) -> set[Path]:
         if not own:
             return set()
         # Unlike `.gitignore`, `.hpcdistignore` also excludes tracked files, which git lists in a separate call.
-        return {*_git_paths(top, "--cached", "--ignored", *own), *_git_paths(top, "--others", "--ignored", *own)}
+        return {*git_paths(top, "--cached", "--ignored", *own), *git_paths(top, "--others", "--ignored", *own)}
     if not own and not (top / ".gitignore").is_file():
         return set()
     if shutil.which("git") is None:
@@ -148,14 +210,9 @@ def _ignored(top: Path, *, in_git: bool) -> set[Path]:
             raise UserMistake(f"{top / IGNORE_FILE} needs git to be read: install git, or remove the file")
         return set()
     with tempfile.TemporaryDirectory() as folder:
-        _git(Path(folder), "init", "--quiet")
+        git_output(Path(folder), "init", "--quiet")
         place = ("--git-dir", f"{folder}/.git", "--work-tree", str(top))
-        return set(_git_paths(top, "--others", "--ignored", "--exclude-standard", *own, place=place))
-
-
-def _git_paths(top: Path, *options: str, place: Sequence[str] = ()) -> list[Path]:
-    listing = _git(top, *place, "ls-files", "-z", *options)
-    return [top / name for name in listing.split("\0") if name]
+        return set(git_paths(top, "--others", "--ignored", "--exclude-standard", *own, place=place))
 
 
 def code_state(run: RunDir) -> CodeState:
@@ -174,18 +231,21 @@ def code_of(facts: Mapping[str, Any], path: Path) -> CodeState:
     """
     code = facts.get("code")
     found = fill(CodeState, code if isinstance(code, dict) else {}, path)
-    cwd = Path(found.cwd)
-    if found.copied and (not cwd.is_relative_to(found.root) or ".." in cwd.parts):
-        raise RunFolderError(f"{path} is damaged: the folder {found.cwd} is not below {found.root}")
+    for folder in [found.cwd, *found.sources] if found.copied else []:
+        if ".." in Path(folder).parts or Path(folder).is_absolute() == (folder in found.sources):
+            raise RunFolderError(f"{path} is damaged: {folder} is not a folder of code")
     return found
 
 
 def import_path(code: CodeState, run: RunDir) -> list[str]:
-    """Return the first entries of PYTHONPATH: the snapshot's copy of the working directory, then its root."""
+    """Return the first entries of PYTHONPATH: the snapshot's copy of the working directory, its root, its sources."""
     if not code.copied:
         return []
-    copied_cwd = run.code / Path(code.cwd).relative_to(code.root)
-    return list(dict.fromkeys([str(copied_cwd), str(run.code)]))
+    cwd = Path(code.cwd)
+    is_inside = cwd.is_relative_to(code.root)
+    first = [run.code / cwd.relative_to(code.root)] if is_inside else []
+    last = [] if is_inside else [cwd]
+    return list(dict.fromkeys(map(str, [*first, run.code, *(run.code / name for name in code.sources), *last])))
 
 
 def write_environment(run: RunDir, code: CodeState, **facts: Any) -> None:
@@ -226,33 +286,18 @@ def _versions() -> Iterator[tuple[str, str]]:
             continue
 
 
-def _git(folder: Path, *arguments: str) -> str:
-    """Return the output of a git command; empty if git is missing or fails (no commit yet, another owner)."""
-    try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=False)
-    except FileNotFoundError:
-        return ""
-    return done.stdout.decode(errors="surrogateescape") if done.returncode == 0 else ""
-
-
-def git_root(cwd: Path) -> Path | None:
-    """Return the top of the git work tree around a folder, or None."""
-    top = _git(cwd, "rev-parse", "--show-toplevel").strip()
-    return Path(top) if top else None
-
-
-def _plain_files(cwd: Path) -> list[Path]:
+def _plain_files(top: Path, is_foreign: Callable[[Path], bool]) -> list[Path]:
     files = []
-    for folder, subfolders, names in os.walk(cwd):
+    for folder, subfolders, names in os.walk(top):
         here = Path(folder)
         subfolders[:] = [
             name
             for name in subfolders
-            if not name.startswith(".") and name != "__pycache__" and not (here / name / "pyvenv.cfg").exists()
+            if not name.startswith(".") and name != "__pycache__" and not is_foreign(here / name)
         ]
         # os.walk lists links to folders among the subfolders, and does not follow them.
         links = [name for name in subfolders if (here / name).is_symlink()]
-        files += [path for name in names + links if not name.startswith(".") and _is_file(path := here / name)]
+        files += [here / name for name in names + links if not name.startswith(".")]
     return files
 
 
@@ -262,7 +307,10 @@ def _is_file(path: Path) -> bool:
 
 
 def _copy(top: Path, files: list[Path], target: Path, config: Config) -> None:
-    sizes = {path: path.lstat().st_size for path in files}
+    sizes: dict[Path, int] = {}
+    for path in files:
+        with suppress(FileNotFoundError, NotADirectoryError):  # it has vanished
+            sizes[path] = path.lstat().st_size
     total = sum(sizes.values())
     if total > config.launch.code_max_mb * MB:
         largest = ", ".join(
@@ -271,10 +319,13 @@ def _copy(top: Path, files: list[Path], target: Path, config: Config) -> None:
         )
         raise UserMistake(
             f"the code under {top} has {total / MB:.1f} MB, more than launch.code_max_mb={config.launch.code_max_mb:g}"
-            f" (largest: {largest}): ignore data in .gitignore, or raise the limit"
+            f" (largest: {largest}): name data and outputs in .gitignore or {IGNORE_FILE} (the copy then has links to"
+            " them), or raise the limit"
         )
     shutil.rmtree(target, ignore_errors=True)
-    for path in files:
+    target.mkdir()
+    for path in sizes:
         copy = target / path.relative_to(top)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(path, copy, follow_symlinks=False)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            shutil.copy2(path, copy, follow_symlinks=False)

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hpcdist.config.redaction import holds_secret
+from hpcdist.files.atomic import read_if_valid
+from hpcdist.run.runs_dir import DATABASE
 
 #: Read at the top of the code, in the syntax of `.gitignore`.
 IGNORE_FILE = ".hpcdistignore"
@@ -32,6 +37,38 @@ _MODULES = (".py", ".pyi", ".so")
 #: Larger files are not scanned: settings and source files are smaller.
 MAX_SCAN_BYTES = 2**20
 _HUNK = re.compile(r"@@ -\d+(?:,\d+)? \+(\d+)")
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """The content of a sweep's `sweep.json`, as far as it identifies one."""
+
+    uid: str
+    cells: list[dict[str, Any]]
+
+
+def _is_no_code(path: Path) -> bool:
+    """Return whether a path is a run, a sweep, a file or folder of hpcdist beside runs, or a virtual environment."""
+    if not path.is_dir():
+        return path.name.startswith(DATABASE) or path.name == ".sync.lock"
+    return (
+        (path / "pyvenv.cfg").exists()
+        or ((path / "state.json").exists() and (path / "attempts").is_dir())
+        or (path.name == ".environments" and (path / "lock").exists())
+        or read_if_valid(_Sweep, path / "sweep.json") is not None
+    )
+
+
+def foreign(runs_dir: Path, cwd: Path, top: Path) -> Callable[[Path], bool]:
+    """Return a function that returns whether a path below `top` is no code: in a run, for example, or in `runs_dir`."""
+    runs_dir = runs_dir.resolve()  # paths from git contain no symbolic links
+
+    @cache
+    def is_foreign(path: Path) -> bool:
+        is_all_runs = path == runs_dir and not cwd.is_relative_to(path)
+        return path != top and (is_foreign(path.parent) or is_all_runs or _is_no_code(path))
+
+    return is_foreign
 
 
 def is_secret_file(name: str) -> bool:
@@ -62,11 +99,13 @@ def without_secrets(top: Path, files: Iterable[Path]) -> tuple[list[Path], list[
 
 def _first_secret(path: Path) -> int | None:
     """Return the number of the first line with a likely secret; None if there is none or the file is not scanned."""
-    if path.suffix in _MODULES or path.is_symlink() or path.stat().st_size > MAX_SCAN_BYTES:
+    if path.suffix in _MODULES or path.is_symlink():
         return None
     try:
+        if path.stat().st_size > MAX_SCAN_BYTES:
+            return None
         raw = path.read_bytes()
-    except OSError:  # the copy will report it
+    except OSError:  # it has vanished, or the copy will report it
         return None
     if b"\0" in raw[:8192]:
         return None

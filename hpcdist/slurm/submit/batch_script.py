@@ -13,7 +13,7 @@ from hpcdist.config.written import secret_keys
 from hpcdist.containers.rank_container import rank_container
 from hpcdist.environments.rank_environment import python_of
 from hpcdist.run.folder import RunDir
-from hpcdist.run.snapshot import git_root
+from hpcdist.run.work_tree import git_root
 from hpcdist.slurm.extra_flags import option_value
 from hpcdist.slurm.job.node_parents import obstacle_to_fork, planned_commands
 from hpcdist.slurm.job.srun import step_command

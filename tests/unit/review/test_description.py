@@ -6,6 +6,7 @@ import shlex
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -40,6 +41,7 @@ FACTS = RunFacts(
     cwd="/home/a b",
     git_commit="c0ffee",
     git_dirty=True,
+    has_patch=True,
     trainer="ddp",
     config={"container.runtime": "none"},
     config_name="mine.yaml",
@@ -160,6 +162,20 @@ def test_description_of_a_finished_run() -> None:
     assert "| **Image** | name not recorded, digest sha256:12 |" in digest
     other = described(replace(facts, container_runtime="docker"))
     assert "| **Image** | not recorded; the run used a container of docker |" in other
+    for changed, row in {
+        "commit c0ffee; 2 files of the copy are not in git": {"git_dirty": False, "num_untracked": 2},
+        "commit c0ffee with uncommitted changes": {"has_patch": False},
+        "hpcdist 1\\.0; commit c0ffee": {
+            "git_dirty": False,
+            "config": {"trainer.target": "ddp", "trainer.script": []},
+            "versions": {"hpcdist": "1.0"},
+        },
+        "commit c0ffee; imported without a copy, so later edits change the run: /me/lib": {
+            "git_dirty": False,
+            "live_code": ("/me/lib",),
+        },
+    }.items():
+        assert f"| **Code** | {changed} |" in described(replace(FACTS, **cast(Any, row))), changed
     copied = described(replace(facts, git_commit="", code_copied=True))
     assert (
         "| **Code** | no commit, since it was not in a git repository; the run folder has a copy in `code` |" in copied

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,8 +19,9 @@ import pytest
 import hpcdist
 from hpcdist.config.schema import Config, LaunchConfig, TrainerConfig
 from hpcdist.errors import UserMistake
-from hpcdist.files.atomic import read_json
+from hpcdist.files.atomic import read_json, write_json
 from hpcdist.run import snapshot
+from hpcdist.run.create import check_trainer
 from hpcdist.run.folder import RunDir
 from hpcdist.run.snapshot import CodeState, import_path, take
 from hpcdist.run.snapshot_filter import clean_patch, is_secret_file
@@ -116,13 +119,22 @@ def test_tracked_and_untracked_files_are_copied_except_ignored_ones(project: Pat
     assert "untracked" not in patch
 
 
-def test_patch_of_a_clean_tree_is_empty(project: Path, git: Git, run: RunDir) -> None:
+def test_clean_tree_has_no_patch_even_with_runs_and_other_new_files(project: Path, git: Git) -> None:
     write(project, train="1")
     git("add", ".")
     git("commit", "--quiet", "-m", "first")
+    run = RunDir.create(project / "runs" / "exp" / "first")
+    (project / "runs" / "mlflow.db").touch()
     code = take(config(run), run, project)
-    assert code.git_dirty is False
-    assert (run.path / "code.patch").read_bytes() == b""
+    assert (code.git_dirty, code.num_untracked) == (False, 0)
+    assert not (run.path / "code.patch").exists()
+    write(project, train="2")
+    assert take(config(run), run, project).git_dirty
+    assert (run.path / "code.patch").exists()
+    write(project, train="1", new="3")
+    code = take(config(run), run, project)
+    assert (code.git_dirty, code.untracked) == (False, ["new.py"])
+    assert not (run.path / "code.patch").exists()
 
 
 @pytest.mark.parametrize(
@@ -199,6 +211,66 @@ def test_run_folders_inside_the_tree_are_not_copied(
     assert set(contents(run.code)) == {"train.py"}
 
 
+@pytest.mark.parametrize("in_git", [False, True])
+def test_successive_runs_in_one_tree_have_the_same_snapshot(
+    project: Path, in_git: bool, request: pytest.FixtureRequest
+) -> None:
+    """Runs from several folders have several folders of runs, sweeps and databases among them."""
+    if in_git:
+        request.getfixturevalue("git")
+    write(project, train="1", part__train="2")
+    (project / "part" / "sweep.json").write_text("{}")  # a file of the user
+    sizes = []
+    for number in range(6):
+        runs_dir = (project, project / "part")[number % 2] / "runs"
+        run = RunDir.create(runs_dir / "exp" / f"run-{number}")
+        write(run.path / "artifacts", output="x" * 1000)
+        (runs_dir / "exp" / "grid").mkdir(exist_ok=True)
+        write_json(runs_dir / "exp" / "grid" / "sweep.json", {"uid": "1", "cells": []})
+        for name in ("mlflow.db", "mlflow.db-wal", ".environments/lock"):
+            (runs_dir / name).parent.mkdir(exist_ok=True)
+            (runs_dir / name).write_text("x" * 1000)
+        code = take(config(run), run, project / "part" if in_git else project)
+        sizes.append(contents(run.code))
+    assert sizes == [{"train.py": "1", "part/train.py": "2", "part/sweep.json": "{}"}] * 6
+    assert code.num_untracked == (3 if in_git else 0)
+
+
+def test_runs_dir_that_contains_the_code_hides_only_the_runs(project: Path, git: Git) -> None:
+    write(project, train="1")
+    run = RunDir.create(project / "exp" / "first")
+    (project / "mlflow.db").touch()
+    take(config(run), run, project)
+    assert set(contents(run.code)) == {"train.py"}
+
+
+@pytest.mark.parametrize("in_git", [False, True])
+def test_files_that_vanish_during_the_copy_are_left_out(
+    project: Path, run: RunDir, in_git: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_git:
+        request.getfixturevalue("git")
+    write(project, train="1", early="2", late="3", sub__folder="4")
+    (project / "early.txt").touch()
+    find, copy = snapshot.without_secrets, shutil.copy2
+
+    def without_secrets(top: Path, files: list[Path]) -> Any:
+        (project / "early.py").unlink()
+        (project / "early.txt").unlink()
+        return find(top, files)
+
+    def copy2(source: Path, target: Path, **options: Any) -> None:
+        (project / "late.py").unlink(missing_ok=True)
+        shutil.rmtree(project / "sub", ignore_errors=True)
+        (project / "sub").touch()
+        copy(source, target, **options)
+
+    monkeypatch.setattr(snapshot, "without_secrets", without_secrets)
+    monkeypatch.setattr("shutil.copy2", copy2)
+    take(config(run), run, project)
+    assert contents(run.code) == {"train.py": "1"}
+
+
 def test_second_snapshot_replaces_the_first(project: Path, git: Git, run: RunDir) -> None:
     write(project, train="1", old="1")
     take(config(run), run, project)
@@ -272,16 +344,29 @@ def test_machine_without_git_copies_the_folder(
 # --- conditions and limits
 
 
-def test_code_of_a_shipped_trainer_is_not_copied(project: Path, git: Git, run: RunDir) -> None:
-    write(project, train="1")
+def test_shipped_trainer_is_not_copied_and_has_the_commit_of_hpcdist(
+    project: Path, git: Git, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(project, site__hpcdist__main="1")
+    write(tmp_path / "user", train="1")
+    monkeypatch.setattr(hpcdist, "__file__", str(project / "site" / "hpcdist" / "main.py"))
+
+    def code() -> CodeState:
+        return take(config(run, trainer=TrainerConfig()), run, tmp_path / "user")
+
+    (project / ".gitignore").write_text("site\n")  # such as the site-packages of an environment in the project
     git("add", ".")
     git("commit", "--quiet", "-m", "first")
-    code = take(config(run, trainer=TrainerConfig()), run, project)
-    assert code.copied is False
-    assert code.git_commit == git("rev-parse", "HEAD").strip()
-    assert (run.path / "code.patch").exists()
+    assert (code().git_commit, code().git_dirty, code().copied) == (None, False, False)
+    git("add", "--force", ".")
+    git("commit", "--quiet", "-m", "second")
+    assert (code().git_commit, code().git_dirty) == (git("rev-parse", "HEAD").strip(), False)
+    assert not (run.path / "code.patch").exists()
+    write(project, site__hpcdist__main="2")
+    assert code().git_dirty
+    assert "+2" in (run.path / "code.patch").read_text()
     assert not run.code.exists()
-    assert import_path(code, run) == []
+    assert import_path(code(), run) == []
 
 
 def test_hpcdist_in_the_work_tree_is_copied(
@@ -306,10 +391,139 @@ def test_error_for_too_much_code_names_the_largest_files(project: Path, git: Git
         take(config(run, launch=LaunchConfig(code_max_mb=1.25)), run, project)
     assert str(caught.value) == (
         f"the code under {project} has 1.5 MB, more than launch.code_max_mb=1.25"
-        " (largest: b.bin (0.6 MB), c.bin (0.4 MB), d.bin (0.3 MB)): ignore data in .gitignore, or raise the limit"
+        " (largest: b.bin (0.6 MB), c.bin (0.4 MB), d.bin (0.3 MB)): name data and outputs in .gitignore or"
+        " .hpcdistignore (the copy then has links to them), or raise the limit"
     )
     assert not run.code.exists()
     take(config(run, launch=LaunchConfig(code_max_mb=2)), run, project)
+
+
+# --- the tree that holds the trainer
+
+
+def test_script_of_another_folder_is_copied_with_its_own_tree(
+    project: Path, git: Git, run: RunDir, tmp_path: Path
+) -> None:
+    write(project, deep__train="1", shared="2")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    elsewhere = tmp_path / "elsewhere"
+    write(elsewhere, unrelated="3")
+    (tmp_path / "link").symlink_to(project)
+    for folder in (project, tmp_path / "link"):
+        script = folder / "deep" / "train.py"
+        code = take(config(run, trainer=TrainerConfig(script=[str(script)])), run, elsewhere)
+        assert (code.root, code.git_commit) == (str(project), git("rev-parse", "HEAD").strip())
+        assert set(contents(run.code)) == {"deep/train.py", "shared.py"}
+        assert import_path(code, run) == [str(run.code), str(elsewhere)]
+        snapshot.write_environment(run, code)
+        assert run.snapshot_of(script) == run.code / "deep" / "train.py"
+
+
+EDITABLE_FINDER = """\
+import importlib.util
+
+class Finder:
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name == "pkg":
+            return importlib.util.spec_from_file_location(name, {origin!r}, submodule_search_locations=[{folder!r}])
+"""
+
+
+@pytest.mark.parametrize("from_elsewhere", [False, True])
+@pytest.mark.parametrize("style", ["pth", "finder", "renamed"])
+def test_ranks_import_an_editable_install_with_src_layout_from_the_copy(
+    project: Path,
+    git: Git,
+    run: RunDir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    style: str,
+    from_elsewhere: bool,
+) -> None:
+    name = "lib" if style == "renamed" else "pkg"  # `package_dir` of setuptools maps `pkg` to another folder
+    write(project, **{f"src__{name}____init__": "", f"src__{name}__train": "from pkg import _version"}, tests__x="")
+    (project / "src" / name / "__init__.py").touch()
+    (project / ".gitignore").write_text("_version.py\n")
+    (project / "src" / name / "_version.py").write_text("")  # generated, such as by setuptools-scm
+    if style == "pth":
+        monkeypatch.syspath_prepend(str(project / "src"))
+    else:
+        found: dict[str, Any] = {}
+        folder = project / "src" / name
+        exec(EDITABLE_FINDER.format(origin=str(folder / "__init__.py"), folder=str(folder)), found)
+        monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, found["Finder"]])
+    cwd = tmp_path / "elsewhere" if from_elsewhere else project
+    wanted = config(run, trainer=TrainerConfig(target="pkg.train:train"))
+    check_trainer(wanted, cwd)
+
+    code = take(wanted, run, cwd)
+
+    assert code.root == str(project)
+    assert "src/" in " ".join(contents(run.code))
+    paths = import_path(code, run)
+    if style == "renamed":
+        assert code.live == [str(project / "src" / "lib")]
+        assert f"pkg is imported from {project / 'src' / 'lib'}, not from a copy" in caplog.text
+        return
+    assert str(run.code / "src") in paths
+    assert (code.live, caplog.text) == ([], "")
+    probe = "import pkg.train; print(pkg.__file__)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, str(project / "src")])}
+    done = subprocess.run([sys.executable, "-P", "-c", probe], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(run.code / "src" / "pkg" / "__init__.py")
+
+
+def test_editable_installs_outside_of_the_tree_are_recorded_as_live(
+    project: Path, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(project, train="1")
+    for name, folder in (("mylib", tmp_path / "my lib"), ("inside", project), ("hpcdist", tmp_path / "x")):
+        info = tmp_path / "site" / f"{name}-1.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        origin = {"url": folder.as_uri(), "dir_info": {"editable": True}}
+        (info / "direct_url.json").write_text(json.dumps(origin))
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert str(tmp_path / "my lib") in take(config(run), run, project).live
+    assert not {str(project), str(tmp_path / "x")} & {*take(config(run), run, project).live}
+
+
+@pytest.mark.parametrize("in_git", [False, True])
+def test_what_the_copy_leaves_out_is_linked_to_the_original(
+    project: Path, in_git: bool, request: pytest.FixtureRequest
+) -> None:
+    if in_git:
+        request.getfixturevalue("git")
+    write(project, train="1", pkg__model="2", pkg__cache__x="3", data__y="4", env__lib__torch="5")
+    (project / "env" / "pyvenv.cfg").touch()
+    (project / ".gitignore").write_text("data\ncache\nenv\n")
+    (project / ".env").write_text("A_TOKEN=abcdef0123456789\n")
+    run = RunDir.create(project / "runs" / "exp" / "first")
+    take(config(run), run, project)
+    links = {str(path.relative_to(run.code)): os.readlink(path) for path in run.code.rglob("*") if path.is_symlink()}
+    links.pop(".gitignore", None)
+    assert links == {
+        "data": str(project / "data"),
+        "pkg/cache": str(project / "pkg" / "cache"),
+        ".env": str(project / ".env"),
+    }
+    assert (run.code / "data" / "y.py").read_text() == "4"
+
+
+def test_many_files_that_are_left_out_are_not_linked_one_by_one(
+    project: Path, git: Git, run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(project, train="1", data__keep="2")
+    (project / ".gitignore").write_text("*.jpg\n")
+    for number in range(9):
+        (project / "data" / f"{number}.jpg").touch()
+    monkeypatch.setattr(snapshot, "MAX_LINKS", 5)
+    take(config(run), run, project)
+    assert sum(path.is_symlink() for path in run.code.rglob("*")) <= 5
+    assert f"more than 5 files beside the code in {project} are neither copied nor linked" in caplog.text
 
 
 # --- environment.json
@@ -419,7 +633,7 @@ def test_files_in_hpcdistignore_are_left_out_without_a_message(
         git = request.getfixturevalue("git")
         git("add", "--force", "train.py", "sub", "keep.py")
         git("commit", "--quiet", "-m", "first")
-        write(project, sub__notes="changed")
+        write(project, sub__notes="changed", train="changed")
     take(config(run), run, project)
     dot_files = set() if not in_git else {".gitignore", ".hpcdistignore"}
     assert set(contents(run.code)) == {"train.py", "keep.py", "big/b.py"} | dot_files
