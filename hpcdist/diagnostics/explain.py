@@ -28,6 +28,7 @@ from hpcdist.review.checkpoints import read_checkpoints
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import RunDir, State
+from hpcdist.run.script_saves import continuation
 from hpcdist.run.status import RunStatus, status_of
 from hpcdist.slurm.job_info import JobInfo
 
@@ -43,10 +44,7 @@ JOB_ENDS = {
     "DEADLINE": ("the job reached its deadline", TIME_FIX),
     "NODE_FAIL": ("a node failed", NODE_FIX),
     "BOOT_FAIL": ("a node did not boot", NODE_FIX),
-    "PREEMPTED": (
-        "a job of higher priority preempted this one",
-        "`hpcdist resume` continues from the newest checkpoint",
-    ),
+    "PREEMPTED": ("a job of higher priority preempted this one", ""),
     "CANCELLED": (
         "the job was cancelled (scancel, by the user or an administrator)",
         "`hpcdist resume` submits it again",
@@ -110,9 +108,9 @@ def _finding(run: RunDir, now: RunStatus) -> Finding | None:
         if end != "CANCELLED" or now.name in ("lost", "cancelled"):
             cause, fix = JOB_ENDS[end]
             evidence = f"Slurm: {facts.sentence()}" + (f", MaxRSS {facts.max_rss}" if facts.max_rss else "")
-            return Finding(cause=cause, evidence=evidence, fix=fix)
+            return Finding(cause=cause, evidence=evidence, fix=fix or continuation(run))
     if now.name in ("stopped", "cancelled"):
-        return Finding(cause=state.reason, fix=f"`hpcdist resume {run.name}` continues from the newest checkpoint")
+        return Finding(cause=state.reason, fix=continuation(run))
     lost = now.name == "lost" or state.reason == "its supervisor died"
     found = (
         explain_attempt(run, run.attempt(state.attempt), "" if lost else state.reason)
@@ -123,7 +121,7 @@ def _finding(run: RunDir, now: RunStatus) -> Finding | None:
         return found
     if lost:
         cause = f"its supervisor was killed; {now.reason}" if now.reason else "its supervisor was killed"
-        return Finding(cause=cause, fix=f"`hpcdist resume {run.name}` continues from the newest checkpoint")
+        return Finding(cause=cause, fix=continuation(run))
     return Finding(cause=state.reason or "no cause was recorded", evidence=f"logs in {run.path}/attempts")
 
 

@@ -111,7 +111,8 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
             outcome.step = script.last_step
             run_script(config.trainer.script, run, topology)
         ended = "stopped" if script.stop_agreed or retry.exists(attempt.request) else "done"
-        reason = f"{Path(config.trainer.script[0]).name} ended with exit status 0"
+        how = "obeyed hpcdist.should_stop" if script.stop_agreed else "ended with exit status 0"
+        reason = f"{Path(config.trainer.script[0]).name} {how}"
     else:
         ended, reason = _train(config, run, attempt, topology, outcome, records)
 

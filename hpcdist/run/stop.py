@@ -13,6 +13,7 @@ from hpcdist.files.ownership import require_mine
 from hpcdist.run.attempt import BY_USER
 from hpcdist.run.folder import ENDED, RunDir, Status
 from hpcdist.run.lease import hold, holder, user_name
+from hpcdist.run.script_saves import script_of
 from hpcdist.run.slurm_job import job_of
 from hpcdist.run.status import query_job, status_from
 from hpcdist.run.sweep_folder import SweepDir
@@ -26,6 +27,8 @@ POLL_S = 0.5
 
 def end(run: RunDir, action: Literal["stop", "cancel"], *, by: str = "") -> str:
     """Request that a run saves and stops, or ends at once; take a waiting job out of the queue.
+
+    A plain script gets SIGTERM. Whether it saves is up to the script.
 
     Args:
         by: the author of the request, for messages; by default the command of this user.
@@ -48,9 +51,12 @@ def end(run: RunDir, action: Literal["stop", "cancel"], *, by: str = "") -> str:
             f"run {run.name} is not running: it has no supervisor, and its last state is {state.status!r}"
         )
     run.send_request(action, by=by or BY_USER, reason=author)
-    if action == "stop":
-        return f"{run.name} will save and stop; `hpcdist status {run.name}` shows its progress"
-    return f"{run.name} will end at once"
+    if action == "cancel":
+        return f"{run.name} will end at once"
+    if script := script_of(run):
+        end_s = "and SIGKILL unless it ends within launch.stop_grace_s"
+        return f"{run.name}: {script} gets SIGTERM, {end_s}; `hpcdist status {run.name}` shows what it has saved"
+    return f"{run.name} will save and stop; `hpcdist status {run.name}` shows its progress"
 
 
 def end_sweep(sweep: SweepDir, action: Literal["stop", "cancel"]) -> list[str]:

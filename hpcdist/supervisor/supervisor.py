@@ -23,6 +23,7 @@ from hpcdist.run.attempt import BY_GROWTH, Attempt, Request
 from hpcdist.run.attempt_times import AttemptTimes, begin, reached_step, write_times
 from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.pending_config import settle
+from hpcdist.run.script_saves import how_stopped
 from hpcdist.supervisor.launcher import Launcher, NodeChanges
 from hpcdist.supervisor.notifier import NotifierProcess
 from hpcdist.supervisor.reporter import AdoptingReporter, Reporter, log_of
@@ -298,7 +299,9 @@ class Supervisor:
     def _reason(self, attempt: Attempt, end: Status) -> str:
         if end in ("stopped", "cancelled"):
             request = self._request_of(attempt)
-            verb = "stopped with everything saved" if end == "stopped" else "cancelled"
+            verb = "cancelled"
+            if end == "stopped":
+                verb = how_stopped(self._run, attempt, self._config.trainer.script, self._times.began)
             return f"{verb} ({request.reason if request is not None else 'the ranks received a stop signal'})"
         return str(attempt.outcomes().get(0, {}).get("reason") or "the trainer has finished")
 
@@ -333,10 +336,11 @@ class Supervisor:
         if watch.cancelled:
             return "cancelled", None
         if watch.stop_requested and self._config.trainer.script and not hung:
-            # A plain script that SIGTERM ends has stopped as requested.
-            exits = {rank: code for rank, code in exits.items() if code != -signal.SIGTERM}
-            failure = first_failure(exits, outcomes, watch.progress.last_step, ranks.host_of)
-            return "stopped", failure
+            # A plain script that SIGTERM ends has stopped as requested; other ranks may lose it as their peer.
+            own = {rank: outcome for rank, outcome in outcomes.items() if not outcome.get("peer_lost")}
+            lost = outcomes.keys() - own.keys()
+            exits = {rank: code for rank, code in exits.items() if code != -signal.SIGTERM and rank not in lost}
+            return "stopped", first_failure(exits, own, watch.progress.last_step, ranks.host_of)
         failure = hung or first_failure(exits, outcomes, watch.progress.last_step, ranks.host_of)
         ended = outcomes.get(0, {}).get("outcome")
         if failure is None and ended is None:

@@ -102,10 +102,10 @@ class Watch:
             if (lost := self._lost_node()) is not None:
                 return lost
             failed = any(self._is_failure(code) for code in self._ranks.exits.values())
-            if failed:
+            if failed and not self._stops_script:
                 self._kill_by(now + PEER_GRACE_S)
             if self._kill_at is not None and now >= self._kill_at:
-                return None if failed else self._overdue()
+                return None if failed and not self._stops_script else self._overdue()
             if self._kill_at is None and (failure := self._late(now) or self._hung(now)) is not None:
                 return failure
             self.progress.show()
@@ -189,10 +189,12 @@ class Watch:
         elif not self.stop_requested:
             self.stop_requested = True
             self._kill_by(now + self._grace_s())
-            self._report.note(f"stopping: the ranks save a checkpoint and exit ({request.reason})")
+            how = "the ranks save a checkpoint and exit"
             if self._config.trainer.script:
                 # A plain script does not read requests; it gets a signal.
+                how = f"the script gets SIGTERM, and SIGKILL unless it ends within {self._grace_s():.0f} s"
                 self._send_sigterm()
+            self._report.note(f"stopping: {how} ({request.reason})")
 
     def _request(self, now: float) -> Request | None:
         """Return the request to the attempt: from its folder, from a signal, or because the allocation ends soon."""
@@ -252,8 +254,12 @@ class Watch:
         self._kill_at = then if self._kill_at is None else min(self._kill_at, then)
 
     def _is_failure(self, code: int) -> bool:
-        obeyed = self.stop_requested and bool(self._config.trainer.script) and code == -signal.SIGTERM
-        return code != 0 and not obeyed
+        return code != 0 and not (self._stops_script and code == -signal.SIGTERM)
+
+    @property
+    def _stops_script(self) -> bool:
+        """Whether a plain script has got SIGTERM: its ranks may save, and end, one after the other."""
+        return self.stop_requested and bool(self._config.trainer.script)
 
     def _overdue(self) -> Failure:
         return self._hang_failure(

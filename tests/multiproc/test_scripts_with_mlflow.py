@@ -98,8 +98,9 @@ def test_a_script_is_stopped_and_continues(scripts: Runs) -> None:
     assert torch.load(Path(folder) / "newest.pt")["step"] == int(step)
     code, stopped = scripts.command("stop", str(scripts.run_dir("long").path))
     assert code == 0, stopped
+    assert "long: stoppable.py gets SIGTERM" in stopped
     code, output = finish(started)
-    assert "stopped with everything saved" in output
+    assert re.search(r"stopped: stoppable\.py obeyed hpcdist\.should_stop and saved checkpoints/newest\.pt at ", output)
     state = scripts.run_dir("long").read_state()
     assert (state.status, state.attempt) == ("stopped", 1)
     ends = [attempt.log(rank).read_text().rpartition("ended at ")[2] for rank in range(2)]
@@ -130,7 +131,7 @@ def test_lines_of_the_documentation_add_stop_and_save_to_a_plain_loop(scripts: R
     options = ["trainer.script=[loop.py]", "stop.pause_at_step=130", uri, *quiet()]
     code, output = scripts.command("run", "scripts.yaml", "name=loop", *options)
     assert code == 0, output
-    assert "stopped with everything saved" in output
+    assert "loop.py obeyed hpcdist.should_stop and saved checkpoints/newest.pt at " in output
     newest = scripts.run_dir("loop").checkpoints / "newest.pt"
     assert torch.load(newest)["step"] == 130
 

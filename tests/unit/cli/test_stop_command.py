@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from command_line import Cli, Result, job, one_line
@@ -35,6 +36,18 @@ def test_request_is_written_to_the_last_attempt(
     assert request["action"] == command
     assert request["reason"] == f"`hpcdist {command}` by {user_name()}"
     assert not run.attempt(1).request.exists()
+
+
+def test_stop_of_a_plain_script_does_not_promise_a_save(
+    hpcdist: Cli, make: Callable[..., RunDir], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").touch()
+    run = make("first", f"trainer.script=[{tmp_path}/train.py]", status="running", attempt=1)
+    with hold(run):
+        assert hpcdist("stop", "first").out == (
+            "first: train.py gets SIGTERM, and SIGKILL unless it ends within launch.stop_grace_s;"
+            " `hpcdist status first` shows what it has saved\n"
+        )
 
 
 @pytest.mark.parametrize("command", ["stop", "cancel"])

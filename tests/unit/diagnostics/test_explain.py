@@ -364,6 +364,17 @@ def test_stopped_run_has_the_request_as_cause(run: RunDir) -> None:
     assert found["fix"] == "`hpcdist resume first` continues from the newest checkpoint"
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_resume_of_a_plain_script_starts_it_again(run: RunDir, saved: bool) -> None:
+    run.config.write_text("trainer: {script: [/home/ada/train.py, --lr, '0.1']}\n")
+    if saved:
+        (run.checkpoints / "newest.pt").touch()
+    change_state(run, status="stopped", reason="train.py was ended by SIGTERM")
+    where = "again, with its files in the run's checkpoints/"
+    where = where if saved else "from the beginning, unless it has saved elsewhere"
+    assert explained(run)["fix"] == f"`hpcdist resume first` starts train.py {where}"
+
+
 # --- preflight
 
 

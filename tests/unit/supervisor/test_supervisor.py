@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -444,7 +446,53 @@ def test_plain_script_is_stopped_with_sigterm(scene: Scene) -> None:
     scene.script(first=[[["print", "up"], ["forever", None]], [["print", "up"], ["forever", None]]])
     scene.report.on_attempt = lambda attempt: attempt.send_request("stop", by="ada", reason="lunch")
     state = scene.supervise()
-    assert (state.status, state.reason) == ("stopped", "stopped with everything saved (lunch)")
+    assert (state.status, state.reason) == (
+        "stopped",
+        "train.py was ended by SIGTERM and saved nothing in hpcdist.checkpoint_dir(); a resume starts it from the"
+        " beginning, unless it has saved elsewhere (lunch)",
+    )
+    assert "stopping: the script gets SIGTERM, and SIGKILL unless it ends within 120 s (lunch)" in scene.report.notes
+
+
+#: A rank of a script that saves at SIGTERM, after it has stopped the run itself.
+ASK_AND_SAVE: list[list[Any]] = [
+    ["block", signal.SIGTERM],
+    ["ask", "stop"],
+    ["await_signal", signal.SIGTERM],
+    ["touch", "checkpoints/new.pt"],
+    ["report", {"outcome": "stopped", "reason": "train.py ended with exit status 0"}],
+]
+
+
+def test_stop_of_a_plain_script_names_the_file_that_it_has_saved(scene: Scene) -> None:
+    scene.trainer, scene.num_ranks = {"script": ["train.py"]}, 1
+    (scene.run.checkpoints / "old.pt").touch()
+    os.utime(scene.run.checkpoints / "old.pt", (1, 1))
+    scene.script(first=[[["ask", "stop"], ["forever", None]]], second=[ASK_AND_SAVE])
+    assert scene.supervise().reason == (
+        "train.py was ended by SIGTERM and saved nothing in hpcdist.checkpoint_dir(); a resume starts it again, with"
+        " its files in the run's checkpoints/ (a rank asked)"
+    )
+    state = scene.supervise()
+    assert state.status == "stopped"
+    assert re.fullmatch(
+        r"train\.py ended with exit status 0 and saved checkpoints/new\.pt at \d\d:\d\d:\d\d; a resume starts it again,"
+        r" with its files in the run's checkpoints/ \(a rank asked\)",
+        state.reason,
+    )
+
+
+def test_rank_of_a_plain_script_saves_although_another_rank_loses_its_peer(scene: Scene) -> None:
+    scene.trainer = {"script": ["train.py"]}
+    failed = [["await", "{attempt}/rank-00001.outcome.json"], ["sleep", 1.0]]  # longer than PEER_GRACE_S
+    scene.script(
+        first=[
+            [*ASK_AND_SAVE[:3], *failed, *ASK_AND_SAVE[3:]],
+            [["ignore", signal.SIGTERM], ["await", "{attempt}/request.json"], *PEER_LOST],
+        ]
+    )
+    state = scene.supervise()
+    assert (state.status, (scene.run.checkpoints / "new.pt").exists()) == ("stopped", True)
 
 
 def test_plain_script_that_ignores_sigterm_fails_after_the_grace_period(scene: Scene, messages: NamedPipe) -> None:
