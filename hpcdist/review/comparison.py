@@ -106,8 +106,8 @@ def _outcome(run: RunDir, facts: RunFacts) -> dict[str, str]:
         "attempts": str(state.attempt),
         "steps lost": "not measured" if None in lost else str(sum(one or 0 for one in lost)),
     }
-    if state.ended is not None:
-        found["from creation to end"] = duration(state.ended - state.created)
+    if ledger.running_s:
+        found["running"] = duration(ledger.running_s)
     if facts.best_value is not None and facts.best is not None:
         found[f"best {facts.monitor}"] = f"{number(facts.best_value)} at step {facts.best.step}"
     if ledger.allocated_s:

@@ -45,6 +45,7 @@ class Ledger:
     energy_kwh: float | None = None  #: None where no sensor measures it
     energy_of: str = ""  #: what was measured: nodes, GPUs or CPUs
     ended: float = 0.0  #: end of the last allocation, or now while it lasts; seconds since the epoch
+    running_s: float = 0.0  #: wall time of all allocations, without the queue and pauses between them
     is_measured: bool = True  #: False with attempts of a plain script that reports no steps
 
     @property
@@ -80,6 +81,7 @@ def read_ledger(run: RunDir) -> Ledger:
         energy_kwh=sum(energy.values()) / 3.6e6 if energy else None,
         energy_of=" and ".join(energy),
         ended=max((allocation.ended for allocation in allocations), default=0.0),
+        running_s=sum(allocation.ended - allocation.began for allocation in allocations),
         is_measured=all(attempt.is_measured for attempt in attempts),
     )
 

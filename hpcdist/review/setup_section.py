@@ -52,7 +52,11 @@ def setup_rows(facts: RunFacts) -> Iterator[tuple[str, str]]:
     yield "Ranks", f"{facts.state.world_size}{device}{_where(facts)}"
     if versions := _versions(facts):
         yield "Versions", versions
-    yield "Started", clock(facts.state.created) + (f" by {escaped(facts.user)}" if facts.user else "")
+    started = facts.attempts[0].started if facts.attempts else None
+    yield (
+        "Created" if started is None else "Started",
+        clock(started or facts.state.created) + (f" by {escaped(facts.user)}" if facts.user else ""),
+    )
     yield "Folder", escaped(f"{facts.host}:{facts.folder}" if facts.host else str(facts.folder))
 
 

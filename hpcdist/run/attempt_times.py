@@ -11,6 +11,7 @@ from hpcdist.errors import RunFolderError
 from hpcdist.files import formats
 from hpcdist.files.atomic import read_json, write_json
 from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 
 log = logging.getLogger(__name__)
 #: Number of ranks whose heartbeats show the last step of an attempt.
@@ -70,6 +71,16 @@ def read_times(attempt: Attempt) -> AttemptTimes | None:
         return None if found is None else formats.fill(AttemptTimes, found, attempt.times)
     except (RunFolderError, IsADirectoryError, NotADirectoryError):
         return None
+
+
+def began_of(run: RunDir) -> float:
+    """Return when the supervisor of the first attempt of a run began; of a run without attempts, its creation."""
+    try:
+        first = next(iter(run.attempts()), None)
+    except RunFolderError:  # a sweep
+        first = None
+    times = read_times(first) if first is not None else None
+    return times.supervised if times is not None else run.read_state().created
 
 
 def end_of(attempt: Attempt, times: AttemptTimes) -> float:

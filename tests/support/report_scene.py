@@ -84,5 +84,11 @@ def some_ledger() -> Ledger:
         for at, phase in enumerate(phases)
     ]
     return Ledger(
-        unit="core", entries=tuple(entries), intervals=tuple(intervals), queue_s=9.0, energy_kwh=0.25, energy_of="nodes"
+        running_s=64.0,
+        unit="core",
+        entries=tuple(entries),
+        intervals=tuple(intervals),
+        queue_s=9.0,
+        energy_kwh=0.25,
+        energy_of="nodes",
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 from hpcdist.errors import TrackingError
 from hpcdist.files.atomic import write_json
+from hpcdist.run.attempt_times import began_of
 from hpcdist.run.folder import RunDir, read_record
 from hpcdist.tracking.client.mlflow_client import MlflowException, entities, open_client, require_id, translated
 from hpcdist.tracking.client.uri import redact_uri, sqlite_path
@@ -47,6 +48,7 @@ class MlflowRun:
             write_json(run.mlflow, saved, durable=True)
         with translated(uri):
             found = self._known(saved) or self._find_or_create(saved["run_uid"])
+            self.start_ms = int(found.info.start_time or 0)
             self.run_id = require_id(found.info.run_id, "a run")
             self.experiment_id = require_id(found.info.experiment_id, "a run's experiment")
         ids = {"uri": redact_uri(uri), "experiment_id": self.experiment_id, "run_id": self.run_id}
@@ -87,7 +89,7 @@ class MlflowRun:
             return found[0]
         return self.client.create_run(
             experiment,
-            start_time=int(self._folder.read_state().created * 1000),
+            start_time=int(began_of(self._folder) * 1000),
             tags={UID_TAG: uid},
             run_name=self._folder.name,
         )

@@ -45,6 +45,7 @@ from mlflow.utils.search_utils import SearchExperimentsUtils, SearchUtils
 
 from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import read_json
+from hpcdist.run.attempt_times import began_of
 from hpcdist.tracking.mlflow_plugin import rank_records
 from hpcdist.tracking.mlflow_plugin.rank_models import RankModels
 from hpcdist.tracking.mlflow_plugin.rank_records import SCHEME, RankRecords, run_id_of
@@ -75,7 +76,7 @@ class RankStore(RankModels):
         known = rank_records.current()
         self._records = known if known is not None and known.uri == store_uri else RankRecords.of_uri(store_uri)
         run = self._records.run
-        self._started = int(run.read_state().created * 1000)
+        self._started = int(began_of(run) * 1000)
         self._main = _JoinedRun(run_id_of(run), run.name)
         self._runs = {self._main.run_id: self._main}
         self._warned: set[str] = set()

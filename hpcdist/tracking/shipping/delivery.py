@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from hpcdist.config.monitor import monitor_of
 from hpcdist.errors import TrackingError
+from hpcdist.review.allocation_times import allocations_of
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.polling import CHECKS_PER_S
 from hpcdist.tracking.artifacts import run_files
@@ -324,7 +325,10 @@ class Delivery:
         known = f"{status} {state.attempt}"
         if self.progress.status != known:
             ended = state.ended if state.ended is not None else time.time()
-            self.open_run().set_status(status, int(ended * 1000) if state.status in ENDED else None)
+            # MLflow's duration is the difference of end and start: without pauses, it is the running time.
+            running_ms = int(1000 * sum(one.ended - one.began for one in allocations_of(self.run)))
+            end_ms = self.open_run().start_ms + running_ms if running_ms else int(ended * 1000)
+            self.open_run().set_status(status, end_ms if state.status in ENDED else None)
             if self._parent is not None:
                 self._parent.refresh()
             self.progress.status = known

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from timed_runs import BEGAN, add_attempt
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import TrackingError
@@ -72,6 +73,18 @@ def test_status_and_end_time_are_uploaded(scene: Scene, status: Any, shown: str)
     scene.state(status=status, ended=2.1e9)
     scene.shipper().ship_once()
     assert (scene.entity.info.status, scene.entity.info.end_time) == (shown, 2_100_000_000_000)
+
+
+def test_duration_in_mlflow_is_the_running_time(scene: Scene) -> None:
+    """The cells of a sweep are created together, and a run may be extended after a pause of days."""
+    scene.state(created=BEGAN - 500)
+    add_attempt(scene.run, 1, 21, [], status="stopped")
+    add_attempt(scene.run, 100_001, 100_031, [], status="finished")
+    scene.state(status="finished", attempt=2, ended=BEGAN + 100_031)
+    scene.shipper().ship_once()
+    info = scene.entity.info
+    assert info.start_time == 1000 * BEGAN, "not the creation"
+    assert info.end_time - info.start_time == 1000 * (21 + 31)
 
 
 def test_pass_is_bounded_while_the_run_keeps_logging(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
