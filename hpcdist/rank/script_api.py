@@ -31,6 +31,7 @@ from hpcdist.errors import TrainerError
 from hpcdist.rank.live_commands import CommandFiles, LiveCommands
 from hpcdist.rank.stop_signals import STOP_SIGNALS, StopFlag
 from hpcdist.rank.telemetry.heartbeat import Heartbeat
+from hpcdist.rank.telemetry.loss_watch import LossWatch
 from hpcdist.rank.telemetry.time_account import TimeAccount
 from hpcdist.rank.topology import Topology
 from hpcdist.rank.training_notes import TrainingNotes
@@ -127,7 +128,9 @@ class RunningScript:
         hang_timeout_s: float,
         pause_at_step: int | None = None,
         save_every_steps: int | None = None,
+        nan_losses: int | None = None,
     ) -> None:
+        self._losses = LossWatch(nan_losses)
         self._run = run
         self._attempt = attempt
         self._pause_at_step = pause_at_step
@@ -210,6 +213,7 @@ class RunningScript:
         if self._heartbeat is None:
             rank, num_ranks = self._topology.rank, self._topology.world_size
             self._heartbeat = Heartbeat(self._attempt, rank, num_ranks, self._hang_timeout_s)
+            self._heartbeat.losses = self._losses
             self._heartbeat.account = self._account.report
             self._heartbeat.phases = self._account.phases if rank == 0 else ()
         return self._heartbeat
@@ -306,10 +310,11 @@ def entered(
     *,
     pause_at_step: int | None = None,
     save_every_steps: int | None = None,
+    nan_losses: int | None = None,
 ) -> Iterator[RunningScript]:
     """Make this process the script of a rank while the block runs; the worker calls it."""
     global _script
-    _script = RunningScript(records.run, attempt, topology, hang_timeout_s, pause_at_step, save_every_steps)
+    _script = RunningScript(records.run, attempt, topology, hang_timeout_s, pause_at_step, save_every_steps, nan_losses)
     records.on_metrics = _script.note
     failed = True
     try:

@@ -51,6 +51,7 @@ class ProgressMonitor:
         self._next_rank = 0
         self._last_check = self._last_progress = now
         self._shown: object = None
+        self._diverged = ""
         is_own = self._is_script or find_trainer(config.trainer.target) is None
         self._output = RankOutput(attempt.log(0)) if is_own else None
         self.unavailable_until = now
@@ -84,6 +85,9 @@ class ProgressMonitor:
             beat, self._shown = read_json(self._attempt.beat(0), within_s=0), sign
             if beat is not None:
                 self._report.progress(beat)
+                if (diverged := beat.get("diverged", "")) != self._diverged:
+                    self._diverged = diverged
+                    self._report.note(f"{diverged}: the training has diverged; `stop.nan_losses` ends such a run")
         except OSError:
             return  # reported with the next change; `Watch` logs an unavailable folder
 

@@ -322,3 +322,19 @@ def test_restarted_script_has_cause_steps_system_metrics_and_checkpoints(runs: R
     assert '"system/cpu_utilization_percentage"' in (run.journal / "attempt-002.rank-00000.jsonl").read_text()
     assert facts.script_files == ("step10.pt",)
     assert re.search(r"checkpoints +step10\.pt", runs.command("status", name)[1])
+
+
+def test_loss_that_stays_nan_is_reported_and_may_end_the_run(runs: Runs) -> None:
+    script = ["trainer.script=[diverging.py]", "launch.num_ranks=1", *NO_WAIT]
+    code, output = runs.command("run", *runs.config("nan-reported", *script))
+    assert code == 0, output
+    found = "train/loss is nan since step 5 (3 logged values in a row)"
+    assert output.count(f"{found}: the training has diverged; `stop.nan_losses` ends such a run") == 1
+    assert runs.run_dir("nan-reported").attempts()[0].log(0).read_text().count(found) == 1
+    code, output = runs.command("run", *runs.config("nan-ended", *script, "stop.nan_losses=2"))
+    assert code == 2, output
+    assert (
+        "train/loss is nan since step 5 (2 logged values in a row), which ends the run (stop.nan_losses=2): " in output
+    )
+    state = runs.run_dir("nan-ended").read_state()
+    assert (state.status, state.attempt, state.restarts) == ("failed", 1, 0)

@@ -141,5 +141,8 @@ class StopConfig:
     pause_at_step: int | None = None
     """Save and stop after this step, like `hpcdist stop`; unlike `max_steps`, it does not change the schedule."""
 
+    nan_losses: int | None = None
+    """End the run as failed after this many NaN or infinite values of a loss in a row; null only warns."""
+
     def __post_init__(self) -> None:
-        check(at_least(self, 1, "max_epochs", "max_steps", "patience", "pause_at_step"))
+        check(at_least(self, 1, "max_epochs", "max_steps", "patience", "pause_at_step", "nan_losses"))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from hpcdist.rank.telemetry.loss_watch import LossWatch
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.polling import beat_interval_s
 
@@ -46,6 +47,7 @@ class Heartbeat:
         self.metrics: dict[str, float] = {}
         #: Steps of those of the metrics that were logged with one.
         self.metric_steps: dict[str, int] = {}
+        self.losses = LossWatch()
         #: Returns this rank's step times so far (`StepTimer.report`).
         self.timing: Callable[[], dict[str, float]] = dict
         #: Returns the time account of this rank (`TimeAccount.report`).
@@ -83,6 +85,7 @@ class Heartbeat:
         self.note_metrics(metrics)
         if step is None:
             return
+        self.losses.note(metrics, step)
         self.metric_steps |= {key: step for key in metrics if key in self.metrics}
         self.step = max(self.step, step)
 
@@ -113,6 +116,7 @@ class Heartbeat:
                 # Values may be NumPy or torch scalars, which JSON does not support.
                 "metrics": {key[:MAX_NAME]: float(value) for key, value in self.metrics.copy().items()},
                 "metric_steps": {key[:MAX_NAME]: int(step) for key, step in self.metric_steps.copy().items()},
+                "diverged": self.losses.finding,
                 "timing": self.timing(),
                 "account": self.account(),
                 "energy_j": self.energy(),
