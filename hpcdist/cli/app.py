@@ -29,7 +29,7 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
         "control": ("save", "profile"),
     },
     "Review": {
-        "review": ("ui", "sync"),
+        "review": ("ui", "report", "sync"),
         "run_comparison": ("compare",),
         "rerun": ("rerun",),
         "cost": ("cost",),

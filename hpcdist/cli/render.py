@@ -20,6 +20,7 @@ from rich.table import Table
 
 from hpcdist.config.schema import Config, find_trainer
 from hpcdist.config.written import redacted
+from hpcdist.files.short_path import short_path
 from hpcdist.rank.roles import rank_table
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir, State
@@ -186,6 +187,8 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
     if config.tracking.uri:
         store = f"--tracking-uri {shlex.quote(redact_uri(config.tracking.uri))}"
     lines = [escape(line) for line in links.end_of_run(run)] or [f"review in MLflow: {program} ui {escape(store)}"]
+    if run.report.is_file() and not is_benchmark:
+        lines.append(f"report: {escape(short_path(run.report))}")
     if is_benchmark and run.artifacts.is_dir():
         lines.append(f"report: {program} bench show {escape(shlex.quote(str(run.path)))}")
     if state.status != "finished":

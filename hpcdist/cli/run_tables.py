@@ -14,6 +14,7 @@ from rich.table import Column, Table
 
 from hpcdist.cli.render import COLOURS, format_metrics, last_beat, print_rows
 from hpcdist.errors import HpcdistError, RunFolderError
+from hpcdist.files.short_path import short_path
 from hpcdist.review.attempts import read_attempts
 from hpcdist.review.checkpoints import read_checkpoints
 from hpcdist.run.folder import RunDir, State, read_record
@@ -150,7 +151,7 @@ def show_status(console: Console, run: RunDir) -> None:
     status, restarts = found["status"], found["restarts"]
     rows = {
         "status": f"[{COLOURS[status]}]{status}[/]" + (f": {escape(found['reason'])}" if found["reason"] else ""),
-        "folder": escape(found["folder"]),
+        "folder": escape(short_path(found["folder"])),
         "attempt": f"{found['attempt']}, {restarts} restart{'s' * (restarts != 1)} after failures",
     }
     # The cause of the last attempt is often the reason of the status.
@@ -176,6 +177,8 @@ def show_status(console: Console, run: RunDir) -> None:
     shown = found["checkpoints"][-MAX_SHOWN_CHECKPOINTS:]
     left_out = len(found["checkpoints"]) - len(shown)
     rows["checkpoints"] = escape(f"{left_out} more, " * (left_out > 0) + ", ".join(shown)) or "none yet"
+    if run.report.is_file():
+        rows["report"] = escape(short_path(run.report))
     if found["mlflow_run_id"]:
         rows["MLflow run"] = escape(str(found["mlflow_run_id"]))
     print_rows(console, rows)

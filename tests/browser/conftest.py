@@ -23,8 +23,6 @@ FLAGS = [
 ]
 #: A page takes one or two seconds, and several times longer on a busy machine.
 TIMEOUT_MS = 60_000
-#: MLflow 3.17 opens the panel of its assistant at the first visit of a browser, unless this key is set.
-HIDE_ASSISTANT = 'localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true")'
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +66,6 @@ def page(browser: Browser, screenshots: Path, request: pytest.FixtureRequest) ->
     """Open a page in a new browser context, and take a screenshot at the end of the test."""
     with browser.new_context(viewport={"width": 1600, "height": 1400}) as context:
         context.set_default_timeout(TIMEOUT_MS)
-        context.add_init_script(HIDE_ASSISTANT)
         page = context.new_page()
         yield page
         page.screenshot(path=screenshots / f"{request.node.name}.png")

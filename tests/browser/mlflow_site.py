@@ -118,14 +118,16 @@ def ui(runs: Runs, state: Path) -> Iterator[Callable[[], str]]:
             start_new_session=True,
         )
 
-    def is_up() -> bool:
+    def is_running() -> bool:
         assert process.poll() is None, log.read_text()
-        return request_status(f"http://127.0.0.1:{port}/health") == 401
+        return True
 
     def wait_for_link() -> str:
-        wait_for(is_up, "a response of MLflow's UI", timeout_s=START_TIMEOUT_S)
-        wait_for(lambda: "Uvicorn running" in log.read_text().partition("`Uvicorn running`")[2], "the promised line")
-        return re.search(rf"^all experiments: (http://127.0.0.1:{port}/[?]token=[^#\s]+)#", log.read_text(), re.M)[1]  # type: ignore[index]
+        printed = re.compile(rf"^review in MLflow: (http://127.0.0.1:{port}/[?]token=[^#\s]+)#", re.M)
+        wait_for(lambda: is_running() and printed.search(log.read_text()), "the link", timeout_s=START_TIMEOUT_S)
+        # The link is printed when the server answers.
+        assert request_status(f"http://127.0.0.1:{port}/health") == 401
+        return printed.search(log.read_text())[1]  # type: ignore[index]
 
     try:
         yield wait_for_link

@@ -27,7 +27,13 @@ CARD = "experiment-view-compare-runs-card"
 def page(page: Page, site: Site) -> Page:
     """Return a page that has opened the printed link."""
     page.goto(site.link)
+    page.wait_for_url(lambda url: "token=" not in url)  # the page of the link sets the cookie, and opens this one
     return page
+
+
+def test_panel_of_the_assistant_stays_closed(page: Page) -> None:
+    expect(page.get_by_role("link", name="Experiments").first).to_be_visible()
+    expect(page.get_by_text("MLflow Assistant", exact=False)).to_have_count(0)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")

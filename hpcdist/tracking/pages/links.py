@@ -6,6 +6,7 @@ Imports no MLflow, since commands on a login node print these links.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -58,6 +59,24 @@ def end_of_run(run: RunDir) -> list[str]:
     address = web_address(uri)
     lines = [f"review in MLflow: {run_page(address, experiment_id, run_id)}"]
     return lines + _view_lines(f"{address}/", experiment_id, ids["views"])
+
+
+def of_newest(runs: Iterable[RunDir], store: str, address: str) -> str:
+    """Return the link to the experiment of the newest of `runs` in `store`, in the view with metrics if it has one.
+
+    Without such a run it is the link to the list of experiments.
+    """
+    found: dict[float, dict[str, Any]] = {}
+    for run in runs:
+        ids = _ids(run)
+        with suppress(RunFolderError, OSError):
+            if ids.get("experiment_id") and ids.get("uri") == redact_uri(store):
+                found[run.read_state().created] = ids
+    if not found:
+        return experiments_page(address)
+    ids = found[max(found)]
+    overview = next(iter(VIEWS))
+    return experiment_page(address, ids["experiment_id"], overview if overview in ids["views"] else "")
 
 
 def of_experiments(runs: Iterable[RunDir], store: str, address: str) -> list[str]:

@@ -48,11 +48,11 @@ def make_token(port: int, env: Mapping[str, str]) -> tuple[str, Path]:
 def command(port: int) -> list[str]:
     """Return the command of the server."""
     options = ["--host", HOST, "--port", str(port), "--workers", "1", "--app-name", APP]
-    # The log of requests would repeat the token.
-    return [sys.executable, "-m", "mlflow", "server", *options, "--uvicorn-opts", "--no-access-log"]
+    # The log of requests would repeat the token, and the line on the start has an address without it.
+    return [sys.executable, "-m", "mlflow", "server", *options, "--uvicorn-opts", "--no-access-log --log-level warning"]
 
 
-def variables(store: str, token_file: Path) -> dict[str, str]:
+def variables(store: str, token_file: Path, link: str) -> dict[str, str]:
     """Return the environment variables of the server.
 
     The store is here and not in the command line, which all users can read and which may hold a password. MLflow's
@@ -63,4 +63,5 @@ def variables(store: str, token_file: Path) -> dict[str, str]:
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         ui_gate.TOKEN_FILE: str(token_file),
+        ui_gate.LINK: link,
     }

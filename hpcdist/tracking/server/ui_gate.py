@@ -2,11 +2,13 @@
 
 MLflow loads `create_app` as an app plugin (entry point `mlflow.app`, name `hpcdist-token`). Every request, for pages,
 API and artifacts alike, must carry the token of this start: as a cookie, which the printed link sets, or as
-`Authorization: Bearer TOKEN`, which MLflow's client sends for `MLFLOW_TRACKING_TOKEN`.
+`Authorization: Bearer TOKEN`, which MLflow's client sends for `MLFLOW_TRACKING_TOKEN`. The link is printed when the
+server accepts connections.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import html
 import json
@@ -14,10 +16,19 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, urlsplit
 
 #: Path of the file that holds the token; `hpcdist ui` sets it for the server.
 TOKEN_FILE = "HPCDIST_UI_TOKEN_FILE"  # noqa: S105 - the name of a variable
+#: The link that is printed when the server accepts connections.
+LINK = "HPCDIST_UI_LINK"
+_POLL_S = 0.05
+#: Sets the key with which MLflow 3.17 records that it has opened the panel of its assistant, which it does on the first
+#: visit of a browser. The fragment of the link names the page.
+_ENTRY = b"""<!doctype html><title>hpcdist ui</title><script>
+localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true");
+location.replace("/" + location.hash);
+</script><noscript>MLflow's UI needs JavaScript.</noscript>"""
 HELP = (
     "This server needs its token. In a browser, open the link that `hpcdist ui` printed when it started: each start"
     " makes a new token, and links and cookies of an earlier start are refused. In a script, set MLFLOW_TRACKING_TOKEN"
@@ -35,19 +46,23 @@ def create_app() -> TokenGate:
     """Return MLflow's server behind the token check; called by uvicorn in the server process."""
     from mlflow.server.fastapi_app import app
 
-    return TokenGate(app, Path(os.environ[TOKEN_FILE]).read_text().strip())
+    return TokenGate(app, Path(os.environ[TOKEN_FILE]).read_text().strip(), os.environ.get(LINK, ""))
 
 
 class TokenGate:
-    """An ASGI application that passes on to `app` only the requests that carry `token`."""
+    """An ASGI application that passes on to `app` only the requests that carry `token`, and prints `link`."""
 
-    def __init__(self, app: App, token: str) -> None:
+    def __init__(self, app: App, token: str, link: str = "") -> None:
         self._app = app
         self._token = token.encode()
+        self._link = link
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
+        if scope["type"] == "lifespan":  # from the start to the end of the server
+            announcement = asyncio.create_task(_announce(self._link)) if self._link else None
             await self._app(scope, receive, send)
+            if announcement is not None:
+                announcement.cancel()
         elif scope["type"] != "http":  # MLflow has no websockets
             await send({"type": "websocket.close", "code": 1008})
         elif scope["path"] == "/" and self._is_token(_query_token(scope)):
@@ -65,12 +80,24 @@ class TokenGate:
         return bool(offered) and hmac.compare_digest(offered, self._token)
 
     async def _set_cookie(self, scope: Scope, send: Send) -> None:
-        """Answer the printed link: set the cookie and redirect to the address without the token.
-
-        The browser keeps the fragment of the link, which names the experiment.
-        """
+        """Answer the printed link: set the cookie, and open the address without the token."""
         cookie = _cookie_name(scope) + b"=" + self._token + b"; Path=/; HttpOnly; SameSite=Strict"
-        await _answer(send, 303, b"text/plain", b"", [(b"location", b"/"), (b"set-cookie", cookie)])
+        await _answer(send, 200, b"text/html; charset=utf-8", _ENTRY, [(b"set-cookie", cookie)])
+
+
+async def _announce(link: str) -> None:
+    """Print the link when the server accepts connections; the application starts before that."""
+    address = urlsplit(link)
+    while True:
+        try:
+            _, writer = await asyncio.open_connection(address.hostname, address.port)
+        except OSError:
+            await asyncio.sleep(_POLL_S)
+            continue
+        writer.close()
+        await writer.wait_closed()
+        print(f"review in MLflow: {link}", flush=True)
+        return
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

@@ -26,8 +26,8 @@ from hpcdist.tracking.client.uri import is_server, resolve_uri
 from hpcdist.tracking.journal.shipping_state import is_complete
 
 log = logging.getLogger(__name__)
-#: Results that are not logged.
-_NOTHING_NEW = frozenset({"0 points and 0 artifacts uploaded", "another process uploads it at the moment"})
+#: Results of a run that had nothing to upload, or that another process uploads.
+NOTHING_NEW = frozenset({"0 points and 0 artifacts uploaded", "another process uploads it at the moment"})
 
 
 def sync_run(run: RunDir, env: Mapping[str, str]) -> tuple[str, bool]:
@@ -114,7 +114,7 @@ class Watch:
         except Exception as error:  # of one run: the others are uploaded
             log.exception("%s: internal error (%s)", run.name, type(error).__name__)
             return
-        if self._failures.pop(run.path, "") or not (is_busy or text in _NOTHING_NEW):
+        if self._failures.pop(run.path, "") or not (is_busy or text in NOTHING_NEW):
             log.info("%s: %s", run.name, text)
 
 

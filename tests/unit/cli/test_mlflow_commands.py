@@ -47,6 +47,7 @@ def test_sync_uploads_runs_that_have_no_shipper(
     assert result.code == 1
     assert result.out.splitlines()[0] == "first: 3 points shipped"
     assert result.out.splitlines()[1].startswith(f"third: its supervisor runs (process {os.getpid()} on ")
+    assert result.out.splitlines()[2:] == ["3 runs: 1 uploaded, 1 failed, 1 running"]
     assert result.err == (
         "second: the password of http://ada:***@mlflow is not kept in the run folder:"
         " set HPCDIST_TRACKING_URI to the whole URI\n"
@@ -59,40 +60,63 @@ def test_sync_uploads_runs_that_have_no_shipper(
     assert hpcdist("sync", "down") == Result(1, "", "down: the server does not answer\n")
 
 
-def test_ui_prints_links_with_a_token_and_starts_mlflow(
-    hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def ship_all(monkeypatch: pytest.MonkeyPatch, *new: str) -> None:
+    """Replace the upload: the runs in `new` have records that MLflow lacks."""
+
+    def ship(run: RunDir, uri: str) -> str:
+        return "3 points shipped" if run.name in new else "0 points and 0 artifacts uploaded"
+
+    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipping.shipper", SimpleNamespace(sync=ship))
+
+
+def test_sync_of_all_runs_prints_news_and_a_summary(
+    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("first", "second", "third"):
+        make(name, status="finished")
+    ship_all(monkeypatch, "second")
+    assert hpcdist("sync") == Result(0, "second: 3 points shipped\n3 runs: 2 unchanged, 1 uploaded\n", "")
+    assert hpcdist("sync", "third").out == "third: 0 points and 0 artifacts uploaded\n", "named by the user"
+
+
+def test_ui_uploads_and_starts_mlflow_which_prints_one_link(
+    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started: list[list[str]] = []
     masks: list[int] = []
     for name in ("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "MLFLOW_BACKEND_STORE_URI", "HPCDIST_UI_TOKEN_FILE"):
         monkeypatch.setenv(name, "from the caller")  # restored after the test
+    monkeypatch.setenv("HPCDIST_UI_LINK", "")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "false")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(os, "execv", lambda path, arguments: started.append(arguments))
     monkeypatch.setattr(os, "umask", lambda mask: masks.append(mask))
+    ship_all(monkeypatch, "first")
     store = f"sqlite:///{tmp_path}/runs/mlflow.db"
-    run = RunDir.create(tmp_path / "runs" / "exp" / "first")
-    run.config.write_text("{}")
-    write_json(run.mlflow, {"experiment_id": "7", "uri": store, "views": ["hpcdist-cost"]})
+    run = make("first", status="finished")
+    write_json(run.mlflow, {"experiment_id": "7", "uri": store, "views": ["hpcdist-overview", "hpcdist-cost"]})
     port = unused_port()
     result = hpcdist("ui", "--port", str(port))
     (file,) = tmp_path.glob("state/hpcdist/ui/*.token")
     address = f"http://127.0.0.1:{port}"
-    assert result == Result(
-        0,
-        f"all experiments: {address}/?token={file.read_text()}#/experiments?workflowType=machine_learning\n"
-        f"exp: {address}/?token={file.read_text()}#/experiments/7/runs?workflowType=machine_learning\n"
-        f"  Cost: {address}/?token={file.read_text()}#/experiments/7/runs?workflowType=machine_learning"
-        "&viewStateShareKey=hpcdist-cost\n"
-        f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {file})\n"
-        "MLflow is starting: the links work after it prints `Uvicorn running`\n",
-        "",
-    )
+    starting = "first: 3 points shipped\nMLflow is starting, and prints its link then; Ctrl-C ends it\n"
+    assert result == Result(0, starting, "")
+    listing = "#/experiments/7/runs?workflowType=machine_learning"
+    overview = f"{listing}&viewStateShareKey=hpcdist-overview"
+    assert os.environ["HPCDIST_UI_LINK"] == f"{address}/?token={file.read_text()}{overview}"
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
     assert os.environ["MLFLOW_BACKEND_STORE_URI"] == store
     assert os.environ["HPCDIST_UI_TOKEN_FILE"] == str(file)
     assert started == [ui.command(port)]
     assert masks == [0o077]
+    assert hpcdist("ui", "--port", str(port), "--links").out.splitlines()[1:] == [
+        f"all experiments: {address}/?token={file.read_text()}#/experiments?workflowType=machine_learning",
+        f"exp: {address}/?token={file.read_text()}{listing}",
+        f"  Overview: {address}/?token={file.read_text()}{overview}",
+        f"  Cost: {address}/?token={file.read_text()}{listing}&viewStateShareKey=hpcdist-cost",
+        f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {file})",
+        "MLflow is starting, and prints its link then; Ctrl-C ends it",
+    ]
 
 
 def test_ui_rejects_an_invalid_port(hpcdist: Cli) -> None:
@@ -101,19 +125,53 @@ def test_ui_rejects_an_invalid_port(hpcdist: Cli) -> None:
     assert "Invalid value for '--port'" in result.err
 
 
-def test_ui_prints_the_links_to_an_existing_server(
-    hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_ui_prints_the_link_to_an_existing_server(
+    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("MLflow was started"))
-    run = RunDir.create(tmp_path / "runs" / "exp" / "first")
-    run.config.write_text("{}")
+    ship_all(monkeypatch)
+    run = make("first", status="finished")
     write_json(run.mlflow, {"experiment_id": "7", "uri": "http://ada:***@mlflow", "views": ["hpcdist-cost"]})
     listing = "http://mlflow/#/experiments/7/runs?workflowType=machine_learning"
-    assert hpcdist("ui", "--tracking-uri", "http://ada:s3cret@mlflow").out == (
-        "the UI of this MLflow server is at http://mlflow\n"
-        f"exp: {listing}\n"
-        f"  Cost: {listing}&viewStateShareKey=hpcdist-cost\n"
+    assert hpcdist("ui", "--tracking-uri", "http://ada:s3cret@mlflow") == (0, f"review in MLflow: {listing}\n", "")
+    assert hpcdist("ui", "--tracking-uri", "http://ada:s3cret@mlflow", "--links").out == (
+        f"exp: {listing}\n  Cost: {listing}&viewStateShareKey=hpcdist-cost\nreview in MLflow: {listing}\n"
     )
     monkeypatch.delenv("HPCDIST_TRACKING_URI")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://other")
-    assert hpcdist("ui").out == "the UI of this MLflow server is at https://other\n"
+    page = "https://other/#/experiments?workflowType=machine_learning"
+    assert hpcdist("ui").out == f"review in MLflow: {page}\n"
+
+
+def test_ui_asks_a_server_that_does_not_answer_only_once(
+    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ship(run: RunDir, uri: str) -> str:
+        raise TrackingError("the server does not answer")
+
+    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipping.shipper", SimpleNamespace(sync=ship))
+    for name in ("first", "second"):
+        make(name, status="finished")
+    result = hpcdist("ui", "--tracking-uri", "http://mlflow")
+    assert (result.code, result.err) == (0, "first: the server does not answer\n")
+
+
+def test_report_is_written_and_its_path_printed(
+    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: not opened.append(address))
+    run = make("first", status="finished", created=1.0)
+    newer = make("second", status="finished", created=2.0)
+    assert hpcdist("report", "first") == Result(0, "runs/exp/first/report.html\n", "")
+    assert "first" in run.report.read_text()
+    assert opened == []
+    run.report.write_text("stale")
+    assert hpcdist("report", "first", "--open").code == 0
+    assert run.report.read_text() != "stale"
+    assert opened == [run.report.as_uri()]
+    assert hpcdist("report").out == "runs/exp/second/report.html\n"
+    assert newer.report.is_file()
+    monkeypatch.setattr("webbrowser.open", lambda address: False)
+    assert "no browser was found: open /" in hpcdist("report", "--open").err
+    assert "report       runs/exp/first/report.html" in hpcdist("status", "first").out

@@ -237,6 +237,17 @@ def test_end_of_a_finished_run_shows_metrics_and_reason(console: Console, make: 
     assert "old" not in table
 
 
+def test_end_of_a_run_names_its_report(
+    console: Console, make: Callable[..., RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(attempt=1, status="finished", reason="done")
+    run.report.write_text("<!doctype html>")
+    monkeypatch.chdir(tmp_path)
+    assert end(console, run, run.read_state())[-2] == "report: runs/exp/first/report.html"
+    monkeypatch.chdir(run.config.parent / "attempts")
+    assert end(console, run, run.read_state())[-2] == f"report: {run.report}"
+
+
 def test_end_of_a_benchmark_names_the_report_command(console: Console, make: Callable[..., RunDir]) -> None:
     """The last metrics of a benchmark are those of the largest message only, and are not shown."""
     run = make(attempt=1, status="finished", reason="measured")

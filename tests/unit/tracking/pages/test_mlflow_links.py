@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpcdist.files.atomic import write_json
-from hpcdist.run.folder import RunDir
+from hpcdist.run.folder import RunDir, State
 from hpcdist.tracking.pages import links
 
 IDS = {"uri": "http://mlflow:5000", "experiment_id": "7", "run_id": "ab"}
@@ -56,6 +56,24 @@ def test_end_of_a_run_links_to_its_page_and_to_the_views(tmp_path: Path) -> None
 )
 def test_run_without_an_address_has_no_links(tmp_path: Path, ids: dict[str, Any]) -> None:
     assert links.end_of_run(make(tmp_path, "exp/run", **ids)) == []
+
+
+def test_link_to_the_newest_run_opens_the_view_with_metrics(tmp_path: Path) -> None:
+    found = [
+        make(tmp_path, "b/old", **IDS | {"experiment_id": "8"}, views=["hpcdist-overview"]),
+        make(tmp_path, "a/new", **IDS, views=["hpcdist-overview", "hpcdist-cost"]),
+        make(tmp_path, "c/elsewhere", **IDS | {"uri": "http://other"}),
+        make(tmp_path, "d/damaged", **IDS | {"experiment_id": "9"}),
+    ]
+    for number, run in enumerate(found):
+        run.write_state(State(status="finished", created=float(number)))
+    (found[3].path / "state.json").write_text("{")
+    address = "http://mlflow:5000/"
+    listing = f"{address}#/experiments/7/runs?workflowType=machine_learning"
+    assert links.of_newest(found, IDS["uri"], address) == f"{listing}&viewStateShareKey=hpcdist-overview"
+    write_json(found[1].mlflow, IDS | {"views": []})
+    assert links.of_newest(found, IDS["uri"], address) == listing
+    assert links.of_newest([], IDS["uri"], address) == f"{address}#/experiments?workflowType=machine_learning"
 
 
 def test_experiments_are_listed_with_the_views_of_all_their_runs(tmp_path: Path) -> None:

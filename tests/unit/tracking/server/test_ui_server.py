@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hpcdist_runs import unused_port
 
 from hpcdist.errors import UserMistake
 from hpcdist.tracking.server import ui, ui_gate
@@ -89,9 +90,13 @@ def test_browser_without_the_token_gets_a_help_page() -> None:
     assert "earlier" not in request(path="/", query=f"token={TOKEN}")[2]
 
 
-def test_link_sets_an_http_only_cookie_and_redirects() -> None:
-    status, found, _, reached = request(path="/", query=f"token={TOKEN}")
-    assert (status, found[b"location"], reached) == (303, b"/", 0)
+def test_link_sets_an_http_only_cookie_and_opens_the_page_of_its_fragment() -> None:
+    status, found, body, reached = request(path="/", query=f"token={TOKEN}")
+    assert (status, reached) == (200, 0)
+    assert 'location.replace("/" + location.hash)' in body
+    # MLflow would open the panel of its assistant; tests/browser shows that it does not.
+    assert "mlflow.assistant" in body
+    assert TOKEN not in body
     assert found[b"set-cookie"] == f"hpcdist-ui-5000={TOKEN}; Path=/; HttpOnly; SameSite=Strict".encode()
     assert found[b"cache-control"] == b"no-store"
     assert request(path="/api/2.0/mlflow/runs/search", query=f"token={TOKEN}")[0] == 401
@@ -127,6 +132,24 @@ def test_websockets_are_closed_and_lifespan_events_passed_on() -> None:
     sent, reached = request(COOKIE, kind="websocket")
     assert (sent, reached) == ([{"type": "websocket.close", "code": 1008}], 0)
     assert request(kind="lifespan")[1] == 1
+
+
+def test_link_is_printed_when_the_server_accepts_connections(capsys: pytest.CaptureFixture[str]) -> None:
+    port = unused_port()
+    link = f"http://127.0.0.1:{port}/?token={TOKEN}#/experiments"
+
+    async def receive() -> Scope:
+        raise AssertionError
+
+    async def lifespan(*_: Any) -> None:
+        await asyncio.sleep(2 * ui_gate._POLL_S)
+        assert capsys.readouterr().out == "", "nothing listens yet"
+        async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", port):
+            while not (out := capsys.readouterr().out):
+                await asyncio.sleep(0)
+        assert out == f"review in MLflow: {link}\n"
+
+    asyncio.run(TokenGate(lifespan, TOKEN, link)({"type": "lifespan"}, receive, receive))
 
 
 def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,11 +193,13 @@ def test_command_line_contains_neither_token_nor_store(tmp_path: Path) -> None:
     _, file = ui.make_token(5000, {"XDG_STATE_HOME": str(tmp_path)})
     options = ["--host", "127.0.0.1", "--port", "5000", "--workers", "1", "--app-name", "hpcdist-token"]
     assert ui.command(5000) == [
-        *(sys.executable, "-m", "mlflow", "server", *options, "--uvicorn-opts", "--no-access-log")
+        *(sys.executable, "-m", "mlflow", "server", *options),
+        *("--uvicorn-opts", "--no-access-log --log-level warning"),
     ]
-    assert ui.variables("postgresql://me:pw@db/mlflow", file) == {
+    assert ui.variables("postgresql://me:pw@db/mlflow", file, "http://127.0.0.1:5000/?token=x") == {
         "MLFLOW_BACKEND_STORE_URI": "postgresql://me:pw@db/mlflow",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "HPCDIST_UI_TOKEN_FILE": str(file),
+        "HPCDIST_UI_LINK": "http://127.0.0.1:5000/?token=x",
     }
