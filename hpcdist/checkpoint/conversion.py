@@ -41,11 +41,12 @@ _PACKAGES: Mapping[Format, tuple[str, ...]] = {
 _MAX_ONNX_BYTES = 1 << 30
 
 
-def find_checkpoint(run: RunDir, which: str, monitor: Monitor) -> Found:
+def find_checkpoint(run: RunDir, which: str | None, monitor: Monitor) -> Found:
     """Return a checkpoint of a run. Raises ExportError if there is none.
 
     Args:
-        which: `best` (by the monitored metric), `final` (the newest one), or a step.
+        which: `best` (by the monitored metric), `final` (the newest one), or a step; None for the best, or the final
+            one if no checkpoint has the metric.
     """
     store = CheckpointStore(run.checkpoints, best_metric=monitor.metric, monitor_mode=monitor.mode)
     found = {one.step: one for one in store.all()}
@@ -53,11 +54,13 @@ def find_checkpoint(run: RunDir, which: str, monitor: Monitor) -> Found:
         raise ExportError(f"run {run.name} has no valid checkpoint in {run.checkpoints}")
     if which == "final":
         return found[max(found)]
-    if which == "best":
+    if which in ("best", None):
         if (best := store.best()) is None:
+            if which is None:
+                return found[max(found)]
             raise ExportError(
-                f"no checkpoint of {run.name} has the metric {monitor.metric} (checkpoint.monitor): choose --checkpoint"
-                f" final or a step ({_listed(found)})"
+                f"no checkpoint of {run.name} has the metric of checkpoint.monitor ({monitor.metric or 'empty'}):"
+                f" choose --checkpoint final or a step ({_listed(found)})"
             )
         return best
     if not (which.isascii() and which.isdigit() and len(which) < 20):

@@ -160,7 +160,7 @@ class CheckpointStore:
     def _by_metric(self, candidates: list[Found]) -> list[Found]:
         """Return the candidates that have the metric, the best first. `candidates` are newest first."""
         metric = self._best_metric
-        if metric is None:
+        if not metric:
             return []
         sign = -1.0 if self._monitor_mode == "max" else 1.0
         scored = [(sign * found.metrics.get(metric, math.nan), found) for found in candidates]

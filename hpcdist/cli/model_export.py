@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -24,8 +25,14 @@ def export(
         str, option("--format", "FORMAT", "safetensors or torch (weights), or onnx (the model with its weights).")
     ],
     checkpoint: Annotated[
-        str, option("--checkpoint", "CHECKPOINT", "best (by checkpoint.monitor), final (the newest), or a step.")
-    ] = "best",
+        str | None,
+        option(
+            "--checkpoint",
+            "CHECKPOINT",
+            "best (by checkpoint.monitor), final (the newest), or a step; by default the best, or the final one if no"
+            " checkpoint has the metric.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None, option("--output", "PATH", "File to write; by default RUN-step-N with the format's ending.")
     ] = None,
@@ -62,6 +69,9 @@ def export(
     kind = cast(conversion.Format, file_format)
     conversion.require_packages(kind)
     chosen = conversion.find_checkpoint(found, checkpoint, monitor)
+    if checkpoint is None and monitor.metric not in chosen.metrics:
+        reason = f"no checkpoint has {monitor.metric}" if monitor.metric else "checkpoint.monitor is empty"
+        print(f"the final checkpoint, step {chosen.step}: {reason}", file=sys.stderr)
     target = output or Path(f"{found.name}-step-{chosen.step}{conversion.SUFFIXES[kind]}")
     for path in conversion.write_model(found, chosen, kind, target.expanduser()):
         print(f"{path}: {path.stat().st_size:,} bytes, step {chosen.step} of {found.name}")

@@ -19,7 +19,7 @@ from hpcdist.containers.images.engine import RUNNERS, find_engine
 from hpcdist.containers.images.labels import inspect, require_driver, require_fit
 from hpcdist.containers.local_container import folder_overrides, for_config, host_container, with_mount, without_secrets
 from hpcdist.containers.runtimes import RUNTIMES
-from hpcdist.errors import UserMistake
+from hpcdist.errors import ImageError, UserMistake
 from hpcdist.machine.gpus import driver_version
 from hpcdist.run.lease import user_name
 from hpcdist.run.runs_dir import claim
@@ -45,10 +45,18 @@ def run_in_container(
     if engine not in RUNNERS:
         raise UserMistake(f"--in must be {' or '.join(RUNNERS)}, got {engine!r}")
     found = find_engine(engine, RUNNERS)
-    facts = inspect(found, image)
-    require_fit(facts)
+    try:
+        facts = inspect(found, image)
+        require_fit(facts)
+    except ImageError as error:
+        if not dry_run:
+            raise
+        facts = None
+        print(f"hpcdist: {error}", file=sys.stderr)  # the plan is complete but for the image's digest
     rootless = found.is_rootless_daemon()
-    spec = host_container(found.name, image, facts.digest, user_name(), os.environ, rootless_daemon=rootless)
+    spec = host_container(
+        found.name, image, facts.digest if facts else "", user_name(), os.environ, rootless_daemon=rootless
+    )
     path = find_config(source).absolute()
     is_file = Path(source).expanduser().is_file()
     # The user's own code is imported from the current folder; a shipped trainer and its config are in the image.
@@ -58,7 +66,7 @@ def run_in_container(
     spec = for_config(spec, config, cwd, own_code=own_code, num_gpus=num_gpus, env=os.environ)
     if is_file and not path.is_relative_to(cwd):
         spec = with_mount(spec, path.parent)
-    if spec.gpus:
+    if spec.gpus and facts:
         require_driver(facts, driver_version())
     overrides, variables = without_secrets(overrides)
     spec = replace(spec, env=(*spec.env, *variables))

@@ -13,7 +13,7 @@ from typing import Any
 from hpcdist.config.document import MAX_DEPTH, first_line, parse_texts, unfit_values
 from hpcdist.config.redaction import REDACTED, is_secret_name
 from hpcdist.config.schema import Config, as_written, convert, describe, to_tree
-from hpcdist.config.schema.declaration import trainer_sections
+from hpcdist.config.schema.declaration import find_trainer, trainer_sections
 from hpcdist.config.tree import expand_short_forms, insert, leaves, parse_value
 from hpcdist.errors import ConfigError, shown
 
@@ -39,7 +39,12 @@ def merge(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config
     if problems:
         raise ConfigError(problems, source)
     used = {name: section for name, section in config.sections.items() if name in tree or name == config.trainer.target}
-    return replace(config, sections=used)
+    config = replace(config, sections=used)
+    if find_trainer(config.trainer.target) is None or config.trainer.script:
+        # Nobody knows which metrics code of the user's own logs.
+        monitor = (tree.get("checkpoint") or {}).get("monitor", "")
+        config = replace(config, checkpoint=replace(config.checkpoint, monitor=monitor))
+    return config
 
 
 def _apply(overrides: Sequence[str], tree: dict[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from hpcdist.errors import ConfigError, RunFolderError
 
 
 class Monitor(NamedTuple):
-    """The metric that determines the best checkpoint."""
+    """The metric that determines the best checkpoint; an empty name if none does."""
 
     metric: str = CheckpointConfig.monitor
     mode: Literal["max", "min"] = CheckpointConfig.monitor_mode
@@ -25,7 +25,7 @@ def monitor_of(config: Mapping[str, Any]) -> Monitor:
         return Monitor()
     metric = section.get("monitor")
     return Monitor(
-        metric=metric if isinstance(metric, str) and metric else CheckpointConfig.monitor,
+        metric=metric if isinstance(metric, str) else CheckpointConfig.monitor,
         mode="min" if section.get("monitor_mode") == "min" else "max",
     )
 

@@ -219,10 +219,12 @@ def _load(facts: RunFacts) -> Iterator[str]:
         yield f"{which}\n\n" + code_block(load_checkpoint(facts, checkpoint), "python")
     if facts.registered_as:
         name = escaped(facts.registered_as)
-        yield (
-            f"The registered model {name} has a version for the **final** model of each finished run. Its alias `best`"
-            f" (models:/{name}&#64;best) is the version with the best last value of {escaped(facts.monitor)} among all"
-            f" runs{'' if is_final else ', not the best checkpoint of this run'}."
+        best = (
+            f" Its alias `best` (models:/{name}&#64;best) is the version with the best last value of"
+            f" {escaped(facts.monitor)} among all runs{'' if is_final else ', not the best checkpoint of this run'}."
+        )
+        yield f"The registered model {name} has a version for the **final** model of each finished run." + (
+            best if facts.monitor else ""
         )
 
 

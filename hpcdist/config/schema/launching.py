@@ -19,7 +19,7 @@ class CheckpointConfig:
     keep_last: int = 2
     """Number of newest checkpoints to keep; the best one is always kept."""
     monitor: str = "eval/accuracy"
-    """Metric that determines the best checkpoint."""
+    """Metric that determines the best checkpoint; empty, the default for code of your own: the newest is the best."""
     monitor_mode: Literal["max", "min"] = "max"
     """Whether a higher or a lower value of `monitor` is better."""
 

@@ -126,7 +126,7 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, View
         ),
     }
     if keys := list(axes):
-        best, mode = list(monitors.items())[-1]
+        best, mode = [("train/loss", "min"), *monitors.items()][-1]
         views["hpcdist-sweep"] = View(
             columns=(*(f"params.`{key}`" for key in keys), *primary, loss, state, _DURATION),
             order_by=_metric(best),
@@ -169,7 +169,7 @@ def _update(mlflow: MlflowRun, run: RunDir, config: Mapping[str, Any]) -> list[s
     tags = mlflow.client.get_experiment(mlflow.experiment_id).tags
     known = [_read(tags.get(_TAG + id_, "")) for id_ in VIEWS]
     monitor = monitor_of(config)
-    own = {clean_name(monitor.metric): monitor.mode}
+    own = {clean_name(monitor.metric): monitor.mode} if monitor.metric else {}
     sweep = sweep_of(run)
     axes = [clean_name(key) for key in sweep.read()["keys"]] if sweep is not None else []
     # The columns of other runs in the experiment stay: views are shared by all its runs.

@@ -315,7 +315,8 @@ class Delivery:
         name = (self.config.get("tracking") or {}).get("register_as")
         if name and "registered" not in model:
             registered = register(self.open_run(), model["model_id"], name)
-            move_best(self.open_run(), name, registered.rpartition("/")[2], monitor_of(self.config))
+            if (monitor := monitor_of(self.config)).metric:
+                move_best(self.open_run(), name, registered.rpartition("/")[2], monitor)
             model["registered"] = registered
             self.progress.save(self._saved)
 

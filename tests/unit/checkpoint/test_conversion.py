@@ -51,7 +51,11 @@ def test_checkpoint_is_found_by_metric_order_or_step(run: RunDir) -> None:
         ("7", METRIC, r"^run first has no checkpoint of step 7: it has 1, 2, 3, 4$"),
         ("last", METRIC, r"^--checkpoint last: expected best, final or a step \(1, 2, 3, 4\)$"),
         ("²", METRIC, r"^--checkpoint .*: expected best, final or a step"),
-        ("best", "eval/f1", r"^no checkpoint of first has the metric eval/f1 \(checkpoint.monitor\): choose --check"),
+        (
+            "best",
+            "eval/f1",
+            r"^no checkpoint of first has the metric of checkpoint.monitor \(eval/f1\): choose --check",
+        ),
     ],
 )
 def test_unknown_checkpoints_are_errors(run: RunDir, which: str, metric: str, message: str) -> None:

@@ -40,6 +40,27 @@ def test_best_checkpoint_is_written_to_a_file_named_by_the_run(hpcdist: Cli, run
     assert "exists: remove it" in one_line(hpcdist("export", run.name, "--format", "torch"))
 
 
+def test_run_without_the_monitored_metric_exports_the_final_checkpoint_by_default(
+    hpcdist: Cli, make: Callable[..., RunDir]
+) -> None:
+    """The tutorial's own trainer logs a loss only."""
+    for name, monitor in (("own", "trainer=mine:train"), ("set", "checkpoint.monitor=eval/f1")):
+        run = make(name, monitor)
+        for step in (10, 20):
+            CheckpointStore(run.checkpoints).write(
+                Snapshot(step=step, model={"w": torch.ones(2)}, trainer={}, rank_states=[None], metrics={})
+            )
+    result = hpcdist("export", "own", "--format", "torch")
+    assert (result.code, result.err) == (0, "the final checkpoint, step 20: checkpoint.monitor is empty\n")
+    assert result.out.endswith("step 20 of own\n")
+    assert (
+        hpcdist("export", "set", "--format", "torch").err
+        == "the final checkpoint, step 20: no checkpoint has eval/f1\n"
+    )
+    message = one_line(hpcdist("export", "own", "--format", "torch", "--checkpoint", "best"))
+    assert message.startswith("no checkpoint of own has the metric of checkpoint.monitor (empty): choose --checkpoint")
+
+
 def test_mistakes_are_one_line(hpcdist: Cli, run: RunDir) -> None:
     message = one_line(hpcdist("export", run.name, "--format", "keras"))
     assert message == "--format keras: expected safetensors, onnx, torch"

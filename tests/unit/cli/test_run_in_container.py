@@ -69,6 +69,17 @@ def test_dry_run_in_podman_writes_nothing(hpcdist: Cli, podman: Path, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_dry_run_in_podman_needs_no_image(hpcdist: Cli, podman: Path, tmp_path: Path) -> None:
+    code, output, errors = hpcdist("run", "ddp_digits", "--in", "podman", "--image", "absent", "--dry-run")
+    assert code == 0
+    assert output.splitlines()[-1].startswith("podman run --rm")
+    assert "--env=HPCDIST_IMAGE_DIGEST= " in output
+    assert errors.startswith("hpcdist: podman has no image 'absent': `hpcdist image build` makes one here")
+    assert errors.count("\n") == 1
+    code, _, errors = hpcdist("run", "ddp_digits", "--in", "podman", "--image", "absent")
+    assert (code, errors.startswith("hpcdist: podman has no image 'absent'")) == (2, True)
+
+
 def test_user_config_is_mounted_at_the_same_path(hpcdist: Cli, podman: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     own = tmp_path / "elsewhere" / "mine.yaml"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hpcdist.config.loading import load_config
 from hpcdist.config.monitor import Monitor, first_monitor, monitor_of
 
 DEFAULT = Monitor("eval/accuracy", "max")
@@ -20,11 +21,27 @@ DEFAULT = Monitor("eval/accuracy", "max")
         ({}, DEFAULT),
         ({"checkpoint": None}, DEFAULT),
         ({"checkpoint": "often"}, DEFAULT),
+        ({"checkpoint": {"monitor": ""}}, Monitor("", "max")),
         ({"checkpoint": {"monitor": 5, "monitor_mode": ["min"]}}, DEFAULT),
     ],
 )
 def test_defaults_replace_missing_and_damaged_values(config: dict[str, Any], expected: Monitor) -> None:
     assert monitor_of(config) == expected
+
+
+def test_code_of_the_users_own_has_no_monitored_metric_by_default(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    for text, expected in (
+        ("trainer: mine:train\n", ""),
+        ("trainer: {script: [train.py]}\n", ""),
+        ("trainer: mine:train\ncheckpoint: {every_steps: 5, monitor: eval/f1}\n", "eval/f1"),
+        ("trainer: ddp\n", "eval/accuracy"),
+        ("checkpoint: {every_steps: 5}\n", "eval/accuracy"),
+    ):
+        path.write_text(text)
+        assert load_config(path).checkpoint.monitor == expected, text
+    path.write_text("trainer: mine:train\n")
+    assert load_config(path, ["checkpoint.monitor=eval/loss"]).checkpoint.monitor == "eval/loss"
 
 
 def test_first_readable_config_counts(tmp_path: Path) -> None:
