@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from hpcdist.cli import completion
 
@@ -116,6 +118,42 @@ def named(run: str | None, runs_dir: Path, *, active: bool = False) -> str:
     text = f"{found.kind}: {found.experiment}/{found.name} (the newest in {short_path(runs_dir)}{kind})"
     print(text, file=sys.stderr, flush=True)
     return str(found.path)
+
+
+class ScriptCommand(TyperCommand):
+    """A command on `[CONFIG] [KEY=VALUE…] SCRIPT [ARG…]`: no word after a script is an option of hpcdist."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words of the command line."""
+        with_value = {name for param in self.params if not getattr(param, "is_flag", True) for name in param.opts}
+        for index, word in enumerate(args):
+            if word == "--":
+                break
+            if _is_script(word) and not (index and args[index - 1] in with_value):
+                args = [*args[:index], "--", *args[index:]]
+                break
+        return super().parse_args(ctx, args)
+
+
+def _is_script(word: str) -> bool:
+    return word == "-m" or (word.endswith(".py") and not re.match(r"[\w.]+=", word))
+
+
+def with_script(config: str, overrides: Sequence[str] | None) -> tuple[str, list[str]]:
+    """Return the config and the overrides of a command line that may contain a script and its arguments."""
+    words = [config, *(overrides or [])]
+    start = next((index for index, word in enumerate(words) if _is_script(word)), None)
+    if start is None:
+        return config, words[1:]
+    before, command = words[:start], words[start:]
+    script = f"trainer.script={json.dumps(command, ensure_ascii=False)}"
+    if before and "=" not in before[0]:
+        return before[0], [*before[1:], script]
+    from hpcdist.config.schema import script_name
+    from hpcdist.run.create import plain_name
+
+    experiment = plain_name(script_name(command).removesuffix(".py"))
+    return "plain_script", [f"experiment={experiment}", *before, script]
 
 
 def with_options(

@@ -17,10 +17,12 @@ from hpcdist.cli.options import (
     Follow,
     Overrides,
     RunsDirKey,
+    ScriptCommand,
     SweepAxes,
     TrackingUriKey,
     option,
     with_options,
+    with_script,
 )
 from hpcdist.cli.terminal import console, exit_code
 from hpcdist.errors import ConfigError, UserMistake
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
-@app.command()
+@app.command(cls=ScriptCommand)
 def run(
     config: ConfigName,
     overrides: Overrides = None,
@@ -58,11 +60,16 @@ def run(
 ) -> int:
     """Start a run on this machine.
 
+    Instead of CONFIG, or after it, give a script `train.py` or a module `-m package.module`. Options of hpcdist and
+    KEY=VALUE precede it; all words after it belong to the script.
+
     Examples:
 
         hpcdist run ddp_digits
 
         hpcdist run mnist.yaml data.root=~/data optim.lr=0.01 launch.num_ranks=4
+
+        hpcdist run launch.num_ranks=4 train.py --lr 0.1
 
         hpcdist run ddp_mnist --detach
 
@@ -74,6 +81,7 @@ def run(
     from hpcdist.run import create
     from hpcdist.run.origin import load_origin
 
+    config, overrides = with_script(config, overrides)
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
     if sweep:
         from hpcdist.cli import sweep as sweeps

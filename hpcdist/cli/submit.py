@@ -19,12 +19,14 @@ from hpcdist.cli.options import (
     Force,
     Overrides,
     RunsDirKey,
+    ScriptCommand,
     SweepAxes,
     TrackingUriKey,
     Wait,
     flag,
     option,
     with_options,
+    with_script,
 )
 from hpcdist.errors import UserMistake
 
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
-@app.command()
+@app.command(cls=ScriptCommand)
 def submit(
     config: ConfigName,
     overrides: Overrides = None,
@@ -58,11 +60,15 @@ def submit(
 ) -> int:
     """Submit a run to Slurm, or a sweep as one job array.
 
+    As for `hpcdist run`, a script and its arguments may take the place of CONFIG.
+
     Examples:
 
         hpcdist submit ddp_mnist --cluster devcluster --follow
 
         hpcdist submit mnist.yaml --cluster ~/site.yaml cluster.nodes=4 --dry-run
+
+        hpcdist submit --cluster ~/site.yaml cluster.nodes=4 train.py --lr 0.1
 
         hpcdist submit mnist.yaml --cluster ~/site.yaml --dependency afterok:first --begin 20:00
 
@@ -73,6 +79,7 @@ def submit(
     from hpcdist.run import create
     from hpcdist.run.origin import load_origin
 
+    config, overrides = with_script(config, overrides)
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
     sweeps.check_options(sweep, array_parallelism, detach=False)
     if sweep:

@@ -164,6 +164,9 @@ def _sentences(key: str, value: object) -> list[str]:
         # A shell removes one pair of quotes.
         is_empty = value is None and known[key] == "str"
         fix = """: write '' for an empty string ("''" in a shell)""" if is_empty else ""
+        if known[key].startswith("list[") and isinstance(value, str) and value:
+            words = value.split() if key == "trainer.script" else [value]
+            fix = f": write [{', '.join(words)}]"
         return [f"{key} must be {known[key]}, got {shown(value)}{fix}"]
     if any(path.startswith(f"{key}.") for path in known):
         return [f"{key} is a section: give it keys, got {shown(value)}"]

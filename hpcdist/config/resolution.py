@@ -30,9 +30,10 @@ def resolve(config: Config, source: str) -> Config:
         "data": map_paths(config.data, "data.", absolute),
         "sections": {name: map_paths(section, f"{name}.", absolute) for name, section in config.sections.items()},
     }
-    if script := config.trainer.script:
+    if path := config.trainer.script_file:
         # torchrun resolves the script in the current folder, which differs from that of ranks and of later resumes.
-        changes["trainer"] = replace(config.trainer, script=[absolute("trainer.script", script[0]), *script[1:]])
+        script = [absolute("trainer.script", str(path)), *config.trainer.script[1:]]
+        changes["trainer"] = replace(config.trainer, script=script)
     if (uri := config.tracking.uri).startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         file = absolute("tracking.uri", uri.removeprefix("sqlite:///"))
         changes["tracking"] = replace(config.tracking, uri=f"sqlite:///{file}")

@@ -45,8 +45,8 @@ def rank_container(config: Config, run: RunDir, *, cwd: Path, root: Path) -> Con
     paths = [run.path, root, cwd]
     if Path(config.data.root).is_dir():
         paths.append(Path(config.data.root))
-    if config.trainer.script:
-        paths.append(Path(config.trainer.script[0]).parent)
+    if file := config.trainer.script_file:
+        paths.append(file.parent)
     taken = {mount.target for mount in own} | _OF_THE_IMAGE
     same = [Mount(source=str(path), target=str(path)) for path in paths if str(path) not in taken]
     names = [*config.cluster.env, *config.launch.env, *secrets_of(config)]

@@ -73,23 +73,29 @@ class QuietImport(importlib.abc.MetaPathFinder):
 
 
 def run_script(command: Sequence[str], run: RunDir, topology: Topology) -> None:
-    """Run `[script, argument, …]` as `__main__` in this process, from the run's code snapshot.
+    """Run `[script, argument, …]` or `[-m, module, argument, …]` as `__main__` in this process, from the code snapshot.
 
     The script handles signals itself; hpcdist installs no handlers.
 
     Raises TrainerError if the script does not exist, RuntimeError if it exits with a non-zero status, and any exception
     of the script.
     """
-    script, *arguments = command
-    path = locate(script, run)
-    if path != Path(script) and topology.rank == 0:
+    is_module = command[0] == "-m"
+    script, *arguments = command[is_module:]
+    path = script if is_module else str(locate(script, run))
+    if path != script and topology.rank == 0:
         log.info("running the copy %s; links in it lead to files beside %s that are not copied", path, script)
     os.environ.update(script_environment(topology, run))
-    sys.argv = [str(path), *arguments]
-    sys.path.insert(0, str(path.parent))
+    sys.argv = [path, *arguments]
     sys.meta_path.insert(0, QuietImport())
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        if is_module:  # the copy of the code is on sys.path
+            if importlib.util.find_spec(script) is None:
+                raise TrainerError(f"trainer.script: no module {script!r}")
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(path).parent))
+            runpy.run_path(path, run_name="__main__")
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise RuntimeError(f"{script} ended with exit status {ended.code}") from ended

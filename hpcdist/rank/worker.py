@@ -113,7 +113,7 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
             run_script(config.trainer.script, run, topology)
         ended = "stopped" if script.stop_agreed or retry.exists(attempt.request) else "done"
         how = "obeyed hpcdist.should_stop" if script.stop_agreed else "ended with exit status 0"
-        reason = f"{Path(config.trainer.script[0]).name} {how}"
+        reason = f"{config.trainer.script_name} {how}"
     else:
         ended, reason = _train(config, run, attempt, topology, outcome, records)
 

@@ -41,7 +41,13 @@ def is_generated(name: str) -> bool:
 
 def label_of(config: Config) -> str:
     """Return the trainer's name, which generated run names begin with."""
-    return Path(config.trainer.script[0]).stem if config.trainer.script else config.trainer.target.replace(":", ".")
+    script = config.trainer.script_name.removesuffix(".py")
+    return plain_name(script) if script else config.trainer.target.replace(":", ".")
+
+
+def plain_name(text: str) -> str:
+    """Return a text with only those characters that names of runs and experiments have."""
+    return re.sub(r"[^\w.-]", "_", text).lstrip("._-") or "script"
 
 
 def check_trainer(config: Config, cwd: Path, *, own_python: bool = False) -> None:
@@ -60,11 +66,14 @@ def check_trainer(config: Config, cwd: Path, *, own_python: bool = False) -> Non
 def check_code(config: Config, cwd: Path, *, own_python: bool = False) -> None:
     """Raise ConfigError if the trainer's script or module does not exist or is no valid Python."""
     own_python |= config.container.runtime != "none" or config.cluster.environment.kind != "none"
-    if config.trainer.script:
-        if not Path(config.trainer.script[0]).is_file():
-            raise ConfigError([f"trainer.script: no such file: {config.trainer.script[0]}"])
+    if file := config.trainer.script_file:
+        if not file.is_file():
+            raise ConfigError([f"trainer.script: no such file: {file}"])
         if not own_python:
-            _check_syntax("trainer.script", Path(config.trainer.script[0]))
+            _check_syntax("trainer.script", file)
+        return
+    if config.trainer.script:
+        _check_module("trainer.script", config.trainer.script_name, cwd, own_python=own_python)
         return
     module, colon, _ = config.trainer.target.partition(":")
     if not colon:
@@ -75,17 +84,21 @@ def check_code(config: Config, cwd: Path, *, own_python: bool = False) -> None:
         if problems := trainer.check_host(config):
             raise ConfigError(problems)
         return
+    _check_module("trainer.target", module, cwd, own_python=own_python)
+
+
+def _check_module(key: str, module: str, cwd: Path, *, own_python: bool) -> None:
     folders: Sequence[str] | None = [str(cwd)]
     for number, name in enumerate(module.split(".")):
         find = find_module if number == 0 else PathFinder.find_spec
         spec = find(name, folders) if folders else None
-        if spec is None and number == 0:
+        if spec is None and number == 0 and not (own_python and key == "trainer.script"):
             hint = suggestion(name, [path.stem for path in cwd.glob("*.py")], "set PYTHONPATH to its folder")
-            raise ConfigError([f"trainer.target: no module {name!r} in {cwd} or among the installed packages: {hint}"])
+            raise ConfigError([f"{key}: no module {name!r} in {cwd} or among the installed packages: {hint}"])
         if spec is None or own_python:
             return
         if spec.origin is not None:
-            _check_syntax("trainer.target", Path(spec.origin))
+            _check_syntax(key, Path(spec.origin))
         folders = spec.submodule_search_locations
 
 
@@ -105,8 +118,8 @@ def _check_syntax(key: str, file: Path) -> None:
 def check_restored(run: RunDir, config: Config) -> None:
     """Raise ConfigError like `check_trainer` if the restored code of a run does not contain its trainer."""
     code = snapshot.code_state(run)
-    script = config.trainer.script
-    if not script or run.snapshot_of(Path(script[0])) is None:
+    file = config.trainer.script_file
+    if file is None or run.snapshot_of(file) is None:
         check_trainer(config, Path(next(iter(snapshot.import_path(code, run)), code.cwd)))
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpcdist.config.schema import script_name
 from hpcdist.config.written import plain_tree
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.run.attempt import Attempt
@@ -18,7 +19,7 @@ def script_of(run: RunDir) -> str:
         script = (plain_tree(run.effective_config).get("trainer") or {}).get("script")
     except (ConfigError, RunFolderError, AttributeError):
         return ""
-    return Path(str(script[0])).name if isinstance(script, list) and script else ""
+    return script_name([str(word) for word in script]) if isinstance(script, list) else ""
 
 
 def continuation(run: RunDir) -> str:
@@ -37,7 +38,7 @@ def how_stopped(run: RunDir, attempt: Attempt, script: Sequence[str], began: flo
     """
     if not script:
         return "stopped with everything saved"
-    ended = attempt.outcomes().get(0, {}).get("reason") or f"{Path(script[0]).name} was ended by SIGTERM"
+    ended = attempt.outcomes().get(0, {}).get("reason") or f"{script_name(script)} was ended by SIGTERM"
     newest = _newest_file(run)
     saved = "saved nothing in hpcdist.checkpoint_dir()"
     if newest is not None and newest[0] >= began:

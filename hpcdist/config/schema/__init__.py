@@ -23,6 +23,7 @@ from hpcdist.config.schema.training import (
     ScheduleConfig,
     StopConfig,
     TrainerConfig,
+    script_name,
 )
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "largest_world_size",
     "new_run_problems",
     "role_device",
+    "script_name",
     "to_tree",
     "trainer_names",
     "unused_sections",

@@ -1,6 +1,7 @@
 """Conversion of plain containers into the frozen dataclasses of a config.
 
-It needs the standard library and YAML alone, so ranks, which read the config of a run folder, start quickly.
+It needs the standard library alone, unless a text must be read as a number: ranks, which read the config of a run
+folder, start quickly.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from hpcdist.config.document import parse
 from hpcdist.config.schema.declaration import find_trainer
 from hpcdist.config.schema.run import Config, to_tree
 
@@ -131,6 +131,8 @@ def _value(kind: Any, value: Any, key: str, mistakes: list[Mistake]) -> Any:
 
 
 def _parsed(text: str) -> Any:
+    from hpcdist.config.document import parse  # YAML, which completions do not need
+
     try:
         return parse(text)
     except ValueError:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from hpcdist.config.schema.checks import above, at_least, check
 from hpcdist.config.schema.declaration import default_trainer
 from hpcdist.config.schema.paths import IS_PATH
+
+
+def script_name(command: Sequence[str]) -> str:
+    """Return the name of the file in `[script, argument, …]`, or of the module in `[-m, module, argument, …]`."""
+    return "".join(command[1:2]) if command and command[0] == "-m" else Path(*command[:1]).name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +24,23 @@ class TrainerConfig:
     target: str = field(default_factory=default_trainer)
     """A shipped trainer, or a function of your own as `package.module:function`, called with (ctx, cfg)."""
     script: list[str] = field(default_factory=list)
-    """Instead of `target`: an unmodified torchrun script and its arguments, `[train.py, --lr, "0.1"]`."""
+    """Instead of `target`: a torchrun script and its arguments, `[train.py, --lr, 0.1]` or `[-m, package.module]`."""
+
+    @property
+    def script_file(self) -> Path | None:
+        """The file of the script; None for a module, and without a script."""
+        return Path(self.script[0]) if self.script and self.script[0] != "-m" else None
+
+    @property
+    def script_name(self) -> str:
+        """The name of the script's file or module; empty without a script."""
+        return script_name(self.script)
 
     def __post_init__(self) -> None:
+        if self.script[:1] == ["-m"] and not all(part.isidentifier() for part in self.script_name.split(".")):
+            raise ValueError(f"script needs a module after -m, as in [-m, package.module], got {self.script_name!r}")
+        if self.target.endswith(".py"):
+            raise ValueError(f"target is a trainer; for a script write trainer: {{script: [{self.target}]}}")
         module, colon, function = self.target.partition(":")
         if colon and not (function.isidentifier() and all(part.isidentifier() for part in module.split("."))):
             raise ValueError(f"target must look like package.module:function, got {self.target!r}")

@@ -104,6 +104,23 @@ def test_empty_list_of_runs_as_json(hpcdist: Cli) -> None:
     assert (code, json.loads(out), err) == (0, {"runs": [], "notes": []}, "")
 
 
+@pytest.mark.parametrize(
+    ("words", "override"),
+    [
+        ("run --lr 0.1", "optim.lr=0.1"),
+        ("run ddp_digits --max-steps=10", "stop.max_steps=10"),
+        ("submit ddp_digits --patience --dry-run", "stop.patience=VALUE"),
+        ("config ddp_digits --seed 7", "seed=7"),
+        ("run ddp_digits --webhook abc", "notify.webhook=***"),
+        ("run ddp_digits --nonsense 1", "as in optim.lr=0.1"),
+    ],
+)
+def test_config_key_that_is_written_as_an_option_is_explained(hpcdist: Cli, words: str, override: str) -> None:
+    code, out, err = hpcdist(*words.split())
+    assert (code, out) == (2, "")
+    assert f": config keys are written key=value: {override} (see `hpcdist {words.split()[0]} --help`)\n" in err
+
+
 def test_usage_error_names_the_help_of_its_command(hpcdist: Cli) -> None:
     code, out, err = hpcdist("bench", "comm", "--nonsense")
     assert (code, out) == (2, "")

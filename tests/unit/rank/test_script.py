@@ -27,7 +27,7 @@ from types import SimpleNamespace
 from hpcdist.run.folder import RunDir
 from hpcdist.rank import script
 script.script_environment = lambda topology, run: {}
-script.run_script([sys.argv[1]], RunDir(Path(sys.argv[1]).parent), None)
+script.run_script(sys.argv[1:], RunDir(Path(sys.argv[1]).parent), None)
 """
 
 
@@ -52,3 +52,26 @@ def test_script_without_torch_runs_where_torch_is_not_installed(tmp_path: Path) 
     hidden = f"import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]\n{RUN}"
     done = subprocess.run([sys.executable, "-c", hidden, str(script)], capture_output=True, text=True, check=False)
     assert done.stdout == "No module named 'torch'\n", done.stderr
+
+
+def test_module_runs_like_a_script(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "part.py").write_text("VALUE = 3\n")
+    (package / "train.py").write_text(
+        "import sys\nfrom .part import VALUE\nprint(__name__, __spec__.name, VALUE, sys.argv)\n"
+    )
+    found = {}
+    for module in ("package.train", "package.missing"):
+        found[module] = subprocess.run(
+            [sys.executable, "-c", RUN, "-m", module, "--lr", "0.10"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+        )
+    done = found["package.train"]
+    expected = f"__main__ package.train 3 ['{package}/train.py', '--lr', '0.10']\n"
+    assert done.stdout == expected, done.stderr
+    assert found["package.missing"].stderr.endswith("TrainerError: trainer.script: no module 'package.missing'\n")
