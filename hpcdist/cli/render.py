@@ -20,10 +20,12 @@ from rich.table import Table
 
 from hpcdist.config.schema import Config, find_trainer
 from hpcdist.config.written import redacted
+from hpcdist.diagnostics.explain import explain_attempt
 from hpcdist.files.short_path import short_path
 from hpcdist.rank.roles import rank_table
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir, State
+from hpcdist.run.snapshot import code_state
 from hpcdist.supervisor.plan import Plan, rank_command
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.tracking.client.uri import redact_uri
@@ -59,6 +61,9 @@ def show_plan(
         "run folder": str(run_folder),
         "MLflow": redact_uri(tracking_uri),
     }
+    run = RunDir(run_folder)
+    if run.environment.exists() and (code := code_state(run)).copied:
+        rows["code"] = f"{run.code}, a copy of {code.root}; links in it lead to the files that are left out"
     if plan.roles is not None:
         rows["roles"] = "\n".join(rank_table(plan.roles, [(range(plan.num_ranks), "")], plan.devices))
     if verbose:
@@ -192,7 +197,13 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
     if is_benchmark and run.artifacts.is_dir():
         lines.append(f"report: {program} bench show {escape(shlex.quote(str(run.path)))}")
     if state.status != "finished":
-        lines.append(f"continue: {program} resume {escape(shlex.quote(str(run.path)))}")
+        resume = f"{program} resume {escape(shlex.quote(str(run.path)))}"
+        failed = state.status == "failed" and state.attempt > 0
+        finding = explain_attempt(run, run.attempt(state.attempt), read_logs=False) if failed else None
+        if finding is not None and finding.code:
+            lines.append(f"fix {escape(short_path(finding.code))}, then: {resume} --with-current-code")
+        else:
+            lines.append(f"continue: {resume}")
     lines.append(f"[bold {COLOURS[state.status]}]{state.status}[/]: {escape(state.reason)}")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)

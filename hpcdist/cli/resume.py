@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,8 @@ from hpcdist.cli.submit import check_submission, enqueue, submission_flags
 from hpcdist.errors import UserMistake
 
 app = typer.Typer()
+#: Changed files that are named.
+MAX_CHANGED = 5
 
 
 @app.command()
@@ -83,6 +86,8 @@ def resume(
     if code:
         config = with_params(config, Path(code[0]), f"resume {found.name}")
     pending_config.check(found, config)
+    if not with_current_code and found.read_state().status == "failed":
+        _note_changes(snapshot.changed_files(snapshot.code_state(found), found))
     if with_current_code:
         create.check_code(config, Path.cwd())
     if on_slurm:
@@ -96,3 +101,13 @@ def resume(
     if start is None:
         return enqueue(found, config, flags, follow=follow, wait=wait)
     return supervise_here(found, config, *start, follow=follow)
+
+
+def _note_changes(files: Sequence[str]) -> None:
+    """Print that the user's code differs from the copy that a resume runs."""
+    if files:
+        more = f" and {len(files) - MAX_CHANGED} more" if len(files) > MAX_CHANGED else ""
+        print(
+            f"changed since the run copied the code: {', '.join(files[:MAX_CHANGED])}{more}; this resume runs the copy,"
+            " --with-current-code runs the new code"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from hpcdist.diagnostics.failure_patterns import (
     cause_of,
     first_match,
     quote,
+    users_frame,
 )
 from hpcdist.files.atomic import read_json
 from hpcdist.files.log_text import MAX_LINE_CHARS, last_lines
@@ -59,6 +61,7 @@ class Finding:
     cause: str
     evidence: str = ""
     fix: str = ""
+    code: str = ""  #: the line of the user's code that failed, `FILE:LINE`
 
 
 def explain(run: RunDir) -> list[str]:
@@ -211,15 +214,19 @@ def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, 
     if (match := first_match(lines)) is not None:
         pattern, line = match[0], lines[match[1]]
         return _known(pattern, line, _cite_line(run, attempt, rank, line))
-    if outcome["outcome"] == "rejected":
+    evidence = _cite_line(run, attempt, rank, error)
+    if outcome["outcome"] == "rejected" and not trace:
         fix = f"correct the key, then `hpcdist resume {run.name} key=value …`"
-        return Finding(
-            cause="the configuration cannot run on these nodes", evidence=_cite_line(run, attempt, rank, error), fix=fix
-        )
-    where = next((line.strip() for line in reversed(trace) if line.lstrip().startswith("File ")), "")
-    cause = f"an exception in the training code{f', at {where}' if where else ''}"
-    fix = f"fix the code, then `hpcdist resume {run.name} --with-current-code`"
-    return Finding(cause=quote(cause), evidence=_cite_line(run, attempt, rank, error), fix=fix)
+        return Finding(cause="the configuration cannot run on these nodes", evidence=evidence, fix=fix)
+    frame = users_frame(trace)
+    place = f"{frame['file']}:{frame['line']}" if frame else ""
+    last = next((line.strip() for line in reversed(trace) if line.lstrip().startswith("File ")), "")
+    where = frame.string.strip() if frame else last
+    cause = quote(f"an exception in the training code{f', at {where}' if where else ''}")
+    if place and re.search(r"\b(Syntax|Indentation|Tab)Error: ", error):
+        cause = f"a syntax error in {place}"
+    fix = f"fix {place or 'the code'}, then `hpcdist resume {run.name} --with-current-code`"
+    return Finding(cause=cause, evidence=evidence, fix=fix, code=place)
 
 
 def _of_hang(run: RunDir, attempt: Attempt) -> Finding | None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import hpcdist
 
 #: Maximum length of a quoted line.
 QUOTE_CHARS = 160
+_FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+)')
+_LIBRARY = re.compile(r"^<|/(?:site|dist)-packages/|/lib(?:64)?/python3")
+_PACKAGE = Path(hpcdist.__file__).parent
 
 
 @dataclass(frozen=True)
@@ -235,6 +241,18 @@ def first_match(lines: Iterable[str]) -> tuple[Pattern, int] | None:
                 best = (index, number)
                 break
     return (PATTERNS[best[0]], best[1]) if best else None
+
+
+def users_frame(trace: Sequence[str]) -> re.Match[str] | None:
+    """Return the innermost frame of a traceback in the user's code, with groups `file` and `line`."""
+    found = None
+    for line in trace:
+        frame = _FRAME.search(line)
+        if frame is not None and not _LIBRARY.search(frame["file"]):
+            # A copy of hpcdist, as an environment of ranks has it, contains the same modules.
+            package, _, module = frame["file"].rpartition("/hpcdist/")
+            found = found if package and (_PACKAGE / module).is_file() else frame
+    return found
 
 
 def cause_of(pattern: Pattern, line: str) -> str:

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal
 
-from hpcdist.errors import HpcdistError, PeerLost, RemoteError, UserMistake
+from hpcdist.errors import HpcdistError, PeerLost, RemoteError, TrainerError, UserMistake
 from hpcdist.files import retry
 from hpcdist.files.atomic import write_json
 from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 
 log = logging.getLogger(__name__)
 #: Parts of error messages of gloo, NCCL, TensorPipe and the store when another rank has died.
@@ -72,17 +73,22 @@ class Outcome:
     def write_error(self, error: BaseException) -> int:
         """Log an exception, write the outcome file, and return the exit code."""
         error = RemoteError.received(error) or error
-        is_rejected = isinstance(error, UserMistake)
+        is_rejected = isinstance(error, UserMistake | SyntaxError)
         is_expected = isinstance(error, HpcdistError)
         text = str(error) or type(error).__name__
-        trace = "".join(traceback.format_exception(error))
-        log.error("%s", text if is_expected else trace.rstrip())
+        # Only an error in the user's module has a cause here.
+        imported = error.__cause__ if isinstance(error, TrainerError) else None
+        trace = "" if is_expected and imported is None else "".join(traceback.format_exception(imported or error))
+        with suppress(HpcdistError, OSError):
+            run = RunDir(self._path.parents[2])
+            text, trace = run.with_original_paths(text), run.with_original_paths(trace)
+        log.error("%s", "\n".join([text] * is_expected + [trace.rstrip()] * bool(trace)))
         self.write(
             "rejected" if is_rejected else "failed",
             error=_shorten(text if is_expected else f"{type(error).__name__}: {text}"),
             peer_lost=isinstance(error, PeerLost)
             or (isinstance(error, RuntimeError) and any(part in text for part in _PEER_LOST)),
-            traceback=[] if is_expected else [_shorten(trace)],
+            traceback=[_shorten(trace)] if trace else [],
         )
         return 2 if is_rejected else 1
 

@@ -275,7 +275,7 @@ def _set_rank_environment(config: Config, topology: Topology) -> None:
 def load_trainer(target: str) -> Callable[..., None]:
     """Return the training function named by `trainer.target`: a shipped trainer, or `package.module:function`.
 
-    Raises TrainerError if it cannot be imported or is not callable.
+    Raises TrainerError if it cannot be imported or is not callable; the cause is an error in the module, if it exists.
     """
     module_name, colon, function_name = target.partition(":")
     if not colon:
@@ -283,7 +283,9 @@ def load_trainer(target: str) -> Callable[..., None]:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:
-        raise TrainerError(f"trainer {target!r} cannot be imported: {type(error).__name__}: {error}") from error
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        message = f"trainer {target!r} cannot be imported: {type(error).__name__}: {error}"
+        raise TrainerError(message) from (None if is_missing else error)
     function = getattr(module, function_name, None)
     if not callable(function):
         raise TrainerError(f"trainer {target!r}: {module.__file__} has no function {function_name!r}")

@@ -161,6 +161,13 @@ class RunDir:
                 return copy
         return None
 
+    def with_original_paths(self, text: str) -> str:
+        """Return a text in which files of this run's code snapshot have the paths from which they were copied."""
+        code = (read_json(self.environment) or {}).get("code")
+        if not isinstance(code, dict) or not code.get("copied"):
+            return text
+        return text.replace(f"{self.code}/", f"{str(code.get('root')).rstrip('/')}/")
+
     @classmethod
     def create(cls, path: Path) -> RunDir:
         """Make the folder and its subfolders, mode 0700 because logs and configs are private.

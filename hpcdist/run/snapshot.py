@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import logging
 import os
 import platform
@@ -246,6 +247,14 @@ def import_path(code: CodeState, run: RunDir) -> list[str]:
     first = [run.code / cwd.relative_to(code.root)] if is_inside else []
     last = [] if is_inside else [cwd]
     return list(dict.fromkeys(map(str, [*first, run.code, *(run.code / name for name in code.sources), *last])))
+
+
+def changed_files(code: CodeState, run: RunDir) -> list[str]:
+    """Return the files of the copy whose originals now have another content, by their path below `root`."""
+    copies = [copy for copy in sorted(run.code.rglob("*")) if copy.is_file() and not copy.is_symlink()]
+    pairs = [(copy, code.root / copy.relative_to(run.code)) for copy in copies if code.copied]
+    changed = [copy for copy, origin in pairs if origin.is_file() and not filecmp.cmp(copy, origin)]
+    return [copy.relative_to(run.code).as_posix() for copy in changed]
 
 
 def write_environment(run: RunDir, code: CodeState, **facts: Any) -> None:

@@ -93,6 +93,41 @@ def test_script_that_prints_on_rank_0_lives_until_it_hangs(runs: Runs) -> None:
     assert "prints.py" in runs.attempt("prints").stacks(1).read_text()
 
 
+def test_error_in_a_script_is_fixed_in_the_original_and_data_is_found_from_the_copy(runs: Runs) -> None:
+    name, project = "broken", runs.project
+    (project / ".gitignore").write_text("ignored\n")
+    (project / "ignored").mkdir()
+    (project / "ignored" / "data.txt").write_text("found")
+    (project / "broken.py").write_text(
+        "from pathlib import Path\n"
+        "folder = Path(__file__).parent\n"
+        "print(folder.parent.name, (folder / 'ignored' / 'data.txt').read_text())\n"
+        "import broken_part\n"
+        "broken_part.begin()\n"
+    )
+    (project / "broken_part.py").write_text("def begin():\n    raise ValueError('bad')\n")
+    config = runs.config(name, "trainer.script=[broken.py]", "launch.num_ranks=1", "launch.max_restarts=0", *NO_WAIT)
+    code, output = runs.command("run", *config)
+    assert code == 1, output
+    run = runs.run_dir(name)
+    assert f"code        {run.code}, a copy of {project}; links in it lead to the files that are left out\n" in output
+    assert f"running the copy {run.code}/broken.py" in runs.attempt(name).log(0).read_text()
+    assert f"{name} found\n" in output
+    assert f'File "{project}/broken_part.py", line 2, in begin' in output
+    assert output.splitlines()[-2].startswith("fix broken_part.py:2, then: ")
+    assert output.splitlines()[-2].endswith(f"resume {run.path} --with-current-code")
+    code, output = runs.command("explain", name)
+    assert f"fix:      fix {project}/broken_part.py:2, then `hpcdist resume broken --with-current-code`" in output
+
+    (project / "broken_part.py").write_text("def begin():\n    print('fixed')\n")
+    code, output = runs.command("resume", name)
+    assert code == 1, output
+    assert "changed since the run copied the code: broken_part.py; this resume runs the copy" in output
+    code, output = runs.command("resume", name, "--with-current-code")
+    assert code == 0, output
+    assert "\nfixed\n" in output
+
+
 NOT_PERMITTED_FOR_RANK_0 = """#!/bin/sh
 for pid; do :; done
 if tr '\\0' '\\n' </proc/"$pid"/environ | grep -qx HPCDIST_RANK=0; then

@@ -273,6 +273,19 @@ def test_end_of_an_unfinished_run_names_the_resume_command(
     ]
 
 
+def test_end_after_an_error_in_the_users_code_names_the_line_to_fix(
+    console: Console, make: Callable[..., RunDir]
+) -> None:
+    run = make(status="failed", attempt=1, reason="a reason")
+    trace = ['  File "/me/train.py", line 7, in step\n', "ValueError: bad\n"]
+    outcome = {"outcome": "failed", "rank": 0, "host": "n1", "time": 1.0, "step": 5, "error": "ValueError: bad"}
+    write_json(run.attempt(1).outcome(0), outcome | {"peer_lost": False, "traceback": trace})
+    assert end(console, run, run.read_state())[-2:] == [
+        f"fix /me/train.py:7, then: hpcdist resume {run.path} --with-current-code",
+        "failed: a reason",
+    ]
+
+
 def test_end_of_a_run_on_a_server_links_to_its_page_and_views(console: Console, make: Callable[..., RunDir]) -> None:
     run = make(status="finished", reason="a reason")
     ids = {"uri": "http://ada:***@mlflow", "experiment_id": "7", "run_id": "ab", "views": ["hpcdist-cost"]}

@@ -68,8 +68,16 @@ def test_resume_uses_the_code_snapshot_unless_current_code_is_requested(
     code = tmp_path / "train.py"
     code.write_text("old")
     run = make("first", "trainer=train:train", status="failed", attempt=1)
+    assert "changed" not in hpcdist("resume", "first").out
     code.write_text("new")
-    assert hpcdist("resume", "first", *["--with-current-code"] * current).code == 0
+    result = hpcdist("resume", "first", *["--with-current-code"] * current)
+    assert result.code == 0
+    hint = (
+        "changed since the run copied the code: train.py; this resume runs the copy, --with-current-code runs the new"
+    )
+    assert (hint in " ".join(result.out.split())) == (not current)
+    run.write_state(replace(run.read_state(), status="stopped"))
+    assert "changed" not in hpcdist("resume", "first").out
     assert (run.code / "train.py").read_text() == ("new" if current else "old")
     command = (read_json(run.environment) or {})["command"]
     assert ("--with-current-code" in command) == current

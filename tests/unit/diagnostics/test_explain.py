@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from hpcdist.diagnostics.explain import explain
+import hpcdist
+from hpcdist.diagnostics.explain import explain, explain_attempt
 from hpcdist.files.atomic import write_json
 from hpcdist.run.attempt_times import AttemptTimes, write_times
 from hpcdist.run.folder import RunDir
@@ -199,8 +200,61 @@ def test_exception_in_user_code_has_its_frame_and_log_line(run: RunDir) -> None:
         "status": "failed: rank 0 failed",
         "cause": 'an exception in the training code, at File "/me/train.py", line 7, in step',
         "evidence": "attempts/001/rank-00001.log:4: ValueError: loss is nan",
-        "fix": "fix the code, then `hpcdist resume first --with-current-code`",
+        "fix": "fix /me/train.py:7, then `hpcdist resume first --with-current-code`",
     }
+
+
+SHIPPED = Path(hpcdist.__file__).parent / "trainers" / "ddp" / "train.py"
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "frames", "cause", "place"),
+    [
+        pytest.param(
+            "failed",
+            "ValueError: bad",
+            ["/me/train.py", "/env/lib/python3.12/site-packages/torch/nn.py", "<frozen x>"],
+            'an exception in the training code, at File "/me/train.py", line 1',
+            "/me/train.py:1",
+            id="raised in a library",
+        ),
+        pytest.param(
+            "failed",
+            "ValueError: bad",
+            ["/usr/lib/python3.12/runpy.py", str(SHIPPED)],
+            f'an exception in the training code, at File "{SHIPPED}", line 2'[:160],
+            "",
+            id="in a shipped trainer",
+        ),
+        pytest.param(
+            "rejected",
+            "trainer 'a:train' cannot be imported: SyntaxError: invalid syntax (b.py, line 2)",
+            ["/me/a.py", "/me/b.py"],
+            "a syntax error in /me/b.py:2",
+            "/me/b.py:2",
+            id="syntax error",
+        ),
+        pytest.param(
+            "rejected",
+            "trainer 'a:train' cannot be imported: ImportError: it is no package",
+            ["/me/a.py"],
+            'an exception in the training code, at File "/me/a.py", line 1',
+            "/me/a.py:1",
+            id="import error",
+        ),
+    ],
+)
+def test_error_in_the_users_code_names_the_line_to_fix(
+    run: RunDir, kind: str, error: str, frames: list[str], cause: str, place: str
+) -> None:
+    trace = [f'  File "{path}", line {number}' for number, path in enumerate(frames, 1)]
+    write_outcome(run, 0, error, "Traceback (most recent call last):", *trace, error, kind=kind)
+    found = explained(run)
+    assert found["cause"] == cause
+    assert found["fix"] == f"fix {place or 'the code'}, then `hpcdist resume first --with-current-code`"
+    finding = explain_attempt(run, run.attempt(1), read_logs=False)
+    assert finding is not None
+    assert finding.code == place
 
 
 def test_known_error_of_a_rank_has_its_cause(run: RunDir) -> None:
