@@ -1,0 +1,1 @@
+learning_rate = 0.02
