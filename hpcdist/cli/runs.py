@@ -142,7 +142,7 @@ def stop(
 ) -> None:
     """Save a checkpoint and stop a run, or remove it from the queue; of a sweep, all its cells.
 
-    `hpcdist resume` continues the run from the checkpoint.
+    `hpcdist resume` continues the run from the checkpoint. A plain script gets SIGTERM, at which it may save.
 
     Example:  hpcdist stop
     """

@@ -306,7 +306,9 @@ def _stack(run: RunDir, attempt: Attempt) -> str:
 
 
 def _sign_of_life(run: RunDir, state: State) -> str:
-    """Return the age of rank 0's last heartbeat if it is more than a minute."""
+    """Return where the stacks of a run without progress are, or the age of a heartbeat of more than a minute."""
+    if state.attempt and (silence := run.attempt(state.attempt).silence).is_file():
+        return f" (but once it made no progress for launch.hang_timeout_s; stacks: {silence.relative_to(run.path)})"
     beat = run.attempt(state.attempt).beat(0)
     if not state.attempt or not beat.is_file():
         return ""

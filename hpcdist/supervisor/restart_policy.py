@@ -57,6 +57,8 @@ def first_failure(
     outcomes: Mapping[int, Mapping[str, Any]],
     last_step: Callable[[int], int | None],
     host_of: Callable[[int], str],
+    *,
+    sent_sigterm: bool = False,
 ) -> Failure | None:
     """Return the failure that caused the others, or None if all ranks succeeded.
 
@@ -65,10 +67,15 @@ def first_failure(
         outcomes: outcome files of the ranks. A rank that has reported a failure may still be ending.
         last_step: returns the last known step of a rank without an outcome.
         host_of: returns the host of a rank without an outcome.
+        sent_sigterm: whether all ranks got SIGTERM, which ends a plain script; other ranks may lose their peers by it.
 
     A rank that lost its peer is a consequence. Among causes, the first in the order of exits counts, because killed
     ranks record no time. Without another cause, a rank that ended first with exit status 0 has left the others.
     """
+    if sent_sigterm:
+        lost = {rank for rank, outcome in outcomes.items() if outcome.get("peer_lost")}
+        exits = {rank: code for rank, code in exits.items() if code != -signal.SIGTERM and rank not in lost}
+        outcomes = {rank: outcome for rank, outcome in outcomes.items() if rank not in lost}
     causes: list[Failure] = []
     consequences: list[Failure] = []
     for rank in [*exits, *sorted(outcomes.keys() - exits.keys())]:

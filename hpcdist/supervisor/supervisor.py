@@ -8,7 +8,6 @@ MLflow; ranks never wait for it.
 from __future__ import annotations
 
 import shutil
-import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -335,13 +334,12 @@ class Supervisor:
         outcomes = attempt.outcomes()
         if watch.cancelled:
             return "cancelled", None
-        if watch.stop_requested and self._config.trainer.script and not hung:
-            # A plain script that SIGTERM ends has stopped as requested; other ranks may lose it as their peer.
-            own = {rank: outcome for rank, outcome in outcomes.items() if not outcome.get("peer_lost")}
-            lost = outcomes.keys() - own.keys()
-            exits = {rank: code for rank, code in exits.items() if code != -signal.SIGTERM and rank not in lost}
-            return "stopped", first_failure(exits, own, watch.progress.last_step, ranks.host_of)
-        failure = hung or first_failure(exits, outcomes, watch.progress.last_step, ranks.host_of)
+        sent_sigterm = watch.stops_script and not hung
+        failure = hung or first_failure(
+            exits, outcomes, watch.progress.last_step, ranks.host_of, sent_sigterm=sent_sigterm
+        )
+        if sent_sigterm:
+            return "stopped", failure
         ended = outcomes.get(0, {}).get("outcome")
         if failure is None and ended is None:
             failure = Failure(

@@ -102,10 +102,10 @@ class Watch:
             if (lost := self._lost_node()) is not None:
                 return lost
             failed = any(self._is_failure(code) for code in self._ranks.exits.values())
-            if failed and not self._stops_script:
+            if failed and not self.stops_script:
                 self._kill_by(now + PEER_GRACE_S)
             if self._kill_at is not None and now >= self._kill_at:
-                return None if failed and not self._stops_script else self._overdue()
+                return None if failed and not self.stops_script else self._overdue()
             if self._kill_at is None and (failure := self._late(now) or self._hung(now)) is not None:
                 return failure
             self.progress.show()
@@ -254,10 +254,10 @@ class Watch:
         self._kill_at = then if self._kill_at is None else min(self._kill_at, then)
 
     def _is_failure(self, code: int) -> bool:
-        return code != 0 and not (self._stops_script and code == -signal.SIGTERM)
+        return code != 0 and not (self.stops_script and code == -signal.SIGTERM)
 
     @property
-    def _stops_script(self) -> bool:
+    def stops_script(self) -> bool:
         """Whether a plain script has got SIGTERM: its ranks may save, and end, one after the other."""
         return self.stop_requested and bool(self._config.trainer.script)
 

@@ -46,11 +46,18 @@ def main(folder: str) -> None:
         try:
             process = psutil.Process(found.pid)
             tree = [process, *process.children(recursive=True)]
-            cpu_s = sum(sum(one.cpu_times()[:4]) for one in tree)
-        except psutil.Error:
-            continue  # a process has just ended, so the rank does not hang
-        on_gpu = any(one.pid in pids for one in tree)
+        except psutil.Error:  # the rank has ended
+            continue
+        cpu_s, on_gpu = sum(map(_cpu_s, tree)), any(one.pid in pids for one in tree)
         print(json.dumps(asdict(Activity(rank=found.rank, time=time.time(), cpu_s=cpu_s, on_gpu=on_gpu))), flush=True)
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    """Return the CPU time of a process and of its children that have ended."""
+    try:
+        return sum(process.cpu_times()[:4])
+    except psutil.Error:  # it has just ended
+        return 0.0
 
 
 def read_activities(

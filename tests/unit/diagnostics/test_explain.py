@@ -95,6 +95,16 @@ def test_old_heartbeat_of_a_running_run_is_reported(run: RunDir) -> None:
         assert explain(run)[0].startswith("running; nothing to explain (but rank 0 sent its last heartbeat 10")
 
 
+def test_stacks_of_a_running_run_without_progress_are_named(run: RunDir) -> None:
+    change_state(run, status="running", reason="")
+    run.attempt(1).silence.write_text("all ranks are in all_reduce")
+    with hold(run):
+        assert explain(run) == [
+            "running; nothing to explain (but once it made no progress for launch.hang_timeout_s; stacks:"
+            " attempts/001/silence.txt)"
+        ]
+
+
 def test_running_run_explains_its_last_restart(run: RunDir) -> None:
     write_outcome(run, 0, "ValueError: nan")
     run.new_attempt()

@@ -100,6 +100,16 @@ def test_intervals_without_a_beat_write_nothing(attempt: Attempt, writes: list[i
     assert writes == [0, 1, 2]
 
 
+def test_heartbeat_says_whether_further_ones_are_due(attempt: Attempt) -> None:
+    """`should_stop` and `alive` promise them; `log` and `save` do not."""
+    beat = without_thread(attempt)
+    run_intervals(beat, beat.beat)
+    assert read(attempt)["regular"] is False
+    run_intervals(beat, lambda: beat.beat(regular=True))
+    run_intervals(beat, beat.beat)
+    assert read(attempt)["regular"] is True
+
+
 def test_late_write_has_the_time_of_the_last_beat(attempt: Attempt) -> None:
     beat = without_thread(attempt)
     step(beat, 7)()

@@ -67,6 +67,23 @@ def test_first_failure_is_the_cause_of_the_others(
     assert values == expected
 
 
+@pytest.mark.parametrize(
+    ("exits", "outcomes", "error"),
+    [
+        ({0: -15, 1: -15}, {}, None),
+        ({1: -15, 0: 1}, {0: peer_lost(0)}, None),
+        ({1: 0, 0: 1}, {0: peer_lost(0), 1: {"outcome": "stopped"}}, None),
+        ({1: -15, 0: 1}, {0: failed("OSError: disk full")}, "OSError: disk full"),
+        ({1: -15, 0: -9}, {}, "was killed by SIGKILL"),
+    ],
+)
+def test_script_that_sigterm_ends_has_not_failed(
+    exits: dict[int, int], outcomes: dict[int, dict[str, Any]], error: str | None
+) -> None:
+    found = first_failure(exits, outcomes, lambda rank: None, lambda rank: "here", sent_sigterm=True)
+    assert (None if found is None else found.error) == error
+
+
 def test_first_failure_has_the_traceback() -> None:
     found = first_failure({0: 1}, {0: failed()}, lambda rank: None, lambda rank: "here")
     assert found is not None

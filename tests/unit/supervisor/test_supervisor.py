@@ -487,8 +487,8 @@ def test_rank_of_a_plain_script_saves_although_another_rank_loses_its_peer(scene
     failed = [["await", "{attempt}/rank-00001.outcome.json"], ["sleep", 1.0]]  # longer than PEER_GRACE_S
     scene.script(
         first=[
-            [*ASK_AND_SAVE[:3], *failed, *ASK_AND_SAVE[3:]],
-            [["ignore", signal.SIGTERM], ["await", "{attempt}/request.json"], *PEER_LOST],
+            [["await", "up"], *ASK_AND_SAVE[:3], *failed, *ASK_AND_SAVE[3:]],
+            [["ignore", signal.SIGTERM], ["touch", "up"], ["await", "{attempt}/request.json"], *PEER_LOST],
         ]
     )
     state = scene.supervise()
