@@ -100,6 +100,7 @@ class RunView:
         #: Time and step of the first progress in this attempt, from which the rate is measured.
         self._began: tuple[float, int] | None = None
         self._last_step = -1
+        self._doing = ""
 
     def __enter__(self) -> RunView:
         self._progress.start()
@@ -130,7 +131,13 @@ class RunView:
         self._console.print(f"    full log: {escape(str(log))}", highlight=False, soft_wrap=True)
 
     def progress(self, beat: Mapping[str, Any]) -> None:
-        """Show the step and metrics of rank 0's newest heartbeat."""
+        """Show the step and metrics of rank 0's newest heartbeat, and what it does after the last step."""
+        self._show_step(beat)
+        if (doing := str(beat.get("doing", ""))) not in ("", self._doing):
+            self._doing = doing
+            self.note(doing)
+
+    def _show_step(self, beat: Mapping[str, Any]) -> None:
         step, total = beat["step"], beat["total_steps"]
         if total is None or step == self._last_step:
             return

@@ -62,8 +62,10 @@ def resume(
     from hpcdist.config.trainer_params import with_params
     from hpcdist.files.ownership import require_trusted
     from hpcdist.run import create, pending_config, snapshot
+    from hpcdist.run.attempt_times import reached_step
     from hpcdist.run.lease import hold
     from hpcdist.run.lookup import resolve_run
+    from hpcdist.run.saved_checkpoints import resume_point
     from hpcdist.run.secret_file import kept
     from hpcdist.run.slurm_job import job_of
     from hpcdist.run.status import status_of
@@ -98,6 +100,8 @@ def resume(
         if with_current_code:
             launcher = "slurm" if on_slurm else "local"
             snapshot.write_environment(found, snapshot.take(config, found, Path.cwd()), launcher=launcher)
+    if (last := found.read_state().attempt) and (on_slurm or not follow):  # else the supervisor prints it
+        print(resume_point(found, reached_step(found.attempt(last)), is_script=bool(config.trainer.script)))
     if start is None:
         return enqueue(found, config, flags, follow=follow, wait=wait)
     return supervise_here(found, config, *start, follow=follow)

@@ -102,7 +102,9 @@ class ContextRecords(RankInfo):
         one input batch of at least two samples, from which MLflow infers the model's signature.
         """
         if self.is_main:
-            from hpcdist.checkpoint.export import export_model
+            self._heartbeat.doing = "exporting the final model"
+            self._heartbeat.beat()
+            from hpcdist.checkpoint.export import export_model  # imports MLflow
 
             with self.timer.account.phase("checkpoint"):
                 export_model(module, example, self.run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 
 from hpcdist.files import retry
@@ -47,3 +48,31 @@ def newest_step(run: RunDir) -> int | None:
         if read_json(folder / MANIFEST_FILE) is not None:
             return step
     return None
+
+
+def resume_point(run: RunDir, reached: int, *, is_script: bool = False) -> str:
+    """Return a sentence on where the next attempt of a run continues.
+
+    Args:
+        reached: last step that earlier attempts have done.
+        is_script: whether the files in the folder are those of a script, which decides itself what it loads.
+    """
+    if is_script:
+        names, done = script_files(run), f" (after step {reached})" if reached else ""
+        if not names:
+            return f"the script starts again{done}, without a file in {run.checkpoints.name}/"
+        saved = _time_of(run.checkpoints / names[-1])
+        return f"the script starts again{done}; its newest file in {run.checkpoints.name}/ is {names[-1]} of {saved}"
+    step = newest_step(run)
+    at = "starting at step 0, since there is no checkpoint"
+    if step is not None:
+        at = f"resuming at step {step}, checkpoint of {_time_of(run.checkpoints / folder_name(step) / MANIFEST_FILE)}"
+    lost = max(0, reached - (step or 0))
+    return at + (f", {lost} step{'s' * (lost != 1)} lost" if lost else "")
+
+
+def _time_of(path: Path) -> str:
+    """Return when a file was written, with the date if that was not today."""
+    written = time.localtime(os.lstat(path).st_mtime)
+    is_today = written[:3] == time.localtime()[:3]
+    return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S", written)

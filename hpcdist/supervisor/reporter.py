@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpcdist.run.attempt import Attempt
+from hpcdist.run.attempt_times import reached_before
 from hpcdist.run.folder import RunDir
 from hpcdist.run.pending_config import adopt
-from hpcdist.run.saved_checkpoints import newest_step
+from hpcdist.run.saved_checkpoints import newest_step, resume_point
 from hpcdist.supervisor.restart_policy import Failure
 
 
@@ -33,7 +34,7 @@ class Reporter(Protocol):
 
 
 class AdoptingReporter:
-    """Forwards all events, and adopts the pending config at the first completed step.
+    """Forwards all events, notes where an attempt continues, and adopts the pending config at the first completed step.
 
     Args:
         is_script: a plain script has no steps: its first output counts as one.
@@ -49,6 +50,8 @@ class AdoptingReporter:
     def attempt(self, attempt: Attempt, num_ranks: int) -> None:
         self.first_step = newest_step(self._run) or 0
         self._report.attempt(attempt, num_ranks)
+        if attempt.number > 1:
+            self._report.note(resume_point(self._run, reached_before(attempt), is_script=self._is_script))
 
     def progress(self, beat: Mapping[str, Any]) -> None:
         self._progressed(beat.get("step", 0) > self.first_step)

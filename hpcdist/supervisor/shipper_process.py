@@ -6,15 +6,20 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from hpcdist.config.schema import Config
-from hpcdist.errors import TrackingError
+from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.client.uri import is_server, resolve_uri
+from hpcdist.tracking.journal.shipping_state import upload_progress
 
 log = logging.getLogger(__name__)
+#: Time after which an upload is noted, and interval of further notes.
+FIRST_NOTE_S = 1.0
+NOTE_EVERY_S = 5.0
 
 
 class ShipperProcess:
@@ -27,6 +32,7 @@ class ShipperProcess:
     """
 
     def __init__(self, run: RunDir, uri: str, env: Mapping[str, str], *, through_queue: bool = False) -> None:
+        self._run = run
         flags = ["--through-queue"] if through_queue else []
         with open(run.path / "shipper.log", "ab") as file:
             self._process = subprocess.Popen(
@@ -40,19 +46,31 @@ class ShipperProcess:
                 preexec_fn=None if through_queue else _be_nice,
             )
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until MLflow has all records of an ended run, at most `timeout_s`. Returns whether it has."""
+    def drain(self, timeout_s: float, note: Callable[[str], None] = lambda text: None) -> bool:
+        """Wait until MLflow has all records of an ended run, at most `timeout_s`. Returns whether it has.
+
+        Args:
+            note: called with the progress of a longer upload.
+        """
         if self._process.stdin is not None:
             with suppress(BrokenPipeError), self._process.stdin as pipe:
                 pipe.write(b".")
         else:
             _be_normal(self._process.pid)  # the ranks have ended; on a busy machine low priority takes minutes
-        try:
-            return self._process.wait(timeout_s) == 0
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            return False
+        until, pause_s, shown = time.monotonic() + timeout_s, FIRST_NOTE_S, ""
+        while True:
+            left_s = max(0.0, until - time.monotonic())
+            try:
+                return self._process.wait(min(pause_s, left_s)) == 0
+            except subprocess.TimeoutExpired:
+                if left_s <= pause_s:
+                    self._process.kill()
+                    self._process.wait()
+                    return False
+            with suppress(RunFolderError, OSError):
+                if (text := upload_progress(self._run)) != shown:
+                    note(shown := text)
+            pause_s = NOTE_EVERY_S
 
 
 def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:
@@ -96,7 +114,7 @@ def shipping_from_here(run: RunDir, config: Config, env: Mapping[str, str]) -> I
         return
     shipper = ShipperProcess(run, uri, env, through_queue=True)
     yield
-    shipper.drain(config.tracking.drain_timeout_s)
+    shipper.drain(config.tracking.drain_timeout_s, print)
 
 
 def _be_nice() -> None:

@@ -123,7 +123,7 @@ class Supervisor:
                 self._report.note(f"{self._run.path}/state.json cannot be written: {error.strerror}")
         if notifier is not None:
             notifier.drain()
-        if shipper is not None and not shipper.drain(self._config.tracking.drain_timeout_s):
+        if shipper is not None and not shipper.drain(self._config.tracking.drain_timeout_s, self._report.note):
             self._report.note(
                 f"MLflow at {redact_uri(self._tracking_uri or '')} has not received all records (see shipper.log);"
                 f" none are lost: `hpcdist sync {self._run.name}` ships the rest"
@@ -206,13 +206,13 @@ class Supervisor:
         self._report.failure(failure, log_of(attempt, failure))
         if change := self._new_nodes(attempt, failure):
             self._moves += 1
-            self._report.note(f"restart from the newest checkpoint: {change}")
+            self._report.note(f"restart: {change}")
             return None
         failures.append(failure)
         if (over := self._end_by_failure(state, attempt, failures)) is not None:
             write_times(attempt, replace(times, status="failed", reason=over.reason))  # may name lost nodes
             return over
-        self._report.note(f"restart {len(failures)} of {self._config.launch.max_restarts} from the newest checkpoint")
+        self._report.note(f"restart {len(failures)} of {self._config.launch.max_restarts}")
         return None
 
     def _begin_times(self, attempt: Attempt) -> AttemptTimes:

@@ -90,7 +90,8 @@ def test_run_resumes_from_the_last_checkpoint_after_a_killed_rank(runs: Runs, au
     assert code == 0, output
     assert "rank 1 on " in output
     assert "was killed by SIGKILL after step " in output
-    assert "restart 1 of 3 from the newest checkpoint" in output
+    assert "restart 1 of 3\n" in output
+    assert "\nresuming at step 45, checkpoint of " in output
     state = runs.run_dir(name).read_state()
     assert (state.status, state.attempt, state.restarts) == ("finished", 2, 1)
     assert_equals_control(runs, name, augmented_control_run)

@@ -133,6 +133,7 @@ class Scene:
 
         class StubShipper(ShipperProcess):
             def __init__(self, *_: object) -> None:
+                self._run = scene.run
                 self._process = subprocess.Popen(scene.shipper)
 
         supervisor = supervisor or self.supervisor()

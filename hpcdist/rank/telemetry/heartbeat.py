@@ -48,6 +48,8 @@ class Heartbeat:
         #: Steps of those of the metrics that were logged with one.
         self.metric_steps: dict[str, int] = {}
         self.losses = LossWatch()
+        #: What this rank does beside steps, for the user who watches the run.
+        self.doing = ""
         #: Returns this rank's step times so far (`StepTimer.report`).
         self.timing: Callable[[], dict[str, float]] = dict
         #: Returns the time account of this rank (`TimeAccount.report`).
@@ -113,6 +115,7 @@ class Heartbeat:
                 "regular": self.is_regular,
                 "step": step,
                 "total_steps": self.total_steps,
+                "doing": self.doing,
                 # Values may be NumPy or torch scalars, which JSON does not support.
                 "metrics": {key[:MAX_NAME]: float(value) for key, value in self.metrics.copy().items()},
                 "metric_steps": {key[:MAX_NAME]: int(step) for key, step in self.metric_steps.copy().items()},

@@ -45,6 +45,7 @@ class ShippingState:
     """Attempt → time in ms and step of its point of the metric `attempt`."""
     artifacts: dict[str, str] = field(default_factory=dict)
     """Artifact → fingerprint of the uploaded file."""
+    left: int = 0  #: artifacts of an ended run that are not uploaded yet
     model: dict[str, str] = field(default_factory=dict)
     """The logged model: `fingerprint`, `model_id` and, if it is registered, `registered` (name/version)."""
     events: dict[str, int] = field(default_factory=dict)
@@ -147,3 +148,10 @@ def is_complete(run: RunDir) -> bool:
     return shipped.complete == mark and all(
         path.stat().st_size <= shipped.offsets.get(path.name, 0) for path in run.journal.glob("*.jsonl")
     )
+
+
+def upload_progress(run: RunDir) -> str:
+    """Return what the shipper of an ended run does. Raises RunFolderError and OSError."""
+    shipped = ShippingState.load(run.journal / "shipped.json")
+    num_done = len(shipped.artifacts)
+    return "uploading to MLflow" + (f": {num_done} of {num_done + shipped.left} files" if shipped.left else "")

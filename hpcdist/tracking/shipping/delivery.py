@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable
+from itertools import chain
 
 from hpcdist.config.monitor import monitor_of
 from hpcdist.errors import TrackingError
@@ -233,15 +234,17 @@ class Delivery:
 
     def _ship_artifacts(self, state: State) -> None:
         self._report.write_if_due(state, self.progress)
-        self._upload(run_files.documents(self.run))
-        self._upload(run_files.preflight(self.run))
+        found = chain(run_files.documents(self.run), run_files.preflight(self.run))
+        if state.status in ENDED:
+            weights = run_files.checkpoints(self.run, self.config) if state.status != "stopped" else ()
+            others = run_files.trainer_artifacts(self.run), run_files.reports(self.run, ended=True), weights
+            self._upload(chain(found, *others), counted=True)
+            return
+        self._upload(found)
         self._ship_trainer_artifacts(is_running=state.status == "running")
-        ended = state.status in ENDED
-        if ended or time.monotonic() - self._logs_shipped >= LOG_INTERVAL_S:
-            self._upload(run_files.reports(self.run, ended=ended))
+        if time.monotonic() - self._logs_shipped >= LOG_INTERVAL_S:
+            self._upload(run_files.reports(self.run, ended=False))
             self._logs_shipped = time.monotonic()
-        if ended and state.status != "stopped":
-            self._upload(run_files.checkpoints(self.run, self.config))
 
     def _ship_trainer_artifacts(self, *, is_running: bool) -> None:
         """Upload the files of the trainer; of a running run for PASS_S, so that metrics do not wait for many files."""
@@ -253,13 +256,21 @@ class Delivery:
         pause_s = len(found) / CHECKS_PER_S
         self._search_at = time.monotonic() + (pause_s if is_complete and pause_s > SEARCH_S else 0.0)
 
-    def _upload(self, found: Iterable[Artifact], within_s: float = math.inf) -> bool:
-        """Upload the files that MLflow does not have. Returns False if time was too short for all of them."""
+    def _upload(self, found: Iterable[Artifact], within_s: float = math.inf, *, counted: bool = False) -> bool:
+        """Upload the files that MLflow does not have. Returns False if time was too short for all of them.
+
+        Args:
+            counted: record how many are left, for `upload_progress`.
+        """
         until = time.monotonic() + within_s
         saved_at, num_unsaved = time.monotonic(), 0
         try:
+            if counted:
+                found = list(found)
+                self.progress.left = sum(map(self._is_new, found))
+                self.progress.save(self._saved)
             for item in found:
-                if item.fingerprint not in ("", self.progress.artifacts.get(item.target)):
+                if self._is_new(item):
                     # Checked right before the upload, which follows links.
                     if reason := run_files.leaves_folder(item, self.run):
                         if item.target not in self._left_out:
@@ -268,6 +279,7 @@ class Delivery:
                         continue
                     self.open_run().upload(item.source, item.target)
                     self.progress.artifacts[item.target] = item.fingerprint
+                    self.progress.left = max(0, self.progress.left - 1)
                     num_unsaved += 1
                     self._obey_during_pass()
                     if time.monotonic() - saved_at >= SAVE_S:  # the state is large if the run has many artifacts
@@ -282,6 +294,9 @@ class Delivery:
             if num_unsaved:
                 self.progress.save(self._saved)
         return True
+
+    def _is_new(self, item: Artifact) -> bool:
+        return item.fingerprint not in ("", self.progress.artifacts.get(item.target))
 
     def _ship_checkpoints(self, state: State) -> None:
         running = state.status == "running"

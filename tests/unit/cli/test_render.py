@@ -147,6 +147,14 @@ def test_notes_and_script_output_are_printed_unchanged(console: Console, tmp_pat
     ]
 
 
+def test_work_after_the_last_step_is_noted_once(console: Console) -> None:
+    beat = {"step": 9, "total_steps": None, "metrics": {}}
+    with RunView(console) as shown:
+        for doing in ("", "exporting the final model", "exporting the final model", ""):
+            shown.progress(beat | {"doing": doing})
+    assert rows_of(console) == ["exporting the final model"]
+
+
 def test_failure_shows_the_rank_and_the_end_of_its_traceback(console: Console) -> None:
     lines = tuple(f"line {number} [x]\n" for number in range(20))
     failure = Failure(kind="error", rank=3, host="n1", step=5, error="ValueError: [nan]\\", traceback=lines)

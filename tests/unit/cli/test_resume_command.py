@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.secret_file import kept
 from hpcdist.slurm.job_snapshot import JobSnapshot
+from hpcdist.supervisor import local_run
 
 #: These tests may start processes.
 pytestmark = pytest.mark.processes
@@ -32,6 +34,18 @@ def test_resume_uses_the_config_of_the_run(
     assert supervised["config"].seed == 7
     assert run.config.read_text() == before
     assert not run.lease.exists()
+
+
+def test_detached_resume_prints_where_it_continues(
+    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_run, "detach", lambda run, env: 4711)
+    run = make("first", status="failed", attempt=1)
+    (run.checkpoints / "step-00000190").mkdir(parents=True)
+    (run.checkpoints / "step-00000190" / "manifest.json").write_text("{}")
+    write_json(run.attempt(1).outcome(0), {"outcome": "failed", "step": 204})
+    result = hpcdist("resume", "first", "--detach")
+    assert re.search(r"resuming at step 190, checkpoint of \d\d:\d\d:\d\d, 14 steps lost\n", result.out)
 
 
 def test_resume_saves_overrides(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
 
 from hpcdist.review.checkpoints import read_checkpoints
 from hpcdist.run.folder import RunDir
-from hpcdist.run.saved_checkpoints import complete_checkpoints, folder_name, newest_step, step_of
+from hpcdist.run.saved_checkpoints import (
+    MANIFEST_FILE,
+    complete_checkpoints,
+    folder_name,
+    newest_step,
+    resume_point,
+    step_of,
+)
 from hpcdist.slurm.job.preflight_step import newest_checkpoint_bytes
 
 
@@ -47,3 +56,28 @@ def test_damaged_manifest_is_not_the_newest(run: RunDir) -> None:
     assert newest_step(run) == 9
     (run.checkpoints / "step-00000009" / "manifest.json").unlink()
     assert newest_step(run) is None
+
+
+def test_resume_point_names_step_time_and_lost_steps(runs_dir: Path) -> None:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    assert resume_point(run, 0) == "starting at step 0, since there is no checkpoint"
+    assert resume_point(run, 1) == "starting at step 0, since there is no checkpoint, 1 step lost"
+    manifest = run.checkpoints / folder_name(190) / MANIFEST_FILE
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text("{}")
+    saved = time.strftime("%H:%M:%S", time.localtime(manifest.stat().st_mtime))
+    assert resume_point(run, 190) == f"resuming at step 190, checkpoint of {saved}"
+    os.utime(manifest, (1e9, 1e9))
+    then = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1e9))
+    assert resume_point(run, 204) == f"resuming at step 190, checkpoint of {then}, 14 steps lost"
+
+
+def test_resume_point_of_a_script_names_its_newest_file(runs_dir: Path) -> None:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    assert resume_point(run, 0, is_script=True) == "the script starts again, without a file in checkpoints/"
+    (run.checkpoints / "newest.pt").touch()
+    os.utime(run.checkpoints / "newest.pt", (1e9, 1e9))
+    then = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1e9))
+    assert resume_point(run, 204, is_script=True) == (
+        f"the script starts again (after step 204); its newest file in checkpoints/ is newest.pt of {then}"
+    )

@@ -56,7 +56,7 @@ def test_failures_that_nodes_explain_do_not_count_against_max_restarts(scene: Sc
     supervisor = scene.supervisor(JobRules(nodes=nodes))
     state = scene.supervise(supervisor)
     assert (state.status, state.attempt, state.restarts) == ("finished", 3, 2)
-    assert "restart from the newest checkpoint: no answer from n3: continuing on 3 of 4 nodes" in scene.report.notes
+    assert "restart: no answer from n3: continuing on 3 of 4 nodes" in scene.report.notes
     assert scene.run.attempt(1).failure.exists(), "it counts in the search for a failing node"
 
 

@@ -11,7 +11,9 @@ from hpcdist_runs import wait_for
 from supervisor_scene import DONE, EXIT_0, Scene
 
 from hpcdist.run.folder import RunDir
+from hpcdist.supervisor import shipper_process
 from hpcdist.supervisor.shipper_process import ShipperProcess
+from hpcdist.tracking.journal.shipping_state import ShippingState
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -72,4 +74,25 @@ def test_final_state_is_written_before_the_wait_for_the_shipper(scene: Scene) ->
     scene.shipper = ["sh", "-c", f"until grep -q finished '{scene.run.path}/state.json'; do :; done"]
     scene.script(first=[[*DONE], EXIT_0])
     assert scene.supervise().status == "finished"
-    assert scene.report.notes == []
+    assert "has not received" not in "".join(scene.report.notes)
+
+
+def test_progress_of_a_longer_upload_is_noted(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipper_process, "FIRST_NOTE_S", 0.01)
+    monkeypatch.setattr(shipper_process, "NOTE_EVERY_S", 0.01)
+    released = scene.run.path / "released"
+    scene.tracking = {"drain_timeout_s": 60.0}
+    scene.shipper = ["sh", "-c", f"until [ -e '{released}' ]; do sleep 0.01; done"]
+    saved = scene.run.journal / "shipped.json"
+
+    def continue_upload(text: str) -> None:
+        scene.report.notes.append(text)
+        if saved.exists():
+            released.touch()
+        else:
+            ShippingState(artifacts={"config.yaml": "1"}, left=2).save(saved)
+
+    monkeypatch.setattr(scene.report, "note", continue_upload)
+    scene.script(first=[[*DONE], EXIT_0])
+    assert scene.supervise().status == "finished"
+    assert scene.report.notes == ["uploading to MLflow", "uploading to MLflow: 1 of 3 files"]

@@ -21,6 +21,7 @@ from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.polling import CHECKS_PER_S
 from hpcdist.tracking.artifacts import run_files
+from hpcdist.tracking.journal.shipping_state import upload_progress
 from hpcdist.tracking.journal.tail import Point
 from hpcdist.tracking.shipping import delivery
 
@@ -397,6 +398,26 @@ def test_best_and_final_checkpoints_are_uploaded_at_the_end(scene: Scene) -> Non
     assert [item.source.name for item in run_files.checkpoints(scene.run, least)] == ["step-00000030", "step-00000010"]
     other = {"checkpoint": {"monitor": "eval/loss"}}
     assert [item.target for item in run_files.checkpoints(scene.run, other)] == ["checkpoints/final"]
+
+
+def test_number_of_files_that_are_left_is_recorded_at_the_end(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        scene.file(f"artifacts/{number}.txt", "text")
+    live = scene.shipper()
+    upload, shown = live.open_run().upload, []
+
+    def upload_and_read(source: Path, target: str) -> None:
+        shown.append(upload_progress(scene.run))
+        upload(source, target)
+
+    monkeypatch.setattr(live.open_run(), "upload", upload_and_read)
+    monkeypatch.setattr(delivery, "SAVE_S", 0.0)
+    scene.state(status="finished", ended=2e9)
+    live.ship_once()
+    total = len(shown)
+    assert shown == [f"uploading to MLflow: {done} of {total} files" for done in range(total)]
+    assert total > 3
+    assert upload_progress(scene.run) == "uploading to MLflow"
 
 
 def test_status_is_uploaded_if_an_artifact_cannot_be_stored(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
