@@ -29,3 +29,5 @@ fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 echo "installing hpcdist with [$extras] into $venv; torch alone takes 5 GB, so this takes minutes" >&2
 retry "$venv/bin/python" -m pip install --quiet --editable ".[$extras]"
+# hydra-core, one of the packages of the tests, keeps omegaconf at 2.3. tests/unit/config/test_omegaconf_versions.py uses this one.
+[ -d "$venv/omegaconf" ] || retry "$venv/bin/python" -m pip install --quiet --no-deps --target "$venv/omegaconf" 'omegaconf>=2.4'
