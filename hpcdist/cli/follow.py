@@ -21,7 +21,7 @@ from hpcdist.files import retry
 from hpcdist.files.log_text import PIECE_BYTES
 from hpcdist.files.ownership import is_mine, stays_inside
 from hpcdist.run.attempt import Attempt
-from hpcdist.run.folder import RunDir, State
+from hpcdist.run.folder import RunDir, State, sentence_of
 from hpcdist.run.slurm_job import job_of
 from hpcdist.run.status import RunStatus, StatusWatch, close_if_lost
 
@@ -135,13 +135,15 @@ def follow(console: Console, run: RunDir, *, progress: bool = True) -> State:
 
 def _status_line(found: RunStatus) -> str:
     """Return the status line; a new one is printed when it changes."""
-    facts = found.facts
+    facts, name = found.facts, found.name
     parts = [found.reason] if found.reason else []
-    if facts is not None and (facts.waiting or found.name != "running"):
+    if facts is not None and name == "queued" and facts.alive and not facts.waiting:
+        name, parts = "starting", []  # the supervisor in the job has not recorded a status
+    if facts is not None and (facts.waiting or name != "running"):
         parts += [facts.sentence()] if facts.sentence() not in parts else []
     elif facts is not None:
         parts.append(f"job {facts.id} on {facts.nodes}" if facts.nodes else f"job {facts.id}")
-    return f"{found.name}: {'; '.join(parts)}" if parts else found.name
+    return sentence_of(name, "; ".join(parts))
 
 
 def _expected_start(found: RunStatus) -> str:

@@ -211,7 +211,8 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
             lines.append(f"fix {escape(short_path(finding.code))}, then: {resume} --with-current-code")
         else:
             lines.append(f"continue: {resume}")
-    lines.append(f"[bold {COLOURS[state.status]}]{state.status}[/]: {escape(state.reason)}")
+    rest = escape(state.sentence.removeprefix(state.status))
+    lines.append(f"[bold {COLOURS[state.status]}]{state.status}[/]{rest}")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 

@@ -17,7 +17,7 @@ from hpcdist.errors import HpcdistError, RunFolderError
 from hpcdist.files.short_path import short_path
 from hpcdist.review.attempts import read_attempts
 from hpcdist.review.checkpoints import read_checkpoints
-from hpcdist.run.folder import RunDir, State, read_record
+from hpcdist.run.folder import RunDir, State, read_record, sentence_of
 from hpcdist.run.lease import holder
 from hpcdist.run.lookup import Listing
 from hpcdist.run.saved_checkpoints import script_files
@@ -150,14 +150,15 @@ def show_status(console: Console, run: RunDir) -> None:
     found = read_status(run)
     status, restarts = found["status"], found["restarts"]
     rows = {
-        "status": f"[{COLOURS[status]}]{status}[/]" + (f": {escape(found['reason'])}" if found["reason"] else ""),
+        "status": f"[{COLOURS[status]}]{status}[/]"
+        + escape(sentence_of(status, found["reason"] or "").removeprefix(status)),
         "folder": escape(short_path(found["folder"])),
         "attempt": f"{found['attempt']}, {restarts} restart{'s' * (restarts != 1)} after failures",
     }
     # The cause of the last attempt is often the reason of the status.
     for ended in found["ended_attempts"]:
         if ended["cause"] != found["reason"]:
-            rows[f"attempt {ended['attempt']}"] = f"{ended['status']}: {escape(ended['cause'])}"
+            rows[f"attempt {ended['attempt']}"] = escape(sentence_of(ended["status"], ended["cause"]))
     if found["slurm"]:
         rows["Slurm"] = escape(found["slurm"])
     if found["held_by"]:

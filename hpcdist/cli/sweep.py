@@ -111,7 +111,7 @@ def _run_cell(choice: Choice, plan: Plan, uri: str) -> None:
 
     view = RunView(console())
     state = local_run.supervise(choice.run, choice.cell.config, plan, lambda: view, os.environ, tracking_uri=uri)
-    view.note(f"{state.status}: {state.reason}")
+    view.note(state.sentence)
 
 
 def _ended_by_signal(run: RunDir) -> bool:

@@ -29,7 +29,7 @@ from hpcdist.review.attempts import read_attempts
 from hpcdist.review.checkpoints import read_checkpoints
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.attempt_times import read_times
-from hpcdist.run.folder import RunDir, State
+from hpcdist.run.folder import RunDir, State, sentence_of
 from hpcdist.run.script_saves import continuation
 from hpcdist.run.status import RunStatus, status_of
 from hpcdist.slurm.job_info import JobInfo
@@ -81,7 +81,7 @@ def _explain(run: RunDir, now: RunStatus) -> list[str]:
         earlier = [one for one in read_attempts(run, state, read_checkpoints(run)) if one.status != "finished"]
         return [
             f"finished{times}: {state.reason}" + "; nothing to explain" * (not earlier),
-            *(f"{f'{one.number}:':<10}{one.status}: {quote(one.cause)}" for one in earlier[-MAX_ATTEMPTS:]),
+            *(f"{f'{one.number}:':<10}{quote(sentence_of(one.status, one.cause))}" for one in earlier[-MAX_ATTEMPTS:]),
         ]
     if now.name == "created":
         return [f"created, but never started; `hpcdist resume {run.name}` starts it"]

@@ -83,7 +83,8 @@ def run_epochs(
 ) -> str:
     """Train epoch by epoch until a stop rule of the config applies or a stop is requested.
 
-    Each epoch trains, evaluates and saves, in this order. Metrics are logged every `tracking.log_every_steps` steps.
+    Each epoch trains, evaluates and saves, in this order. Metrics are logged every
+    `tracking.log_every_steps` steps, and at the last step.
 
     Args:
         loop: its position is advanced; its meter, to which `train_epoch` adds, is reset after each logged step.
@@ -104,7 +105,7 @@ def run_epochs(
     while not (reason := position.end_reason(cfg.stop, cfg.checkpoint, goal=goal)):
         for _ in islice(train_epoch(loop), position.remaining_steps_in_epoch):
             position.count_step()
-            if position.step % cfg.tracking.log_every_steps == 0:
+            if position.step % cfg.tracking.log_every_steps == 0 or position.step == position.total_steps:
                 ctx.log(interval_metrics(loop), position.step)
                 meter.reset()
             stop = ctx.should_stop(position.step, position.total_steps)

@@ -96,6 +96,11 @@ def require_record(path: Path) -> dict[str, Any]:
     return found
 
 
+def sentence_of(status: str, reason: str) -> str:
+    """Return a status with its reason, which may begin with the status itself: `stopped with everything saved`."""
+    return reason if reason.startswith(f"{status} ") else f"{status}: {reason}" if reason else status
+
+
 @dataclass(frozen=True, kw_only=True)
 class State:
     """The content of `state.json`. Times are seconds since the epoch."""
@@ -108,6 +113,11 @@ class State:
     ended: float | None = None
     world_size: int = 0
     rejected: bool = False  #: failed because of a user error, which a restart cannot fix
+
+    @property
+    def sentence(self) -> str:
+        """Status and reason."""
+        return sentence_of(self.status, self.reason)
 
 
 class RunDir:

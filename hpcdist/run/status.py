@@ -13,7 +13,7 @@ from pathlib import Path
 from hpcdist.errors import RunFolderError
 from hpcdist.files import retry
 from hpcdist.files.atomic import read_json
-from hpcdist.run.folder import ENDED, RunDir, State, Status
+from hpcdist.run.folder import ENDED, RunDir, State, Status, sentence_of
 from hpcdist.run.lease import hold, holder, last_renewal
 from hpcdist.run.slurm_job import job_of
 from hpcdist.slurm import client, job_snapshot
@@ -42,7 +42,7 @@ class RunStatus:
     @property
     def sentence(self) -> str:
         """Status and reason."""
-        return f"{self.name}: {self.reason}" if self.reason else self.name
+        return sentence_of(self.name, self.reason)
 
 
 def query_job(run: RunDir, *, history: bool = False) -> JobSnapshot | None:
@@ -101,6 +101,8 @@ def status_from(run: RunDir, snapshot: JobSnapshot | None) -> RunStatus:
 
     def status(name: str, reason: str = state.reason, *, final: bool = False) -> RunStatus:
         error = snapshot.error if snapshot else ""
+        if name == "queued" and reason:
+            reason = f"requeued ({reason})"  # the reason is that of the end before
         return RunStatus(name=name, state=state, final=final, reason=reason, facts=facts, slurm_error=error)
 
     if state.status in ("finished", "cancelled") or state.rejected:

@@ -7,6 +7,7 @@ the parsers in `command_output`, `cluster_nodes` and `job_info`, and raises Slur
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -271,8 +272,12 @@ def _sacctmgr(*arguments: str) -> list[str]:
 
 
 def estimate_start(script: str) -> str:
-    """Return sbatch's estimate of the start of a job (`sbatch --test-only`). Raises SlurmError if Slurm refuses it."""
-    return _run_once(["sbatch", "--test-only"], JOB_TIMEOUT_S, stdin=script).stderr  # sbatch prints it there
+    """Return sbatch's estimate of the start of a job (`sbatch --test-only`). Raises SlurmError if Slurm refuses it.
+
+    The estimate has an id that Slurm gives to no job; it is left out.
+    """
+    text = _run_once(["sbatch", "--test-only"], JOB_TIMEOUT_S, stdin=script).stderr  # sbatch prints it there
+    return re.sub(r"\bJob \d+ to start", "the job would start", text)
 
 
 def option_error(program: str, options: Mapping[str, str | bool]) -> str | None:

@@ -49,8 +49,7 @@ def lost_event(state: State) -> Event:
 
 
 def _end(state: State) -> Event:
-    text = f"{state.status}: {state.reason}" if state.reason else state.status
-    return _event(f"end {state.attempt} {state.status}", "end", state.attempt, text)
+    return _event(f"end {state.attempt} {state.status}", "end", state.attempt, state.sentence)
 
 
 def _of_attempt(attempt: Attempt) -> Iterator[Event]:

@@ -151,7 +151,9 @@ def test_training_equals_one_process_on_the_joint_batch(
 
 def resized(cfg: Config, steps: int, *, trainers: int, servers: int) -> Config:
     roles = {"trainer": trainers, "parameter_server": servers}
-    return replace(cfg, roles=roles, stop=StopConfig(max_steps=steps), tracking=TrackingConfig(log_every_steps=3))
+    # A pause, because the last step of a training is logged.
+    stop = StopConfig(max_steps=NUM_STEPS, pause_at_step=steps if steps < NUM_STEPS else None)
+    return replace(cfg, roles=roles, stop=stop, tracking=TrackingConfig(log_every_steps=3))
 
 
 def test_other_numbers_of_trainers_and_servers_continue_with_the_same_joint_batches(tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ def test_other_numbers_of_trainers_and_servers_continue_with_the_same_joint_batc
     store = CheckpointStore(tmp_path / "runs" / "exp" / "first" / "checkpoints")
     newest = store.latest()
     assert newest is not None
-    assert store.load(str(newest.path)).trainer["position"]["samples"] == 3 * 16 * 3
+    assert store.load(str(newest.path)).trainer["position"]["samples"] == NUM_STEPS * 16 * 3
 
 
 def test_async_mode_loses_no_updates(tmp_path: Path) -> None:

@@ -194,6 +194,6 @@ def test_test_option_shows_the_expected_start_and_submits_nothing(
     name = "estimated"
     code, output = slurm_runs.command("submit", *slurm_runs.config(name), "--cluster", "devcluster", "--test")
     assert code == 0, output
-    assert " to start at 20" in output
+    assert "the job would start at 20" in output
     assert not slurm_runs.run_dir(name).path.exists()
     assert devcluster.run("squeue", "--noheader") == ""

@@ -70,7 +70,7 @@ def test_failure_requeue_and_end_of_a_job_are_reported_once(
     failure, requeue, end = (body["text"] for body in webhook.bodies)
     assert failure.startswith("attempt 1 failed: rank 3 on n2 was killed by SIGKILL")
     assert requeue.startswith("requeued: stopped with everything saved (SIGTERM")
-    assert end.startswith("stopped: stopped with everything saved (`hpcdist stop` by ")
+    assert end.startswith("stopped with everything saved (`hpcdist stop` by ")
     assert webhook.bodies[2]["mlflow_run_id"] == runs.mlflow_id(NAME)
 
     code, output = runs.command("sync", NAME)

@@ -36,7 +36,7 @@ class TrackingConfig:
     register_as: str | None = None
     """Name of the final model in MLflow's model registry, where the alias `best` follows `monitor`; null: none."""
     log_every_steps: int = 50
-    """Optimizer steps between two values of the training metrics."""
+    """Optimizer steps between two values of the training metrics; the last step is logged as well."""
     system_interval_s: float = 10.0
     """Seconds between two values of each node's system metrics; 0 disables them."""
     charted_nodes: int = 4

@@ -108,7 +108,7 @@ def supervise_in_job(run_dir: str) -> str:
         raise HpcdistError(state.reason)
     if state.status == "queued":
         time.sleep(CREDENTIAL_S)
-    return f"{state.status}: {state.reason}"
+    return state.sentence
 
 
 def supervise(run_dir: str) -> State:
@@ -233,7 +233,7 @@ def _after(run: RunDir, job: CurrentJob, state: State, avoid: Sequence[str], max
 
 
 def _log_end(state: State) -> State:
-    log.info("%s: %s", "requeued" if state.status == "queued" else state.status, state.reason)
+    log.info("%s", f"requeued: {state.reason}" if state.status == "queued" else state.sentence)
     return state
 
 

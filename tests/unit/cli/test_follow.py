@@ -193,26 +193,31 @@ def test_follow_continues_through_a_requeue(
     def supervisor_exits() -> None:
         """No supervisor holds the lease, and the job is in the queue."""
         holding.__exit__(None, None, None)
+        state(status="queued")
         slurm(job("PENDING", reason="BeginTime"))
 
-    def runs_again() -> None:
+    def starts_again() -> None:
+        """The supervisor has not written a state yet."""
         slurm(job("RUNNING", nodes="n3"))
+
+    def runs_again() -> None:
         state(status="running", reason="")
 
     def ends() -> None:
         state(status="finished", reason="all done")
 
     slurm(job("PENDING", reason="Priority"))
-    events = [lambda: slurm(job("PENDING", reason="Resources")), starts, preempted, supervisor_exits, runs_again, ends]
-    Events(monkeypatch, events)
+    events = [lambda: slurm(job("PENDING", reason="Resources")), starts, preempted, supervisor_exits]
+    Events(monkeypatch, [*events, starts_again, runs_again, ends])
     assert follow(console, run).status == "finished"
     assert lines_of(console) == [
         "queued: job 7 waits (Priority)",
         "queued: job 7 waits (Resources)",
         "running: job 7 on n[1-2]",
         "step 4/9",
-        "stopped: stopped with everything saved (SIGTERM); job 7 is RUNNING on n[1-2]",
-        "stopped: stopped with everything saved (SIGTERM); job 7 waits (BeginTime)",
+        "stopped with everything saved (SIGTERM); job 7 is RUNNING on n[1-2]",
+        "queued: requeued (stopped with everything saved (SIGTERM)); job 7 waits (BeginTime)",
+        "starting: job 7 is RUNNING on n3",
         "running: job 7 on n3",
     ]
 

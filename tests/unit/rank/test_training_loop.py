@@ -50,7 +50,7 @@ def run(ctx: RecordingContext, position: TrainingPosition, in_flight: list[int] 
             yield
 
     def interval_metrics(loop: SimpleNamespace) -> dict[str, float]:
-        assert meter.sums == {"loss": 2.0}, "the sums of one interval"
+        assert meter.sums == {"loss": 1.0 if position.step % 2 else 2.0}, "the sums of one interval"
         return {"loss": 0.5}
 
     cfg = Config(
@@ -78,6 +78,13 @@ def test_each_epoch_trains_evaluates_and_saves() -> None:
     assert run(ctx, new_position()) == "trained 4 steps, 2 epochs"
     first = ["step 0", "step 1", "log loss 2", "log accuracy 2", "save accuracy 2"]
     assert ctx.events == [*first, "step 2", "step 3", "log loss 4", "log accuracy 4", "save accuracy 4"]
+
+
+def test_the_last_step_is_logged_between_two_intervals() -> None:
+    """Otherwise the last values of a run of 3 steps are those of step 2."""
+    ctx = RecordingContext()
+    assert run(ctx, TrainingPosition.resume(None, 3, StopConfig(max_epochs=1))) == "trained 3 steps, 1 epoch"
+    assert [event for event in ctx.events if event.startswith("log loss")] == ["log loss 2", "log loss 3"]
 
 
 def test_a_due_save_before_an_evaluation_waits_for_its_metrics() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from hpcdist.errors import RunFolderError
 from hpcdist.files.atomic import read_json, write_atomic, write_json
-from hpcdist.run.folder import RunDir
+from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.lookup import find_runs, resolve_run
 
 
@@ -238,3 +238,16 @@ def test_request_reaches_an_attempt_that_starts_meanwhile(runs_dir: Path, monkey
     run.send_request("stop", by="ada", reason="lunch")
     assert [(read_json(run.attempt(number).request) or {}).get("by") for number in (1, 2)] == ["ada", "ada"]
     assert states == []
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "sentence"),
+    [
+        ("failed", "rank 1 was killed", "failed: rank 1 was killed"),
+        ("stopped", "stopped with everything saved (`hpcdist stop` by ada)", "stopped with everything saved (`hpcdist"),
+        ("cancelled", "cancelled (SIGINT to the supervisor)", "cancelled (SIGINT to the supervisor)"),
+        ("queued", "", "queued"),
+    ],
+)
+def test_sentence_of_a_state_names_its_status_once(status: Status, reason: str, sentence: str) -> None:
+    assert State(status=status, reason=reason).sentence.startswith(sentence)

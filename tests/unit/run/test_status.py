@@ -102,7 +102,7 @@ def test_status_from_state_lease_and_job(
     if name == "lost" and snapshot is not None and snapshot.is_over:
         assert found.reason != "a reason"
     else:
-        assert found.sentence == f"{name}: a reason"
+        assert found.sentence == ("queued: requeued (a reason)" if name == "queued" else f"{name}: a reason")
 
 
 def test_rejected_run_is_final(run: RunDir) -> None:

@@ -58,7 +58,7 @@ def test_settings(release: str) -> None:
 def test_estimated_start(release: str, commands: FakeCommands) -> None:
     commands.add("sbatch", error=recorded("messages", "test-only", release=release))
     text = estimate_start(load_config("ddp_digits", ["name=a"]))
-    assert text.startswith("Job 8 to start at 2026-11-21T23:4")
+    assert text.startswith("the job would start at 2026-11-21T23:4")
     assert text.endswith(" using 2 processors on nodes n[1-2] in partition main")
     assert len(text.split()) == 15
 

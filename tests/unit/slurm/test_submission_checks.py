@@ -50,7 +50,7 @@ def check(tmp_path: Path, *, missing_data: str = "", force: bool = False, **conf
 
 
 def test_valid_request_takes_three_commands(slurm: FakeCommands, tmp_path: Path) -> None:
-    assert check(tmp_path) == ([], "Job 1 to start at noon")
+    assert check(tmp_path) == ([], "the job would start at noon")
     *queries, last = slurm.programs()
     assert (sorted(queries), last) == (["scontrol", "sinfo"], "sbatch"), "two concurrent queries, then sbatch"
     assert list(tmp_path.iterdir()) == [slurm.folder]
@@ -79,7 +79,7 @@ def test_all_problems_are_reported_at_once(slurm: FakeCommands, tmp_path: Path) 
 def test_force_turns_problems_that_slurm_accepts_into_warnings(slurm: FakeCommands, tmp_path: Path) -> None:
     warnings, estimate = check(tmp_path, cluster={"nodes": 9}, force=True)
     assert warnings == ["cluster.nodes=9: partition main has 4: lower it or choose another"]
-    assert estimate == "Job 1 to start at noon"
+    assert estimate == "the job would start at noon"
     reject(slurm, "Too many")
     with pytest.raises(ConfigError, match=r"^Slurm rejects this job: Too many$"):
         check(tmp_path, cluster={"nodes": 9}, force=True)
@@ -159,7 +159,7 @@ def test_script_needs_no_dataset(slurm: FakeCommands, tmp_path: Path) -> None:
 
 def test_only_sbatch_checks_the_request_if_queries_fail(slurm: FakeCommands, tmp_path: Path) -> None:
     slurm.add_script("scontrol", "exit 1")
-    assert check(tmp_path, cluster={"partition": "nowhere", "nodes": 9}) == ([], "Job 1 to start at noon")
+    assert check(tmp_path, cluster={"partition": "nowhere", "nodes": 9}) == ([], "the job would start at noon")
 
 
 def test_error_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_first_signal_to_the_supervisor_stops_the_run(
         out, _ = process.communicate()
     assert out.splitlines() == [
         f"stopping: the ranks save a checkpoint and exit ({number.name} to the supervisor)",
-        f"stopped: stopped with everything saved ({number.name} to the supervisor)",
+        f"stopped with everything saved ({number.name} to the supervisor)",
     ]
     assert process.returncode == 0
 
@@ -94,7 +94,7 @@ def test_second_interrupt_cancels_the_run(scene: Scene, messages: NamedPipe, ali
         assert messages.line() == "asked"
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate()
-    assert out.splitlines()[-1] == "cancelled: cancelled (SIGINT to the supervisor)"
+    assert out.splitlines()[-1] == "cancelled (SIGINT to the supervisor)"
     assert alive.is_released(10)
 
 
