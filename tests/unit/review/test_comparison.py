@@ -11,6 +11,7 @@ from hpcdist.files.atomic import write_json
 from hpcdist.review import comparison
 from hpcdist.review.comparison import MISSING, Comparison, compare, comparison_page
 from hpcdist.review.ledger import Ledger
+from hpcdist.run.origin import Origin, write_origin
 from hpcdist.tracking.journal.metric_series import read_series
 
 
@@ -76,3 +77,17 @@ def test_page_has_a_line_per_run_in_common_charts(two: tuple[ReportScene, Report
     assert page.count("<polyline") == 5
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)" in page
+
+
+def test_runs_of_scripts_differ_by_their_arguments_and_by_what_was_set(two: tuple[ReportScene, ReportScene]) -> None:
+    words = [["train.py", "--lr", "0.1"], ["train.py", "--lr", "0.2"]]
+    optim = {"lr": 0.001, "momentum": 0.9}
+    for scene, script, momentum in zip(two, words, (0.9, 0.8), strict=True):
+        scene.write_config({"trainer": {"script": script}, "optim": optim | {"momentum": momentum}})
+        write_origin(scene.run, Origin(config="train.yaml", written=["trainer.script"]))
+    assert set(compared(*two).sections["config"]) == {"trainer.script", "lr"}
+    # Set in one run, to the default of the other.
+    write_origin(two[1].run, Origin(config="train.yaml", written=["trainer.script", "optim.lr", "optim.momentum"]))
+    found = compared(*two).sections["config"]
+    assert (found["lr"], found["optim.momentum"]) == (("0.1", "0.2"), ("0.9", "0.8"))
+    assert "optim.lr" not in found, "equal in both"
