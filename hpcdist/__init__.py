@@ -1,7 +1,7 @@
 """hpcdist: one YAML file, one command, distributed PyTorch anywhere.
 
 Public names: `Context` (what `train(ctx, cfg)` gets), `Config` and `load_config`; for scripts, `log`, `should_stop`,
-`should_save` and `checkpoint_dir`. They are imported on first use, so that `import hpcdist` costs nothing.
+`should_save`, `agree_among` and `checkpoint_dir`. Their first use imports them, so that `import hpcdist` costs nothing.
 """
 
 from __future__ import annotations
@@ -12,14 +12,25 @@ if TYPE_CHECKING:
     from hpcdist.config.loading import load_config
     from hpcdist.config.schema import Config
     from hpcdist.rank.context import Context
-    from hpcdist.rank.script_api import checkpoint_dir, log, should_save, should_stop
+    from hpcdist.rank.script_api import agree_among, checkpoint_dir, log, should_save, should_stop
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Context", "__version__", "checkpoint_dir", "load_config", "log", "should_save", "should_stop"]
+__all__ = [
+    "Config",
+    "Context",
+    "__version__",
+    "agree_among",
+    "checkpoint_dir",
+    "load_config",
+    "log",
+    "should_save",
+    "should_stop",
+]
 
 _HOMES = {
     "Config": "hpcdist.config.schema",
     "Context": "hpcdist.rank.context",
+    "agree_among": "hpcdist.rank.script_api",
     "checkpoint_dir": "hpcdist.rank.script_api",
     "load_config": "hpcdist.config.loading",
     "log": "hpcdist.rank.script_api",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.abc
 import importlib.util
+import json
 import logging
 import os
 import runpy
@@ -15,17 +16,19 @@ from pathlib import Path
 from types import ModuleType
 
 from hpcdist.errors import TrainerError
+from hpcdist.rank.roles import Roles
 from hpcdist.rank.topology import Topology
 from hpcdist.run.folder import RunDir
 
 log = logging.getLogger(__name__)
 
 
-def script_environment(topology: Topology, run: RunDir) -> dict[str, str]:
-    """Return the environment variables of torchrun, and three of hpcdist.
+def script_environment(topology: Topology, run: RunDir, roles: Roles) -> dict[str, str]:
+    """Return the environment variables of torchrun, and those of hpcdist.
 
     Reference: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     """
+    role, index = roles.of_rank(topology.rank)
     return {
         "RANK": str(topology.rank),
         "WORLD_SIZE": str(topology.world_size),
@@ -33,6 +36,9 @@ def script_environment(topology: Topology, run: RunDir) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(topology.local_world_size),
         "GROUP_RANK": str(topology.node_rank),
         "GROUP_WORLD_SIZE": str(topology.num_nodes),
+        "ROLE_NAME": role,
+        "ROLE_RANK": str(index),
+        "ROLE_WORLD_SIZE": str(roles.count(role)),
         "MASTER_ADDR": topology.master_addr,
         "MASTER_PORT": str(topology.master_port),
         "TORCHELASTIC_RUN_ID": topology.job_id,
@@ -40,6 +46,9 @@ def script_environment(topology: Topology, run: RunDir) -> dict[str, str]:
         "HPCDIST_RUN_DIR": str(run.path),
         "HPCDIST_CHECKPOINT_DIR": str(run.checkpoints),
         "HPCDIST_ATTEMPT": str(topology.attempt),
+        "HPCDIST_ROLE": role,
+        "HPCDIST_ROLE_INDEX": str(index),
+        "HPCDIST_ROLES": json.dumps(dict(roles.counts)),
     }
 
 
@@ -72,7 +81,7 @@ class QuietImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def run_script(command: Sequence[str], run: RunDir, topology: Topology) -> None:
+def run_script(command: Sequence[str], run: RunDir, topology: Topology, roles: Roles) -> None:
     """Run `[script, argument, …]` or `[-m, module, argument, …]` as `__main__` in this process, from the code snapshot.
 
     The script handles signals itself; hpcdist installs no handlers.
@@ -85,7 +94,7 @@ def run_script(command: Sequence[str], run: RunDir, topology: Topology) -> None:
     path = script if is_module else str(locate(script, run))
     if path != script and topology.rank == 0:
         log.info("running the copy %s; links in it lead to files beside %s that are not copied", path, script)
-    os.environ.update(script_environment(topology, run))
+    os.environ.update(script_environment(topology, run, roles))
     sys.argv = [path, *arguments]
     sys.meta_path.insert(0, QuietImport())
     try:

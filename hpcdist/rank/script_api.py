@@ -1,4 +1,4 @@
-"""`hpcdist.log`, `should_stop`, `should_save` and `checkpoint_dir`: hpcdist in a script that has no `Context`.
+"""`hpcdist.log`, `should_stop` and the others of `hpcdist` for a script that has no `Context`.
 
     step = load_newest(hpcdist.checkpoint_dir())
     while not hpcdist.should_stop(step) and step < 1000:
@@ -15,21 +15,17 @@ also runs without hpcdist's launcher. This module imports torch only when the ra
 
 from __future__ import annotations
 
-import logging
 import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.errors import TrainerError
 from hpcdist.rank.live_commands import CommandFiles, LiveCommands
-from hpcdist.rank.stop_signals import STOP_SIGNALS, StopFlag
+from hpcdist.rank.stop_signals import StopFlag
 from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.telemetry.loss_watch import LossWatch
 from hpcdist.rank.telemetry.time_account import TimeAccount
@@ -46,8 +42,6 @@ if TYPE_CHECKING:
 
     from hpcdist.rank.context import Context
     from hpcdist.rank.stop_agreement import StopAgreement
-
-logger = logging.getLogger(__name__)
 
 #: Folder of checkpoints outside of a run, in the current folder.
 LOCAL_CHECKPOINTS = "checkpoints"
@@ -105,6 +99,23 @@ def should_save(step: int) -> bool:
     return _script.should_save(step) if _script is not None else False
 
 
+def agree_among(ranks: Sequence[int]) -> None:
+    """Let only `ranks` call `should_stop`, because the others, such as parameter servers, do not count steps.
+
+    Call it on every rank, before the first step. SIGTERM no longer ends the other ranks: they end as the script says,
+    for example in `rpc.shutdown()`. Outside of a run it has no effect.
+
+    Args:
+        ranks: they include rank 0, whose metrics and steps are recorded: put their role first in `roles`.
+
+    Raises TrainerError if rank 0 is not among them.
+    """
+    if _trainer is not None:
+        _trainer.agree_among(ranks)
+    elif _script is not None:
+        _script.agree_among(ranks)
+
+
 def checkpoint_dir() -> Path:
     """Return a folder for the script's checkpoints, which outlives attempts. It exists.
 
@@ -139,6 +150,7 @@ class RunningScript:
         #: Step of the checkpoint that the script is saving because of a command, and the function that reports it.
         self._saving: tuple[int, Callable[[], None]] | None = None
         self._topology = topology
+        self._ranks: Sequence[int] = range(topology.world_size)
         self._hang_timeout_s = hang_timeout_s
         self._heartbeat: Heartbeat | None = None
         #: Time before the first reported step, of repeated steps, and of new ones.
@@ -173,8 +185,20 @@ class RunningScript:
             self._notes.begin(first_step)
         self._account.step_done(step, time.perf_counter())
 
+    def agree_among(self, ranks: Sequence[int]) -> None:
+        """See the function `agree_among`."""
+        if 0 not in ranks:
+            raise TrainerError(
+                "hpcdist.agree_among: rank 0 must count steps: put the role that does so first in `roles`"
+            )
+        self._ranks = ranks
+        if self._topology.rank not in ranks:
+            self._flag.install_beside_others()
+
     def should_stop(self, step: int, total_steps: int | None) -> bool:
         """See the function `should_stop`."""
+        if self._topology.rank not in self._ranks:
+            raise TrainerError(f"hpcdist.should_stop: rank {self._topology.rank} is not in the ranks of agree_among")
         heartbeat = self._beating()
         heartbeat.step, heartbeat.total_steps = step, total_steps
         self._count(step, first_step=step)
@@ -223,7 +247,7 @@ class RunningScript:
 
         group = self._default_group()
         if self._stop is None:
-            _install(self._flag)
+            self._flag.install_beside_others()
             self._stop = StopAgreement(
                 None,
                 self._flag,
@@ -239,21 +263,21 @@ class RunningScript:
         return self._stop
 
     def _default_group(self) -> Any:
-        """Return the script's process group, or None if there is one rank. Raises TrainerError if there is none."""
-        if self._topology.world_size == 1:
+        """Return the script's process group, or None if one rank decides. Raises TrainerError if there is none."""
+        if len(self._ranks) == 1:
             return None
         import torch.distributed as dist
 
         if not dist.is_initialized():
             raise TrainerError(
-                f"hpcdist.should_stop: {self._topology.world_size} ranks need a process group to agree on a stop: call"
+                f"hpcdist.should_stop: {len(self._ranks)} ranks need a process group to agree on a stop: call"
                 " torch.distributed.init_process_group before the first step"
             )
         return dist.group.WORLD
 
     def _control_group(self) -> Any:
-        """Return a gloo group of all ranks, so that the agreement does not wait for a GPU."""
-        if self._topology.world_size == 1:
+        """Return a gloo group of the ranks that count steps, so that the agreement does not wait for a GPU."""
+        if len(self._ranks) == 1:
             return None
         import torch.distributed as dist
 
@@ -261,7 +285,10 @@ class RunningScript:
             from hpcdist.rank.network.network_interface import interface_env
 
             os.environ.update(interface_env(self._topology.master_addr, os.environ))
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self._hang_timeout_s + 60))
+        # The script's process group may consist of these ranks alone.
+        ranks = list(self._ranks) if len(self._ranks) < dist.get_world_size() else None
+        timeout = timedelta(seconds=self._hang_timeout_s + 60)
+        return dist.new_group(ranks, timeout, "gloo", use_local_synchronization=ranks is not None)
 
     def close(self, *, failed: bool = False) -> None:
         """Report the last save unless the script has failed, end a profile in progress, write the last heartbeat."""
@@ -279,22 +306,6 @@ def _device() -> torch.device:
     import torch
 
     return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-
-
-def _install(flag: StopFlag) -> None:
-    """Let the stop signals set a flag, and call the handlers that the script has installed."""
-    if threading.current_thread() is not threading.main_thread():
-        logger.warning("hpcdist.should_stop is not called from the main thread: stop signals end this script")
-        return
-    for number in STOP_SIGNALS:
-        before = signal.getsignal(number)
-
-        def handle(signum: int, frame: FrameType | None, before: Any = before) -> None:
-            flag.is_set = True
-            if callable(before):
-                before(signum, frame)
-
-        signal.signal(number, handle)
 
 
 _script: RunningScript | None = None

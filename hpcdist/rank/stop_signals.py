@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import signal
+import threading
 from types import FrameType
+from typing import Any
 
+log = logging.getLogger(__name__)
 #: Slurm sends SIGTERM at a requeue or preemption, and SIGUSR2 before the time limit (`--signal=USR2@…`).
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
@@ -23,6 +27,21 @@ class StopFlag:
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    def install_beside_others(self) -> None:
+        """Handle the stop signals, and call the handlers that the script has installed before."""
+        if threading.current_thread() is not threading.main_thread():
+            log.warning("hpcdist.should_stop is not called from the main thread: stop signals end this script")
+            return
+        for number in STOP_SIGNALS:
+            before = signal.getsignal(number)
+
+            def handle(signum: int, frame: FrameType | None, before: Any = before) -> None:
+                self.is_set = True
+                if callable(before):
+                    before(signum, frame)
+
+            signal.signal(number, handle)
 
     def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
         self.is_set = True

@@ -110,7 +110,7 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
             _node_monitor(config, run, topology, records),
         ):
             outcome.step = script.last_step
-            run_script(config.trainer.script, run, topology)
+            run_script(config.trainer.script, run, topology, Roles.of(config.roles, topology.world_size))
         ended = "stopped" if script.stop_agreed or retry.exists(attempt.request) else "done"
         how = "obeyed hpcdist.should_stop" if script.stop_agreed else "ended with exit status 0"
         reason = f"{config.trainer.script_name} {how}"

@@ -68,3 +68,19 @@ def test_torchrun_script_runs_unmodified(examples: Runs) -> None:
     attempt = examples.attempt("first")
     for rank in range(2):
         assert f"local rank {rank} of 2 done" in attempt.log(rank).read_text()
+
+
+def test_script_with_roles_is_stopped_by_the_ranks_that_count_steps(examples: Runs) -> None:
+    """The parameter server gets SIGTERM as well, and goes on answering until the trainers have saved."""
+    examples.experiment = "parameter-server"
+    start_in(examples, "parameter_server")
+    uri = f"tracking.uri=sqlite:///{examples.database}"
+    code, output = examples.command("run", "parameter_server.yaml", "name=first", "stop.pause_at_step=50", uri)
+    assert code == 0, output
+    assert "stopped: train.py obeyed hpcdist.should_stop and saved checkpoints/newest.pt" in output
+    code, output = examples.command("resume", "first", "stop.pause_at_step=null")
+    assert code == 0, output
+    assert "finished: train.py ended with exit status 0" in output
+    losses = [(step, value) for key, step, value in examples.points("first") if key == "train/loss"]
+    assert [step for step, _ in losses] == list(range(1, 201))
+    assert losses[50][1] < losses[0][1] / 100, "continued with the saved weights"

@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from hpcdist.rank.roles import Roles
+from hpcdist.rank.script import script_environment
+from hpcdist.rank.topology import Topology
+from hpcdist.run.folder import RunDir
+
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
 
@@ -26,8 +31,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from hpcdist.run.folder import RunDir
 from hpcdist.rank import script
-script.script_environment = lambda topology, run: {}
-script.run_script(sys.argv[1:], RunDir(Path(sys.argv[1]).parent), None)
+script.script_environment = lambda topology, run, roles: {}
+script.run_script(sys.argv[1:], RunDir(Path(sys.argv[1]).parent), None, None)
 """
 
 
@@ -75,3 +80,44 @@ def test_module_runs_like_a_script(tmp_path: Path) -> None:
     expected = f"__main__ package.train 3 ['{package}/train.py', '--lr', '0.10']\n"
     assert done.stdout == expected, done.stderr
     assert found["package.missing"].stderr.endswith("TrainerError: trainer.script: no module 'package.missing'\n")
+
+
+def test_environment_has_the_variables_of_torchrun_and_the_role(tmp_path: Path) -> None:
+    topology = Topology(
+        rank=2,
+        world_size=4,
+        local_rank=0,
+        local_world_size=2,
+        node_rank=1,
+        num_nodes=2,
+        master_addr="n1",
+        master_port=29500,
+        launcher="slurm",
+        job_id="7",
+        attempt=2,
+    )
+    run = RunDir(tmp_path)
+    roles = {"trainer": 1, "server": 3}
+    assert script_environment(topology, run, Roles.of(roles, 4)) == {
+        "RANK": "2",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_NAME": "server",
+        "ROLE_RANK": "1",
+        "ROLE_WORLD_SIZE": "3",
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "7",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "HPCDIST_RUN_DIR": str(tmp_path),
+        "HPCDIST_CHECKPOINT_DIR": str(run.checkpoints),
+        "HPCDIST_ATTEMPT": "2",
+        "HPCDIST_ROLE": "server",
+        "HPCDIST_ROLE_INDEX": "1",
+        "HPCDIST_ROLES": '{"trainer": 1, "server": 3}',
+    }
+    without = script_environment(topology, run, Roles.of({}, 4))
+    assert (without["HPCDIST_ROLE"], without["HPCDIST_ROLE_INDEX"]) == ("trainer", "2")

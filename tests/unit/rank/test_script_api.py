@@ -213,3 +213,24 @@ def test_several_ranks_need_a_process_group(run: RunDir) -> None:
             running.should_stop(1, None)
     finally:
         running.close()
+
+
+def test_ranks_that_count_no_steps_take_no_part(run: RunDir) -> None:
+    """As a parameter server: rank 0 decides alone, without a process group, and SIGTERM does not end rank 1."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    first = RunningScript(run, run.attempt(1), topology(2), 60.0)
+    other = RunningScript(run, run.attempt(1), replace(topology(2), rank=1, local_rank=1), 60.0)
+    try:
+        with pytest.raises(TrainerError, match=r"^hpcdist\.agree_among: rank 0 must count steps: put the role"):
+            first.agree_among([1])
+        first.agree_among([0])
+        other.agree_among([0])
+        with pytest.raises(TrainerError, match=r"^hpcdist\.should_stop: rank 1 is not in the ranks of agree_among"):
+            other.should_stop(1, None)
+        assert not first.should_stop(1, None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert any(first.should_stop(step, None) for step in range(2, 20_000))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        first.close()
