@@ -64,8 +64,9 @@ def run_in_container(
     cwd = Path.cwd()
     num_gpus = Machine.inspect(os.environ).num_gpus
     spec = for_config(spec, config, cwd, own_code=own_code, num_gpus=num_gpus, env=os.environ)
-    if is_file and not path.is_relative_to(cwd):
-        spec = with_mount(spec, path.parent)
+    for file in filter(None, [path if is_file else None, config.trainer.script_file]):
+        if not file.is_relative_to(cwd):
+            spec = with_mount(spec, file.parent)
     if spec.gpus and facts:
         require_driver(facts, driver_version())
     overrides, variables = without_secrets(overrides)

@@ -62,6 +62,17 @@ def test_run_in_podman_prints_the_command_and_returns_its_exit_code(hpcdist: Cli
     assert "no GPU is visible: training on CPUs" in output
 
 
+def test_script_runs_in_podman(hpcdist: Cli, podman: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    script = tmp_path_factory.mktemp("elsewhere") / "train.py"
+    script.touch()
+    code, output, _ = hpcdist("run", "--in", "podman", "--dry-run", "seed=3", str(script), "--lr", "0.10", "--dry-run")
+    assert code == 0
+    words = shlex.split(output.splitlines()[-1])
+    command = f'trainer.script=["{script}", "--lr", "0.10", "--dry-run"]'
+    assert words[-5:] == ["run", "plain_script", "experiment=train", "seed=3", command]
+    assert any(word.endswith(f"{script.parent}:{script.parent}") for word in words), "it is mounted"
+
+
 def test_dry_run_in_podman_writes_nothing(hpcdist: Cli, podman: Path, tmp_path: Path) -> None:
     code, output, _ = hpcdist("run", "ddp_digits", "--in", "podman", "--dry-run")
     assert code == 0

@@ -56,6 +56,11 @@ def test_module_instead_of_a_script(hpcdist: Cli, tmp_path: Path, supervised: di
     assert hpcdist("run", "-m", "nopackage.train").err.startswith("hpcdist: trainer.script: no module 'nopackage' in ")
 
 
+def test_script_is_no_config(hpcdist: Cli, script: Path) -> None:
+    hint = "train.py: is a script, not a YAML file: `hpcdist run train.py` runs it"
+    assert hpcdist("config", "train.py") == (2, "", f"hpcdist: {hint}\n")
+
+
 def test_missing_script_is_named(hpcdist: Cli, tmp_path: Path) -> None:
     assert hpcdist("run", "nope.py", "--lr", "1") == (
         2,
