@@ -130,8 +130,9 @@ def _show_groups(found: Mapping[tuple[str, ...], Cost], groups: Sequence[Group])
     is_wide = out.width >= 140
     has_energy = any(one.energy_kwh is not None for one in found.values())
     names = [*(causes if is_wide else ["largest losses"]), "queue", *["kWh"] * has_energy]
-    columns = [Column(name, justify="right") for name in ("hours", "goodput", *names)]
-    table = Table(*groups, "unit", *columns)
+    columns = [Column(name, justify="right", overflow="fold") for name in ("hours", "goodput", *names)]
+    # Cells of a sweep differ at the end of their names, so names are folded and not cut.
+    table = Table(*(Column(group, overflow="fold") for group in groups), Column("unit", no_wrap=True), *columns)
     for key, one in found.items():
         cells = [*map(escape, key), _hours(one.allocated), _goodput(one)]
         cells += [_hours(one.hours[cause]) for cause in causes] if is_wide else [_losses(one)]

@@ -15,7 +15,7 @@ import typer
 
 from hpcdist.cli import completion
 from hpcdist.cli.options import RUNS, Json, OptionalRunName, RunsDir, TrackingUri, argument, named
-from hpcdist.cli.terminal import console, say
+from hpcdist.cli.terminal import console, say, wrapped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,6 +30,8 @@ app = typer.Typer()
 
 #: Columns of the report at most, for readability and for output without a terminal.
 _MAX_WIDTH = 100
+#: Columns of the labels of `explain`, such as `evidence:`.
+_LABEL_WIDTH = 10
 _COLOURS = {"title": "bold", "ok": "green", "note": "cyan", "warning": "yellow", "failure": "bold red"}
 
 
@@ -44,7 +46,7 @@ def explain(run: OptionalRunName = None, runs_dir: RunsDir = RUNS) -> None:
     from hpcdist.run.lookup import resolve_run
 
     for line in explain(resolve_run(named(run, runs_dir), runs_dir)):
-        say(redact_text(line))
+        say(wrapped(console(), redact_text(line), _LABEL_WIDTH))
 
 
 @app.command()

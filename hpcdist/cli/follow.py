@@ -20,6 +20,7 @@ from hpcdist.errors import RunFolderError
 from hpcdist.files import retry
 from hpcdist.files.log_text import PIECE_BYTES
 from hpcdist.files.ownership import is_mine, stays_inside
+from hpcdist.files.short_path import short_path
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir, State, sentence_of
 from hpcdist.run.slurm_job import job_of
@@ -64,7 +65,7 @@ def stream_log(run: RunDir, rank: int | None, attempt: int | None, *, follow: bo
     if os.path.lexists(path) and not stays_inside(path, run.path):
         raise RunFolderError(f"{path} is a symbolic link to a file outside of the run folder: it is not shown")
     if not retry.exists(path) and not follow:
-        raise RunFolderError(f"no log of rank {rank or 0} in attempt {number} of {run.name} ({path})")
+        raise RunFolderError(f"no log of rank {rank or 0} in attempt {number} of {run.name} ({short_path(path)})")
     position = 0
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     waiting = Event()

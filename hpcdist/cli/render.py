@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -15,9 +16,20 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
+from rich.text import Text
 
+from hpcdist.cli.terminal import wrapped
 from hpcdist.config.schema import Config, find_trainer
 from hpcdist.config.written import redacted
 from hpcdist.diagnostics.explain import explain_attempt
@@ -58,27 +70,56 @@ def show_plan(
         "trainer": trainer,
         "roles": f"trainer → rank 0{f' … {last}' if last else ''}",
         "devices": f"{devices}, {plan.backend}, {plan.threads} thread{'s' * (plan.threads > 1)} per rank",
-        "run folder": str(run_folder),
+        "run folder": short_path(run_folder),
         "MLflow": redact_uri(tracking_uri),
     }
     run = RunDir(run_folder)
     if run.environment.exists() and (code := code_state(run)).copied:
-        rows["code"] = f"{run.code}, a copy of {code.root}; links in it lead to the files that are left out"
+        copied = f"{short_path(run.code)}, a copy of {code.root}"
+        rows["code"] = f"{copied}; links in it lead to the files that are left out"
     if plan.roles is not None:
         rows["roles"] = "\n".join(rank_table(plan.roles, [(range(plan.num_ranks), "")], plan.devices))
     if verbose:
         rows["command"] = shlex.join(rank_command(run_folder))
         env = plan.env | shown["launch"]["env"]
         rows["variables"] = "\n".join(f"{name}={value}" for name, value in sorted(env.items()))
-    print_rows(console, {name: escape(value) for name, value in rows.items()})
+    print_rows(console, rows)
 
 
-def print_rows(console: Console, rows: Mapping[str, str]) -> None:
-    """Print names and values in two columns; a table of rich would cut long paths."""
+def print_rows(console: Console, rows: Mapping[str, str], styles: Mapping[str, str] | None = None) -> None:
+    """Print names and values in two columns; a table of rich would cut long paths.
+
+    Args:
+        styles: style of a value's first word, by the name of the row.
+    """
     width = max(map(len, rows)) + 2
     for name, value in rows.items():
-        text = value.replace("\n", "\n" + " " * width)
-        console.print(f"[bold]{name:<{width}}[/]{text}", highlight=False, soft_wrap=True)
+        text = " " * width + value.replace("\n", "\n" + " " * width)
+        if name not in ("command", "variables"):  # which are copied
+            text = wrapped(console, text, width)
+        line = Text(f"{name:<{width}}{text[width:]}")
+        line.stylize("bold", 0, width)
+        line.stylize((styles or {}).get(name, ""), width, width + _first_word(value))
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _print_line(console: Console, text: str, style: str = "") -> None:
+    """Print a line; `style` is that of its first word."""
+    line = Text(wrapped(console, text, 4))
+    line.stylize(style, 0, _first_word(text))
+    console.print(line, highlight=False, soft_wrap=True)
+
+
+def _first_word(text: str) -> int:
+    """Return the length of a text's first word, without punctuation."""
+    return len(re.match(r"\w*", text)[0])  # type: ignore[index]  # matches every text
+
+
+class _Metrics(ProgressColumn):
+    """The metrics in a progress bar: the only column that is cut on a narrow terminal."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["numbers"], no_wrap=True, overflow="ellipsis")
 
 
 class RunView:
@@ -88,11 +129,12 @@ class RunView:
         self._console = console
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),  # the room that the others leave
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            _Metrics(),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
             console=console,
+            expand=True,
             disable=not console.is_terminal,
         )
         self._task: TaskID | None = None
@@ -112,11 +154,12 @@ class RunView:
     def attempt(self, attempt: Attempt, num_ranks: int) -> None:
         """Print the start of an attempt."""
         self._began = None
-        self.note(f"attempt {attempt.number}: starting {num_ranks} rank{'s' * (num_ranks > 1)}, logs in {attempt.path}")
+        ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+        self.note(f"attempt {attempt.number}: starting {ranks}, logs in {short_path(attempt.path)}")
 
     def note(self, text: str) -> None:
         """Print a line as it is."""
-        self._console.print(escape(text), highlight=False, soft_wrap=True)
+        _print_line(self._console, text)
 
     def output(self, text: str) -> None:
         """Print the output of a plain script unchanged."""
@@ -124,11 +167,12 @@ class RunView:
 
     def failure(self, failure: Failure, log: Path) -> None:
         """Print the first failure: the rank, its node, the time, and the end of the traceback."""
-        self._console.print(f"[bold red]{escape(failure.sentence())}[/]", highlight=False, soft_wrap=True)
+        sentence = escape(wrapped(self._console, failure.sentence(), 4))
+        self._console.print(f"[bold red]{sentence}[/]", highlight=False, soft_wrap=True)
         lines = "".join(failure.traceback).rstrip().splitlines()[-TRACEBACK_LINES:]
         for line in lines:
             self._console.print(f"    {escape(line)}", highlight=False, soft_wrap=True)
-        self._console.print(f"    full log: {escape(str(log))}", highlight=False, soft_wrap=True)
+        self._console.print(f"    full log: {escape(short_path(log))}", highlight=False, soft_wrap=True)
 
     def progress(self, beat: Mapping[str, Any]) -> None:
         """Show the step and metrics of rank 0's newest heartbeat, and what it does after the last step."""
@@ -194,27 +238,26 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
         console.print(table)
     program = _program()
     for text in run.attempt(state.attempt).current_stragglers() if state.attempt else []:
-        console.print(f"[yellow]straggler:[/] {escape(text)}", highlight=False, soft_wrap=True)
+        _print_line(console, f"straggler: {text}", "yellow")
     store = f"--runs-dir {shlex.quote(config.runs_dir)}"
     if config.tracking.uri:
         store = f"--tracking-uri {shlex.quote(redact_uri(config.tracking.uri))}"
-    lines = [escape(line) for line in links.end_of_run(run)] or [f"review in MLflow: {program} ui {escape(store)}"]
+    lines = links.end_of_run(run) or [f"review in MLflow: {program} ui {store}"]
     if run.report.is_file() and not is_benchmark:
-        lines.append(f"report: {escape(short_path(run.report))}")
+        lines.append(f"report: {short_path(run.report)}")
     if is_benchmark and run.artifacts.is_dir():
-        lines.append(f"report: {program} bench show {escape(shlex.quote(str(run.path)))}")
+        lines.append(f"report: {program} bench show {shlex.quote(short_path(run.path))}")
     if state.status != "finished":
-        resume = f"{program} resume {escape(shlex.quote(str(run.path)))}"
+        resume = f"{program} resume {shlex.quote(short_path(run.path))}"
         failed = state.status == "failed" and state.attempt > 0
         finding = explain_attempt(run, run.attempt(state.attempt), read_logs=False) if failed else None
         if finding is not None and finding.code:
-            lines.append(f"fix {escape(short_path(finding.code))}, then: {resume} --with-current-code")
+            lines.append(f"fix {short_path(finding.code)}, then: {resume} --with-current-code")
         else:
             lines.append(f"continue: {resume}")
-    rest = escape(state.sentence.removeprefix(state.status))
-    lines.append(f"[bold {COLOURS[state.status]}]{state.status}[/]{rest}")
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        _print_line(console, line)
+    _print_line(console, state.sentence, f"bold {COLOURS[state.status]}")
 
 
 def _program() -> str:

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from hpcdist.cli.render import COLOURS, format_metrics, last_beat, print_rows
+from hpcdist.cli.terminal import wrapped
 from hpcdist.errors import HpcdistError, RunFolderError
 from hpcdist.files.short_path import short_path
 from hpcdist.review.attempts import read_attempts
@@ -92,7 +93,7 @@ def show_runs(console: Console, rows: list[RunRow], notes: list[str], runs_dir: 
     else:
         notes = [f"no runs under {runs_dir.absolute()}", *notes]
     for note in notes:
-        console.print(escape(note), highlight=False, soft_wrap=True)
+        console.print(escape(wrapped(console, note, 4)), highlight=False, soft_wrap=True)
 
 
 def read_status(run: RunDir) -> dict[str, Any]:
@@ -150,36 +151,35 @@ def show_status(console: Console, run: RunDir) -> None:
     found = read_status(run)
     status, restarts = found["status"], found["restarts"]
     rows = {
-        "status": f"[{COLOURS[status]}]{status}[/]"
-        + escape(sentence_of(status, found["reason"] or "").removeprefix(status)),
-        "folder": escape(short_path(found["folder"])),
+        "status": sentence_of(status, found["reason"] or ""),
+        "folder": short_path(found["folder"]),
         "attempt": f"{found['attempt']}, {restarts} restart{'s' * (restarts != 1)} after failures",
     }
     # The cause of the last attempt is often the reason of the status.
     for ended in found["ended_attempts"]:
         if ended["cause"] != found["reason"]:
-            rows[f"attempt {ended['attempt']}"] = escape(sentence_of(ended["status"], ended["cause"]))
+            rows[f"attempt {ended['attempt']}"] = sentence_of(ended["status"], ended["cause"])
     if found["slurm"]:
-        rows["Slurm"] = escape(found["slurm"])
+        rows["Slurm"] = found["slurm"]
     if found["held_by"]:
-        rows["supervisor"] = escape(found["held_by"])
+        rows["supervisor"] = found["held_by"]
     if status == "lost":
         rows["next"] = "the supervisor died: `hpcdist resume` continues the run, `hpcdist sync` closes it in MLflow"
     for beat in found["ranks"]:
         total = f" of {beat['total_steps']}" if beat["total_steps"] else ""
         age_s = max(0, int(time.time() - beat["time"]))
-        metrics = escape(format_metrics(beat["metrics"]))
+        metrics = format_metrics(beat["metrics"])
         rows[f"rank {beat['rank']}"] = f"step {beat['step']}{total}, {age_s} s ago  {metrics}"
     if found["attempt"] and found["world_size"] > MAX_SHOWN_RANKS:
         others = found["world_size"] - MAX_SHOWN_RANKS
-        rows["more ranks"] = f"{others}, see {escape(str(run.attempt(found['attempt']).path))}"
+        rows["more ranks"] = f"{others}, see {short_path(run.attempt(found['attempt']).path)}"
     if found["stragglers"]:
-        rows["straggler"] = escape("\n".join(found["stragglers"]))
+        rows["straggler"] = "\n".join(found["stragglers"])
     shown = found["checkpoints"][-MAX_SHOWN_CHECKPOINTS:]
     left_out = len(found["checkpoints"]) - len(shown)
-    rows["checkpoints"] = escape(f"{left_out} more, " * (left_out > 0) + ", ".join(shown)) or "none yet"
+    rows["checkpoints"] = f"{left_out} more, " * (left_out > 0) + ", ".join(shown) or "none yet"
     if run.report.is_file():
-        rows["report"] = escape(short_path(run.report))
+        rows["report"] = short_path(run.report)
     if found["mlflow_run_id"]:
-        rows["MLflow run"] = escape(str(found["mlflow_run_id"]))
-    print_rows(console, rows)
+        rows["MLflow run"] = str(found["mlflow_run_id"])
+    print_rows(console, rows, {"status": COLOURS[status]})

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.cli.terminal import console, say
+from hpcdist.files.short_path import short_path
 
 if TYPE_CHECKING:
     from hpcdist.run.folder import RunDir
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def show_choices(sweep: Sweep, choices: Sequence[Choice]) -> None:
     """Print the cells of a sweep and which of them run now."""
     num = sum(choice.runs for choice in choices)
-    say(f"sweep {sweep.name}: {len(choices)} cells, {num} to run, in {sweep.folder.parent}")
+    say(f"sweep {sweep.name}: {len(choices)} cells, {num} to run, in {short_path(sweep.folder.parent)}")
     for index, choice in enumerate([choice for choice in choices if choice.runs]):
         say(f"  {index}: {choice.cell.label} ({choice.why})  {choice.run.name}")
     for choice in choices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +17,19 @@ def console() -> Console:
 
     found = Console()
     return found if found.is_terminal else Console(width=160)
+
+
+def wrapped(console: Console, text: str, indent: int) -> str:
+    """Return text with indented further lines where it is wider than a terminal; unchanged elsewhere.
+
+    Words, such as paths, stay whole.
+    """
+    if not console.is_terminal:
+        return text
+    wrapper = textwrap.TextWrapper(
+        max(console.width, 2 * indent), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(wrapper.fill(line) for line in text.split("\n"))
 
 
 def say(text: str) -> None:

@@ -74,6 +74,23 @@ def test_narrow_terminal_shows_the_largest_losses(
     assert "down 40%, idle 20%" in hpcdist("cost", "--by", "run").out
 
 
+def test_cells_of_a_sweep_are_told_apart_on_a_narrow_terminal(
+    hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    from hpcdist.cli import cost
+
+    for rate in ("0.1", "0.01"):
+        run = make(f"ddp-20261122-121700-1a2b-optim.lr_{rate}-seed_1")
+        add_attempt(run, 1, 3601, [account(1, 3601)] * 4)
+    monkeypatch.setattr(cost, "console", lambda: Console(width=80))
+    out = hpcdist("cost", "--by", "run").out
+    assert "…" not in out
+    text = "".join(line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│"))
+    assert all(f"optim.lr_{rate}-seed_1" in text for rate in ("0.1", "0.01"))
+
+
 def test_csv_has_all_causes_in_hours(hpcdist: Cli, runs: list[RunDir]) -> None:
     found = rows(hpcdist("cost", "--csv", "--by", "run").out)
     assert [row["run"].partition("/")[2] for row in found] == ["first", "second", "gpu"]

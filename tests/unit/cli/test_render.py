@@ -196,6 +196,55 @@ def test_progress_on_a_terminal_is_a_progress_bar() -> None:
     assert "loss 0.1235  accuracy 0.975" in last
 
 
+def test_narrow_progress_bar_keeps_step_and_total() -> None:
+    numbers = METRICS | {"train/samples_per_s": 3832.0, "train/return": 1.5}
+    for width in (50, 80):
+        console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+        with RunView(console) as shown:
+            shown.progress({"step": 253, "total_steps": 46000, "metrics": numbers})
+        last = text_of(console).rpartition("step")[2].splitlines()[0]
+        assert " 253/46000 " in last, (width, last)
+        assert "loss 0.1235" in last, (width, last)
+        assert "-:--:--" in last, (width, last)
+
+
+def test_long_lines_are_indented_on_a_terminal_and_paths_stay_whole(
+    make: Callable[..., RunDir],
+) -> None:
+    console = Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None)
+    path = f"/shared/{'folder/' * 9}file"
+    reason = f"rank 1 on n1 was killed by SIGKILL while it wrote {path} and nothing else happened"
+    run = make(status="failed", attempt=1, reason=reason)
+    show_status(console, run)
+    first, *rest = rows_of(console)
+    assert first == "status       failed: rank 1 on n1 was killed by SIGKILL"
+    assert rest[:3] == ["             while it wrote", f"             {path}", "             and nothing else happened"]
+    RunView(console).note(f"a note about {path} that is longer than a line")
+    assert rows_of(console)[-3:] == ["a note about", f"    {path}", "    that is longer than a line"]
+
+
+def test_paths_below_the_current_folder_are_relative(
+    console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(status="failed", attempt=1, world_size=64, reason="a reason")
+    monkeypatch.chdir(run.path.parents[2])
+    folder = run.path.relative_to(Path.cwd())
+    show_plan(console, Config(), plan(), run.path, "x", verbose=False)
+    show_status(console, run)
+    RunView(console).attempt(run.attempt(1), 1)
+    failure = Failure(kind="error", rank=3, host="n1", step=5, error="ValueError", traceback=())
+    RunView(console).failure(failure, run.attempt(1).log(3))
+    show_end(console, run, run.read_state(), Config(runs_dir="runs", tracking=TrackingConfig(uri="")))
+    lines = rows_of(console)
+    assert f"run folder  {folder}" in lines
+    assert f"folder       {folder}" in lines
+    assert f"more ranks   32, see {folder}/attempts/001" in lines
+    assert f"attempt 1: starting 1 rank, logs in {folder}/attempts/001" in lines
+    assert f"    full log: {folder}/attempts/001/rank-00003.log" in lines
+    assert f"continue: hpcdist resume {folder}" in lines
+    assert str(Path.cwd()) not in text_of(console)
+
+
 def test_progress_line_shows_known_metrics_in_order() -> None:
     assert format_metrics({"lr": 1.0, "train/samples_per_s": 12345.6, "train/loss": 2.0}) == ("loss 2  samples/s 12346")
     metrics = {"eval/return": 500.0, "train/env_steps_per_s": 123456.7, "train/return": 23.4567}

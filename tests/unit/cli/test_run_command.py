@@ -26,7 +26,7 @@ def test_dry_run_shows_the_plan_and_writes_nothing(hpcdist: Cli, tmp_path: Path)
     assert rows["trainer"].endswith("ddp")
     assert rows["roles"].endswith("trainer → rank 0 … 1")
     assert "2 × cpu, gloo, " in rows["devices"]
-    assert rows["run"].endswith(f"{tmp_path}/runs/digits/first")
+    assert rows["run"] == "run folder  runs/digits/first"
     assert rows["MLflow"].endswith(f"sqlite:///{tmp_path}/runs/mlflow.db")
     assert f"hpcdist.rank.worker {tmp_path}/runs/digits/first" in rows["command"]
     assert "API_KEY=***" in result.out

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 from command_line import Cli, Result, one_line
+from rich.console import Console
 
+from hpcdist.cli import diagnose, terminal
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 
@@ -35,6 +38,22 @@ def test_status_accepts_a_prefix_of_the_name(hpcdist: Cli, make: Callable[..., R
     result = hpcdist("status", "fir")
     assert result.code == 0
     assert result.out.splitlines()[:2] == ["status       failed: a reason", "folder       runs/exp/first"]
+
+
+def test_explanation_is_indented_on_a_terminal(
+    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("first", status="stopped", attempt=1, reason="a reason that is longer than a line of this narrow terminal")
+    out = io.StringIO()
+    for module in (diagnose, terminal):
+        monkeypatch.setattr(
+            module, "console", lambda: Console(file=out, width=40, force_terminal=True, color_system=None)
+        )
+    assert hpcdist("explain", "first").code == 0
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("status:   stopped: a reason")
+    assert {line[:10] for line in lines} >= {" " * 10, "cause:    "}
+    assert max(map(len, lines)) <= 40
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "stop", "cancel", "resume", "sync"])
