@@ -71,3 +71,18 @@ def test_what_does_not_end_is_cut_off_and_the_rest_is_done(tmp_path: Path, endle
 def test_a_call_that_no_signal_interrupts_is_cut_off(tmp_path: Path) -> None:
     done = end(tmp_path, UNINTERRUPTED, limit_s=0.1, stuck_s=0.1)
     assert "a function of atexit does not end (" in done.stderr
+
+
+def test_errors_and_unusual_files_do_not_change_the_end(tmp_path: Path) -> None:
+    done = end(
+        tmp_path,
+        "import io, logging",
+        "logging.basicConfig()",
+        "full = open('/dev/full', 'w'); full.write('lost')",
+        "detached = io.TextIOWrapper(io.BytesIO()); detached.detach()",
+        "threading._register_atexit(lambda: 1 / 0)",
+    )
+    assert (tmp_path / "buffer").read_text() == "written"
+    assert "'/dev/full'" in done.stderr
+    assert "is not written completely: No space left on device" in done.stderr
+    assert "ZeroDivisionError" in done.stderr
