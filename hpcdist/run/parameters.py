@@ -57,7 +57,7 @@ def script_arguments(command: Sequence[str]) -> dict[str, str]:
     for word in map(str, command[2 if command[:1] == ["-m"] else 1 :]):
         if option := _OPTION.fullmatch(word):
             found.append((option[1].replace("-", "_"), "true" if option[2] is None else option[2]))
-        elif awaits_value:
+        elif awaits_value and word != "--":
             found[-1] = (found[-1][0], word)
         elif assignment := _ASSIGNMENT.fullmatch(word):
             found.append((assignment[1], assignment[2]))
