@@ -10,7 +10,8 @@ import logging
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -97,7 +98,7 @@ def run_script(command: Sequence[str], run: RunDir, topology: Topology, roles: R
     os.environ.update(script_environment(topology, run, roles))
     sys.argv = [path, *arguments]
     sys.meta_path.insert(0, QuietImport())
-    try:
+    with exit_as_return(script):
         if is_module:  # the copy of the code is on sys.path
             if importlib.util.find_spec(script) is None:
                 raise TrainerError(f"trainer.script: no module {script!r}")
@@ -105,9 +106,16 @@ def run_script(command: Sequence[str], run: RunDir, topology: Topology, roles: R
         else:
             sys.path.insert(0, str(Path(path).parent))
             runpy.run_path(path, run_name="__main__")
+
+
+@contextmanager
+def exit_as_return(name: str) -> Iterator[None]:
+    """Let `sys.exit` end the block. Raises RuntimeError after an exit with a non-zero status."""
+    try:
+        yield
     except SystemExit as ended:
         if ended.code not in (None, 0):
-            raise RuntimeError(f"{script} ended with exit status {ended.code}") from ended
+            raise RuntimeError(f"{name} ended with exit status {ended.code}") from ended
 
 
 def locate(script: str, run: RunDir) -> Path:

@@ -30,7 +30,7 @@ from hpcdist.files.log_limit import limit_log
 from hpcdist.rank import process_end, script_api
 from hpcdist.rank.outcome import Outcome
 from hpcdist.rank.roles import Roles
-from hpcdist.rank.script import run_script
+from hpcdist.rank.script import exit_as_return, run_script
 from hpcdist.rank.stop_signals import StopFlag
 from hpcdist.rank.telemetry.flight_recorder import dump_on_signal, enable_flight_recorders
 from hpcdist.rank.topology import Topology
@@ -115,7 +115,11 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
         how = "obeyed hpcdist.should_stop" if script.stop_agreed else "ended with exit status 0"
         reason = f"{config.trainer.script_name} {how}"
     else:
-        ended, reason = _train(config, run, attempt, topology, outcome, records)
+        try:
+            ended, reason = _train(config, run, attempt, topology, outcome, records)
+        except BaseException:
+            records.journal.close()
+            raise
 
     def conclude() -> None:
         records.close()
@@ -176,7 +180,6 @@ def _train(
     seed_everything(config.seed)
     with (
         _connected_groups(config, attempt, topology, device, backend, outcome) as groups,
-        records.journal as journal,
         _node_monitor(config, run, topology, records),
     ):
         commands = CommandFiles(attempt) if topology.rank == 0 else None
@@ -190,12 +193,13 @@ def _train(
             stop=StopAgreement(
                 groups.control, stop_flag, attempt.request, watch_request=topology.rank == 0, commands=commands
             ),
-            journal=journal,
+            journal=records.journal,
             heartbeat=heartbeat,
         )
         records.on_metrics = heartbeat.note_logged
         script_api.enter_trainer(ctx)
-        train(ctx, config, *params)
+        with exit_as_return(config.trainer.target):
+            train(ctx, config, *params)
         ctx.close()
     return "stopped" if ctx.stop_agreed else "done", ctx.end_reason
 

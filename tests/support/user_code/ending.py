@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import hpcdist
+
 kept: list[Any] = []
 
 
@@ -29,6 +31,7 @@ def leave_work(folder: Path, rank: int) -> None:
 
     def outlive() -> None:
         main.join(0.5)
+        hpcdist.log({"late": 1.0}, 1)
         (folder / f"thread-{rank}").write_text("written")
 
     threading.Thread(target=outlive).start()
@@ -40,6 +43,7 @@ def leave_work(folder: Path, rank: int) -> None:
 
 def train(ctx: Any, cfg: Any) -> None:
     leave_work(Path(cfg.params["folder"]), ctx.rank)
+    sys.exit()
 
 
 def run_script(folder: str, failing: str = "") -> None:
