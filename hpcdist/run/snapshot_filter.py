@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from hpcdist.config.redaction import holds_secret
-from hpcdist.files.atomic import read_if_valid
 from hpcdist.run.runs_dir import DATABASE
 
 #: Read at the top of the code, in the syntax of `.gitignore`.
@@ -39,14 +36,6 @@ MAX_SCAN_BYTES = 2**20
 _HUNK = re.compile(r"@@ -\d+(?:,\d+)? \+(\d+)")
 
 
-@dataclass(frozen=True)
-class _Sweep:
-    """The content of a sweep's `sweep.json`, as far as it identifies one."""
-
-    uid: str
-    cells: list[dict[str, Any]]
-
-
 def _is_no_code(path: Path) -> bool:
     """Return whether a path is a run, a sweep, a file or folder of hpcdist beside runs, or a virtual environment."""
     if not path.is_dir():
@@ -55,7 +44,7 @@ def _is_no_code(path: Path) -> bool:
         (path / "pyvenv.cfg").exists()
         or ((path / "state.json").exists() and (path / "attempts").is_dir())
         or (path.name == ".environments" and (path / "lock").exists())
-        or read_if_valid(_Sweep, path / "sweep.json") is not None
+        or ((path / "sweep.json").exists() and any(path.parent.glob(f"{path.name}-*/cell.json")))
     )
 
 

@@ -19,7 +19,7 @@ import pytest
 import hpcdist
 from hpcdist.config.schema import Config, LaunchConfig, TrainerConfig
 from hpcdist.errors import UserMistake
-from hpcdist.files.atomic import read_json, write_json
+from hpcdist.files.atomic import read_json
 from hpcdist.run import snapshot
 from hpcdist.run.create import check_trainer
 from hpcdist.run.folder import RunDir
@@ -225,8 +225,9 @@ def test_successive_runs_in_one_tree_have_the_same_snapshot(
         runs_dir = (project, project / "part")[number % 2] / "runs"
         run = RunDir.create(runs_dir / "exp" / f"run-{number}")
         write(run.path / "artifacts", output="x" * 1000)
-        (runs_dir / "exp" / "grid").mkdir(exist_ok=True)
-        write_json(runs_dir / "exp" / "grid" / "sweep.json", {"uid": "1", "cells": []})
+        for name in ("grid/sweep.json", "grid-1/cell.json", "grid-1/state.json", "grid-1/attempts/x"):
+            (runs_dir / "exp" / name).parent.mkdir(parents=True, exist_ok=True)
+            (runs_dir / "exp" / name).touch()
         for name in ("mlflow.db", "mlflow.db-wal", ".environments/lock"):
             (runs_dir / name).parent.mkdir(exist_ok=True)
             (runs_dir / name).write_text("x" * 1000)
