@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpcdist.checkpoint.state_dict import MaybeSharded
 from hpcdist.run.folder import RunDir
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,9 @@ def export_model(module: nn.Module, example: torch.Tensor, run: RunDir) -> None:
         example: one input batch of at least two samples, so that the batch dimension is exported as dynamic.
         run: the run folder.
     """
+    if MaybeSharded(list(module.parameters())).is_sharded:  # this rank alone cannot compute
+        log.warning("the model is sharded over ranks (DTensor): `hpcdist export` converts its checkpoint instead")
+        return
     try:
         import mlflow.pytorch
         from mlflow.models import infer_signature

@@ -185,6 +185,8 @@ def train_sharded(here: Rank, path: Path) -> dict[str, Any]:
         ctx.save(2, model=net, trainer={"optimizer": get_optimizer_state_dict(net, optimizer)})
         weights = {name: full(value) for name, value in net.state_dict().items()}
         expected = losses(net, optimizer, 2)
+        ctx.export_model(net, x)  # a warning: the forward pass of rank 0 alone would wait for the others
+        assert not ctx.run.model.exists()
         ctx.close()
     with open_context(here, RunDir(path), CONFIG) as ctx:
         saved = ctx.restore()
