@@ -21,6 +21,7 @@ from hpcdist.run.command_sender import send_command
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.live_command import CommandResult, LiveCommand, read_result
+from hpcdist.run.training_record import read_training
 from hpcdist.tracking.journal.reader import read_records
 from hpcdist.tracking.mlflow_plugin import rank_records
 from hpcdist.tracking.mlflow_plugin.rank_records import RankRecords
@@ -234,3 +235,33 @@ def test_ranks_that_count_no_steps_take_no_part(run: RunDir) -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
         first.close()
+
+
+def test_first_reported_step_shows_where_the_attempt_began(run: RunDir) -> None:
+    attempt = run.attempt(1)
+    logging_script = RunningScript(run, attempt, topology(1), 60.0)
+    logging_script.note({"loss": 1.0}, None)  # MLflow's metrics without a step are numbered in each attempt anew
+    logging_script.note({"loss": 1.0}, 0)
+    assert read_training(attempt) is None
+    logging_script.note({"loss": 1.0}, 11)
+    logging_script.close()
+    recorded = read_training(attempt)
+    assert recorded is not None
+    assert recorded.first_step == 10
+    # `should_stop` is told the number of steps done.
+    asking_script = RunningScript(run, run.new_attempt(), topology(1), 60.0)
+    asking_script.should_stop(20, None)
+    asking_script.close()
+    recorded = read_training(run.attempt(2))
+    assert recorded is not None
+    assert recorded.first_step == 20
+
+
+def test_log_notes_the_step_of_ranks_that_record_no_metrics(run: RunDir) -> None:
+    """Otherwise a failure of rank 1 has no step."""
+    records = rank_records.begin(RankRecords(run, attempt=1, rank=1, pid=os.getpid()))
+    with entered(run.attempt(1), replace(topology(2), rank=1, local_rank=1), 60.0, records) as other:
+        hpcdist.log({"loss": 1.0}, 37)
+        assert other.last_step() == 37
+    records.close()
+    assert read_training(run.attempt(1)) is None, "rank 0 writes it"

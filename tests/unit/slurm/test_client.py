@@ -251,6 +251,6 @@ def test_estimate_of_the_start(commands: FakeCommands) -> None:
     commands.add_script(
         "sbatch", 'while read -r line; do echo "$line"; done > script; echo "sbatch: Job 1 to start" >&2'
     )
-    assert client.estimate_start("#!/bin/sh\n#SBATCH --nodes=2\n") == "sbatch: Job 1 to start\n"
+    assert client.estimate_start("#!/bin/sh\n#SBATCH --nodes=2\n") == "sbatch: the job would start\n"
     assert (commands.folder / "script").read_text() == "#!/bin/sh\n#SBATCH --nodes=2\n"
     assert commands.calls() == ["sbatch --test-only"]
