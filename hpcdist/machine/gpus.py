@@ -40,7 +40,8 @@ class Gpu:
     total_mb: int | None
     uncorrected_errors: int | None  #: since the driver was loaded
     throttled: tuple[str, ...] = ()
-    pids: tuple[int, ...] = ()  #: visible processes that compute on it
+    pids: tuple[int, ...] = ()  #: visible processes that use it
+    busy: bool = False  #: whether it has computed within the last second
 
 
 def open_gpus() -> dict[int, Any]:
@@ -91,6 +92,7 @@ def _read_gpus() -> list[Gpu]:
         reasons = query("nvmlDeviceGetCurrentClocksEventReasons", handle)
         if reasons is None:  # drivers before 535; CUDA 14 will remove this name
             reasons = query("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+        rates = query("nvmlDeviceGetUtilizationRates", handle)
         if (name := query("nvmlDeviceGetName", handle)) is not None:  # else the GPU is lost
             found.append(
                 Gpu(
@@ -101,24 +103,9 @@ def _read_gpus() -> list[Gpu]:
                     uncorrected_errors=query("nvmlDeviceGetTotalEccErrors", handle, *uncorrected),
                     throttled=tuple(text for bit, text in THROTTLES.items() if reasons & bit),
                     pids=tuple(one.pid for one in query("nvmlDeviceGetComputeRunningProcesses", handle) or ()),
+                    busy=rates is not None and rates.gpu > 0,
                 )
             )
-    return found
-
-
-def computing_pids() -> set[int]:
-    """Return the processes on GPUs that compute now. Of a GPU with several processes all count."""
-    return done_within(DRIVER_S, start(_read_computing_pids), set())
-
-
-def _read_computing_pids() -> set[int]:
-    found: set[int] = set()
-    for handle in open_gpus().values():
-        import pynvml
-
-        with suppress(pynvml.NVMLError):  # not supported in MIG mode
-            if pynvml.nvmlDeviceGetUtilizationRates(handle).gpu > 0:
-                found |= {one.pid for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
     return found
 
 

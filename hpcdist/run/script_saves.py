@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from hpcdist.config.schema import script_name
 from hpcdist.config.written import plain_tree
 from hpcdist.errors import ConfigError, RunFolderError
+from hpcdist.files import retry
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
+from hpcdist.run.saved_checkpoints import script_files
 
 
 def script_of(run: RunDir) -> str:
@@ -26,7 +27,7 @@ def continuation(run: RunDir) -> str:
     """Return where `hpcdist resume` of a run continues."""
     if not (script := script_of(run)):
         return f"`hpcdist resume {run.name}` continues from the newest checkpoint"
-    return f"`hpcdist resume {run.name}` {_start(run, script)}"
+    return f"`hpcdist resume {run.name}` {_start(script, script_files(run))}"
 
 
 def how_stopped(run: RunDir, attempt: Attempt, script: Sequence[str], began: float) -> str:
@@ -39,23 +40,17 @@ def how_stopped(run: RunDir, attempt: Attempt, script: Sequence[str], began: flo
     if not script:
         return "stopped with everything saved"
     ended = attempt.outcomes().get(0, {}).get("reason") or f"{script_name(script)} was ended by SIGTERM"
-    newest = _newest_file(run)
     saved = "saved nothing in hpcdist.checkpoint_dir()"
-    if newest is not None and newest[0] >= began:
-        saved = f"saved {newest[1].relative_to(run.path)} at {time.strftime('%H:%M:%S', time.localtime(newest[0]))}"
-    return f"{ended} and {saved}; a resume {_start(run, 'it')}"
+    files = retry.retry(lambda: script_files(run), run.checkpoints)
+    if files and (at := (run.checkpoints / files[-1]).lstat().st_mtime) >= began:
+        saved = f"saved {run.checkpoints.name}/{files[-1]} at {time.strftime('%H:%M:%S', time.localtime(at))}"
+    return f"{ended} and {saved}; a resume {_start('it', files)}"
 
 
-def _start(run: RunDir, script: str) -> str:
-    if _newest_file(run) is None:
-        return f"starts {script} from the beginning, unless it has saved elsewhere"
-    return f"starts {script} again, with its files in the run's {run.checkpoints.name}/"
-
-
-def _newest_file(run: RunDir) -> tuple[float, Path] | None:
-    """Return time and path of the newest file in `hpcdist.checkpoint_dir()`; None without one."""
-    try:
-        files = [(path.stat().st_mtime, path) for path in run.checkpoints.rglob("*") if path.is_file()]
-    except OSError:  # the script removes files
-        return None
-    return max(files, default=None)
+def _start(script: str, files: Sequence[str]) -> str:
+    where = (
+        "again, with its files in the run's checkpoints/"
+        if files
+        else "from the beginning, unless it has saved elsewhere"
+    )
+    return f"starts {script} {where}"

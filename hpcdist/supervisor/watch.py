@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from hpcdist.config.schema import Config
 from hpcdist.run.attempt import BY_GROWTH, Attempt, Request
@@ -21,6 +21,7 @@ from hpcdist.supervisor.reporter import Reporter
 from hpcdist.supervisor.restart_policy import Failure, not_started
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 POLL_S = 0.2
 #: Interval of retries to write a request.
 REWRITE_S = 1.0
@@ -82,6 +83,8 @@ class Watch:
         #: Activities of the ranks after half of the time in which they may be silent.
         self._activities: dict[int, Activity] | None = None
         self._warned = False
+        #: Duration of the examinations of this poll, which are no delay by the file system.
+        self._examined_s = 0.0
         self.stop_requested = False
         self.cancelled = False
 
@@ -109,7 +112,8 @@ class Watch:
             if self._kill_at is None and (failure := self._late(now) or self._hung(now)) is not None:
                 return failure
             self.progress.show()
-            self._note_delay(now, time.monotonic())
+            self._note_delay(now + self._examined_s, time.monotonic())
+            self._examined_s = 0.0
         return None
 
     def _lost_node(self) -> Failure | None:
@@ -142,15 +146,15 @@ class Watch:
         if self.progress.silent_s(now) < launch.hang_s / 2:
             self._activities = None
         elif self._activities is None:
-            self._activities = self._read_activities()
+            self._activities = self._examine(read_activities) or {}
         rank = self.progress.find_hung(now)
         if rank is None:
             return None
-        busy = busy_ranks(self._activities, self._read_activities()) if self._activities else set()
+        busy = busy_ranks(self._activities, self._examine(read_activities) or {}) if self._activities else set()
         busy &= self.progress.overdue(now)
         is_ended = launch.hang_timeout_s is not None or not self._config.trainer.script
         # The signal for the stacks may surprise a script, which is spared it if it computes and is not to be ended.
-        found = self._collect_stacks() if is_ended or not busy else None
+        found = self._examine(collect) if is_ended or not busy else None
         if found is not None:
             busy -= {rank for rank, pending_s in found.pending_s.items() if pending_s > launch.hang_s / 2}
         where = f"(stack traces of all ranks are in {self._attempt.path})"
@@ -266,28 +270,24 @@ class Watch:
             self._ranks.running[0],
             f"did not save and exit within launch.stop_grace_s={self._config.launch.stop_grace_s:g} s"
             + (", or before the end of the allocation" if self._allocation is not None else ""),
-            self._collect_stacks(),
+            self._examine(collect),
         )
 
-    def _collect_stacks(self) -> Summary | None:
-        """Collect the stack traces of all ranks; None if there is no time for that, or no trace."""
-        if (left_s := self._examination_s()) >= LEAST_STACKS_S:
-            try:
-                return collect(self._attempt, self._ranks, limit_s=left_s, interrupted=self._is_cancelled)
-            except OSError as unread:
-                log.warning("%s: %s; no stack traces of this hang can be collected", unread.filename, unread.strerror)
-        return None
-
-    def _read_activities(self) -> dict[int, Activity]:
-        if (left_s := self._examination_s()) < LEAST_STACKS_S:
-            return {}
-        return read_activities(self._attempt, self._ranks, limit_s=left_s, interrupted=self._is_cancelled)
-
-    def _examination_s(self) -> float:
-        """Return the time limit of a command on all nodes, which ends before the allocation does."""
-        if self._allocation is None:
-            return STACKS_S
-        return min(STACKS_S, self._allocation.end - time.time() - REST_S)
+    def _examine(self, examination: Callable[..., T]) -> T | None:
+        """Return the result of an examination of all nodes, or None if there is no time for it, or it fails."""
+        left_s = STACKS_S
+        if self._allocation is not None:
+            left_s = min(left_s, self._allocation.end - time.time() - REST_S)
+        if left_s < LEAST_STACKS_S:
+            return None
+        began = time.monotonic()
+        try:
+            return examination(self._attempt, self._ranks, limit_s=left_s, interrupted=self._is_cancelled)
+        except OSError as unread:
+            log.warning("%s: %s; the ranks cannot be examined", unread.filename, unread.strerror)
+            return None
+        finally:
+            self._examined_s += time.monotonic() - began
 
     def _hang_failure(self, rank: int, error: str, found: Summary | None) -> Failure:
         """Return the failure of hung ranks.

@@ -13,12 +13,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
-from hpcdist.machine.gpus import computing_pids
+from hpcdist.machine.gpus import gpus
 from hpcdist.run.attempt import Attempt
 from hpcdist.supervisor.hang.processes import find_ranks
 from hpcdist.supervisor.launcher import Ranks
@@ -28,36 +29,31 @@ log = logging.getLogger(__name__)
 _BUSY_SHARE = 0.1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Activity:
+class Activity(NamedTuple):
     """Activity of a rank's process and its descendants."""
 
-    rank: int
     time: float
     cpu_s: float  #: CPU time until now, with that of children that have ended
     on_gpu: bool  #: whether a GPU that they use computes now
 
 
 def main(folder: str) -> None:
-    """Print the activity of this node's ranks, one JSON line each."""
+    """Print the rank and the activity of this node's ranks, one JSON line each."""
     attempt = Attempt(Path(folder))
-    pids = computing_pids()
+    on_gpu = {pid for gpu in gpus() if gpu.busy for pid in gpu.pids}
     for found in find_ranks(attempt.path.parent.parent, attempt.number, os.environ.get("SLURMD_NODENAME", "")):
-        try:
+        with suppress(psutil.Error):  # the rank has just ended
             process = psutil.Process(found.pid)
             tree = [process, *process.children(recursive=True)]
-        except psutil.Error:  # the rank has ended
-            continue
-        cpu_s, on_gpu = sum(map(_cpu_s, tree)), any(one.pid in pids for one in tree)
-        print(json.dumps(asdict(Activity(rank=found.rank, time=time.time(), cpu_s=cpu_s, on_gpu=on_gpu))), flush=True)
+            is_on_gpu = any(one.pid in on_gpu for one in tree)
+            print(json.dumps([found.rank, time.time(), sum(map(_cpu_s, tree)), is_on_gpu]), flush=True)
 
 
 def _cpu_s(process: psutil.Process) -> float:
     """Return the CPU time of a process and of its children that have ended."""
-    try:
+    with suppress(psutil.Error):
         return sum(process.cpu_times()[:4])
-    except psutil.Error:  # it has just ended
-        return 0.0
+    return 0.0  # it has just ended
 
 
 def read_activities(
@@ -70,11 +66,11 @@ def read_activities(
         ranks.examine(command, output=output, limit_s=limit_s, interrupted=interrupted)
         lines = output.read_text(errors="replace").splitlines()
         output.unlink()
-        found = [Activity(**json.loads(line)) for line in lines if line.startswith("{")]
+        rows = [json.loads(line) for line in lines if line.startswith("[")]
+        return {rank: Activity(*row) for rank, *row in rows}
     except (OSError, ValueError, TypeError) as error:
         log.warning("the CPU time of the ranks is unknown: %s: %s", output, error)
         return {}
-    return {one.rank: one for one in found}
 
 
 def busy_ranks(before: Mapping[int, Activity], after: Mapping[int, Activity]) -> set[int]:

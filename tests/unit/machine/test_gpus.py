@@ -45,11 +45,10 @@ def test_gpus_have_memory_errors_throttling_and_processes(monkeypatch: pytest.Mo
     assert broken.throttled == ("too hot (hardware slowdown)", "power brake"), "the power cap 0x04 is normal"
 
 
-def test_processes_of_busy_gpus_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    busy = gpu("H100", UtilizationRates=SimpleNamespace(gpu=3), ComputeRunningProcesses=processes(4711, 4712))
-    idle = gpu("H100", UtilizationRates=SimpleNamespace(gpu=0), ComputeRunningProcesses=processes(4713))
+def test_gpu_that_computes_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy, idle = (gpu("H100", UtilizationRates=SimpleNamespace(gpu=percent)) for percent in (3, 0))
     install_fake_nvml(monkeypatch, busy, idle, IN_MIG_MODE)
-    assert gpus.computing_pids() == {4711, 4712}
+    assert [one.busy for one in gpus.gpus()] == [True, False, False]
 
 
 def test_unsupported_queries_give_none(monkeypatch: pytest.MonkeyPatch) -> None:

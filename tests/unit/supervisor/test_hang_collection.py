@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,10 +100,10 @@ def test_activity_shows_the_rank_that_computes_without_a_signal(attempt: Attempt
         end = time.monotonic() + 60
         while after[1].cpu_s < before[1].cpu_s + 0.5 and time.monotonic() < end:
             after = read_activities(attempt, ranks, limit_s=60, interrupted=not_interrupted)
-        since = {rank: replace(one, time=after[rank].time - 1.0) for rank, one in before.items()}
+        since = {rank: one._replace(time=after[rank].time - 1.0) for rank, one in before.items()}
         assert busy_ranks(since, after) == {1}
         assert busy_ranks({}, after) == set(), "unknown"
-        assert busy_ranks({}, {0: replace(after[0], on_gpu=True)}) == {0}
+        assert busy_ranks({}, {0: after[0]._replace(on_gpu=True)}) == {0}
     assert "Current thread" not in attempt.log(0).read_text()
     assert not list(attempt.path.glob("activity*"))
 

@@ -117,10 +117,10 @@ class Scene:
         return self.summary
 
     def _activities(self, *_: object, **options: object) -> dict[int, Activity]:
+        self.ranks.time += 3.0  # longer than SLOW_POLL_S
         now = self.ranks.time
         return {
-            rank: Activity(rank=rank, time=now, cpu_s=min(now, until), on_gpu=False)
-            for rank, until in self.busy_until.items()
+            rank: Activity(time=now, cpu_s=min(now, until), on_gpu=False) for rank, until in self.busy_until.items()
         }
 
     def _stat(self, rank: int) -> object:
