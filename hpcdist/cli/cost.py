@@ -106,11 +106,10 @@ def _show(found: Mapping[tuple[str, ...], Cost], groups: Sequence[Group]) -> Non
 
 def _show_one(title: str, one: Cost) -> None:
     """Print one line for each cause."""
-    from rich.markup import escape
     from rich.table import Column, Table
 
+    print(title)
     table = Table("cause", Column(f"{one.unit}-hours", justify="right"), Column("%", justify="right"))
-    table.title = escape(title)
     for cause, hours in one.hours.items():
         table.add_row(cause, _hours(hours), f"{hours / one.allocated:.1%}")
     table.add_section()

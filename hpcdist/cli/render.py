@@ -232,14 +232,15 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
     # The last metrics of a benchmark are those of the largest message only.
     is_benchmark = trainer is not None and trainer.is_benchmark
     if metrics and not is_benchmark:
-        table = Table("metric", "value", title=f"{run.experiment}/{run.name}")
+        _print_line(console, f"{run.experiment}/{run.name}")  # the title of a table would be wrapped at its width
+        table = Table("metric", "value")
         for key, value in sorted(metrics.items()):
             table.add_row(escape(key), f"{value:.6g}")
         console.print(table)
     program = _program()
     for text in run.attempt(state.attempt).current_stragglers() if state.attempt else []:
         _print_line(console, f"straggler: {text}", "yellow")
-    store = f"--runs-dir {shlex.quote(config.runs_dir)}"
+    store = f"--runs-dir {shlex.quote(short_path(config.runs_dir))}"
     if config.tracking.uri:
         store = f"--tracking-uri {shlex.quote(redact_uri(config.tracking.uri))}"
     lines = links.end_of_run(run) or [f"review in MLflow: {program} ui {store}"]

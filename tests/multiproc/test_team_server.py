@@ -117,7 +117,7 @@ def test_run_with_a_wrong_password_arrives_once_after_its_correction(
     for _ in range(2):
         done = hpcdist("sync", "--all", **env)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "first: 0 points and 0 artifacts uploaded\n"
+    assert done.stdout == "1 run: 1 unchanged\n"
     run_id = json.loads(folder.mlflow.read_text())["run_id"]
     where = f"where run_uuid = '{run_id}'"
     rows, points = (
