@@ -70,7 +70,7 @@ def resume(
     from hpcdist.run.slurm_job import job_of
     from hpcdist.run.status import status_of
 
-    if run is not None and "=" in run and not Path(run).exists():  # a first override, and no run
+    if run is not None and "=" in run and not os.path.exists(run):  # a first override, and no run
         overrides, run = [run, *(overrides or [])], None
     words = with_options(overrides, tracking_uri=tracking_uri)
     found = resolve_run(named(run, runs_dir), runs_dir)
