@@ -12,6 +12,7 @@ import pytest
 from hpcdist.config.loading import load_config
 from hpcdist.config.trainer_params import arguments_of, build, declared_params, describe_trainer
 from hpcdist.errors import ConfigError
+from hpcdist.run.sweep import make_sweep
 
 MODULE = '''
 import torch_that_no_login_node_has
@@ -139,6 +140,16 @@ def test_keys_of_a_trainer_begin_with_its_own(project: Path) -> None:
     ]
     assert "seed" in {key for key, *_ in rows}
     assert not [key for key, *_ in describe_trainer(load_config("ddp_digits"), project) if key.startswith("rl.")]
+
+
+def test_sweep_has_values_of_the_declared_types(project: Path) -> None:
+    def sweep(key: str) -> list[dict[str, Any]]:
+        made = make_sweep({key: ("1", "2")}, lambda more: load_config("mine.yaml", more), lambda config: "regression")
+        return [cell.values for cell in made.cells]
+
+    assert repr(sweep("params.rate")) == "[{'params.rate': 1.0}, {'params.rate': 2.0}]"
+    with pytest.raises(ConfigError, match=r"params\.rat is not a key: did you mean 'params\.rate'"):
+        sweep("params.rat")
 
 
 # --- in a rank
