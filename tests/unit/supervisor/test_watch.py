@@ -231,9 +231,10 @@ def test_silent_ranks_of_a_script_live_as_long_as_one_rank_prints(
     attempt: Attempt, monkeypatch: pytest.MonkeyPatch, hang_timeout_s: float | None
 ) -> None:
     scene = Scene(attempt, monkeypatch, 4, script=SCRIPT, hang_timeout_s=hang_timeout_s)
-    scene.ranks.silent = dict.fromkeys(range(1, 4), 0.0)
+    scene.ranks.silent, scene.ranks.end_at = dict.fromkeys(range(1, 4), 0.0), 2500.0
     assert scene.watch.until_over() is None
-    assert (scene.ranks.time, scene.notes, scene.limits) == (pytest.approx(scene.ranks.end_at), [], [])
+    assert scene.ranks.time >= scene.ranks.end_at
+    assert (scene.notes, scene.limits) == ([], [])
 
 
 def test_deadlock_of_a_script_is_ended_if_the_user_has_set_the_timeout(
@@ -251,6 +252,7 @@ def test_deadlock_of_a_script_is_ended_if_the_user_has_set_the_timeout(
 def test_deadlock_of_a_script_is_a_warning_by_default(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(attempt, monkeypatch, 4, script=SCRIPT, hang_timeout_s=None)
     scene.ranks.silent, scene.summary = dict.fromkeys(range(4), 100.0), DEADLOCK
+    scene.ranks.end_at = 4500.0
     attempt.stacks_summary.write_text(DEADLOCK.sentence)
     assert scene.watch.until_over() is None
     (note,) = scene.notes
