@@ -15,7 +15,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
@@ -40,11 +39,9 @@ def end(conclude: Callable[[], int], limit_s: float) -> NoReturn:
         conclude: called after threads and functions of `atexit`, which may still record metrics.
         limit_s: time limit of threads and functions of `atexit`.
     """
-    main = threading.get_ident()
 
     def give_up() -> None:
-        place = traceback.extract_stack(sys._current_frames()[main])[-1]
-        log.warning("a function of atexit does not end (%s:%s): it is cut off", place.filename, place.lineno)
+        log.warning("a function of atexit does not end, and is cut off: %s", _name(threading.main_thread()))
         exit_now(conclude())
 
     stuck = threading.Timer(limit_s + ATEXIT_S + _STUCK_S, give_up)
