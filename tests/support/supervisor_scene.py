@@ -20,7 +20,7 @@ import hpcdist.supervisor.supervisor as supervisor_module
 import hpcdist.supervisor.watch as watch_module
 from hpcdist.config.schema import Config, LaunchConfig, NotifyConfig, TrackingConfig, TrainerConfig
 from hpcdist.run.attempt import Attempt
-from hpcdist.run.folder import RunDir, State
+from hpcdist.run.folder import RunDir, State, sentence_of
 from hpcdist.supervisor.local_launcher import LocalLauncher
 from hpcdist.supervisor.plan import Plan
 from hpcdist.supervisor.restart_policy import Failure
@@ -157,4 +157,4 @@ if __name__ == "__main__":
     scene.report = Printer()
     scene.launch = {"stop_grace_s": 30.0}
     ended = scene.supervise()
-    print(f"{ended.status}: {ended.reason}", flush=True)
+    print(sentence_of(ended.status, ended.reason), flush=True)
