@@ -34,7 +34,6 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
         "rerun": ("rerun",),
         "cost": ("cost",),
         "model_export": ("export",),
-        "server": ("server",),
     },
     "Diagnose": {"diagnose": ("explain", "doctor"), "bench": ("bench",)},
     "Images": {"image": ("image",)},
@@ -42,7 +41,7 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "": {"internal": ("worker", "supervise", "in-job")},
 }
 #: Modules whose commands are a group, with a help of its own.
-_GROUPS = ("server", "bench", "image", "devcluster")
+_GROUPS = ("bench", "image", "devcluster")
 
 
 def make_app(command: str = "") -> typer.Typer:

@@ -45,7 +45,6 @@ def ui(
     from hpcdist.tracking.client.uri import choose_uri, sqlite_path
     from hpcdist.tracking.pages import links
     from hpcdist.tracking.server import ui as server
-    from hpcdist.tracking.server.server_process import require_free
 
     store = tracking_uri or choose_uri(os.environ, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir)
     if (database := sqlite_path(store)) is not None:
@@ -53,7 +52,7 @@ def ui(
     is_server = store.startswith("http")
     if not is_server:
         server.require_app()
-        require_free(server.HOST, port, "--port")  # a link to a server of another user would give that user the token
+        server.require_free(port)
     runs = find_runs(runs_dir)
     _upload(runs, quick=True)
     if is_server:

@@ -18,7 +18,7 @@ from hpcdist.machine.check import Check, note, ok, warning
 from hpcdist.tracking.client.credentials import VARIABLES, Credentials, read_credentials
 from hpcdist.tracking.client.server_version import version_in
 from hpcdist.tracking.pages.links import web_address
-from hpcdist.tracking.server.database_schema import ServerError, read_schemas
+from hpcdist.tracking.server.database_schema import DatabaseError, read_schema
 
 #: A server on the same continent answers faster.
 SERVER_TIMEOUT_S = 3.0
@@ -147,17 +147,17 @@ def _sqlite(found: MlflowStore, env: Mapping[str, str], path: Path, file_system:
 def _schema(found: MlflowStore, env: Mapping[str, str], fix: str) -> Check:
     """Compare a database's schema with that of the installed MLflow; `fix` is advice if it cannot be read."""
     try:
-        schema = next(one for one in read_schemas(found.uri, env, DATABASE_TIMEOUT_S) if one.name == "runs")
+        schema = read_schema(found.uri, env, DATABASE_TIMEOUT_S)
     except UserMistake as mistake:
         return warning("database", f"{found.shown}: {mistake}; {_LATER}")
-    except ServerError as error:
+    except DatabaseError as error:
         return warning("database", f"{error}: {_LATER}", fix)
     if not schema.found:
         return ok("database", f"{found.shown} is empty; the first run creates its tables")
     if schema.is_newer:
         text = f"{found.shown} has the schema {schema.found} of a newer MLflow than the installed one"
         return warning("database", f"{text}; {_LATER}", "`pip install --upgrade mlflow`")
-    if behind := len(schema.pending):
+    if behind := schema.num_pending:
         text = f"{found.shown} has the schema of an older MLflow, {behind} step{'s' * (behind > 1)} behind: {_LATER}"
         return warning("database", text, f"copy the database as a backup, then `mlflow db upgrade {found.shown}`")
     return ok("database", f"{found.shown}, its schema is up to date")

@@ -99,7 +99,7 @@ def _forbidden(text: str, uri: str) -> str:
         host = urlsplit(uri).netloc.rpartition("@")[2]
         return (
             f"the server does not accept the host name {host} (403): its administrator allows it with"
-            f" `--allowed-hosts {host}` (`hpcdist server up --allow-host {host}`)"
+            f" `--allowed-hosts {host}`"
         )
     try:
         user = read_credentials(uri, os.environ).user

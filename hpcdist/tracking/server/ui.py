@@ -26,6 +26,18 @@ def require_app() -> None:
         )
 
 
+def require_free(port: int) -> None:
+    """Raise UserMistake when the port is taken: a link to another user's server would give away the token."""
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((HOST, port))
+    except OSError as error:
+        raise UserMistake(
+            f"port {port} of {HOST} cannot be used ({error.strerror}): choose another one with --port"
+        ) from error
+
+
 def make_token(port: int, env: Mapping[str, str]) -> tuple[str, Path]:
     """Make a token for this start; returns it and the file of mode 0600 that holds it for scripts.
 

@@ -105,7 +105,7 @@ def test_doctor_reports_an_unavailable_mlflow_as_a_warning(doctor: Cli, monkeypa
 
 
 def test_doctor_reports_an_outdated_database_without_changing_it(doctor: Cli, tmp_path: Path) -> None:
-    oldest = next(revision for revision, one in migrations("runs").items() if not one.before)
+    oldest = next(revision for revision, before in migrations().items() if not before)
     (tmp_path / "runs").mkdir()
     with closing(sqlite3.connect(tmp_path / "runs" / "mlflow.db")) as connection, connection:
         connection.execute("create table alembic_version (version_num varchar(32))")

@@ -20,11 +20,11 @@ from hpcdist.diagnostics.doctor import mlflow_store as module
 from hpcdist.diagnostics.doctor.mlflow_store import MlflowStore, store_checks
 from hpcdist.machine.check import Check
 from hpcdist.tracking.client.uri import redact_uri, sqlite_path
-from hpcdist.tracking.server.database_schema import Migration, migrations
+from hpcdist.tracking.server.database_schema import migrations
 
-KNOWN = migrations("runs")
-(HEAD,) = KNOWN.keys() - {one.before for one in KNOWN.values()}
-BEFORE = KNOWN[HEAD].before
+KNOWN = migrations()
+(HEAD,) = KNOWN.keys() - {*KNOWN.values()}
+BEFORE = KNOWN[HEAD]
 
 
 def last_check(uri: str, env: dict[str, str] | None = None, file_system: str = "") -> Check:
@@ -48,8 +48,7 @@ def test_migrations_are_read_from_the_installed_mlflow(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text('"""first\n\nRevises:\n"""\nrevision = "aa"\ndown_revision = None\n')
     (tmp_path / "b.py").write_text("revision = 'bb'\ndown_revision = 'aa'\n")
     (tmp_path / "__init__.py").touch()
-    found = {"aa": Migration(before="", title="first"), "bb": Migration(before="aa", title="")}
-    assert migrations("runs", tmp_path) == found
+    assert migrations(tmp_path) == {"aa": "", "bb": "aa"}
 
 
 # --- sqlite

@@ -130,7 +130,7 @@ HOST_REFUSED = b"Invalid Host header - possible DNS rebinding attack detected"
         ((200, PAGE), "The response is an HTML page: check that this is the address of an MLflow server, and not of a"),
         ((200, b"OK"), "not in a valid JSON format"),
         ((302, b"", {"Location": "/"}), "the server redirects without end"),
-        ((403, HOST_REFUSED), "`hpcdist server up --allow-host 127.0.0.1:"),
+        ((403, HOST_REFUSED), "its administrator allows it with `--allowed-hosts 127.0.0.1:"),
         ((404, PAGE), "the server does not know MLflow's API (404): check the address"),
         ((413, PAGE), "the request is too large for the server or its proxy (413): raise the limit there"),
         ((500, b"oops"), "the server has an internal error (500): see its log"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import socket
 import stat
 import sys
 from importlib.metadata import EntryPoint
@@ -203,3 +204,10 @@ def test_command_line_contains_neither_token_nor_store(tmp_path: Path) -> None:
         "HPCDIST_UI_TOKEN_FILE": str(file),
         "HPCDIST_UI_LINK": "http://127.0.0.1:5000/?token=x",
     }
+
+
+def test_used_port_is_refused() -> None:
+    with socket.create_server((ui.HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserMistake, match=f"port {port} of 127.0.0.1 cannot be used .*: choose another one with"):
+            ui.require_free(port)
