@@ -6,7 +6,7 @@
         cell.json                                sweep and values, if the run is a cell of a sweep
         origin.json                              the config of the command line, before its overrides
         supervisor.log  shipper.log              output of a supervisor in the background, and of the shipper
-        notified.json  notifier.log              events that were sent to a webhook; output of that process
+        notifier.log                             failed deliveries of notifications, output of `notify.command`
         rerun.json                               the run that this run repeats, and the result of the comparison
         config.next.yaml                         changed config of a resume, until its first completed step
         container.json                           runtime, image and digest of the ranks' containers

@@ -1,144 +1,105 @@
-"""The process that posts the events of a run to a webhook.
+"""Notifications: a child process of the supervisor posts the events of a run to a webhook or passes them to a command.
 
-    python -P -m hpcdist.supervisor.notifier RUN_DIR      HPCDIST_NOTIFY_WEBHOOK in the environment
+    python -P -m hpcdist.supervisor.notifier [COMMAND]      HPCDIST_NOTIFY_WEBHOOK in the environment
 
-The supervisor starts it and waits for it for a bounded time at the end, so that a webhook that hangs or fails affects
-neither the run nor the upload to MLflow. It reads events from the run folder. `notified.json` in the run folder holds
-the ids of those that were sent, so that the next process sends each of the others once. The URL is a secret: it is
-neither in the arguments nor in a message.
+It reads one JSON object per line from its standard input and ends with it. The supervisor waits for it only at the end
+of the run, for a bounded time. The URL is a secret: it is neither in the arguments nor in a message.
 """
 
 from __future__ import annotations
 
-import logging
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
-from hpcdist import logs
-from hpcdist.config.schema import Config, NotifyConfig
-from hpcdist.config.written import plain_tree
+from hpcdist.config.redaction import redact_text
+from hpcdist.config.schema import NotifyConfig
 from hpcdist.errors import HpcdistError
-from hpcdist.files import retry
-from hpcdist.files.atomic import read_json, write_json
+from hpcdist.files.atomic import read_json
 from hpcdist.files.private_file import read_private
-from hpcdist.run import lease
-from hpcdist.run.folder import ENDED, RunDir
-from hpcdist.supervisor.notification_events import Event, body, lost_event, read_events
+from hpcdist.run.folder import RunDir, State
 
-log = logging.getLogger(__name__)
 URL = "HPCDIST_NOTIFY_WEBHOOK"
-PARENT = "HPCDIST_SUPERVISOR_PID"
-POLL_S = 2.0
-#: Time limit of each step of one request: connection, response.
-REQUEST_S = 10.0
+#: Time limit of the command, and of each step of a request.
+DELIVERY_S = 10.0
 #: Time that the end of a run waits for the last events.
 DRAIN_S = 20.0
-_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 0.0)
 
 
-class NotifierProcess:
-    """The notifier of one run, as a child process of its supervisor."""
+class Notifier(AbstractContextManager["Notifier"]):
+    """Passes the events of a run to the process that delivers them, if the config has a `notify` section.
 
-    def __init__(self, run: RunDir, url: str, env: Mapping[str, str], note: Callable[[str], None]) -> None:
-        self._note = note
-        if not run_file(run).exists():  # what happened before this configuration is no news
-            write_json(run_file(run), {"done": [event.id for event in read_events(run)]})
-        with open(run.path / "notifier.log", "ab") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "hpcdist.supervisor.notifier", str(run.path)],
-                env={**env, URL: url, PARENT: str(os.getpid())},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @classmethod
-    def start(
-        cls, run: RunDir, config: Config, env: Mapping[str, str], note: Callable[[str], None]
-    ) -> NotifierProcess | None:
-        """Start the notifier of a run that configures one. A failure is passed to `note`: the run continues without."""
-        settings = config.notify
-        if not (settings.webhook or settings.webhook_file):
-            return None
-        try:
-            return cls(run, settings.webhook or read_private(Path(settings.webhook_file)), env, note)
-        except (HpcdistError, OSError) as error:
-            note(f"events are not sent to the webhook: {error}")
-            return None
-
-    def drain(self, timeout_s: float = DRAIN_S) -> None:
-        """Wait until all events of a run that has ended are sent, at most `timeout_s`; then end the process."""
-        try:
-            all_sent = self._process.wait(timeout_s) == 0
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            all_sent = False
-        if timeout_s and not all_sent:
-            self._note("not all events were sent to the webhook (see notifier.log)")
-
-
-def run_file(run: RunDir) -> Path:
-    """Return the file with the ids of the events that need no further request."""
-    return run.path / "notified.json"
-
-
-class Notifier:
-    """Sends the events of one run, in order.
-
-    Args:
-        url: of the webhook.
+    A failure is passed to `note`: the run continues without notifications.
     """
 
-    def __init__(self, run: RunDir, settings: NotifyConfig, url: str) -> None:
-        self._run = run
-        self._settings = settings
-        self._url = url
-        self._done = set((read_json(run_file(run)) or {}).get("done") or [])
-        self._num_failures = 0
-        self._next_try = 0.0
+    def __init__(
+        self, run: RunDir, settings: NotifyConfig, env: Mapping[str, str], note: Callable[[str], None]
+    ) -> None:
+        self._run, self._note = run, note
+        self._process: subprocess.Popen[bytes] | None = None
+        if not (settings.command or settings.webhook or settings.webhook_file):
+            return
+        try:
+            url = read_private(Path(settings.webhook_file)) if settings.webhook_file else settings.webhook
+            command = [sys.executable, "-P", "-m", "hpcdist.supervisor.notifier", *filter(None, [settings.command])]
+            with open(run.path / "notifier.log", "ab") as log:
+                self._process = subprocess.Popen(
+                    command,
+                    env={**env, URL: url},
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    bufsize=0,
+                )
+        except (HpcdistError, OSError) as error:
+            note(f"notifications are not sent: {error}")
 
-    def send_new(self, more: Sequence[Event] = ()) -> bool:
-        """Send the events that were not sent yet, except during the pause after a failure.
+    def send(self, event: str, state: State) -> None:
+        """Pass on an event: `started`, `restarted`, `requeued` or `ended`."""
+        if self._process is None or self._process.stdin is None:
+            return
+        facts = {
+            "event": event,
+            "run": f"{self._run.experiment}/{self._run.name}",
+            "status": state.status,
+            "reason": redact_text(" ".join(state.reason.split()))[:500],
+            "attempt": state.attempt,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "folder": str(self._run.path),
+        }
+        try:
+            facts["mlflow_run_id"] = (read_json(self._run.mlflow, within_s=0) or {}).get("run_id")
+            os.set_blocking(self._process.stdin.fileno(), False)
+            if not self._process.stdin.write(json.dumps(facts).encode() + b"\n"):
+                raise BlockingIOError("too many events are waiting")
+        except (HpcdistError, OSError) as error:
+            self._note(f"the notification '{event}' is not sent: {error}")
 
-        Returns whether none is left.
-        """
-        events = [event for event in [*read_events(self._run), *more] if event.id not in self._done]
-        for event in events:
-            if event.kind in self._settings.events:
-                if time.monotonic() < self._next_try:
-                    return False
-                if not self._try(event):
-                    return False
-            self._done.add(event.id)
-            write_json(run_file(self._run), {"done": sorted(self._done)})
-        return True
-
-    def _try(self, event: Event) -> bool:
-        """Send an event. Returns whether it needs no further try: it was accepted, or is given up."""
-        reason, may_pass = _post(self._url, body(event, self._run, self._settings.format))
-        if not reason:
-            self._num_failures = 0
-            return True
-        if may_pass and self._num_failures < len(_PAUSES_S):
-            self._next_try = time.monotonic() + _PAUSES_S[self._num_failures]
-            if not self._num_failures:
-                log.warning("the webhook did not accept the event '%s' (%s); trying again", event.id, reason)
-            self._num_failures += 1
-            return False
-        log.warning("the event '%s' was not sent: the webhook %s", event.id, reason)
-        self._num_failures = 0
-        return True
+    def __exit__(self, *_: object) -> None:
+        """Wait until all events are delivered, at most DRAIN_S; then end the process."""
+        if self._process is None or self._process.stdin is None:
+            return
+        self._process.stdin.close()
+        try:
+            all_delivered = self._process.wait(DRAIN_S) == 0
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            all_delivered = self._process.wait() == 0
+        if not all_delivered:
+            self._note("not all notifications were delivered (see notifier.log)")
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -148,65 +109,41 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _post(url: str, data: bytes) -> tuple[str, bool]:
-    """Send a POST. Returns the reason of a failure, empty on success, and whether another try may succeed.
-
-    The reason does not contain the URL.
-    """
-    opener = urllib.request.build_opener(_NoRedirect)
+def _deliver(line: bytes, command: str, env: Mapping[str, str]) -> str:
+    """Deliver an event once. Returns the reason of a failure, without the URL; empty on success."""
     try:
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})  # noqa: S310 (checked)
-        with opener.open(request, timeout=REQUEST_S):
-            return "", True
-    except urllib.error.HTTPError as error:
-        return f"answered {error.code}", error.code in (408, 425, 429) or error.code >= 500
-    except TimeoutError:
-        return f"did not answer within {REQUEST_S:g} s", True
-    except (OSError, HTTPException) as error:
+        if command:
+            facts = json.loads(line)
+            arguments = [command, facts["event"], facts["run"], facts["status"]]
+            subprocess.run(arguments, input=line, timeout=DELIVERY_S, check=True, env=env)
+        else:
+            request = urllib.request.Request(env[URL], line, {"Content-Type": "application/json"})  # noqa: S310
+            urllib.request.build_opener(_NoRedirect).open(request, timeout=DELIVERY_S).close()
+    except subprocess.SubprocessError as error:
+        return str(error)
+    except HTTPError as error:
+        return f"HTTP status {error.code}"
+    except (OSError, HTTPException, ValueError) as error:
         why = getattr(error, "reason", error)
-        return f"cannot be reached ({getattr(why, 'strerror', None) or type(why).__name__})", True
-    except ValueError:
-        return "has an invalid address", False
+        return getattr(why, "strerror", None) or type(why).__name__
+    return ""
 
 
-def send_until_end(run: RunDir, notifier: Notifier, parent_pid: int) -> bool:
-    """Send events until the run has ended or is requeued, or the supervisor has exited. Returns whether all are sent.
-
-    The supervisor ends this process some time after the end of the run; without a supervisor, it exits after DRAIN_S.
-    """
-    until: float | None = None
-    while True:
-        # Read before the state: a supervisor that exits after the end of the run did not die.
-        orphaned = os.getppid() != parent_pid
-        state = run.read_state()
-        over = state.status in (*ENDED, "queued")
-        lost = orphaned and not over
-        if lost and lease.holder(run) is not None:
-            return False  # another supervisor has taken over, with its own notifier
-        sent = notifier.send_new([lost_event(state)] if lost else [])
-        if over or lost:
-            until = until or time.monotonic() + DRAIN_S
-            if sent or (orphaned and time.monotonic() > until):
-                return sent
-        time.sleep(POLL_S if until is None else POLL_S / 10)
-
-
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Send the events of the run in folder `argv[0]` until it has ended. Returns the exit code."""
-    parent_pid = int(env.get(PARENT) or os.getppid())
-    logs.configure()
-    try:
-        run = RunDir.open(Path(argv[0]))
-        found = plain_tree(run.effective_config).get("notify") or {}
-        settings = NotifyConfig(format=found.get("format", "json"), events=found.get("events") or [])
-        with retry.patient(retry.UNATTENDED_S):
-            return 0 if send_until_end(run, Notifier(run, settings, env[URL]), parent_pid) else 1
-    except (HpcdistError, OSError, ValueError) as error:
-        log.error("%s; no further events are sent", error)
-        return 1
+def main(lines: Iterable[bytes], command: str, env: Mapping[str, str]) -> int:
+    """Deliver events, in order, with retries. Returns the exit code."""
+    num_lost = 0
+    for line in lines:
+        for pause_s in _PAUSES_S:
+            if not (reason := _deliver(line.strip(), command, env)):
+                break
+            print(f"'{json.loads(line)['event']}' is not delivered: {reason}", flush=True)
+            time.sleep(pause_s)
+        else:
+            num_lost += 1
+    return 1 if num_lost else 0
 
 
 if __name__ == "__main__":
     # At a requeue or a preemption, Slurm may send SIGTERM to all processes of the job; the event is to be sent then.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(main(sys.argv[1:], os.environ))
+    sys.exit(main(sys.stdin.buffer, "".join(sys.argv[1:]), os.environ))

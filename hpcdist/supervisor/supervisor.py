@@ -24,7 +24,7 @@ from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.pending_config import settle
 from hpcdist.run.script_saves import how_stopped
 from hpcdist.supervisor.launcher import Launcher, NodeChanges
-from hpcdist.supervisor.notifier import NotifierProcess
+from hpcdist.supervisor.notifier import Notifier
 from hpcdist.supervisor.reporter import AdoptingReporter, Reporter, log_of
 from hpcdist.supervisor.restart_policy import Failure, decide, error_text, failed_start, first_failure
 from hpcdist.supervisor.shipper_process import ShipperProcess
@@ -96,21 +96,22 @@ class Supervisor:
         Raises:
             LeaseLostError: another supervisor has taken over the run. The ranks are killed, and nothing is written.
         """
-        with retry.patient(self._patience_s()), self._signals.handled():
+        with (
+            retry.patient(self._patience_s()),
+            self._signals.handled(),
+            Notifier(self._run, self._config.notify, self._env, self._report.note) as notifier,
+        ):
             state = replace(self._run.read_state(), status="running", reason="", ended=None, rejected=False)
             self._write(replace(state, world_size=self._launcher.num_ranks))
             limit_log(self._run.path, self._config.launch.log_max_mb)
             shipper = self._start_shipper()
-            notifier = NotifierProcess.start(self._run, self._config, self._env, self._report.note)
             failure: Exception | None = None
             try:
-                state = settle(self._run, self._attempts(state), self._report.first_step)
+                state = settle(self._run, self._attempts(state, notifier), self._report.first_step)
                 state = self._job.conclude(state)
             except LeaseLostError:
                 if shipper is not None:
                     shipper.drain(0)  # the new supervisor has its own shipper
-                if notifier is not None:
-                    notifier.drain(0)
                 raise
             except Exception as error:
                 # No exception may leave the run in the state "running".
@@ -121,8 +122,7 @@ class Supervisor:
                 self._write(state)
             except OSError as error:
                 self._report.note(f"{self._run.path}/state.json cannot be written: {error.strerror}")
-        if notifier is not None:
-            notifier.drain()
+            notifier.send("requeued" if state.status == "queued" else "ended", state)
         if shipper is not None and not shipper.drain(self._config.tracking.drain_timeout_s, self._report.note):
             self._report.note(
                 f"MLflow at {redact_uri(self._tracking_uri or '')} has not received all records (see shipper.log);"
@@ -153,12 +153,14 @@ class Supervisor:
             self._report.note(f"the shipper cannot be started: {error_text(error)}; run `hpcdist sync` later")
             return None
 
-    def _attempts(self, state: State) -> State:
+    def _attempts(self, state: State, notifier: Notifier) -> State:
         """Start attempts until one of them ends the run. Returns the final state of the run."""
+        event, reason = "started", ""
         restarts_before = state.restarts
         failures: list[Failure] = []
         while True:
             attempt = self._begin_attempt(state, restarts_before + len(failures) + self._moves)
+            notifier.send(event, replace(self._state, reason=reason))
             end, failure = self._one_attempt(attempt)
             state, times = self._state, replace(self._times, ended=time.time(), failed=failure is not None)
             if (end == "stopped" or failure is not None) and self._request_of(attempt) is None:
@@ -170,6 +172,7 @@ class Supervisor:
                 over = self._after_failure(state, attempt, times, failure, failures)
             if over is not None:
                 return over
+            event, reason = "restarted", failure.sentence() if failure else "more nodes are available"
 
     def _begin_attempt(self, state: State, restarts: int) -> Attempt:
         """Create the next attempt, and record its beginning in the state of the run and in its own times."""

@@ -1,4 +1,4 @@
-"""Events of a Slurm job reach a real HTTP server once each, and nothing shows the address of the webhook."""
+"""Notifications of a Slurm job reach a real HTTP server once each, and nothing shows the address of the webhook."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def wait_step(runs: SlurmRuns, attempt: int, step: int) -> None:
     wait_for(lambda: int((read_json(beat) or {}).get("step", 0)) >= step, f"step {step}", timeout_s=WAIT_S)
 
 
-def test_failure_requeue_and_end_of_a_job_are_reported_once(
+def test_starts_restart_requeue_and_end_of_a_job_are_reported_once(
     slurm_runs: SlurmRuns, devcluster: DevCluster, webhook: Webhook
 ) -> None:
     runs = slurm_runs
@@ -54,24 +54,27 @@ def test_failure_requeue_and_end_of_a_job_are_reported_once(
     wait_step(runs, 2, HOLD_STEP + 10)
     devcluster.run("scontrol", "requeue", job)
     runs.wait_requeued(NAME)
-    wait_for(lambda: len(webhook.bodies) >= 2, "the event of the requeue")
+    wait_for(lambda: len(webhook.bodies) >= 3, "the event of the requeue")
     runs.start_now(job)
     wait_for(lambda: runs.attempt(NAME, 3).path.exists(), "the third attempt", timeout_s=WAIT_S)
     wait_step(runs, 3, HOLD_STEP + 20)
     assert runs.command("stop", NAME)[0] == 0
     runs.wait_end(NAME, job)
-    wait_for(lambda: len(webhook.bodies) >= 3, "the event of the end")
+    wait_for(lambda: len(webhook.bodies) >= 5, "the event of the end")
 
-    assert [(body["event"], body["attempt"], body["run"]) for body in webhook.bodies] == [
-        ("failure", 1, NAME),
-        ("requeue", 2, NAME),
-        ("end", 3, NAME),
+    assert [(body["event"], body["attempt"], body["status"]) for body in webhook.bodies] == [
+        ("started", 1, "running"),
+        ("restarted", 2, "running"),
+        ("requeued", 2, "queued"),
+        ("started", 3, "running"),
+        ("ended", 3, "stopped"),
     ]
-    failure, requeue, end = (body["text"] for body in webhook.bodies)
-    assert failure.startswith("attempt 1 failed: rank 3 on n2 was killed by SIGKILL")
-    assert requeue.startswith("requeued: stopped with everything saved (SIGTERM")
+    assert {body["run"] for body in webhook.bodies} == {f"digits/{NAME}"}
+    restart, requeue, end = (webhook.bodies[index]["reason"] for index in (1, 2, 4))
+    assert restart.startswith("rank 3 on n2 was killed by SIGKILL")
+    assert requeue.startswith("stopped with everything saved (SIGTERM")
     assert end.startswith("stopped with everything saved (`hpcdist stop` by ")
-    assert webhook.bodies[2]["mlflow_run_id"] == runs.mlflow_id(NAME)
+    assert webhook.bodies[-1]["mlflow_run_id"] == runs.mlflow_id(NAME)
 
     code, output = runs.command("sync", NAME)
     assert code == 0, output
