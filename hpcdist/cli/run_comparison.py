@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hpcdist.cli import completion
-from hpcdist.cli.options import RUNS, Json, RunsDir, argument, option
+from hpcdist.cli.options import RUNS, Json, RunsDir, argument
 from hpcdist.cli.terminal import console
 from hpcdist.errors import UserMistake
 
 if TYPE_CHECKING:
-    from hpcdist.review.comparison import Comparison
     from hpcdist.run.folder import RunDir
 
 app = typer.Typer()
@@ -26,34 +25,22 @@ ComparedRuns = Annotated[list[str], argument("RUN", "Names of two or more runs, 
 @app.command()
 def compare(
     runs: ComparedRuns,
-    html: Annotated[
-        Path | None, option("--html", "FILE", "Also write the comparison as an HTML page with charts.")
-    ] = None,
     as_json: Json = False,
     runs_dir: RunsDir = RUNS,
 ) -> None:
     """Show what differs between runs in config, code, environment and outcome; equal rows are left out.
 
-    Examples:
-
-        hpcdist compare ddp-2026a ddp-2026b
-
-        hpcdist compare ddp-2026a ddp-2026b --html comparison.html
+    Example:  hpcdist compare ddp-2026a ddp-2026b
     """
-    from hpcdist.files.atomic import write_atomic
-    from hpcdist.review.comparison import compare, comparison_page
+    from hpcdist.review.comparison import compare
     from hpcdist.tracking.journal.metric_series import read_series
 
-    if html is not None and not html.expanduser().parent.is_dir():
-        raise UserMistake(f"--html={html}: there is no folder {html.expanduser().parent}: create it")
     named = _labelled(runs, runs_dir)
     found = compare(named, {label: read_series(run) for label, run in named.items()})
     if as_json:
-        print(json.dumps({"runs": list(named), "differences": found.sections}, indent=2))
+        print(json.dumps({"runs": list(named), "differences": found}, indent=2))
     else:
-        _show(found)
-    if html is not None:
-        write_atomic(html.expanduser(), comparison_page(found))
+        _show(list(named), found)
 
 
 def _labelled(names: Sequence[str], runs_dir: Path) -> dict[str, RunDir]:
@@ -75,17 +62,17 @@ def _labelled(names: Sequence[str], runs_dir: Path) -> dict[str, RunDir]:
     return labelled
 
 
-def _show(comparison: Comparison) -> None:
+def _show(labels: Sequence[str], differences: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    if not comparison.sections:
+    if not differences:
         print("the runs do not differ")
-    for title, rows in comparison.sections.items():
+    for title, rows in differences.items():
         table = Table(title=title, title_justify="left")
         table.add_column("", overflow="fold")
-        for run in comparison.runs:
-            table.add_column(escape(run.label), overflow="fold")
+        for label in labels:
+            table.add_column(escape(label), overflow="fold")
         for name, values in rows.items():
             table.add_row(escape(name), *map(escape, values))
         console().print(table)

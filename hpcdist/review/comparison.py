@@ -3,48 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
 from hpcdist.files.retry import retry
-from hpcdist.review.charts import Line, line_chart, number
+from hpcdist.review.charts import number
 from hpcdist.review.drawing import duration
 from hpcdist.review.facts import RunFacts, read_facts
-from hpcdist.review.html_report import environment, utc
+from hpcdist.review.html_report import utc
 from hpcdist.review.ledger import percent, read_ledger
-from hpcdist.review.metric_charts import MAX_CHARTS, Chart, drawn, is_hidden, ranked
+from hpcdist.review.metric_charts import is_hidden
 from hpcdist.review.run_sections import read_environment, text_of
 from hpcdist.review.series import Series
 from hpcdist.run.folder import RunDir
 
 #: Shown for a value that a run does not have.
 MISSING = "–"
-#: Keys of the config that differ in every run, and of the environment that other rows show.
-_OWN_CONFIG = ("name",)
+#: Keys of the environment that other rows show.
 _OWN_ENVIRONMENT = ("command", "code.", "git_", "slurm.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComparedRun:
-    """One run of a comparison."""
-
-    label: str  #: its name, after its experiment if the runs belong to several
-    facts: RunFacts
-    sections: Mapping[str, Mapping[str, str]]  #: title → name of a row → value
-    series: Mapping[str, Series]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """The rows in which runs differ."""
-
-    runs: tuple[ComparedRun, ...]
-    sections: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
-    """Title → name of a row → values in the order of the runs; sections without a difference are left out."""
-
-
-def compare(runs: Mapping[str, RunDir], series: Mapping[str, Mapping[str, Series]]) -> Comparison:
-    """Return the differences between runs.
+def compare(
+    runs: Mapping[str, RunDir], series: Mapping[str, Mapping[str, Series]]
+) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Return the rows in which runs differ: title of a section → name of a row → values in the order of the runs.
 
     Args:
         runs: by label.
@@ -52,28 +33,28 @@ def compare(runs: Mapping[str, RunDir], series: Mapping[str, Mapping[str, Series
 
     Raises RunFolderError if a run cannot be read, OSError if the file system fails.
     """
-    compared = tuple(_read(label, run, series[label]) for label, run in runs.items())
-    sections = {}
-    for title in compared[0].sections:
-        names = dict.fromkeys(name for run in compared for name in run.sections[title])
-        if title == "config":  # a key that one run has set is compared with the default of the other
-            names = dict.fromkeys(name for run in compared for name in run.facts.parameters if name not in _OWN_CONFIG)
-        rows = {name: tuple(run.sections[title].get(name, MISSING) for run in compared) for name in names}
+    facts = {label: read_facts(run) for label, run in runs.items()}
+    compared = [_sections(run, facts[label], series[label]) for label, run in runs.items()]
+    # A key that one run has set is compared with the default of the other.
+    keys = dict.fromkeys(key for one in facts.values() for key in one.parameters if key != "name")
+    found = {}
+    for title in compared[0]:
+        names = keys if title == "config" else dict.fromkeys(name for one in compared for name in one[title])
+        rows = {name: tuple(one[title].get(name, MISSING) for one in compared) for name in names}
         if differing := {name: values for name, values in rows.items() if len(set(values)) > 1}:
-            sections[title] = differing
-    return Comparison(runs=compared, sections=sections)
+            found[title] = differing
+    return found
 
 
-def _read(label: str, run: RunDir, series: Mapping[str, Series]) -> ComparedRun:
-    facts = read_facts(run)
-    sections = {
+def _sections(run: RunDir, facts: RunFacts, series: Mapping[str, Series]) -> dict[str, dict[str, str]]:
+    """Return the values of one run: title of a section → name of a row → value."""
+    return {
         "config": {key: text_of(value) for key, value in {**facts.config, **facts.parameters}.items()},
         "code": _code(run, facts),
         "environment": _environment(run, facts),
         "outcome": _outcome(run, facts),
         "metrics": _metrics(facts, series),
     }
-    return ComparedRun(label=label, facts=facts, sections=sections, series=series)
 
 
 def _code(run: RunDir, facts: RunFacts) -> dict[str, str]:
@@ -132,21 +113,3 @@ def _metrics(facts: RunFacts, series: Mapping[str, Series]) -> dict[str, str]:
         elif is_monitored:
             found[f"{key}, highest"] = number(one.highest)
     return found
-
-
-def comparison_page(comparison: Comparison) -> str:
-    """Return a comparison as one self-contained HTML page, with the metrics of all runs in common charts."""
-    title = ", ".join(run.label for run in comparison.runs)
-    template = environment().get_template("comparison.html")
-    return template.render(title=title, comparison=comparison, charts=_charts(comparison.runs))
-
-
-def _charts(runs: Sequence[ComparedRun]) -> list[Chart]:
-    """Return a chart of each metric with a line per run: losses first, then the monitored metric and throughput."""
-    keys = {key for run in runs for key in run.series if not is_hidden(key)}
-    charts = []
-    for key in ranked(keys, runs[0].facts.monitor)[:MAX_CHARTS]:
-        lines = [Line(run.label, drawn(run.series[key]) if key in run.series else []) for run in runs]
-        if figure := line_chart(lines, x_label="step"):
-            charts.append(Chart(title=key, figure=figure))
-    return charts

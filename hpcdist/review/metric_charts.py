@@ -1,4 +1,4 @@
-"""Charts of the metrics of one or more runs, and the heat map of step times by node."""
+"""Charts of the metrics of a run, and the heat map of step times by node."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def declared_charts(series: Mapping[str, Series], declared: Mapping[str, Sequenc
 
 def chart_of(title: str, keys: Sequence[str], series: Mapping[str, Series]) -> Chart | None:
     """Return one chart of some metrics over steps; None without any finite point."""
-    lines = [Line(key, drawn(series[key])) for key in keys[:MAX_LINES]]
+    lines = [Line(key, _drawn(series[key])) for key in keys[:MAX_LINES]]
     figure = line_chart(lines, x_label="step", marks=attempt_marks(series))
     notes = [
         f"{key}: {found.num_not_finite} of {found.num_points} values are not finite, first at step"
@@ -98,7 +98,7 @@ def chart_of(title: str, keys: Sequence[str], series: Mapping[str, Series]) -> C
     return Chart(title=title, figure=figure, note="; ".join(notes))
 
 
-def drawn(series: Series) -> list[tuple[int, float]]:
+def _drawn(series: Series) -> list[tuple[int, float]]:
     """Return the points of a series that a chart shows: the lowest and highest of each column, and both ends."""
     points = series.points
     return sorted({*points[:1], *thinned(points, _COLUMNS), *points[-1:]})

@@ -32,15 +32,6 @@ def test_compare_prints_the_differences(hpcdist: Cli, two: tuple[RunDir, RunDir]
     assert document["differences"]["config"] == {"optim.lr": ["0.001", "0.5"]}
 
 
-def test_compare_writes_a_page(hpcdist: Cli, two: tuple[RunDir, RunDir], tmp_path: Path) -> None:
-    assert hpcdist("compare", "first", "second", "--html", "page.html").code == 0
-    page = (tmp_path / "page.html").read_text()
-    assert page.startswith("<!DOCTYPE html>")
-    assert "optim.lr" in page
-    message = one_line(hpcdist("compare", "first", "second", "--html", "nowhere/page.html"))
-    assert message == "--html=nowhere/page.html: there is no folder nowhere: create it"
-
-
 def test_runs_of_the_same_name_are_labelled_by_experiment(
     hpcdist: Cli, make: Callable[..., RunDir], tmp_path: Path
 ) -> None:
