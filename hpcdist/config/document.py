@@ -1,8 +1,4 @@
-"""User-written YAML as plain containers, bounded in size, nesting and numbers before a recursive parser sees it.
-
-libyaml's composer recurses once per level, and a deeply nested document overflows the C stack: that ends the
-interpreter with a segmentation fault. The event stream does not recurse, so the bounds are checked on events.
-"""
+"""User-written YAML as plain containers, and the texts that a config cannot contain."""
 
 from __future__ import annotations
 
@@ -18,23 +14,20 @@ from hpcdist.errors import ConfigError, shown
 from hpcdist.files import retry
 
 T = TypeVar("T")
-MAX_BYTES = 2**20
-MAX_DEPTH = 40
-MAX_DIGITS = 100
-MAX_VALUES = 100_000
+#: A few thousand levels overflow the stack of libyaml's recursive composer, which ends the interpreter.
+_MAX_DEPTH = 40
 #: Python integers have no bounds, but those of JSON, NumPy, PyTorch and MLflow have.
-MAX_INTEGER = 2**63 - 1
+_MAX_INTEGER = 2**63 - 1
 #: Replaces `${` in text that OmegaConf must not interpolate; a private-use character makes a collision unlikely.
 _NO_INTERPOLATION = "$\ue0f7{"
-_NUMBER = re.compile(r"[-+]?[0-9][0-9_:]*")
 #: The explicit tags that are allowed; others construct objects, or fail on values of another form.
 _TAGS = (None, "!", "tag:yaml.org,2002:str")
 #: In C if PyYAML has it, which is seven times as fast.
-Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TextLoader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 
 
-class StrictLoader(Loader):  # type: ignore[misc]
+class StrictLoader(_Loader):  # type: ignore[misc]
     """A SafeLoader to which a duplicate key is a mistake."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -79,12 +72,9 @@ def read_document(path: Path) -> tuple[dict[str, Any], Any]:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file of at most MAX_BYTES. Raises ConfigError."""
+    """Return the text of a file. Raises ConfigError."""
     try:
-        data = retry.retry(lambda: _read_bytes(path), path)
-        if len(data) > MAX_BYTES:
-            raise ConfigError([f"is larger than {MAX_BYTES // 2**20} MiB, the limit for a config"], str(path))
-        return data.decode("utf-8-sig")
+        return retry.retry(path.read_bytes, path).decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(["no such file"], str(path)) from None
     except OSError as error:
@@ -93,23 +83,34 @@ def read_text(path: Path) -> str:
         raise ConfigError(["is not UTF-8 text"], str(path)) from error
 
 
-def _read_bytes(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(MAX_BYTES + 1)
-
-
 def parse(text: str) -> Any:
     """Return the plain value of a YAML text, with strings as keys; `3e-4` is a number, and a date is text.
 
     Raises ValueError with one line: the mistake, and its line number if it is known.
     """
     try:
-        check_bounds(text)
-        found = yaml.load(text, _ConfigLoader)  # noqa: S506  # a SafeLoader
+        return _with_text_keys(load(text, _ConfigLoader))
+    except RecursionError:
+        raise ValueError("an alias contains itself") from None
     except yaml.YAMLError as error:
         # An unquoted password may start like an alias or a tag: `*p4ss`.
         raise ValueError(re.sub(r"(alias|anchor|tag) '[^']*'", r"\1", " ".join(str(error).split()))) from None
-    return _with_text_keys(found, iter(range(MAX_VALUES)), 0)
+
+
+def load(text: str, loader: type[StrictLoader] = StrictLoader) -> Any:
+    """Return the value of a YAML text.
+
+    Raises YAMLError for invalid YAML, ValueError for explicit tags, deep nesting and integers of thousands of digits.
+    """
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):  # in contrast to yaml.load, it does not recurse
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        where = f"line {event.start_mark.line + 1 if event.start_mark else 1}"
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"{where}: nested more than {_MAX_DEPTH} levels deep")
+        if getattr(event, "tag", None) not in _TAGS:
+            raise ValueError(f"{where}: explicit tags are not supported: put a value that begins with '!' in quotes")
+    return yaml.load(text, loader)  # noqa: S506  # a SafeLoader
 
 
 def parse_texts(text: str) -> Any:
@@ -151,7 +152,7 @@ def first_line(error: BaseException) -> str:
 
 def unfit(value: object) -> str:
     """Return the reason why a value cannot be stored or passed to other programs; empty if it can."""
-    if isinstance(value, int) and not -MAX_INTEGER <= value <= MAX_INTEGER:
+    if isinstance(value, int) and not -_MAX_INTEGER <= value <= _MAX_INTEGER:
         return f"must fit in 64 bits, got {shown(value)}"
     if isinstance(value, str):
         if "\0" in value:
@@ -178,32 +179,10 @@ def unfit_values(tree: object, path: str = "") -> Iterator[str]:
         yield f"{path} {problem}"
 
 
-def check_bounds(text: str) -> None:
-    """Raise ValueError for a YAML text that could crash a recursive parser, or YAMLError for invalid YAML."""
-    depth = 0
-    for event in yaml.parse(text, Loader=Loader):
-        where = f"line {event.start_mark.line + 1 if event.start_mark else 1}"
-        if getattr(event, "tag", None) not in _TAGS:
-            raise ValueError(f"{where}: explicit tags are not supported: put a value that begins with '!' in quotes")
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise ValueError(f"{where}: nested more than {MAX_DEPTH} levels deep")
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        elif isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_DIGITS and _NUMBER.fullmatch(event.value):
-            raise ValueError(f"{where}: a number of {len(event.value):,} characters: the limit is {MAX_DIGITS}")
-
-
-def _with_text_keys(value: Any, budget: Iterator[int], depth: int) -> Any:
-    """Return containers with strings as keys: in JSON and on the command line, `1` and `'1'` are one key.
-
-    Aliases can expand to any number of values, and to recursive containers.
-    """
-    if next(budget, None) is None or depth > MAX_DEPTH:
-        raise ValueError(f"aliases expand to more than {MAX_VALUES:,} values or {MAX_DEPTH} levels")
+def _with_text_keys(value: Any) -> Any:
+    """Return containers with strings as keys: in JSON and on the command line, `1` and `'1'` are one key."""
     if isinstance(value, list):
-        return [_with_text_keys(entry, budget, depth + 1) for entry in value]
+        return [_with_text_keys(entry) for entry in value]
     if not isinstance(value, dict):
         return value
     found: dict[str, Any] = {}
@@ -212,5 +191,5 @@ def _with_text_keys(value: Any, budget: Iterator[int], depth: int) -> Any:
             raise ValueError(f"the key {shown(key)} is a {type(key).__name__}: put it in quotes")
         if str(key) in found:
             raise ValueError(f"the key {shown(str(key))} occurs twice, as text and as a number")
-        found[str(key)] = _with_text_keys(inner, budget, depth + 1)
+        found[str(key)] = _with_text_keys(inner)
     return found

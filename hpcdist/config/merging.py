@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from hpcdist.config.document import MAX_DEPTH, first_line, parse_texts, unfit_values
+from hpcdist.config.document import first_line, parse_texts, unfit_values
 from hpcdist.config.redaction import REDACTED, is_secret_name
 from hpcdist.config.schema import Config, as_written, convert, describe, to_tree
 from hpcdist.config.schema.declaration import find_trainer, trainer_sections
@@ -56,8 +56,6 @@ def _apply(overrides: Sequence[str], tree: dict[str, Any]) -> list[str]:
             name = re.split(r"[:\s]", text, maxsplit=1)[0]
             redacted = f"{name} {REDACTED}" if name != text and is_secret_name(name) else text
             problems.append(f"{shown(redacted)} is no override: write key=value, as in optim.lr=0.01")
-        elif key.count(".") >= MAX_DEPTH:
-            problems.append(f"{key}: more than {MAX_DEPTH} levels deep")
         elif not insert(tree, path := key.split("."), _override_value(path, raw)):
             problems.append(f"{key}: a part of this path is a value already, not a section")
     given = {text.partition("=")[0] for text in overrides}

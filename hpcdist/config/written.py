@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from hpcdist.config.document import StrictLoader, check_bounds, read_text
+from hpcdist.config.document import load, read_text
 from hpcdist.config.redaction import REDACTED, REDACTED_NUMBER, is_redacted, redact_text, redact_tree
 from hpcdist.config.schema import Config, to_tree
 from hpcdist.config.tree import flat, insert, leaves, parse_value
@@ -48,9 +48,7 @@ def plain_tree(path: Path) -> dict[str, Any]:
 def written_tree(path: Path) -> dict[str, Any] | None:
     """Return the plain containers of a run folder's config, or None if it does not have the form of `to_yaml`."""
     try:
-        text = read_text(path)
-        check_bounds(text)
-        tree = yaml.load(text, StrictLoader)  # noqa: S506  # a SafeLoader
+        tree = load(read_text(path))
     except (ConfigError, ValueError, yaml.YAMLError):
         return None
     return formats.unstamped(tree, path) if isinstance(tree, dict) else None
