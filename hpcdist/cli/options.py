@@ -151,9 +151,10 @@ def with_script(config: str, overrides: Sequence[str] | None) -> tuple[str, list
         return before[0], [*before[1:], script]
     from hpcdist.config.schema import script_name
     from hpcdist.run.create import plain_name
+    from hpcdist.run.origin import PLAIN_SCRIPT
 
     experiment = plain_name(script_name(command).removesuffix(".py"))
-    return "plain_script", [f"experiment={experiment}", *before, script]
+    return PLAIN_SCRIPT, [f"experiment={experiment}", *before, script]
 
 
 def with_options(

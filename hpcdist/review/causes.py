@@ -22,7 +22,7 @@ MEANINGS: dict[Cause, str] = {
     "start": "from the allocation to the first step: preflight, imports, connection of the ranks, restore",
     "compile": "the first step of each attempt",
     "data": "waiting for the next batch",
-    "compute": "training steps",
+    "compute": "training steps, or the whole running time of a script that reports none",
     "communication": "waiting for other ranks in training steps",
     "checkpoint": "training blocked by saves, and export of the model",
     "evaluation": "evaluation",

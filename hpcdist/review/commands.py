@@ -9,6 +9,7 @@ from pathlib import Path
 from hpcdist.config.redaction import is_redacted
 from hpcdist.review.checkpoints import CheckpointFacts
 from hpcdist.review.facts import RunFacts
+from hpcdist.run.origin import PLAIN_SCRIPT
 from hpcdist.run.runs_dir import DATABASE
 from hpcdist.run.sweep import text_of
 
@@ -51,7 +52,10 @@ def run_again_command(facts: RunFacts) -> str:
         verb = "submit" if facts.launcher == "slurm" else "run"
         profile = ["--cluster", facts.cluster_name] if facts.cluster_name else []
         changed = [f"{key}={text_of(item.after)}" for key, item in facts.overrides.items()]
-        words = shlex.join(["hpcdist", verb, facts.config_name, *profile, *changed, *_location(facts)])
+        named, script = [facts.config_name], []
+        if facts.config_name == PLAIN_SCRIPT:
+            named, script = [], facts.config["trainer.script"]
+        words = shlex.join(["hpcdist", verb, *named, *profile, *changed, *_location(facts), *script])
     return _in_folder(facts, words)
 
 

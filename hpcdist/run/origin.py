@@ -10,6 +10,8 @@ from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import read_if_valid, write_json
 from hpcdist.run.folder import RunDir
 
+#: The shipped config of `hpcdist run train.py --lr 0.1`; the script is no override of it.
+PLAIN_SCRIPT = "plain_script"
 #: Keys that say where a run is stored, not what it does.
 LOCATION = ("name", "runs_dir", "tracking.uri")
 
@@ -68,5 +70,7 @@ def overrides(origin: Origin, values: Mapping[str, Any]) -> dict[str, Override]:
     return {
         key: Override(before=origin.values.get(key), after=value)
         for key, value in values.items()
-        if key not in LOCATION and value != origin.values.get(key)
+        if key not in LOCATION
+        and value != origin.values.get(key)
+        and not (origin.config == PLAIN_SCRIPT and key in ("experiment", "trainer.script"))
     }

@@ -6,14 +6,15 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hpcdist.config.redaction import redact_tree
 from hpcdist.config.tree import flat
 from hpcdist.config.written import plain_tree
 from hpcdist.errors import ConfigError, TrackingError
 from hpcdist.files.atomic import read_json
 from hpcdist.run.create import is_generated
 from hpcdist.run.folder import RunDir, State
-from hpcdist.run.origin import overrides, read_origin
-from hpcdist.run.parameters import parameters
+from hpcdist.run.origin import PLAIN_SCRIPT, overrides, read_origin
+from hpcdist.run.parameters import parameters, script_arguments
 from hpcdist.run.rerun_record import read_rerun
 from hpcdist.run.slurm_job import job_starts
 from hpcdist.run.sweep import affects_results, label
@@ -96,13 +97,17 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
 def run_name(run: RunDir, config: Mapping[str, Any]) -> str:
     """Return the name of a run in MLflow.
 
-    A generated name is preceded by the overrides that affect the result: `lr=0.01 seed=2 (ddp-20261122-121700-1a2b)`.
+    A generated name is preceded by the overrides that affect the result, and by the arguments of a script that was
+    started without a config: `lr=0.01 seed=2 (ddp-20261122-121700-1a2b)`.
     """
     origin = read_origin(run) if is_generated(run.name) else None
     if origin is None:
         return run.name
     differing = {key: item.after for key, item in overrides(origin, flat(config)).items() if affects_results(key)}
-    shown = label({key: differing[key] for key in list(differing)[:_NAMED_OVERRIDES]})
+    arguments = redact_tree(script_arguments(config["trainer"]["script"])) if origin.config == PLAIN_SCRIPT else {}
+    shown = " ".join(f"{name}={text}" for name, text in arguments.items()) or label(
+        {key: differing[key] for key in list(differing)[:_NAMED_OVERRIDES]}
+    )
     more = f" +{len(differing) - _NAMED_OVERRIDES}" * (len(differing) > _NAMED_OVERRIDES)
     end = f"{more} ({run.name})"
     return f"{shown[: MAX_RUN_NAME - len(end)]}{end}" if shown else run.name

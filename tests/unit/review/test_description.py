@@ -20,7 +20,7 @@ from hpcdist.review.markdown import escaped
 from hpcdist.review.sweep_description import CellFacts, SweepFacts, describe_sweep
 from hpcdist.review.text import duration
 from hpcdist.run.folder import State
-from hpcdist.run.origin import Override
+from hpcdist.run.origin import PLAIN_SCRIPT, Override
 from hpcdist.run.training_record import Dataset
 
 GAP = " &ensp;|"
@@ -123,7 +123,8 @@ def test_description_of_a_finished_run() -> None:
     assert "**2 GPU-hours** allocated, of which 75 % were useful compute (goodput); 1 min 30 s in the queue" in text
     assert (
         "| data | &lt;0.001 | 0.0 % | waiting for the next batch |\n"
-        "| compute | 1.5 | 75.0 % | training steps |\n| down | 0.5 | 25.0 % |" in text
+        "| compute | 1.5 | 75.0 % | training steps, or the whole running time of a script that reports none |\n"
+        "| down | 0.5 | 25.0 % |" in text
     )
     assert "after a failure |\n| **allocated** | 2 | 100.0 % |  |\n" in text
     assert "[uploaded](#/experiments/1/runs/abc/artifacts/checkpoints/best?workflowType=machine_learning)" in text
@@ -248,6 +249,10 @@ def test_commands_name_folder_and_store_of_the_run_unless_they_are_the_default()
         text = described(replace(default, tracking_uri=uri)).replace("&&\n", "&& ").replace(" \\\n   ", "")
         assert f"\n{command}{key}\n" in text
         assert f"\ncd /home && hpcdist rerun abc{option}\n" in text
+    script = ["/home/train.py", "--lr", "0.1"]
+    plain = replace(default, config_name=PLAIN_SCRIPT, config={"trainer.script": script})
+    text = described(plain).replace("&&\n", "&& ").replace(" \\\n   ", "")
+    assert "\ncd /home && hpcdist run optim.lr=0.01 'params.text=x $y' /home/train.py --lr 0.1\n" in text
     secret = described(replace(default, overrides={"params.token": Override(before=None, after="***")}))
     assert (
         "with all overrides and the code in that folder today:"

@@ -13,7 +13,7 @@ from tracking_scene import CONFIG, Scene
 from hpcdist.errors import TrackingError
 from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir
-from hpcdist.run.origin import Origin, write_origin
+from hpcdist.run.origin import PLAIN_SCRIPT, Origin, write_origin
 from hpcdist.run.training_record import Dataset, TrainingRecord, write_training
 from hpcdist.tracking.pages import run_page
 from hpcdist.tracking.pages.run_metadata import MAX_RUN_NAME, run_name
@@ -202,6 +202,13 @@ def test_generated_run_name_says_what_differs(scene: Scene, name: str, values: d
         (config.setdefault(section, {}) if section else config)[leaf] = value
     write_origin(run, Origin(config="ddp_digits", values={"optim.lr": 0.001, "seed": 0}))
     assert run_name(run, config) == expected
+
+
+def test_run_of_a_script_without_a_config_is_named_by_its_arguments(scene: Scene) -> None:
+    run = RunDir.create(scene.run.path.with_name("train-20261122-121700-1a2b"))
+    write_origin(run, Origin(config=PLAIN_SCRIPT, values={"experiment": "hpcdist", "trainer.script": ["train.py"]}))
+    config = {"experiment": "train", "trainer": {"script": ["/home/train.py", "--lr", "0.1", "--api-key", "s3cret"]}}
+    assert run_name(run, config) == "lr=0.1 api_key=*** (train-20261122-121700-1a2b)"
 
 
 def test_long_run_name_is_cut(scene: Scene) -> None:
