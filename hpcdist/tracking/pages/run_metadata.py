@@ -105,9 +105,8 @@ def run_name(run: RunDir, config: Mapping[str, Any]) -> str:
         return run.name
     differing = {key: item.after for key, item in overrides(origin, flat(config)).items() if affects_results(key)}
     arguments = redact_tree(script_arguments(config["trainer"]["script"])) if origin.config == PLAIN_SCRIPT else {}
-    shown = " ".join(f"{name}={text}" for name, text in arguments.items()) or label(
-        {key: differing[key] for key in list(differing)[:_NAMED_OVERRIDES]}
-    )
+    named = label({key: differing[key] for key in list(differing)[:_NAMED_OVERRIDES]})
+    shown = " ".join(filter(None, [*(f"{name}={text}" for name, text in arguments.items()), named]))
     more = f" +{len(differing) - _NAMED_OVERRIDES}" * (len(differing) > _NAMED_OVERRIDES)
     end = f"{more} ({run.name})"
     return f"{shown[: MAX_RUN_NAME - len(end)]}{end}" if shown else run.name
