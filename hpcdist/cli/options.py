@@ -125,13 +125,9 @@ class ScriptCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words of the command line."""
-        with_value = {name for param in self.params if not getattr(param, "is_flag", True) for name in param.opts}
-        for index, word in enumerate(args):
-            if word == "--":
-                break
-            if _is_script(word) and not (index and args[index - 1] in with_value):
-                args = [*args[:index], "--", *args[index:]]
-                break
+        start = next((index for index, word in enumerate(args) if word == "--" or _is_script(word)), len(args))
+        if start < len(args) and args[start] != "--":
+            args = [*args[:start], "--", *args[start:]]
         return super().parse_args(ctx, args)
 
 

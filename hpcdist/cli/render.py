@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -35,6 +34,7 @@ from hpcdist.config.written import redacted
 from hpcdist.diagnostics.explain import explain_attempt
 from hpcdist.files.short_path import short_path
 from hpcdist.rank.roles import rank_table
+from hpcdist.review.attempts import last_beat
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.snapshot import code_state
@@ -90,29 +90,20 @@ def print_rows(console: Console, rows: Mapping[str, str], styles: Mapping[str, s
     """Print names and values in two columns; a table of rich would cut long paths.
 
     Args:
-        styles: style of a value's first word, by the name of the row.
+        styles: style of a value, by the name of the row.
     """
     width = max(map(len, rows)) + 2
     for name, value in rows.items():
         text = " " * width + value.replace("\n", "\n" + " " * width)
         if name not in ("command", "variables"):  # which are copied
             text = wrapped(console, text, width)
-        line = Text(f"{name:<{width}}{text[width:]}")
+        line = Text(f"{name:<{width}}{text[width:]}", (styles or {}).get(name, ""))
         line.stylize("bold", 0, width)
-        line.stylize((styles or {}).get(name, ""), width, width + _first_word(value))
         console.print(line, highlight=False, soft_wrap=True)
 
 
 def _print_line(console: Console, text: str, style: str = "") -> None:
-    """Print a line; `style` is that of its first word."""
-    line = Text(wrapped(console, text, 4))
-    line.stylize(style, 0, _first_word(text))
-    console.print(line, highlight=False, soft_wrap=True)
-
-
-def _first_word(text: str) -> int:
-    """Return the length of a text's first word, without punctuation."""
-    return len(re.match(r"\w*", text)[0])  # type: ignore[index]  # matches every text
+    console.print(Text(wrapped(console, text, 4), style), highlight=False, soft_wrap=True)
 
 
 class _Metrics(ProgressColumn):
@@ -167,8 +158,7 @@ class RunView:
 
     def failure(self, failure: Failure, log: Path) -> None:
         """Print the first failure: the rank, its node, the time, and the end of the traceback."""
-        sentence = escape(wrapped(self._console, failure.sentence(), 4))
-        self._console.print(f"[bold red]{sentence}[/]", highlight=False, soft_wrap=True)
+        _print_line(self._console, failure.sentence(), "bold red")
         lines = "".join(failure.traceback).rstrip().splitlines()[-TRACEBACK_LINES:]
         for line in lines:
             self._console.print(f"    {escape(line)}", highlight=False, soft_wrap=True)
@@ -227,7 +217,7 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
 
 def show_end(console: Console, run: RunDir, state: State, config: Config) -> None:
     """Print the final metrics, the next commands and, on the last line, the status with its reason."""
-    metrics = last_beat(run, state).get("metrics", {})
+    metrics = last_beat(run).get("metrics", {})
     trainer = find_trainer(config.trainer.target)
     # The last metrics of a benchmark are those of the largest message only.
     is_benchmark = trainer is not None and trainer.is_benchmark
@@ -267,8 +257,3 @@ def _program() -> str:
         return "hpcdist"
     started = Path(sys.argv[0])
     return shlex.quote(os.path.relpath(started)) if started.name == "hpcdist" else f"{sys.executable} -m hpcdist"
-
-
-def last_beat(run: RunDir, state: State) -> dict[str, Any]:
-    """Return rank 0's last heartbeat in the last attempt; empty if there is none or it is damaged."""
-    return (run.attempt(state.attempt).read_beat(0) or {}) if state.attempt else {}

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from hpcdist.cli.render import COLOURS, format_metrics, last_beat, print_rows
+from hpcdist.cli.render import COLOURS, format_metrics, print_rows
 from hpcdist.cli.terminal import wrapped
 from hpcdist.errors import HpcdistError, RunFolderError
 from hpcdist.files.short_path import short_path
-from hpcdist.review.attempts import read_attempts
+from hpcdist.review.attempts import last_beat, read_attempts
 from hpcdist.review.checkpoints import read_checkpoints
 from hpcdist.run.folder import RunDir, State, read_record, sentence_of
 from hpcdist.run.lease import holder
@@ -57,7 +57,7 @@ def read_rows(listing: Listing, experiment: str | None = None) -> tuple[list[Run
                 run=f"{run.experiment}/{run.name}",
                 folder=str(run.path),
                 status=now.name,
-                step=last_beat(run, now.state).get("step"),
+                step=last_beat(run).get("step"),
                 attempts=now.state.attempt,
                 created=now.state.created,
                 reason=now.reason or (now.facts.sentence() if now.facts and not now.final else ""),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpcdist.cli.terminal import console, say
 from hpcdist.files.short_path import short_path
@@ -49,10 +49,11 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
     from rich.table import Column, Table
 
     from hpcdist.errors import RunFolderError
+    from hpcdist.review.attempts import last_beat
     from hpcdist.review.sweep_description import common_metric
     from hpcdist.run.status import status_of
 
-    beats = [_last_beat(run) for _, run in cells]
+    beats = [last_beat(run) for _, run in cells]
     metric = common_metric([beat.get("metrics", {}) for beat in beats], best)
     table = Table(Column("cell", no_wrap=True), "status", "step", *([metric] if metric else []), "reason", title=title)
     names = []
@@ -72,16 +73,3 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
     counts = Counter(names)
     say(f"sweep {title}: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}")
     return names
-
-
-def _last_beat(run: RunDir) -> dict[str, Any]:
-    """Return rank 0's last heartbeat with its metrics; empty before the first one."""
-    from hpcdist.cli.render import last_beat
-    from hpcdist.errors import RunFolderError
-
-    if not os.path.lexists(run.path / "state.json"):
-        return {}
-    try:
-        return last_beat(run, run.read_state())
-    except (RunFolderError, OSError):  # reported in the row of the cell
-        return {}

@@ -150,33 +150,23 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def unfit(value: object) -> str:
-    """Return the reason why a value cannot be stored or passed to other programs; empty if it can."""
-    if isinstance(value, int) and not -_MAX_INTEGER <= value <= _MAX_INTEGER:
-        return f"must fit in 64 bits, got {shown(value)}"
-    if isinstance(value, str):
-        if "\0" in value:
-            return f"must not contain a NUL character, got {shown(value)}"
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return f"must be UTF-8 text, got {shown(value)}"
-    return ""
-
-
 def unfit_values(tree: object, path: str = "") -> Iterator[str]:
-    """Yield a line for every key and value of plain containers that is `unfit`."""
+    """Yield a line for every key and value of plain containers that cannot be stored or passed to other programs."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            if problem := unfit(key):
-                yield f"{path or 'the config'}: a key {problem}"
+            if problems := list(unfit_values(key, f"{path or 'the config'}: a key")):
+                yield from problems
             else:
                 yield from unfit_values(value, f"{path}.{key}" if path else str(key))
     elif isinstance(tree, list | tuple):
         for value in tree:
             yield from unfit_values(value, path)
-    elif problem := unfit(tree):
-        yield f"{path} {problem}"
+    elif isinstance(tree, int) and not -_MAX_INTEGER <= tree <= _MAX_INTEGER:
+        yield f"{path} must fit in 64 bits, got {shown(tree)}"
+    elif isinstance(tree, str) and "\0" in tree:
+        yield f"{path} must not contain a NUL character, got {shown(tree)}"
+    elif isinstance(tree, str) and not tree.isascii() and tree != tree.encode(errors="ignore").decode():
+        yield f"{path} must be UTF-8 text, got {shown(tree)}"
 
 
 def _with_text_keys(value: Any) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hpcdist.config.schema import Config, describe
 from hpcdist.config.schema.declaration import trainer_sections
+from hpcdist.config.schema.describe import default_of
 from hpcdist.config.tree import NODE_RANGE, SHORT_FORMS
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null"}
@@ -49,10 +50,11 @@ def _key(key: Field[Any], declared: Any, path: str, documentation: dict[str, str
     if is_dataclass(declared):
         assert isinstance(declared, type)
         return {"description": "", **_section(declared, f"{path}.", documentation)}
-    default = (
-        key.default if key.default is not MISSING else key.default_factory() if callable(key.default_factory) else None
-    )
-    return {"description": documentation.get(path, ""), "default": default, **_value(declared, path, documentation)}
+    return {
+        "description": documentation.get(path, ""),
+        "default": default_of(key),
+        **_value(declared, path, documentation),
+    }
 
 
 def _value(declared: Any, path: str, documentation: dict[str, str]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def _resolved(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, value in leaves(tree):
         try:
-            if _is_interpolated(value):
+            if "${" in str(value):
                 OmegaConf.create([value])
             insert(found, path, value)
         except GrammarParseError:  # its message repeats the text
@@ -96,12 +96,12 @@ def _resolved(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     config = OmegaConf.create(found)
     resolved: dict[str, Any] = {}
     for path, value in leaves(found):
-        if _is_interpolated(value):
+        if "${" in str(value):
             key = ".".join(path)
             try:
                 value = functools.reduce(lambda node, part: node[part], path, config)
                 if OmegaConf.is_config(value):
-                    value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+                    value = OmegaConf.to_container(value, resolve=True)
             except (OmegaConfBaseException, RecursionError) as error:
                 is_endless = isinstance(error, RecursionError)
                 problems.append(f"{key}: {'Recursive interpolation detected' if is_endless else first_line(error)}")
@@ -111,10 +111,6 @@ def _resolved(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
                 continue
         insert(resolved, path, value)
     return resolved
-
-
-def _is_interpolated(value: object) -> bool:
-    return "${" in (text := str(value)) or "???" in text
 
 
 def _override_value(path: Sequence[str], text: str) -> Any:

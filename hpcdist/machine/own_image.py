@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,8 +20,6 @@ _MARKS = {
     ".singularity.d": "apptainer",
     "ch/environment": "charliecloud",
 }
-#: Number of the last mount namespace that a kernel creates while it boots; it is 4026531832, …840 or …841 by version.
-_LAST_BOOT_NAMESPACE = 4026531841
 
 
 def container_runtime(root: Path = Path("/")) -> str:
@@ -32,20 +28,17 @@ def container_runtime(root: Path = Path("/")) -> str:
     The files alone prove nothing: the disk of a virtual machine may have been made of an image.
     """
     found = next((runtime for mark, runtime in _MARKS.items() if (root / mark).exists()), "")
-    return "" if found and _is_root_of_machine(root / "proc/self") else found
+    return "" if found and _is_root_of_machine(root / "proc/self/mountinfo") else found
 
 
-def _is_root_of_machine(process: Path) -> bool:
-    """Return whether a process is in the mount namespace of the machine, or has a whole disk as its root."""
+def _is_root_of_machine(mounts: Path) -> bool:
+    """Return whether a process has a whole disk as its root."""
     try:
-        namespace = re.fullmatch(r"mnt:\[(\d+)\]", os.readlink(process / "ns/mnt"))
-        mounts = [line.split() for line in (process / "mountinfo").read_text().splitlines()]
+        fields = [line.split() for line in mounts.read_text().splitlines()]
     except OSError:
         return False
-    if namespace is not None and int(namespace[1]) <= _LAST_BOOT_NAMESPACE:
-        return True
     # The fields are described in proc(5): root within the file system, mount point, …, -, type, source, options.
-    source = next((mount[mount.index("-") + 2] for mount in mounts if mount[3:5] == ["/", "/"]), "")
+    source = next((mount[mount.index("-") + 2] for mount in fields if mount[3:5] == ["/", "/"]), "")
     return source.startswith("/dev/") and not source.startswith("/dev/loop")
 
 

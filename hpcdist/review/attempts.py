@@ -196,6 +196,15 @@ def newest_beat(attempt: Attempt) -> dict[str, Any] | None:
         return None
 
 
+def last_beat(run: RunDir) -> dict[str, Any]:
+    """Return rank 0's last heartbeat in the last attempt; empty if there is none or it cannot be read."""
+    try:
+        attempts = run.attempts()
+    except (RunFolderError, OSError):
+        return {}
+    return (newest_beat(attempts[-1]) or {}) if attempts else {}
+
+
 def _outcomes(attempt: Attempt) -> list[dict[str, Any]]:
     """Return the outcome file of rank 0; other ranks may stop before the last step."""
     try:

@@ -10,7 +10,7 @@ from typing import Any
 from hpcdist.config.monitor import Monitor, first_monitor
 from hpcdist.errors import RunFolderError
 from hpcdist.files.atomic import read_json
-from hpcdist.review.attempts import newest_beat
+from hpcdist.review.attempts import last_beat
 from hpcdist.review.checkpoints import best_checkpoint, read_checkpoints
 from hpcdist.review.markdown import escaped, link, run_page, table
 from hpcdist.review.metric_charts import is_hidden, is_read, ranked
@@ -52,7 +52,7 @@ def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
     cells = [_read_cell(run, cell, monitor) for run, cell in zip(runs, content["cells"], strict=True)]
     metric, mode = monitor.metric, str(monitor.mode)
     if all(cell.metric is None for cell in cells):  # no evaluated checkpoints, as in runs of scripts
-        beats = [newest_beat(attempts[-1]) or {} if (attempts := run.attempts()) else {} for run in runs]
+        beats = [last_beat(run) for run in runs]
         metric = common_metric([beat.get("metrics", {}) for beat in beats], monitor.metric)
         mode = mode if metric == monitor.metric else "min" if "loss" in metric else ""
         cells = [
@@ -85,7 +85,7 @@ def describe_sweep(facts: SweepFacts, *, max_chars: int) -> str:
 
 def _sections(facts: SweepFacts, num_kept: int) -> Iterator[str]:
     state = facts.state
-    yield f"**{state.status}**" + (f": {escaped(state.reason, 1000)}" if state.reason else "")
+    yield f"**{state.status}**" + escaped(state.sentence.removeprefix(state.status), 1000)
     cells = _ordered(facts)
     if cells and cells[0].metric is not None and facts.monitor_mode:
         best = cells[0]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Iterator
 from dataclasses import Field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcdist.config.schema.cluster import RoleRequest
 from hpcdist.config.schema.declaration import trainer_sections
 from hpcdist.config.schema.run import Config
-
-if TYPE_CHECKING:
-    import ast
 
 
 def all_keys(section: type = Config, prefix: str = "") -> Iterator[tuple[str, type, Field[Any]]]:
@@ -49,11 +49,6 @@ def describe() -> list[tuple[str, str, Any, str]]:
 
 def _read_source(section: type) -> dict[str, tuple[str, str]]:
     """Return annotation and docstring of every field of a dataclass, by its name."""
-    # Imported here, because ranks do not need the documentation.
-    import ast
-    import inspect
-    import textwrap
-
     body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     assert isinstance(body, ast.ClassDef)
     return documented(body)
@@ -61,8 +56,6 @@ def _read_source(section: type) -> dict[str, tuple[str, str]]:
 
 def documented(body: ast.ClassDef) -> dict[str, tuple[str, str]]:
     """Return annotation and docstring of every field in the source of a dataclass, by its name."""
-    import ast
-
     found: dict[str, tuple[str, str]] = {}
     for statement, following in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):

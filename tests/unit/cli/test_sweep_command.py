@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -141,6 +142,9 @@ def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(
     # A later command adds a value; its cells have other arguments, but it is the same sweep.
     result = hpcdist("run", "train.yaml", "--sweep", "params.lr=0.001", "--dry-run")
     assert f"sweep {name}: 1 cells, 1 to run" in result.out, (result.out, result.err)
+
+    shutil.rmtree(run.path)
+    assert {cell.status for cell in read_sweep_facts(sweep, sweep.read_state()).cells} >= {"missing"}
 
 
 def test_submitted_sweep_is_a_job_array(hpcdist: Cli) -> None:
