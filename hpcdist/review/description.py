@@ -41,7 +41,7 @@ def describe(facts: RunFacts, ledger: Ledger, *, max_chars: int, now: float | No
 
 def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) -> Iterator[str]:
     state = facts.state
-    yield f"**{state.status}**" + escaped(state.sentence.removeprefix(state.status), 1000)
+    yield escaped(state.sentence, 1000).replace(state.status, f"**{state.status}**", 1)
     if summary := _summary(facts, ledger):
         yield summary
     if facts.progress is not None:

@@ -85,7 +85,7 @@ def describe_sweep(facts: SweepFacts, *, max_chars: int) -> str:
 
 def _sections(facts: SweepFacts, num_kept: int) -> Iterator[str]:
     state = facts.state
-    yield f"**{state.status}**" + escaped(state.sentence.removeprefix(state.status), 1000)
+    yield escaped(state.sentence, 1000).replace(state.status, f"**{state.status}**", 1)
     cells = _ordered(facts)
     if cells and cells[0].metric is not None and facts.monitor_mode:
         best = cells[0]
