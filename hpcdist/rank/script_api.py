@@ -27,7 +27,6 @@ from hpcdist.errors import TrainerError
 from hpcdist.rank.live_commands import CommandFiles, LiveCommands
 from hpcdist.rank.stop_signals import StopFlag
 from hpcdist.rank.telemetry.heartbeat import Heartbeat
-from hpcdist.rank.telemetry.loss_watch import LossWatch
 from hpcdist.rank.telemetry.time_account import TimeAccount
 from hpcdist.rank.topology import Topology
 from hpcdist.rank.training_notes import TrainingNotes
@@ -40,6 +39,7 @@ from hpcdist.tracking.mlflow_plugin.rank_records import RankRecords
 if TYPE_CHECKING:
     import torch
 
+    from hpcdist.config.schema import Config
     from hpcdist.rank.context import Context
     from hpcdist.rank.stop_agreement import StopAgreement
 
@@ -131,27 +131,15 @@ def checkpoint_dir() -> Path:
 class RunningScript:
     """The script of this rank: its heartbeat, and the agreement of the ranks on a stop."""
 
-    def __init__(
-        self,
-        run: RunDir,
-        attempt: Attempt,
-        topology: Topology,
-        hang_timeout_s: float,
-        pause_at_step: int | None = None,
-        save_every_steps: int | None = None,
-        nan_losses: int | None = None,
-    ) -> None:
-        self._losses = LossWatch(nan_losses)
+    def __init__(self, config: Config, run: RunDir, attempt: Attempt, topology: Topology) -> None:
+        self._config = config
         self._run = run
         self._attempt = attempt
-        self._pause_at_step = pause_at_step
-        self._save_every_steps = save_every_steps
         self._asks_to_save = False
         #: Step of the checkpoint that the script is saving because of a command, and the function that reports it.
         self._saving: tuple[int, Callable[[], None]] | None = None
         self._topology = topology
         self._ranks: Sequence[int] = range(topology.world_size)
-        self._hang_timeout_s = hang_timeout_s
         self._heartbeat: Heartbeat | None = None
         #: Time before the first reported step, of repeated steps, and of new ones.
         self._account = TimeAccount()
@@ -193,7 +181,7 @@ class RunningScript:
             )
         self._ranks = ranks
         if self._topology.rank not in ranks:
-            self._flag.install_beside_others()
+            self._flag.install()
 
     def should_stop(self, step: int, total_steps: int | None) -> bool:
         """See the function `should_stop`."""
@@ -209,7 +197,7 @@ class RunningScript:
         from hpcdist.rank.stop_agreement import stops_after  # which imports torch
 
         commanded = self._commands is not None and self._commands.save_is_due
-        stop = stops_after(step, self._agreement(), self._pause_at_step, self._attempt)
+        stop = stops_after(step, self._agreement(), self._config.stop.pause_at_step, self._attempt)
         if self._commands is not None and self._commands.profile_is_due:
             self._commands.step_done(step)
         if self._commands is not None and commanded and not self._asks_to_save:
@@ -222,7 +210,7 @@ class RunningScript:
         self._report_saved(step)
         if self._commands is not None and self._commands.save_is_due:
             self._saving = step, self._commands.saving(step, self._run.checkpoints)
-        every = self._save_every_steps
+        every = self._config.checkpoint.every_steps
         is_regular = every is not None and step % every == 0
         return self.stop_agreed or is_regular or (self._saving is not None and self._saving[0] == step)
 
@@ -236,8 +224,8 @@ class RunningScript:
         # Begun at the first step: a script that reports none is watched by its output alone.
         if self._heartbeat is None:
             rank, num_ranks = self._topology.rank, self._topology.world_size
-            self._heartbeat = Heartbeat(self._attempt, rank, num_ranks, self._hang_timeout_s)
-            self._heartbeat.losses = self._losses
+            hang_s, nan_losses = self._config.launch.hang_s, self._config.stop.nan_losses
+            self._heartbeat = Heartbeat(self._attempt, rank, num_ranks, hang_s, nan_losses)
             self._heartbeat.account = self._account.report
             self._heartbeat.phases = self._account.phases if rank == 0 else ()
         return self._heartbeat
@@ -247,7 +235,7 @@ class RunningScript:
 
         group = self._default_group()
         if self._stop is None:
-            self._flag.install_beside_others()
+            self._flag.install()
             self._stop = StopAgreement(
                 None,
                 self._flag,
@@ -287,7 +275,7 @@ class RunningScript:
             os.environ.update(interface_env(self._topology.master_addr, os.environ))
         # The script's process group may consist of these ranks alone.
         ranks = list(self._ranks) if len(self._ranks) < dist.get_world_size() else None
-        timeout = timedelta(seconds=self._hang_timeout_s + 60)
+        timeout = timedelta(seconds=self._config.launch.hang_s + 60)
         return dist.new_group(ranks, timeout, "gloo", use_local_synchronization=ranks is not None)
 
     def close(self, *, failed: bool = False) -> None:
@@ -313,19 +301,10 @@ _trainer: Context | None = None
 
 
 @contextmanager
-def entered(
-    attempt: Attempt,
-    topology: Topology,
-    hang_timeout_s: float,
-    records: RankRecords,
-    *,
-    pause_at_step: int | None = None,
-    save_every_steps: int | None = None,
-    nan_losses: int | None = None,
-) -> Iterator[RunningScript]:
+def entered(config: Config, attempt: Attempt, topology: Topology, records: RankRecords) -> Iterator[RunningScript]:
     """Make this process the script of a rank while the block runs; the worker calls it."""
     global _script
-    _script = RunningScript(records.run, attempt, topology, hang_timeout_s, pause_at_step, save_every_steps, nan_losses)
+    _script = RunningScript(config, records.run, attempt, topology)
     records.on_metrics = _script.note
     failed = True
     try:

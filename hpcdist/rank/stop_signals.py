@@ -20,16 +20,11 @@ class StopFlag:
         self.is_set = False
 
     def install(self) -> None:
-        """Handle the stop signals in this process, also those that have arrived while they were blocked.
+        """Handle the stop signals, also those that have arrived while they were blocked.
 
-        Ranks of forked tasks begin with blocked stop signals (`forked_task.py`).
+        Ranks of forked tasks begin with blocked stop signals (`forked_task.py`). Handlers that a script has installed
+        before are still called.
         """
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._on_signal)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-    def install_beside_others(self) -> None:
-        """Handle the stop signals, and call the handlers that the script has installed before."""
         if threading.current_thread() is not threading.main_thread():
             log.warning("hpcdist.should_stop is not called from the main thread: stop signals end this script")
             return
@@ -42,6 +37,4 @@ class StopFlag:
                     before(signum, frame)
 
             signal.signal(number, handle)
-
-    def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
-        self.is_set = True
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

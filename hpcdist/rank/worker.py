@@ -98,15 +98,7 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
     ended: Literal["done", "stopped"]
     if config.trainer.script:
         with (
-            script_api.entered(
-                attempt,
-                topology,
-                config.launch.hang_s,
-                records,
-                pause_at_step=config.stop.pause_at_step,
-                save_every_steps=config.checkpoint.every_steps,
-                nan_losses=config.stop.nan_losses,
-            ) as script,
+            script_api.entered(config, attempt, topology, records) as script,
             _node_monitor(config, run, topology, records),
         ):
             outcome.step = script.last_step
@@ -166,10 +158,9 @@ def _train(
     from hpcdist.rank.seeding import seed_everything
     from hpcdist.rank.stop_agreement import StopAgreement
     from hpcdist.rank.telemetry.heartbeat import Heartbeat
-    from hpcdist.rank.telemetry.loss_watch import LossWatch
 
-    heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, config.launch.hang_s)
-    heartbeat.losses = LossWatch(config.stop.nan_losses)
+    hang_s, nan_losses = config.launch.hang_s, config.stop.nan_losses
+    heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, hang_s, nan_losses)
     outcome.step = lambda: heartbeat.step
     train = load_trainer(config.trainer.target)
     params = arguments_of(train, config.params)

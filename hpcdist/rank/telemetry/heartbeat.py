@@ -34,7 +34,9 @@ class Heartbeat:
     an incomplete line reads the file again. More ranks write less often, see `polling.beat_interval_s`.
     """
 
-    def __init__(self, attempt: Attempt, rank: int, num_ranks: int, hang_timeout_s: float) -> None:
+    def __init__(
+        self, attempt: Attempt, rank: int, num_ranks: int, hang_timeout_s: float, nan_losses: int | None = None
+    ) -> None:
         self._path = attempt.beat(rank)
         self._file: int | None = None
         self._host = socket.gethostname()
@@ -47,7 +49,7 @@ class Heartbeat:
         self.metrics: dict[str, float] = {}
         #: Steps of those of the metrics that were logged with one.
         self.metric_steps: dict[str, int] = {}
-        self.losses = LossWatch()
+        self._losses = LossWatch(nan_losses)
         #: What this rank does beside steps, for the user who watches the run.
         self.doing = ""
         #: Returns this rank's step times so far (`StepTimer.report`).
@@ -87,7 +89,7 @@ class Heartbeat:
         self.note_metrics(metrics)
         if step is None:
             return
-        self.losses.note(metrics, step)
+        self._losses.note(metrics, step)
         self.metric_steps |= {key: step for key in metrics if key in self.metrics}
         self.step = max(self.step, step)
 
@@ -119,7 +121,7 @@ class Heartbeat:
                 # Values may be NumPy or torch scalars, which JSON does not support.
                 "metrics": {key[:MAX_NAME]: float(value) for key, value in self.metrics.copy().items()},
                 "metric_steps": {key[:MAX_NAME]: int(step) for key, step in self.metric_steps.copy().items()},
-                "diverged": self.losses.finding,
+                "diverged": self._losses.finding,
                 "timing": self.timing(),
                 "account": self.account(),
                 "energy_j": self.energy(),

@@ -29,9 +29,7 @@ class LossWatch:
     def note(self, metrics: Mapping[str, float], step: int) -> None:
         """Note the metrics of a step. Raises TrainerError at the limit."""
         for key, value in metrics.items():
-            if "loss" not in key.lower():
-                continue
-            if math.isfinite(value):
+            if "loss" not in key.lower() or math.isfinite(value):
                 self._rows.pop(key, None)
                 continue
             first, number = self._rows.get(key, (step, 0))
@@ -44,4 +42,4 @@ class LossWatch:
                     f"{self.finding}, which ends the run (stop.nan_losses={self._limit}): lower the learning"
                     f" rate, clip the gradients, or check the data before step {first}"
                 )
-            log.warning("%s", self.finding)
+            log.info("%s", self.finding)  # a warning would repeat the message of the supervisor

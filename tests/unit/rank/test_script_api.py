@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import hpcdist
+from hpcdist.config.schema import CheckpointConfig, Config, StopConfig
 from hpcdist.errors import TrainerError, UserMistake
 from hpcdist.rank import script_api
 from hpcdist.rank.script_api import RunningScript, entered
@@ -25,6 +26,8 @@ from hpcdist.run.training_record import read_training
 from hpcdist.tracking.journal.reader import read_records
 from hpcdist.tracking.mlflow_plugin import rank_records
 from hpcdist.tracking.mlflow_plugin.rank_records import RankRecords
+
+CONFIG = Config()
 
 ENVIRONMENT = {
     "RANK": "0",
@@ -59,7 +62,7 @@ def script(run: RunDir) -> Iterator[RunningScript]:
     records = rank_records.current()
     assert records is not None
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
-    with entered(run.attempt(1), topology(1), 60.0, records) as running:
+    with entered(CONFIG, run.attempt(1), topology(1), records) as running:
         yield running
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -124,7 +127,7 @@ def test_a_script_pauses_at_the_step_of_its_config(run: RunDir) -> None:
     assert records is not None
     attempt = run.attempt(1)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
-    with entered(attempt, topology(1), 60.0, records, pause_at_step=3) as script:
+    with entered(replace(CONFIG, stop=StopConfig(pause_at_step=3)), attempt, topology(1), records) as script:
         assert [hpcdist.should_stop(step) for step in (1, 2)] == [False, False]
         assert attempt.read_request() is None
         assert hpcdist.should_stop(3)
@@ -198,7 +201,8 @@ def test_a_script_saves_at_the_interval_of_its_config_and_before_a_stop(run: Run
     records = rank_records.current()
     assert records is not None
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
-    with entered(run.attempt(1), topology(1), 60.0, records, pause_at_step=7, save_every_steps=3) as script:
+    config = replace(CONFIG, stop=StopConfig(pause_at_step=7), checkpoint=CheckpointConfig(every_steps=3))
+    with entered(config, run.attempt(1), topology(1), records) as script:
         assert saved_at(script, 1, 6) == [3, 6]
         assert hpcdist.should_stop(7)
         assert hpcdist.should_save(7)
@@ -208,7 +212,7 @@ def test_a_script_saves_at_the_interval_of_its_config_and_before_a_stop(run: Run
 
 
 def test_several_ranks_need_a_process_group(run: RunDir) -> None:
-    running = RunningScript(run, run.attempt(1), topology(2), 60.0)
+    running = RunningScript(CONFIG, run, run.attempt(1), topology(2))
     try:
         with pytest.raises(TrainerError, match="2 ranks need a process group to agree on a stop"):
             running.should_stop(1, None)
@@ -219,8 +223,8 @@ def test_several_ranks_need_a_process_group(run: RunDir) -> None:
 def test_ranks_that_count_no_steps_take_no_part(run: RunDir) -> None:
     """As a parameter server: rank 0 decides alone, without a process group, and SIGTERM does not end rank 1."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
-    first = RunningScript(run, run.attempt(1), topology(2), 60.0)
-    other = RunningScript(run, run.attempt(1), replace(topology(2), rank=1, local_rank=1), 60.0)
+    first = RunningScript(CONFIG, run, run.attempt(1), topology(2))
+    other = RunningScript(CONFIG, run, run.attempt(1), replace(topology(2), rank=1, local_rank=1))
     try:
         with pytest.raises(TrainerError, match=r"^hpcdist\.agree_among: rank 0 must count steps: put the role"):
             first.agree_among([1])
@@ -239,7 +243,7 @@ def test_ranks_that_count_no_steps_take_no_part(run: RunDir) -> None:
 
 def test_first_reported_step_shows_where_the_attempt_began(run: RunDir) -> None:
     attempt = run.attempt(1)
-    logging_script = RunningScript(run, attempt, topology(1), 60.0)
+    logging_script = RunningScript(CONFIG, run, attempt, topology(1))
     logging_script.note({"loss": 1.0}, None)  # MLflow's metrics without a step are numbered in each attempt anew
     logging_script.note({"loss": 1.0}, 0)
     assert read_training(attempt) is None
@@ -249,7 +253,7 @@ def test_first_reported_step_shows_where_the_attempt_began(run: RunDir) -> None:
     assert recorded is not None
     assert recorded.first_step == 10
     # `should_stop` is told the number of steps done.
-    asking_script = RunningScript(run, run.new_attempt(), topology(1), 60.0)
+    asking_script = RunningScript(CONFIG, run, run.new_attempt(), topology(1))
     asking_script.should_stop(20, None)
     asking_script.close()
     recorded = read_training(run.attempt(2))
@@ -260,7 +264,7 @@ def test_first_reported_step_shows_where_the_attempt_began(run: RunDir) -> None:
 def test_log_notes_the_step_of_ranks_that_record_no_metrics(run: RunDir) -> None:
     """Otherwise a failure of rank 1 has no step."""
     records = rank_records.begin(RankRecords(run, attempt=1, rank=1, pid=os.getpid()))
-    with entered(run.attempt(1), replace(topology(2), rank=1, local_rank=1), 60.0, records) as other:
+    with entered(CONFIG, run.attempt(1), replace(topology(2), rank=1, local_rank=1), records) as other:
         hpcdist.log({"loss": 1.0}, 37)
         assert other.last_step() == 37
     records.close()
