@@ -30,7 +30,7 @@ from hpcdist.review.checkpoints import read_checkpoints
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import RunDir, State, sentence_of
-from hpcdist.run.script_saves import continuation
+from hpcdist.run.saved_checkpoints import continuation
 from hpcdist.run.status import RunStatus, status_of
 from hpcdist.slurm.job_info import JobInfo
 

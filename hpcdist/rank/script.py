@@ -92,7 +92,9 @@ def run_script(command: Sequence[str], run: RunDir, topology: Topology, roles: R
     """
     is_module = command[0] == "-m"
     script, *arguments = command[is_module:]
-    path = script if is_module else str(locate(script, run))
+    path = script if is_module else str(run.snapshot_of(Path(script)) or script)
+    if not is_module and not Path(path).is_file():
+        raise TrainerError(f"trainer.script: no such file: {script}")
     if path != script and topology.rank == 0:
         log.info("running the copy %s; links in it lead to files beside %s that are not copied", path, script)
     os.environ.update(script_environment(topology, run, roles))
@@ -116,12 +118,3 @@ def exit_as_return(name: str) -> Iterator[None]:
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise RuntimeError(f"{name} ended with exit status {ended.code}") from ended
-
-
-def locate(script: str, run: RunDir) -> Path:
-    """Return the path of the script in the run's code snapshot, or its original path if it is not in the snapshot."""
-    origin = Path(script)
-    path = run.snapshot_of(origin) or origin
-    if not path.is_file():
-        raise TrainerError(f"trainer.script: no such file: {origin}")
-    return path

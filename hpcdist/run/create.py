@@ -66,40 +66,37 @@ def check_trainer(config: Config, cwd: Path, *, own_python: bool = False) -> Non
 def check_code(config: Config, cwd: Path, *, own_python: bool = False) -> None:
     """Raise ConfigError if the trainer's script or module does not exist or is no valid Python."""
     own_python |= config.container.runtime != "none" or config.cluster.environment.kind != "none"
+    module, colon, _ = config.trainer.target.partition(":")
     if file := config.trainer.script_file:
         if not file.is_file():
             raise ConfigError([f"trainer.script: no such file: {file}"])
         if not own_python:
             _check_syntax("trainer.script", file)
-        return
-    if config.trainer.script:
-        _check_module("trainer.script", config.trainer.script_name, cwd, own_python=own_python)
-        return
-    module, colon, _ = config.trainer.target.partition(":")
-    if not colon:
-        trainer = find_trainer(module)
-        if trainer is None:
-            hint = suggestion(module, trainer_names(), "name your own as package.module:function")
-            raise ConfigError([f"trainer: {module!r} is not one of {', '.join(trainer_names())}; {hint}"])
-        if problems := trainer.check_host(config):
-            raise ConfigError(problems)
-        return
-    _check_module("trainer.target", module, cwd, own_python=own_python)
+    elif config.trainer.script:
+        if not own_python:
+            _check_module("trainer.script", config.trainer.script_name, cwd, compiles=True)
+    elif colon:
+        _check_module("trainer.target", module, cwd, compiles=not own_python)
+    elif (trainer := find_trainer(module)) is None:
+        hint = suggestion(module, trainer_names(), "name your own as package.module:function")
+        raise ConfigError([f"trainer: {module!r} is not one of {', '.join(trainer_names())}; {hint}"])
+    elif problems := trainer.check_host(config):
+        raise ConfigError(problems)
 
 
-def _check_module(key: str, module: str, cwd: Path, *, own_python: bool) -> None:
-    folders: Sequence[str] | None = [str(cwd)]
+def _check_module(key: str, module: str, cwd: Path, *, compiles: bool) -> None:
+    """Raise ConfigError if the package of a module does not exist, or if one of their files is no valid Python."""
+    folders: Sequence[str] = [str(cwd)]
     for number, name in enumerate(module.split(".")):
-        find = find_module if number == 0 else PathFinder.find_spec
-        spec = find(name, folders) if folders else None
-        if spec is None and number == 0 and not (own_python and key == "trainer.script"):
+        spec = PathFinder.find_spec(name, folders) if number else find_module(name, folders)
+        if spec is None and number == 0:
             hint = suggestion(name, [path.stem for path in cwd.glob("*.py")], "set PYTHONPATH to its folder")
             raise ConfigError([f"{key}: no module {name!r} in {cwd} or among the installed packages: {hint}"])
-        if spec is None or own_python:
+        if spec is None or not compiles:
             return
         if spec.origin is not None:
             _check_syntax(key, Path(spec.origin))
-        folders = spec.submodule_search_locations
+        folders = spec.submodule_search_locations or []
 
 
 def _check_syntax(key: str, file: Path) -> None:

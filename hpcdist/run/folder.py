@@ -161,8 +161,8 @@ class RunDir:
 
     def snapshot_of(self, path: Path) -> Path | None:
         """Return the copy of a file in this run's code snapshot, or None if there is none."""
-        code = (read_json(self.environment) or {}).get("code")
-        return self.copy_in(str(code.get("root")), path) if isinstance(code, dict) and code.get("copied") else None
+        root = self._copied_root()
+        return self.copy_in(root, path) if root else None
 
     def copy_in(self, root: str, path: Path) -> Path | None:
         """Return the copy of a file, or None if there is none; `root` is the top of the code that was copied."""
@@ -173,10 +173,13 @@ class RunDir:
 
     def with_original_paths(self, text: str) -> str:
         """Return a text in which files of this run's code snapshot have the paths from which they were copied."""
+        root = self._copied_root()
+        return text.replace(f"{self.code}/", f"{root.rstrip('/')}/") if root else text
+
+    def _copied_root(self) -> str:
+        """Return the top of the code that was copied; empty if there is no copy."""
         code = (read_json(self.environment) or {}).get("code")
-        if not isinstance(code, dict) or not code.get("copied"):
-            return text
-        return text.replace(f"{self.code}/", f"{str(code.get('root')).rstrip('/')}/")
+        return str(code["root"]) if isinstance(code, dict) and code.get("copied") else ""
 
     @classmethod
     def create(cls, path: Path) -> RunDir:

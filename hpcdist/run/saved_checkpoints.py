@@ -1,14 +1,23 @@
-"""The checkpoint folders of a run by their names and manifests; neither reads tensors nor imports torch."""
+"""What a run has saved, and where its resume continues; neither reads tensors nor imports torch.
+
+hpcdist knows the folder in which a plain script saves, but not the files.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from hpcdist.config.schema import script_name
+from hpcdist.config.written import plain_tree
+from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.files import retry
 from hpcdist.files.atomic import read_json
+from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
 
 #: Written last: a checkpoint without it is incomplete.
@@ -35,8 +44,11 @@ def complete_checkpoints(run: RunDir) -> list[tuple[int, Path]]:
 
 def script_files(run: RunDir) -> list[str]:
     """Return the names of the files and folders that a script has saved in the folder, the newest last."""
-    own = [path for path in run.checkpoints.glob("[!.]*") if step_of(path) is None]
-    return [path.name for path in sorted(own, key=lambda path: (os.lstat(path).st_mtime_ns, path.name))]
+    found = []
+    for path in run.checkpoints.glob("[!.]*"):
+        with suppress(FileNotFoundError):  # the script has just removed it
+            found += [(path.lstat().st_mtime_ns, path.name)] if step_of(path) is None else []
+    return [name for _, name in sorted(found)]
 
 
 def newest_step(run: RunDir) -> int | None:
@@ -69,6 +81,44 @@ def resume_point(run: RunDir, reached: int, *, is_script: bool = False) -> str:
         at = f"resuming at step {step}, checkpoint of {_time_of(run.checkpoints / folder_name(step) / MANIFEST_FILE)}"
     lost = max(0, reached - (step or 0))
     return at + (f", {lost} step{'s' * (lost != 1)} lost" if lost else "")
+
+
+def script_of(run: RunDir) -> str:
+    """Return the name of the run's plain script; empty if the run has a trainer, or its config cannot be read."""
+    try:
+        script = (plain_tree(run.effective_config).get("trainer") or {}).get("script")
+    except (ConfigError, RunFolderError, AttributeError):
+        return ""
+    return script_name([str(word) for word in script]) if isinstance(script, list) else ""
+
+
+def continuation(run: RunDir) -> str:
+    """Return where `hpcdist resume` of a run continues."""
+    if not (script := script_of(run)):
+        return f"`hpcdist resume {run.name}` continues from the newest checkpoint"
+    return f"`hpcdist resume {run.name}` {_start(script, script_files(run))}"
+
+
+def how_stopped(run: RunDir, attempt: Attempt, script: Sequence[str], began: float) -> str:
+    """Return how a run has stopped; of a plain script also what it has saved, and what a resume does.
+
+    Args:
+        script: `trainer.script`; empty for a trainer, which saves before it stops.
+        began: begin of the attempt.
+    """
+    if not script:
+        return "stopped with everything saved"
+    ended = attempt.outcomes().get(0, {}).get("reason") or f"{script_name(script)} was ended by SIGTERM"
+    saved = "saved nothing in hpcdist.checkpoint_dir()"
+    files = retry.retry(lambda: script_files(run), run.checkpoints)
+    if files and (newest := run.checkpoints / files[-1]).lstat().st_mtime >= began:
+        saved = f"saved {run.checkpoints.name}/{newest.name} at {_time_of(newest)}"
+    return f"{ended} and {saved}; a resume {_start('it', files)}"
+
+
+def _start(script: str, files: Sequence[str]) -> str:
+    again, anew = "again, with its files in the run's checkpoints/", "from the beginning, unless it has saved elsewhere"
+    return f"starts {script} {again if files else anew}"
 
 
 def _time_of(path: Path) -> str:

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from hpcdist.files.formats import fill
 from hpcdist.machine.facts import num_cores, source_digest
 from hpcdist.run.folder import RunDir, read_record
 from hpcdist.run.lease import user_name
-from hpcdist.run.snapshot_filter import IGNORE_FILE, clean_patch, foreign, is_secret_file, without_secrets
+from hpcdist.run.snapshot_filter import IGNORE_FILE, clean_patch, foreign, without_secrets
 from hpcdist.run.work_tree import (
     UNTRACKED,
     CodeTree,
@@ -101,7 +100,7 @@ def take(config: Config, run: RunDir, cwd: Path, folder: Path | None = None) -> 
         # git also lists deleted files, and submodules as folders.
         listed = git_paths(root, "--cached", *UNTRACKED) if root else _plain_files(top, is_foreign)
         wanted = [path for path in listed if path not in ignored and _is_file(path) and not is_foreign(path)]
-        kept, secret = _without_secrets(top, wanted, new if root else set(wanted))
+        kept, secret = without_secrets(top, wanted, new if root else set(wanted))
         left_out = list(dict.fromkeys([*left_out, *secret]))
         _copy(top, kept, run.code, config)
         if folder is None:
@@ -132,30 +131,22 @@ def _link_rest(top: Path, files: Sequence[Path], target: Path, is_foreign: Calla
 
     The links also lead to modules that a build generates, which git usually ignores.
     """
-    folders = {top, *(folder for file in files for folder in file.parents if top in folder.parents)}
-    missing = (
-        entry
-        for folder in sorted(folders)
-        for entry in _entries(folder)
-        if entry.name not in (".git", "__pycache__")
-        and not os.path.lexists(target / entry.relative_to(top))
-        and not is_foreign(entry)
-    )
-    links = list(islice(missing, MAX_LINKS + 1))
-    if len(links) > MAX_LINKS:
-        log.warning(
-            "more than %d files beside the code in %s are neither copied nor linked: the script does not find them by"
-            " paths relative to its own; move them to a folder of their own",
-            MAX_LINKS,
-            top,
-        )
-    for entry in links[:MAX_LINKS]:
-        (target / entry.relative_to(top)).symlink_to(entry)
-
-
-def _entries(folder: Path) -> Iterator[Path]:
-    with suppress(FileNotFoundError, NotADirectoryError, PermissionError), os.scandir(folder) as entries:
-        yield from (folder / entry.name for entry in entries)
+    links = 0
+    for folder in sorted({top, *(folder for file in files for folder in file.parents if top in folder.parents)}):
+        for entry in folder.glob("*"):
+            link = target / entry.relative_to(top)
+            if entry.name in (".git", "__pycache__") or os.path.lexists(link) or is_foreign(entry):
+                continue
+            if links == MAX_LINKS:
+                log.warning(
+                    "more than %d files beside the code in %s are neither copied nor linked: the script does not find"
+                    " them by paths relative to its own; move them to a folder of their own",
+                    MAX_LINKS,
+                    top,
+                )
+                return
+            link.symlink_to(entry)
+            links += 1
 
 
 def _live(config: Config, run: RunDir, code: CodeState) -> list[str]:
@@ -177,19 +168,6 @@ def _patch(root: Path, ignored: Collection[Path]) -> tuple[str, list[str]]:
     names = [name for name in git_output(root, "diff", "--name-only", "-z", *options).split("\0") if name]
     patch = git_output(root, "diff", "--binary", *options)
     return clean_patch(patch, names, lambda name: root / name in ignored)
-
-
-def _without_secrets(top: Path, files: list[Path], new: Collection[Path]) -> tuple[list[Path], list[str]]:
-    """Return the files to copy, and the locations of likely secrets.
-
-    Args:
-        new: files that git does not track. The content of others is in git's history, so only their names are checked.
-    """
-    kept, secret = without_secrets(top, [path for path in files if path in new])
-    tracked = [path for path in files if path not in new]
-    secret += [name for path in tracked if is_secret_file(name := path.relative_to(top).as_posix())]
-    out = set(new) - set(kept)
-    return [path for path in files if path not in out and not is_secret_file(path.relative_to(top).as_posix())], secret
 
 
 def _ignored(top: Path, *, in_git: bool) -> set[Path]:

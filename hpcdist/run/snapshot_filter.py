@@ -8,7 +8,7 @@ because the run would fail without them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -68,18 +68,19 @@ def is_secret_file(name: str) -> bool:
     return any(fnmatchcase(leaf, pattern) for pattern in _SECRET_FILES) or not set(folders).isdisjoint(_SECRET_FOLDERS)
 
 
-def without_secrets(top: Path, files: Iterable[Path]) -> tuple[list[Path], list[str]]:
+def without_secrets(top: Path, files: Iterable[Path], new: Collection[Path]) -> tuple[list[Path], list[str]]:
     """Return the files to copy, and the locations of likely secrets: `name` or `name:line`, never the value.
 
     Args:
-        files: files below `top`: the untracked ones, or all files outside of a git work tree.
+        files: files below `top`.
+        new: files that git does not track. The content of others is in git's history, so only their names are checked.
     """
     kept, left_out = [], []
     for path in files:
         name = path.relative_to(top).as_posix()
         if is_secret_file(name):
             left_out.append(name)
-        elif (line := _first_secret(path)) is not None:
+        elif path in new and (line := _first_secret(path)) is not None:
             left_out.append(f"{name}:{line}")
         else:
             kept.append(path)

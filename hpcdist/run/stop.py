@@ -13,7 +13,7 @@ from hpcdist.files.ownership import require_mine
 from hpcdist.run.attempt import BY_USER
 from hpcdist.run.folder import ENDED, RunDir, Status
 from hpcdist.run.lease import hold, holder, user_name
-from hpcdist.run.script_saves import script_of
+from hpcdist.run.saved_checkpoints import script_of
 from hpcdist.run.slurm_job import job_of
 from hpcdist.run.status import query_job, status_from
 from hpcdist.run.sweep_folder import SweepDir

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -51,9 +52,7 @@ def git_paths(top: Path, *options: str, place: Sequence[str] = ()) -> list[Path]
 
 def find_module(name: str, path: Sequence[str]) -> ModuleSpec | None:
     """Return the spec of a top-level module: from `path`, else from this Python, with finders of editable installs."""
-    finders = [finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec")]
-    found = (find(name, None) for find in finders)
-    return PathFinder.find_spec(name, path) or next((spec for spec in found if spec is not None), None)
+    return PathFinder.find_spec(name, path) or find_spec(name)
 
 
 def trainer_place(config: Config, path: Sequence[str]) -> Path | None:

@@ -6,17 +6,19 @@ import json
 import logging
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from hpcdist.config.schema import Config, find_trainer
 from hpcdist.files.atomic import read_json
 from hpcdist.files.bounded_json import parse_json
+from hpcdist.files.log_text import LogTail
+from hpcdist.logs import RANK_LINE
 from hpcdist.rank.roles import Roles
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.polling import BEAT_EVERY_S, beat_interval_s, num_due_ranks
 from hpcdist.supervisor.launcher import Ranks
-from hpcdist.supervisor.rank_output import RankOutput
 from hpcdist.supervisor.reporter import Reporter
 from hpcdist.supervisor.stragglers import StragglerEvent, Stragglers
 
@@ -138,8 +140,8 @@ class ProgressMonitor:
 
     def _is_regular(self, rank: int) -> bool:
         """Return whether a rank must go on reporting: one of a trainer that has begun to report each step."""
-        beat = {} if self._is_script else read_json(self._attempt.beat(rank), within_s=0) or {}
-        return not self._is_script and bool(beat.get("regular", True))
+        beat = None if self._is_script else read_json(self._attempt.beat(rank), within_s=0) or {}
+        return beat is not None and bool(beat.get("regular", True))
 
     def _takes_writes(self, now: float) -> bool:
         """Return whether ranks can write heartbeats; if not, missing heartbeats are no sign of a hang."""
@@ -188,6 +190,28 @@ class ProgressMonitor:
                 file.write(line + "\n")
         except OSError as error:
             self._report.note(f"{self._attempt.stragglers} cannot be written ({error.strerror})")
+
+
+class RankOutput:
+    """New output of a rank since the last call, without hpcdist's own lines except its warnings.
+
+    An error is reported with its traceback by `Reporter.failure`, so nothing is shown after its line.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self._tail = LogTail(log)
+        self._failed = False
+
+    def news(self) -> Iterator[str]:
+        """Yield the new text in pieces. Raises OSError if the log cannot be read."""
+        for text in self._tail.news():
+            if shown := "".join(line for line in text.splitlines(keepends=True) if self._is_shown(line)):
+                yield shown
+
+    def _is_shown(self, line: str) -> bool:
+        own = RANK_LINE.match(line)
+        self._failed = self._failed or (own is not None and own["level"] == "ERROR")
+        return not self._failed and (own is None or own["level"] == "WARNING")
 
 
 def _size_and_time(path: Path) -> tuple[int, int] | None:

@@ -22,7 +22,7 @@ from hpcdist.run.attempt import BY_GROWTH, Attempt, Request
 from hpcdist.run.attempt_times import AttemptTimes, begin, reached_step, write_times
 from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.pending_config import settle
-from hpcdist.run.script_saves import how_stopped
+from hpcdist.run.saved_checkpoints import how_stopped
 from hpcdist.supervisor.launcher import Launcher, NodeChanges
 from hpcdist.supervisor.notifier import Notifier
 from hpcdist.supervisor.reporter import AdoptingReporter, Reporter, log_of

@@ -22,18 +22,16 @@ class MicroBatchLoader:
         self._dataset = dataset
         self._batches = batches
         self._options = options
-        self._data: Iterator[Any] | None = None
-        self._next_step = 0
+        self._data: Iterator[Any] = iter(())
+        self._next_step = -1
 
     def of_step(self, model: DistributedDataParallel, step: int) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's micro-batches of a step with their data; see `Context.loader`."""
         batches = self._batches()
         if step != self._next_step:
-            self._data = None
+            self._data = iter(self._from_step(batches.division, step))
         self._next_step = step + 1
         for micro in batches.of_step(model, step):
-            if self._data is None:
-                self._data = iter(self._from_step(batches.division, step))
             batch = next(self._data)
             # Without workers, reading has seeded the generators of this process.
             seed_everything(micro_batch_seed(batches.division.seed, step, micro.number))

@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,18 +41,16 @@ def main(folder: str) -> None:
     attempt = Attempt(Path(folder))
     on_gpu = {pid for gpu in gpus() if gpu.busy for pid in gpu.pids}
     for found in find_ranks(attempt.path.parent.parent, attempt.number, os.environ.get("SLURMD_NODENAME", "")):
-        with suppress(psutil.Error):  # the rank has just ended
-            process = psutil.Process(found.pid)
-            tree = [process, *process.children(recursive=True)]
-            is_on_gpu = any(one.pid in on_gpu for one in tree)
-            print(json.dumps([found.rank, time.time(), sum(map(_cpu_s, tree)), is_on_gpu]), flush=True)
+        pids = [found.pid, *found.children]
+        print(json.dumps([found.rank, time.time(), sum(map(_cpu_s, pids)), not on_gpu.isdisjoint(pids)]), flush=True)
 
 
-def _cpu_s(process: psutil.Process) -> float:
+def _cpu_s(pid: int) -> float:
     """Return the CPU time of a process and of its children that have ended."""
-    with suppress(psutil.Error):
-        return sum(process.cpu_times()[:4])
-    return 0.0  # it has just ended
+    try:
+        return sum(psutil.Process(pid).cpu_times()[:4])
+    except psutil.Error:
+        return 0.0  # it has just ended
 
 
 def read_activities(

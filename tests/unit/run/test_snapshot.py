@@ -255,10 +255,10 @@ def test_files_that_vanish_during_the_copy_are_left_out(
     (project / "early.txt").touch()
     find, copy = snapshot.without_secrets, shutil.copy2
 
-    def without_secrets(top: Path, files: list[Path]) -> Any:
+    def without_secrets(top: Path, files: list[Path], new: Any) -> Any:
         (project / "early.py").unlink()
         (project / "early.txt").unlink()
-        return find(top, files)
+        return find(top, files, new)
 
     def copy2(source: Path, target: Path, **options: Any) -> None:
         (project / "late.py").unlink(missing_ok=True)
