@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from hpcdist.files.atomic import read_json, write_json
 from hpcdist.run.attempt import Attempt
-from hpcdist.supervisor.hang.flight_records import Calls, calls_of, pending_s
+from hpcdist.supervisor.hang.flight_records import calls_of, pending_s
 from hpcdist.supervisor.hang.frames import Frame, parse_faulthandler, parse_py_spy
 from hpcdist.supervisor.hang.processes import CANNOT_RUN, RankProcess, find_ranks, state_of
 from hpcdist.supervisor.hang.rank_snapshot import RankSnapshot
@@ -73,6 +73,7 @@ def take_snapshots(processes: Sequence[RankProcess], attempt: Attempt, node: str
         if last is None:
             continue  # the process has ended by itself
         stack = stacks[process] if stacks[process].frames else prints.stack(process.rank, stacks[process].problem)
+        record = prints.flight_record(process.rank)
         found.append(
             RankSnapshot(
                 rank=process.rank,
@@ -82,8 +83,8 @@ def take_snapshots(processes: Sequence[RankProcess], attempt: Attempt, node: str
                 source=stack.source,
                 problem=stack.problem,
                 text=stack.text[:_TEXT_CHARS],
-                calls=tuple(prints.calls(process.rank) or ()),
-                pending_s=prints.pending_s(process.rank),
+                calls=tuple(calls_of(record["recorders"])) if record else (),
+                pending_s=pending_s(record["recorders"], record["time"]) if record else 0.0,
                 process=last,
                 cpu_s=last.cpu_s - first.cpu_s,
                 over_s=time.monotonic() - began,
@@ -115,21 +116,12 @@ class RankPrints:
 
     def are_complete(self, ranks: Sequence[int]) -> bool:
         """Return whether these ranks have written their collectives, and their stacks if py-spy could not read them."""
-        return all(self.calls(rank) is not None for rank in ranks) and all(
+        return all(self.flight_record(rank) is not None for rank in ranks) and all(
             self.stack(rank).frames for rank in ranks if rank in self._unread
         )
 
-    def calls(self, rank: int) -> list[Calls] | None:
-        """Return a rank's collectives from its flight record; None if there is no new record."""
-        record = self._record(rank)
-        return calls_of(record["recorders"]) if record else None
-
-    def pending_s(self, rank: int) -> float:
-        """Return for how long a rank has waited in a collective; 0 if it does not."""
-        record = self._record(rank)
-        return pending_s(record["recorders"], record["time"]) if record else 0.0
-
-    def _record(self, rank: int) -> dict[str, Any] | None:
+    def flight_record(self, rank: int) -> dict[str, Any] | None:
+        """Return a rank's flight record with its collectives; None if there is no new one."""
         record = read_json(self._attempt.flight(rank))
         return record if record and record["time"] >= self._since else None
 
