@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -29,8 +28,6 @@ from hpcdist.cli.submit import check_submission, enqueue, submission_flags
 from hpcdist.errors import UserMistake
 
 app = typer.Typer()
-#: Changed files that are named.
-MAX_CHANGED = 5
 
 
 @app.command()
@@ -88,8 +85,11 @@ def resume(
     if code:
         config = with_params(config, Path(code[0]), f"resume {found.name}")
     pending_config.check(found, config)
-    if not with_current_code and found.read_state().status == "failed":
-        _note_changes(snapshot.changed_files(snapshot.code_state(found), found))
+    failed = not with_current_code and found.read_state().status == "failed"
+    if failed and (files := snapshot.changed_files(snapshot.code_state(found), found)):
+        names = ", ".join(files[:5]) + ", …" * (len(files) > 5)
+        advice = "this resume runs the copy, --with-current-code runs the new code"
+        print(f"changed since the run copied the code: {names}; {advice}")
     if with_current_code:
         create.check_code(config, Path.cwd())
     if on_slurm:
@@ -105,13 +105,3 @@ def resume(
     if start is None:
         return enqueue(found, config, flags, follow=follow, wait=wait)
     return supervise_here(found, config, *start, follow=follow)
-
-
-def _note_changes(files: Sequence[str]) -> None:
-    """Print that the user's code differs from the copy that a resume runs."""
-    if files:
-        more = f" and {len(files) - MAX_CHANGED} more" if len(files) > MAX_CHANGED else ""
-        print(
-            f"changed since the run copied the code: {', '.join(files[:MAX_CHANGED])}{more}; this resume runs the copy,"
-            " --with-current-code runs the new code"
-        )

@@ -19,8 +19,6 @@ def find_config(source: str | Path, folder: str = "") -> Path:
     """
     try:
         path = Path(source).expanduser()
-        if path.suffix == ".py":
-            raise ConfigError([f"is a script, not a YAML file: `hpcdist run {path}` runs it"], str(source))
         if path.is_file():
             return path
     except (OSError, RuntimeError, ValueError) as error:

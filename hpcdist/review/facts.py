@@ -153,7 +153,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         metric_steps={key: step for key, step in steps.items() if type(step) is int},
         samples_per_s=_samples_per_s(run, attempts, metrics.get("samples")),
         checkpoints=checkpoints,
-        script_files=_script_files(run),
+        script_files=tuple(script_files(run)),
         best=best_checkpoint(checkpoints, monitor),
         has_model=(run.model / "MLmodel").is_file(),
         attempts=attempts,
@@ -240,13 +240,6 @@ def _samples_per_s(run: RunDir, attempts: tuple[AttemptFacts, ...], samples: flo
     causes: tuple[Cause, ...] = ("data", "compute", "communication")
     spent_s = sum(account.seconds.get(cause, 0.0) for account in accounts if account is not None for cause in causes)
     return samples / spent_s if samples and spent_s > 0 else None
-
-
-def _script_files(run: RunDir) -> tuple[str, ...]:
-    try:
-        return tuple(script_files(run))
-    except OSError:  # a script removes its old files meanwhile
-        return ()
 
 
 def _num_job_starts(run: RunDir) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,21 +50,21 @@ def parameters(run: RunDir, config: Mapping[str, Any]) -> dict[str, Any]:
 def script_arguments(command: Sequence[str]) -> dict[str, str]:
     """Return the arguments in `[script, argument, …]` by name, as argparse would name them.
 
-    Without the script's parser, a word after an option without `=` is taken for its value, and an option before
-    another option for a flag, which is `true`. Other words are `arg1`, `arg2`, …
+    A word after an option without `=` is taken for its value, and an option before another option for a flag, which
+    is `true`. Other words are `arg1`, `arg2`, …
     """
-    found: list[tuple[str, str]] = []
-    num_positional, awaits_value = 0, False
-    for word in map(str, command[2 if command[:1] == ["-m"] else 1 :]):
-        if option := _OPTION.fullmatch(word):
-            found.append((option[1].replace("-", "_"), "true" if option[2] is None else option[2]))
-        elif awaits_value and word != "--":
-            found[-1] = (found[-1][0], word)
-        elif assignment := _ASSIGNMENT.fullmatch(word):
-            found.append((assignment[1], assignment[2]))
-        elif word != "--":
-            num_positional += 1
-            found.append((f"arg{num_positional}", word))
-        awaits_value = option is not None and option[2] is None
-    names = dict.fromkeys(name for name, _ in found)
-    return {name: ", ".join(value for other, value in found if other == name) for name in names}
+    found: dict[str, str] = {}
+    numbers, flag = itertools.count(1), ""
+    for word in command[2 if command[:1] == ["-m"] else 1 :]:
+        option, assignment = _OPTION.fullmatch(word), _ASSIGNMENT.fullmatch(word)
+        if option:
+            name = option[1].replace("-", "_")
+            found[name] = "true" if option[2] is None else option[2]
+            flag = name if option[2] is None else ""
+        elif word == "--":
+            flag = ""
+        else:
+            name, value = (assignment[1], assignment[2]) if assignment and not flag else (flag, word)
+            found[name or f"arg{next(numbers)}"] = value
+            flag = ""
+    return found

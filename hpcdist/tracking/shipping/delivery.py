@@ -241,17 +241,17 @@ class Delivery:
             self._upload(chain(found, *others), counted=True)
             return
         self._upload(found)
-        self._ship_trainer_artifacts(is_running=state.status == "running")
+        self._ship_trainer_artifacts()
         if time.monotonic() - self._logs_shipped >= LOG_INTERVAL_S:
             self._upload(run_files.reports(self.run, ended=False))
             self._logs_shipped = time.monotonic()
 
-    def _ship_trainer_artifacts(self, *, is_running: bool) -> None:
-        """Upload the files of the trainer; of a running run for PASS_S, so that metrics do not wait for many files."""
-        if is_running and time.monotonic() < self._search_at:
+    def _ship_trainer_artifacts(self) -> None:
+        """Upload the files of the trainer for PASS_S at most, so that metrics do not wait for many files."""
+        if time.monotonic() < self._search_at:
             return
         found = list(run_files.trainer_artifacts(self.run))
-        is_complete = self._upload(found, within_s=PASS_S if is_running else math.inf)
+        is_complete = self._upload(found, within_s=PASS_S)
         # The search reads the attributes of each file, which loads the file system.
         pause_s = len(found) / CHECKS_PER_S
         self._search_at = time.monotonic() + (pause_s if is_complete and pause_s > SEARCH_S else 0.0)

@@ -32,12 +32,12 @@ def test_words_after_a_script_belong_to_it(hpcdist: Cli, script: Path, supervise
 def test_options_and_keys_precede_a_script(hpcdist: Cli, script: Path, supervised: dict[str, Any]) -> None:
     config = script.with_name("mine.yaml")
     config.write_text("{seed: 4, experiment: mine, params: {file: x.py}}")
-    result = hpcdist("run", "--tracking-uri", "sqlite:///a.py", "mine.yaml", "name=x.py", "./train.py")
+    result = hpcdist("run", "--tracking-uri", "sqlite:///a.db", "mine.yaml", "name=x.py", "./train.py")
     assert (result.code, result.err) == (0, "")
     found = supervised["config"]
     assert found.trainer.script == [str(script)]
     assert (found.seed, found.experiment, found.name) == (4, "mine", "x.py")
-    assert found.tracking.uri == f"sqlite:///{script.parent}/a.py"
+    assert found.tracking.uri == f"sqlite:///{script.parent}/a.db"
     assert hpcdist("run", "--experiment", "second", "train.py").code == 0
     assert supervised["config"].experiment == "second"
 
@@ -54,11 +54,6 @@ def test_module_instead_of_a_script(hpcdist: Cli, tmp_path: Path, supervised: di
     assert (result.code, "SyntaxError" in result.err) == (2, True)
     assert hpcdist("run", "-m").err.startswith("hpcdist: command line: trainer.script needs a module after -m, as in")
     assert hpcdist("run", "-m", "nopackage.train").err.startswith("hpcdist: trainer.script: no module 'nopackage' in ")
-
-
-def test_script_is_no_config(hpcdist: Cli, script: Path) -> None:
-    hint = "train.py: is a script, not a YAML file: `hpcdist run train.py` runs it"
-    assert hpcdist("config", "train.py") == (2, "", f"hpcdist: {hint}\n")
 
 
 def test_missing_script_is_named(hpcdist: Cli, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_run_of_an_older_hpcdist_has_all_keys(tmp_path: Path) -> None:
         ("main.py -a resnet18 --dummy --gpu 2 /data", {"a": "resnet18", "dummy": "true", "gpu": "2", "arg1": "/data"}),
         ("train.py config/gpt.py --batch_size=8 out", {"arg1": "config/gpt.py", "batch_size": "8", "arg2": "out"}),
         ("train.py model=gpt +optim.lr=1e-3 ++a/b=x=y", {"model": "gpt", "optim.lr": "1e-3", "a/b": "x=y"}),
-        ("train.py --tag a --tag b --dry -- -", {"tag": "a, b", "dry": "true", "arg1": "-"}),
+        ("train.py --tag a --tag b --dry -- -", {"tag": "b", "dry": "true", "arg1": "-"}),
         ("-m package.train --lr 0.1 --empty=", {"lr": "0.1", "empty": ""}),
     ],
 )  # fmt: skip
