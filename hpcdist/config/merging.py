@@ -35,7 +35,7 @@ def merge(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config
     merged = _overlay(_defaults(), tree)
     config, mistakes = convert(_resolved(merged, problems))
     for mistake in mistakes:
-        problems += [mistake] if isinstance(mistake, str) else _lines(*mistake, merged)
+        problems += [mistake] if isinstance(mistake, str) else _sentences(*mistake)
     if problems:
         raise ConfigError(problems, source)
     used = {name: section for name, section in config.sections.items() if name in tree or name == config.trainer.target}
@@ -124,17 +124,6 @@ def _override_value(path: Sequence[str], text: str) -> Any:
 def _at(tree: object, path: Sequence[str]) -> Any:
     """Return the value of nested mappings at a path; None without one."""
     return functools.reduce(lambda node, part: node.get(part) if isinstance(node, Mapping) else None, path, tree)
-
-
-def _lines(key: str, value: Any, tree: Mapping[str, Any]) -> list[str]:
-    """Return the lines for a key that is unknown or has a value of a wrong type.
-
-    Args:
-        tree: has unresolved interpolations.
-    """
-    written = str(_at(tree, key.split(".")))
-    is_other = "${" in written and "oc." not in written and str(value) not in written
-    return [f"{line}, the value of {written}" if is_other else line for line in _sentences(key, value)]
 
 
 @functools.cache

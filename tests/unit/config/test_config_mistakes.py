@@ -160,10 +160,7 @@ def test_valid_keys_beside_a_mistake_are_not_reported(write: Write) -> None:
         (["launch.env.a b=1"], "launch.env: 'a b' is not a valid variable name: use letters, digits and '_', not"),
         (["cluster.roles.x.nodes=2"], "cluster.roles.x: no such role, `roles` has trainer"),
         (["launch.device=cpu"], "launch.backend=nccl needs GPUs, but launch.device=cpu: use launch.backend=gloo"),
-        (
-            ["seed=${optim.name}"],
-            "seed must be int, got 'adam', the value of ${optim.name}",
-        ),
+        (["seed=${optim.name}"], "seed must be int, got 'adam'"),
         (["runs_dir=~nosuchuser/x"], "runs_dir: the home folder of '~nosuchuser' is unknown: use an absolute path"),
         (["seed"], "'seed' is no override: write key=value, as in optim.lr=0.01"),
         (
