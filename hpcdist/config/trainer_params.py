@@ -71,12 +71,11 @@ def describe_trainer(config: Config, folder: Path) -> list[tuple[str, str, Any, 
     shared = [row for row in describe() if row[0].partition(".")[0] not in unused]
     if (found := declaration(config.trainer, folder)) is None:
         return shared
-    kind, texts = found[0], documented(found[1])
-    defaults = {field.name: default_of(field) for field in dataclasses.fields(cast(Any, kind))}
-    own = [
-        (f"params.{name}", texts[name][0], "required" if default is dataclasses.MISSING else default, texts[name][1])
-        for name, default in defaults.items()
-    ]
+    texts, own = documented(found[1]), []
+    for field in dataclasses.fields(cast(Any, found[0])):
+        default = default_of(field)
+        kind, text = texts[field.name]
+        own.append((f"params.{field.name}", kind, "required" if default is dataclasses.MISSING else default, text))
     return own + [row for row in shared if row[0] != "params"]
 
 
@@ -89,11 +88,10 @@ def arguments_of(train: Callable[..., Any], params: Mapping[str, Any]) -> list[A
 
 def build(kind: type, values: Mapping[str, Any], source: str = "") -> Any:
     """Return a dataclass with the values of `params`. Raises ConfigError with one line for each mistake."""
-    required = [
-        one.name for one in dataclasses.fields(cast(Any, kind)) if one.init and default_of(one) is dataclasses.MISSING
-    ]
     problems = [
-        f"params.{name} is missing: {kind.__name__} has no default for it" for name in required if name not in values
+        f"params.{one.name} is missing: {kind.__name__} has no default for it"
+        for one in dataclasses.fields(cast(Any, kind))
+        if one.init and one.name not in values and default_of(one) is dataclasses.MISSING
     ]
     made: Any = None
     mistakes: list[Mistake] = []
