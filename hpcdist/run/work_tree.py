@@ -52,7 +52,10 @@ def git_paths(top: Path, *options: str, place: Sequence[str] = ()) -> list[Path]
 
 def find_module(name: str, path: Sequence[str]) -> ModuleSpec | None:
     """Return the spec of a top-level module: from `path`, else from this Python, with finders of editable installs."""
-    return PathFinder.find_spec(name, path) or find_spec(name)
+    try:
+        return PathFinder.find_spec(name, path) or find_spec(name)
+    except ValueError:  # `__main__` and other modules without a spec
+        return None
 
 
 def trainer_place(config: Config, path: Sequence[str]) -> Path | None:

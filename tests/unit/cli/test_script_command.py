@@ -54,6 +54,7 @@ def test_module_instead_of_a_script(hpcdist: Cli, tmp_path: Path, supervised: di
     assert (result.code, "SyntaxError" in result.err) == (2, True)
     assert hpcdist("run", "-m").err.startswith("hpcdist: command line: trainer.script needs a module after -m, as in")
     assert hpcdist("run", "-m", "nopackage.train").err.startswith("hpcdist: trainer.script: no module 'nopackage' in ")
+    assert hpcdist("run", "-m", "__main__").err.startswith("hpcdist: trainer.script: no module '__main__' in ")
 
 
 def test_missing_script_is_named(hpcdist: Cli, tmp_path: Path) -> None:
