@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,13 @@ def test_module_instead_of_a_script(hpcdist: Cli, tmp_path: Path, supervised: di
     assert (result.code, "SyntaxError" in result.err) == (2, True)
     assert hpcdist("run", "-m").err.startswith("hpcdist: command line: trainer.script needs a module after -m, as in")
     assert hpcdist("run", "-m", "nopackage.train").err.startswith("hpcdist: trainer.script: no module 'nopackage' in ")
-    assert hpcdist("run", "-m", "__main__").err.startswith("hpcdist: trainer.script: no module '__main__' in ")
+
+
+def test_module_without_a_spec_is_a_mistake_of_the_user(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as in the command, which pytest is not
+    result = hpcdist("run", "-m", "__main__")
+    assert result.code == 2
+    assert result.err.startswith("hpcdist: trainer.script: no module '__main__' in ")
 
 
 def test_missing_script_is_named(hpcdist: Cli, tmp_path: Path) -> None:
