@@ -1,1 +1,1 @@
-"""MLflow's server: for a team with accounts and one database (`hpcdist server`), and for one user (`hpcdist ui`)."""
+"""MLflow's UI server for one user (`hpcdist ui`), and the schema of a database."""
