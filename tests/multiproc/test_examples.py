@@ -70,6 +70,7 @@ def test_torchrun_script_runs_unmodified(examples: Runs) -> None:
         assert f"local rank {rank} of 2 done" in attempt.log(rank).read_text()
 
 
+@pytest.mark.slow
 def test_script_with_roles_is_stopped_by_the_ranks_that_count_steps(examples: Runs) -> None:
     """The parameter server gets SIGTERM as well, and goes on answering until the trainers have saved."""
     examples.experiment = "parameter-server"
