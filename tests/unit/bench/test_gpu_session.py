@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,10 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(CHECKOUT / "benchmarks"))
     import gpu_session
 
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield gpu_session
+    for number, handler in handlers.items():  # `main` sets its own, and later tests use this process
+        signal.signal(number, handler)
     for name in {"gpu_session", "gpu_stages"} - before:
         sys.modules.pop(name, None)
 
