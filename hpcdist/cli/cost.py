@@ -13,7 +13,7 @@ import typer
 from hpcdist.cli import completion
 from hpcdist.cli.options import RUNS, RunsDir, argument, flag, named, option
 from hpcdist.cli.terminal import console
-from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.errors import HpcdistError, RunFolderError, UserMistake
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -60,7 +60,9 @@ def cost(
     for run in runs:
         with suppress(HpcdistError, OSError):  # a folder of another user, or a damaged one
             update_job_starts(run)
-    found, without = costs(runs, groups)
+    found, without, problems = costs(runs, groups)
+    if problems and not found:
+        raise RunFolderError(problems[0])
     if as_csv:
         _write_csv(found, groups)
     else:
@@ -68,7 +70,7 @@ def cost(
     if without:
         names = ", ".join(run.name for run in without[:3]) + ", …" * (len(without) > 3)
         notes.append(f"{len(without)} runs without a ledger are left out, such as runs of an older hpcdist: {names}")
-    for note in notes:
+    for note in (*notes, *problems):
         print(note, file=sys.stderr)
 
 

@@ -20,6 +20,7 @@ from hpcdist.errors import RunFolderError
 from hpcdist.files import retry
 from hpcdist.files.log_text import PIECE_BYTES
 from hpcdist.files.ownership import is_mine, stays_inside
+from hpcdist.files.regular_file import open_regular
 from hpcdist.files.short_path import short_path
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir, State, sentence_of
@@ -75,7 +76,7 @@ def stream_log(run: RunDir, rank: int | None, attempt: int | None, *, follow: bo
         ended = watch is None or watch.poll([run])[0].final
         state = run.read_state()
         if retry.retry(path.is_file, path) and stays_inside(path, run.path):
-            with retry.retry(lambda path=path: open(path, "rb", buffering=0), path) as file:  # type: ignore[misc]
+            with retry.retry(lambda path=path: open_regular(path), path) as file:  # type: ignore[misc]
                 if os.fstat(file.fileno()).st_size < position:
                     yield "\n[hpcdist: this log was truncated, see launch.log_max_mb]\n"
                     position = os.fstat(file.fileno()).st_size

@@ -12,8 +12,11 @@ import yaml
 
 from hpcdist.errors import ConfigError, shown
 from hpcdist.files import retry
+from hpcdist.files.regular_file import read_regular
 
 T = TypeVar("T")
+#: Limit of a config file that a user writes.
+MAX_BYTES = 1 << 20
 #: A few thousand levels overflow the stack of libyaml's recursive composer, which ends the interpreter.
 _MAX_DEPTH = 40
 #: Python integers have no bounds, but those of JSON, NumPy, PyTorch and MLflow have.
@@ -71,16 +74,18 @@ def read_document(path: Path) -> tuple[dict[str, Any], Any]:
     return tree, parse_texts(text)
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     """Return the text of a file. Raises ConfigError."""
     try:
-        return retry.retry(path.read_bytes, path).decode("utf-8-sig")
+        return retry.retry(lambda: read_regular(path, max_bytes), path).decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(["no such file"], str(path)) from None
     except OSError as error:
         raise ConfigError([f"cannot be read: {error.strerror or error}"], str(path)) from error
     except UnicodeDecodeError as error:
         raise ConfigError(["is not UTF-8 text"], str(path)) from error
+    except ValueError as error:
+        raise ConfigError([f"cannot be read: {error}"], str(path)) from error
 
 
 def parse(text: str) -> Any:

@@ -19,6 +19,10 @@ from hpcdist.config.schema import Config, to_tree
 from hpcdist.config.tree import flat, insert, leaves, parse_value
 from hpcdist.errors import ConfigError
 from hpcdist.files import formats
+from hpcdist.files.regular_file import read_regular
+
+#: Limit of the config in a run folder.
+MAX_WRITTEN_BYTES = 16 << 20
 
 
 def to_yaml(config: Config) -> str:
@@ -37,7 +41,7 @@ def plain_tree(path: Path) -> dict[str, Any]:
     Raises ConfigError if it cannot be read or has no keys, RunFolderError if a newer version of hpcdist wrote it.
     """
     try:
-        tree = yaml.safe_load(path.read_bytes())
+        tree = yaml.safe_load(read_regular(path, MAX_WRITTEN_BYTES))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError([f"cannot be read: {' '.join(str(error).split())[:200]}"], str(path)) from error
     if not isinstance(tree, dict):
@@ -48,7 +52,7 @@ def plain_tree(path: Path) -> dict[str, Any]:
 def written_tree(path: Path) -> dict[str, Any] | None:
     """Return the plain containers of a run folder's config, or None if it does not have the form of `to_yaml`."""
     try:
-        tree = load(read_text(path))
+        tree = load(read_text(path, MAX_WRITTEN_BYTES))
     except (ConfigError, ValueError, yaml.YAMLError):
         return None
     return formats.unstamped(tree, path) if isinstance(tree, dict) else None

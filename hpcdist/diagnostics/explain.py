@@ -25,6 +25,7 @@ from hpcdist.diagnostics.failure_patterns import (
 from hpcdist.files.atomic import read_json
 from hpcdist.files.log_text import MAX_LINE_CHARS, last_lines
 from hpcdist.files.ownership import stays_inside
+from hpcdist.files.regular_file import open_regular
 from hpcdist.review.attempts import read_attempts
 from hpcdist.review.checkpoints import read_checkpoints
 from hpcdist.run.attempt import Attempt
@@ -232,8 +233,8 @@ def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, 
 def _of_hang(run: RunDir, attempt: Attempt) -> Finding | None:
     """Explain a hang by the stack traces that were collected before the ranks were killed."""
     try:
-        with open(attempt.stacks_summary, errors="replace") as file:
-            sentence = file.readline(MAX_LINE_CHARS).rstrip("\n")
+        with open_regular(attempt.stacks_summary) as file:
+            sentence = file.readline(MAX_LINE_CHARS).decode(errors="replace").rstrip("\n")
     except FileNotFoundError:
         return None
     where = attempt.stacks_summary.relative_to(run.path)

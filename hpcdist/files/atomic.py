@@ -12,7 +12,8 @@ from typing import Any
 
 from hpcdist.errors import RunFolderError
 from hpcdist.files import formats, retry
-from hpcdist.files.bounded_json import parse_json, read_json_value
+from hpcdist.files.bounded_json import MAX_JSON_BYTES, parse_json, read_json_value
+from hpcdist.files.regular_file import read_regular
 
 
 def write_atomic(
@@ -62,7 +63,7 @@ def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = False, w
 
 
 def read_json(path: Path, *, within_s: float | None = None) -> dict[str, Any] | None:
-    """Return the object in a JSON file, or None if the file is missing or does not hold an object.
+    """Return the object in a JSON file, or None if the file is missing, not regular, or does not hold an object.
 
     Args:
         within_s: how long to retry transient errors, see `retry.retry`.
@@ -78,10 +79,10 @@ def read_json(path: Path, *, within_s: float | None = None) -> dict[str, Any] | 
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in the complete lines of a file, without damaged lines; empty if the file is missing."""
+    """Return the objects in the complete lines of a file, without damaged lines; empty like `read_json` is None."""
     try:
-        lines = retry.retry(path.read_bytes, path).split(b"\n")[:-1]
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        lines = retry.retry(lambda: read_regular(path, MAX_JSON_BYTES), path).split(b"\n")[:-1]
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return []
     found = []
     for line in lines:

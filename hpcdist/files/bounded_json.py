@@ -7,9 +7,10 @@ unexpected exception.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from hpcdist.files.regular_file import read_regular
 
 #: The largest JSON files of a run folder, such as the cells of a sweep, have a few MB.
 MAX_JSON_BYTES = 64 << 20
@@ -27,12 +28,7 @@ def parse_json(text: str | bytes) -> Any:
 
 def read_json_value(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Return the value in a JSON file. Raises ValueError if the file is too large or not JSON, and OSError."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise ValueError(f"{size} bytes, more than {max_bytes}")
-    return parse_json(data)
+    return parse_json(read_regular(path, max_bytes))
 
 
 def _int(digits: str) -> int:

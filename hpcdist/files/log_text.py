@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from hpcdist.files.regular_file import open_regular
+
 #: Bytes per read. A longer line is shown truncated.
 PIECE_BYTES = 1 << 16
 #: Shown part of a line that is longer than a piece.
@@ -33,7 +35,7 @@ class LogTail:
 
     def news(self) -> Iterator[str]:
         """Yield the new text in pieces; an incomplete line waits for the next call."""
-        with open(self._path, "rb", buffering=0) as file:
+        with open_regular(self._path) as file:
             size = os.fstat(file.fileno()).st_size
             if size < self._position:  # shortened by `log_limit`
                 self._position, self._in_line = size, True
@@ -70,7 +72,7 @@ def last_lines(path: Path, max_lines: int) -> list[tuple[int, str]]:
 
     Carriage returns separate lines, too, which share a number. Long lines are truncated.
     """
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         begin = max(0, size - TAIL_BYTES)
         number = (_count_lines(file, begin) + 1) if begin <= COUNT_BYTES else 0

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from hpcdist.errors import RunFolderError
 from hpcdist.files.atomic import read_json
 from hpcdist.review.ledger import CAUSES, Ledger, read_ledger
 from hpcdist.run.folder import RunDir
@@ -49,22 +50,27 @@ class Cost:
             self.energy_kwh = (self.energy_kwh or 0.0) + ledger.energy_kwh
 
 
-def costs(runs: Iterable[RunDir], by: Sequence[Group]) -> tuple[dict[tuple[str, ...], Cost], list[RunDir]]:
-    """Return the costs of runs by group and unit, in order, and the runs without a ledger.
+def costs(runs: Iterable[RunDir], by: Sequence[Group]) -> tuple[dict[tuple[str, ...], Cost], list[RunDir], list[str]]:
+    """Return the costs of runs by group and unit, in order, the runs without a ledger, and notes on unreadable runs.
 
     The keys are the values of `by` and the unit, because GPU-hours and core-hours cannot be added. A run belongs to the
     month in which it was created.
     """
     found: dict[tuple[str, ...], Cost] = {}
     without: list[RunDir] = []
+    problems: list[str] = []
     for run in runs:
-        ledger = read_ledger(run)
+        try:
+            ledger = read_ledger(run)
+            key = (*(_value(run, group) for group in by), ledger.unit)
+        except (RunFolderError, OSError) as error:
+            problems.append(f"run {run.name} is left out: {error}")
+            continue
         if not ledger.entries:
             without.append(run)
             continue
-        key = (*(_value(run, group) for group in by), ledger.unit)
         found.setdefault(key, Cost(unit=ledger.unit)).add(ledger)
-    return dict(sorted(found.items())), without
+    return dict(sorted(found.items())), without, problems
 
 
 def _value(run: RunDir, group: Group) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections import Counter
@@ -17,6 +18,7 @@ from hpcdist.files import retry
 from hpcdist.files.atomic import read_json
 from hpcdist.files.log_text import last_lines
 from hpcdist.files.ownership import stays_inside
+from hpcdist.files.regular_file import open_regular
 from hpcdist.machine.check import LEVELS
 from hpcdist.review.attempts import ends_by_slurm
 from hpcdist.run.attempt import Attempt
@@ -106,7 +108,7 @@ def read_patch(run: RunDir) -> Patch | None:
 def _read_patch(path: Path) -> tuple[str, Counter[str]]:
     """Return the beginning of a patch, and the numbers of its files, added and removed lines."""
     shown, num_chars, counts = [], 0, Counter[str]()
-    with open(path, errors="replace") as file:
+    with io.TextIOWrapper(open_regular(path), errors="replace") as file:
         for line in file:
             if num_chars <= MAX_PATCH:
                 shown.append(line)

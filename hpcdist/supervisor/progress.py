@@ -14,6 +14,7 @@ from hpcdist.config.schema import Config, find_trainer
 from hpcdist.files.atomic import read_json
 from hpcdist.files.bounded_json import parse_json
 from hpcdist.files.log_text import LogTail
+from hpcdist.files.regular_file import open_regular
 from hpcdist.logs import RANK_LINE
 from hpcdist.rank.roles import Roles
 from hpcdist.run.attempt import Attempt
@@ -168,7 +169,7 @@ class ProgressMonitor:
     def _read_timing(self, rank: int, now: float) -> object:
         """Return `_sign` of a rank, and pass its heartbeat to the straggler detection."""
         try:
-            with open(self._attempt.beat(rank), "rb") as file:
+            with open_regular(self._attempt.beat(rank)) as file:
                 found = os.fstat(file.fileno())
                 text = file.read()
         except FileNotFoundError:

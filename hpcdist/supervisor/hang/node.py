@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcdist.files.atomic import read_json, write_json
+from hpcdist.files.regular_file import open_regular
 from hpcdist.run.attempt import Attempt
 from hpcdist.supervisor.hang.flight_records import calls_of, pending_s
 from hpcdist.supervisor.hang.frames import Frame, parse_faulthandler, parse_py_spy
@@ -128,7 +129,7 @@ class RankPrints:
     def stack(self, rank: int, problem: str = "") -> Stack:
         """Return the stack that a rank has written to its log."""
         try:
-            with open(self._attempt.log(rank), "rb") as file:
+            with open_regular(self._attempt.log(rank)) as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
                 frames, text = parse_faulthandler(file.read().decode(errors="replace"))
         except FileNotFoundError:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from hpcdist.files import retry
 from hpcdist.files.bounded_json import parse_json
 from hpcdist.files.formats import KEY, unstamped
+from hpcdist.files.regular_file import open_regular
 from hpcdist.tracking.journal.writer import MAX_LINE_BYTES, JournalWriter
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
     """
 
     def read() -> bytes:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             file.seek(offset)
             return file.read(_READ_BYTES)
 

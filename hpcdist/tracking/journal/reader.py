@@ -11,6 +11,7 @@ from typing import NamedTuple
 from hpcdist.files import retry
 from hpcdist.files.bounded_json import parse_json
 from hpcdist.files.formats import KEY, unstamped
+from hpcdist.files.regular_file import open_regular
 from hpcdist.tracking.journal.writer import MAX_LINE_BYTES
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ def read_range(path: Path, offset: int, end: int) -> Chunk:
 
 def _read(path: Path, offset: int, num_bytes: int) -> bytes:
     def read() -> bytes:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             file.seek(offset)
             return file.read(num_bytes)
 

@@ -63,6 +63,15 @@ def test_cost_of_all_runs_has_one_line_for_each_run(hpcdist: Cli, runs: list[Run
     assert "evaluation" not in result.out, "causes without hours have no column"
 
 
+def test_a_run_with_unreadable_files_is_named_and_left_out(hpcdist: Cli, runs: list[RunDir]) -> None:
+    phases = runs[0].attempt(1).phases
+    phases.symlink_to(phases)
+    result = hpcdist("cost", "--by", "run")
+    assert (result.code, "/first" in result.out, "/second" in result.out) == (0, False, True)
+    assert f"run first is left out: [Errno 40] Too many levels of symbolic links: '{phases}'\n" in result.err
+    assert one_line(hpcdist("cost", "first")).startswith("run first is left out: ")
+
+
 def test_narrow_terminal_shows_the_largest_losses(
     hpcdist: Cli, runs: list[RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:

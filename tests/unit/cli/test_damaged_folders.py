@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -63,6 +64,8 @@ FILES = [
     "attempts/001/rank-00000.outcome.json",
     "attempts/001/request.json",
     "attempts/001/stragglers.jsonl",
+    "attempts/001/phases.jsonl",
+    "attempts/001/rank-00000.log",
     "attempts/001/stacks.txt",
     "attempts/001",
     "attempts",
@@ -113,6 +116,16 @@ def dangling(path: Path) -> None:
     path.symlink_to("/nowhere/at/all")
 
 
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
 def loop(path: Path) -> None:
     path.unlink()
     path.symlink_to(path)
@@ -136,6 +149,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "folder": folder,
     "dangling": dangling,
     "loop": loop,
+    "pipe": pipe,
+    "endless": endless,
     "newer": newer,
     "format": lambda path: path.write_text('{"format": "new"}') and None,
 }
@@ -144,7 +159,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 #: The most important files are tested with all kinds of damage, the others with a selection.
 READ_BY_DOCTOR = ("environment.json", "attempts/001/failure.json", "attempts/001/preflight.json", "lease")
 ALL_DAMAGES = ("state.json", "lease", "slurm.json")
-SOME_DAMAGES = ("truncated", "a list", "wrong types", "huge", "folder", "dangling", "newer")
+SOME_DAMAGES = ("truncated", "a list", "wrong types", "huge", "folder", "dangling", "pipe", "endless", "newer")
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +174,8 @@ def undamaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (run / "attempts/001/stragglers.jsonl").write_text(
         '{"role": "", "name": "n", "event": "slow", "text": "rank 1 is slow"}\n'
     )
+    (run / "attempts/001/phases.jsonl").write_text('{"cause": "start", "began": 1.0, "ended": 2.0}\n')
+    (run / "attempts/001/rank-00000.log").write_text("hello\n")
     (run / "attempts/001/stacks.txt").write_text("rank 1 hangs\n")
     shutil.rmtree(runs_dir / "counting" / "grid-seed_2")
     return runs_dir

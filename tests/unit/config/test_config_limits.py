@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from config_files import Write, problems
 
+from hpcdist.config.document import MAX_BYTES
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import ConfigError, shown
@@ -19,6 +20,12 @@ def test_deep_and_recursive_documents_are_rejected(write: Write) -> None:
         assert problem == "line 1: nested more than 40 levels deep" or "maximum nesting depth" in problem
     (problem,) = problems(write("params: &a {b: *a}"))
     assert problem == "an alias contains itself"
+
+
+def test_a_config_file_is_limited_in_size(write: Write) -> None:
+    path = write("")
+    path.write_text("#" * (MAX_BYTES + 1))
+    assert problems(path) == (f"cannot be read: {MAX_BYTES + 1} bytes, more than {MAX_BYTES}",)
 
 
 @pytest.mark.parametrize(

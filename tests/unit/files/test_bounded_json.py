@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.files.atomic import read_json
+from hpcdist.files import atomic
+from hpcdist.files.atomic import read_json, read_json_lines
 from hpcdist.files.bounded_json import parse_json, read_json_value
 
 
@@ -42,3 +43,12 @@ def test_file_above_the_limit_is_an_error(tmp_path: Path) -> None:
         read_json_value(path, 1000)
     path.write_text('{"a": 1}')
     assert read_json_value(path, 8) == {"a": 1}
+
+
+def test_lines_above_the_limit_and_of_a_device_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"a": 1}\n')
+    assert read_json_lines(path) == [{"a": 1}]
+    monkeypatch.setattr(atomic, "MAX_JSON_BYTES", 8)
+    assert read_json_lines(path) == []
+    assert read_json_lines(Path("/dev/zero")) == []
