@@ -1,13 +1,15 @@
 """Size limit of the log file that a process writes as its standard output and error.
 
 Ranks, supervisor and shipper write directly to files in the run folder, without a pipe. Each process checks the size
-of its own log once a second. Beyond the limit the middle of the log is removed; the beginning and the end stay. The
-file must be open for appending, so that writers continue at its new end. Sparse files are not used, because some
-network file systems do not support them. Lines that other processes write during the removal may be lost.
+of its own log once a second, more often while it grows quickly, and at its end. Beyond the limit the middle of the log
+is removed; the beginning and the end stay. The output of the second before a check, or before a kill, can exceed the
+limit. The file must be open for appending, so that writers continue at its new end. Sparse files are not used, because
+some network file systems do not support them. Lines that other processes write during the removal may be lost.
 """
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 import stat
@@ -16,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 
 CHECK_EVERY_S = 1.0
+#: Time until the next check of a log that was just shortened; later checks return to CHECK_EVERY_S.
+_SOON_S = 0.05
 _COPY_BYTES = 1 << 20
 #: Head and tail keep 1/8 of the limit each, so that the log grows by six times the copied size between copies.
 _KEPT = 8
@@ -34,7 +38,10 @@ def limit_log(run: Path, max_mb: float) -> bool:
     if max_mb <= 0 or not is_log_of(run, 1):
         return False
     max_bytes = int(max_mb * 1e6)
-    threading.Thread(target=_keep_below, args=(max_bytes,), name="log limit", daemon=True).start()
+    ending = threading.Event()
+    thread = threading.Thread(target=_keep_below, args=(max_bytes, ending), name="log limit", daemon=True)
+    thread.start()
+    atexit.register(lambda: (ending.set(), thread.join()))
     return True
 
 
@@ -48,11 +55,16 @@ def is_log_of(run: Path, descriptor: int) -> bool:
     return False
 
 
-def _keep_below(max_bytes: int) -> None:
-    waiting = threading.Event()
-    while not waiting.wait(CHECK_EVERY_S):
+def _keep_below(max_bytes: int, ending: threading.Event) -> None:
+    pause_s = CHECK_EVERY_S
+    while True:
+        is_last = ending.wait(pause_s)
+        pause_s = min(CHECK_EVERY_S, 2 * pause_s)
         with suppress(OSError):  # the disk is full or not available: the next check tries again
-            shorten(1, max_bytes)
+            if shorten(1, max_bytes):
+                pause_s = _SOON_S
+        if is_last:
+            return
 
 
 def shorten(descriptor: int, max_bytes: int) -> int:

@@ -89,7 +89,7 @@ class LaunchConfig:
     env: dict[str, str] = field(default_factory=dict)
     """Additional environment variables of the ranks; they override those of hpcdist."""
     log_max_mb: float = 1000.0
-    """Maximum size of each log in MB, beyond which its middle is removed; 0 means no limit."""
+    """Maximum size of each log in MB, beyond which its middle is removed within a second; 0 means no limit."""
     code_max_mb: float = 50.0
     """Maximum size of the code snapshot in MB."""
 

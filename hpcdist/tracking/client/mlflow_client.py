@@ -56,6 +56,10 @@ _FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
 _MALFORMED = (ParseError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 
 
+#: Limit of the wait that a server may ask for before MLflow's own retries, of which transfers of files have five.
+_MAX_WAIT_S = 15.0
+
+
 class _Wait:
     """The time that the server asked to wait in its last answer (Retry-After), in seconds."""
 
@@ -67,14 +71,19 @@ def _note_wait(self: Retry, *args: Any, **more: Any) -> Retry:
     response = more.get("response")
     if response is not None:
         try:
-            _Wait.seconds = max(0.0, float(self.get_retry_after(response) or 0.0))
+            _Wait.seconds = max(0.0, float(_asked_wait(self, response) or 0.0))
         except Exception:  # an invalid value
             _Wait.seconds = 0.0
     return _increment(self, *args, **more)
 
 
-_increment = Retry.increment
+def _bounded_wait(self: Retry, response: Any) -> float:
+    return min(_MAX_WAIT_S, _asked_wait(self, response) or 0.0)
+
+
+_increment, _asked_wait = Retry.increment, Retry.get_retry_after
 Retry.increment = _note_wait  # type: ignore[method-assign, assignment]
+Retry.get_retry_after = _bounded_wait  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -42,8 +42,8 @@ POLL_S = 2.0
 IMPORT_WITHIN_S = 10.0
 START_POLL_S = 0.2
 MAX_BACKOFF_S = 30.0
-#: Limit of the time that a server may ask to wait (Retry-After).
-MAX_WAIT_S = 600.0
+#: Limit of the time that a server may ask to wait (Retry-After). After it, the next request is sent all the same.
+MAX_WAIT_S = 60.0
 _SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 

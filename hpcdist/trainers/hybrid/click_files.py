@@ -22,6 +22,10 @@ _DAMAGED = (
     *(OSError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError, NotImplementedError),
     pa.ArrowException,
 )
+#: A file is refused if its values take more memory than this multiple of its size, unless they take little.
+_MAX_EXPANSION = 256
+_ALWAYS_READ_BYTES = 64 << 20
+_VALUE_BYTES = 8
 
 
 class FileLog:
@@ -52,8 +56,21 @@ class FileLog:
                         f"{self._path} has no column {sorted(missing)[0]!r}: see hybrid.label_column, "
                         "hybrid.numeric_columns and hybrid.tables"
                     )
+                self._require_plausible_size(self._parquet.metadata)
         except _DAMAGED as error:
             raise self._unreadable(error) from error
+
+    def _require_plausible_size(self, metadata: Any) -> None:
+        """Raise DataError if the values would take far more memory than the file: equal values need no space in it."""
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        num_values = sum(group.column(at).num_values for group in groups for at in range(group.num_columns))
+        num_bytes = num_values * _VALUE_BYTES + sum(group.total_byte_size for group in groups)
+        size = self._path.stat().st_size
+        if num_bytes > max(_ALWAYS_READ_BYTES, _MAX_EXPANSION * size):
+            raise DataError(
+                f"{self._path} has {num_values:,} values in {size} bytes, which would exhaust the memory: if it is a"
+                " click log, write it without compression and dictionaries"
+            )
 
     def _unreadable(self, error: Exception) -> DataError:
         return DataError(f"{self._path} cannot be read as a click log: {str(error).partition(chr(10))[0][:300]}")

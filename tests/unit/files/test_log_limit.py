@@ -68,6 +68,15 @@ def test_process_limits_only_a_log_in_its_run_folder(log: Path, tmp_path: Path, 
         assert len(text) > 5_000_000
 
 
+@pytest.mark.processes
+def test_log_of_a_process_that_ends_before_the_first_check_is_shortened(log: Path) -> None:
+    code = LIMITED.replace("0.01", "60").replace("time.sleep(1.0)", "")
+    with open(log, "ab") as output:
+        subprocess.run([sys.executable, "-c", code, str(log.parent), "yes"], stdout=output, check=True)
+    assert log.stat().st_size <= 510_000
+    assert log.read_text().endswith("\nthe end\n")
+
+
 def test_pipe_is_not_a_log(log: Path) -> None:
     reader, writer = os.pipe()
     assert not is_log_of(log.parent, writer)

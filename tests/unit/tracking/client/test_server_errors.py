@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 from mlflow_application import in_thread
+from urllib3 import HTTPResponse
+from urllib3.util.retry import Retry
 
 from hpcdist.errors import TrackingError, UserMistake
 from hpcdist.tracking.client.credentials import read_credentials
@@ -162,6 +165,15 @@ def test_retry_after_is_reported_and_kept(server: AnsweringServer) -> None:
         open_client(server.uri)
     assert caught.value.retry_after_s == 7
     assert message(server, 503, PAGE, {"Retry-After": "soon"}) == "the server is not available at the moment (503)"
+
+
+def test_a_request_waits_for_seconds_only_whatever_the_server_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # MLflow's transfers of files retry five times.
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    for value in ("3600", "7"):
+        Retry(5).sleep(HTTPResponse(status=503, headers={"Retry-After": value}))
+    assert waits == [15.0, 7.0]
 
 
 def test_no_server(server: AnsweringServer) -> None:
