@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ import hpcdist
 from hpcdist.containers.runtimes import ContainerCommand, container_command, outer_env
 from hpcdist.containers.spec import DETACHED, ContainerSpec
 from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.files.bounded_json import parse_object
 from hpcdist.machine.cuda_drivers import driver_problem
 from hpcdist.machine.facts import source_digest, versions
 from hpcdist.machine.timed_command import run_within
@@ -122,7 +122,11 @@ def probe_outcome(
     if match is None:
         problem, may_pass = _start_problem(spec, errors, machine)
         return None, problem, may_pass
-    facts: dict[str, Any] = json.loads(match[1])
+    try:
+        facts = parse_object(match[1])
+        major, minor = (int(part) for part in str(facts.get("python")).split(".")[:2])
+    except ValueError as error:
+        return None, f"{spec.image} gives no valid description of its Python on {machine}: {error}", False
     found, own = facts.get("hpcdist"), hpcdist.__version__
     problem = ""
     if found is None:
@@ -132,7 +136,7 @@ def probe_outcome(
     # Ranks and supervisor exchange files, and the formats may change between commits of one version.
     elif facts.get("source") != source_digest(str(Path(hpcdist.__file__).parent)):
         problem = f"{spec.image} has hpcdist {found} from other source files than this one: build it again"
-    elif tuple(map(int, facts["python"].split(".")[:2])) < (3, 11):
+    elif (major, minor) < (3, 11):
         problem = f"{spec.image} has Python {facts['python']}; hpcdist needs 3.11 or newer"
     elif spec.gpus and (old := driver_problem(str(facts.get("cuda") or ""), str(facts.get("driver") or ""))):
         problem = f"{spec.image} needs {old} on {machine}"

@@ -5,7 +5,6 @@ Reading one large file from a shared file system takes a fraction of the time of
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from typing import IO
 
 from hpcdist.environments.listing import files_below
 from hpcdist.errors import UserMistake
+from hpcdist.files.bounded_json import parse_object
 
 #: Folder in the archive for the files of the Python that the virtual environment is based on.
 BASE = "base"
@@ -60,7 +60,7 @@ def interpreter(environment: Path, python: str) -> Interpreter:
     program = environment / "bin" / python
     try:
         done = subprocess.run([program, "-I", "-c", _PROBE], capture_output=True, text=True, check=True)
-        found = json.loads(done.stdout)
+        found = parse_object(done.stdout, "base", "executable", "library")
     except (OSError, subprocess.CalledProcessError, ValueError) as error:
         reason = getattr(error, "stderr", "") or str(error)
         raise UserMistake(f"cluster.environment: {program} does not start: {' '.join(reason.split())}") from error

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.environments.listing import first_difference, write_listing
+from hpcdist.files.bounded_json import parse_object
 
 #: Packages that a rank imports before the user's code.
 REQUIRED = ("numpy", "psutil", "torch")
@@ -99,8 +100,12 @@ def main(argv: Sequence[str]) -> None:
 
 def parse_answers(text: str) -> dict[str, dict[str, Any]]:
     """Return the answers of nodes by node: `copied`, `seconds`, `facts`; or `error` and `may_pass`."""
-    answers = [json.loads(line) for line in re.findall(rf"{_MARK}(\{{.*\}})", text)]
-    return {answer["node"]: answer for answer in answers}
+    answers = {}
+    for line in re.findall(rf"{_MARK}(\{{.*\}})", text):
+        with suppress(ValueError):  # a mixture of two lines counts as no answer
+            answer = parse_object(line, "node", "seconds")
+            answers[str(answer["node"])] = answer
+    return answers
 
 
 def local_sources(request: NodeRequest) -> Path:
@@ -151,8 +156,10 @@ def start_python(request: NodeRequest) -> dict[str, Any]:
     if found is None:
         lines = done.stderr.split("\n") if done.stderr.strip() else [f"exit code {done.returncode}"]
         raise CopyError(f"{request.python} does not start: {[line for line in lines if line.strip()][-1].strip()}")
-    facts: dict[str, Any] = json.loads(found[1])
-    return facts
+    try:
+        return parse_object(found[1], "python")
+    except ValueError as error:
+        raise CopyError(f"{request.python} gives no valid description of itself: {error}") from error
 
 
 def _make_private(folder: Path) -> None:

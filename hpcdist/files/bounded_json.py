@@ -26,6 +26,16 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("its values are nested too deeply") from None
 
 
+def parse_object(text: str | bytes, *keys: str) -> dict[str, Any]:
+    """Return the object in a JSON document. Raises ValueError for any other document, and if it lacks one of `keys`."""
+    found = parse_json(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"it is a {type(found).__name__} instead of an object")
+    if missing := set(keys) - found.keys():
+        raise ValueError(f"it has no {min(missing)!r}")
+    return found
+
+
 def read_json_value(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Return the value in a JSON file. Raises ValueError if the file is too large or not JSON, and OSError."""
     return parse_json(read_regular(path, max_bytes))

@@ -41,7 +41,12 @@ def limit_log(run: Path, max_mb: float) -> bool:
     ending = threading.Event()
     thread = threading.Thread(target=_keep_below, args=(max_bytes, ending), name="log limit", daemon=True)
     thread.start()
-    atexit.register(lambda: (ending.set(), thread.join()))
+
+    def end() -> None:
+        ending.set()
+        thread.join()
+
+    atexit.register(end)
     return True
 
 

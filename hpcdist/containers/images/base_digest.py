@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpcdist.containers.images.engine import Engine, error_line
+from hpcdist.containers.images.labels import inspected
 from hpcdist.errors import ImageError
 
 _DEFAULT = re.compile(r"^ARG BASE_IMAGE=(\S+)$", re.MULTILINE)
@@ -65,12 +66,12 @@ def look_up(engine: Engine, name: str, *, pull: bool) -> Base:
     return _of(name, found)
 
 
-def _inspect(engine: Engine, name: str) -> dict[str, object] | None:
+def _inspect(engine: Engine, name: str) -> Mapping[str, object] | None:
     done = engine.run("image", "inspect", name)
-    return None if done.returncode else dict(json.loads(done.stdout)[0])
+    return None if done.returncode else inspected(engine, name, done.stdout)
 
 
-def _of(name: str, found: dict[str, object]) -> Base:
+def _of(name: str, found: Mapping[str, object]) -> Base:
     """Return the Base of an image that the engine has in its store.
 
     podman lists a digest of its own for images that were never in a registry, under `localhost`.

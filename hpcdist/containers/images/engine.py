@@ -27,7 +27,9 @@ class Engine:
 
     def run(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         """Run a command of the engine, which may fail."""
-        return subprocess.run([self.name, *arguments], input=stdin, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            [self.name, *arguments], input=stdin, capture_output=True, text=True, errors="replace", check=False
+        )
 
     def output(self, *arguments: str) -> str:
         """Run a command of the engine and return its standard output. Raises ImageError with its last error line."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,13 @@ import hpcdist
 from hpcdist.containers.images.engine import Engine, error_line
 from hpcdist.containers.images.labels import ENTRYPOINT, ImageFacts, inspect, read_sbom, require_fit
 from hpcdist.errors import ImageError
+from hpcdist.files.bounded_json import parse_object
 from hpcdist.machine.check import Check
 from hpcdist.machine.timed_command import last_line
 
 #: Runs inside the image and prints one JSON object. It imports hpcdist's modules and its declared dependencies.
 SELF_TEST = Path(__file__).with_name("self_test.py")
+_KEYS = ("uid", "versions", "num_imports", "failed_imports", "cuda", "rdma", "compile")
 #: Two ranks on CPUs, so that the check means the same on a machine with any number of GPUs.
 TRAINING = (
     "ddp_digits",
@@ -50,8 +51,8 @@ def _result(name: str, text: str, good: bool = True) -> Check:
 
 def _sbom(engine: Engine, facts: ImageFacts) -> Check:
     try:
-        components = json.loads(read_sbom(engine, facts))["components"]
-    except ImageError as error:
+        components = parse_object(read_sbom(engine, facts), "components")["components"]
+    except (ImageError, ValueError) as error:
         return _result("bill of materials", str(error), False)
     return _result("bill of materials", f"{len(components)} components, `hpcdist image sbom` prints it")
 
@@ -61,8 +62,10 @@ def _self_test(engine: Engine, image: str) -> dict[str, Any]:
     done = engine.run(*command, stdin=SELF_TEST.read_text())
     if done.returncode:
         raise ImageError(f"image {image} cannot be started: {error_line(done.stderr)}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    try:
+        return parse_object(done.stdout.strip().rpartition("\n")[2], *_KEYS)
+    except ValueError as error:
+        raise ImageError(f"the self-test of image {image} gives no valid answer: {error}") from error
 
 
 def _inside(facts: ImageFacts, found: dict[str, Any]) -> Iterator[Check]:

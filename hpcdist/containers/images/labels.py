@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import hpcdist
 from hpcdist.containers.images.engine import Engine, error_line
 from hpcdist.errors import ImageError
+from hpcdist.files.bounded_json import parse_json
 from hpcdist.machine.cuda_drivers import driver_problem
 
 TITLE = "org.opencontainers.image.title"
@@ -61,13 +62,23 @@ def inspect(engine: Engine, image: str) -> ImageFacts:
                 f" `{engine.name} pull {image}` fetches one"
             )
         raise ImageError(f"{engine.name} cannot inspect image {image!r}: {error}")
-    return parse(image, json.loads(done.stdout)[0])
+    return parse(image, inspected(engine, image, done.stdout))
 
 
-def parse(name: str, raw: Mapping[str, object]) -> ImageFacts:
+def inspected(engine: Engine, image: str, answer: str) -> Mapping[str, Any]:
+    """Return the description in the answer of `image inspect`. Raises ImageError if it is not one."""
+    try:
+        (found,) = parse_json(answer)
+        if isinstance(found["Id"], str) and isinstance(found.get("Config") or {}, dict):
+            return dict(found)
+        raise ValueError("its Id or Config has another type")
+    except (ValueError, TypeError, LookupError) as error:
+        raise ImageError(f"{engine.name} gives no valid description of image {image}: {error}") from error
+
+
+def parse(name: str, raw: Mapping[str, Any]) -> ImageFacts:
     """Return the facts in one entry of `docker image inspect` or `podman image inspect`."""
-    config = raw.get("Config")
-    assert isinstance(config, Mapping)
+    config = raw.get("Config") or {}
     identity = str(raw["Id"])
     return ImageFacts(
         name=name,

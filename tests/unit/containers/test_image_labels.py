@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 import hpcdist
+from hpcdist.containers.images.base_digest import look_up
 from hpcdist.containers.images.engine import Engine
+from hpcdist.containers.images.image_check import _sbom, _self_test
 from hpcdist.containers.images.labels import ImageFacts, inspect, parse, read_sbom, require_driver, require_fit
 from hpcdist.errors import ImageError
 
@@ -137,6 +139,26 @@ def test_missing_image_and_failing_engine_have_different_errors(
     with pytest.raises(ImageError) as raised:
         inspect(Engine("podman"), "x")
     assert str(raised.value) == message
+
+
+#: Answers of a proxy, of an old or future release, or of a program of the same name.
+ODD = ["", "not json", "[]", "[7]", '{"Id": "x"}', '[{"Id": 7}]', "[{}]", "\\377", "[" * 5000]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("answer", ODD)
+def test_odd_answers_of_the_engine_are_one_clear_error(
+    answer: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, facts: ImageFacts
+) -> None:
+    install_podman(tmp_path, f"printf '{answer}'")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ImageError, match=r"podman gives no valid description of image x: "):
+        inspect(Engine("podman"), "x")
+    with pytest.raises(ImageError, match=r"podman gives no valid description of image x: "):
+        look_up(Engine("podman"), "x", pull=False)
+    with pytest.raises(ImageError, match=r"the self-test of image x gives no valid answer: "):
+        _self_test(Engine("podman"), "x")
+    assert _sbom(Engine("podman"), replace(facts, labels={"hpcdist.sbom": "/sbom.json"})).level == "failure"
 
 
 @pytest.mark.processes

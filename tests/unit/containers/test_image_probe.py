@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -52,6 +53,16 @@ def test_probe_reports_the_versions_of_its_python(tmp_path: Path) -> None:
     torch_version = __import__("torch").__version__
     expected = ("n7", hpcdist.__version__, torch_version, ".".join(map(str, sys.version_info[:3])))
     assert (facts["node"], facts["hpcdist"], facts["torch"], facts["python"]) == expected
+
+
+@pytest.mark.parametrize("found", ["{]}", '{"python": "3.x"}', '{"python": null}', "{}"])
+def test_odd_answer_of_an_image_is_one_clear_problem(found: str) -> None:
+    known = {"hpcdist": hpcdist.__version__, "source": source_digest(str(Path(hpcdist.__file__).parent))}
+    if found != "{]}":
+        found = json.dumps(known | json.loads(found))
+    _, problem, may_pass = probe_outcome(SPEC, f"hpcdist-image {found}", "", "n2")
+    assert problem.startswith(f"{SPEC.image} gives no valid description of its Python on n2: ")
+    assert not may_pass
 
 
 def test_probe_has_neither_mounts_nor_pythonpath() -> None:

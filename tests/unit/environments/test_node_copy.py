@@ -246,6 +246,20 @@ def test_answer_of_a_node(
     assert not answer["may_pass"]
 
 
+@pytest.mark.parametrize("facts", ["{]}", "{}"])
+def test_odd_answers_of_a_python_and_of_a_node_are_clear_errors(facts: str, prepared: Prepared, tmp_path: Path) -> None:
+    odd = tmp_path / "environment" / "bin" / "python3"
+    odd.parent.mkdir(parents=True)
+    odd.write_text(f"#!/bin/sh\n[ $1 = -I ] && echo '{facts}' || echo 'facts: {facts}'\n")
+    odd.chmod(0o755)
+    with pytest.raises(CopyError, match=f"{odd} gives no valid description of itself: "):
+        start_python(replace(prepared(), python=str(odd)))
+    with pytest.raises(UserMistake, match=r"cluster\.environment: .*python3 does not start: "):
+        interpreter(odd.parents[1], "python3")
+    # A line of a node that srun has cut off counts as no answer.
+    assert parse_answers(f"{node_copy._MARK}{facts}\n") == {}
+
+
 def test_full_disk_while_hpcdist_is_copied(
     prepared: Prepared, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
