@@ -39,7 +39,8 @@ def json_schema() -> dict[str, Any]:
 
 def _section(kind: type[Any], prefix: str, documentation: dict[str, str]) -> dict[str, Any]:
     types = get_type_hints(kind)
-    properties = {key.name: _key(key, types[key.name], prefix + key.name, documentation) for key in fields(kind)}
+    keys = [key for key in fields(kind) if key.name != "secret_texts"]
+    properties = {key.name: _key(key, types[key.name], prefix + key.name, documentation) for key in keys}
     description = " ".join((kind.__doc__ or "").split())
     # The generated signature of a dataclass without a docstring documents nothing.
     documented = {} if description.startswith(f"{kind.__name__}(") else {"description": description}

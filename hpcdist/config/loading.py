@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +95,16 @@ def load_run_config(
     given = {text.partition("=")[0] for text in overrides}
     tree, config = written_tree(path), None
     if tree is not None:
-        restore_secrets(tree, env, without=given, require=require_secrets, source=source)
+        secrets = restore_secrets(tree, env, without=given, require=require_secrets, source=source)
         config = exact(tree)
     if tree is None or config is None:  # edited: read like any other config
         tree = _read_yaml(path)
-        restore_secrets(tree, env, without=given, require=require_secrets, source=source)
+        secrets = restore_secrets(tree, env, without=given, require=require_secrets, source=source)
     if config is not None and not overrides:
         with _hidden_values(tree):
-            return resolve(config, source)
-    return as_literal(_with_overrides(protected(tree), overrides, source))
+            return resolve(replace(config, secret_texts=secrets), source)
+    config = as_literal(_with_overrides(protected(tree), overrides, source))
+    return replace(config, secret_texts={**secrets, **config.secret_texts})
 
 
 def _with_overrides(tree: dict[str, Any], overrides: Sequence[str], source: str, code: Path | None = None) -> Config:

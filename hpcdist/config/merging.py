@@ -11,8 +11,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hpcdist.config.document import first_line, parse_texts, unfit_values
-from hpcdist.config.redaction import REDACTED, is_secret_name
-from hpcdist.config.schema import Config, as_written, convert, describe, to_tree
+from hpcdist.config.redaction import REDACTED, is_secret_name, named_secrets
+from hpcdist.config.schema import Config, SecretTexts, as_written, convert, describe, to_tree
 from hpcdist.config.schema.declaration import find_trainer, trainer_sections
 from hpcdist.config.tree import expand_short_forms, insert, leaves, parse_value
 from hpcdist.errors import ConfigError, shown
@@ -33,13 +33,14 @@ def merge(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config
     if unfit := list(unfit_values(tree)):
         raise ConfigError([*problems, *unfit], source)
     merged = _overlay(_defaults(), tree)
-    config, mistakes = convert(_resolved(merged, problems))
+    secret_texts: SecretTexts = {}
+    config, mistakes = convert(_resolved(merged, problems, secret_texts))
     for mistake in mistakes:
         problems += [mistake] if isinstance(mistake, str) else _sentences(*mistake)
     if problems:
         raise ConfigError(problems, source)
     used = {name: section for name, section in config.sections.items() if name in tree or name == config.trainer.target}
-    config = replace(config, sections=used)
+    config = replace(config, sections=used, secret_texts=secret_texts)
     if find_trainer(config.trainer.target) is None or config.trainer.script:
         # Nobody knows which metrics code of the user's own logs.
         monitor = (tree.get("checkpoint") or {}).get("monitor", "")
@@ -80,11 +81,23 @@ def _overlay(defaults: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, 
     return {**found, **{name: value for name, value in defaults.items() if name not in tree}}
 
 
-def _resolved(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Return a tree with its interpolations resolved; add a line to `problems` for each mistake, and omit its key."""
+def _resolved(tree: Mapping[str, Any], problems: list[str], secrets: SecretTexts) -> dict[str, Any]:
+    """Return a tree with its interpolations resolved; add to `secrets` those that the interpolations have read.
+
+    A line is added to `problems` for each mistake, and its key is omitted.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+    from omegaconf.resolvers import oc
 
+    read: list[str] = []
+
+    def env(name: str, *default: Any) -> Any:
+        value = oc.env(name, *default)
+        read.extend([value] if value and is_secret_name(name) else [])
+        return value
+
+    OmegaConf.register_new_resolver("oc.env", env, replace=True)  # the same, but it notes what it reads
     found: dict[str, Any] = {}
     for path, value in leaves(tree):
         try:
@@ -95,13 +108,17 @@ def _resolved(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
             problems.append(f"{'.'.join(path)}: malformed interpolation")
     config = OmegaConf.create(found)
     resolved: dict[str, Any] = {}
+    own = named_secrets(found)
     for path, value in leaves(found):
         if "${" in str(value):
             key = ".".join(path)
             try:
+                read.clear()
                 value = functools.reduce(lambda node, part: node[part], path, config)
                 if OmegaConf.is_config(value):
                     value = OmegaConf.to_container(value, resolve=True)
+                if texts := (*read, *(text for text in own if text in str(value))):
+                    secrets[path] = texts
             except (OmegaConfBaseException, RecursionError) as error:
                 is_endless = isinstance(error, RecursionError)
                 problems.append(f"{key}: {'Recursive interpolation detected' if is_endless else first_line(error)}")

@@ -8,7 +8,8 @@ The prefixes of tokens are those of detect-secrets, with newer ones added.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -128,20 +129,32 @@ def _redact_assignments(text: str) -> str:
 
 # --- trees of plain containers
 
+Texts = Mapping[tuple[str, ...], Collection[str]]
+_NO_TEXTS: Texts = {}
 
-def redact_tree(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> dict[str, Any]:
+
+def redact_tree(tree: Mapping[str, Any], above: tuple[str, ...] = (), texts: Texts = _NO_TEXTS) -> dict[str, Any]:
     """Return a copy of a config's containers with `***` for each value that is a secret by its key or its form.
 
     Booleans, nulls and empty strings are not redacted.
+
+    Args:
+        texts: further secrets by the path to the value that contains them, or from which they were converted.
     """
     named = above not in _ROLE_KEYED
-    return {key: _redact((*above, str(key)), value, named and is_secret_name(str(key))) for key, value in tree.items()}
+    return {
+        key: _redact((*above, str(key)), value, named and is_secret_name(str(key)), texts)
+        for key, value in tree.items()
+    }
 
 
-def _redact(path: tuple[str, ...], value: Any, secret: bool) -> Any:
+def _redact(path: tuple[str, ...], value: Any, secret: bool, texts: Texts = _NO_TEXTS) -> Any:
+    if path in texts:
+        value = _without(value, sorted(texts[path], key=len, reverse=True))
+        secret = secret or not is_redacted(value)
     if isinstance(value, Mapping):
         if not secret:
-            return redact_tree(value, path)
+            return redact_tree(value, path, texts)
         return {key: _redact(path, inner, True) for key, inner in value.items()}
     if isinstance(value, list):
         return redact_words(value) if not secret else [_redact(path, inner, True) for inner in value]
@@ -150,6 +163,18 @@ def _redact(path: tuple[str, ...], value: Any, secret: bool) -> Any:
     if secret and isinstance(value, int | float) and not isinstance(value, bool):
         return REDACTED_NUMBER
     return value
+
+
+def _without(value: Any, texts: list[str]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without(inner, texts) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without(inner, texts) for inner in value]
+    if isinstance(value, str) and any(len(text) < _SHORT and text in value for text in texts):
+        return REDACTED
+    if isinstance(value, str):
+        return reduce(lambda shown, text: shown.replace(text, REDACTED), texts, value)
+    return _redact((), value, str(value) in texts)
 
 
 def redact_words(words: list[Any]) -> list[Any]:
@@ -210,6 +235,19 @@ def _hidden(value: Any, env: Mapping[str, str], secret: bool = False) -> Iterato
             yield value, REDACTED
     elif secret and isinstance(value, int | float) and not isinstance(value, bool):
         yield str(value), REDACTED
+
+
+def named_secrets(tree: Mapping[str, Any]) -> list[str]:
+    """Return the texts below keys with the names of secrets; not short ones, which occur by chance."""
+    return [text for text, shown in _hidden(tree, {}) if shown == REDACTED and len(text) >= _SHORT]
+
+
+def hidden_texts(shown: Any, value: Any) -> tuple[str, ...]:
+    """Return the texts of a value that are `***` in its redacted form."""
+    if isinstance(shown, list) and isinstance(value, list) and len(shown) == len(value):
+        return tuple(text for one, inner in zip(shown, value, strict=True) for text in hidden_texts(one, inner))
+    match = re.fullmatch("(.+?)".join(map(re.escape, str(shown).split(REDACTED))), str(value), re.DOTALL)
+    return tuple(match.groups()) if match else (str(value),)
 
 
 def is_redacted(value: Any) -> bool:

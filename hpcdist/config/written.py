@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from hpcdist.config.document import load, read_text
-from hpcdist.config.redaction import REDACTED, REDACTED_NUMBER, is_redacted, redact_text, redact_tree
-from hpcdist.config.schema import Config, to_tree
+from hpcdist.config.redaction import REDACTED, REDACTED_NUMBER, hidden_texts, is_redacted, redact_text, redact_tree
+from hpcdist.config.schema import Config, SecretTexts, to_tree
 from hpcdist.config.tree import flat, insert, leaves, parse_value
 from hpcdist.errors import ConfigError
 from hpcdist.files import formats
@@ -59,8 +59,8 @@ def written_tree(path: Path) -> dict[str, Any] | None:
 
 
 def redacted(config: Config) -> dict[str, Any]:
-    """Return the config as plain containers, with `***` for each value that is a secret by its key or its form."""
-    return redact_tree(to_tree(config))
+    """Return the config as plain containers, with `***` for each secret, by its key, its form or its origin."""
+    return redact_tree(to_tree(config), texts=config.secret_texts)
 
 
 def flat_values(config: Config) -> dict[str, Any]:
@@ -97,8 +97,8 @@ def secrets_of(config: Config) -> dict[str, str]:
 
 def restore_secrets(
     tree: dict[str, Any], env: Mapping[str, str], *, without: set[str], require: bool, source: str
-) -> None:
-    """Replace the redacted values of a config by those of the environment.
+) -> SecretTexts:
+    """Replace the redacted values of a config by those of the environment. Returns `Config.secret_texts`.
 
     Args:
         without: dotted keys that overrides set anyway.
@@ -107,17 +107,20 @@ def restore_secrets(
 
     Raises ConfigError with one line for each missing variable.
     """
-    problems = []
+    problems, restored = [], {}
     for path, value in list(leaves(tree)):
         key, name = ".".join(path), _variable(path, tree)
         if not is_redacted(value) or key in without:
             continue
         if name in env:
-            insert(tree, path, _restored(value, env[name], name))
+            insert(tree, path, text := _restored(value, env[name], name))
+            restored[path] = value, text
         elif require:
             problems.append(f"{key} was redacted when the run was written: set {name} in the environment")
     if problems:
         raise ConfigError(problems, source)
+    clean = dict(leaves(redact_tree(tree)))
+    return {path: hidden_texts(*pair) for path, pair in restored.items() if clean.get(path) != pair[0]}
 
 
 def _restored(shown: Any, text: str, variable: str) -> Any:

@@ -20,7 +20,7 @@ from hpcdist.run.folder import RunDir
 def keep(run: RunDir, values: Mapping[str, str]) -> None:
     """Write secrets by variable name, mode 0600; remove the file if there are none."""
     if not values:
-        run.secrets.unlink(missing_ok=True)
+        retry.remove(run.secrets)
         return
     write_private(run.secrets, json.dumps(formats.stamped({"values": dict(values)})))
 

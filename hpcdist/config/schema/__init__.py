@@ -14,7 +14,7 @@ from hpcdist.config.schema.elastic import ElasticConfig, division_problems, larg
 from hpcdist.config.schema.launching import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.config.schema.notification import NotifyConfig
 from hpcdist.config.schema.preflight import PreflightConfig
-from hpcdist.config.schema.run import Config, cross_check, role_device, to_tree
+from hpcdist.config.schema.run import Config, SecretTexts, cross_check, role_device, to_tree
 from hpcdist.config.schema.training import (
     DataConfig,
     ModelConfig,
@@ -41,6 +41,7 @@ __all__ = [
     "PreflightConfig",
     "RoleRequest",
     "ScheduleConfig",
+    "SecretTexts",
     "StopConfig",
     "TrackingConfig",
     "Trainer",

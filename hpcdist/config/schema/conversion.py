@@ -82,7 +82,7 @@ def _keys(tree: Mapping[str, Any]) -> dict[str, Any]:
 def _types(section: type) -> dict[str, Any]:
     types = get_type_hints(section)
     if section is Config:
-        del types["sections"]
+        del types["sections"], types["secret_texts"]
     return types
 
 

@@ -21,6 +21,8 @@ def all_keys(section: type = Config, prefix: str = "") -> Iterator[tuple[str, ty
             for name, own in trainer_sections().items():
                 yield from all_keys(own, f"{name}.")
             continue
+        if section is Config and key.name == "secret_texts":
+            continue
         nested = default_of(key)
         if hasattr(nested, "__dataclass_fields__"):
             yield from all_keys(type(nested), f"{prefix}{key.name}.")

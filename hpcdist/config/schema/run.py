@@ -28,6 +28,8 @@ from hpcdist.config.schema.training import (
 from hpcdist.errors import ConfigError
 
 S = TypeVar("S")
+#: Texts by the keys that lead to the value that contains them.
+SecretTexts = dict[tuple[str, ...], tuple[str, ...]]
 #: A role name is part of RPC names, config keys and log lines.
 ROLE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
@@ -65,6 +67,8 @@ class Config:
     notify: NotifyConfig = field(default_factory=NotifyConfig)
     params: dict[str, Any] = field(default_factory=dict)
     """Keys of a trainer of your own, which it may declare as a dataclass: `train(ctx, cfg, params: MyParams)`."""
+    secret_texts: SecretTexts = field(default_factory=dict, repr=False, compare=False)
+    """No key: the secrets in values that are not secrets by key or form, such as `a ${oc.env:MY_TOKEN}`."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -104,7 +108,8 @@ def to_tree(config: Config) -> dict[str, Any]:
     """Return a config as plain containers: the keys and values of its YAML."""
     tree: dict[str, Any] = {}
     for name, value in asdict(config).items():
-        tree |= value if name == "sections" else {name: value}
+        if name != "secret_texts":
+            tree |= value if name == "sections" else {name: value}
     return tree
 
 

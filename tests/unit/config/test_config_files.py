@@ -115,6 +115,8 @@ def test_describe_lists_every_key_with_type_default_and_documentation() -> None:
                 for key, kind in trainer_sections().items():
                     found |= leaves(kind(), f"{key}.")
                 continue
+            if name == "secret_texts":
+                continue
             found |= leaves(value, f"{name}.") if dataclasses.is_dataclass(value) else {name}
         return found
 

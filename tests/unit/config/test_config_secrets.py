@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from config_files import Write, problems
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.written import redacted_argument, secrets_of, to_yaml
 from hpcdist.errors import ConfigError
+from hpcdist.slurm.exposed_secrets import exposed_secrets
 
 SECRETS = """
 tracking:
@@ -58,6 +60,76 @@ def test_secrets_are_restored_from_the_environment(write: Write, tmp_path: Path)
     assert env["WANDB_API_KEY"] == "env-s3cret"
     assert env["HPCDIST_TRACKING_URI"] == "http://ada:p@ss-w0rd@mlflow:5000/x"
     assert load_run_config(path, [], {"HOME": "/", **env}) == config
+
+
+FROM_VARIABLES = """
+experiment: ${oc.env:PLAIN}
+trainer: {script: [train.py, --dsn, "${oc.env:DB_PASSWORD}", "${oc.env:PLAIN}"]}
+tracking: {tags: {"a.b": "x ${params.dsn} y"}}
+launch: {env: {DSN: "${oc.env:DB_PASSWORD}", PLAIN: "${oc.env:PLAIN}"}}
+cluster: {env: {DSN2: "pw=${oc.env:DB_PASSWORD}"}, setup: ["module load x", "login ${oc.env:DB_PASSWORD}"]}
+notify: {command: "/bin/${oc.env:DB_PASSWORD}"}
+params:
+  dsn: postgres://user/${oc.env:DB_PASSWORD}/ada
+  other: ${oc.env:UNSET_TOKEN,default-s3cret}
+  name: DB_PASSWORD
+  computed: <${oc.env:${params.name}}>
+  port: ${oc.decode:${oc.env:PORT_TOKEN}}
+  words: ${oc.decode:${oc.env:LIST_TOKEN}}
+  short: ${oc.env:SHORT_PWD}
+  empty: ${oc.env:UNSET_TOKEN,''}
+  none: ${oc.env:UNSET_TOKEN,null}
+  my_key: named-s3cret
+  phrase: "-- ${params.my_key} --"
+  same: ada
+  rows: [{at: "${oc.env:DB_PASSWORD}"}, plain]
+"""
+
+
+def test_value_of_a_variable_with_the_name_of_a_secret_is_redacted_anywhere(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"DB_PASSWORD": "var-s3cret", "PORT_TOKEN": "54321", "LIST_TOKEN": "[ab-s3cret, 7]", "SHORT_PWD": "a"}
+    for name, value in {**variables, "PLAIN": "visible"}.items():
+        monkeypatch.setenv(name, value)
+    config = load_config(write(FROM_VARIABLES), ["params.given=${oc.env:DB_PASSWORD}"])
+    assert config.params["dsn"] == "postgres://user/var-s3cret/ada"
+    written = to_yaml(config)
+    assert "s3cret" not in written
+    shown = yaml.safe_load(written)
+    assert shown["experiment"] == "visible"
+    assert shown["trainer"]["script"][1:] == ["--dsn", "***", "visible"]
+    assert shown["tracking"]["tags"] == {"a.b": "x postgres://user/***/ada y"}
+    assert shown["launch"]["env"] == {"DSN": "***", "PLAIN": "visible"}
+    assert shown["cluster"]["setup"] == ["module load x", "login ***"]
+    assert shown["notify"]["command"] == "/bin/***"
+    assert shown["params"] == {
+        "dsn": "postgres://user/***/ada",
+        "other": "***",
+        "name": "DB_PASSWORD",
+        "computed": "<***>",
+        "port": "*** (number)",
+        "words": ["***", "*** (number)"],
+        "short": "***",
+        "empty": "",
+        "none": None,
+        "my_key": "***",
+        "phrase": "-- *** --",
+        "same": "ada",
+        "rows": [{"at": "***"}, "plain"],
+        "given": "***",
+    }
+    assert [line.split()[0] for line in exposed_secrets(config)] == ["cluster.setup"]
+    # A process that restores the values redacts the same.
+    path = tmp_path / "config.yaml"
+    path.write_text(written)
+    env = secrets_of(config)
+    assert (env["DSN"], env["DSN2"], env["HPCDIST_PARAMS_PORT"]) == ("var-s3cret", "pw=var-s3cret", "54321")
+    again = load_run_config(path, [], env)
+    assert again == config
+    assert to_yaml(again) == written
+    changed = load_run_config(path, ["seed=1", "params.more=${oc.env:DB_PASSWORD}"], env)
+    assert to_yaml(replace(changed, seed=0)) == written + "  more: '***'\n"
 
 
 def test_missing_secret_is_reported_with_its_variable(write: Write, tmp_path: Path) -> None:

@@ -55,6 +55,20 @@ def test_file_is_removed_when_the_run_is_finished_or_cancelled(run: RunDir, stat
     assert run.secrets.exists() == stays
 
 
+def test_removal_is_retried(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(run, VALUES)
+    unlink, failures = Path.unlink, [errno.ESTALE]
+
+    def fail(path: Path, *, missing_ok: bool = False) -> None:
+        if failures:
+            raise OSError(failures.pop(), "Stale file handle")
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    keep(run, {})
+    assert not run.secrets.exists()
+
+
 def test_failed_write_leaves_no_file(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.EINVAL, "Invalid argument")
