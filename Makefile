@@ -12,7 +12,7 @@ WORKERS ?= 3
 # Without cached bytecode each of the thousands of test processes compiles hpcdist anew, and each worker all test files.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart install check unit smoke test slow faults test-slurm fuzz bench docs recording screenshots lock clean
+.PHONY: help quickstart install check unit smoke test slow faults test-slurm fuzz bench docs recording screenshots lock pin clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -76,6 +76,9 @@ screenshots: install ## take the README's pictures of MLflow; needs Chromium
 
 lock: install ## pin the images' packages anew, with hashes; UPGRADE=--upgrade takes the newest
 	UV=$(BIN)/uv bash docker/lock.sh $(UPGRADE)
+
+pin: ## pin the base images to the digests of their tags; needs docker's registry, and skopeo or docker
+	bash scripts/pin_images.sh
 
 clean: ## remove what was made here, runs excepted
 	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache

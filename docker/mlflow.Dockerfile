@@ -2,7 +2,7 @@
 #
 #   docker build -f docker/mlflow.Dockerfile -t hpcdist-mlflow .        or: hpcdist image build --target mlflow
 
-ARG BASE_IMAGE=docker.io/library/ubuntu:24.04
+ARG BASE_IMAGE=docker.io/library/ubuntu:24.04@sha256:224a1869083a311ef3f13648a154ba79832fbef6364d31493642ca03082da254
 
 FROM ${BASE_IMAGE} AS tools
 SHELL ["/bin/bash", "-euxo", "pipefail", "-c"]

@@ -58,7 +58,7 @@ def test_version_label_of_the_dockerfile_is_current() -> None:
 def test_pinned_torch_and_base_image_have_the_same_cuda_version() -> None:
     lock = (CHECKOUT / "docker" / "requirements.txt").read_text()
     (runtime,) = re.findall(r"^nvidia-cuda-runtime==(\d+\.\d+)", lock, re.MULTILINE)
-    (base,) = re.findall(r"^ARG BASE_IMAGE=docker.io/nvidia/cuda:(\d+\.\d+)\.\d+-base-ubuntu24.04$",
+    (base,) = re.findall(r"^ARG BASE_IMAGE=docker.io/nvidia/cuda:(\d+\.\d+)\.\d+-base-ubuntu24.04(?:@.*)?$",
                          (CHECKOUT / "docker" / "Dockerfile").read_text(), re.MULTILINE)  # fmt: skip
     (label,) = re.findall(r"^ARG CUDA=(.+)$", (CHECKOUT / "docker" / "Dockerfile").read_text(), re.MULTILINE)
     assert runtime == base == label

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,3 +45,39 @@ def test_jobs_need_existing_jobs_and_have_timeouts() -> None:
     jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
     assert {name for job in jobs.values() for name in job.get("needs", [])} <= set(jobs)
     assert [name for name, job in jobs.items() if "timeout-minutes" not in job] == []
+
+
+def test_actions_are_pinned_to_commits_and_images_to_digests() -> None:
+    text = WORKFLOW.read_text()
+    uses = re.findall(r"uses: (.+)", text)
+    assert uses
+    assert [one for one in uses if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", one)] == []
+    compose, mlflow = ((ROOT / "docker" / name).read_text() for name in ("compose.yaml", "mlflow.Dockerfile"))
+    for found in (text, compose, mlflow):
+        assert len(re.findall(r"(?:image: |BASE_IMAGE=).*@sha256:[0-9a-f]{64}}?$", found, re.MULTILINE)) == 1
+
+
+@pytest.mark.processes
+def test_images_are_pinned_to_the_digests_of_a_registry(tmp_path: Path) -> None:
+    files = ("docker/Dockerfile", "docker/mlflow.Dockerfile", "docker/compose.yaml", ".github/workflows/ci.yml")
+    for name in (*files, "scripts/pin_images.sh"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    skopeo = tmp_path / "bin" / "skopeo"
+    skopeo.parent.mkdir()
+    skopeo.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\necho sha256:{"5" * 64}\n')
+    skopeo.chmod(0o755)
+    env = os.environ | {"PATH": f"{skopeo.parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", tmp_path / "scripts" / "pin_images.sh"], env=env, check=True)
+    assert [line.rpartition("docker://")[2] for line in (tmp_path / "calls").read_text().splitlines()] == [
+        "docker.io/nvidia/cuda:13.2.0-base-ubuntu24.04",
+        "docker.io/library/ubuntu:24.04",
+        "docker.io/library/postgres:17",
+        "debian:12",
+    ]
+    for name in files:
+        old, new = ((root / name).read_text() for root in (ROOT, tmp_path))
+        assert new.count(f"@sha256:{'5' * 64}") == 1
+        assert re.sub(r"@sha256:[0-9a-f]+", "", new) == re.sub(r"@sha256:[0-9a-f]+", "", old)
+    skopeo.write_text("#!/bin/sh\necho unauthorized\n")
+    assert subprocess.run(["bash", tmp_path / "scripts" / "pin_images.sh"], env=env, check=False).returncode == 1
