@@ -6,9 +6,7 @@ fixes (the outcome of the rank is then `rejected`).
 
 from __future__ import annotations
 
-import base64
 import difflib
-import re
 import reprlib
 import traceback
 from collections.abc import Iterable, Sequence
@@ -154,34 +152,13 @@ class PeerLost(HpcdistError):
 
 
 class RemoteError(HpcdistError):
-    """A function failed on another rank. The message names role, rank and host, and ends with the remote traceback.
-
-    RPC transfers an exception as a string inside its own report. The message is encoded in it, so that the receiver
-    can extract it exactly once.
-    """
-
-    _ENCODED = re.compile(r"<hpcdist:([A-Za-z0-9+/=]+)>")
-    #: Exceptions raised from C++ are RuntimeErrors that contain the message.
-    _RAISED = re.compile(r"RemoteError: (.*?)(?:\n\nAt:\n|\Z)", re.DOTALL)
-
-    def __init__(self, text: str) -> None:
-        found = self._ENCODED.search(text)
-        encoded = found[0] if found else f"<hpcdist:{base64.b64encode(text.encode()).decode()}>"
-        self.message = base64.b64decode(found[1]).decode() if found else text
-        super().__init__(encoded)
-
-    def __str__(self) -> str:
-        return self.message
-
-    @classmethod
-    def received(cls, error: BaseException) -> RemoteError | None:
-        """Return the remote failure in the exception of a call, or None if it is another exception."""
-        found = cls._RAISED.search(str(error))
-        return cls(found[1]) if found else None
+    """A function failed on another rank. The message names role, rank and host, and ends with the remote traceback."""
 
     @classmethod
     def of(cls, error: BaseException, where: str) -> RemoteError:
-        """Return the error of another rank, with its traceback as text."""
+        """Return the error of the rank `where`, with its traceback as text; an error of a third rank is kept."""
+        if isinstance(error, cls):
+            return error
         trace = "".join(traceback.format_exception(error)).rstrip()
         return cls(f"{where}: {type(error).__name__}: {error}\n{trace}")
 

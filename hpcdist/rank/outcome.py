@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal
 
-from hpcdist.errors import HpcdistError, PeerLost, RemoteError, TrainerError, UserMistake
+from hpcdist.errors import HpcdistError, PeerLost, TrainerError, UserMistake
 from hpcdist.files import retry
 from hpcdist.files.atomic import write_json
 from hpcdist.run.attempt import Attempt
@@ -72,7 +72,6 @@ class Outcome:
 
     def write_error(self, error: BaseException) -> int:
         """Log an exception, write the outcome file, and return the exit code."""
-        error = RemoteError.received(error) or error
         is_rejected = isinstance(error, UserMistake | SyntaxError)
         is_expected = isinstance(error, HpcdistError)
         text = str(error) or type(error).__name__

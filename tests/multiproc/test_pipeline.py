@@ -115,7 +115,7 @@ def stage_context(here: Rank, path: Path) -> Iterator[Context]:
 def compare_rpc_engine(here: Rank, path: Path) -> list[str]:
     found = []
     inbox = Inbox()
-    with stage_context(here, path) as ctx, rpc_group(ctx, target=inbox) as group:
+    with stage_context(here, path) as ctx, rpc_group(ctx, inbox.functions) as group:
         wire = Wire(ctx, group, inbox)
         units = cut_after(unit_names(whole_model()), CUTS[here.world_size])
         for schedule, checkpointing in (("1f1b", False), ("gpipe", False), ("1f1b", True), ("gpipe", True)):
@@ -167,7 +167,7 @@ def lose_neighbour(here: Rank, path: Path, victim: int) -> str:
     inputs, targets = (images, None) if here.rank == 0 else (None, labels)
     inbox = Inbox()
     try:
-        with stage_context(here, path) as ctx, rpc_group(ctx, target=inbox) as group:
+        with stage_context(here, path) as ctx, rpc_group(ctx, inbox.functions) as group:
             stage = Stage(whole_model(), cut_after(unit_names(whole_model()), CUTS[2])[ctx.rank])
             engine = RpcEngine(stage, Wire(ctx, group, inbox), index=ctx.rank, num_stages=2, schedule="1f1b")
             engine.step(inputs, targets, NUM_MICRO_BATCHES)
@@ -203,7 +203,7 @@ def step_without_delivery(here: Rank, path: Path, receiver: int) -> str:
     inputs, targets = (images, None) if here.rank == 0 else (None, labels)
     inbox = RefusingInbox() if here.rank == receiver else Inbox()
     try:
-        with stage_context(here, path) as ctx, rpc_group(ctx, target=inbox) as group:
+        with stage_context(here, path) as ctx, rpc_group(ctx, inbox.functions) as group:
             stage = Stage(whole_model(), cut_after(unit_names(whole_model()), CUTS[2])[ctx.rank])
             engine = RpcEngine(stage, Wire(ctx, group, inbox), index=ctx.rank, num_stages=2, schedule="1f1b")
             engine.step(inputs, targets, NUM_MICRO_BATCHES)

@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor, nn
-from torch.distributed import rpc
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.checkpoint.shards import Shard
@@ -48,7 +47,7 @@ from hpcdist.trainers.hybrid.data_shares import num_shares_of, saved_sums
 from hpcdist.trainers.hybrid.figures import evaluation_figures
 from hpcdist.trainers.hybrid.lookups import Lookups
 from hpcdist.trainers.hybrid.schema import HybridConfig
-from hpcdist.trainers.hybrid.table_server import rows_of_table, serve_tables
+from hpcdist.trainers.hybrid.table_server import serve_tables
 from hpcdist.trainers.hybrid.tables import Layout, weight_name
 from hpcdist.trainers.hybrid.units import LookupPlan, Units, choose
 
@@ -100,15 +99,15 @@ def train(ctx: Context, cfg: Config) -> None:
     layout = Layout(hybrid.tables, hybrid.embedding_dim, ctx.roles.count("parameter_server"))
     ctx.agree_among(ctx.ranks_of("trainer"))
     groups = _make_groups(ctx, cfg)
+    if ctx.role == "parameter_server":
+        serve_tables(ctx, cfg, layout, groups.exchange)
+        return
     with rpc_group(ctx) as group:
-        if ctx.role == "parameter_server":
-            serve_tables(ctx, cfg, layout, groups.exchange, group)
-        else:
-            loop = make_loop(ctx, cfg, layout, groups, group)
-            ctx.end_reason = run_epochs(loop, train_epoch, interval_metrics, evaluate, save)
-            loop.lookups.leave()
-            if ctx.end_reason and ctx.is_main:
-                _export(loop, layout)
+        loop = make_loop(ctx, cfg, layout, groups, group)
+        ctx.end_reason = run_epochs(loop, train_epoch, interval_metrics, evaluate, save)
+        loop.lookups.leave()
+        if ctx.end_reason and ctx.is_main:
+            _export(loop, layout)
 
 
 def _make_groups(ctx: Context, cfg: Config) -> ProcessGroups:
@@ -328,9 +327,8 @@ def _export(loop: HybridLoop, layout: Layout) -> None:
         layout.tables, dim=layout.dim, num_numeric=hybrid.num_numeric, hidden=hybrid.hidden_sizes, bag_size=bag_size
     )
     state = {f"dense.{name}": value for name, value in loop.model.module.state_dict().items()}
-    servers = loop.group.of_role("parameter_server")
     for table in layout.tables:
-        parts = [rpc.rpc_async(server, rows_of_table, (table,)) for server in servers]
-        state[weight_name(table)] = torch.cat([part.wait() for part in parts])
+        parts = loop.group.call_all("parameter_server", "table_rows", table)
+        state[weight_name(table)] = torch.cat([part.result() for part in parts])
     whole.load_state_dict(state)
     ctx.export_model(whole, padded(data.take(torch.arange(2)), bag_size))

@@ -24,7 +24,7 @@ from hpcdist.trainers.pipeline.schema import PipelineConfig
 from hpcdist.trainers.pipeline.stage_checkpoint import load_stage
 from hpcdist.trainers.pipeline.stages import Stage, use_onednn_for_pointwise
 from hpcdist.trainers.pipeline.tuning import boundaries, choose_cut
-from hpcdist.trainers.pipeline.wire import Inbox, Wire, device_maps
+from hpcdist.trainers.pipeline.wire import Inbox, Wire
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +115,7 @@ def _open_engine(ctx: Context, cfg: Config, stage: Stage, stage_ends: tuple[Tens
             channels_last=cfg.model.channels_last,
         )
         return
-    maps, inbox = device_maps(ctx), Inbox()
-    with rpc_group(ctx, device_maps=maps, target=inbox) as group:
-        mapped = [rank for rank, name in enumerate(group.names) if name in maps]
-        wire = Wire(ctx, group, inbox, mapped)
-        yield RpcEngine(
-            stage, wire, index=ctx.rank, num_stages=ctx.world_size, schedule=cfg.section(PipelineConfig).schedule
-        )
+    inbox, schedule = Inbox(), cfg.section(PipelineConfig).schedule
+    with rpc_group(ctx, inbox.functions) as group:
+        wire = Wire(ctx, group, inbox)
+        yield RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size, schedule=schedule)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import rpc
 
 from hpcdist.config.schema import Config
-from hpcdist.errors import PeerLost, RemoteError
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
-from hpcdist.rank.network.rpc import RpcGroup, remote, rpc_group, rpc_target
+from hpcdist.rank.network.rpc import RpcGroup, rpc_group
 from hpcdist.rank.roles import share_of
-from hpcdist.trainers.rl.environments import Problem
-from hpcdist.trainers.rl.inference import request_inference
+from hpcdist.trainers.rl.environments import Floats, Problem
 from hpcdist.trainers.rl.policy import Actor
 from hpcdist.trainers.rl.rollouts import Collector, Rollout
 from hpcdist.trainers.rl.schema import RlConfig
@@ -29,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Observer:
-    """The collectors of an observer and the policy that acts in them. It is the observer's RPC target.
+    """The collectors of an observer and the policy that acts in them.
 
     Args:
         indices: the collectors of this observer.
@@ -39,6 +35,7 @@ class Observer:
         self._ctx, self._cfg = ctx, cfg
         num_envs = cfg.section(RlConfig).num_envs
         self.collectors = {index: Collector(problem, num_envs, seed=cfg.seed, index=index) for index in indices}
+        self.group: Future[RpcGroup] = Future()  #: the agent may call before this rank's `rpc_group` has returned
         # Not a context manager: after an error its exit would wait for threads that wait for a lost agent.
         self._pool = ThreadPoolExecutor(len(indices), thread_name_prefix="collectors")
 
@@ -57,8 +54,14 @@ class Observer:
             return rollouts
 
         # Most of this time is that of the agent's answers, the same for all observers, so it is not measured.
+        group, timeout_s = self.group.result(), self._cfg.launch.hang_s
+
         def collect(index: int, collector: Collector) -> Rollout:
-            infer = functools.partial(request_inference, index, self._cfg.launch.hang_s)
+            def infer(observations: Floats) -> Floats:
+                call = group.call("agent:0", "infer", index, torch.from_numpy(observations), timeout_s=timeout_s)
+                outputs: Floats = call.result().numpy()
+                return outputs
+
             return collector.collect(number, rl.num_rollout_steps, infer, log_std)
 
         # In threads: the agent answers the requests of all collectors together.
@@ -108,14 +111,10 @@ def serve_rollouts(ctx: Context, cfg: Config, problem: Problem) -> None:
     def save(step: int) -> None:
         ctx.save(step, model=None, trainer={}, local=observer.state())
 
-    with rpc_group(ctx, target=observer) as group:
+    with rpc_group(ctx, {"collect": observer.collect}) as group:
+        observer.group.set_result(group)
         ctx.agree_among([0])
         group.serve({"save": save})
-
-
-@remote
-def _collect(number: int, weights: dict[str, Tensor]) -> list[Rollout]:
-    return rpc_target(Observer).collect(number, weights)
 
 
 class ObserverGroup:
@@ -128,9 +127,9 @@ class ObserverGroup:
 
     def __init__(self, group: RpcGroup, cfg: Config, num_collectors: int, pending: Sequence[Rollout] = ()) -> None:
         self.num_collectors = num_collectors
-        self._names = group.of_role("observer")
+        self._group = group
         self._cfg = cfg
-        self._pending: Sequence[torch.futures.Future[list[Rollout]] | Rollout] = pending
+        self._pending: Sequence[Future[list[tuple[Tensor, ...]]] | Rollout] = pending
 
     @property
     def has_pending(self) -> bool:
@@ -142,25 +141,16 @@ class ObserverGroup:
         if self._cfg.section(RlConfig).inference == "remote":
             weights = {name: value for name, value in weights.items() if name == "log_std"}
         timeout_s = self._cfg.launch.hang_s  # longer than any rollout: the supervisor detects a hung rank
-        self._pending = [rpc.rpc_async(name, _collect, (number, weights), timeout=timeout_s) for name in self._names]
+        self._pending = self._group.call_all("observer", "collect", number, weights, timeout_s=timeout_s)
 
     def wait(self) -> list[Rollout]:
         """Wait for the pending rollouts and return them; they stay pending.
 
-        Raises PeerLost, or the error of the observer that failed.
+        Raises PeerLost, or RemoteError with the error of the observer that failed.
         """
         received: list[Rollout] = []
-        for index, item in enumerate(self._pending):
-            if isinstance(item, Rollout):
-                received.append(item)
-                continue
-            try:
-                received += item.wait()
-            except RuntimeError as error:
-                if RemoteError.received(error) is not None:
-                    raise
-                reason = str(error).partition("\n")[0]
-                raise PeerLost(f"{self._names[index]} sent no rollout: {reason}") from error
+        for item in self._pending:
+            received += [item] if isinstance(item, Rollout) else (Rollout(*tensors) for tensors in item.result())
         self._pending = received
         return received
 

@@ -99,7 +99,7 @@ def train(ctx: Context, cfg: Config) -> None:
     saved = ctx.restore()
     num_collectors = num_collectors_of(saved, ctx.roles.count("observer"))
     inference = InferenceServer(policy, ctx.device, num_collectors)
-    with rpc_group(ctx, target=inference) as group:
+    with rpc_group(ctx, {"infer": inference.infer}) as group:
         ctx.agree_among([0])
         train_policy(make_loop(ctx, cfg, problem, policy, saved, group, num_collectors))
 

@@ -77,7 +77,7 @@ class Learner:
             rows, self._coming = self._coming[1], None
         else:
             rows = self.client.pull(ids)
-        return rows.wait().to(self.device)
+        return rows.wait()
 
     def _forward(self, lstm: nn.LSTM, rows: Tensor, batch: Batch) -> Tensor:
         embedded = F.dropout(F.embedding(batch.inverse.to(self.device), rows), self._dropout, lstm.training)
@@ -133,7 +133,7 @@ class Learner:
         self.lstm.eval()
         loss = 0.0
         for batch in columns:
-            hidden = self._forward(self.lstm, self.client.pull(batch.ids).wait().to(self.device), batch)
+            hidden = self._forward(self.lstm, self.client.pull(batch.ids).wait(), batch)
             loss += self.client.loss(hidden, batch.targets)
         self.lstm.train()
         self.state = state

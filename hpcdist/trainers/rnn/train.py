@@ -79,7 +79,6 @@ def train(ctx: Context, cfg: Config) -> None:
     ranks = list(ctx.ranks_of(TRAINER))
     ctx.agree_among(ranks)
     trainers = dist.new_group(ranks)
-    wire, device_maps = _wire_device(ctx)
     # Rank 0 alone reads the text, so all have the same. Servers need the size of the vocabulary.
     corpus = load_corpus(rnn, cfg.seed) if ctx.is_main else None
     if corpus:
@@ -89,19 +88,20 @@ def train(ctx: Context, cfg: Config) -> None:
     options: dict[str, Any] = {
         "timeout_s": CALL_TIMEOUT_S,
         "num_threads": max(16, 4 * len(ranks)),  # calls of all trainers but one may wait for that one
-        "device_maps": device_maps,
     }
     if ctx.role == SERVER:
-        server = _open_server(ctx, cfg, vocab_size[0], wire)
-        with rpc_group(ctx, target=server, **options) as group:
+        server = _open_server(ctx, cfg, vocab_size[0])
+        with rpc_group(ctx, server.functions, **options) as group:
             group.serve({"save": lambda step: ctx.save(step, model=None, trainer={}, shard=server_shard(server))})
         return
     assert isinstance(trainers, dist.ProcessGroup)
     streams: list[Any] = [corpus.train, corpus.held_out] if corpus else [None, None]
     dist.broadcast_object_list(streams, src=ranks[0], group=trainers)
-    learner = _build_learner(ctx, cfg, vocab_size[0], wire, trainers)
+    lstm = _build_lstm(ctx, rnn, vocab_size[0])
     saved = ctx.restore()  # at the same time as the servers, which restore before RPC starts
     with rpc_group(ctx, **options) as group:
+        client = VocabularyClient(group, trainer=ctx.role_index, vocab_size=vocab_size[0], device=ctx.device)
+        learner = Learner(lstm, cfg, client, trainers, ctx.device)
         loop = make_loop(ctx, cfg, learner, saved, streams, vocab_size[0], group)
         ctx.end_reason = run_epochs(loop, train_epoch, interval_metrics, evaluate, save, in_flight=loop.in_flight)
         if corpus and ctx.end_reason:
@@ -116,17 +116,7 @@ def _log_corpus(ctx: Context, rnn: RnnConfig, corpus: Corpus) -> None:
         ctx.log_dataset(name, split=split, num_samples=len(tokens), digest=digest_of(tokens), source=source)
 
 
-def _wire_device(ctx: Context) -> tuple[torch.device, dict[str, dict[Any, Any]] | None]:
-    """Return the device of tensors in RPC calls, the GPUs if all ranks have one, and the device maps for them."""
-    devices: list[Any] = [None] * ctx.world_size
-    dist.all_gather_object(devices, str(ctx.device))
-    if not all(device.startswith("cuda") for device in devices):
-        return torch.device("cpu"), None
-    others = [rank for rank in range(ctx.world_size) if rank != ctx.rank]
-    return ctx.device, {ctx.roles.name_of(rank): {ctx.device: torch.device(devices[rank])} for rank in others}
-
-
-def _open_server(ctx: Context, cfg: Config, vocab_size: int, wire: torch.device) -> VocabularyServer:
+def _open_server(ctx: Context, cfg: Config, vocab_size: int) -> VocabularyServer:
     rnn = cfg.section(RnnConfig)
     start, stop = row_bounds(vocab_size, ctx.roles.count(SERVER))[ctx.role_index : ctx.role_index + 2]
     shard = VocabularyShard(
@@ -136,24 +126,19 @@ def _open_server(ctx: Context, cfg: Config, vocab_size: int, wire: torch.device)
         vocab_size=vocab_size,
     )
     num_trainers, is_async = ctx.roles.count(TRAINER), rnn.mode == "async"
-    server = VocabularyServer(shard, cfg.optim, num_trainers, device=ctx.device, wire=wire, is_async=is_async)
+    server = VocabularyServer(shard, cfg.optim, num_trainers, device=ctx.device, is_async=is_async)
     if (saved := ctx.restore()) is not None:
         check_vocab_size(saved, vocab_size)
         load_server(server, shards_of_rows(saved, start, stop))
     return server
 
 
-def _build_learner(
-    ctx: Context, cfg: Config, vocab_size: int, wire: torch.device, trainers: dist.ProcessGroup
-) -> Learner:
-    rnn = cfg.section(RnnConfig)
-    names = [ctx.roles.name_of(rank) for rank in ctx.ranks_of(SERVER)]
-    client = VocabularyClient(names, trainer=ctx.role_index, vocab_size=vocab_size, device=ctx.device, wire=wire)
+def _build_lstm(ctx: Context, rnn: RnnConfig, vocab_size: int) -> nn.LSTM:
     lstm = build_lstm(rnn.embedding_size, rnn.hidden_size, rnn.num_layers, rnn.dropout)
     vocabulary_row = rnn.embedding_size + (0 if rnn.tie_weights else rnn.hidden_size) + 1  # and a bias of the decoder
     ctx.log_model_size(sum(weight.numel() for weight in lstm.parameters()) + vocab_size * vocabulary_row)
     ctx.seed_per_rank()
-    return Learner(lstm, cfg, client, trainers, ctx.device)
+    return lstm
 
 
 def make_loop(

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from hpcdist.config.schema import OptimConfig
 from hpcdist.errors import PeerLost
-from hpcdist.rank.network.rpc import remote, rpc_target
 from hpcdist.rank.optimizer import build_optimizer, set_lr
 from hpcdist.trainers.rnn.vocabulary import Space, VocabularyShard, join_scores
 
@@ -51,7 +50,6 @@ class VocabularyServer:
     """Rows of embedding and decoder, and their optimizers. Trainers call its methods, in threads of RPC.
 
     Args:
-        wire: device of the tensors in RPC calls.
         is_async: whether each push is an update of its own.
     """
 
@@ -62,7 +60,6 @@ class VocabularyServer:
         num_trainers: int,
         *,
         device: torch.device,
-        wire: torch.device,
         is_async: bool = False,
     ) -> None:
         self.shard = shard.to(device)
@@ -71,7 +68,7 @@ class VocabularyServer:
         if not shard.is_tied:
             self.row_optimizer, self._is_lazy = build_row_optimizer(shard.encoder, cfg)
         self._num_trainers = num_trainers
-        self._device, self._wire = device, wire
+        self._device = device
         self._is_async = is_async
         # By trainer and batch number modulo the number of slots; calls of two batches may overlap.
         self._slots = [[Slot() for _ in range(2 if is_async else 1)] for _ in range(num_trainers)]
@@ -84,6 +81,14 @@ class VocabularyServer:
         self._decoder_lock = threading.Lock()
         # A task only waits for earlier ones, so the pool cannot deadlock.
         self._pool = ThreadPoolExecutor(num_trainers + 1)
+
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """The methods that trainers call, by name."""
+        methods: tuple[Callable[..., Any], ...] = (
+            self.pull, self.score, self.backward, self.decode, self.measure, self.offer, self.push, self.weights
+        )  # fmt: skip
+        return {method.__name__: method for method in methods}
 
     # --- called by trainers
 
@@ -246,7 +251,7 @@ class VocabularyServer:
 
     def _out(self, tensor: Tensor) -> Tensor:
         self._synchronize()
-        return tensor.to(self._wire)
+        return tensor
 
     def _synchronize(self) -> None:
         # Calls and updates run in threads with their own streams; each completes its work before others use it.
@@ -271,9 +276,3 @@ def build_row_optimizer(encoder: nn.Parameter, cfg: OptimConfig) -> tuple[torch.
     if cfg.weight_decay == 0 and cfg.name == "sgd" and cfg.momentum == 0:
         return torch.optim.SGD([encoder], lr=cfg.lr), True
     return build_optimizer([encoder], cfg), False
-
-
-@remote
-def call_server(method: str, *arguments: Any) -> Any:
-    """Call a method of the `VocabularyServer` of the called rank."""
-    return getattr(rpc_target(VocabularyServer), method)(*arguments)

@@ -28,7 +28,6 @@ def servers(num: int, cfg: OptimConfig, *, tied: bool = False, num_trainers: int
             cfg,
             num_trainers,
             device=CPU,
-            wire=CPU,
         )
         for a, b in itertools.pairwise(row_bounds(VOCAB_SIZE, num))
     ]
