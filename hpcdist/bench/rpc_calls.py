@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
-from torch.distributed import rpc
 
 from hpcdist.bench.comm_config import CommConfig, parse_bytes
 from hpcdist.bench.patterns import message
@@ -16,7 +16,7 @@ from hpcdist.bench.results import RankPlace, Rpc
 from hpcdist.errors import HpcdistError
 from hpcdist.rank.context import Context
 from hpcdist.rank.network.collective_timing import Timing, synchronize
-from hpcdist.rank.network.rpc import remote, rpc_group
+from hpcdist.rank.network.rpc import RpcGroup, rpc_group
 
 SIZES = (4, 1 << 12, 1 << 20, 1 << 24)
 #: Maximum number of ranks that are called: first one of each node, then others.
@@ -25,12 +25,6 @@ IN_FLIGHT = 8
 _MOST_CALLS = 200
 #: Size from which on the time of a call is proportional to the size.
 _LONG = 1 << 20
-
-
-@remote
-def echo(tensor: Tensor) -> Tensor:
-    """Return the tensor to the caller."""
-    return tensor
 
 
 def targets(nodes: Sequence[str]) -> list[int]:
@@ -55,26 +49,20 @@ def measure_calls(
 
     Raises HpcdistError if an answer is wrong.
     """
-    here = gpus[ctx.rank]
-    maps = {
-        ctx.roles.name_of(rank): {torch.device("cuda", here): torch.device("cuda", gpu)}
-        for rank, gpu in enumerate(gpus)
-        if rank != ctx.rank and here is not None and gpu is not None
-    }
     found: list[Rpc] = []
-    with rpc_group(ctx, device_maps=maps or None) as group:
+    with rpc_group(ctx, {"echo": lambda tensor: tensor}) as group:
         if not ctx.is_main:
             group.serve({})
             return found
         for rank in targets([place.node for place in places]):
-            devices = [torch.device("cpu"), ctx.device] if ctx.roles.name_of(rank) in maps else [torch.device("cpu")]
+            devices = [torch.device("cpu"), ctx.device] if None not in (gpus[0], gpus[rank]) else [torch.device("cpu")]
             for device in devices:
                 byte_s = 0.0
                 for size in SIZES:
                     if size > parse_bytes(cfg.max_bytes) or size * byte_s > cfg.max_iteration_s:
                         break
                     ctx.alive()
-                    timing, calls_s = _measure(ctx.roles.name_of(rank), size, device, cfg.measure_s)
+                    timing, calls_s = _measure(group, rank, size, device, cfg.measure_s)
                     byte_s = timing.median_s / size if size >= _LONG else 0.0
                     found.append(
                         Rpc(
@@ -92,30 +80,30 @@ def measure_calls(
     return found
 
 
-def _measure(name: str, size: int, device: torch.device, budget_s: float) -> tuple[Timing, float]:
+def _measure(group: RpcGroup, rank: int, size: int, device: torch.device, budget_s: float) -> tuple[Timing, float]:
     """Return the timing of one call at a time, and the seconds per call with several simultaneous calls."""
     sent = message(0, size, torch.uint8).to(device)
 
     def one() -> float:
         began = time.perf_counter()
-        rpc.rpc_sync(name, echo, (sent,))
+        group.call(rank, "echo", sent).result()
         synchronize(device)
         return time.perf_counter() - began
 
-    answer = rpc.rpc_sync(name, echo, (sent,))
+    answer = group.call(rank, "echo", sent).result()
     if answer.device != device or not torch.equal(answer, sent):
-        raise HpcdistError(f"RPC to {name} returned wrong data ({size} bytes on {device})")
+        raise HpcdistError(f"RPC to {group.names[rank]} returned wrong data ({size} bytes on {device})")
     first_s = one()
     calls = min(max(3, int(budget_s / first_s)), _MOST_CALLS)
     timing = Timing.of([one() for _ in range(calls)])
     window = IN_FLIGHT * max(1, min(calls, int(budget_s / (IN_FLIGHT * timing.median_s))))
     began = time.perf_counter()
-    waiting: deque[torch.futures.Future[Tensor]] = deque()
+    waiting: deque[Future[Tensor]] = deque()
     for _ in range(window):
         if len(waiting) == IN_FLIGHT:
-            waiting.popleft().wait()
-        waiting.append(rpc.rpc_async(name, echo, (sent,)))
+            waiting.popleft().result()
+        waiting.append(group.call(rank, "echo", sent))
     for future in waiting:
-        future.wait()
+        future.result()
     synchronize(device)
     return timing, (time.perf_counter() - began) / window

@@ -1,28 +1,31 @@
-"""RPC between real ranks: names, commands, remote errors, stop requests, and the death of a rank."""
+"""RPC between real ranks: values, names, commands, remote errors, stop requests, and the death of a rank."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from context_scene import RPC_TIMED_OUT, new_run, open_context
+from context_scene import new_run, open_context
 from spawn import Rank, spawn_ranks
-from torch.distributed import rpc
 
-from hpcdist.config.schema import Config
+from hpcdist.config.schema import Config, LaunchConfig
 from hpcdist.errors import PeerLost, RemoteError
 from hpcdist.rank.context import Context
-from hpcdist.rank.network.rpc import remote, rpc_group
+from hpcdist.rank.network.rpc import RpcGroup, rpc_group
 from hpcdist.run.folder import RunDir
 
 NAMES = ["agent:0", "observer:0", "observer:1"]
 CONFIG = Config(roles={"agent": 1, "observer": 2})
+TORCH = Config(roles=CONFIG.roles, launch=LaunchConfig(rpc="torch", rpc_trusted_nodes=True))
 
 
 class CodeError(Exception):
@@ -32,39 +35,50 @@ class CodeError(Exception):
         super().__init__(code, reason)
 
 
-@remote
-def double(tensor: torch.Tensor) -> torch.Tensor:
-    return 2 * tensor
+def served(group: list[RpcGroup]) -> dict[str, Callable[..., Any]]:
+    def fail(_: int) -> None:
+        raise CodeError(7, "no such environment")
+
+    def later(value: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        threading.Timer(0.05, answer.set_result, [value]).start()
+        return answer
+
+    return {
+        "double": lambda tensor: 2 * tensor,
+        "echo": lambda *values: values,
+        "fail": fail,
+        "fail_at": lambda name: group[0].call(name, "fail", 0).result(),
+        "later": later,
+        "sleep": time.sleep,
+    }
 
 
-@remote
-def fail(_: int) -> None:
-    raise CodeError(7, "no such environment")
-
-
-@remote
-def fail_at(name: str) -> None:
-    rpc.rpc_sync(name, fail, (0,))
-
-
-def commands_and_errors(here: Rank, path: Path) -> dict[str, Any]:
+def commands_and_errors(here: Rank, path: Path, config: Config) -> dict[str, Any]:
     done: list[tuple[str, int]] = []
     with (
         warnings.catch_warnings(record=True) as warned,
-        open_context(here, RunDir(path), CONFIG) as ctx,
-        rpc_group(ctx) as group,
+        open_context(here, RunDir(path), config) as ctx,
+        rpc_group(ctx, served(opened := [])) as group,
     ):
+        opened.append(group)
         warnings.simplefilter("always")
         found: dict[str, Any] = {"name": group.name, "observers": group.of_role("observer"), "peers": group.peers}
         if not ctx.is_main:
             group.serve({"save": lambda step: done.append(("save", step)), "sum": lambda: sums(ctx, done)})
         else:
-            found["doubled"] = rpc.rpc_sync("observer:1", double, (torch.ones(2),)).tolist()
-            for target, function in (("observer:0", fail), ("observer:0", fail_at)):
-                try:
-                    rpc.rpc_sync(target, function, (0,) if function is fail else ("observer:1",))
-                except RuntimeError as error:
-                    found[function.__name__] = str(RemoteError.received(error))
+            found["doubled"] = group.call("observer:1", "double", torch.ones(2)).result().tolist()
+            found["later"] = group.call(2, "later", {"one": (1, [None, "two"])}).result()
+            found |= exchanged_values(group)
+            calls = {"fail": (1, "fail", 0), "fail_at": (1, "fail_at", "observer:1"), "unknown": (1, "unknown")}
+            for name, arguments in calls.items():
+                with pytest.raises(RemoteError) as failed:
+                    group.call(*arguments).result()
+                found[name] = str(failed.value)
+            with pytest.raises(PeerLost, match=r"observer:0 \(rank 1\) does not answer: no answer in 0.2 s"):
+                group.call(1, "sleep", 1.0, timeout_s=0.2).result()
+            with pytest.raises(TypeError, match="RPC cannot send PosixPath"):
+                group.call(1, "double", Path())
             group.order("save", 3)
             group.order("sum")
             sums(ctx, done)
@@ -73,12 +87,39 @@ def commands_and_errors(here: Rank, path: Path) -> dict[str, Any]:
     return {**found, "done": done, "warned": [str(warning.message) for warning in warned]}
 
 
+def exchanged_values(group: RpcGroup) -> dict[str, Any]:
+    """Return whether values of each kind come back equal; tensors with their strides, and writable."""
+    plain = (None, True, -(2**70), float("inf"), "\udc80 ä", [1, (2.5, {"a": []})], {}, ())
+    base = torch.arange(48, dtype=torch.float32).view(2, 2, 3, 4)
+    tensors = [
+        *(base.to(kind) for kind in (torch.bfloat16, torch.bool, torch.complex64, torch.int64, torch.uint8)),
+        *(base.contiguous(memory_format=torch.channels_last), base[:, :1, ::2], torch.tensor(3.0), torch.ones(0, 3)),
+        torch.rand(3_000_001, requires_grad=True),
+    ]
+    answers = group.call(1, "echo", tensors).result()[0]
+    same = [
+        torch.equal(one, other) and one.dtype == other.dtype
+        and (one.stride() == other.stride() or not one.is_contiguous(memory_format=torch.channels_last))
+        for one, other in zip(tensors, answers, strict=True)
+    ]  # fmt: skip
+    for answer in answers:
+        answer.zero_()
+    return {"plain": group.call(1, "echo", *plain).result() == plain, "tensors": same}
+
+
 def sums(ctx: Context, done: list[tuple[str, int]]) -> None:
     done.append(("sum", int(ctx.sum_over_ranks([ctx.rank])[0])))
 
 
-def test_ranks_call_each_other_by_role_and_execute_commands_of_rank_0(tmp_path: Path) -> None:
-    agent, first, second = spawn_ranks(commands_and_errors, 3, path=new_run(tmp_path).path)
+@pytest.mark.parametrize("config", [CONFIG, TORCH], ids=["zmq", "torch"])
+def test_ranks_call_each_other_by_role_and_execute_commands_of_rank_0(tmp_path: Path, config: Config) -> None:
+    run = new_run(tmp_path / ("deep" * 30))  # a longer path than a Unix socket may have
+    agent, first, second = spawn_ranks(commands_and_errors, 3, path=run.path, config=config)
+    assert not [path for path in run.path.rglob("*") if path.is_socket()]
+    assert agent["later"] == {"one": (1, [None, "two"])}
+    assert (agent["plain"], all(agent["tensors"])) == (True, True)
+    assert agent["unknown"].startswith("observer:0 (rank 1 on ")
+    assert "no function 'unknown' for other ranks; there are: double, echo, fail, fail_at" in agent["unknown"]
     assert (agent["name"], first["name"], second["name"]) == tuple(NAMES)
     assert agent["observers"] == ["observer:0", "observer:1"]
     assert first["peers"] == ["agent:0", "observer:1"]
@@ -118,10 +159,10 @@ def test_stop_request_on_any_rank_stops_rank_0(tmp_path: Path) -> None:
     assert others == [-1, -1]
 
 
-def lose_rank(here: Rank, path: Path, victim: int) -> str:
+def lose_rank(here: Rank, path: Path, victim: int, config: Config) -> str:
     """Return the error with which this rank leaves `rpc_group`."""
     try:
-        with open_context(here, RunDir(path), CONFIG) as ctx, rpc_group(ctx) as group:
+        with open_context(here, RunDir(path), config) as ctx, rpc_group(ctx, served([])) as group:
             ctx.barrier()
             if ctx.rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -129,21 +170,18 @@ def lose_rank(here: Rank, path: Path, victim: int) -> str:
                 group.serve({})
             while ctx.is_main:
                 for name in group.peers:
-                    rpc.rpc_sync(name, double, (torch.ones(1),))
-    except (PeerLost, RuntimeError) as error:
+                    group.call(name, "double", torch.ones(1)).result()
+    except PeerLost as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
+@pytest.mark.parametrize("config", [CONFIG, TORCH], ids=["zmq", "torch"])
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_death_of_a_rank_ends_the_others_soon(tmp_path: Path, victim: int) -> None:
-    outcomes = spawn_ranks(lose_rank, 3, killed=[victim], path=new_run(tmp_path).path, victim=victim)
+def test_death_of_a_rank_ends_the_others_soon(tmp_path: Path, victim: int, config: Config) -> None:
+    outcomes = spawn_ranks(lose_rank, 3, killed=[victim], path=new_run(tmp_path).path, victim=victim, config=config)
     # Rank 0 calls the others. The others serve, and notice only the death of rank 0 or its end after an error.
-    servers = [rank for rank in (1, 2) if rank != victim]
-    for rank in servers:
-        assert outcomes[rank].startswith("PeerLost: agent:0 (rank 0) does not answer: ")
-    if victim == 1:
-        assert outcomes[0].startswith("RuntimeError: ")
-    assert not [text for text in outcomes if text is not None and RPC_TIMED_OUT in text], (
-        "noticed by the connection's end"
-    )
+    for rank in {0, 1, 2} - {victim}:
+        lost = "agent:0 (rank 0)" if rank else "observer:0 (rank 1)"
+        assert outcomes[rank].startswith(f"PeerLost: {lost} does not answer: ")
+        assert "no answer in" not in outcomes[rank], "noticed by the connection's end"

@@ -17,7 +17,7 @@ from torch.distributed import HashStore, TCPStore
 from hpcdist.errors import HpcdistError, RendezvousError
 from hpcdist.rank.network import own_sockets, store_gate
 from hpcdist.rank.network.peer_admission import RpcAdmission, admit_group
-from hpcdist.rank.network.rpc_signing import _SignedPickler
+from hpcdist.rank.network.rpc_torch import _SignedPickler
 from hpcdist.rank.network.store_gate import StoreServer, check_proof, open_relay, prove
 
 KEY, OTHER = bytes(32), bytes([1] * 32)
@@ -80,7 +80,7 @@ def test_gate_without_the_key_is_refused() -> None:
         check_proof(theirs, KEY, b"token")
 
 
-def test_rpc_message_without_valid_signature_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_rpc_message_without_valid_signature_is_refused() -> None:
     ours, theirs = _SignedPickler(KEY), _SignedPickler(OTHER)
     content, tensors = ours.serialize(["text", torch.ones(2)])
     found: Any = ours.deserialize(content, tensors)
@@ -89,7 +89,6 @@ def test_rpc_message_without_valid_signature_is_refused(caplog: pytest.LogCaptur
     for pickler, message in ((theirs, content), (ours, content[:-1] + b"!"), (ours, b""), (ours, content[32:])):
         with pytest.raises(HpcdistError, match="an RPC message is not signed with this attempt's key"):
             pickler.deserialize(message, tensors)
-    assert len([record for record in caplog.records if "refused an RPC message" in record.message]) == 2
 
 
 def test_foreign_connection_to_a_group_is_refused_and_fails_it_after_sending_data(

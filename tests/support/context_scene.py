@@ -23,8 +23,6 @@ from hpcdist.tracking.journal.writer import JournalWriter
 
 #: A single rank without a process group.
 SINGLE_RANK = Rank(0, 1, Path())
-#: Part of the error of an RPC that has waited for `rpc_group`'s `timeout_s`.
-RPC_TIMED_OUT = "RPC ran for more than set timeout"
 
 
 def new_run(folder: Path, name: str = "first") -> RunDir:

@@ -1,85 +1,124 @@
 """RPC between the ranks of a run: start, a check of every pair, commands from rank 0, and a shutdown with a time limit.
 
-    with rpc_group(ctx) as group:
+    with rpc_group(ctx, {"collect": observer.collect}) as group:
         if ctx.is_main:
-            ...                                   # calls the other ranks and sends them commands
+            rollout = group.call("observer:0", "collect", weights).result()
         else:
             group.serve({"save": save_my_shard})  # until rank 0 leaves its block
 
-Rank 0 is the leader. The other ranks answer calls in RPC's threads, and execute the commands of rank 0 in their main
-thread. A command may contain collectives, because all ranks are in one process group as well.
+Rank 0 is the leader. The other ranks answer calls in threads, and execute the commands of rank 0 in their main thread.
+A command may contain collectives, because all ranks are in one process group as well.
 
-Reference: https://docs.pytorch.org/docs/stable/rpc.html
+Messages are sent by ZeroMQ (`rpc_zmq.py`) or by torch.distributed.rpc (`rpc_torch.py`), see `launch.rpc`. Values are
+None, bool, int, float, str, tensors, and lists, tuples and dicts of these. Nothing received is unpickled.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import queue
 import socket
-import warnings
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
 
-from torch.distributed import PrefixStore, Store, rpc  # type: ignore[attr-defined]  # torch exports them at run time
-from torch.distributed.rendezvous import register_rendezvous_handler
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch exports it at run time
 
 from hpcdist.errors import HpcdistError, PeerLost, RemoteError
 from hpcdist.rank.context import Context
-from hpcdist.rank.network.peer_admission import RpcAdmission
-from hpcdist.rank.network.rpc_signing import sign_messages
 
 log = logging.getLogger(__name__)
-P = ParamSpec("P")
-T = TypeVar("T")
 
 LEAVE = "leave"
 #: How often a serving rank updates its heartbeat and checks that rank 0 answers, in seconds.
 PULSE_INTERVAL_S = 1.0
-#: InfiniBand if available, else TCP. TensorPipe's default on one host, `shm`, listens on a Unix socket to which every
-#: local user can connect and for which there is no filter. It also polls without a pause in every rank: on 2 cores the
-#: 3 ranks of the RL trainer reached only a quarter to a third of the steps per second.
-TRANSPORTS = ("ibv", "uv")
-#: Time limit of the graceful shutdown, in seconds: it waits for every rank, also for one that has died.
+#: Time limit of the shutdown, in seconds: it waits for every rank, also for one that has died.
 SHUTDOWN_TIMEOUT_S = 8.0
+_starts = itertools.count()
 
 
-def remote(function: Callable[P, T]) -> Callable[P, T]:
-    """Mark a module-level function or a method as callable from other ranks.
+class Transport(Protocol):
+    """Sends calls to ranks and answers theirs."""
 
-    An exception reaches the caller as a RuntimeError, from which `RemoteError.received` restores role, rank and host.
-    """
+    def call(self, rank: int, function: str, arguments: tuple[Any, ...], timeout_s: float) -> Future[Any]: ...
+    def connected(self) -> None: ...  # called when every rank has called every other
+    def close(self) -> None: ...
 
-    @functools.wraps(function)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+
+class Endpoint:
+    """What a transport needs to know about this rank: its place, its functions, and how to name a peer."""
+
+    def __init__(self, ctx: Context, names: tuple[str, ...], functions: Mapping[str, Callable[..., Any]]) -> None:
+        self.ctx, self.names, self.functions = ctx, names, functions
+        self.store_name = f"rpc-{next(_starts)}"
+        self.store = PrefixStore(self.store_name, ctx.store)
+        self.place = f"{names[ctx.rank]} (rank {ctx.rank} on {socket.gethostname()})"
+
+    def lost(self, rank: int, reason: str) -> PeerLost:
+        """Return the error of calls to a rank that does not answer."""
+        return PeerLost(f"{self.names[rank]} (rank {rank}) does not answer: {reason}")
+
+    def answer(self, function: str, arguments: tuple[Any, ...], reply: Callable[[bool, Any], None]) -> None:
+        """Execute a call and pass its result to `reply`: True and the value, or False and the text of the error."""
+
+        def send(value: Any) -> None:
+            try:
+                if isinstance(value, Future):
+                    value.add_done_callback(lambda done: self._settle(done.result, send, fail))
+                else:
+                    reply(True, value)
+            except Exception as error:
+                fail(error)
+
+        def fail(error: BaseException) -> None:
+            text = str(error) if isinstance(error, RemoteError) else str(RemoteError.of(error, self.place))
+            with suppress(PeerLost):  # the caller has ended
+                reply(False, text)
+
+        if function not in self.functions:
+            known = ", ".join(sorted(name for name in self.functions if not name.startswith("_"))) or "none"
+            reply(False, f"{self.place}: there is no function {function!r} for other ranks; there are: {known}")
+            return
+        self._settle(lambda: self.functions[function](*arguments), send, fail)
+
+    @staticmethod
+    def _settle(run: Callable[[], Any], send: Callable[[Any], None], fail: Callable[[BaseException], None]) -> None:
         try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            raise RemoteError.received(error) or RemoteError.of(error, _current().place) from None
-
-    return wrapper
+            value = run()
+        except Exception as error:  # it reaches the caller as text
+            fail(error)
+        else:
+            send(value)
 
 
 class RpcGroup:
     """All ranks of a run by their RPC names, `role:index`."""
 
-    def __init__(self, ctx: Context, timeout_s: float, target: object = None) -> None:
+    def __init__(
+        self, ctx: Context, functions: Mapping[str, Callable[..., Any]], timeout_s: float, num_threads: int
+    ) -> None:
         self._ctx = ctx
-        self.target = target
         self._timeout_s = timeout_s
         self._commands: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
         self.names = tuple(ctx.roles.name_of(rank) for rank in range(ctx.world_size))
-        self.token = ctx.topology.token
-        store = PrefixStore(f"rpc-{next(_starts)}", ctx.store)
-        self.admission = RpcAdmission(PrefixStore("admission", store), ctx.rank, ctx.world_size)
-        # This reference keeps the Python object alive; torch keeps only its C++ part.
-        self.store = _AnnouncingStore(store, self.admission)
-        self.place = f"{self.name} (rank {ctx.rank} on {socket.gethostname()})"
+        self._ranks = {name: rank for rank, name in enumerate(self.names)}
+        self._arrived: list[Future[None]] = []
+        self._gone = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        own = {
+            "_order": lambda command, arguments: self._commands.put((command, arguments)),
+            "_pulse": lambda stop: ctx.request_stop() if stop else None,
+            "_token": lambda: ctx.topology.token,
+            "_arrive": self._arrive,
+            "_bye": self._gone.release,
+        }
+        self.endpoint = Endpoint(ctx, self.names, {**functions, **own})
+        self.transport: Transport = _transport(self.endpoint, num_threads)
 
     @property
     def name(self) -> str:
@@ -95,6 +134,31 @@ class RpcGroup:
         """Return the RPC names of a role's ranks, ordered by index."""
         return [name for name in self.names if name.partition(":")[0] == role]
 
+    def call(self, to: str | int, function: str, *arguments: Any, timeout_s: float | None = None) -> Future[Any]:
+        """Call a function of another rank, and return the future of its result.
+
+        The result raises RemoteError if the function failed there, and PeerLost if the rank has ended or has not
+        answered in time. A tensor must not be changed before the call is answered, because it is not copied.
+
+        Args:
+            to: RPC name or rank.
+            function: a key of the mapping that the rank passed to `rpc_group`.
+            timeout_s: time limit in seconds; None means that of the group.
+
+        Raises TypeError for an argument that cannot be sent.
+        """
+        rank = to if isinstance(to, int) else self._ranks.get(to, -1)
+        if not 0 <= rank < len(self.names):
+            raise HpcdistError(f"there is no rank {to!r}: the ranks are {', '.join(self.names)}")
+        return self.transport.call(rank, function, arguments, self._timeout_s if timeout_s is None else timeout_s)
+
+    def call_all(
+        self, role: str | Sequence[str], function: str, *arguments: Any, timeout_s: float | None = None
+    ) -> list[Future[Any]]:
+        """Call a function of all ranks of a role, or of the named ranks; see `call`."""
+        names = self.of_role(role) if isinstance(role, str) else role
+        return [self.call(name, function, *arguments, timeout_s=timeout_s) for name in names]
+
     def order(self, command: str, *arguments: Any, to: Sequence[str] | None = None) -> None:
         """Send a command from rank 0 to other ranks; does not wait for its execution.
 
@@ -105,9 +169,8 @@ class RpcGroup:
             arguments: arguments of the receiver's function.
             to: RPC names of the receivers; None means every other rank.
         """
-        names = self.peers if to is None else to
-        for future in [rpc.rpc_async(name, _enqueue, (command, arguments)) for name in names]:
-            future.wait()
+        for future in self.call_all(self.peers if to is None else to, "_order", command, arguments):
+            future.result()
 
     def serve(self, commands: Mapping[str, Callable[..., None]], background: Sequence[Future[None]] = ()) -> None:
         """Execute the commands of rank 0 until it leaves its block. Stop signals are forwarded to rank 0.
@@ -127,79 +190,62 @@ class RpcGroup:
                 command, arguments = self._commands.get(timeout=PULSE_INTERVAL_S)
             except queue.Empty:
                 self._ctx.alive()
-                self._pulse(stop=self._ctx.stop_signalled and not is_stop_sent)
+                self.call(0, "_pulse", self._ctx.stop_signalled and not is_stop_sent).result()
                 is_stop_sent = self._ctx.stop_signalled
                 continue
             if command == LEAVE:
                 return
             commands[command](*arguments)
 
-    def _pulse(self, *, stop: bool) -> None:
-        try:
-            rpc.rpc_sync(self.names[0], _pulse, (stop,), timeout=self._timeout_s)
-        except RuntimeError as error:
-            raise PeerLost(f"{self.names[0]} (rank 0) does not answer: {_first_line(error)}") from error
-
     def ping_all(self) -> None:
-        """Call every rank once and compare tokens. Raises PeerLost, which names the pair.
-
-        This opens all connections that RPC uses later, including the one of a rank to itself.
-        """
-        futures = {name: rpc.rpc_async(name, _token, timeout=self._timeout_s) for name in self.names}
-        for name, future in futures.items():
+        """Call every rank once and compare tokens. Raises PeerLost, which names the pair."""
+        for name, future in zip(self.names, self.call_all(self.names, "_token"), strict=True):
             try:
-                token = future.wait()
-            except RuntimeError as error:
-                raise PeerLost(f"{self.place} cannot call {name}: {_first_line(error)}") from error
-            if token != self.token:
-                raise PeerLost(f"{name} belongs to {token!r}, this is {self.token!r}")
+                token = future.result()
+            except (PeerLost, RemoteError) as error:
+                raise PeerLost(f"{self.endpoint.place} cannot call {name}: {error}") from error
+            if token != self._ctx.topology.token:
+                raise PeerLost(f"{name} belongs to {token!r}, this is {self._ctx.topology.token!r}")
 
+    def _arrive(self) -> Future[None]:
+        """Return a future for each caller; all of them complete when every rank has called (on rank 0)."""
+        with self._lock:
+            self._arrived.append(Future())
+            mine, waiting = self._arrived[-1], list(self._arrived)
+            if len(waiting) == len(self.names):
+                self._arrived = []
+        if len(waiting) == len(self.names):
+            for future in waiting:
+                future.set_result(None)
+        return mine
 
-def rpc_target(kind: type[T]) -> T:
-    """Return the object that this rank passed to `rpc_group`, for use in a `@remote` function.
+    def meet(self, timeout_s: float) -> None:
+        """Wait until every rank has called `meet`. Raises PeerLost."""
+        self.call(0, "_arrive", timeout_s=timeout_s).result()
 
-    Args:
-        kind: class of the object.
-
-    Raises HpcdistError if this rank passed no object of this class.
-    """
-    target = _current().target
-    if not isinstance(target, kind):
-        raise HpcdistError(f"{_current().place} has no {kind.__name__} for calls from other ranks")
-    return target
-
-
-_group: RpcGroup | None = None
-_starts = itertools.count()
-
-
-def _current() -> RpcGroup:
-    if _group is None:
-        raise HpcdistError("no rpc_group is open in this process")
-    return _group
-
-
-def _enqueue(command: str, arguments: tuple[Any, ...]) -> None:
-    _current()._commands.put((command, arguments))
-
-
-def _pulse(stop: bool) -> None:
-    if stop:
-        _current()._ctx.request_stop()
-
-
-def _token() -> str:
-    return _current().token
+    def close(self) -> None:
+        """Wait until no rank needs this one, at most SHUTDOWN_TIMEOUT_S, and close the connections."""
+        try:
+            self.meet(SHUTDOWN_TIMEOUT_S)
+        except (PeerLost, RemoteError) as error:
+            raise PeerLost(f"{self.endpoint.place}: the other ranks did not shut down RPC: {error}") from error
+        # Rank 0 must not end before the others have their answers. It may end while they wait for that of `_bye`.
+        if self._ctx.is_main:
+            for _ in self.peers:
+                self._gone.acquire(timeout=SHUTDOWN_TIMEOUT_S)
+        else:
+            with suppress(PeerLost):
+                self.call(0, "_bye", timeout_s=SHUTDOWN_TIMEOUT_S).result()
+        self.transport.close()
 
 
 @contextmanager
 def rpc_group(
     ctx: Context,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
     *,
     timeout_s: float = 60.0,
     num_threads: int = 16,
-    device_maps: dict[str, dict[Any, Any]] | None = None,
-    target: object = None,
 ) -> Iterator[RpcGroup]:
     """Start RPC on every rank, check every pair, and shut RPC down on all ranks after the block.
 
@@ -208,93 +254,64 @@ def rpc_group(
 
     Args:
         ctx: the context of this rank.
+        functions: what other ranks may call, by name. A function that returns a `concurrent.futures.Future` is answered
+            when that completes.
         timeout_s: default time limit of a call, in seconds.
         num_threads: number of calls that this rank answers at the same time.
-        device_maps: by RPC name, a map from this rank's GPU to that rank's GPU; tensors on mapped GPUs are sent
-            directly.
-        target: the object that calls from other ranks use (`rpc_target`) while the group is open.
     """
-    global _group
-    group = RpcGroup(ctx, timeout_s, target)
-    _group = group
-    sign_messages(ctx.attempt.read_key())
-    options = rpc.TensorPipeRpcBackendOptions(
-        num_worker_threads=num_threads,
-        rpc_timeout=timeout_s,
-        init_method="hpcdist://",
-        device_maps=device_maps,
-        _transports=list(TRANSPORTS),
-    )
-    with _quiet(), group.admission.open():
-        rpc.init_rpc(group.name, rank=ctx.rank, world_size=ctx.world_size, rpc_backend_options=options)
-        group.ping_all()
+    group = RpcGroup(ctx, functions or {}, timeout_s, num_threads)
+    group.ping_all()
+    group.meet(timeout_s)
+    group.transport.connected()
     log.info("RPC: %s is connected to %d peers", group.name, len(group.peers))
     yield group
     if ctx.is_main:
         group.order(LEAVE)
-    try:
-        with _quiet():
-            rpc.shutdown(graceful=True, timeout=SHUTDOWN_TIMEOUT_S)
-        # RPC's shutdown uses the store of rank 0, so rank 0 must not exit before all ranks have finished it.
-        ctx.barrier()
-    except RuntimeError as error:
-        raise PeerLost(f"{group.place}: the other ranks did not shut down RPC: {_first_line(error)}") from error
-    _group = None
+    group.close()
 
 
-class _AnnouncingStore(Store):
-    """The store that RPC uses to start and shut down; it closes RPC's sockets before it publishes their addresses."""
+def _transport(endpoint: Endpoint, num_threads: int) -> Transport:
+    if endpoint.ctx.config.launch.rpc == "torch":
+        from hpcdist.rank.network.rpc_torch import TorchTransport
 
-    def __init__(self, store: Store, admission: RpcAdmission) -> None:
-        super().__init__()
-        self._store, self._admission = store, admission
+        return TorchTransport(endpoint, num_threads)
+    from hpcdist.rank.network.rpc_zmq import ZmqTransport
 
-    def set(self, key: str, value: str) -> None:
-        if b"://" in (value.encode() if isinstance(value, str) else value):
-            self._admission.shut()
-        else:
-            self._admission.begin()
-        self._store.set(key, value)
-
-    # torch's C++ code looks these methods up by name on the class.
-    def get(self, key: str) -> bytes:
-        return self._store.get(key)
-
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(key, amount)
-
-    def wait(self, *arguments: Any) -> None:
-        self._store.wait(*arguments)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self._store.compare_set(key, expected, desired)
-
-    def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(key)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._store.set_timeout(timeout)
+    return ZmqTransport(endpoint, num_threads)
 
 
-def _rendezvous(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """Use the process group's store, which is authenticated already: RPC needs no second port and no second proof."""
-    group = _current()
-    yield group.store, group._ctx.rank, group._ctx.world_size
+def encode(value: Any, tensors: list[Tensor]) -> Any:
+    """Return a value as JSON types; its tensors are appended to `tensors`. Raises TypeError for other types."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_quantized:
+            raise TypeError(f"RPC sends dense tensors, not {value.layout}: use its indices and values")
+        tensors.append(value.detach())
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, list):
+        return [encode(item, tensors) for item in value]
+    if isinstance(value, tuple):
+        return {"tuple": [encode(item, tensors) for item in value]}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: encode(item, tensors) for key, item in value.items()}}
+    kind = "a dict with keys that are not strings" if isinstance(value, dict) else type(value).__name__
+    raise TypeError(
+        f"RPC cannot send {kind}: use None, bool, int, float, str, tensors, and lists, tuples, dicts of them"
+    )
 
 
-register_rendezvous_handler("hpcdist", _rendezvous)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress a deprecation warning that torch's own start and shutdown of RPC cause (torch 2.10 to 2.15)."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="You are using a Backend .* as a ProcessGroup", category=UserWarning)
-        yield
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+def decode(content: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return the value that `encode` was given. Raises ValueError for other content."""
+    if isinstance(content, list):
+        return [decode(item, tensors) for item in content]
+    if not isinstance(content, dict):
+        return content
+    match content:
+        case {"tensor": int(index)} if 0 <= index < len(tensors):
+            return tensors[index]
+        case {"tuple": list(items)}:
+            return tuple(decode(item, tensors) for item in items)
+        case {"dict": dict(items)}:
+            return {key: decode(item, tensors) for key, item in items.items()}
+    raise ValueError("not a value of RPC")
