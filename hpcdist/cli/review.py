@@ -52,7 +52,7 @@ def ui(
     is_server = store.startswith("http")
     if not is_server:
         server.require_app()
-        server.require_free(port)
+        listener = server.listen(port)
     runs = find_runs(runs_dir)
     _upload(runs, quick=True)
     if is_server:
@@ -73,6 +73,8 @@ def ui(
     os.environ |= server.variables(store, file, links.of_newest(runs, store, page))
     os.umask(0o077)  # a new database and uploaded artifacts are private to the user
     command = server.command(port)
+    os.dup2(listener.fileno(), 0)  # its standard input
+    listener.close()
     os.execv(command[0], command)
 
 

@@ -26,16 +26,21 @@ def require_app() -> None:
         )
 
 
-def require_free(port: int) -> None:
-    """Raise UserMistake when the port is taken: a link to another user's server would give away the token."""
+def listen(port: int) -> socket.socket:
+    """Return a socket that listens; uvicorn accepts its connections later.
+
+    From now on no other user can take the port, so that a link to it never gives the token to another server. Raises
+    UserMistake when the port is taken.
+    """
     try:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((HOST, port))
+        listener = socket.create_server((HOST, port))
     except OSError as error:
         raise UserMistake(
             f"port {port} of {HOST} cannot be used ({error.strerror}): choose another one with --port"
         ) from error
+    # Connections inherit it. asyncio does not set it, since uvicorn takes each descriptor for a Unix socket.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def make_token(port: int, env: Mapping[str, str]) -> tuple[str, Path]:
@@ -58,10 +63,11 @@ def make_token(port: int, env: Mapping[str, str]) -> tuple[str, Path]:
 
 
 def command(port: int) -> list[str]:
-    """Return the command of the server."""
+    """Return the command of the server, whose standard input is the listening socket."""
     options = ["--host", HOST, "--port", str(port), "--workers", "1", "--app-name", APP]
     # The log of requests would repeat the token, and the line on the start has an address without it.
-    return [sys.executable, "-m", "mlflow", "server", *options, "--uvicorn-opts", "--no-access-log --log-level warning"]
+    uvicorn = "--fd 0 --no-access-log --log-level warning"
+    return [sys.executable, "-m", "mlflow", "server", *options, "--uvicorn-opts", uvicorn]
 
 
 def variables(store: str, token_file: Path, link: str) -> dict[str, str]:
@@ -74,6 +80,10 @@ def variables(store: str, token_file: Path, link: str) -> dict[str, str]:
         "MLFLOW_BACKEND_STORE_URI": store,
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        # No lines about its defaults and its own deprecated imports.
+        "MLFLOW_REGISTRY_STORE_URI": store,
+        "MLFLOW_LOGGING_LEVEL": "WARNING",
+        "PYTHONWARNINGS": "ignore",
         ui_gate.TOKEN_FILE: str(token_file),
         ui_gate.LINK: link,
     }

@@ -2,13 +2,12 @@
 
 MLflow loads `create_app` as an app plugin (entry point `mlflow.app`, name `hpcdist-token`). Every request, for pages,
 API and artifacts alike, must carry the token of this start: as a cookie, which the printed link sets, or as
-`Authorization: Bearer TOKEN`, which MLflow's client sends for `MLFLOW_TRACKING_TOKEN`. The link is printed when the
-server accepts connections.
+`Authorization: Bearer TOKEN`, which MLflow's client sends for `MLFLOW_TRACKING_TOKEN`. The link is printed when MLflow
+has started; `hpcdist ui` has made the listening socket before.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import html
 import json
@@ -16,13 +15,12 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 #: Path of the file that holds the token; `hpcdist ui` sets it for the server.
 TOKEN_FILE = "HPCDIST_UI_TOKEN_FILE"  # noqa: S105 - the name of a variable
-#: The link that is printed when the server accepts connections.
+#: The link that is printed when MLflow has started.
 LINK = "HPCDIST_UI_LINK"
-_POLL_S = 0.05
 #: Sets the key with which MLflow 3.17 records that it has opened the panel of its assistant, which it does on the first
 #: visit of a browser. The fragment of the link names the page.
 _ENTRY = b"""<!doctype html><title>hpcdist ui</title><script>
@@ -59,10 +57,13 @@ class TokenGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":  # from the start to the end of the server
-            announcement = asyncio.create_task(_announce(self._link)) if self._link else None
-            await self._app(scope, receive, send)
-            if announcement is not None:
-                announcement.cancel()
+
+            async def announce(message: Scope) -> None:
+                await send(message)
+                if message["type"] == "lifespan.startup.complete" and self._link:
+                    print(f"review in MLflow: {self._link}", flush=True)
+
+            await self._app(scope, receive, announce)
         elif scope["type"] != "http":  # MLflow has no websockets
             await send({"type": "websocket.close", "code": 1008})
         elif scope["path"] == "/" and self._is_token(_query_token(scope)):
@@ -83,21 +84,6 @@ class TokenGate:
         """Answer the printed link: set the cookie, and open the address without the token."""
         cookie = _cookie_name(scope) + b"=" + self._token + b"; Path=/; HttpOnly; SameSite=Strict"
         await _answer(send, 200, b"text/html; charset=utf-8", _ENTRY, [(b"set-cookie", cookie)])
-
-
-async def _announce(link: str) -> None:
-    """Print the link when the server accepts connections; the application starts before that."""
-    address = urlsplit(link)
-    while True:
-        try:
-            _, writer = await asyncio.open_connection(address.hostname, address.port)
-        except OSError:
-            await asyncio.sleep(_POLL_S)
-            continue
-        writer.close()
-        await writer.wait_closed()
-        print(f"review in MLflow: {link}", flush=True)
-        return
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

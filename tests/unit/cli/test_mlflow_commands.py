@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -84,15 +85,25 @@ def test_ui_uploads_and_starts_mlflow_which_prints_one_link(
 ) -> None:
     started: list[list[str]] = []
     masks: list[int] = []
-    for name in ("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "MLFLOW_BACKEND_STORE_URI", "HPCDIST_UI_TOKEN_FILE"):
+    store = f"sqlite:///{tmp_path}/runs/mlflow.db"
+    for name in ui.variables(store, tmp_path, ""):
         monkeypatch.setenv(name, "from the caller")  # restored after the test
-    monkeypatch.setenv("HPCDIST_UI_LINK", "")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "false")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr(os, "execv", lambda path, arguments: started.append(arguments))
+
+    def execv(path: str, arguments: list[str]) -> None:
+        # A link has been printed or follows at once: the port is held from now on, for uvicorn.
+        with socket.socket(fileno=os.dup(stdin)) as listener:
+            assert listener.getsockname() == ("127.0.0.1", port)
+            assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        started.append(arguments)
+
+    stdin = os.open(os.devnull, os.O_RDONLY)  # in place of that of the tests
+    dup2 = os.dup2
+    monkeypatch.setattr(os, "dup2", lambda descriptor, _: dup2(descriptor, stdin))
+    monkeypatch.setattr(os, "execv", execv)
     monkeypatch.setattr(os, "umask", lambda mask: masks.append(mask))
     ship_all(monkeypatch, "first")
-    store = f"sqlite:///{tmp_path}/runs/mlflow.db"
     run = make("first", status="finished")
     write_json(run.mlflow, {"experiment_id": "7", "uri": store, "views": ["hpcdist-overview", "hpcdist-cost"]})
     port = unused_port()
@@ -109,6 +120,8 @@ def test_ui_uploads_and_starts_mlflow_which_prints_one_link(
     assert os.environ["HPCDIST_UI_TOKEN_FILE"] == str(file)
     assert started == [ui.command(port)]
     assert masks == [0o077]
+    os.close(stdin)  # the second start has the port
+    stdin = os.open(os.devnull, os.O_RDONLY)
     assert hpcdist("ui", "--port", str(port), "--links").out.splitlines()[1:] == [
         f"all experiments: {address}/?token={file.read_text()}#/experiments?workflowType=machine_learning",
         f"exp: {address}/?token={file.read_text()}{listing}",

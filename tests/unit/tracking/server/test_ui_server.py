@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import os
 import socket
 import stat
+import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -135,22 +137,24 @@ def test_websockets_are_closed_and_lifespan_events_passed_on() -> None:
     assert request(kind="lifespan")[1] == 1
 
 
-def test_link_is_printed_when_the_server_accepts_connections(capsys: pytest.CaptureFixture[str]) -> None:
-    port = unused_port()
-    link = f"http://127.0.0.1:{port}/?token={TOKEN}#/experiments"
+def test_link_is_printed_when_mlflow_has_started(capsys: pytest.CaptureFixture[str]) -> None:
+    link, sent = f"http://127.0.0.1:5000/?token={TOKEN}#/experiments", []
+
+    async def send(message: Scope) -> None:
+        sent.append(message["type"])
 
     async def receive() -> Scope:
         raise AssertionError
 
-    async def lifespan(*_: Any) -> None:
-        await asyncio.sleep(2 * ui_gate._POLL_S)
-        assert capsys.readouterr().out == "", "nothing listens yet"
-        async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", port):
-            while not (out := capsys.readouterr().out):
-                await asyncio.sleep(0)
-        assert out == f"review in MLflow: {link}\n"
+    async def lifespan(scope: Scope, receive: Any, send: Any) -> None:
+        assert capsys.readouterr().out == "", "not started yet"
+        await send({"type": "lifespan.startup.complete"})
+        assert capsys.readouterr().out == f"review in MLflow: {link}\n"
+        await send({"type": "lifespan.shutdown.complete"})
 
-    asyncio.run(TokenGate(lifespan, TOKEN, link)({"type": "lifespan"}, receive, receive))
+    asyncio.run(TokenGate(lifespan, TOKEN, link)({"type": "lifespan"}, receive, send))
+    assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+    assert capsys.readouterr().out == ""
 
 
 def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,12 +199,15 @@ def test_command_line_contains_neither_token_nor_store(tmp_path: Path) -> None:
     options = ["--host", "127.0.0.1", "--port", "5000", "--workers", "1", "--app-name", "hpcdist-token"]
     assert ui.command(5000) == [
         *(sys.executable, "-m", "mlflow", "server", *options),
-        *("--uvicorn-opts", "--no-access-log --log-level warning"),
+        *("--uvicorn-opts", "--fd 0 --no-access-log --log-level warning"),
     ]
     assert ui.variables("postgresql://me:pw@db/mlflow", file, "http://127.0.0.1:5000/?token=x") == {
         "MLFLOW_BACKEND_STORE_URI": "postgresql://me:pw@db/mlflow",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_REGISTRY_STORE_URI": "postgresql://me:pw@db/mlflow",
+        "MLFLOW_LOGGING_LEVEL": "WARNING",
+        "PYTHONWARNINGS": "ignore",
         "HPCDIST_UI_TOKEN_FILE": str(file),
         "HPCDIST_UI_LINK": "http://127.0.0.1:5000/?token=x",
     }
@@ -210,4 +217,34 @@ def test_used_port_is_refused() -> None:
     with socket.create_server((ui.HOST, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserMistake, match=f"port {port} of 127.0.0.1 cannot be used .*: choose another one with"):
-            ui.require_free(port)
+            ui.listen(port)
+
+
+#: Try to listen on a port with each option that lets sockets share one; prints how often it worked.
+TAKE = """
+import socket, sys
+taken = 0
+for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+    for host in ("127.0.0.1", "0.0.0.0"):
+        with socket.socket() as mine:
+            mine.setsockopt(socket.SOL_SOCKET, option, 1)
+            try:
+                mine.bind((host, int(sys.argv[1])))
+                mine.listen()
+                taken += 1
+            except OSError:
+                pass
+print(taken)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_another_user_cannot_take_the_port_before_mlflow_listens() -> None:
+    def take(port: int) -> str:
+        command = ["python3", "-c", TAKE, str(port)]
+        return subprocess.run(command, user=65534, cwd="/", check=True, capture_output=True, text=True).stdout.strip()
+
+    port = unused_port()
+    assert take(port) == "4", "the attack works on a free port"
+    with ui.listen(port):
+        assert take(port) == "0"
