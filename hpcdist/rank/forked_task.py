@@ -57,7 +57,7 @@ def main() -> NoReturn:
     signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
     name, connect_s, limit_s, folder = sys.argv[1:]
     try:
-        parent = _connect(name, float(connect_s))
+        parent = _connect(folder, name, float(connect_s))
         rank = _ask(parent, float(limit_s))
     except (OSError, NoParentError) as error:
         print(f"hpcdist: this rank imports torch itself: {error}", file=sys.stderr, flush=True)
@@ -71,18 +71,21 @@ def main() -> NoReturn:
     end_like(_answer(parent).get("status", -signal.SIGKILL))
 
 
-def _connect(name: str, limit_s: float) -> socket.socket:
+def _connect(folder: str, name: str, limit_s: float) -> socket.socket:
     until = time.monotonic() + limit_s
+    place = address(folder, name)
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.setblocking(False)  # a full backlog does not hold up the rank
         try:
-            connection.connect(address(name))
+            connection.connect(place)
             break
-        except ConnectionRefusedError as error:
+        except (ConnectionRefusedError, FileNotFoundError, BlockingIOError) as error:
             connection.close()
             if time.monotonic() >= until:
                 raise NoParentError("no parent process of ranks listens on this node") from error
         time.sleep(_CONNECT_EVERY_S)
+    connection.setblocking(True)
     if peer_uid(connection) != os.getuid():
         raise NoParentError("a process of another user listens in place of the parent process of ranks")
     return connection

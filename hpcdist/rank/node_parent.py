@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from hpcdist.machine.process_record import PARENT_MODULE, SPACE, SPACE_BYTES
 
@@ -32,12 +33,13 @@ _END_S = 10.0
 _MAX_SPACE_BYTES = 120 * 1024
 
 
-def address(name: str) -> str:
-    """Return the address of the socket: a name in the network namespace of this node, without a file.
+def address(folder: str, name: str) -> str:
+    """Return the address of the socket: a file in the run folder, which other users can neither reach nor create.
 
-    Several nodes may share one machine (`slurmd -N`).
+    All nodes share that folder. A path through an open descriptor has less than the kernel's limit of 108 bytes.
     """
-    return f"\0hpcdist/{os.environ.get('SLURMD_NODENAME', '')}/{name}"
+    descriptor = os.open(Path(folder, "attempts"), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    return f"/proc/self/fd/{descriptor}/{name}.{os.environ.get('SLURMD_NODENAME', '')}"
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -47,11 +49,12 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
     return own | {SPACE: " " * min(2 * removed + SPACE_BYTES, _MAX_SPACE_BYTES)}
 
 
-def _end(name: str) -> None:
+def _end(folder: str, name: str) -> None:
     """End the parent process of that name on this node, if there is one."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, suppress(OSError):
-        connection.settimeout(_END_S)
-        connection.connect(address(name))
+        connection.settimeout(_END_S)  # a full backlog is an error at once
+        connection.connect(place := address(folder, name))
+        os.unlink(place)
         connection.send(END)
         connection.recv(1)  # until the other process has ended
 
@@ -61,9 +64,15 @@ def main() -> None:
     folder, limit_s, name, *earlier = sys.argv[1:]
     signal.setitimer(signal.ITIMER_REAL, float(limit_s))  # continues in the parent
     for other in earlier:
-        _end(other)
+        _end(folder, other)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(address(name))
+    try:
+        listener.bind(address(folder, name))
+    except OSError as error:  # a file system without sockets
+        from hpcdist.supervisor.plan import CANNOT_FORK  # not needed otherwise
+
+        print(f"hpcdist: no socket can be created in {folder}/attempts: {error}", file=sys.stderr)
+        sys.exit(CANNOT_FORK)
     listener.listen(_BACKLOG)
     os.dup2(listener.fileno(), 0)
     os.execve(sys.executable, [sys.executable, "-P", "-m", PARENT_MODULE, folder], environment(os.environ))

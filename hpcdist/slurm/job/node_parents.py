@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from hpcdist.config.schema import Config
 from hpcdist.containers.spec import ContainerSpec
+from hpcdist.files import retry
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm.current_job import signal_named_steps
 from hpcdist.slurm.job.rank_step import ended_tasks
@@ -233,3 +234,5 @@ class NodeParents:
         elif self._process.returncode < 0:  # the step outlives a killed srun
             signal_named_steps(PARENTS_STEP, "KILL")
         self.abandon()
+        for left in self.messages.parent.glob(f"{self.name}.*"):  # sockets
+            retry.discard(left)

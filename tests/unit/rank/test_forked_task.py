@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -328,6 +329,50 @@ def test_parent_ends_if_slurmstepd_has_ended_during_the_imports(node: Node, tmp_
         node.slurmstepd.kill()
         node.slurmstepd.wait()
     wait_for(lambda: parents_of(node.run) == [], "the end of the parent", timeout_s=SOON_S)
+
+
+#: Listens at an abstract address without accepting, with a full backlog, until its standard input ends.
+SQUATTER = """
+import os, socket, sys
+os.setuid(65534)
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind("\\0" + sys.argv[1])
+listener.listen(0)
+idle = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)]
+for one in idle:
+    one.setblocking(False)
+    one.connect_ex("\\0" + sys.argv[1])
+print("full", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_another_user_cannot_occupy_the_address_of_the_parent(node: Node) -> None:
+    command = ["python3", "-c", SQUATTER, f"hpcdist/n1/{node.name}"]
+    with subprocess.Popen(command, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as squatter:
+        assert squatter.stdout is not None
+        assert squatter.stdout.readline() == b"full\n"
+        node.start_parent()
+        code, log = node.start(0, "import os; print(os.getppid())").end()
+        assert (code, log) == (0, f"{parents_of(node.run)[0]}\n")
+        squatter.communicate()
+
+
+def test_task_does_not_wait_at_a_full_backlog(node: Node) -> None:
+    place = f"/proc/self/fd/{os.open(node.run.path / 'attempts', os.O_PATH)}/{node.name}.n1"
+    with ExitStack() as stack:
+        listener, *idle = (stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) for _ in range(4))
+        listener.bind(place)
+        listener.listen(0)
+        for one in idle:
+            one.setblocking(False)
+            one.connect_ex(place)
+        write_package(node.folder, TORCH)
+        code, log = node.start(0, "import sys; sys.exit(6)", connect_s=0.1).end()
+    os.close(int(place.split("/")[4]))
+    assert code == 6
+    assert "no parent process of ranks listens on this node" in log
 
 
 def test_rank_that_the_parent_cannot_watch_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
