@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import shlex
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from hpcdist.devcluster import argv, processes
 from hpcdist.devcluster.settings import Layout
-from hpcdist.errors import DevClusterError
+from hpcdist.errors import DevClusterError, RunFolderError
+from hpcdist.files import lock
 
 POLL_INTERVAL_S = 0.1
 COMMAND_TIMEOUT_S = 120.0
 LOCK_WITHIN_S = 10.0
-#: Name of an abstract socket, which the kernel removes at the end of the process.
-LOCK = "\0hpcdist-devcluster"
+#: In a folder to which only root can write.
+LOCK = Path("/run/hpcdist-devcluster.lock")
 
 
 def run(command: list[str], *, env: Mapping[str, str] | None = None, stdin: str = "") -> str:
@@ -95,16 +96,9 @@ def exclusive() -> Iterator[None]:
         DevClusterError: another process holds it for `LOCK_WITHIN_S`. After a killed `up`, its child may do so until it
             has started the child's program.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lock:
-        deadline = time.monotonic() + LOCK_WITHIN_S
-        while True:
-            try:
-                lock.bind(LOCK)
-                break
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise DevClusterError(
-                        "another `hpcdist devcluster` is at work on this machine: wait for it"
-                    ) from None
-            time.sleep(POLL_INTERVAL_S)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(lock.exclusive(LOCK, within_s=LOCK_WITHIN_S))
+        except RunFolderError:
+            raise DevClusterError("another `hpcdist devcluster` is at work on this machine: wait for it") from None
         yield

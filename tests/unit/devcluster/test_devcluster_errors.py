@@ -22,8 +22,10 @@ from hpcdist.cli import devcluster
 from hpcdist.devcluster import argv, cgroups, cluster, host, node_runtimes, nodes, processes, provision, render, system
 from hpcdist.devcluster.settings import LINK, Layout, Settings
 from hpcdist.errors import DevClusterError
+from hpcdist.files import lock
 
 Patch = pytest.MonkeyPatch
+LOCK = system.LOCK
 TWO = Settings(num_nodes=2)
 
 
@@ -36,9 +38,9 @@ def layout() -> Iterator[Layout]:
 
 
 @pytest.fixture(autouse=True)
-def own_lock(layout: Layout, monkeypatch: Patch) -> None:
+def own_lock(tmp_path: Path, monkeypatch: Patch) -> None:
     """A separate lock: a dev cluster may be starting on this machine."""
-    monkeypatch.setattr(system, "LOCK", f"\0{layout.state}")
+    monkeypatch.setattr(system, "LOCK", tmp_path / "lock")
 
 
 @pytest.fixture
@@ -376,6 +378,11 @@ def test_commands_do_not_inherit_the_callers_slurm_variables(monkeypatch: Patch)
     assert "SLURM_CONF=/x\n" in system.run(["env"], env={"SLURM_CONF": "/x"})
 
 
+def test_only_root_can_hold_the_lock() -> None:
+    assert LOCK.parent.stat().st_uid == 0
+    assert not LOCK.parent.stat().st_mode & 0o022
+
+
 def test_exclusive_lock_allows_one_command_at_a_time(monkeypatch: Patch) -> None:
     monkeypatch.setattr(system, "LOCK_WITHIN_S", 0.1)
     with system.exclusive(), pytest.raises(DevClusterError, match="another `hpcdist devcluster` is at work"):
@@ -390,7 +397,7 @@ def test_exclusive_lock_is_awaited_while_a_killed_command_still_holds_it(monkeyp
         waits: list[float] = []
         monkeypatch.setattr(time, "sleep", lambda seconds: (waits.append(seconds), killed.close()))
         with system.exclusive():
-            assert waits == [system.POLL_INTERVAL_S]
+            assert waits == [lock._POLL_S]
 
 
 def test_timeout_of_a_daemon_is_reported_with_its_last_output(recorded: Layout) -> None:
