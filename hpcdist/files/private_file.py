@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hpcdist.errors import UserMistake
 from hpcdist.files.atomic import write_atomic
+from hpcdist.files.regular_file import read_regular
 
 #: Such a file holds one line or a few; more is a mistake, such as the path of a log.
 MAX_BYTES = 64 * 1024
@@ -36,13 +37,13 @@ def read_private(path: Path) -> str:
     """
     require_private(path)
     try:
-        with open(path, "rb") as file:
-            raw = file.read(MAX_BYTES + 1)
+        text = read_regular(path, MAX_BYTES).decode(errors="replace").strip()
     except OSError as error:
         raise UserMistake(f"{path} cannot be read: {error.strerror}") from error
-    text = raw.decode(errors="replace").strip()
-    if len(raw) > MAX_BYTES or not text:
-        raise UserMistake(f"{path} {'is larger than 64 KiB' if text else 'is empty'}: it must hold one secret")
+    except ValueError:
+        raise UserMistake(f"{path} is larger than 64 KiB: it must hold one secret") from None
+    if not text:
+        raise UserMistake(f"{path} is empty: it must hold one secret")
     return text
 
 

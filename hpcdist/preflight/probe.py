@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcdist.errors import HpcdistError
+from hpcdist.files.bounded_json import parse_object
 from hpcdist.machine import facts as machine
 from hpcdist.machine import gpus, storage
 from hpcdist.machine.time_limit import done_within, start, within
@@ -113,9 +114,8 @@ def read_answers(stdout: str) -> dict[str, dict[str, Any]]:
     for node, own in pieces.items():
         if own.keys() != set(range(totals[node])):
             continue
-        with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(found := json.loads("".join(own[number] for number in range(totals[node]))), dict):
-                answers[node] = found
+        with contextlib.suppress(ValueError):
+            answers[node] = parse_object("".join(own[number] for number in range(totals[node])))
     return answers
 
 

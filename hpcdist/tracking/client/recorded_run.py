@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hpcdist.errors import UserMistake
 from hpcdist.files import retry
 from hpcdist.files.atomic import read_json
+from hpcdist.files.bounded_json import parse_object
 from hpcdist.files.ownership import is_mine, require_trusted
 from hpcdist.review.facts import read_facts
 from hpcdist.review.markdown import PATCH
@@ -169,12 +169,11 @@ def _download(client: MlflowClient, run_id: str, uri: str, scratch: Path) -> Non
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise UserMistake(f"the artifact {path.name} of the run in MLflow is damaged: it holds no JSON object")
-    return found
+        return parse_object(path.read_bytes())
+    except ValueError:
+        raise UserMistake(
+            f"the artifact {path.name} of the run in MLflow is damaged: it holds no JSON object"
+        ) from None
 
 
 def _dataset(found: entities.DatasetInput) -> Dataset:

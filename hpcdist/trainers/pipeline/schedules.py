@@ -7,7 +7,7 @@ use the same weights, and their gradients are summed in the same order. So sched
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 
@@ -40,12 +40,3 @@ SCHEDULES: dict[str, Callable[[int, int, int], list[Action]]] = {"gpipe": gpipe,
 def ideal_bubble(num_stages: int, num_micro_batches: int) -> float:
     """Return the fraction of a step that stages of equal speed are idle, with either schedule."""
     return (num_stages - 1) / (num_micro_batches + num_stages - 1)
-
-
-def ideal_step_s(stage_s: Sequence[float], num_micro_batches: int) -> float:
-    """Return the shortest possible duration of a step: the slowest stage is never idle after its first micro-batch.
-
-    Args:
-        stage_s: seconds of one micro-batch in each stage, forward and backward.
-    """
-    return sum(stage_s) + (num_micro_batches - 1) * max(stage_s)
