@@ -16,7 +16,7 @@ from torch.distributed import HashStore, TCPStore
 
 from hpcdist.errors import HpcdistError, RendezvousError
 from hpcdist.rank.network import own_sockets, store_gate
-from hpcdist.rank.network.peer_admission import RpcAdmission, admit_group
+from hpcdist.rank.network.peer_admission import admit_group
 from hpcdist.rank.network.rpc_torch import _SignedPickler
 from hpcdist.rank.network.store_gate import StoreServer, check_proof, open_relay, prove
 
@@ -119,11 +119,3 @@ def test_foreign_connection_to_a_group_is_refused_and_fails_it_after_sending_dat
             for sock in accepted:
                 sock.close()
         assert caplog.text.count("which is not a rank of this run") == 1
-
-
-def test_connection_before_the_address_is_published_fails_the_start_of_rpc() -> None:
-    admission = RpcAdmission(HashStore(), 0, 1)
-    with socket.create_server((HERE, 0)) as listener, socket.socket() as foreign:
-        foreign.connect(listener.getsockname())
-        with pytest.raises(RendezvousError, match=r"connected to port \d+ of rank 0 before its address was published"):
-            admission.shut()

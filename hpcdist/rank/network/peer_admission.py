@@ -1,12 +1,11 @@
-"""Admission of peers: only ranks of this run may connect to the sockets of gloo and TensorPipe.
+"""Admission of peers: only ranks of this run may connect to the sockets of gloo.
 
-Neither library authenticates a peer. The ranks therefore exchange lists of their connections through their store, which
+gloo does not authenticate a peer. The ranks therefore exchange lists of their connections through their store, which
 only ranks can access. A connection that a rank has accepted is genuine if another rank lists it too. Afterwards a
 filter closes the listening sockets.
 
 gloo connects all pairs in a group's constructor, and reads only a number from a connection before the first collective.
-Its connections are compared after the constructor (`admit_group`). TensorPipe answers requests as soon as it listens,
-so a filter holds back the data of each connection until it is known to be genuine (`RpcAdmission`).
+Its connections are compared after the constructor (`admit_group`).
 """
 
 from __future__ import annotations
@@ -14,11 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
-import threading
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -101,99 +96,3 @@ def guard_gloo() -> None:
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
     distributed_c10d.ProcessGroupGloo = _AdmittingGloo  # type: ignore[misc]
     dist.ProcessGroupGloo = _AdmittingGloo  # type: ignore[misc]
-
-
-class RpcAdmission:
-    """Admits the TensorPipe connections of the ranks while RPC starts.
-
-    The kernel accepts connections but drops all data on them until both ends are known. The sender retransmits the data
-    after 0.2 s.
-
-    Args:
-        store: a store that only this start of RPC uses.
-    """
-
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
-        self._before = own_sockets.inodes()
-        self._listening: set[Address] = set()
-        self._admitted: set[int] = set()
-        self._ready = threading.Event()
-        self._failed = threading.Event()
-
-    def begin(self) -> None:
-        """Exclude the sockets that are open now; call it directly before RPC begins to listen."""
-        self._before = own_sockets.inodes()
-
-    def shut(self) -> None:
-        """Drop data to the new listening sockets; call it before their addresses are published.
-
-        Raises RendezvousError if another process has connected already.
-        """
-        with own_sockets.tcp_sockets() as found:
-            for own in found:
-                if own.peer is None and own.inode not in self._before and own.local not in self._listening:
-                    own_sockets.attach(own.sock, own_sockets.NO_DATA)
-                    self._listening.add(own.local)
-        for _, port in self._listening:
-            if strangers := own_sockets.connections_to(port):
-                raise RendezvousError(
-                    f"{_name(min(strangers))} connected to port {port} of rank {self._rank} before its address was"
-                    " published: it is another program on this machine"
-                )
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Admit connections until every rank has left this block; then close the listening sockets."""
-        failures: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                self._admit_until_ready()
-            except BaseException as error:  # re-raised in the thread of the block
-                failures.append(error)
-
-        thread = threading.Thread(target=work, name="hpcdist-admission", daemon=True)
-        thread.start()
-        try:
-            yield
-        except BaseException:
-            self._failed.set()
-            raise
-        self._store.add("ready", 1)
-        self._ready.set()
-        thread.join()
-        if failures:
-            raise failures[0]
-
-    def _admit_until_ready(self) -> None:
-        pause_s = 0.002 * max(2, self._size)
-        published = ""
-        while not self._failed.is_set():
-            is_last = self._ready.is_set() and self._store.add("ready", 0) == self._size
-            with own_sockets.tcp_sockets() as found:
-                new = [own for own in found if own.inode not in self._before]
-                if (listing := _listing(new)) != published:
-                    self._store.set(f"connections/{self._rank}", listing)
-                    published = listing
-                keys = [f"connections/{other}" for other in range(self._size)]
-                known = _accepted(self._store.get(key) for key in keys if self._store.check([key]))
-                for own in new:
-                    if (
-                        own.local in self._listening
-                        and own.inode not in self._admitted
-                        and (own.local, own.peer) in known
-                    ):
-                        own_sockets.detach(own.sock)
-                        self._admitted.add(own.inode)
-                if is_last:
-                    listening = [own for own in new if own.peer is None and own.local in self._listening]
-                    for own in listening:
-                        if own_sockets.can_filter():
-                            own_sockets.attach(own.sock, own_sockets.NOTHING)
-                        else:
-                            # TensorPipe treats this as a socket error, warns, and stops listening.
-                            own.sock.shutdown(socket.SHUT_RDWR)
-                    _refuse_strangers(self._listening, known, fail_on_data=False)
-                    return
-            time.sleep(pause_s)  # there is no event for a connection that a library opens

@@ -110,7 +110,7 @@ class RpcGroup:
         self._arrived: list[Future[None]] = []
         self._gone = threading.Semaphore(0)
         self._lock = threading.Lock()
-        own = {
+        own: dict[str, Callable[..., Any]] = {
             "_order": lambda command, arguments: self._commands.put((command, arguments)),
             "_pulse": lambda stop: ctx.request_stop() if stop else None,
             "_token": lambda: ctx.topology.token,

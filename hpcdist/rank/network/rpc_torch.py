@@ -88,7 +88,7 @@ class TorchTransport:
             _transports=_TRANSPORTS,
         )
         signed = _SignedPickler(ctx.attempt.read_key())
-        unsigned = internal._InternalRPCPickler()  # type: ignore[no-untyped-call]  # torch's
+        unsigned = internal._InternalRPCPickler()
         internal._internal_rpc_pickler = api._default_pickler = signed
         with _quiet():
             rpc.init_rpc(

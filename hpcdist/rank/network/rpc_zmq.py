@@ -111,7 +111,7 @@ class ZmqTransport:
         if topology.num_nodes > 1:
             self._zap = self._keys.be_server(self._inbox)
             self._inbox.bind(f"tcp://{_own_address(topology.master_addr)}:*")
-            found["tcp"] = self._inbox.last_endpoint.decode()
+            found["tcp"] = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
         return found
 
     def _connect(self, rank: int, addresses: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ class ZmqTransport:
         kind, number, source, function, content, described = json.loads(header)
         if source not in range(len(self._peers)):
             raise ValueError(f"there is no rank {source}")
-        tensors = [self._tensor(*each, frame) for each, frame in zip(described, frames, strict=True)]
+        tensors = [self._tensor(each, frame) for each, frame in zip(described, frames, strict=True)]
         if kind == _CALL:
             self._calls.put((source, number, str(function), content, tensors))
             return
@@ -206,7 +206,8 @@ class ZmqTransport:
         else:
             entry[0].set_exception(RemoteError(str(value)))
 
-    def _tensor(self, dtype: str, shape: list[int], order: list[int], on_gpu: bool, frame: memoryview) -> Tensor:
+    def _tensor(self, description: Any, frame: memoryview) -> Tensor:
+        dtype, shape, order, on_gpu = description
         kind = _DTYPES[dtype]
         if sorted(order) != list(range(len(shape))) or math.prod(shape) * kind.itemsize != frame.nbytes:
             raise ValueError(f"{frame.nbytes} bytes for a tensor of shape {shape}")
