@@ -77,18 +77,21 @@ def inspected(engine: Engine, image: str, answer: str) -> Mapping[str, Any]:
 
 
 def parse(name: str, raw: Mapping[str, Any]) -> ImageFacts:
-    """Return the facts in one entry of `docker image inspect` or `podman image inspect`."""
+    """Return the facts in one entry of `docker image inspect` or `podman image inspect`. Raises ImageError."""
     config = raw.get("Config") or {}
+    labels, env, entrypoint = config.get("Labels") or {}, config.get("Env") or [], config.get("Entrypoint") or []
+    if not (isinstance(labels, dict) and isinstance(env, list) and isinstance(entrypoint, list)):
+        raise ImageError(f"the description of image {name} has labels, variables or an entrypoint of another type")
     identity = str(raw["Id"])
     return ImageFacts(
         name=name,
         digest=identity if ":" in identity else f"sha256:{identity}",
         architecture=str(raw.get("Architecture", "")),
-        entrypoint=tuple(config.get("Entrypoint") or ()),
+        entrypoint=tuple(map(str, entrypoint)),
         user=str(config.get("User") or ""),
-        labels=dict(config.get("Labels") or {}),
-        env=tuple(config.get("Env") or ()),
-        size_bytes=int(str(raw.get("Size", 0))),
+        labels={key: str(value) for key, value in labels.items()},
+        env=tuple(map(str, env)),
+        size_bytes=size if isinstance(size := raw.get("Size"), int) else 0,
     )
 
 
