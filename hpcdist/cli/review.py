@@ -40,15 +40,15 @@ def ui(
 
         hpcdist ui --port 5001 --runs-dir /shared/me/runs --links
     """
+    from hpcdist.files.ownership import require_safe
     from hpcdist.run.lookup import find_runs
-    from hpcdist.run.runs_dir import require_own
     from hpcdist.tracking.client.uri import choose_uri, sqlite_path
     from hpcdist.tracking.pages import links
     from hpcdist.tracking.server import ui as server
 
     store = tracking_uri or choose_uri(os.environ, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir)
     if (database := sqlite_path(store)) is not None:
-        require_own(database, "the database")
+        require_safe(database)
     is_server = store.startswith("http")
     if not is_server:
         server.require_app()

@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.environments.listing import first_difference, write_listing
+from hpcdist.errors import RunFolderError
 from hpcdist.files.bounded_json import parse_object
+from hpcdist.files.ownership import make_private
 
 #: Packages that a rank imports before the user's code.
 REQUIRED = ("numpy", "psutil", "torch")
@@ -123,7 +125,10 @@ def prepare(request: NodeRequest) -> bool:
     if not request.folder:
         return False
     folder = Path(request.folder)
-    _make_private(folder)
+    try:
+        make_private(folder)
+    except RunFolderError as error:
+        raise CopyError(f"cluster.environment.local_dir: {error}") from error
     with _locked(folder):
         for partial in folder.glob(".partial-*"):  # of a process that was killed
             shutil.rmtree(partial)
@@ -160,21 +165,6 @@ def start_python(request: NodeRequest) -> dict[str, Any]:
         return parse_object(found[1], "python")
     except ValueError as error:
         raise CopyError(f"{request.python} gives no valid description of itself: {error}") from error
-
-
-def _make_private(folder: Path) -> None:
-    """Create the user's folder, to which nobody else can write."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-    except FileExistsError:
-        status = folder.lstat()
-    if folder.is_symlink() or not folder.is_dir() or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise CopyError(
-            f"{folder} is not a folder of this user alone, and others could change the code in it: remove it, or set"
-            " cluster.environment.local_dir"
-        )
 
 
 @contextmanager

@@ -18,6 +18,8 @@ from hpcdist.environments.uv_project import build, uv_fingerprint
 from hpcdist.files.atomic import read_json, write_json
 from hpcdist.files.formats import fill
 from hpcdist.files.lock import long_lock
+from hpcdist.files.ownership import make_private
+from hpcdist.run.runs_dir import own_place
 
 log = logging.getLogger(__name__)
 DAY_S = 86400.0
@@ -37,7 +39,7 @@ class Packed:
 
 def store_of(runs_dir: Path) -> Path:
     """Return the folder of packed environments, which all nodes share."""
-    return runs_dir / ".environments"
+    return own_place(runs_dir) / ".environments"
 
 
 def pack(environment: EnvironmentConfig, runs_dir: Path, env: Mapping[str, str]) -> Packed:
@@ -49,8 +51,7 @@ def pack(environment: EnvironmentConfig, runs_dir: Path, env: Mapping[str, str])
         UserMistake: uv fails, or the environment's Python does not start.
         OSError: the archive cannot be written.
     """
-    store = store_of(runs_dir)
-    store.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(store := store_of(runs_dir))
     source = Path(environment.path)
     digest = uv_fingerprint(source, environment.uv_args) if environment.kind == "uv" else fingerprint(source)
     form = "" if environment.stage else "-in-place"

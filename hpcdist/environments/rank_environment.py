@@ -18,6 +18,7 @@ from hpcdist.environments.packed import DAY_S, Packed, pack, store_of, touch
 from hpcdist.errors import UserMistake
 from hpcdist.files.atomic import write_json
 from hpcdist.files.formats import fill
+from hpcdist.files.ownership import make_private
 from hpcdist.run.folder import RunDir, read_record
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,8 @@ def rank_environment(config: Config, run: RunDir, env: Mapping[str, str]) -> Ran
     environment = config.cluster.environment
     if environment.kind == "none":
         return None
-    sources = str(copy_sources(_own_store(config)))
+    make_private(store := store_of(Path(config.runs_dir)))
+    sources = str(copy_sources(store))
     packed = _packed(config, run, env)
     if environment.modules:
         env = load_modules(environment.modules, env)
@@ -144,12 +146,6 @@ def expanded(folder: str, env: Mapping[str, str]) -> str:
     if not found.startswith("/"):
         raise UserMistake(f"cluster.environment.local_dir={folder}: {found} is not an absolute path")
     return found
-
-
-def _own_store(config: Config) -> Path:
-    store = store_of(Path(config.runs_dir))
-    store.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return store
 
 
 def _packed(config: Config, run: RunDir, env: Mapping[str, str]) -> Packed | None:

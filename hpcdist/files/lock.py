@@ -16,7 +16,6 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -46,7 +45,7 @@ def exclusive(path: Path, *, within_s: float = WAIT_S) -> Iterator[None]:
         OSError: the folder is not available.
     """
     until = time.monotonic() + within_s
-    file = retry.retry(lambda: open(path, "a"), path)  # noqa: SIM115  # closed below
+    file = retry.retry(lambda: open_lock(path), path)
     try:
         while (locked := _try_flock(file)) is False:
             _wait(path, until, within_s)
@@ -65,6 +64,11 @@ def exclusive(path: Path, *, within_s: float = WAIT_S) -> Iterator[None]:
         retry.remove(held)
 
 
+def open_lock(path: Path, mode: int = 0o666) -> IO[str]:
+    """Open a lock file, which is created if it is missing; links are not followed."""
+    return open(path, "a+", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, mode))
+
+
 @contextmanager
 def long_lock(path: Path, *, mode: int = 0o666, waiting: str = "") -> Iterator[None]:
     """Hold a lock for work that may take minutes, after waiting for it without a time limit.
@@ -78,7 +82,7 @@ def long_lock(path: Path, *, mode: int = 0o666, waiting: str = "") -> Iterator[N
 
     Raises OSError if the file cannot be opened.
     """
-    with open(path, "a", opener=partial(os.open, mode=mode)) as file:
+    with open_lock(path, mode) as file:
         if not lock_now(file):
             if waiting:
                 log.info("%s", waiting)

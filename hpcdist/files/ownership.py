@@ -2,22 +2,33 @@
 
 Several users may share a `runs_dir`. A run's config selects a server, its `slurm.json` a job, and its code is executed.
 Therefore commands act only on run folders that belong to the effective user and that no other user can write to. Root
-is no exception: the code of another user's run would execute with root's rights.
+is no exception: the code of another user's run would execute with root's rights. Nor may other users be able to replace
+a folder by one of theirs, so that the folders above it are checked, too, as sshd does with StrictModes.
 """
 
 from __future__ import annotations
 
+import grp
 import os
 import pwd
 import shlex
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from hpcdist.errors import RunFolderError
 
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 _ENTERABLE = stat.S_IXGRP | stat.S_IXOTH
+#: Groups of this site whose members may change the folders above a user's runs: names, separated by commas.
+TRUSTED_GROUPS = "HPCDIST_TRUSTED_GROUPS"
+#: Shown for users without an id in a user namespace.
+_NO_ID = 65534
+_FIX = (
+    "set `runs_dir` to a folder of your own, such as '${oc.env:HOME}/runs', and share results through a tracking"
+    " server (`tracking.uri`); start a container as the folder's owner with `--user $(id -u):$(id -g)`"
+)
 
 
 def is_mine(folder: Path) -> bool:
@@ -29,7 +40,7 @@ def is_mine(folder: Path) -> bool:
 
 
 def require_mine(folder: Path, action: str) -> None:
-    """Raise RunFolderError unless the folder of a run or sweep belongs to the effective user.
+    """Raise RunFolderError unless the folder of a run or sweep belongs to the effective user and is safe.
 
     Args:
         action: name of the command for the message, such as `sync`.
@@ -39,6 +50,7 @@ def require_mine(folder: Path, action: str) -> None:
             f"run folder {folder} belongs to {_owner(folder)}, and `hpcdist {action}` acts only on your own runs,"
             f" because a run's config and code act with your rights: ask {_owner(folder)}, or start a new run"
         )
+    require_safe(folder)
 
 
 def require_trusted(folder: Path, action: str) -> None:
@@ -46,14 +58,76 @@ def require_trusted(folder: Path, action: str) -> None:
 
     Modes of files inside the folder are checked only if group or others can enter it.
     """
-    require_mine(folder, action)
-    for path in _checked(folder):
+    for path in _checked(folder) if is_mine(folder) else ():
         if path.lstat().st_mode & _WRITABLE and not path.is_symlink():
             mode = stat.S_IMODE(path.stat().st_mode)
             raise RunFolderError(
                 f"{path} is writable by group or others (mode {mode:04o}), and `hpcdist {action}` would execute"
                 f" their code: `chmod -R go-w {shlex.quote(str(folder))}`"
             )
+    require_mine(folder, action)
+
+
+def require_safe(path: Path) -> None:
+    """Raise RunFolderError if another user could replace a folder or file; the message ends with `: ` and the fix.
+
+    All folders and symbolic links by which the kernel finds it must belong to this user or root, and only they may
+    write to the folders, except for those with the sticky bit. Members of TRUSTED_GROUPS count as this user.
+    """
+    trusted_groups, is_open = os.environ.get(TRUSTED_GROUPS, "").split(","), False
+    is_inside = Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]  # of a user namespace
+    known_ids = (os.geteuid(), 0, *[_NO_ID] * is_inside)  # there, root may have no id
+    for place, about in _way(path.absolute()):
+        group, mode, name = _group(about.st_gid), about.st_mode, shlex.quote(str(place))
+        is_trusted = bool(group) and group in trusted_groups
+        trust = f"; if you trust the group {group}, set {TRUSTED_GROUPS}={group}" if group else ""
+        # Anyone may have made a folder in an open one, whose setgid bit then gives it the group.
+        if about.st_uid not in known_ids and (is_open or not is_trusted):
+            owners = f"{user_of(about.st_uid)}, not to {user_of(os.geteuid())}"
+            raise RunFolderError(f"{place} belongs to {owners}: {_FIX}{trust}")
+        is_open = bool(mode & stat.S_IWOTH)
+        if stat.S_ISDIR(mode) and not mode & stat.S_ISVTX and (is_open if is_trusted else is_shared(about)):
+            raise RunFolderError(
+                f"others may write to {place} (mode {stat.S_IMODE(mode):04o}) and replace what your runs execute:"
+                f" `chmod go-w {name}`, or `chmod +t {name}` to keep it shared{trust}"
+            )
+
+
+def is_shared(about: os.stat_result) -> bool:
+    """Return whether other users may write to a folder. A group with the name of this user has no other members."""
+    group = _group(about.st_gid)
+    is_own = group == user_of(os.geteuid()) if group else about.st_gid == os.geteuid()  # no name in a container
+    return bool(about.st_mode & (stat.S_IWOTH if is_own else _WRITABLE))
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder of mode 0700. Raises RunFolderError if it exists and is shared, not safe or no folder."""
+    with suppress(FileExistsError):  # perhaps a link to nothing
+        folder.mkdir(mode=0o700, parents=True)
+    require_safe(folder)
+    if not folder.is_dir() or not is_mine(folder) or is_shared(folder.stat()):
+        raise RunFolderError(
+            f"{folder} is not a folder of {user_of(os.geteuid())} alone: remove it, or use another one"
+        )
+
+
+def _way(path: Path, num_links: int = 40) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield the folders and symbolic links by which the kernel finds a path, as far as they exist."""
+    for place in [*reversed(path.parents), path]:
+        try:
+            about = place.lstat()
+        except OSError:  # opening it reports the reason
+            return
+        yield place, about
+        if stat.S_ISLNK(about.st_mode) and num_links:
+            yield from _way(place.parent / os.readlink(place), num_links - 1)
+
+
+def _group(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return ""
 
 
 def _checked(folder: Path) -> Iterator[Path]:
@@ -64,11 +138,8 @@ def _checked(folder: Path) -> Iterator[Path]:
 
 
 def _owner(folder: Path) -> str:
-    try:
-        number = os.lstat(folder).st_uid
-        if number == os.geteuid():  # a link of this user to a folder of another one
-            number = os.stat(folder).st_uid
-        return user_of(number)
+    try:  # also of a link of this user to a folder of another one
+        return user_of(max(os.lstat(folder).st_uid, os.stat(folder).st_uid, key=lambda uid: uid != os.geteuid()))
     except OSError:
         return "an unknown user"
 

@@ -10,7 +10,7 @@ from hpcdist.config.redaction import is_redacted
 from hpcdist.review.checkpoints import CheckpointFacts
 from hpcdist.review.facts import RunFacts
 from hpcdist.run.origin import PLAIN_SCRIPT
-from hpcdist.run.runs_dir import DATABASE
+from hpcdist.run.runs_dir import DATABASE, own_place
 from hpcdist.run.sweep import text_of
 
 #: Maximum length of a line of a command. MLflow's page of a run does not wrap code: a long line moves the section
@@ -109,7 +109,8 @@ def _location(facts: RunFacts) -> list[str]:
     runs_dir = facts.folder.parent.parent.absolute()
     words = [f"runs_dir={runs_dir}"] if Path(facts.cwd, "runs") != runs_dir else []
     # A redacted password makes the URI useless.
-    is_default = facts.tracking_uri in ("", f"sqlite:///{runs_dir / DATABASE}") or is_redacted(facts.tracking_uri)
+    default = f"sqlite:///{own_place(runs_dir) / DATABASE}"
+    is_default = facts.tracking_uri in ("", default) or is_redacted(facts.tracking_uri)
     return words if is_default else [*words, f"tracking.uri={facts.tracking_uri}"]
 
 

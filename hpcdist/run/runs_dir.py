@@ -9,62 +9,52 @@ and root can change every file anyway.
 from __future__ import annotations
 
 import os
-import pwd
 from pathlib import Path
 
 from hpcdist.errors import RunFolderError
-from hpcdist.files import retry
+from hpcdist.files import ownership, retry
 
 DATABASE = "mlflow.db"
 _PRIVATE = 0o600
-_FIX = (
-    "set `runs_dir` to a folder of your own, such as '${oc.env:HOME}/runs', and share results through a tracking"
-    " server (`tracking.uri`); start a container as the folder's owner with `--user $(id -u):$(id -g)`"
-)
 
 
 def claim(runs_dir: Path) -> None:
     """Create the folder of runs, mode 0700, if it is missing.
 
     Raises:
-        RunFolderError: the folder, or the database in it, belongs to another user.
+        RunFolderError: another user owns the folder or the database in it, or could replace them.
         OSError: the folder cannot be created.
     """
     # The mode applies to the last folder only.
     retry.retry(lambda: runs_dir.mkdir(mode=0o700, parents=True, exist_ok=True), runs_dir)
-    require_own(runs_dir, "runs_dir")
-    require_own(runs_dir / DATABASE, "the database")
+    ownership.require_safe(runs_dir)
+    if (place := own_place(runs_dir)) != runs_dir:
+        ownership.make_private(place)
+    ownership.require_safe(place / DATABASE)
+
+
+def own_place(runs_dir: Path) -> Path:
+    """Return the folder of the database, its artifacts and packed environments.
+
+    It is a folder of this user in `runs_dir` if others may write there and could make one of the files first.
+    """
+    try:
+        is_shared = ownership.is_shared(runs_dir.stat())
+    except OSError:  # `claim` will make it
+        return runs_dir
+    return runs_dir / f".hpcdist-{os.geteuid()}" if is_shared else runs_dir
 
 
 def claim_experiment(folder: Path) -> None:
     """Create the folders of runs and of an experiment, mode 0700, if they are missing.
 
     Raises:
-        RunFolderError: one of them belongs to another user.
+        RunFolderError: another user owns one of them, or could replace it.
         OSError: one of them cannot be created.
     """
     claim(folder.parent)
     retry.retry(lambda: folder.mkdir(mode=0o700, exist_ok=True), folder)
-    require_own(folder, "the folder of the experiment")
-
-
-def require_own(path: Path, name: str) -> None:
-    """Raise RunFolderError if `path` exists and belongs to neither this user nor root.
-
-    Args:
-        name: description of the path for the message.
-    """
-    if (owner := foreign_owner(path)) is not None:
-        raise RunFolderError(f"{name} {path} belongs to {owner}, not to {_name_of(os.geteuid())}: {_FIX}")
-
-
-def foreign_owner(path: Path) -> str | None:
-    """Return the owner of `path` if that is neither this user nor root, else None."""
-    try:
-        owner = path.stat().st_uid
-    except OSError:  # missing or not accessible: opening it reports the reason
-        return None
-    return None if owner in (os.geteuid(), 0) else _name_of(owner)
+    ownership.require_safe(folder)
 
 
 def make_database(path: Path) -> None:
@@ -73,11 +63,16 @@ def make_database(path: Path) -> None:
     sqlite creates its journals with the mode of the database.
 
     Raises:
-        RunFolderError: the database belongs to another user.
+        RunFolderError: the database belongs to another user, or others may write to its folder.
         OSError: the database cannot be created.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    require_own(path, "the database")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    ownership.require_safe(path)
+    if ownership.is_shared(path.parent.stat()):
+        raise RunFolderError(
+            f"others may write to {path.parent}, so that they can put a journal beside the database {path.name}:"
+            f" `chmod go-w {path.parent}`, or use a database in a folder of your own (tracking.uri)"
+        )
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE)
     try:
         found = os.fstat(descriptor)
@@ -85,10 +80,3 @@ def make_database(path: Path) -> None:
             os.fchmod(descriptor, _PRIVATE)
     finally:
         os.close(descriptor)
-
-
-def _name_of(uid: int) -> str:
-    try:
-        return f"user {pwd.getpwuid(uid).pw_name}"
-    except KeyError:
-        return f"user {uid}"

@@ -44,6 +44,7 @@ def _is_no_code(path: Path) -> bool:
         (path / "pyvenv.cfg").exists()
         or ((path / "state.json").exists() and (path / "attempts").is_dir())
         or (path.name == ".environments" and (path / "lock").exists())
+        or path.name.startswith(".hpcdist-")
         or ((path / "sweep.json").exists() and any(path.parent.glob(f"{path.name}-*/cell.json")))
     )
 

@@ -9,9 +9,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from hpcdist.errors import RunFolderError
+from hpcdist.files.ownership import require_safe
 from hpcdist.machine import storage
 from hpcdist.machine.check import Check, failure, note, ok, warning
-from hpcdist.run.runs_dir import DATABASE, foreign_owner
+from hpcdist.run.runs_dir import DATABASE, own_place
 
 GIB = 2**30
 _LITTLE_SPACE = 2 * GIB
@@ -67,19 +69,16 @@ def folder_checks(runs_dir: Path, *, on_cluster: bool = False, in_container: boo
 
 def _privacy(runs_dir: Path) -> list[Check]:
     """Check that only this user can write to the folder and its database."""
-    database = runs_dir / DATABASE
-    for path, kind in ((runs_dir, "the folder"), (database, "the database")):
-        if (owner := foreign_owner(path)) is not None:
-            text = f"{kind} {path} belongs to {owner}: runs are refused, because a folder of runs has a single owner"
-            return [failure("owner", text, f"{_CHOOSE}; share results by an MLflow server")]
-    checks = []
-    if (mode := _mode(runs_dir)) & 0o022 and not mode & stat.S_ISVTX:
-        text = f"group or others may write to {runs_dir} (mode {mode:04o}): they can replace what your runs execute"
-        checks.append(warning("owner", text, f"chmod go-w {shlex.quote(str(runs_dir))}"))
+    database = own_place(runs_dir) / DATABASE
+    try:
+        require_safe(database)
+    except RunFolderError as error:
+        text, _, fix = str(error).partition(": ")
+        return [failure("owner", text, fix)]
     if (mode := _mode(database)) & 0o077:
         text = f"group or others may open {database} (mode {mode:04o}); the next run restricts it to its owner"
-        checks.append(warning("database", text, f"chmod 600 {shlex.quote(str(database))}"))
-    return checks
+        return [warning("database", text, f"chmod 600 {shlex.quote(str(database))}")]
+    return []
 
 
 def _mode(path: Path) -> int:

@@ -15,8 +15,10 @@ from typing import Any
 
 from hpcdist.errors import TrackingError
 from hpcdist.files.atomic import write_json
+from hpcdist.files.ownership import make_private
 from hpcdist.run.attempt_times import began_of
 from hpcdist.run.folder import RunDir, read_record
+from hpcdist.run.runs_dir import own_place
 from hpcdist.tracking.client.mlflow_client import MlflowException, entities, open_client, require_id, translated
 from hpcdist.tracking.client.uri import redact_uri, sqlite_path
 from hpcdist.tracking.journal.names import clean_name
@@ -118,8 +120,8 @@ class MlflowRun:
         if self.uri.startswith(("http://", "https://", "databricks")):
             return None
         database = sqlite_path(self.uri)
-        folder = (database.parent if database is not None else self._folder.path.parent.parent) / "mlartifacts"
-        folder.mkdir(mode=0o700, exist_ok=True)  # it holds copies of private files
+        place = database.parent if database is not None else own_place(self._folder.path.parent.parent)
+        make_private(folder := place / "mlartifacts")  # it holds copies of private files
         return (folder.absolute() / experiment).as_uri()
 
     def log_points(self, points: Sequence[Point]) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from hpcdist.config.redaction import REDACTED, redact_text
 from hpcdist.config.schema import Config
 from hpcdist.errors import TrackingError
-from hpcdist.run.runs_dir import DATABASE
+from hpcdist.run.runs_dir import DATABASE, own_place
 
 
 def redact_uri(text: str) -> str:
@@ -18,7 +18,7 @@ def redact_uri(text: str) -> str:
 
 def default_uri(runs_dir: Path) -> str:
     """Return the URI of the sqlite database in the folder of the runs."""
-    return f"sqlite:///{runs_dir.absolute() / DATABASE}"
+    return f"sqlite:///{own_place(runs_dir).absolute() / DATABASE}"
 
 
 def sqlite_path(uri: str) -> Path | None:

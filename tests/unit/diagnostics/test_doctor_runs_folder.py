@@ -50,24 +50,23 @@ def test_folder_without_write_permission_fails(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.usefixtures("fast_disk")
 @pytest.mark.processes
-def test_folder_or_database_of_others_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_or_database_of_others_is_reported(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").touch(mode=0o600)
+    os.chown(tmp_path, 0, 65534)
     tmp_path.chmod(0o775)
     (tmp_path / "mlflow.db").chmod(0o640)
-    folder_check, database_check = folder_checks(tmp_path)[1:3]
-    assert (folder_check.name, folder_check.level) == ("owner", "warning")
-    assert f"group or others may write to {tmp_path} (mode 0775)" in folder_check.text
-    assert folder_check.fix == f"chmod go-w {tmp_path}"
+    (check,) = (check for check in folder_checks(tmp_path) if check.name == "owner")
+    assert check.level == "failure"
+    assert f"others may write to {tmp_path} (mode 0775)" in check.text
+    assert check.fix.startswith(f"`chmod go-w {tmp_path}`")
+    tmp_path.chmod(0o755)
+    database_check = folder_checks(tmp_path)[1]
     assert (database_check.name, database_check.level) == ("database", "warning")
     assert database_check.fix == f"chmod 600 {tmp_path}/mlflow.db"
-    monkeypatch.setattr(folder, "foreign_owner", lambda path: "user bob" if path.name == "mlflow.db" else None)
+    os.chown(tmp_path / "mlflow.db", 1234, 0)
     (check,) = (check for check in folder_checks(tmp_path) if check.name == "owner")
-    assert (check.level, check.text) == (
-        "failure",
-        f"the database {tmp_path}/mlflow.db belongs to user bob: runs are refused,"
-        " because a folder of runs has a single owner",
-    )
-    assert "share results by an MLflow server" in check.fix
+    assert (check.level, check.text) == ("failure", f"{tmp_path}/mlflow.db belongs to user 1234, not to root")
+    assert "share results through a tracking server" in check.fix
 
 
 @pytest.mark.usefixtures("fast_disk")
