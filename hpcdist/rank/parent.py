@@ -35,6 +35,7 @@ from hpcdist.machine.process_record import PARENT_MODULE, RANK_MODULE
 from hpcdist.rank.forking import IGNORED, fork_rank, leave, set_place
 from hpcdist.rank.task_server import TaskServer, listening_socket
 from hpcdist.run.folder import RunDir
+from hpcdist.run.folder_identity import require_same
 from hpcdist.supervisor.plan import CANNOT_FORK
 
 #: Modules that every rank with a trainer imports.
@@ -106,6 +107,7 @@ def _import_modules(run: RunDir, *, late: bool) -> bool:
     gc.disable()  # as in the worker: imported objects are never freed
     for name in ("torch", RANK_MODULE):
         importlib.import_module(name)
+    require_same(run.path, os.environ)
     config = load_run_config(run.effective_config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
     if not config.trainer.script:
         for name in _OF_TRAINERS:

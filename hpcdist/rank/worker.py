@@ -36,6 +36,7 @@ from hpcdist.rank.telemetry.flight_recorder import dump_on_signal, enable_flight
 from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
+from hpcdist.run.folder_identity import require_same
 from hpcdist.run.polling import system_interval_s
 from hpcdist.tracking.mlflow_plugin.rank_records import URI_VARIABLE, RankRecords, begin, is_declared
 
@@ -63,6 +64,7 @@ def _run(folder: Path) -> NoReturn:
     try:
         topology = Topology.from_env(os.environ)
         logs.configure(rank=topology.rank)
+        require_same(folder, os.environ)
         run = RunDir.open(folder)
     except (HpcdistError, OSError) as error:
         print(f"hpcdist worker: {error}", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
     runs/<experiment>/<run>/
         config.yaml  secrets.json  environment.json  code/  code.patch  state.json  lease  mlflow.json
+        identity                                 see run/folder_identity.py
         slurm.json  job.json                     the Slurm job, and its starts
         cell.json                                sweep and values, if the run is a cell of a sweep
         origin.json                              the config of the command line, before its overrides

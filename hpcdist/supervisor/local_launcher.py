@@ -19,6 +19,7 @@ from hpcdist.rank.variables import OWN_MEETING, OWN_PLACE
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.attempt_times import NodeShare, Resources
 from hpcdist.run.folder import RunDir
+from hpcdist.run.folder_identity import require_same
 from hpcdist.supervisor.plan import Plan, code_env, free_port, rank_command
 from hpcdist.supervisor.process_guard import Guard
 from hpcdist.supervisor.rank_parent import ParentEnded, RankParent
@@ -245,6 +246,8 @@ class LocalRanks:
         try:
             if self._parent is not None and not self._parent.is_ready(timeout_s):
                 return
+            # Also the start of an interpreter executes code of the run folder, which is in its import path.
+            require_same(self._logs[0].parents[2], self._envs[0])
             for env, path in zip(self._envs, self._logs, strict=True):
                 self._processes.append(self._start_one(self._parent, env, path))
             self._descriptors = [os.pidfd_open(process.pid) for process in self._processes]

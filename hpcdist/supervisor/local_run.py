@@ -15,6 +15,7 @@ from hpcdist.files.atomic import write_json
 from hpcdist.machine.own_image import image_facts
 from hpcdist.run import snapshot
 from hpcdist.run.folder import RunDir, State, read_record
+from hpcdist.run.folder_identity import VARIABLE, identity
 from hpcdist.run.lease import hold
 from hpcdist.supervisor.local_launcher import LocalLauncher
 from hpcdist.supervisor.plan import Plan
@@ -46,7 +47,7 @@ def supervise(
         # The original working directory may not exist on another machine; the run folder holds the code.
         cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
         # Values are redacted in config.yaml; ranks read them from the environment.
-        env = {**env, **secrets_of(config)}
+        env = {**env, **secrets_of(config), VARIABLE: identity(run.path)}
         import_path = snapshot.import_path(code, run)
         fork = config.launch.fork and not config.trainer.script
         with (

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from hpcdist.config.schema import Config
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.run.folder import RunDir
+from hpcdist.run.folder_identity import VARIABLE, identity
 from hpcdist.tracking.client.uri import is_server, resolve_uri
 from hpcdist.tracking.journal.shipping_state import upload_progress
 
@@ -112,7 +113,7 @@ def shipping_from_here(run: RunDir, config: Config, env: Mapping[str, str]) -> I
         # The job has shipped its end, unless its supervisor died.
         ship_now(run, config, env)
         return
-    shipper = ShipperProcess(run, uri, env, through_queue=True)
+    shipper = ShipperProcess(run, uri, {**env, VARIABLE: identity(run.path)}, through_queue=True)
     yield
     shipper.drain(config.tracking.drain_timeout_s, print)
 

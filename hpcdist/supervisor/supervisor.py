@@ -21,6 +21,7 @@ from hpcdist.rank.roles import Roles
 from hpcdist.run.attempt import BY_GROWTH, Attempt, Request
 from hpcdist.run.attempt_times import AttemptTimes, begin, reached_step, write_times
 from hpcdist.run.folder import RunDir, State, Status
+from hpcdist.run.folder_identity import require_same
 from hpcdist.run.pending_config import settle
 from hpcdist.run.saved_checkpoints import how_stopped
 from hpcdist.supervisor.launcher import Launcher, NodeChanges
@@ -159,9 +160,11 @@ class Supervisor:
         restarts_before = state.restarts
         failures: list[Failure] = []
         while True:
+            require_same(self._run.path, self._env)
             attempt = self._begin_attempt(state, restarts_before + len(failures) + self._moves)
             notifier.send(event, replace(self._state, reason=reason))
             end, failure = self._one_attempt(attempt)
+            require_same(self._run.path, self._env)
             state, times = self._state, replace(self._times, ended=time.time(), failed=failure is not None)
             if (end == "stopped" or failure is not None) and self._request_of(attempt) is None:
                 self._job.after_attempt()

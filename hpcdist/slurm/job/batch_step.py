@@ -24,6 +24,7 @@ from hpcdist.files.ownership import require_trusted
 from hpcdist.run import snapshot
 from hpcdist.run.attempt import BY_GROWTH, Attempt
 from hpcdist.run.folder import ENDED, RunDir, State
+from hpcdist.run.folder_identity import VARIABLE, identity
 from hpcdist.run.lease import Held, hold
 from hpcdist.run.pending_config import settle
 from hpcdist.run.saved_checkpoints import newest_step
@@ -156,7 +157,7 @@ def _open(path: Path) -> RunDir:
 def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
     # Slurm passes the environment of the submitting shell; values recorded for the run take precedence.
     config = load_run_config(run.effective_config, [], {**os.environ, **kept(run)})
-    env = {**os.environ, **secrets_of(config), **config.cluster.env}
+    env = {**os.environ, **secrets_of(config), **config.cluster.env, VARIABLE: identity(run.path)}
     code = snapshot.code_state(run)
     cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
     uri = resolve_uri(config, env)

@@ -20,6 +20,7 @@ from hpcdist.machine.timed_command import run_within
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.attempt_times import Resources
 from hpcdist.run.folder import RunDir
+from hpcdist.run.folder_identity import require_same
 from hpcdist.slurm import client
 from hpcdist.slurm.current_job import CurrentJob, running_steps
 from hpcdist.slurm.job.component_nodes import nodes_of
@@ -211,6 +212,7 @@ class SlurmLauncher:
             env.pop("SLURM_NTASKS_PER_NODE", None)
         if self._box is not None:
             env = outer_env(self._box, env)
+        require_same(self._run.path, env)
         return RankStep(
             command,
             env,

@@ -28,6 +28,7 @@ from hpcdist.files.lock import lock_now
 from hpcdist.files.log_limit import limit_log
 from hpcdist.run import lease
 from hpcdist.run.folder import ENDED, RunDir, State
+from hpcdist.run.folder_identity import require_same
 from hpcdist.run.status import close_if_lost
 from hpcdist.tracking.client.uri import redact_uri
 from hpcdist.tracking.pages import run_metadata
@@ -257,6 +258,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     logs.configure()
     try:
+        require_same(Path(argv[0]), env)
         run = RunDir.open(Path(argv[0]))
         config = run_metadata.read_config(run)
         limit_log(run.path, float((config.get("launch") or {}).get("log_max_mb", LaunchConfig.log_max_mb)))

@@ -20,7 +20,7 @@ from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.schema import Config, ContainerConfig, LaunchConfig, TrackingConfig, TrainerConfig
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
 from hpcdist.files.atomic import read_json
-from hpcdist.run import create, snapshot
+from hpcdist.run import create, folder_identity, snapshot
 from hpcdist.run.create import check_trainer, create_run, with_name
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold
@@ -230,7 +230,8 @@ def test_supervise_holds_the_run_and_passes_code_and_secrets(
     assert supervised["cwd"] == project
     assert supervised["import_path"] == [str(run.code)]
     assert supervised["tracking_uri"] == "sqlite:///x"
-    assert supervised["env"] == {"HOME": "/home/ada", "HPCDIST_PARAMS_HF_TOKEN": "s3cret"}
+    identity = {"HPCDIST_FOLDER_IDENTITY": folder_identity.identity(run.path)}
+    assert supervised["env"] == {"HOME": "/home/ada", "HPCDIST_PARAMS_HF_TOKEN": "s3cret", **identity}
     assert load_run_config(run.config, [], supervised["env"]) == config
 
 
