@@ -13,6 +13,7 @@ import gc
 import importlib
 import logging
 import os
+import resource
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -50,11 +51,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("hpcdist.rank.worker")
 #: How long a rank retries to access its files, in seconds. The other ranks wait for it meanwhile.
 FILE_TIMEOUT_S = 120.0
+#: Maximum soft limit of open files: old programs close all descriptors below the limit, which may be 2**30.
+MAX_OPEN_FILES = 2**20
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run one rank of the run folder named in `argv`; never returns."""
     (folder,) = sys.argv[1:] if argv is None else argv
+    # Each connection needs a descriptor; the usual soft limit of 1024 is one for programs that call select().
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, MAX_OPEN_FILES), hard))
     with retry.patient(FILE_TIMEOUT_S):
         _run(Path(folder))
 

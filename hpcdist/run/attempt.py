@@ -37,7 +37,7 @@ class Attempt:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.number = int(path.name)
-        #: Secret of this attempt, 32 random bytes, that authenticates its processes (`rank/network/store_gate.py`).
+        #: Secret of this attempt, 32 random bytes, that authenticates its processes (`rank/network/curve.py`).
         self.key = path / "key"
         #: The request to stop or cancel this attempt, see `Request`.
         self.request = path / "request.json"

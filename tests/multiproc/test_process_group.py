@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,11 @@ import torch
 import torch.distributed as dist
 from hpcdist_runs import unused_port
 from spawn import Rank, rank_env, spawn_ranks
-from torch.distributed import TCPStore
 
 from hpcdist.config.schema import Config, LaunchConfig
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import RendezvousError
 from hpcdist.rank.network.process_group import deadline, open_store, process_groups
-from hpcdist.rank.network.store_gate import StoreServer
 from hpcdist.rank.topology import Topology
 from hpcdist.run.folder import RunDir
 
@@ -33,14 +30,14 @@ CPU = torch.device("cpu")
 KEY = bytes(range(32))
 
 
-def topology_of(port: int, *, rank: int = 0, world_size: int = 2, job_id: str = "ours") -> Topology:
+def topology_of(port: int, *, rank: int = 0, world_size: int = 2, job_id: str = "ours", num_nodes: int = 1) -> Topology:
     return Topology(
         rank=rank,
         world_size=world_size,
-        local_rank=rank,
-        local_world_size=world_size,
-        node_rank=0,
-        num_nodes=1,
+        local_rank=rank if num_nodes == 1 else 0,
+        local_world_size=world_size // num_nodes,
+        node_rank=rank if num_nodes > 1 else 0,
+        num_nodes=num_nodes,
         master_addr="127.0.0.1",
         master_port=port,
         launcher="hpcdist",
@@ -66,27 +63,30 @@ def test_port_in_use_stops_rank_0_at_once(silent_listener: socket.socket, tmp_pa
         RendezvousError,
         match=rf"rank 0 cannot listen on 127\.0\.0\.1:{port_of(silent_listener)}: .*Address already in use",
     ):
-        open_store(topology_of(port_of(silent_listener)), KEY, 60, tmp_path)
+        open_store(topology_of(port_of(silent_listener), num_nodes=2), KEY, 60, tmp_path)
     assert time.monotonic() - began < 10
 
 
 def test_unreachable_master_is_an_error_with_its_address(tmp_path: Path) -> None:
     port = unused_port()
     with pytest.raises(RendezvousError, match=rf"rank 1 cannot reach the master at 127\.0\.0\.1:{port}: "):
+        open_store(topology_of(port, rank=1, num_nodes=2), KEY, 1, tmp_path)
+    with pytest.raises(RendezvousError, match=rf"rank 1 cannot reach the master at {tmp_path}/store.sock: .*No such"):
         open_store(topology_of(port, rank=1), KEY, 1, tmp_path)
 
 
-def test_ranks_of_other_attempts_and_other_programs_are_refused_as_rank_0(tmp_path: Path) -> None:
-    server = StoreServer(
-        ("127.0.0.1", port := unused_port()), KEY, "theirs", world_size=2, timeout=timedelta(seconds=5)
-    )
-    problem = rf"the program at 127\.0\.0\.1:{port} is not rank 0 of this attempt \(hpcdist/ours/1\): "
-    with pytest.raises(RendezvousError, match=problem + "the connection was closed before the proof"):
-        open_store(topology_of(port, rank=1), KEY, 5, tmp_path)
-    server.connect().close()
-    theirs = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
-    with pytest.raises(RendezvousError, match=rf"the program at 127\.0\.0\.1:{theirs.port} is not rank 0"):
-        open_store(topology_of(theirs.port, rank=1), KEY, 1, tmp_path)
+def test_ranks_of_other_attempts_and_other_programs_are_refused_as_rank_0(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, silent_listener: socket.socket
+) -> None:
+    open_store(topology_of(port := unused_port(), num_nodes=2, job_id="theirs"), KEY, 5, tmp_path)
+    for key, theirs, limit_s, reason in (
+        (KEY, port, 60, "it does not know this attempt's key"),
+        (KEY[::-1], port, 60, "it does not know this attempt's key"),
+        (KEY, port_of(silent_listener), 1, "it did not answer within 1 s"),
+    ):
+        problem = rf"the program at 127\.0\.0\.1:{theirs} is not rank 0 of this attempt \(hpcdist/ours/1\): {reason}"
+        with pytest.raises(RendezvousError, match=problem):
+            open_store(topology_of(theirs, rank=1, num_nodes=2), key, limit_s, tmp_path)
 
 
 def test_deadline_fires_only_after_it_has_passed() -> None:
@@ -107,7 +107,7 @@ def test_silent_listener_on_the_port_ends_the_rank_at_its_deadline(
     run = RunDir.create(tmp_path / "runs" / "exp" / "first")
     run.config.write_text(to_yaml(Config(runs_dir=str(tmp_path / "runs"), launch=LaunchConfig(init_timeout_s=2.0))))
     attempt = run.new_attempt()
-    ours = topology_of(port_of(silent_listener), rank=1)
+    ours = topology_of(port_of(silent_listener), rank=1, num_nodes=2)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "NUM_NODES")
     variables = {f"HPCDIST_{name}": str(getattr(ours, name.lower())) for name in names}
     variables |= {
@@ -160,11 +160,13 @@ def test_single_rank_has_no_control_group(tmp_path: Path) -> None:
 
 
 def rendezvous_twice(here: Rank, ports: list[int]) -> list[float]:
-    """Create the process groups twice, as after a restart, and return the sums of all-reduces."""
+    """Create the process groups on one node and on two, as after a restart, and return the sums of all-reduces."""
     dist.destroy_process_group()
     sums = []
     for attempt in (0, 1):
-        topology = topology_of(ports[attempt], rank=here.rank, world_size=here.world_size, job_id=f"job-{attempt}")
+        topology = topology_of(
+            ports[attempt], rank=here.rank, world_size=2, job_id=f"job-{attempt}", num_nodes=1 + attempt
+        )
         with process_groups(
             topology, CPU, "gloo", KEY, here.folder, init_timeout_s=30, timeout_s=30, on_expiry=_expired
         ) as groups:
@@ -177,7 +179,7 @@ def rendezvous_twice(here: Rank, ports: list[int]) -> list[float]:
     with (
         pytest.raises(ValueError, match="ours"),
         process_groups(
-            topology_of(ports[2], rank=here.rank, world_size=here.world_size),
+            topology_of(ports[2], rank=here.rank, num_nodes=2),
             CPU,
             "gloo",
             KEY,

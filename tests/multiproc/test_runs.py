@@ -16,7 +16,7 @@ from hpcdist_runs import (
     Descendants,
     Runs,
     assert_equals_control,
-    assert_sockets_as_documented,
+    assert_no_ports,
     finish,
     listening,
     wait_for,
@@ -36,7 +36,7 @@ def test_run_stopped_in_the_middle_of_an_epoch_is_resumed(runs: Runs, control_ru
     name = "stopped"
     process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES))
     held = runs.wait_until_held(name)
-    assert_sockets_as_documented([listening(pid) for pid in held])
+    assert_no_ports([listening(pid) for pid in held])
     assert (runs.attempt(name).key.stat().st_mode & 0o777, len(runs.attempt(name).read_key())) == (0o600, 32)
     code, output = runs.command("stop", name)
     assert code == 0, output

@@ -1,83 +1,207 @@
-"""The store's gate, signed RPC messages, and the comparison of gloo's connections; SECURITY.md has the table."""
+"""The store, signed RPC messages, and the comparison of gloo's connections; SECURITY.md has the table."""
 
 from __future__ import annotations
 
-import logging
+import encodings.idna  # noqa: F401  # another user may not be able to read it
+import json
 import os
+import resource
+import shutil
 import socket
-import threading
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import zmq
 from hpcdist_runs import unused_port
-from torch.distributed import HashStore, TCPStore
+from spawn import Rank, spawn_ranks
+from torch.distributed import DistStoreError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from hpcdist.errors import HpcdistError, RendezvousError
-from hpcdist.rank.network import own_sockets, store_gate
-from hpcdist.rank.network.peer_admission import admit_group
+from hpcdist.rank.network import own_sockets, peer_admission
+from hpcdist.rank.network.curve import CurveKeys
+from hpcdist.rank.network.peer_admission import admit_group, guard_gloo
+from hpcdist.rank.network.process_group import open_store
+from hpcdist.rank.network.rendezvous_store import SOCKET_NAME, Meeting, RendezvousStore
 from hpcdist.rank.network.rpc_torch import _SignedPickler
-from hpcdist.rank.network.store_gate import StoreServer, check_proof, open_relay, prove
+from hpcdist.rank.topology import Topology
 
 KEY, OTHER = bytes(32), bytes([1] * 32)
 HERE = "127.0.0.1"
 
 
-def client(port: int) -> TCPStore:
-    return TCPStore(HERE, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+def as_other_user(attack: Callable[[], Any]) -> Any:
+    """Return what a function returns in a process of another user; its exceptions become their text."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can be another user")
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            found = attack()
+        except BaseException as error:
+            found = f"{type(error).__name__}: {error}"
+        os.write(writer, json.dumps(found).encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(pid, 0)
+    with open(reader, "rb") as pipe:
+        return json.loads(pipe.read())
 
 
-def test_store_requires_the_key_of_the_attempt(caplog: pytest.LogCaptureFixture) -> None:
-    port = unused_port()
-    server = StoreServer((HERE, port), KEY, "token", world_size=2, timeout=timedelta(seconds=10))
-    idle = [socket.create_connection((HERE, port)) for _ in range(2 * store_gate.NUM_PENDING)]
+def store_at(folder: Path, port: int, *, rank: int, num_nodes: int) -> Store:
+    topology = Topology(
+        rank=rank,
+        world_size=2,
+        local_rank=rank % (2 // num_nodes),
+        local_world_size=2 // num_nodes,
+        node_rank=rank // (2 // num_nodes),
+        num_nodes=num_nodes,
+        master_addr=HERE,
+        master_port=port,
+        launcher="hpcdist",
+        job_id="attacked",
+        attempt=1,
+    )
+    return open_store(topology, KEY, 30, folder)
 
-    def connect() -> socket.socket:
-        sock = socket.create_connection((HERE, port))
-        prove(sock, KEY, b"token")
-        return sock
 
-    ours = client(open_relay(server.connect))
-    theirs = client(open_relay(connect))
+def use_plain_socket(endpoint: str) -> bool:
+    """Return whether a client without keys gets an answer."""
+    with zmq.Context() as context, context.socket(zmq.REQ) as sock:
+        sock.linger = 0
+        sock.connect(endpoint)
+        sock.send_multipart([b"set", b"key", b"changed"])
+        return bool(sock.poll(500))
+
+
+def test_store_of_one_machine_has_no_port_and_one_user() -> None:
+    before = own_sockets.inodes()
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # its parent folder is open to all users
+    ours, theirs = (store_at(folder, 1, rank=rank, num_nodes=1) for rank in range(2))
     ours.set("key", "value" * 100_000)
     assert theirs.get("key") == b"value" * 100_000
-    assert theirs.clone().get("key")[:5] == b"value", "copies of the store are authenticated too"
-    assert theirs.add("count", 2) == ours.add("count", 0)
-
-    with caplog.at_level(logging.WARNING, "hpcdist.rank.network.store_gate"):
-        for wrong, token in ((OTHER, b"token"), (KEY, b"another")):
-            with socket.create_connection((HERE, port), timeout=20) as foreign, pytest.raises(ConnectionError):
-                prove(foreign, wrong, token)
-        with socket.create_connection((HERE, port)) as foreign:
-            foreign.settimeout(20)
-            foreign.sendall(b"\0" * 64)
-            assert len(foreign.recv(32)) == 32
-            assert foreign.recv(32) == b""
-    assert len([record for record in caplog.records if "without this attempt's key" in record.message]) <= 1
-    daemon = server._daemon.address
-    with pytest.raises(TimeoutError):
-        socket.create_connection(daemon, timeout=0.3)
-    for sock in idle:
-        sock.close()
+    with own_sockets.tcp_sockets() as found:
+        assert not [own for own in found if own.inode not in before]
+    path = str(folder / SOCKET_NAME)
+    assert as_other_user(lambda: socket.socket(socket.AF_UNIX).connect(path)).startswith("PermissionError")
+    shutil.rmtree(folder)
 
 
-def test_gate_without_the_key_is_refused() -> None:
-    with socket.create_server((HERE, 0)) as listener:
-        ours = socket.create_connection(listener.getsockname())
-        theirs, _ = listener.accept()
+def test_store_between_nodes_answers_only_those_who_know_the_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = unused_port()
+    ours, theirs = (store_at(tmp_path, port, rank=rank, num_nodes=2) for rank in range(2))
+    ours.set("key", "value")
+    assert theirs.get("key") == b"value"
 
-    def forge_proof() -> None:
-        theirs.sendall(bytes(32))
-        theirs.recv(64, socket.MSG_WAITALL)
-        theirs.sendall(bytes(32))
+    def attack() -> list[Any]:
+        answers: list[Any] = []
+        for data in (b"GET / HTTP/1.1\r\n\r\n", bytes(64), b"\xff" + bytes(8) + b"\x7f\x03\0NULL" + bytes(48)):
+            with socket.create_connection((HERE, port)) as sock, suppress(ConnectionResetError):
+                sock.sendall(data)
+                while sock.recv(100):  # a greeting, and no more
+                    pass
+        answers.append(use_plain_socket(f"tcp://{HERE}:{port}"))
+        for wrong, token in ((OTHER, "hpcdist/attacked/1"), (KEY, "hpcdist/attacked/2")):
+            foreign = Meeting(token=token, folder=tmp_path, host=HERE, port=port, keys=CurveKeys(wrong, token))
+            try:
+                RendezvousStore(foreign, timedelta(seconds=10), serve=False)
+            except RendezvousError as error:
+                answers.append(str(error))
+        return answers
 
-    threading.Thread(target=forge_proof).start()
-    with pytest.raises(RendezvousError, match="it does not know this attempt's key"):
-        prove(ours, KEY, b"token")
-    ours.close()
-    with theirs, pytest.raises(ConnectionError, match="closed before the proof"):
-        check_proof(theirs, KEY, b"token")
+    is_answered, *problems = as_other_user(attack)
+    assert not is_answered
+    assert all(problem.endswith("it does not know this attempt's key") for problem in problems)
+    assert len(problems) == 2
+    assert theirs.get("key") == b"value"
+    assert ours.num_keys() == 1  # type: ignore[attr-defined]  # of the C++ classes too
+    assert caplog.text.count("without this attempt's key") == 1
+
+
+def test_store_does_what_torch_expects(tmp_path: Path) -> None:
+    _, client = (store_at(tmp_path, 1, rank=rank, num_nodes=1) for rank in range(2))
+    ours: Any = PrefixStore("of", client)  # calls through torch's C++ code
+    reference: Any = PrefixStore("of", HashStore())
+    for store in (ours, reference):
+        store.set("a", "1")
+        store.append("a", "2")
+        store.append("new", "3")
+        store.multi_set(["b", "c"], ["4", "5"])
+    for name, *arguments in (
+        ("multi_get", ["a", "new", "b"]),
+        ("add", "count", 2),
+        ("add", "count", -3),
+        ("get", "count"),
+        ("check", ["a", "b"]),
+        ("check", ["a", "none"]),
+        ("compare_set", "a", "12", "x"),
+        ("compare_set", "a", "12", "y"),
+        ("compare_set", "fresh", "", "z"),
+        ("delete_key", "a"),
+        ("delete_key", "a"),
+        ("num_keys",),
+        ("has_extended_api",),
+    ):
+        assert getattr(ours, name)(*arguments) == getattr(reference, name)(*arguments), name
+    assert ours.clone().get("b") == b"4"
+    with pytest.raises(DistStoreError, match=r"no rank has set 'of/never' within the time limit"):
+        ours.wait(["b", "never"], timedelta(seconds=0.05))
+    ours.append("b", "x")
+    with pytest.raises(DistStoreError, match="invalid literal for int"):
+        ours.add("b", 1)
+    # A thread that waits does not keep others from the store.
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(ours.wait, ["late"], timedelta(days=100)) for _ in range(8)]
+        ours.set("late", "")
+        assert [one.result() for one in waiting] == [None] * 8
+
+
+def survive_connections(here: Rank) -> tuple[int, float]:
+    """Create gloo groups, and use them while another user connects to all ports that they have opened."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
+    guard_gloo()
+    ports: set[int] = set()
+
+    def note_ports(store: Store, rank: int, size: int, before: frozenset[int]) -> None:
+        with own_sockets.tcp_sockets() as found:
+            ports.update(own.local[1] for own in found if own.peer is None and own.inode not in before)
+        admit_group(store, rank, size, before)
+
+    peer_admission.admit_group = note_ports
+    first, second = (dist.new_group(backend="gloo") for _ in range(2))
+
+    def attack() -> int:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+        kept = []
+        for port in [*ports] * (1 + 1000 // len(ports)):
+            with suppress(ConnectionRefusedError):
+                kept.append(socket.create_connection((HERE, port)))
+        return len(kept)
+
+    num_accepted = as_other_user(attack)
+    total = torch.ones(100_000)
+    for group in (first, second, dist.new_group(backend="gloo")):
+        dist.all_reduce(total, group=group)
+    dist.destroy_process_group(first)
+    dist.all_reduce(total, group=second)
+    assert len(ports) >= 2
+    return num_accepted, total[0].item()
+
+
+def test_gloo_survives_a_thousand_connections_and_accepts_none() -> None:
+    assert spawn_ranks(survive_connections, 2) == [(0, 16.0)] * 2
 
 
 def test_rpc_message_without_valid_signature_is_refused() -> None:
@@ -97,7 +221,7 @@ def test_foreign_connection_to_a_group_is_refused_and_fails_it_after_sending_dat
     for data in (b"", b"12345678"):
         before = own_sockets.inodes()
         with socket.create_server((HERE, 0)) as listener, socket.socket() as peer, socket.socket() as foreign:
-            peer.connect(listener.getsockname())
+            peer.connect(address := listener.getsockname())
             accepted = [listener.accept()[0]]
             # Both ends are in this process, so the foreign end is excluded from the listing.
             foreign.bind((HERE, 0))
@@ -114,8 +238,8 @@ def test_foreign_connection_to_a_group_is_refused_and_fails_it_after_sending_dat
                 assert foreign.recv(1) == b""
                 peer.sendall(b"on")
                 assert accepted[0].recv(2) == b"on"
-                with pytest.raises(TimeoutError):
-                    socket.create_connection(listener.getsockname(), timeout=0.3)
+                with pytest.raises(ConnectionRefusedError):
+                    socket.create_connection(address)
             for sock in accepted:
                 sock.close()
         assert caplog.text.count("which is not a rank of this run") == 1

@@ -293,16 +293,10 @@ def listening(pid: int) -> set[tuple[str, int]]:
     return found
 
 
-def assert_sockets_as_documented(by_rank: list[set[tuple[str, int]]], *, num_rpc: int = 0) -> None:
-    """Compare the listening sockets of the ranks of a local run with SECURITY.md: addresses and number of each kind."""
+def assert_no_ports(by_rank: list[set[tuple[str, int]]]) -> None:
+    """Assert that the ranks of a local run listen on no TCP port, and that SECURITY.md has all others."""
+    assert not any(by_rank), by_rank
     documented = documented_sockets()
-    assert documented.keys() >= {"gate", "store", "relay", "gloo", "rpc", "nccl", "preflight", "ui"}
-    assert {documented[kind] for kind in ("gate", "gloo", "rpc", "nccl")} == {"interface"}
-    assert {documented[kind] for kind in ("store", "relay", "ui")} == {"loopback"}
-    assert {host for sockets in by_rank for host, _ in sockets} == {"127.0.0.1"}
-    for rank, sockets in enumerate(by_rank):
-        gates = [port for _, port in sockets if 20480 <= port < 32768]
-        assert len(gates) == (rank == 0)
-        # Rank 0 has a gate, a store and a relay, other ranks only a relay.
-        num_gloo = len(sockets) - num_rpc - (3 if rank == 0 else 1)
-        assert 1 <= num_gloo <= 5, (rank, sockets)
+    assert documented.keys() >= {"store", "gloo", "rpc", "nccl", "preflight", "ui"}
+    assert {documented[kind] for kind in ("store", "gloo", "rpc", "nccl")} == {"interface"}
+    assert documented["ui"] == "loopback"

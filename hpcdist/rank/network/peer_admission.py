@@ -1,11 +1,9 @@
 """Admission of peers: only ranks of this run may connect to the sockets of gloo.
 
 gloo does not authenticate a peer. The ranks therefore exchange lists of their connections through their store, which
-only ranks can access. A connection that a rank has accepted is genuine if another rank lists it too. Afterwards a
-filter closes the listening sockets.
-
-gloo connects all pairs in a group's constructor, and reads only a number from a connection before the first collective.
-Its connections are compared after the constructor (`admit_group`).
+only ranks can access. A connection that a rank has accepted is genuine if another rank lists it too. gloo connects all
+pairs in a group's constructor, and reads only a number from a connection before the first collective. The connections
+are compared after the constructor, and the listening sockets are closed.
 """
 
 from __future__ import annotations
@@ -59,16 +57,16 @@ def admit_group(store: Store, rank: int, size: int, before: frozenset[int]) -> N
         store.set(f"connections/{rank}", _listing(new))
         known = _accepted(store.get(f"connections/{other}") for other in range(size))
         for own in listening:
-            own_sockets.attach(own.sock, own_sockets.NOTHING)
-        _refuse_strangers({own.local for own in listening}, known, fail_on_data=True)
+            own.stop_listening()
+        _refuse_strangers({own.local for own in listening}, known)
 
 
-def _refuse_strangers(listening: set[Address], known: set[Connection], *, fail_on_data: bool) -> None:
+def _refuse_strangers(listening: set[Address], known: set[Connection]) -> None:
     with own_sockets.tcp_sockets() as found:
         for own in found:
             if own.peer is None or own.local not in listening or (own.local, own.peer) in known:
                 continue
-            if fail_on_data and own.bytes_received:
+            if own.bytes_received:
                 raise RendezvousError(
                     f"{_name(own.peer)} has connected to {_name(own.local)} and sent data, but is not a rank of this"
                     " run: it is another program, or the network translates addresses between the nodes"

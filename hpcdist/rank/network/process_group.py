@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,19 +12,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]  # torch exports them at run time
-    FileStore,
-    HashStore,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]  # exported at run time
 
 from hpcdist.errors import RendezvousError
-from hpcdist.rank.network import own_sockets
-from hpcdist.rank.network.own_sockets import Address
+from hpcdist.rank.network.curve import CurveKeys
 from hpcdist.rank.network.peer_admission import guard_gloo
-from hpcdist.rank.network.store_gate import LOOPBACK, PROOF_TIMEOUT_S, StoreServer, open_relay, prove
+from hpcdist.rank.network.rendezvous_store import Meeting, RendezvousStore, has_unix_sockets
 from hpcdist.rank.topology import Topology
 
 T = TypeVar("T")
@@ -108,75 +99,29 @@ def deadline(seconds: float, on_expiry: Callable[[], None]) -> Iterator[None]:
 def open_store(topology: Topology, key: bytes, timeout_s: float, folder: Path) -> Store:
     """Return the store of all ranks, which only processes that know the attempt's key can access.
 
-    A single rank uses no port. If the kernel does not allow socket filters, ranks on one machine share a file in
-    `folder`, which only their user can access; ranks on several machines use the TCP store without the filter.
+    A single rank needs none. Ranks on one machine meet in `folder`, and no port is open.
 
     Raises RendezvousError if the port is in use, no process listens on it, or the listener is not rank 0 of this
     attempt.
     """
     if topology.world_size == 1:
         return HashStore()
+    keys = None
+    if topology.num_nodes > 1 or not has_unix_sockets(folder):
+        keys = CurveKeys(key, topology.token)
+    meeting = Meeting(
+        token=topology.token,
+        folder=folder,
+        host=topology.master_addr,
+        port=topology.master_port,
+        keys=keys,
+        has_remote_ranks=topology.num_nodes > 1,
+    )
     timeout = timedelta(seconds=max(timeout_s, 1.0))
-    if topology.num_nodes == 1 and not own_sockets.can_filter():
-        store = FileStore(str(folder / "store"), topology.world_size)
-        store.set_timeout(timeout)
-        return store
-    address = (topology.master_addr, topology.master_port)
-    place = f"{topology.master_addr}:{topology.master_port}"
-    if topology.rank == 0:
-        server = StoreServer(
-            address,
-            key,
-            topology.token,
-            world_size=topology.world_size,
-            timeout=timeout,
-            has_remote_ranks=topology.num_nodes > 1,
-        )
-        port = open_relay(server.connect)
-    else:
-        until = time.monotonic() + timeout_s
-        try:
-            _connect(address, key, topology.token, until).close()
-        except RendezvousError as error:
-            raise RendezvousError(
-                f"the program at {place} is not rank 0 of this attempt ({topology.token}): {error}"
-            ) from error
-        except OSError as error:
-            raise RendezvousError(f"rank {topology.rank} cannot reach the master at {place}: {error}") from error
-        port = open_relay(lambda: _connect(address, key, topology.token, time.monotonic() + PROOF_TIMEOUT_S))
     try:
-        return TCPStore(LOOPBACK, port, topology.world_size, is_master=False, timeout=timeout, wait_for_workers=False)
-    except RuntimeError as error:
-        raise RendezvousError(
-            f"rank {topology.rank} cannot use the store at {place}: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def _connect(address: Address, key: bytes, token: str, until: float) -> socket.socket:
-    """Connect to rank 0's gate as soon as it listens, and exchange proofs of the key.
-
-    Raises OSError if it cannot be reached, RendezvousError if another program answers.
-    """
-    pause_s = 0.005
-    while True:
-        try:
-            sock = socket.create_connection(address, timeout=max(1.0, until - time.monotonic()))
-        except ConnectionRefusedError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(pause_s)  # there is no event for another process that begins to listen
-            pause_s = min(0.25, 1.5 * pause_s)
-            continue
-        try:
-            sock.settimeout(max(1.0, until - time.monotonic()))
-            prove(sock, key, token.encode())
-        except OSError as error:
-            sock.close()
-            raise RendezvousError(str(error)) from error
-        except RendezvousError:
-            sock.close()
-            raise
-        return sock
+        return RendezvousStore(meeting, timeout, serve=topology.rank == 0)
+    except OSError as error:
+        raise RendezvousError(f"rank {topology.rank} cannot reach the master at {meeting}: {error}") from error
 
 
 @contextmanager
