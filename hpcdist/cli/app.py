@@ -15,6 +15,7 @@ import typer
 
 from hpcdist import __version__
 from hpcdist.errors import HpcdistError, shortened
+from hpcdist.logs import say
 
 #: Exit code after an unexpected exception (EX_SOFTWARE of sysexits.h).
 DEFECT = 70
@@ -79,7 +80,7 @@ def _command_of(arguments: Sequence[str]) -> str:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"hpcdist {__version__}")
+        say(f"hpcdist {__version__}")
         raise typer.Exit
 
 
@@ -112,7 +113,7 @@ def main() -> NoReturn:
             raise
         code, message = _explained(error)
         if message:
-            print(message, file=sys.stderr)
+            say(message, error=True)
     except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(code or 0)

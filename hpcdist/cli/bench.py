@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,6 +29,7 @@ from hpcdist.cli.run import run_here
 from hpcdist.cli.submit import submit_run
 from hpcdist.cli.terminal import console
 from hpcdist.errors import UserMistake
+from hpcdist.logs import say
 
 if TYPE_CHECKING:
     from hpcdist.bench.results import Results
@@ -94,7 +94,7 @@ def comm(
         code = run_here(config, follow=follow, dry_run=dry_run)
     run = RunDir(config.folder)
     if not follow and not dry_run:
-        print(f"report after the end of the run: hpcdist bench show {run.name}")
+        say(f"report after the end of the run: hpcdist bench show {run.name}")
     if dry_run or not follow or not (run.artifacts / ARTIFACT).is_file():
         return code
     _print(run, compare, Path(config.runs_dir))
@@ -128,7 +128,7 @@ def show(
         raise UserMistake("--csv, --json and --compare exclude each other")
     if as_csv or as_json:
         results = read_results(found.artifacts)
-        sys.stdout.write(report.as_csv(results) if as_csv else results.to_json())
+        say(report.as_csv(results) if as_csv else results.to_json(), end="")
     else:
         _print(found, compare, runs_dir)
 
@@ -147,7 +147,7 @@ def _print(run: RunDir, compare: str | None, runs_dir: Path) -> None:
         return
     earlier = _newest_comparable(run, results) if compare == LAST else resolve_run(compare, runs_dir)
     if earlier is None:
-        print(f"no comparison: {run.path.parent} has no earlier run comparable with {run.name}")
+        say(f"no comparison: {run.path.parent} has no earlier run comparable with {run.name}")
         return
     before = read_results(earlier.artifacts)
     _require_no_differences(earlier, comparing.differences(comparing.facts(results), comparing.facts(before)))

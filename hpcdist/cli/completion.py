@@ -32,7 +32,7 @@ def _bounded(find: Callable[[typer.Context, str], Iterator[str]]) -> Completer:
         def collect() -> None:
             try:
                 for value in find(ctx, incomplete):
-                    if value.startswith(incomplete) and len(found) < MAX_VALUES:
+                    if value.startswith(incomplete) and value.isprintable() and len(found) < MAX_VALUES:
                         found[value] = None
             except Exception:
                 return

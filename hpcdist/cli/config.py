@@ -20,6 +20,7 @@ from hpcdist.cli.options import (
     with_options,
 )
 from hpcdist.errors import UserMistake
+from hpcdist.logs import say
 
 app = typer.Typer()
 
@@ -57,7 +58,7 @@ def show_config(
     if for_editors:
         from hpcdist.config.json_schema import json_schema
 
-        print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+        say(json.dumps(json_schema(), indent=2, ensure_ascii=False))
     elif schema:
         from hpcdist.config.schema import describe
         from hpcdist.config.trainer_params import describe_trainer
@@ -65,13 +66,13 @@ def show_config(
         entries = describe() if config is None else describe_trainer(load_config(config, overrides or []), Path.cwd())
         keys = [dict(zip(("key", "type", "default", "help"), entry, strict=True)) for entry in entries]
         if as_json:
-            print(json.dumps(keys, indent=2, default=str))
+            say(json.dumps(keys, indent=2, default=str))
             return
         for key in keys:
-            print(f"{key['key']}: {key['type']} = {key['default']!r}\n    {key['help']}")
+            say(f"{key['key']}: {key['type']} = {key['default']!r}\n    {key['help']}")
     elif config is None:
         raise UserMistake(f"CONFIG is missing: shipped configs are {', '.join(shipped_configs())}; or use --schema")
     else:
         words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
         loaded = load_config(config, words, cluster=cluster)
-        print(json.dumps(redacted(loaded), indent=2) if as_json else to_yaml(loaded).rstrip("\n"))
+        say(json.dumps(redacted(loaded), indent=2) if as_json else to_yaml(loaded).rstrip("\n"))

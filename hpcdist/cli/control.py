@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcdist.cli.options import RUNS, RunName, RunsDir, option
+from hpcdist.logs import say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,5 +80,5 @@ def _send(run: RunDir, command: LiveCommand) -> int:
             break
         time.sleep(POLL_S)  # the ranks may be on other hosts
     lines, all_obeyed = found
-    print("\n".join(lines))
+    say("\n".join(lines))
     return 0 if all_obeyed else 1

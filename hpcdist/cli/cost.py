@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import sys
+import io
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +14,7 @@ from hpcdist.cli import completion
 from hpcdist.cli.options import RUNS, RunsDir, argument, flag, named, option
 from hpcdist.cli.terminal import console
 from hpcdist.errors import HpcdistError, RunFolderError, UserMistake
+from hpcdist.logs import say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,7 +72,7 @@ def cost(
         names = ", ".join(run.name for run in without[:3]) + ", …" * (len(without) > 3)
         notes.append(f"{len(without)} runs without a ledger are left out, such as runs of an older hpcdist: {names}")
     for note in (*notes, *problems):
-        print(note, file=sys.stderr)
+        say(note, error=True)
 
 
 def _groups(by: str) -> list[Group]:
@@ -98,7 +99,7 @@ def _chosen(name: str | None, runs_dir: Path) -> tuple[list[RunDir], list[str]]:
 
 def _show(found: Mapping[tuple[str, ...], Cost], groups: Sequence[Group]) -> None:
     if not found:
-        print("no runs with a ledger")
+        say("no runs with a ledger")
     elif len(found) == 1:
         ((key, one),) = found.items()
         _show_one(" ".join(key[:-1]), one)
@@ -110,15 +111,15 @@ def _show_one(title: str, one: Cost) -> None:
     """Print one line for each cause."""
     from rich.table import Column, Table
 
-    print(title)
+    say(title)
     table = Table("cause", Column(f"{one.unit}-hours", justify="right"), Column("%", justify="right"))
     for cause, hours in one.hours.items():
         table.add_row(cause, _hours(hours), f"{hours / one.allocated:.1%}")
     table.add_section()
     table.add_row("allocated", _hours(one.allocated), "100.0%")
     console().print(table)
-    print(f"goodput: {_goodput(one)}, in the queue: {_hours(one.queue_hours)} h", end="")
-    print("" if one.energy_kwh is None else f", energy: {one.energy_kwh:.3g} kWh")
+    say(f"goodput: {_goodput(one)}, in the queue: {_hours(one.queue_hours)} h", end="")
+    say("" if one.energy_kwh is None else f", energy: {one.energy_kwh:.3g} kWh")
 
 
 def _show_groups(found: Mapping[tuple[str, ...], Cost], groups: Sequence[Group]) -> None:
@@ -159,7 +160,8 @@ def _hours(hours: float) -> str:
 
 
 def _write_csv(found: Mapping[tuple[str, ...], Cost], groups: Sequence[Group]) -> None:
-    writer = csv.writer(sys.stdout, lineterminator="\n")
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*groups, "unit", "runs", "allocated", "goodput", *_causes(), "queue", "energy_kwh"])
     for key, one in found.items():
         values = [*one.hours.values(), one.queue_hours]
@@ -167,6 +169,7 @@ def _write_csv(found: Mapping[tuple[str, ...], Cost], groups: Sequence[Group]) -
         energy = "" if one.energy_kwh is None else f"{one.energy_kwh:.6f}"
         numbers = (f"{value:.6f}" for value in values)
         writer.writerow([*key, one.num_runs, f"{one.allocated:.6f}", goodput, *numbers, energy])
+    say(text.getvalue(), end="")
 
 
 def _causes() -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import typer
 
 from hpcdist.cli.options import Json, flag, option
 from hpcdist.devcluster.settings import DEFAULT_STATE, Layout, Settings
+from hpcdist.logs import say
 
 if TYPE_CHECKING:
     from hpcdist.devcluster.cluster import Status
@@ -121,7 +122,7 @@ def down(state: State = DEFAULT_STATE) -> None:
     from hpcdist.devcluster import cluster
 
     killed = cluster.down(Layout(state))
-    print(f"the dev cluster is removed: {killed} processes ended")
+    say(f"the dev cluster is removed: {killed} processes ended")
 
 
 @app.command()
@@ -135,7 +136,7 @@ def status(as_json: Json = False, state: State = DEFAULT_STATE) -> int:
     layout = Layout(state)
     found = cluster.status(layout)
     if as_json:
-        print(json.dumps(asdict(found) | {"is_up": found.is_up}, indent=2, default=str))
+        say(json.dumps(asdict(found) | {"is_up": found.is_up}, indent=2, default=str))
     else:
         _show(found, layout)
     return 0 if found.is_up else 1
@@ -154,7 +155,7 @@ def kill(
     from hpcdist.devcluster import nodes
 
     killed = nodes.kill_node(Layout(state), name, keep_link=keep_link)
-    print(f"node {name} is down: {killed} processes ended; `hpcdist devcluster node start {name}` starts it again")
+    say(f"node {name} is down: {killed} processes ended; `hpcdist devcluster node start {name}` starts it again")
 
 
 @node_app.command("start")
@@ -172,7 +173,7 @@ def start(
     layout = Layout(state)
     nodes.start_node(layout, name, own_mounts=own_mounts)
     pid = processes.pid_of(layout, argv.slurmd(name))
-    print(f"node {name} is up" + (f": mount on it with `nsenter --target {pid} --mount mount …`" * own_mounts))
+    say(f"node {name} is up" + (f": mount on it with `nsenter --target {pid} --mount mount …`" * own_mounts))
 
 
 @node_app.command("slow")
@@ -198,10 +199,10 @@ def slow(
     slowed = " and ".join(
         text for text in (rate_mbit and f"{rate_mbit:g} Mbit/s", delay_ms and f"{delay_ms:g} ms extra delay") if text
     )
-    print(f"node {name}: {slowed} in each direction" if slowed else f"node {name}: full speed")
+    say(f"node {name}: {slowed} in each direction" if slowed else f"node {name}: full speed")
 
 
 def _show(status: Status, layout: Layout) -> None:
     from hpcdist.devcluster.view import describe
 
-    print("\n".join(describe(status, layout)))
+    say("\n".join(describe(status, layout)))

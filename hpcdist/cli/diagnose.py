@@ -15,7 +15,8 @@ import typer
 
 from hpcdist.cli import completion
 from hpcdist.cli.options import RUNS, Json, OptionalRunName, RunsDir, TrackingUri, argument, named
-from hpcdist.cli.terminal import console, say, wrapped
+from hpcdist.cli.terminal import console, wrapped
+from hpcdist.logs import say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,7 +91,7 @@ def doctor(
     sections = _run_sections(found) if found is not None else _machine_sections(runs_dir)
     if as_json:
         page = [_redacted(*section) for section in execute(sections)]
-        print(json.dumps(document(page, facts), indent=2))
+        say(json.dumps(document(page, facts), indent=2))
     else:
         page = _show_page(sections, facts)
     return 1 if would_fail(page) else 0

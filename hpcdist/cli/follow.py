@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -22,6 +21,7 @@ from hpcdist.files.log_text import PIECE_BYTES
 from hpcdist.files.ownership import is_mine, stays_inside
 from hpcdist.files.regular_file import open_regular
 from hpcdist.files.short_path import short_path
+from hpcdist.logs import say
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir, State, sentence_of
 from hpcdist.run.slurm_job import job_of
@@ -47,7 +47,7 @@ def follow_to_end(run: RunDir, config: Config, *, progress: bool) -> int:
         with uploading:
             state = follow(console(), run, progress=progress)
     except KeyboardInterrupt:
-        print(f"run {run.name} continues: `hpcdist follow {run.name}` shows it again, `hpcdist stop` stops it")
+        say(f"run {run.name} continues: `hpcdist follow {run.name}` shows it again, `hpcdist stop` stops it")
         return 130
     show_end(console(), run, state, config)
     return exit_code(state)
@@ -98,7 +98,7 @@ def _log_of(attempt: Attempt, rank: int | None) -> Path:
     from hpcdist.diagnostics.explain import first_failed_rank
 
     if rank is None and (rank := first_failed_rank(attempt)):
-        print(f"hpcdist: the log of rank {rank}, which failed first", file=sys.stderr)
+        say(f"hpcdist: the log of rank {rank}, which failed first", error=True)
     return attempt.log(rank or 0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +12,7 @@ from hpcdist.cli import completion
 from hpcdist.cli.options import DryRun, option
 from hpcdist.cli.terminal import console
 from hpcdist.errors import UserMistake
+from hpcdist.logs import say
 
 app = typer.Typer(name="image", help="Build, check and convert container images.", no_args_is_help=True)
 
@@ -72,7 +72,7 @@ def build(
     looked_up = look_up(found, named, pull=not dry_run)
     if looked_up.problem:
         kept = f"; its id {looked_up.id} is recorded" if looked_up.id else ""
-        print(f"base image {named} is not pinned by digest: {looked_up.problem}{kept}", file=sys.stderr, flush=True)
+        say(f"base image {named} is not pinned by digest: {looked_up.problem}{kept}", error=True)
     wanted = building.Build(
         checkout=checkout,
         tag=tag or building.default_tag(target),
@@ -85,7 +85,7 @@ def build(
         options=tuple(more or ()),
     )
     command = building.argv(found.name, wanted)
-    print(shlex.join(command), flush=True)
+    say(shlex.join(command))
     if not dry_run:
         building.run(found, command)
 
@@ -118,7 +118,7 @@ def sbom(image: Image = "hpcdist", engine: EngineOption = None) -> None:
     from hpcdist.containers.images.labels import inspect, read_sbom
 
     found = find_engine(engine, RUNNERS)
-    print(read_sbom(found, inspect(found, image)))
+    say(read_sbom(found, inspect(found, image)))
 
 
 @app.command()
@@ -151,4 +151,4 @@ def convert(
     facts = inspect(found, image)
     require_fit(facts, machine=facts.architecture)
     target, written = write(found, facts, to, into)
-    print(f"{target}{'' if written else ' exists already'}")
+    say(f"{target}{'' if written else ' exists already'}")

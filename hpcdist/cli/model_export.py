@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -10,6 +9,7 @@ import typer
 
 from hpcdist.cli.options import RUNS, OptionalRunName, RunsDir, named, option
 from hpcdist.errors import UserMistake
+from hpcdist.logs import say
 from hpcdist.machine.installation import install_command
 
 app = typer.Typer()
@@ -71,7 +71,7 @@ def export(
     chosen = conversion.find_checkpoint(found, checkpoint, monitor)
     if checkpoint is None and monitor.metric not in chosen.metrics:
         reason = f"no checkpoint has {monitor.metric}" if monitor.metric else "checkpoint.monitor is empty"
-        print(f"the final checkpoint, step {chosen.step}: {reason}", file=sys.stderr)
+        say(f"the final checkpoint, step {chosen.step}: {reason}", error=True)
     target = output or Path(f"{found.name}-step-{chosen.step}{conversion.SUFFIXES[kind]}")
     for path in conversion.write_model(found, chosen, kind, target.expanduser()):
-        print(f"{path}: {path.stat().st_size:,} bytes, step {chosen.step} of {found.name}")
+        say(f"{path}: {path.stat().st_size:,} bytes, step {chosen.step} of {found.name}")

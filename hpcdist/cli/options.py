@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from hpcdist.cli import completion
+from hpcdist.logs import say
 
 RUNS = Path("runs")
 
@@ -116,7 +116,7 @@ def named(run: str | None, runs_dir: Path, *, active: bool = False) -> str:
     kind = " that runs or waits" if active else ""
     # Standard output may be read by a program.
     text = f"{found.kind}: {found.experiment}/{found.name} (the newest in {short_path(runs_dir)}{kind})"
-    print(text, file=sys.stderr, flush=True)
+    say(text, error=True)
     return str(found.path)
 
 

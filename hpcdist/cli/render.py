@@ -33,6 +33,7 @@ from hpcdist.config.schema import Config, find_trainer
 from hpcdist.config.written import redacted
 from hpcdist.diagnostics.explain import explain_attempt
 from hpcdist.files.short_path import short_path
+from hpcdist.logs import terminal_text
 from hpcdist.rank.roles import rank_table
 from hpcdist.review.attempts import last_beat
 from hpcdist.run.attempt import Attempt
@@ -153,8 +154,12 @@ class RunView:
         _print_line(self._console, text)
 
     def output(self, text: str) -> None:
-        """Print the output of a plain script unchanged."""
-        self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+        """Print the output of a plain script: unchanged into a pipe or file, as plain text on a terminal."""
+        if not self._console.is_terminal:
+            self._console.file.write(text)
+            self._console.file.flush()
+        else:
+            self._console.print(terminal_text(text), end="", markup=False, highlight=False, soft_wrap=True)
 
     def failure(self, failure: Failure, log: Path) -> None:
         """Print the first failure: the rank, its node, the time, and the end of the traceback."""

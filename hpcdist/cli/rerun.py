@@ -33,9 +33,10 @@ from hpcdist.cli.options import (
     option,
 )
 from hpcdist.cli.submit import check_submission, enqueue, submission_flags
-from hpcdist.cli.terminal import console, say
+from hpcdist.cli.terminal import console
 from hpcdist.containers.spec import DETACHED
 from hpcdist.errors import UserMistake
+from hpcdist.logs import say
 from hpcdist.machine.facts import num_cores
 from hpcdist.machine.own_image import image_facts
 from hpcdist.tracking.client.uri import redact_uri
@@ -166,9 +167,7 @@ def _conclude(plan: _Plan, made: RunDir, code: int, *, is_over: bool, tolerance:
     if is_over and not code:
         return report(made, compare_rerun(plan.recorded, made, tolerance=tolerance, ignore=ignore))
     compares = f"`hpcdist rerun {made.name} --compare` compares its values"
-    print(
-        f"the rerun did not end as planned: {compares} until its end" if is_over else f"when it has ended: {compares}"
-    )
+    say(f"the rerun did not end as planned: {compares} until its end" if is_over else f"when it has ended: {compares}")
     return code
 
 
@@ -310,7 +309,7 @@ def _submit(plan: _Plan, flags: dict[str, str], *, follow: bool, wait: bool, for
 
     config, note = resolve_het(plan.config)
     if note:
-        print(note)
+        say(note)
     check_submission(config, flags, None, force=force)
     made = _create(plan, config, "slurm")
     return made, enqueue(made, config, flags, follow=follow, wait=wait)

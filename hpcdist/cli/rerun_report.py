@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcdist.cli.terminal import say
 from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.logs import say
 from hpcdist.review.facts import read_facts
 from hpcdist.review.rerun_result import RerunResult, data_differences, image_differences
 from hpcdist.review.value_comparison import Values, compare_values

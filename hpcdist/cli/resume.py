@@ -26,6 +26,7 @@ from hpcdist.cli.options import (
 from hpcdist.cli.run import resolve_start, supervise_here
 from hpcdist.cli.submit import check_submission, enqueue, submission_flags
 from hpcdist.errors import UserMistake
+from hpcdist.logs import say
 
 app = typer.Typer()
 
@@ -89,7 +90,7 @@ def resume(
     if failed and (files := snapshot.changed_files(snapshot.code_state(found), found)):
         names = ", ".join(files[:5]) + ", …" * (len(files) > 5)
         advice = "this resume runs the copy, --with-current-code runs the new code"
-        print(f"changed since the run copied the code: {names}; {advice}")
+        say(f"changed since the run copied the code: {names}; {advice}")
     if with_current_code:
         create.check_code(config, Path.cwd())
     if on_slurm:
@@ -101,7 +102,7 @@ def resume(
             launcher = "slurm" if on_slurm else "local"
             snapshot.write_environment(found, snapshot.take(config, found, Path.cwd()), launcher=launcher)
     if (last := found.read_state().attempt) and (on_slurm or not follow):  # else the supervisor prints it
-        print(resume_point(found, reached_step(found.attempt(last)), is_script=bool(config.trainer.script)))
+        say(resume_point(found, reached_step(found.attempt(last)), is_script=bool(config.trainer.script)))
     if start is None:
         return enqueue(found, config, flags, follow=follow, wait=wait)
     return supervise_here(found, config, *start, follow=follow)

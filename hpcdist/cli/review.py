@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 import webbrowser
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import typer
 from hpcdist import logs
 from hpcdist.cli.options import RUNS, Experiment, OptionalRunName, RunNames, RunsDir, TrackingUri, flag, named
 from hpcdist.errors import HpcdistError, TrackingError, UserMistake
+from hpcdist.logs import say
 
 if TYPE_CHECKING:
     from hpcdist.run.folder import RunDir
@@ -58,18 +58,18 @@ def ui(
     if is_server:
         address = links.web_address(store)
         for line in links.of_experiments(runs, store, f"{address}/") if all_links else []:
-            print(line)
-        print(f"review in MLflow: {links.of_newest(runs, store, f'{address}/')}")
+            say(line)
+        say(f"review in MLflow: {links.of_newest(runs, store, f'{address}/')}")
         return
     token, file = server.make_token(port, os.environ)
     address = f"http://{server.HOST}:{port}"
     page = f"{address}/?token={token}"
     if all_links:
-        print(f"all experiments: {links.experiments_page(page)}")
+        say(f"all experiments: {links.experiments_page(page)}")
         for line in links.of_experiments(runs, store, page):
-            print(line)
-        print(f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {shlex.quote(str(file))})")
-    print("MLflow is starting, and prints its link then; Ctrl-C ends it", flush=True)
+            say(line)
+        say(f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {shlex.quote(str(file))})")
+    say("MLflow is starting, and prints its link then; Ctrl-C ends it")
     os.environ |= server.variables(store, file, links.of_newest(runs, store, page))
     os.umask(0o077)  # a new database and uploaded artifacts are private to the user
     command = server.command(port)
@@ -103,7 +103,7 @@ def report(
         write_report(found, read_series(found))
     elif not found.report.is_file():
         raise UserMistake(f"{found.report} does not exist, and only the owner of the run can write it")
-    print(short_path(found.report))
+    say(short_path(found.report))
     if open_it and not webbrowser.open(found.report.absolute().as_uri()):
         raise UserMistake(f"no browser was found: open {found.report.absolute()} on a machine that has one")
 
@@ -146,11 +146,11 @@ def sync(
     listing = list_runs(runs_dir)
     chosen = [resolve_run(name, runs_dir) for name in runs] if runs else listing.runs
     if listing.note and not runs:
-        print(listing.note)
+        say(listing.note)
     code, counts = _upload([run for run in chosen if experiment in (None, run.experiment)], verbose=bool(runs))
     if not runs:
         results = ", ".join(f"{number} {kind}" for kind, number in counts.items()) or "nothing to upload"
-        print(f"{counts.total()} run{'s' * (counts.total() != 1)}: {results}")
+        say(f"{counts.total()} run{'s' * (counts.total() != 1)}: {results}")
     return code
 
 
@@ -176,12 +176,12 @@ def _upload(runs: Sequence[RunDir], *, verbose: bool = False, quick: bool = Fals
         except (HpcdistError, OSError) as error:
             code = max(code, exit_code(error))
             counts["failed"] += 1
-            print(f"{run.name}: {error}", file=sys.stderr)
+            say(f"{run.name}: {error}", error=True)
             if quick and isinstance(error, TrackingError):
                 break
             continue
         kind = "running" if is_busy else "unchanged" if text in NOTHING_NEW else "uploaded"
         counts[kind] += 1
         if verbose or kind != "unchanged":
-            print(f"{run.name}: {text}", flush=True)
+            say(f"{run.name}: {text}")
     return code, counts

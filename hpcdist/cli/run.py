@@ -26,6 +26,7 @@ from hpcdist.cli.options import (
 )
 from hpcdist.cli.terminal import console, exit_code
 from hpcdist.errors import ConfigError, UserMistake
+from hpcdist.logs import say
 
 if TYPE_CHECKING:
     from hpcdist.cli.render import RunView
@@ -143,9 +144,9 @@ def _show_start(config: Config, plan: Plan, uri: str, found: RunDir | None, *, v
     show_plan(console(), config, plan, config.folder, uri, verbose=verbose)
     if plan.device == "cpu" and config.launch.device == "auto":
         in_image = " (docker: --gpus all, podman: --device nvidia.com/gpu=all)" if image_facts(os.environ) else ""
-        print(f"no GPU is visible{in_image}: training on CPUs")
+        say(f"no GPU is visible{in_image}: training on CPUs")
     if found is not None and not verbose:
-        print(f"continuing run {found.name}, which has the same config; `--new` starts another run")
+        say(f"continuing run {found.name}, which has the same config; `--new` starts another run")
 
 
 def resolve_start(config: Config) -> tuple[Plan, str]:
@@ -163,7 +164,7 @@ def resolve_start(config: Config) -> tuple[Plan, str]:
     if config.model.compile and not config.trainer.script:
         require_compiler(plan.device, {**os.environ, **config.launch.env})
     if note := note_on_fewer_ranks(config, plan):
-        print(note)
+        say(note)
     return plan, uri
 
 
@@ -187,7 +188,7 @@ def supervise_here(
     if not follow:
         show()
         pid = local_run.detach(run, os.environ)
-        print(f"{run.name} runs in the background (process {pid}): `hpcdist follow {run.name}` shows its progress")
+        say(f"{run.name} runs in the background (process {pid}): `hpcdist follow {run.name}` shows its progress")
         return 0
     logs.configure()
 

@@ -13,6 +13,7 @@ from hpcdist.cli import completion
 from hpcdist.cli.options import RUNS, Json, RunsDir, argument
 from hpcdist.cli.terminal import console
 from hpcdist.errors import UserMistake
+from hpcdist.logs import say
 
 if TYPE_CHECKING:
     from hpcdist.run.folder import RunDir
@@ -38,7 +39,7 @@ def compare(
     named = _labelled(runs, runs_dir)
     found = compare(named, {label: read_series(run) for label, run in named.items()})
     if as_json:
-        print(json.dumps({"runs": list(named), "differences": found}, indent=2))
+        say(json.dumps({"runs": list(named), "differences": found}, indent=2))
     else:
         _show(list(named), found)
 
@@ -67,7 +68,7 @@ def _show(labels: Sequence[str], differences: Mapping[str, Mapping[str, Sequence
     from rich.table import Table
 
     if not differences:
-        print("the runs do not differ")
+        say("the runs do not differ")
     for title, rows in differences.items():
         table = Table(title=title, title_justify="left")
         table.add_column("", overflow="fold")

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpcdist.cli.terminal import say
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.config.shipped import find_config
@@ -20,6 +18,7 @@ from hpcdist.containers.images.labels import inspect, require_driver, require_fi
 from hpcdist.containers.local_container import folder_overrides, for_config, host_container, with_mount, without_secrets
 from hpcdist.containers.runtimes import RUNTIMES
 from hpcdist.errors import ImageError, UserMistake
+from hpcdist.logs import say
 from hpcdist.machine.gpus import driver_version
 from hpcdist.run.lease import user_name
 from hpcdist.run.runs_dir import claim
@@ -52,7 +51,7 @@ def run_in_container(
         if not dry_run:
             raise
         facts = None
-        print(f"hpcdist: {error}", file=sys.stderr)  # the plan is complete but for the image's digest
+        say(f"hpcdist: {error}", error=True)  # the plan is complete but for the image's digest
     rootless = found.is_rootless_daemon()
     spec = host_container(
         found.name, image, facts.digest if facts else "", user_name(), os.environ, rootless_daemon=rootless
@@ -88,5 +87,4 @@ def run_in_container(
     for mount in spec.mounts:
         # The engine would create missing folders as root.
         Path(mount.source).mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
     return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from hpcdist.cli import completion
-from hpcdist.cli.options import RUNS, Experiment, Json, OptionalRunName, RunName, RunsDir, Wait, argument, named
+from hpcdist.cli.options import RUNS, Experiment, Json, OptionalRunName, RunName, RunsDir, Wait, argument, flag, named
 from hpcdist.cli.terminal import console
 from hpcdist.errors import UserMistake
+from hpcdist.logs import say
 
 if TYPE_CHECKING:
     from hpcdist.run.sweep_folder import SweepDir
@@ -36,7 +37,7 @@ def runs(experiment: Experiment = None, as_json: Json = False, runs_dir: RunsDir
 
     rows, notes = read_rows(list_runs(runs_dir), experiment)
     if as_json:
-        print(json.dumps(runs_document(rows, notes), indent=2))
+        say(json.dumps(runs_document(rows, notes), indent=2))
     else:
         show_runs(console(), rows, notes, runs_dir)
 
@@ -59,7 +60,7 @@ def status(run: OptionalRunName = None, as_json: Json = False, runs_dir: RunsDir
     if isinstance(found, SweepDir):
         _show_sweep(found, as_json=as_json)
     elif as_json:
-        print(json.dumps(read_status(found), indent=2))
+        say(json.dumps(read_status(found), indent=2))
     else:
         show_status(console(), found)
 
@@ -74,7 +75,7 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
     if as_json:
         made = [(label, run) for label, run in zip(labels, cells, strict=True) if os.path.lexists(run.config)]
         document = {"sweep": sweep.name, "cells": [{"label": label} | read_status(run) for label, run in made]}
-        print(json.dumps(document, indent=2))
+        say(json.dumps(document, indent=2))
         return
     best = first_monitor(run.config for run in cells).metric
     show_cells(sweep.name, list(zip(labels, cells, strict=True)), best)
@@ -89,8 +90,9 @@ def logs(
     attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Attempt; the last one by default.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")] = False,
     runs_dir: RunsDir = RUNS,
+    raw: Annotated[bool, flag("--raw", "Keep control sequences on a terminal, such as colours.")] = False,
 ) -> None:
-    """Print the log of a rank.
+    """Print the log of a rank: unchanged into a pipe or file, as plain text on a terminal.
 
     Examples:
 
@@ -102,8 +104,7 @@ def logs(
     from hpcdist.run.lookup import resolve_run
 
     for text in stream_log(resolve_run(named(run, runs_dir), runs_dir), rank, attempt, follow=follow):
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        say(text, end="", raw=raw or not sys.stdout.isatty())
 
 
 @app.command()
@@ -168,4 +169,4 @@ def _end(name: str, runs_dir: Path, action: Literal["stop", "cancel"]) -> None:
 
     found = resolve(name, runs_dir)
     require_mine(found.path, action)
-    print("\n".join(end_sweep(found, action) if isinstance(found, SweepDir) else [end(found, action)]))
+    say("\n".join(end_sweep(found, action) if isinstance(found, SweepDir) else [end(found, action)]))

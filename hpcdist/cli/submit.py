@@ -29,6 +29,7 @@ from hpcdist.cli.options import (
     with_script,
 )
 from hpcdist.errors import UserMistake
+from hpcdist.logs import say
 
 if TYPE_CHECKING:
     from hpcdist.config.schema import Config
@@ -127,10 +128,10 @@ def submit_run(
     if dry_run:
         submission_checks.check_config(config, Path.cwd())
         script, step = render(config, RunDir(config.folder), flags)
-        print(f"{script}\n# then, in the batch step:\n{comment(step)}\n#\n" + "\n".join(map(comment, components)))
+        say(f"{script}\n# then, in the batch step:\n{comment(step)}\n#\n" + "\n".join(map(comment, components)))
         return 0
     check_submission(config, flags, Path.cwd(), force=force)
-    print("\n".join(components))
+    say("\n".join(components))
     if test:
         return 0
     run = create.create_run(config, Path.cwd(), launcher="slurm", origin=origin)
@@ -148,7 +149,7 @@ def check_submission(config: Config, flags: dict[str, str], cwd: Path | None, *,
     from hpcdist.slurm.submit.submission_checks import check_submission
 
     warnings, estimate = check_submission(config, flags, cwd, missing_data=missing(config.data), force=force)
-    print("\n".join([*(f"note: {warning}" for warning in warnings), estimate]))
+    say("\n".join([*(f"note: {warning}" for warning in warnings), estimate]))
 
 
 def submission_flags(config: Config, dependency: str | None, begin: str | None) -> dict[str, str]:
@@ -175,12 +176,12 @@ def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool,
     except UserMistake:  # Slurm has rejected the job
         pending_config.drop(run)
         raise
-    print(f"{run.name} is job {job_id}: `hpcdist follow {run.name}` shows its state and progress")
+    say(f"{run.name} is job {job_id}: `hpcdist follow {run.name}` shows its state and progress")
     # The job does not wait for these imports.
     from hpcdist.cli.follow import follow_to_end
     from hpcdist.supervisor import shipper_process
 
     if follow or wait:
         return follow_to_end(run, config, progress=not wait)
-    print(shipper_process.ship_now(run, config, os.environ))
+    say(shipper_process.ship_now(run, config, os.environ))
     return 0

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from hpcdist.cli.submit import comment
 from hpcdist.cli.sweep_tables import show_choices, show_end
-from hpcdist.cli.terminal import console, say
+from hpcdist.cli.terminal import console
 from hpcdist.errors import HpcdistError, TrackingError, UserMistake
+from hpcdist.logs import say
 
 if TYPE_CHECKING:
     from hpcdist.config.schema import Config
@@ -147,7 +148,7 @@ def _close_parent_run(run: RunDir, uri: str) -> None:
         if parent is not None:
             parent.refresh()
     except TrackingError as error:
-        print(f"the end of the sweep is not in MLflow yet: {error}")
+        say(f"the end of the sweep is not in MLflow yet: {error}")
 
 
 # --- on Slurm
@@ -200,8 +201,8 @@ def submit_sweep(
             except BaseException:
                 sweep_cells.discard([choice.run for choice in to_run if choice.why == "new"])
                 raise
-        print(f"{sweep.name} is job{'s' * (len(jobs) > 1)} {jobs[0]}{f' to {jobs[-1]}' * (len(jobs) > 1)}")
-        print(_upload([choice.run for choice in to_run], uri))
+        say(f"{sweep.name} is job{'s' * (len(jobs) > 1)} {jobs[0]}{f' to {jobs[-1]}' * (len(jobs) > 1)}")
+        say(_upload([choice.run for choice in to_run], uri))
     return _follow(sweep, choices, uri) if follow else 0
 
 
@@ -216,7 +217,7 @@ def _show_script(sweep: Sweep, to_run: Sequence[Choice], flags: Mapping[str, str
     check_config(config, Path.cwd())
     script, _ = render(config, RunDir(sweep.folder), flags, **array)
     _, step = render(config, to_run[0].run)
-    print(f"{script}\n# then, in the batch step of task 0 ({to_run[0].run.name}):\n{comment(step)}")
+    say(f"{script}\n# then, in the batch step of task 0 ({to_run[0].run.name}):\n{comment(step)}")
 
 
 def _upload(runs: Sequence[RunDir], uri: str, *, close_lost: bool = False) -> str:

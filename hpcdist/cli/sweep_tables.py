@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hpcdist.cli.terminal import console, say
+from hpcdist.cli.terminal import console
 from hpcdist.files.short_path import short_path
+from hpcdist.logs import say
 
 if TYPE_CHECKING:
     from hpcdist.run.folder import RunDir

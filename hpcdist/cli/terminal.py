@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from hpcdist.logs import terminal_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -12,11 +15,21 @@ if TYPE_CHECKING:
 
 
 def console() -> Console:
-    """Return standard output as a console; without a terminal it is wide enough for names of runs."""
-    from rich.console import Console
+    """Return standard output as a console that prints text without control characters.
 
-    found = Console()
-    return found if found.is_terminal else Console(width=160)
+    Without a terminal it is wide enough for names of runs.
+    """
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class Clean(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+            # Text and style are separate here: the sequences of rich itself are not touched.
+            for part in super().render(renderable, options):
+                yield part if part.control else Segment(terminal_text(part.text), part.style)
+
+    found = Clean()
+    return found if found.is_terminal else Clean(width=160)
 
 
 def wrapped(console: Console, text: str, indent: int) -> str:
@@ -30,11 +43,6 @@ def wrapped(console: Console, text: str, indent: int) -> str:
         max(console.width, 2 * indent), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )
     return "\n".join(wrapper.fill(line) for line in text.split("\n"))
-
-
-def say(text: str) -> None:
-    """Print text as it is, without markup or line breaks of rich."""
-    console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def exit_code(state: State) -> int:

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import RunFolderError, TrackingError
+from hpcdist.logs import say
 from hpcdist.run.folder import RunDir
 from hpcdist.run.folder_identity import VARIABLE, identity
 from hpcdist.tracking.client.uri import is_server, resolve_uri
@@ -115,7 +116,7 @@ def shipping_from_here(run: RunDir, config: Config, env: Mapping[str, str]) -> I
         return
     shipper = ShipperProcess(run, uri, {**env, VARIABLE: identity(run.path)}, through_queue=True)
     yield
-    shipper.drain(config.tracking.drain_timeout_s, print)
+    shipper.drain(config.tracking.drain_timeout_s, say)
 
 
 def _be_nice() -> None:

@@ -16,6 +16,7 @@ from hpcdist.containers.images.engine import Engine, EngineName, error_line
 from hpcdist.containers.images.labels import ImageFacts
 from hpcdist.errors import ImageError, UserMistake
 from hpcdist.files.lock import long_lock
+from hpcdist.logs import say
 
 Form = Literal["sqsh", "sif", "dir"]
 FORMS: tuple[Form, ...] = get_args(Form)
@@ -139,7 +140,7 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> None:
     ) as running:
         assert running.stderr is not None
         for line in running.stderr:
-            print(line, end="", file=sys.stderr, flush=True)
+            say(line, end="", error=True)
             lines.append(line)
     if running.returncode:
         raise ImageError(f"`{' '.join(command[:2])}` failed: {error_line(''.join(lines))}")

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
+from hpcdist.logs import say
+
 #: Path of the file that holds the token; `hpcdist ui` sets it for the server.
 TOKEN_FILE = "HPCDIST_UI_TOKEN_FILE"  # noqa: S105 - the name of a variable
 #: The link that is printed when MLflow has started.
@@ -61,7 +63,7 @@ class TokenGate:
             async def announce(message: Scope) -> None:
                 await send(message)
                 if message["type"] == "lifespan.startup.complete" and self._link:
-                    print(f"review in MLflow: {self._link}", flush=True)
+                    say(f"review in MLflow: {self._link}")
 
             await self._app(scope, receive, announce)
         elif scope["type"] != "http":  # MLflow has no websockets
