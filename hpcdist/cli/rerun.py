@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +41,7 @@ from hpcdist.errors import UserMistake
 from hpcdist.logs import say
 from hpcdist.machine.facts import num_cores
 from hpcdist.machine.own_image import image_facts
+from hpcdist.review.markdown import PATCH
 from hpcdist.tracking.client.uri import redact_uri
 
 if TYPE_CHECKING:
@@ -62,6 +65,7 @@ WithCurrentCode = Annotated[
     bool, flag("--with-current-code", "Use the code of the current folder, not that of the run.")
 ]
 Repository = Annotated[Path | None, option("--repository", "DIR", "A git work tree with the commit of the run.")]
+Yes = Annotated[bool, flag("--yes", "Execute what MLflow has recorded, without asking.")]
 Compare = Annotated[bool, flag("--compare", "Start nothing: compare RUN, a rerun that has ended, with its original.")]
 Ignore = Annotated[
     list[str] | None, option("--ignore", "PATTERN", "Metrics not to compare, such as 'gpu/*'; may be repeated.")
@@ -80,6 +84,7 @@ def rerun(
     here: Here = False,
     with_current_code: WithCurrentCode = False,
     repository: Repository = None,
+    yes: Yes = False,
     compare: Compare = False,
     ignore: Ignore = None,
     tolerance: Tolerance = 0.0,
@@ -94,8 +99,10 @@ def rerun(
     """Repeat a run with its code, config and image, and report the first step at which a logged value differs.
 
     Commit and uncommitted changes, config, number of ranks and image are those of the run. What cannot be restored,
-    such as versions of packages, is printed. A run of Slurm is submitted again. The code of the run is executed: repeat
-    only runs that you trust.
+    such as versions of packages, is printed. A run of Slurm is submitted again.
+
+    The code of the run is executed: repeat only runs that you trust. If MLflow alone has the run, everybody who can
+    write there can change what is executed: it is shown, and executed after you confirm it, or with `--yes`.
 
     The exit code is 0 if no compared value differs, and 1 if one does. Metrics of time, speed and hardware are not
     compared.
@@ -122,6 +129,8 @@ def rerun(
         _show(plan)
         if dry_run:
             return 0
+        if recorded.folder is None and not yes:
+            _confirm(recorded.run_id)
         made, code = _start(plan, dependency, begin, follow=follow, wait=wait, force=force)
         return _conclude(
             plan, made, code, is_over=follow or (plan.on_slurm and wait), tolerance=tolerance, ignore=ignored
@@ -257,8 +266,43 @@ def _show(plan: _Plan) -> None:
     say(f"repeats {recorded.experiment}/{recorded.name}{known_as} as {config.experiment}/{config.name}")
     say(f"code: {source.text if source is not None else f'the current folder, {Path.cwd()}'}")
     say("config: as recorded" + (f", except {' '.join(map(redacted_argument, changed))}" if changed else ""))
+    if recorded.folder is None:
+        _show_executed(recorded, source)
     for text in plan.missing:
         say(f"not restored: {text}")
+
+
+#: Sections of a config that name programs, their environment, files or servers, or the number of processes.
+_EXECUTED = ("trainer", "roles", "data", "tracking", "launch", "cluster", "container", "notify")
+
+
+def _show_executed(recorded: RecordedRun, source: CodeSource | None) -> None:
+    """Print the recorded values that determine what is executed, as MLflow has them, and the hash of the patch."""
+    from hpcdist.config.schema import Config, to_tree
+    from hpcdist.config.tree import flat
+    from hpcdist.config.written import plain_tree
+
+    say("from MLflow, where others may have changed them:")
+    defaults = flat(to_tree(Config()))
+    for key, value in flat(plain_tree(recorded.config)).items():
+        if key.partition(".")[0] in _EXECUTED and value != defaults.get(key):
+            say(f"  {key}={json.dumps(value, default=str, ensure_ascii=False)}")
+    if source is not None and recorded.patch:
+        file, lines = recorded.config.with_name(PATCH), len(recorded.patch.splitlines())
+        digest = hashlib.sha256(recorded.patch).hexdigest()
+        say(f"  code.patch: sha256 {digest}, {lines:,} lines; until you answer, it is {file}")
+
+
+def _confirm(run_id: str) -> None:
+    """Ask whether to execute what was shown. Raises UserMistake without a terminal, Abort if the answer is not yes."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UserMistake(
+            f"the record of run {run_id} comes from MLflow, not from its run folder, and would be executed: check the"
+            " lines above, then repeat the command on a terminal to confirm, or with --yes"
+        )
+    say("execute this as your user? [y/N] ", end="")
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise typer.Abort
 
 
 def _create(plan: _Plan, config: Config, launcher: str) -> RunDir:

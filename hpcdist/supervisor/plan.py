@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpcdist.config.schema import Config, role_device
+from hpcdist.config.schema.checks import MAX_PER_NODE
 from hpcdist.errors import ConfigError
 from hpcdist.machine.facts import num_cores
 from hpcdist.machine.gpus import count_gpus, selected_gpus
@@ -101,6 +102,8 @@ def make_plan(config: Config, machine: Machine) -> Plan:
     if use_gpus:
         _check_gpus(ranks, roles, asked, machine.num_gpus)
     num_ranks = ranks or (machine.num_gpus if use_gpus else RANKS_WITHOUT_GPU)
+    if num_ranks > MAX_PER_NODE:
+        raise ConfigError([f"roles: one machine runs at most {MAX_PER_NODE} ranks, got {num_ranks}: use fewer ranks"])
     if min_ranks is not None and num_ranks < min_ranks:
         raise ConfigError([f"{num_ranks} ranks are fewer than elastic.min_ranks={min_ranks}: change one of them"])
     # A sum over another number of threads is rounded differently.

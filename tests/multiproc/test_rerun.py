@@ -94,7 +94,7 @@ def test_a_run_is_repeated_from_mlflow_and_git_after_its_folder_is_gone(runs: Ru
         (project / "factor.py").write_text("FACTOR = 3.0\n")
         store = f"sqlite:///{runs.database}"
 
-        code, output = runs.command("rerun", run_id, "--tracking-uri", store)
+        code, output = runs.command("rerun", run_id, "--tracking-uri", store, "--yes")
         assert code == 0, output
         assert "not restored: files that were not in git: notes.txt" in output
         assert output.splitlines()[-1] == "no value differs: 20 values of 1 metrics at 20 steps"
@@ -102,7 +102,9 @@ def test_a_run_is_repeated_from_mlflow_and_git_after_its_folder_is_gone(runs: Ru
         assert (runs.run_dir(name).code / "factor.py").read_text() == "FACTOR = 2.0\n"
         assert (project / "factor.py").read_text() == "FACTOR = 3.0\n"
 
-        code, output = runs.command("rerun", run_id, "--tracking-uri", store, "--with-current-code", "--steps", "3")
+        code, output = runs.command(
+            "rerun", run_id, "--tracking-uri", store, "--yes", "--with-current-code", "--steps", "3"
+        )
         assert code == 1, output
         assert output.splitlines()[-1].startswith("the first difference is at step 1: train/x was ")
     finally:

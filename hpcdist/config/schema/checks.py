@@ -9,6 +9,8 @@ from collections.abc import Mapping
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: Long options of Slurm. Leading dashes are reported later, together with options that cannot be set.
 _FLAG = re.compile(r"-{0,2}[A-Za-z0-9][A-Za-z0-9_-]*")
+#: Ranks of a run, and ranks, threads or cores on one machine: beyond any cluster, and far below what exhausts one.
+MAX_RANKS, MAX_PER_NODE = 262_144, 1024
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 
 
@@ -26,6 +28,12 @@ def at_least(section: object, low: float, *names: str, strictly: bool = False) -
         for name, value in values.items()
         if value is not None and not (value > low or (value == low and not strictly))
     ]
+
+
+def at_most(section: object, high: int, *names: str) -> list[str]:
+    """Return the mistakes in numbers with an upper bound; null is none."""
+    values = {name: getattr(section, name) for name in names}
+    return [f"{name} must be <= {high}, got {value}" for name, value in values.items() if (value or 0) > high]
 
 
 def above(section: object, low: float, *names: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hpcdist.config.schema.checks import at_least, check, flags, one_line, variables
+from hpcdist.config.schema.checks import MAX_PER_NODE, MAX_RANKS, at_least, at_most, check, flags, one_line, variables
 from hpcdist.config.schema.environment import EnvironmentConfig
 
 
@@ -34,6 +34,8 @@ class RoleRequest:
         return (
             at_least(self, 1, "nodes", "tasks_per_node", "cpus_per_task")
             + at_least(self, 0, "gpus_per_node")
+            + at_most(self, MAX_RANKS, "nodes")
+            + at_most(self, MAX_PER_NODE, "tasks_per_node")
             + one_line(self, "mem", "partition", "constraint", "sbatch")
             + flags(self, "sbatch")
         )
@@ -95,6 +97,8 @@ class ClusterConfig:
         check(
             at_least(self, 1, "nodes", "min_nodes", "tasks_per_node", "cpus_per_task", "time_limit_min")
             + at_least(self, 0, "spare_nodes", "gpus_per_node", "signal_lead_s", "max_requeues")
+            + at_most(self, MAX_RANKS, "nodes", "spare_nodes")
+            + at_most(self, MAX_PER_NODE, "tasks_per_node", "gpus_per_node")
             + self._range_problems()
             + one_line(self, "partition", "account", "qos", "mem", "constraint", "exclude", "sbatch", "srun")
             + flags(self, "sbatch", "srun")

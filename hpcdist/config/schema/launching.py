@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpcdist.config.schema.checks import above, at_least, check, variables
+from hpcdist.config.schema.checks import MAX_PER_NODE, above, at_least, at_most, check, variables
 
 COMMANDS = ("stop", "save", "profile")
 
@@ -105,6 +105,7 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         check(
             at_least(self, 0, "num_ranks", "num_threads", "max_restarts", "log_max_mb")
+            + at_most(self, MAX_PER_NODE, "num_ranks", "num_threads")
             + above(self, 0, "init_timeout_s", "hang_timeout_s", "stop_grace_s", "code_max_mb")
             + variables(self, "env")
             + [

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpcdist.config.schema.checks import at_least, check, one_line
+from hpcdist.config.schema.checks import MAX_RANKS, at_least, check, one_line
 from hpcdist.config.schema.cluster import ClusterConfig
 from hpcdist.config.schema.container import ContainerConfig
 from hpcdist.config.schema.declaration import default_trainer, trainer_problems
@@ -145,6 +145,10 @@ def cross_check(config: Config) -> list[str]:
         problems.append("trainer.script and trainer.target exclude each other: remove one of them")
     if not config.trainer.script:
         problems += trainer_problems(config)
+    nodes, tasks = config.cluster.nodes, config.cluster.tasks_per_node
+    for keys, ranks in (("cluster.nodes × tasks_per_node", nodes * tasks), ("roles", sum(config.roles.values()))):
+        if ranks > MAX_RANKS:
+            problems.append(f"{keys}: a run has at most {MAX_RANKS} ranks, got {ranks}")
     problems += elastic_problems(config)
     if config.launch.device == "cpu":
         if config.launch.backend == "nccl":

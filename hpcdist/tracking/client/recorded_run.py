@@ -133,7 +133,9 @@ def _from_mlflow(run_id: str, uri: str, scratch: Path) -> RecordedRun:
         environment=environment,
         code=code_of(environment, path),
         patch=patch.read_bytes() if patch.is_file() else b"",
-        world_size=int(tags["hpcdist.world_size"]) if tags.get("hpcdist.world_size", "").isdecimal() else 0,
+        world_size=int(tags["hpcdist.world_size"])
+        if re.fullmatch("[0-9]{1,18}", tags.get("hpcdist.world_size", ""))
+        else 0,
         image=tags.get("hpcdist.image", ""),
         image_digest=tags.get("hpcdist.image_digest", ""),
         datasets=tuple(datasets),

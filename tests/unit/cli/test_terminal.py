@@ -37,6 +37,7 @@ CALLED = {"Console", "input", "pprint", "typer.echo", "typer.secho", "typer.prom
 PRINTERS = {
     "logs": "the one place that prints",
     "cli.app": "sets the error handler of the streams",
+    "cli.rerun": "asks for a confirmation, if standard input and output are a terminal",
     "cli.runs": "asks whether standard output is a terminal",
     "rank.process_end": "flushes the streams",
     "bench.report": "a console that writes a file",

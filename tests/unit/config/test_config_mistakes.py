@@ -43,6 +43,9 @@ from hpcdist.errors import ConfigError
         ("launch: {env: {X: [1]}}", "launch.env.X must be str, got [1]"),
         ("tracking: {tags: {X: [1]}}", "tracking.tags.X must be str, got [1]"),
         # Values out of range.
+        ("launch: {num_ranks: 1000000000000}", "launch.num_ranks must be <= 1024, got 1000000000000"),
+        ("cluster: {tasks_per_node: 1025}", "cluster.tasks_per_node must be <= 1024, got 1025"),
+        ("cluster: {roles: {trainer: {nodes: 300000}}}", "cluster.roles.trainer.nodes must be <= 262144, got 300000"),
         ("seed: -1", "seed must be >= 0, got -1"),
         ("optim: {lr: -1}", "optim.lr must be > 0, got -1.0"),
         ("optim: {lr: .nan}", "optim.lr must be > 0, got nan"),
