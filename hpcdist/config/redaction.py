@@ -80,6 +80,8 @@ _VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s&;\"']+")
 #: References to a value: `$(cat file)`, `${NAME}`, `$NAME`.
 _REFERENCE = re.compile(r"[\"']?\$(?:[({]|[A-Z_][A-Z0-9_]*[\"']?$)")
 _QUERY = re.compile(r"(?<=[?&])(key|sig|signature|code|X-Amz-Signature)=([^\s&;\"']+)", re.IGNORECASE)
+#: Part of each token, and found faster.
+_LONG = re.compile(r"[\w-]{15}")
 _BEARER = re.compile(r"\b(bearer|basic|(?<=authorization: )token)\s+(?=[\w.~+/-]*\d)[\w.~+/-]{12,}=*", re.IGNORECASE)
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z ]+-----|\Z)", re.DOTALL)
 _TOKEN = re.compile(
@@ -109,7 +111,8 @@ def redact_text(text: str) -> str:
     Secrets are passwords and tokens in URIs and query strings, values of `name=value` with the name of a secret, tokens
     with a known prefix, and private keys.
     """
-    text = _TOKEN.sub(REDACTED, text)
+    if _LONG.search(text):
+        text = _TOKEN.sub(REDACTED, text)
     if _MARKS.search(text) is None:
         return text
     text = _PRIVATE_KEY.sub(REDACTED, text)
@@ -291,8 +294,7 @@ _PLACEHOLDER = re.compile(
     r"[*.<$%{/~-]|x{3}|your|my[_-]|id=|change|example|dummy|none|null|true|false|env|(?:password|passwd|pass|secret|token)\b",
     re.IGNORECASE,
 )
-#: Each token contains the first; what else indicates a secret contains the second. Both are fast to find.
-_LONG = re.compile(r"[\w-]{15}")
+#: Words in lower case of which a line with any other secret than a token contains one.
 _HINTS = (
     *("://", "-u ", "--user", "pass", "secret", "credential", "key", "token", "auth", "pat", "pwd", "jwt", "hook"),
     *("login", "bearer", "basic"),
