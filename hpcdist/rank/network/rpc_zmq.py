@@ -69,7 +69,7 @@ class ZmqTransport:
         self._numbers = itertools.count()
         self._is_closing = False
         self._num_malformed = 0
-        self._calls: queue.SimpleQueue[tuple[int, int, str, Any, list[Tensor]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[int, int, str, tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._num_threads = num_threads
         self._zap: zmq.Socket[bytes] | None = None
         self._folders: list[int] = []
@@ -194,10 +194,12 @@ class ZmqTransport:
         if source not in range(len(self._peers)):
             raise ValueError(f"there is no rank {source}")
         tensors = [self._tensor(each, frame) for each, frame in zip(described, frames, strict=True)]
-        if kind == _CALL:
-            self._calls.put((source, number, str(function), content, tensors))
-            return
         value = decode(content, tensors)
+        if kind == _CALL:
+            if not isinstance(value, tuple):
+                raise ValueError("not the arguments of a call")
+            self._calls.put((source, number, str(function), value))
+            return
         entry = self._pending.get(number)
         if entry is None or entry[1] != source or self._pending.pop(number, None) is None:
             return  # its time was over
@@ -220,16 +222,9 @@ class ZmqTransport:
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            source, number, function, content, tensors = call
-            try:
-                arguments = decode(content, tensors)
-                if not isinstance(arguments, tuple):
-                    raise ValueError("not the arguments of a call")
-            except (ValueError, TypeError, LookupError, RecursionError) as error:
-                log.warning("RPC: ignored a malformed call (%s)", error)
-                continue
-            del content, tensors, call
+            source, number, function, arguments = call
             self._endpoint.answer(function, arguments, self._replier(source, number))
+            del call, arguments  # its tensors
 
     def _replier(self, source: int, number: int) -> Callable[[bool, Any], None]:
         return lambda is_result, value: self._send(source, _RESULT if is_result else _ERROR, number, "", value)
