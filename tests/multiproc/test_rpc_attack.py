@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from hpcdist.rank.network.rpc import rpc_group
 from hpcdist.run.folder import RunDir
 
 NOBODY = 65534
+EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 def start_groups(here: Rank, path: Path, num_starts: int) -> dict[str, Any]:
@@ -65,10 +67,13 @@ def besiege(path: Path, done: threading.Event, found: list[str]) -> None:
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     found.append(process.stdout.readline())
-    threading.Thread(target=lambda: found.extend(process.stdout or ()), daemon=True).start()
+    reader = threading.Thread(target=lambda: found.extend(process.stdout or ()))
+    reader.start()
     done.wait()
     process.kill()
     process.wait()
+    reader.join()
+    process.stdout.close()
 
 
 @pytest.mark.parametrize("num_starts", [5, pytest.param(50, marks=pytest.mark.slow)])
@@ -129,13 +134,12 @@ def test_socket_of_another_node_requires_the_key_of_both_sides() -> None:
 
     def knock(keys: CurveKeys | None, server_key: bytes | None = None) -> bool:
         """Return whether a message of a client arrives."""
-        with context.socket(zmq.PUSH) as client:
+        with context.socket(zmq.PUSH) as client, closing(client.get_monitor_socket(EVENTS)) as monitor:
             client.linger = 0
             if keys is not None:
                 keys.be_client(client)
             if server_key is not None:
                 client.curve_serverkey = server_key
-            monitor = client.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
             client.connect(f"tcp://127.0.0.1:{port}")
             client.send(b"hello")
             poller = zmq.Poller()
