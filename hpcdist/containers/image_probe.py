@@ -229,7 +229,8 @@ def _pyxis_reason(lines: Sequence[str]) -> str:
 def image_digest(spec: ContainerSpec, env: Mapping[str, str]) -> str | None:
     """Return the image's id in its store, the digest in its file name (`hpcdist-0.1.0-…`), or one of parts of the file.
 
-    The result is None if it is unknown, as for images in folders.
+    The name counts only if the file is this user's or root's: others may use any name. The result is None if it is
+    unknown, as for images in folders.
     """
     if spec.outlives_step:
         if shutil.which(spec.runtime, path=env.get("PATH")) is None:
@@ -239,7 +240,9 @@ def image_digest(spec: ContainerSpec, env: Mapping[str, str]) -> str | None:
         found = re.search(r"[0-9a-f]{64}", done.stdout)
         return f"sha256:{found[0]}" if done.returncode == 0 and found else None
     named = re.search(r"-([0-9a-f]{12,64})(\.\w+)?$", spec.image)
-    return f"sha256:{named[1]}" if named else _file_digest(Path(spec.image))
+    path = Path(spec.image)
+    is_own = not path.exists() or path.stat().st_uid in (os.geteuid(), 0)
+    return f"sha256:{named[1]}" if named and is_own else _file_digest(path)
 
 
 def _file_digest(path: Path) -> str | None:

@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -65,8 +66,20 @@ def exclusive(path: Path, *, within_s: float = WAIT_S) -> Iterator[None]:
 
 
 def open_lock(path: Path, mode: int = 0o666) -> IO[str]:
-    """Open a lock file, which is created if it is missing; links are not followed."""
-    return open(path, "a+", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, mode))
+    """Open a lock file, which is created if it is missing.
+
+    Raises OSError if it is a link, no regular file, or another user's, who could hold the lock for ever.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | os.O_NOFOLLOW, mode)
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode) or about.st_uid not in (os.geteuid(), 0):
+            os.close(descriptor)
+            raise PermissionError(errno.EPERM, "it is not a lock file of this user", name)
+        return descriptor
+
+    return open(path, "a+", opener=opener)
 
 
 @contextmanager

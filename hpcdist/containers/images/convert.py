@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -16,6 +16,7 @@ from hpcdist.containers.images.engine import Engine, EngineName, error_line
 from hpcdist.containers.images.labels import ImageFacts
 from hpcdist.errors import ImageError, UserMistake
 from hpcdist.files.lock import long_lock
+from hpcdist.files.ownership import is_shared, user_of
 from hpcdist.logs import say
 
 Form = Literal["sqsh", "sif", "dir"]
@@ -64,15 +65,16 @@ def argv(engine: EngineName, image: str, form: Form, target: Path, archive: Path
 def convert(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> tuple[Path, bool]:
     """Write an image in another format unless the file exists; return its path and whether it was written now.
 
-    A lock makes concurrent conversions of one image wait for the first. An unfinished file has another name.
+    A lock makes concurrent conversions of one image wait for the first. An unfinished file is in a private folder.
 
     Raises:
-        UserMistake: the conversion program is missing, or the disk has too little space.
+        UserMistake: the conversion program is missing, the disk has too little space, or the file is another user's.
     """
     target = target_of(facts, form, folder)
     folder.mkdir(parents=True, exist_ok=True)
     with long_lock(target.with_name(f".{target.name}.lock")):
-        if target.exists():
+        if os.path.lexists(target):
+            _require_own(target)
             return target, False
         _require_room(engine, facts, form, folder)
         if shutil.which(_TOOLS[form]) is None:
@@ -80,14 +82,23 @@ def convert(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> tupl
                 f"{_TOOLS[form]} is not installed here; it writes .{form} for {_READERS[form]}:"
                 f" convert on a machine that has it, into a shared folder"
             )
-        part = target.with_name(f".{target.name}.part")
-        _remove(part)
-        try:
+        for left in folder.glob(f".{target.name}.part*"):  # of killed conversions
+            _remove(left)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.part", dir=folder) as private:
+            part = Path(private, target.name)
             _write(engine, facts, form, part)
             os.replace(part, target)
-        finally:
-            _remove(part)
     return target, True
+
+
+def _require_own(target: Path) -> None:
+    """Raise UserMistake if another user could have written an image: its name says nothing about its content."""
+    about = target.lstat()
+    if stat.S_ISLNK(about.st_mode) or about.st_uid not in (os.geteuid(), 0) or is_shared(about):
+        raise UserMistake(
+            f"{target} exists, and may be the work of {user_of(about.st_uid)} or others who can write to it: choose"
+            " another folder with --into, or name the file in container.image if you trust it"
+        )
 
 
 def _write(engine: Engine, facts: ImageFacts, form: Form, part: Path) -> None:
@@ -97,15 +108,10 @@ def _write(engine: Engine, facts: ImageFacts, form: Form, part: Path) -> None:
         _describe(facts, part)
         return
     archive = part.with_name(f"{part.name}.tar") if form == "sif" and engine.name == "podman" else None
-    try:
-        if archive is not None:
-            archive.unlink(missing_ok=True)  # of a killed conversion: podman does not overwrite an archive
-            engine.output("save", "--format", "docker-archive", "--output", str(archive), facts.name)
-        functions = _REMOVE_BY_PODMAN if form == "sqsh" and engine.name == "podman" else {}
-        _run(argv(engine.name, facts.name, form, part, archive), functions)
-    finally:
-        if archive is not None:
-            archive.unlink(missing_ok=True)
+    if archive is not None:
+        engine.output("save", "--format", "docker-archive", "--output", str(archive), facts.name)
+    functions = _REMOVE_BY_PODMAN if form == "sqsh" and engine.name == "podman" else {}
+    _run(argv(engine.name, facts.name, form, part, archive), functions)
 
 
 def _unpack(engine: Engine, facts: ImageFacts, command: Sequence[str]) -> None:
@@ -171,8 +177,7 @@ def _device(path: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        with suppress(FileNotFoundError):
-            path.unlink()
+    """Remove a file or folder of this user."""
+    about = path.lstat()
+    if about.st_uid == os.geteuid():
+        shutil.rmtree(path) if stat.S_ISDIR(about.st_mode) else path.unlink()

@@ -24,7 +24,7 @@ from hpcdist import logs
 from hpcdist.config.schema import LaunchConfig
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError
 from hpcdist.files import retry
-from hpcdist.files.lock import lock_now
+from hpcdist.files.lock import lock_now, open_lock
 from hpcdist.files.log_limit import limit_log
 from hpcdist.run import lease
 from hpcdist.run.folder import ENDED, RunDir, State
@@ -52,7 +52,7 @@ _SIGNALS = {signal.SIGTERM, signal.SIGINT}
 def _only_shipper(run: RunDir) -> Iterator[bool]:
     """Hold the lock of the run's shipper. Yields False if another process holds it."""
     path = run.journal / ".shipper.lock"
-    with retry.retry(lambda: open(path, "a"), path) as file:
+    with retry.retry(lambda: open_lock(path), path) as file:
         yield lock_now(file)
 
 

@@ -8,18 +8,18 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from hpcdist.config.loading import load_run_config
 from hpcdist.errors import HpcdistError, UserMistake
-from hpcdist.files.lock import lock_now
+from hpcdist.files.lock import lock_now, open_lock
 from hpcdist.files.ownership import require_trusted
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import holder
 from hpcdist.run.lookup import list_runs
+from hpcdist.run.runs_dir import claim, own_place
 from hpcdist.run.secret_file import kept
 from hpcdist.run.slurm_job import job_of, update_job_starts
 from hpcdist.tracking.client.uri import is_server, resolve_uri
@@ -121,11 +121,15 @@ class Watch:
 @contextmanager
 def _only_watch(runs_dir: Path) -> Iterator[None]:
     """Hold the lock of the folder's watching process, so that a cron line may start it again and again."""
-    path = runs_dir / ".sync.lock"
+    if runs_dir.is_dir():
+        claim(runs_dir)
+    path = own_place(runs_dir) / ".sync.lock"
     try:
-        file = open(path, "a+", opener=partial(os.open, mode=0o600))  # noqa: SIM115 (closed below)
+        file = open_lock(path, 0o600)
     except OSError as error:
-        raise UserMistake(f"{runs_dir} is no folder of runs that you can write ({error.strerror})") from error
+        raise UserMistake(
+            f"{runs_dir} is no folder of runs that you can write ({path.name}: {error.strerror})"
+        ) from error
     with file:
         if not lock_now(file):
             file.seek(0)

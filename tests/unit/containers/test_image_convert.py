@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpcdist.containers.image_probe import image_digest
 from hpcdist.containers.images import convert as module
 from hpcdist.containers.images.convert import Form, argv, convert, target_of
 from hpcdist.containers.images.engine import Engine, EngineName
 from hpcdist.containers.images.labels import ImageFacts
+from hpcdist.containers.spec import ContainerSpec
 from hpcdist.errors import ImageError, UserMistake
 
 FACTS = ImageFacts(
@@ -107,9 +111,34 @@ def test_reason_of_tar_is_reported(programs: Path, tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_unfinished_file_is_replaced(programs: Path, tmp_path: Path) -> None:
     install(programs, "enroot", '[ ! -e "$3" ] && echo whole > "$3"')
-    (tmp_path / ".hpcdist-1.2.3-0123456789ab.sqsh.part").write_text("half")
+    (left := tmp_path / ".hpcdist-1.2.3-0123456789ab.sqsh.part").write_text("half")
     target, _ = convert(Engine("docker"), FACTS, "sqsh", tmp_path)
     assert target.read_text() == "whole\n"
+    assert not left.exists()
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of another user")
+def test_files_of_other_users_are_neither_returned_nor_written(programs: Path, tmp_path: Path) -> None:
+    install(programs, "enroot", 'echo whole > "$3"')
+    (folder := tmp_path / "shared").mkdir()
+    folder.chmod(0o1777)
+    (mine := tmp_path / "mine").write_text("valuable")
+    (left := folder / ".hpcdist-1.2.3-0123456789ab.sqsh.part").symlink_to(mine)
+    os.chown(left, 65534, 65534, follow_symlinks=False)
+    target, is_new = convert(Engine("docker"), FACTS, "sqsh", folder)
+    assert (is_new, target.read_text(), mine.read_text()) == (True, "whole\n", "valuable")
+    assert convert(Engine("docker"), FACTS, "sqsh", folder) == (target, False)
+    spec = ContainerSpec(runtime="apptainer", image=str(target))
+    assert image_digest(spec, {}) == "sha256:0123456789ab"
+    os.chown(target, 65534, 65534)
+    with pytest.raises(UserMistake, match=r"sqsh exists, and may be the work of nobody .*: choose another folder"):
+        convert(Engine("docker"), FACTS, "sqsh", folder)
+    assert str(image_digest(spec, {})).startswith("ends-sha256:")
+    target.unlink()
+    target.symlink_to(mine)
+    with pytest.raises(UserMistake, match="sqsh exists"):
+        convert(Engine("docker"), FACTS, "sqsh", folder)
 
 
 @pytest.mark.processes
@@ -121,7 +150,10 @@ def test_archive_for_apptainer_is_replaced_and_removed(programs: Path, tmp_path:
     (tmp_path / "images" / ".hpcdist-1.2.3-0123456789ab.sif.part.tar").write_text("half")
     target, _ = convert(Engine("podman"), FACTS, "sif", tmp_path / "images")
     archive = tmp_path / "images" / ".hpcdist-1.2.3-0123456789ab.sif.part.tar"
-    assert calls(programs)[0] == f"podman save --format docker-archive --output {archive} hpcdist"
+    saved = (
+        rf"podman save --format docker-archive --output {archive.parent}/\.hpcdist\S+/hpcdist-1.2.3-\w+.sif.tar hpcdist"
+    )
+    assert re.fullmatch(saved, calls(programs)[0])
     assert target.exists()
     assert not archive.exists()
 

@@ -15,7 +15,7 @@ import pytest
 
 from hpcdist.errors import RunFolderError
 from hpcdist.files import lock
-from hpcdist.files.lock import exclusive, long_lock
+from hpcdist.files.lock import exclusive, long_lock, open_lock
 
 
 @pytest.fixture
@@ -103,3 +103,21 @@ def test_other_errors_of_flock_are_raised(path: Path, monkeypatch: pytest.Monkey
         pytest.fail("held")
     with pytest.raises(OSError, match="Bad file descriptor"), exclusive(path):
         pytest.fail("held")
+
+
+@pytest.mark.parametrize("plant", ["link", "fifo", "file"])
+def test_planted_lock_file_is_refused(path: Path, tmp_path: Path, plant: str) -> None:
+    """Another user could otherwise have a file of this user truncated, or hold the lock for ever."""
+    (target := tmp_path / "mine").write_text("valuable")
+    if plant == "link":
+        path.symlink_to(target)
+    elif plant == "fifo":
+        os.mkfifo(path)
+    elif os.getuid() != 0:
+        pytest.skip("only root can make files of another user")
+    else:
+        path.touch()
+        os.chown(path, 65534, 65534)
+    with pytest.raises(OSError, match=r"Too many levels of symbolic links|it is not a lock file of this user"):
+        open_lock(path)
+    assert target.read_text() == "valuable"

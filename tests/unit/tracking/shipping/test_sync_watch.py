@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 from tracking_scene import CONFIG, Scene
 
+from hpcdist.errors import RunFolderError, UserMistake
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal.shipping_state import is_complete
 from hpcdist.tracking.shipping.shipper import sync
+from hpcdist.tracking.shipping.sync_runs import _only_watch
 
 pytestmark = [
     pytest.mark.processes,
@@ -101,3 +103,20 @@ def test_run_is_complete_until_it_has_new_records_or_another_attempt(scene: Scen
     assert is_complete(scene.run)
     scene.state(status="finished", attempt=2)
     assert not is_complete(scene.run)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of another user")
+def test_watch_refuses_planted_locks_and_folders_of_others(tmp_path: Path) -> None:
+    (runs := tmp_path / "runs").mkdir()
+    (mine := tmp_path / "mine").write_text("valuable")
+    (runs / ".sync.lock").symlink_to(mine)
+    with pytest.raises(UserMistake, match="Too many levels of symbolic links"), _only_watch(runs):
+        pass
+    assert mine.read_text() == "valuable"
+    # In a folder that others can write to, the lock is in a folder of one's own.
+    runs.chmod(0o1777)
+    with _only_watch(runs):
+        assert (runs / f".hpcdist-{os.geteuid()}" / ".sync.lock").read_text().startswith("process ")
+    os.chown(runs, 65534, 65534)
+    with pytest.raises(RunFolderError, match="runs belongs to nobody"), _only_watch(runs):
+        pass
