@@ -128,15 +128,12 @@ def measure(splits: Sequence[int], rounds: int) -> Times:
             "baseline, our MALLOC_*": start_script(stack, "pipeline", 3, MALLOC_ENV),
             "pipelining": start_script(stack, "pipelining", 2, {}),
             "ours": start_ours(stack),
-            "ours, engine pipelining": start_ours(stack, "pipeline.engine=pipelining"),
             "ours, without MALLOC_*": start_ours(stack, *(f"launch.env.{key}=''" for key in MALLOC_ENV)),
         }
         plan = [("ours", "update"), ("baseline, our MALLOC_*", "1"), ("ours, without MALLOC_*", f"step {splits[0]}")]
         for split in splits:
             plan += [("baseline", str(split)), ("ours", f"step {split}"), ("pipelining", str(split))]
             plan += [("ours", f"alone {split}"), ("ours", f"together {split}")]
-            if split > 1:  # 1F1B needs as many micro-batches as stages
-                plan += [("ours, engine pipelining", f"step {split}")]
         times: Times = {}
         for number in range(rounds + 1):  # the first round fills caches and allocators
             for name, command in plan:
@@ -168,7 +165,7 @@ def bound_s(times: Times, split: int, measurement: str = "alone") -> list[float]
 
 def split_rows(times: Times, split: int) -> Iterator[dict[str, Any]]:
     """Print the line of one number of splits and yield its rows of the table of trainers."""
-    step, engine = f"ours step {split}", f"ours, engine pipelining step {split}"
+    step = f"ours step {split}"
     ours, baseline, pipelining = (
         median(first_values(times[key])) for key in (step, f"baseline {split}", f"pipelining {split}")
     )
@@ -177,8 +174,7 @@ def split_rows(times: Times, split: int) -> Iterator[dict[str, Any]]:
     work = [sum(response) * split for response in times[f"ours alone {split}"]]
     bubble = 1 - median_ratio(work, first_values(times[step])) / 2
     print(
-        f"{split:6}{baseline:10.2f}{pipelining:12.2f}{ours:8.2f}"
-        f"{median(first_values(times[engine])) if engine in times else float('nan'):17.2f}{median(bounds):8.2f}"
+        f"{split:6}{baseline:10.2f}{pipelining:12.2f}{ours:8.2f}{median(bounds):8.2f}"
         f"{of_bound:12.2f}{median(both):11.2f}{bubble:12.2f} / {ideal_bubble(2, split):.2f}"
     )
     bound = median_ratio(first_values(times[f"baseline {split}"]), bounds)
@@ -225,7 +221,7 @@ def main() -> None:
 
     print(f"ResNet50, 2 stages x 1 thread, {BATCH_SIZE} images of {IMAGE_SIZE}²; seconds per step, medians of")
     print(f"{arguments.rounds} rounds; load average {load:.1f} before, {os.getloadavg()[0]:.1f} after\n")
-    print("splits  baseline  pipelining    ours  ours/pipelining   bound  bound/ours  both busy  bubble ours/theory")
+    print("splits  baseline  pipelining    ours   bound  bound/ours  both busy  bubble ours/theory")
     table = [row for split in arguments.splits for row in split_rows(times, split)]
     first = f"step {arguments.splits[0]}"
     for_baseline = ratio(times, "baseline 1", "baseline, our MALLOC_* 1")

@@ -10,7 +10,7 @@ from hpcdist.trainers.pipeline.schema import PipelineConfig
 def _check(config: Config) -> list[str]:
     cfg = config.section(PipelineConfig)
     problems = model_name_problems(config.model.name)
-    num_stages, number = config.roles.get("stage", 0), cfg.num_micro_batches
+    number = cfg.num_micro_batches
     if not problems and config.model.name not in RESNET_NAMES:
         problems.append(
             f"model.name={config.model.name} has no stages: trainer pipeline cuts ResNets, such as resnet50"
@@ -19,17 +19,11 @@ def _check(config: Config) -> list[str]:
         problems.append("model.sync_batch_norm and model.compile are not for trainer pipeline: set them to false")
     if config.precision.dtype != "fp32":
         problems.append(f"precision.dtype={config.precision.dtype} is not for trainer pipeline: leave it out")
-    if isinstance(number, int):
-        if config.data.batch_size % number:
-            problems.append(
-                f"data.batch_size={config.data.batch_size} cannot be cut into {number} equal"
-                f" parts (pipeline.num_micro_batches): use {config.data.batch_size // number * number or number}"
-            )
-        if cfg.engine == "pipelining" and cfg.schedule == "1f1b" and number < num_stages:
-            problems.append(
-                f"pipeline.engine=pipelining needs pipeline.num_micro_batches >= {num_stages} for 1f1b with"
-                f" {num_stages} stages, got {number}: raise it, or use pipeline.schedule=gpipe"
-            )
+    if isinstance(number, int) and config.data.batch_size % number:
+        problems.append(
+            f"data.batch_size={config.data.batch_size} cannot be cut into {number} equal"
+            f" parts (pipeline.num_micro_batches): use {config.data.batch_size // number * number or number}"
+        )
     return problems
 
 

@@ -20,8 +20,6 @@ class PipelineConfig:
     """Order of the micro-batches; the results are equal, and `1f1b` needs less memory."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time, equal results."""
-    engine: Literal["rpc", "pipelining"] = "rpc"
-    """Transport of activations: `rpc`, directly between stages, or `pipelining`, by torch.distributed.pipelining."""
 
     def __post_init__(self) -> None:
         number = self.num_micro_batches

@@ -19,11 +19,11 @@ from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.network.rpc import rpc_group
 from hpcdist.rank.optimizer import build_optimizer
-from hpcdist.trainers.pipeline.engines import Engine, PipeliningEngine, RpcEngine
+from hpcdist.trainers.pipeline.engines import RpcEngine
 from hpcdist.trainers.pipeline.schema import PipelineConfig
 from hpcdist.trainers.pipeline.stage_checkpoint import load_stage
 from hpcdist.trainers.pipeline.stages import Stage, use_onednn_for_pointwise
-from hpcdist.trainers.pipeline.tuning import boundaries, choose_cut
+from hpcdist.trainers.pipeline.tuning import choose_cut
 from hpcdist.trainers.pipeline.wire import Inbox, Wire
 
 
@@ -32,7 +32,7 @@ class StageSetup:
     """This rank's stage, ready to train."""
 
     data: ImageData
-    engine: Engine
+    engine: RpcEngine
     optimizer: torch.optim.Optimizer
     saved: Restored | None  #: the checkpoint that the stage has been loaded from
     units: list[tuple[str, ...]]  #: of every stage
@@ -69,10 +69,11 @@ def open_stage(ctx: Context, cfg: Config) -> Iterator[StageSetup]:
     names = [name for name, _ in model.named_parameters()]
     own = [name for name, _ in stage.named_parameters()]
     first = names.index(own[0]) if own else 0
-    is_rpc = cfg.section(PipelineConfig).engine != "pipelining"
-    stage_ends = None if is_rpc else boundaries(model, units[: ctx.rank + 1], example[:1])
     del model  # frees the other stages
-    with _open_engine(ctx, cfg, stage.to(ctx.device), stage_ends) as engine:
+    stage, inbox, schedule = stage.to(ctx.device), Inbox(), cfg.section(PipelineConfig).schedule
+    with rpc_group(ctx, inbox.functions) as group:
+        wire = Wire(ctx, group, inbox)
+        engine = RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size, schedule=schedule)
         optimizer = build_optimizer(stage.parameters(), cfg.optim)
         if saved is not None:
             load_stage(stage, optimizer, saved, units, ctx.rank)
@@ -102,20 +103,3 @@ def _example_images(cfg: Config, data: ImageData) -> Tensor:
     shape = (size, 3, data.image_size, data.image_size)
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     return images.contiguous(memory_format=torch.channels_last) if cfg.model.channels_last else images
-
-
-@contextmanager
-def _open_engine(ctx: Context, cfg: Config, stage: Stage, stage_ends: tuple[Tensor, Tensor] | None) -> Iterator[Engine]:
-    if stage_ends is not None:
-        yield PipeliningEngine(
-            stage,
-            ctx,
-            schedule=cfg.section(PipelineConfig).schedule,
-            boundaries=stage_ends,
-            channels_last=cfg.model.channels_last,
-        )
-        return
-    inbox, schedule = Inbox(), cfg.section(PipelineConfig).schedule
-    with rpc_group(ctx, inbox.functions) as group:
-        wire = Wire(ctx, group, inbox)
-        yield RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size, schedule=schedule)

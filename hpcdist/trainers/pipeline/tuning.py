@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hpcdist.errors import ConfigError
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.trainers.pipeline.schema import PipelineConfig
-from hpcdist.trainers.pipeline.stages import cut_after, cut_evenly, measure_units, unit_module, unit_names
+from hpcdist.trainers.pipeline.stages import cut_after, cut_evenly, measure_units, unit_names
 
 log = logging.getLogger(__name__)
 
@@ -48,25 +47,11 @@ def choose_cut(ctx: Context, model: nn.Module, images: Tensor, saved: Restored |
     return stages
 
 
-@torch.no_grad()
-def boundaries(model: nn.Module, stages: Sequence[Sequence[str]], images: Tensor) -> tuple[Tensor, Tensor]:
-    """Return input and output of the last of these stages for images as the input of the first."""
-    stage_input = output = images.to(next(model.parameters()).device)
-    model.eval()
-    for stage in stages:
-        stage_input = output
-        for unit in stage:
-            output = unit_module(model, unit)(output)
-    model.train()
-    return stage_input, output
-
-
 def choose_micro_batches(ctx: Context, stage: nn.Module, step: Callable[[int], Any]) -> int:
     """Return the number for which `step(number)` is fastest. Gradients and running statistics are restored."""
     cfg = ctx.config
-    least = ctx.world_size if cfg.section(PipelineConfig).engine == "pipelining" else 1
     size = cfg.data.batch_size
-    numbers = [n for n in CANDIDATES if size % n == 0 and n >= least and size // n > 1] or [least]
+    numbers = [n for n in CANDIDATES if size % n == 0 and size // n > 1] or [1]
     buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
     tries = []
     for number in numbers:
