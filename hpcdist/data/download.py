@@ -111,7 +111,8 @@ def prepare(data: DataConfig) -> None:
         return
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with long_lock(root / LOCK_NAME, waiting=f"waiting for another process that downloads into {root}"):
+        waiting = f"waiting for another process that downloads into {root}"
+        with long_lock(root / LOCK_NAME, waiting=waiting, shared=True):  # users of a group share data
             if not find(data.name, root):  # another process may have downloaded it meanwhile
                 _download(data.name, root)
     # torchvision raises RuntimeError if no mirror answers or a checksum is wrong.

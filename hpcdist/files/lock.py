@@ -65,16 +65,16 @@ def exclusive(path: Path, *, within_s: float = WAIT_S) -> Iterator[None]:
         retry.remove(held)
 
 
-def open_lock(path: Path, mode: int = 0o666) -> IO[str]:
+def open_lock(path: Path, mode: int = 0o666, *, shared: bool = False) -> IO[str]:
     """Open a lock file, which is created if it is missing.
 
-    Raises OSError if it is a link, no regular file, or another user's, who could hold the lock for ever.
+    Raises OSError if it is a link, no regular file, or, unless `shared`, of another user, who could hold it for ever.
     """
 
     def opener(name: str, flags: int) -> int:
         descriptor = os.open(name, flags | os.O_NOFOLLOW, mode)
         about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode) or about.st_uid not in (os.geteuid(), 0):
+        if not stat.S_ISREG(about.st_mode) or not (shared or about.st_uid in (os.geteuid(), 0)):
             os.close(descriptor)
             raise PermissionError(errno.EPERM, "it is not a lock file of this user", name)
         return descriptor
@@ -83,7 +83,7 @@ def open_lock(path: Path, mode: int = 0o666) -> IO[str]:
 
 
 @contextmanager
-def long_lock(path: Path, *, mode: int = 0o666, waiting: str = "") -> Iterator[None]:
+def long_lock(path: Path, *, mode: int = 0o666, waiting: str = "", shared: bool = False) -> Iterator[None]:
     """Hold a lock for work that may take minutes, after waiting for it without a time limit.
 
     On a file system without flock, a warning is logged and the work is done without a lock.
@@ -92,10 +92,11 @@ def long_lock(path: Path, *, mode: int = 0o666, waiting: str = "") -> Iterator[N
         path: the lock file, which is created and stays.
         mode: access rights of a new lock file.
         waiting: logged before a wait.
+        shared: whether the file may be another user's.
 
     Raises OSError if the file cannot be opened.
     """
-    with open_lock(path, mode) as file:
+    with open_lock(path, mode, shared=shared) as file:
         if not lock_now(file):
             if waiting:
                 log.info("%s", waiting)

@@ -1,8 +1,9 @@
-"""The trainers with roles learn the same weights over both transports of RPC."""
+"""Trainers with roles learn the same weights over both transports of RPC; over ZeroMQ without torch.distributed.rpc."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 MONITORS = {"rl": "eval/return", "hybrid": "eval/auc"}
 
 
+def remove_torch_rpc() -> None:
+    """Make torch.distributed.rpc unimportable in this process, as if torch had no RPC any more."""
+    for name in ["torch.distributed.rpc", *(name for name in sys.modules if name.startswith("torch.distributed.rpc."))]:
+        sys.modules[name] = None  # type: ignore[assignment]
+    vars(torch.distributed).pop("rpc", None)
+
+
 def train(here: Rank, path: Path, trainer: str, cfg: Config) -> None:
+    if cfg.launch.rpc == "zmq":
+        remove_torch_rpc()
     with open_context(here, RunDir(path), cfg) as ctx:
         ctx.export_model = lambda *_: None  # type: ignore[method-assign]  # MLflow takes seconds
         importlib.import_module(f"hpcdist.trainers.{trainer}.train").train(ctx, cfg)
