@@ -29,10 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.config.loading import load_run_config
+from hpcdist.config.schema import Config
 from hpcdist.files import retry
 from hpcdist.machine import process_record
 from hpcdist.machine.process_record import PARENT_MODULE, RANK_MODULE
 from hpcdist.rank.forking import IGNORED, fork_rank, leave, set_place
+from hpcdist.rank.network import private_network
 from hpcdist.rank.task_server import TaskServer, listening_socket
 from hpcdist.run.folder import RunDir
 from hpcdist.run.folder_identity import require_same
@@ -78,11 +80,13 @@ def main() -> None:
         os.dup2(2, 1)  # the imports may print
     try:
         with retry.patient(FILE_TIMEOUT_S):
-            restarts = _import_modules(RunDir(Path(folder)), late=listener is None)
+            config = _import_modules(RunDir(Path(folder)), late=listener is None)
     except BaseException:
         leave(traceback.format_exc(), CANNOT_FORK)
     if problem := _why_not_forkable():
         leave(problem, CANNOT_FORK)
+    if control is not None and private_network.is_wanted(config):
+        private_network.enter()
     signal.setitimer(signal.ITIMER_REAL, 0)
     faulthandler.unregister(signal.SIGALRM)
     if control is None:
@@ -90,7 +94,7 @@ def main() -> None:
         TaskServer(listener, env, slurmstepd).serve()
     else:
         control.send(b"{}")
-        _serve(control, _IDLE_S if restarts else None)
+        _serve(control, _IDLE_S if config.launch.max_restarts > 0 else None)
     # In a rank.
     worker = importlib.import_module(RANK_MODULE)
     sys.argv = [str(worker.__file__), folder]
@@ -98,8 +102,8 @@ def main() -> None:
     worker.main()
 
 
-def _import_modules(run: RunDir, *, late: bool) -> bool:
-    """Import what ranks need. Returns whether there may be restarts.
+def _import_modules(run: RunDir, *, late: bool) -> Config:
+    """Import what ranks need. Returns the config of the run.
 
     Args:
         late: whether `_OF_STEPS` may be imported after the first fork.
@@ -117,7 +121,7 @@ def _import_modules(run: RunDir, *, late: bool) -> bool:
         if ":" not in config.trainer.target or not late:
             importlib.import_module(_OF_STEPS)
     _share_memory()
-    return config.launch.max_restarts > 0
+    return config
 
 
 def _share_memory() -> None:

@@ -82,6 +82,8 @@ class LaunchConfig:
     """CPU threads per rank (OMP_NUM_THREADS); 0 divides the cores evenly, or uses one with elastic.exact."""
     fork: bool = True
     """Whether a local run imports torch once, in a process that forks the ranks of all attempts (not for scripts)."""
+    private_network: bool = True
+    """Whether forked ranks of hpcdist's trainers get a network namespace of their own, if no data is downloaded."""
     init_timeout_s: float = 120.0
     """Timeout of the start of the ranks, of the imports before they are forked, and of their rendezvous."""
     hang_timeout_s: float | None = None

@@ -19,9 +19,10 @@ from hpcdist.diagnostics.doctor.resource_limits import ResourceLimits, resource_
 from hpcdist.diagnostics.doctor.section import Section
 from hpcdist.diagnostics.doctor.slurm_checks import SlurmFacts, client_checks, partition_checks, read_slurm
 from hpcdist.machine import facts, gpus, storage
-from hpcdist.machine.check import Check, warning
+from hpcdist.machine.check import Check, note, ok, warning
 from hpcdist.machine.own_image import container_runtime, image_facts
 from hpcdist.machine.time_limit import start
+from hpcdist.rank.network import private_network
 from hpcdist.run.lease import user_name
 from hpcdist.slurm.nodelist import expand
 
@@ -120,7 +121,14 @@ def _trials(env: Mapping[str, str]) -> list[Check]:
     checks = [*rank_startup.torch_checks(cpu_ranks), *rank_startup.rank_checks(cpu_ranks, "2 ranks, gloo")]
     if gpu_ranks:
         checks += rank_startup.rank_checks(gpu_ranks, f"{count} rank{'s' * (count > 1)}, nccl")
-    return checks
+    return [*checks, _private_network()]
+
+
+def _private_network() -> Check:
+    if reason := private_network.why_refused():
+        text = f"the ranks of a local run use this machine's loopback: a network namespace is refused ({reason})"
+        return note("network", text)
+    return ok("network", "the ranks of hpcdist's trainers run in a network namespace that no other user reaches")
 
 
 def _store(request: Request) -> list[Check]:

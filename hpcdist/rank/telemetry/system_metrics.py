@@ -9,6 +9,7 @@ import time
 import psutil
 
 from hpcdist.machine.gpus import open_gpus
+from hpcdist.rank.network.private_network import card_counters
 from hpcdist.tracking.journal.writer import JournalWriter
 
 log = logging.getLogger(__name__)
@@ -75,8 +76,9 @@ class NodeMonitor:
 
 def _network_bytes() -> tuple[int, int]:
     """Return the bytes received and sent by this node, without the traffic between its own ranks on loopback."""
-    cards = [card for name, card in psutil.net_io_counters(pernic=True).items() if name != "lo"]
-    return sum(card.bytes_recv for card in cards), sum(card.bytes_sent for card in cards)
+    lines = [line.partition(":") for line in card_counters().splitlines()[2:]]
+    cards = [counts.split() for name, _, counts in lines if name.strip() != "lo"]
+    return sum(int(card[0]) for card in cards), sum(int(card[8]) for card in cards)
 
 
 def _gpu_usage(handle: object) -> dict[str, float]:
