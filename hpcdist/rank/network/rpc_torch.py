@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.distributed.rpc import api, internal
 
 from hpcdist.errors import ConfigError, HpcdistError, RemoteError
+from hpcdist.rank.network.private_network import is_private
 from hpcdist.rank.network.rpc import Endpoint, decode, encode
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ class _SignedPickler(internal._InternalRPCPickler):
 
 
 def _is_allowed(endpoint: Endpoint) -> bool:
-    return endpoint.ctx.config.launch.rpc_trusted_nodes or endpoint.ctx.world_size == 1
+    ctx = endpoint.ctx
+    return ctx.config.launch.rpc_trusted_nodes or ctx.world_size == 1 or is_private()
 
 
 class TorchTransport:
