@@ -49,7 +49,7 @@ def run_ours(*overrides: str) -> list[Record]:
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *(*HPCDIST, "run", "rl_cartpole", f"runs_dir={folder}", "name=ours"),
-            *("launch.device=cpu", "launch.num_threads=1", "rl.record_episode=false", "tracking.register_as=null"),
+            *("launch.device=cpu", "launch.num_threads=1", "tracking.register_as=null"),
             *("tracking.drain_timeout_s=5", *overrides),  # the benchmark does not read from MLflow
         ]
         call(command, None, ENV)

@@ -35,11 +35,7 @@ def config(**values: Any) -> Config:
     return Config(
         seed=3,
         roles={"agent": 1, "observer": 2},
-        sections={
-            "rl": RlConfig(
-                num_envs=4, num_rollout_steps=32, hidden_sizes=[8], num_eval_episodes=3, record_episode=False, **values
-            )
-        },
+        sections={"rl": RlConfig(num_envs=4, num_rollout_steps=32, hidden_sizes=[8], num_eval_episodes=3, **values)},
         optim=OptimConfig(lr=1e-2, max_grad_norm=0.5),
         stop=StopConfig(max_steps=NUM_UPDATES, max_epochs=99),
         checkpoint=CheckpointConfig(monitor="eval/return"),
@@ -140,7 +136,6 @@ SHORT = [
     "stop.threshold=1000",
     "checkpoint.every_steps=4",
     "rl.num_eval_episodes=10",
-    "rl.record_episode=false",
 ]
 HOLD_OVERRIDES = ["trainer=gated:train", "params.gated=rl", "params.hold_at=14"]
 #: Box actions, environments in a loop, and a pending rollout at each checkpoint.
@@ -230,18 +225,14 @@ def test_run_restarts_exactly_after_a_rank_is_killed(rl_runs: Runs, control: str
 
 
 @pytest.mark.slow
-def test_cartpole_is_solved_and_recorded(rl_runs: Runs) -> None:
+def test_cartpole_is_solved(rl_runs: Runs) -> None:
     code, output = finish(rl_runs.start(*command(rl_runs, "solved", export=True)))
     assert code == 0, output
     assert "finished: eval/return reached " in output
     assert "(solved: CartPole-v1's reward_threshold=475) at step " in output
     assert "Warning" not in "".join(rl_runs.attempt("solved").log(rank).read_text() for rank in range(3))
     run = rl_runs.run_dir("solved")
-    assert (run.artifacts / "returns.png").read_bytes()[:4] == b"\x89PNG"
-    assert (run.artifacts / "episode.gif").read_bytes()[:3] == b"GIF"
     assert (run.model / "MLmodel").is_file()
-    uploaded = [path for path in rl_runs.folder.parent.rglob("episode.gif") if run.path not in path.parents]
-    assert len(uploaded) == 1, "uploaded to MLflow"
 
 
 @pytest.mark.slow

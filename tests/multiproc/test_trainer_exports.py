@@ -121,7 +121,7 @@ CASES = {
     "rl": Case(
         config="rl_cartpole",
         overrides=(
-            *("rl.num_envs=8", "rl.updates_per_epoch=5", "rl.num_eval_episodes=3", "rl.record_episode=false"),
+            *("rl.num_envs=8", "rl.updates_per_epoch=5", "rl.num_eval_episodes=3"),
             *("stop.max_epochs=2", "stop.threshold=1000", "checkpoint.every_steps=4"),
         ),
         model=policy,

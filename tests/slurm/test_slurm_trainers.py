@@ -61,7 +61,6 @@ CASES = {
                 "rl.num_envs=4",
                 "rl.num_rollout_steps=16",
                 "rl.num_eval_episodes=2",
-                "rl.record_episode=false",
                 "stop.max_steps=80",
                 "stop.threshold=1e9",
             ),

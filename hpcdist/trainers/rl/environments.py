@@ -41,7 +41,6 @@ class Problem:
     high: Floats
     reward_threshold: float | None
     time_limit: int  #: maximum number of steps per episode
-    is_drawable: bool
 
     @classmethod
     def of(cls, name: str, options: Mapping[str, Any], max_episode_steps: int | None = None) -> Problem:
@@ -52,7 +51,6 @@ class Problem:
         try:
             with gymnasium.make(name, **options) as env:
                 observed, acts, spec = env.observation_space, env.action_space, env.spec
-                modes = env.metadata.get("render_modes") or ()
         except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
             raise ConfigError([f"rl.env_id={name} cannot be created: {' '.join(str(error).split())}"]) from error
         assert spec is not None
@@ -79,7 +77,6 @@ class Problem:
             high=acts.high.astype(np.float32) if isinstance(acts, spaces.Box) else none,
             reward_threshold=spec.reward_threshold,
             time_limit=spec.max_episode_steps,
-            is_drawable="rgb_array" in modes,
         )
 
     def to_env(self, chosen: NDArray[Any]) -> NDArray[Any]:

@@ -54,8 +54,6 @@ class RlConfig:
     """Coefficient of the value loss."""
     entropy_coef: float = 0.01
     """Coefficient of the entropy bonus, which encourages exploration."""
-    record_episode: bool = True
-    """At the end, save a GIF of one greedy episode and a plot of the returns as artifacts."""
 
     def __post_init__(self) -> None:
         check(

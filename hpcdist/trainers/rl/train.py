@@ -29,7 +29,6 @@ import torch
 from hpcdist.config.schema import Config
 from hpcdist.data.identity import digest_of
 from hpcdist.errors import ConfigError
-from hpcdist.files.atomic import write_atomic
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.network.rpc import RpcGroup, rpc_group
@@ -37,7 +36,7 @@ from hpcdist.rank.optimizer import build_optimizer, lr_factor, set_lr
 from hpcdist.rank.training_loop import Meter, run_epochs
 from hpcdist.rank.training_position import TrainingPosition
 from hpcdist.trainers.rl.environments import Environments, Problem, make_environments
-from hpcdist.trainers.rl.episodes import greedy_gif, greedy_returns, returns_plot
+from hpcdist.trainers.rl.episodes import greedy_returns
 from hpcdist.trainers.rl.figures import returns_curves, returns_histogram
 from hpcdist.trainers.rl.inference import InferenceServer
 from hpcdist.trainers.rl.observers import ObserverGroup, num_collectors_of, serve_rollouts
@@ -151,8 +150,6 @@ def train_policy(loop: RlLoop) -> None:
     reason = run_epochs(loop, train_epoch, interval_metrics, evaluate, save, goal=goal)
     if reason:
         ctx.end_reason = f"{reason}, {loop.history.env_steps} environment steps"
-        if cfg.section(RlConfig).record_episode:
-            _record(ctx, cfg, problem, loop.policy, loop.history)
         ctx.export_model(loop.policy, torch.zeros(2, problem.num_inputs))
 
 
@@ -235,19 +232,3 @@ def save(loop: RlLoop, metrics: Mapping[str, float]) -> None:
         },
         metrics=metrics,
     )
-
-
-def _record(ctx: Context, cfg: Config, problem: Problem, policy: Policy, history: History) -> None:
-    """Write a plot of the returns and, if the environment can be rendered, one episode as a GIF."""
-    try:
-        plot = returns_plot(problem, history.evaluations, history.last_returns)
-    except ImportError as error:
-        log.warning("returns.png is not written: %s (install matplotlib with the extra `train`)", error)
-    else:
-        write_atomic(ctx.artifact("returns.png"), plot)
-    try:
-        gif = greedy_gif(problem, Actor(policy.actor_state(), policy.activation), seed=cfg.seed)
-    except (gymnasium.error.Error, ImportError) as error:
-        log.warning("episode.gif is not written: %s cannot be rendered here: %s", problem.name, error)
-    else:
-        write_atomic(ctx.artifact("episode.gif"), gif)

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from PIL import Image
 
 from hpcdist.errors import ConfigError
 from hpcdist.trainers.rl import environments
 from hpcdist.trainers.rl.environments import Environments, Floats, Problem, Separate, Vectorized, make_environments
-from hpcdist.trainers.rl.episodes import greedy_gif, greedy_returns, returns_plot
+from hpcdist.trainers.rl.episodes import greedy_returns
 from hpcdist.trainers.rl.policy import Actor, Policy, log_prob
 from hpcdist.trainers.rl.rollouts import Collector, Rollout, _per_episode, random_numbers
 
@@ -266,17 +265,3 @@ def test_greedy_returns_are_of_one_full_episode_per_environment() -> None:
     ends = np.array([carts.step(np.ones(50, np.int64)).terminated for _ in range(20)])
     assert found.tolist() == (1 + ends.argmax(axis=0)).tolist()
     assert len(set(found)) > 1
-
-
-def test_episode_is_a_gif_and_returns_are_a_png() -> None:
-    problem = Problem.of("CartPole-v1", {})
-    with Image.open(io.BytesIO(greedy_gif(problem, never_end, seed=0))) as image:
-        assert image.format == "GIF"
-        assert 4 <= image.n_frames <= 6, "every second of about ten steps"  # type: ignore[attr-defined]
-        assert image.size == (300, 200)
-        assert image.info["duration"] == 40
-    plot = returns_plot(problem, [(100, 20.0, 9.0, 40.0), (200, 400.0, 300.0, 500.0)], [300.0, 500.0])
-    with Image.open(io.BytesIO(plot)) as image:
-        assert image.format == "PNG"
-    with pytest.raises(gymnasium.error.Error, match="it has no render mode rgb_array"):
-        greedy_gif(Problem.of("Corridor-v0", {}), never_end, seed=0)
