@@ -6,6 +6,7 @@ import ast
 import difflib
 import functools
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -97,7 +98,9 @@ def _resolved(tree: Mapping[str, Any], problems: list[str], secrets: SecretTexts
         read.extend([value] if value and is_secret_name(name) else [])
         return value
 
-    OmegaConf.register_new_resolver("oc.env", env, replace=True)  # the same, but it notes what it reads
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # OmegaConf 2.4 has another name for it, which differs in 2.3
+        OmegaConf.register_new_resolver("oc.env", env, replace=True)  # the same, but it notes what it reads
     found: dict[str, Any] = {}
     for path, value in leaves(tree):
         try:

@@ -21,7 +21,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 LEAVE = "leave"
 #: How often a serving rank updates its heartbeat and checks that rank 0 answers, in seconds.
 PULSE_INTERVAL_S = 1.0
-#: Time limit of the shutdown, in seconds: it waits for every rank, also for one that has died.
+#: Time limit of the end of the shutdown, in seconds, when every rank has arrived.
 SHUTDOWN_TIMEOUT_S = 8.0
 _starts = itertools.count()
 
@@ -224,9 +224,15 @@ class RpcGroup:
         self.call(0, "_arrive", timeout_s=timeout_s).result()
 
     def close(self) -> None:
-        """Wait until no rank needs this one, at most SHUTDOWN_TIMEOUT_S, and close the connections."""
+        """Wait until no rank needs this one, and close the connections.
+
+        A rank may still evaluate, save or export. The supervisor ends the ranks if one of them has ended or hangs.
+        """
+        arrived = self.call(0, "_arrive", timeout_s=self._ctx.config.launch.hang_s)
         try:
-            self.meet(SHUTDOWN_TIMEOUT_S)
+            while not wait([arrived], PULSE_INTERVAL_S).done:
+                self._ctx.alive()
+            arrived.result()
         except (PeerLost, RemoteError) as error:
             raise PeerLost(f"{self.endpoint.place}: the other ranks did not shut down RPC: {error}") from error
         # Rank 0 must not end before the others have their answers. It may end while they wait for that of `_bye`.
