@@ -25,6 +25,7 @@ def claim(runs_dir: Path) -> None:
         RunFolderError: another user owns the folder or the database in it, or could replace them.
         OSError: the folder cannot be created.
     """
+    ownership.require_safe(runs_dir)  # nothing is created if it is refused
     # The mode applies to the last folder only.
     retry.retry(lambda: runs_dir.mkdir(mode=0o700, parents=True, exist_ok=True), runs_dir)
     ownership.require_safe(runs_dir)
