@@ -289,7 +289,8 @@ def listening(pid: int) -> set[tuple[str, int]]:
             if state == "0A" and rest[5] in inodes:  # TCP_LISTEN
                 host, port = local.split(":")
                 words = struct.pack(f"={len(host) // 8}I", *(int(host[i : i + 8], 16) for i in range(0, len(host), 8)))
-                found.add((socket.inet_ntop(family, words), int(port, 16)))
+                # The store's socket is of IPv6 and also listens on IPv4 addresses.
+                found.add((socket.inet_ntop(family, words).removeprefix("::ffff:"), int(port, 16)))
     return found
 
 

@@ -64,7 +64,7 @@ SWAP = "import os\nos.rename({run!r}, {old!r})\nos.rename({planted!r}, {run!r})\
 )
 def test_each_process_checks_the_folder_at_its_start(run: RunDir, tmp_path: Path, module: str, code: int) -> None:
     """The folder is swapped before the process starts; that of the parent of ranks while it imports torch."""
-    env = {**os.environ, VARIABLE: identity(run.path), "HPCDIST_TRACKING_URI": "sqlite:////nowhere/mlflow.db"}
+    env = {**os.environ, VARIABLE: identity(run.path), "HPCDIST_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
     env |= {f"HPCDIST_{name}": "0" for name in ("RANK", "LOCAL_RANK", "NODE_RANK")}
     env |= {f"HPCDIST_{name}": "1" for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "NUM_NODES", "ATTEMPT", "JOB_ID")}
     env |= {"HPCDIST_MASTER_ADDR": "127.0.0.1", "HPCDIST_MASTER_PORT": "1", "PYTHONPATH": str(tmp_path)}
