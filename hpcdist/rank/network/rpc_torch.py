@@ -26,7 +26,7 @@ from torch.distributed.rpc import api, internal
 
 from hpcdist.errors import ConfigError, HpcdistError, RemoteError
 from hpcdist.rank.network.private_network import is_private
-from hpcdist.rank.network.rpc import Endpoint, decode, encode
+from hpcdist.rank.network.rpc_endpoint import Endpoint, decode, encode
 
 log = logging.getLogger(__name__)
 _SIGNATURE_BYTES = 32

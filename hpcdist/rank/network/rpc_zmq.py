@@ -34,7 +34,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from hpcdist.errors import PeerLost, RemoteError
 from hpcdist.rank.network.curve import CurveKeys
-from hpcdist.rank.network.rpc import Endpoint, decode, encode
+from hpcdist.rank.network.rpc_endpoint import Endpoint, decode, encode
 
 log = logging.getLogger(__name__)
 _CALL, _RESULT, _ERROR = range(3)
