@@ -1,7 +1,8 @@
 """Detection and redaction of secrets in configs, messages, patches and logs.
 
 detect-secrets 1.5 is not used: it finds 31 of the 100 secrets in `tests/unit/run/secret_corpus.py`, reports 4 of the
-100 other lines, and its import alone takes 0.3 s. The formats of tokens include all of its that the corpus has.
+100 other lines, and its import alone takes 0.3 s. The formats of tokens here include those of its
+formats that occur in the corpus.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def _require_own(target: Path) -> None:
     about = target.lstat()
     if stat.S_ISLNK(about.st_mode) or about.st_uid not in (os.geteuid(), 0) or is_shared(about):
         raise UserMistake(
-            f"{target} exists, and may be the work of {user_of(about.st_uid)} or others who can write to it: choose"
+            f"{target} exists, and {user_of(about.st_uid)} or others who may write to it could have changed it: choose"
             " another folder with --into, or name the file in container.image if you trust it"
         )
 

@@ -132,7 +132,7 @@ def test_files_of_other_users_are_neither_returned_nor_written(programs: Path, t
     spec = ContainerSpec(runtime="apptainer", image=str(target))
     assert image_digest(spec, {}) == "sha256:0123456789ab"
     os.chown(target, 65534, 65534)
-    with pytest.raises(UserMistake, match=r"sqsh exists, and may be the work of nobody .*: choose another folder"):
+    with pytest.raises(UserMistake, match=r"sqsh exists, and nobody .* could have changed it: choose another folder"):
         convert(Engine("docker"), FACTS, "sqsh", folder)
     assert str(image_digest(spec, {})).startswith("ends-sha256:")
     target.unlink()
