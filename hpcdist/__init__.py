@@ -1,18 +1,13 @@
 """hpcdist: one YAML file, one command, distributed PyTorch anywhere.
 
 Public names: `Context` (what `train(ctx, cfg)` gets), `Config` and `load_config`; for scripts, `log`, `should_stop`,
-`should_save`, `agree_among` and `checkpoint_dir`. Their first use imports them, so that `import hpcdist` costs nothing.
+`should_save`, `agree_among` and `checkpoint_dir`. Their first use imports them, so that `import hpcdist` costs nothing; `__init__.pyi` has
+their types.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from hpcdist.config.loading import load_config
-    from hpcdist.config.schema import Config
-    from hpcdist.rank.context import Context
-    from hpcdist.rank.script_api import agree_among, checkpoint_dir, log, should_save, should_stop
+from typing import Any
 
 __version__ = "0.1.0"
 __all__ = [

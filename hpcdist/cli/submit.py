@@ -121,14 +121,14 @@ def submit_run(
     from hpcdist.run.folder import RunDir
     from hpcdist.slurm.job_components import rank_table_lines
     from hpcdist.slurm.submit import submission, submission_checks
-    from hpcdist.slurm.submit.batch_script import render
+    from hpcdist.slurm.submit.batch_script import commented, render
 
     config, note = submission.resolve_het(config)
     components = [*filter(None, [note]), *rank_table_lines(config)]
     if dry_run:
         submission_checks.check_config(config, Path.cwd())
         script, step = render(config, RunDir(config.folder), flags)
-        say(f"{script}\n# then, in the batch step:\n{comment(step)}\n#\n" + "\n".join(map(comment, components)))
+        say(f"{script}\n# then, in the batch step:\n{commented(step)}\n#\n" + "\n".join(map(commented, components)))
         return 0
     check_submission(config, flags, Path.cwd(), force=force)
     say("\n".join(components))
@@ -137,10 +137,6 @@ def submit_run(
     run = create.create_run(config, Path.cwd(), launcher="slurm", origin=origin)
     return enqueue(run, config, flags, follow=follow, wait=wait)
 
-
-def comment(text: str) -> str:
-    """Return text as comment lines of a shell script; the name of a folder may contain a newline."""
-    return "\n".join(f"# {line}" for line in text.splitlines())
 
 
 def check_submission(config: Config, flags: dict[str, str], cwd: Path | None, *, force: bool) -> None:

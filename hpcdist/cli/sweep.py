@@ -12,7 +12,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from hpcdist.cli.submit import comment
 from hpcdist.cli.sweep_tables import show_choices, show_end
 from hpcdist.cli.terminal import console
 from hpcdist.errors import HpcdistError, TrackingError, UserMistake
@@ -208,7 +207,7 @@ def submit_sweep(
 
 def _show_script(sweep: Sweep, to_run: Sequence[Choice], flags: Mapping[str, str], parallelism: int | None) -> None:
     from hpcdist.run.folder import RunDir
-    from hpcdist.slurm.submit.batch_script import render
+    from hpcdist.slurm.submit.batch_script import commented, render
     from hpcdist.slurm.submit.submission_checks import check_config
 
     config = to_run[0].cell.config
@@ -217,7 +216,7 @@ def _show_script(sweep: Sweep, to_run: Sequence[Choice], flags: Mapping[str, str
     check_config(config, Path.cwd())
     script, _ = render(config, RunDir(sweep.folder), flags, **array)
     _, step = render(config, to_run[0].run)
-    say(f"{script}\n# then, in the batch step of task 0 ({to_run[0].run.name}):\n{comment(step)}")
+    say(f"{script}\n# then, in the batch step of task 0 ({to_run[0].run.name}):\n{commented(step)}")
 
 
 def _upload(runs: Sequence[RunDir], uri: str, *, close_lost: bool = False) -> str:

@@ -151,3 +151,8 @@ def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, 
         lines.append(shlex.join(parents))
     lines.append(shlex.join(step_command(config, run.attempt(1), rank, box)))
     return script, "\n".join(lines)
+
+
+def commented(text: str) -> str:
+    """Return text as comment lines of a shell script; the name of a folder may contain a newline."""
+    return "\n".join(f"# {line}" for line in text.splitlines())

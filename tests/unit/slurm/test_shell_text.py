@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpcdist.cli.submit import comment, submission_flags
+from hpcdist.cli.submit import submission_flags
 from hpcdist.config.loading import load_config
 from hpcdist.errors import ConfigError, UserMistake
 from hpcdist.run.folder import RunDir
@@ -65,7 +65,7 @@ def rendered(path: Path, tree: dict[str, object]) -> tuple[str, dict[str, str]] 
         )
     except UserMistake:
         return None
-    return f"{script}\n# then:\n{comment(step)}\n", dict(config.cluster.env)
+    return f"{script}\n# then:\n{batch_script.commented(step)}\n", dict(config.cluster.env)
 
 
 @pytest.mark.processes
@@ -143,4 +143,4 @@ def test_flag_of_a_submission_must_be_one_line() -> None:
 
 
 def test_every_line_of_a_comment_is_commented() -> None:
-    assert comment("srun 'a\nb'") == "# srun 'a\n# b'"
+    assert batch_script.commented("srun 'a\nb'") == "# srun 'a\n# b'"
