@@ -138,7 +138,6 @@ def submit_run(
     return enqueue(run, config, flags, follow=follow, wait=wait)
 
 
-
 def check_submission(config: Config, flags: dict[str, str], cwd: Path | None, *, force: bool) -> None:
     """Check a submission and print warnings and the expected start. Raises UserMistake for errors."""
     from hpcdist.data.download import missing

@@ -1,7 +1,7 @@
 """A rank's part in commands that do not end the attempt: `save` and `profile` (`run/live_command.py`).
 
 Rank 0 finds the command files. The agreement on a stop tells all ranks the numbers of the newest commands at the same
-step boundary, so that all ranks save at the same step. This module imports torch only for a profile.
+step boundary, so that all ranks save at the same step.
 """
 
 from __future__ import annotations
@@ -31,24 +31,6 @@ PROFILES = "profiles"
 #: Interval of attempts to read a command file, in seconds.
 READ_INTERVAL_S = 1.0
 ENDED_BEFORE = "the ranks ended before the profile began"
-
-
-class CommandFiles:
-    """Finds the commands to an attempt in the order of their numbers."""
-
-    def __init__(self, attempt: Attempt) -> None:
-        self._attempt = attempt
-        self._next = 1
-
-    def poll(self) -> tuple[int, LiveCommand] | None:
-        """Return the next command and its number, or None if there is none yet. Raises OSError."""
-        if not self._attempt.command(self._next).exists():
-            return None
-        command = read_command(self._attempt, self._next, within_s=0)
-        if command is None:
-            return None  # half written
-        self._next += 1
-        return self._next - 1, command
 
 
 class LiveCommands:

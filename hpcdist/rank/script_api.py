@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.errors import TrainerError
-from hpcdist.rank.live_commands import CommandFiles, LiveCommands
-from hpcdist.rank.stop_signals import StopFlag
+from hpcdist.rank.stop_signals import CommandFiles, StopFlag
 from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.telemetry.time_account import TimeAccount
 from hpcdist.rank.topology import Topology
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 
     from hpcdist.config.schema import Config
     from hpcdist.rank.context import Context
+    from hpcdist.rank.live_commands import LiveCommands
     from hpcdist.rank.stop_agreement import StopAgreement
 
 #: Folder of checkpoints outside of a run, in the current folder.
@@ -231,6 +231,7 @@ class RunningScript:
         return self._heartbeat
 
     def _agreement(self) -> StopAgreement:
+        from hpcdist.rank.live_commands import LiveCommands
         from hpcdist.rank.stop_agreement import StopAgreement
 
         group = self._default_group()

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpcdist.rank.live_commands import CommandFiles
-from hpcdist.rank.stop_signals import StopFlag
+from hpcdist.rank.stop_signals import CommandFiles, StopFlag
 from hpcdist.run.attempt import Attempt
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from hpcdist.rank import process_end, script_api
 from hpcdist.rank.outcome import Outcome
 from hpcdist.rank.roles import Roles
 from hpcdist.rank.script import exit_as_return, run_script
-from hpcdist.rank.stop_signals import StopFlag
+from hpcdist.rank.stop_signals import CommandFiles, StopFlag
 from hpcdist.rank.telemetry.flight_recorder import dump_on_signal, enable_flight_recorders
 from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
@@ -162,7 +162,6 @@ def _train(
     from hpcdist.machine.energy import EnergyMeter
     from hpcdist.rank.context import Context
     from hpcdist.rank.device import gpu_uuid, place
-    from hpcdist.rank.live_commands import CommandFiles
     from hpcdist.rank.seeding import seed_everything
     from hpcdist.rank.stop_agreement import StopAgreement
     from hpcdist.rank.telemetry.heartbeat import Heartbeat

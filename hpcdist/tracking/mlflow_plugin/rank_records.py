@@ -19,7 +19,6 @@ from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal.rank_events import EventWriter, event_files, read_events
 from hpcdist.tracking.journal.reader import journal_files, read_records
 from hpcdist.tracking.journal.writer import JournalWriter
-from hpcdist.tracking.mlflow_plugin import entry_points
 
 SCHEME = "hpcdist"
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
@@ -209,7 +208,7 @@ def is_declared() -> bool:
     """Return whether the installed package declares this plugin to MLflow: it may be older than its code."""
     from importlib.metadata import PackageNotFoundError, distribution
 
-    declared = ("mlflow.tracking_store", entry_points.__name__)
+    declared = ("mlflow.tracking_store", "hpcdist.tracking.mlflow_plugin.entry_points")
     try:
         return any((point.group, point.module) == declared for point in distribution("hpcdist").entry_points)
     except PackageNotFoundError:
