@@ -7,6 +7,7 @@ fixes (the outcome of the rank is then `rejected`).
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
 import traceback
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,11 @@ MAX_LINE = 500
 MAX_PROBLEMS = 20
 #: Limit of the characters of a value in a message.
 MAX_SHOWN = 60
+
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+#: What controls a terminal or the order of its characters: C0 except tab and newline, DEL, C1, separators, bidi; and
+#: lone surrogates, which cannot be encoded.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class _Short(reprlib.Repr):
@@ -60,14 +66,13 @@ def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
     return f"did you mean {near[0]!r}?" if near else otherwise
 
 
-def _printable(text: str) -> str:
-    """Return text without control characters and lone surrogates, and lines of at most MAX_LINE characters."""
-    lines = text.encode("utf-8", "backslashreplace").decode().split("\n")
-    # Escaped, because names and values from a file must not control the terminal.
-    clean = (
-        "".join(char if char.isprintable() or char == "\t" else ascii(char)[1:-1] for char in line) for line in lines
-    )
-    return "\n".join(shortened(line, MAX_LINE) for line in clean)
+def terminal_text(text: str) -> str:
+    """Return text without colours, with carriage returns as newlines, and other control characters as escapes.
+
+    Logs, names and messages come from programs, other users and servers; they must not control the terminal.
+    """
+    text = _COLOUR.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class HpcdistError(Exception):
@@ -85,7 +90,7 @@ class UserMistake(HpcdistError):
     exit_code = 2
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(_printable(message))
+        super().__init__("\n".join(shortened(line, MAX_LINE) for line in terminal_text(message).split("\n")))
 
 
 class ConfigError(UserMistake):
@@ -95,7 +100,7 @@ class ConfigError(UserMistake):
         self.problems = tuple(problems)
         self.source = source
         head = f"{shortened(source, MAX_LINE // 2)}: " if source else ""
-        listed = [" ".join(problem.split("\n")) for problem in self.problems[:MAX_PROBLEMS]]
+        listed = [terminal_text(problem).replace("\n", " ") for problem in self.problems[:MAX_PROBLEMS]]
         if len(self.problems) == 1:
             super().__init__(head + listed[0])
             return

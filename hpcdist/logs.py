@@ -1,7 +1,4 @@
-"""What people read: the output of commands, and log lines with rank and host, never with values of the environment.
-
-Logs, names and messages come from programs, other users and servers: they are printed without control characters.
-"""
+"""The output of commands, and log lines with rank and host: both without control characters."""
 
 from __future__ import annotations
 
@@ -10,17 +7,10 @@ import re
 import socket
 import sys
 
+from hpcdist.errors import terminal_text
+
 #: The beginning of a line of hpcdist in the log of a rank.
 RANK_LINE = re.compile(r"\d\d:\d\d:\d\d (?P<level>[A-Z]+) rank \d+ on \S+: ")
-_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
-#: What controls a terminal or the order of its characters: C0 except tab and newline, DEL, C1, separators, bidi.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-
-
-def terminal_text(text: str) -> str:
-    """Return text without colours, with carriage returns as newlines, and other control characters as escapes."""
-    text = _COLOUR.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def say(text: object, *, end: str = "\n", error: bool = False, raw: bool = False) -> None:

@@ -32,8 +32,8 @@ from hpcdist.cli.terminal import wrapped
 from hpcdist.config.schema import Config, find_trainer
 from hpcdist.config.written import redacted
 from hpcdist.diagnostics.explain import explain_attempt
+from hpcdist.errors import terminal_text
 from hpcdist.files.short_path import short_path
-from hpcdist.logs import terminal_text
 from hpcdist.rank.roles import rank_table
 from hpcdist.review.attempts import last_beat
 from hpcdist.run.attempt import Attempt

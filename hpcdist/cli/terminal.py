@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hpcdist.logs import terminal_text
+from hpcdist.errors import terminal_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -178,7 +178,7 @@ def _sentences(key: str, value: object) -> list[str]:
     sections = {path.partition(".")[0] for path in known if "." in path}
     near = difflib.get_close_matches(key, same_leaf or {*known, *sections}, n=1, cutoff=0.0 if same_leaf else 0.6)
     hint = f"did you mean {near[0]!r}?" if near else "`hpcdist config --schema` lists all keys"
-    return [f"{key} is not a key: {hint}"]
+    return [f"{key if key.isprintable() else shown(key)} is not a key: {hint}"]
 
 
 def _for_role(path: str, key: str) -> str:

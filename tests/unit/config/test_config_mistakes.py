@@ -18,6 +18,7 @@ from hpcdist.errors import ConfigError
     [
         # An unknown key suggests the nearest one, at any level.
         ("lr: 1", "lr is not a key: did you mean 'optim.lr'?"),
+        ('"\\u200bseed": 1', "'\\u200bseed' is not a key: did you mean 'seed'?"),
         ("sed: 1", "sed is not a key: did you mean 'seed'?"),
         ("modl: x", "modl is not a key: did you mean 'model'?"),
         ("modle: {name: x}", "modle.name is not a key: did you mean 'model.name'?"),
