@@ -28,7 +28,7 @@ class _Clean(logging.Formatter):
         return terminal_text(super().format(record))
 
 
-def configure(*, rank: int | None = None, level: int = logging.INFO) -> None:
+def configure(*, rank: int | None = None) -> None:
     """Send log records to stderr: in a rank those of hpcdist, elsewhere also warnings of libraries.
 
     The lines of a rank name the rank and its host. All other loggers of a rank, and Python's warnings, are left to the
@@ -38,7 +38,7 @@ def configure(*, rank: int | None = None, level: int = logging.INFO) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Clean(f"%(asctime)s %(levelname)s{origin} %(message)s", "%H:%M:%S"))
     ours, root = logging.getLogger("hpcdist"), logging.getLogger()
-    ours.setLevel(level)
+    ours.setLevel(logging.INFO)
     if rank is not None:
         ours.handlers[:] = [handler]
         ours.propagate = False

@@ -70,7 +70,7 @@ def cost(
         _show(found, groups)
     if without:
         names = ", ".join(run.name for run in without[:3]) + ", …" * (len(without) > 3)
-        notes.append(f"{len(without)} runs without a ledger are left out, such as runs of an older hpcdist: {names}")
+        notes.append(f"{len(without)} runs without a ledger are left out, such as runs that have not started: {names}")
     for note in (*notes, *problems):
         say(note, error=True)
 

@@ -16,7 +16,7 @@ from typing import Any
 import hpcdist
 from hpcdist.containers.runtimes import ContainerCommand, container_command, outer_env
 from hpcdist.containers.spec import DETACHED, ContainerSpec
-from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.errors import HpcdistError, UserMistake, terminal_text
 from hpcdist.files.bounded_json import parse_object
 from hpcdist.machine.cuda_drivers import driver_problem
 from hpcdist.machine.facts import source_digest, versions
@@ -59,7 +59,6 @@ _BEFORE_HELP = ('Error for command "', "Usage: enroot ")
 _CONSEQUENCE = re.compile(r"\[ERROR\] (Failed to mount: |/\S+ exited with return code)")
 #: pyxis reports the signal that ended `enroot create`.
 _ENDED_BY_USR2 = re.compile(rf"pyxis: child \d+ terminated with signal {int(signal.SIGUSR2)}\b")
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 #: Errors that no retry solves, and what to do about them.
 _FIXES = (
     (
@@ -197,7 +196,7 @@ def _own_lines(text: str) -> list[str]:
     pyxis reports errors through Slurm, as `slurmstepd: error: pyxis: …`, and its progress as `pyxis: …`.
     """
     lines = []
-    for line in filter(str.strip, _COLOURS.sub("", text).splitlines()):
+    for line in filter(str.strip, terminal_text(text).splitlines()):
         if line.startswith(_BEFORE_HELP):
             return [line.strip()]
         if error := _PYXIS_ERROR.match(line):

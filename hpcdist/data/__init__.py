@@ -52,5 +52,3 @@ DATASETS: Mapping[str, DatasetSpec] = {
         in_channels=3, image_size=32, num_classes=None, mean=(0.5,) * 3, std=(0.15,) * 3, flip=False
     ),
 }
-
-DATASET_NAMES: tuple[str, ...] = tuple(DATASETS)

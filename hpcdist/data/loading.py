@@ -39,7 +39,7 @@ _Sources = tuple[ImageSource, ImageSource, int]  # training and test images, and
 
 
 def load_datasets(data: DataConfig, seed: int) -> ImageData:
-    """Read the dataset `data.name` (one of DATASET_NAMES) from disk; call download.prepare before.
+    """Read the dataset `data.name` (a key of DATASETS) from disk; call download.prepare before.
 
     `seed` determines the augmentation and synthetic images. Raises DataError for missing, unreadable or truncated
     files, ConfigError for settings that exclude each other.

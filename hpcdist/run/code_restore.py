@@ -98,8 +98,6 @@ def _left_out(recorded: CodeState) -> tuple[str, ...]:
 
 
 def _untracked(recorded: CodeState) -> tuple[str, ...]:
-    if recorded.num_untracked is None:
-        return ("files that were not in git, if there were any: this run did not record their names",)
     if not recorded.num_untracked:
         return ()
     return (f"files that were not in git: {_listed(recorded.untracked, recorded.num_untracked)}",)

@@ -24,8 +24,7 @@ class Origin:
     cluster: str = ""  #: the site profile as given, if there was one
     values: dict[str, Any] = field(default_factory=dict)
     """Resolved values by dotted key, redacted; empty if the config is not valid without overrides."""
-    written: list[str] | None = None
-    """Keys that the YAML, the site profile or an override has set; None if an older hpcdist has recorded the run."""
+    written: list[str] = field(default_factory=list)  #: keys that the YAML, the site profile or an override has set
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ def parameters(run: RunDir, config: Mapping[str, Any]) -> dict[str, Any]:
 
     Of a shipped trainer, they are all keys but those in the sections of other trainers. Code of the user's own reads no
     key that hpcdist knows of: its parameters are `params`, the seed, the keys that its YAML or an override has set, and
-    the arguments of a script. If an older hpcdist has not recorded which keys were set, all keys are parameters.
+    the arguments of a script. Without a readable `origin.json`, all keys are parameters.
 
     Args:
         config: the content of the run's `config.yaml`.
@@ -34,7 +34,7 @@ def parameters(run: RunDir, config: Mapping[str, Any]) -> dict[str, Any]:
         unused = unused_sections(target)
         return flat({key: value for key, value in config.items() if key not in unused})
     values, origin = flat(config), read_origin(run)
-    if origin is not None and origin.written is not None:
+    if origin is not None:
         always = ("params", *(["trainer.script"] if script else ["trainer.target", "seed"]), *origin.written)
         values = {
             key: value

@@ -63,7 +63,7 @@ class CodeState:
     left_out: list[str] = field(default_factory=list)
     #: The first MAX_UNTRACKED files of the copy that are not in git, by their path below `root`.
     untracked: list[str] = field(default_factory=list)
-    num_untracked: int | None = None  #: None if an older hpcdist has recorded the run
+    num_untracked: int = 0
     sources: list[str] = field(default_factory=list)  #: folders of the copy, such as `src`, that ranks import from
     live: list[str] = field(default_factory=list)  #: folders of code that ranks import without a copy
 

@@ -190,9 +190,9 @@ def rank_command(run_dir: Path, python: str = sys.executable) -> list[str]:
     return [python, "-P", "-m", RANK_MODULE, str(run_dir)]
 
 
-def parent_command(run_dir: Path, python: str = sys.executable) -> list[str]:
+def parent_command(run_dir: Path) -> list[str]:
     """Return the command of the process that forks ranks; only the module differs from the ranks' command."""
-    return [*IGNORE_SIGNALS, python, "-P", "-m", PARENT_MODULE, str(run_dir)]
+    return [*IGNORE_SIGNALS, sys.executable, "-P", "-m", PARENT_MODULE, str(run_dir)]
 
 
 def node_parent_command(run_dir: Path, limit_s: float, names: Sequence[str], python: str) -> list[str]:

@@ -106,7 +106,7 @@ def read_sbom(engine: Engine, facts: ImageFacts) -> str:
     return engine.output("run", "--rm", "--entrypoint", "cat", facts.name, path)
 
 
-def require_fit(facts: ImageFacts, *, machine: str = "", version: str = hpcdist.__version__) -> None:
+def require_fit(facts: ImageFacts, *, machine: str = "") -> None:
     """Raise ImageError if an image is for another architecture or has another version of hpcdist."""
     here = ARCHITECTURES.get(machine or platform.machine(), machine or platform.machine())
     if facts.architecture != here:
@@ -118,9 +118,9 @@ def require_fit(facts: ImageFacts, *, machine: str = "", version: str = hpcdist.
             f"image {facts.name} holds no hpcdist (its label {TITLE!r} does not name it): build it with"
             " `hpcdist image build`, or FROM an image that was"
         )
-    if facts.version != version:
+    if facts.version != hpcdist.__version__:
         raise ImageError(
-            f"image {facts.name} holds hpcdist {facts.version}, and this is {version}: build it again with"
+            f"image {facts.name} holds hpcdist {facts.version}, and this is {hpcdist.__version__}: build it again with"
             f" `hpcdist image build`, or use hpcdist {facts.version} here"
         )
 

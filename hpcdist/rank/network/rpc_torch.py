@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import logging
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -28,7 +27,6 @@ from hpcdist.errors import ConfigError, HpcdistError, RemoteError
 from hpcdist.rank.network.private_network import is_private
 from hpcdist.rank.network.rpc_endpoint import Endpoint, decode, encode
 
-log = logging.getLogger(__name__)
 _SIGNATURE_BYTES = 32
 #: InfiniBand if available, else TCP. TensorPipe's `shm` listens on a Unix socket to which every local user can connect,
 #: and polls without a pause in every rank.

@@ -11,7 +11,7 @@ def version_in(answer: str) -> str:
     return text if re.fullmatch(r"[0-9]+\.[0-9]+[\w.]{0,30}", text) else ""
 
 
-def server_version(uri: str, timeout_s: float = 5.0) -> str:
+def server_version(uri: str) -> str:
     """Return the version of the MLflow server at a URI; empty if none answers. Imports MLflow.
 
     MLflow's client sends the request: a server with accounts answers none without credentials.
@@ -22,7 +22,7 @@ def server_version(uri: str, timeout_s: float = 5.0) -> str:
     from hpcdist.tracking.client.mlflow_client import MlflowException
 
     try:
-        response = http_request(get_default_host_creds(uri), "/version", "GET", max_retries=0, timeout=timeout_s)
+        response = http_request(get_default_host_creds(uri), "/version", "GET", max_retries=0, timeout=5)
     except MlflowException:
         return ""
     return version_in(response.text[:100]) if response.status_code == 200 else ""

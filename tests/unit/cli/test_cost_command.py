@@ -58,7 +58,7 @@ def test_cost_of_one_run_has_one_line_for_each_cause(hpcdist: Cli, runs: list[Ru
 
 def test_cost_of_all_runs_has_one_line_for_each_run(hpcdist: Cli, runs: list[RunDir]) -> None:
     result = hpcdist("cost", "--by", "run")
-    assert result.err == "1 runs without a ledger are left out, such as runs of an older hpcdist: old\n"
+    assert result.err == "1 runs without a ledger are left out, such as runs that have not started: old\n"
     assert [name in result.out for name in ("/first", "/second", "/gpu", "/old")] == [True, True, True, False]
     assert "evaluation" not in result.out, "causes without hours have no column"
 

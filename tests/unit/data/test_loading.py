@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from hpcdist.config.schema import DataConfig
-from hpcdist.data import DATASET_NAMES, DATASETS, loading, readers
+from hpcdist.data import DATASETS, loading, readers
 from hpcdist.data.batches import PreloadedSplit, StreamingSplit
 from hpcdist.data.download import CIFAR10_MD5, IDX_FILES
 from hpcdist.data.loading import load_datasets
@@ -214,7 +214,7 @@ def test_only_training_images_are_augmented_and_only_mirrored_where_classes_allo
 
 
 def test_every_dataset_has_mean_and_std_for_each_channel() -> None:
-    assert set(DATASET_NAMES) == {"digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic"}
+    assert set(DATASETS) == {"digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic"}
     for spec in DATASETS.values():
         assert len(spec.mean) == len(spec.std) == spec.in_channels
 

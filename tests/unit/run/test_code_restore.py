@@ -138,11 +138,7 @@ def test_a_patch_that_does_not_fit_is_an_error(
         source.restore(new_run(tmp_path), config)
 
 
-def test_files_of_an_older_run_that_were_not_in_git_are_unknown(
-    recorded: tuple[CodeState, RunDir], tmp_path: Path
-) -> None:
+def test_files_that_were_not_in_git_are_missing(recorded: tuple[CodeState, RunDir], tmp_path: Path) -> None:
     code, _ = recorded
-    source = find_code(replace(code, untracked=[], num_untracked=None), b"", None, [tmp_path / "project"])
-    assert source.missing == ("files that were not in git, if there were any: this run did not record their names",)
     source = find_code(replace(code, untracked=list("abcdefg"), num_untracked=90), b"", None, [tmp_path / "project"])
     assert source.missing == ("files that were not in git: a, b, c, d, e and 85 more",)

@@ -75,7 +75,7 @@ def test_script_has_its_arguments_and_what_was_written(tmp_path: Path) -> None:
     assert found == {"launch.num_ranks": 2, "lr": "0.1", "seed": "5", "api_key": "***"}
 
 
-def test_run_of_an_older_hpcdist_has_all_keys(tmp_path: Path) -> None:
+def test_run_without_a_recorded_origin_has_all_keys(tmp_path: Path) -> None:
     assert "model.name" in parameters_of(run_of(tmp_path, OWN, recorded=False))
 
 
