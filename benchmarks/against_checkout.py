@@ -2,7 +2,8 @@
 
     python benchmarks/against_checkout.py OTHER_CHECKOUT [--rounds 5] [CONFIG METRIC STEPS ...]
 
-OTHER_CHECKOUT has its own .venv. The result of a run is the median of the metric without the first fifth of the points.
+OTHER_CHECKOUT has its own .venv. CONFIG may have settings, such as "rl_cartpole rl.mode=async". The result of a run is
+the median of the metric without the first fifth of the points.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ import tempfile
 from pathlib import Path
 
 THIS_CHECKOUT = Path(__file__).resolve().parents[1]
-CASES = [("rl_cartpole", "train/env_steps_per_s", "400"), ("rnn_lm", "train/tokens_per_s", "400")]
+CASES = [
+    ("rl_cartpole", "train/env_steps_per_s", "400"),
+    ("rnn_lm", "train/tokens_per_s", "400"),
+    ("hybrid_clicks", "train/samples_per_s", "400"),
+    ("pipeline_resnet50", "train/samples_per_s", "40"),
+]
 
 
 def throughput(checkout: Path, config: str, metric: str, steps: str) -> float:
@@ -24,7 +30,7 @@ def throughput(checkout: Path, config: str, metric: str, steps: str) -> float:
         settings = [f"runs_dir={folder}", "name=run", f"stop.max_steps={steps}", "stop.threshold=1e9"]
         settings += ["tracking.log_every_steps=10", "tracking.system_interval_s=0", "tracking.drain_timeout_s=1"]
         subprocess.run(
-            [checkout / ".venv/bin/hpcdist", "run", config, *settings],
+            [checkout / ".venv/bin/hpcdist", "run", *config.split(), *settings],
             cwd=checkout,
             check=True,
             stdout=subprocess.DEVNULL,
