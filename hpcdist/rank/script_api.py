@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.errors import TrainerError
-from hpcdist.rank.stop_signals import CommandFiles, StopFlag
+from hpcdist.rank.stop_signals import StopFlag
 from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.telemetry.time_account import TimeAccount
 from hpcdist.rank.topology import Topology
@@ -32,6 +32,7 @@ from hpcdist.rank.training_notes import TrainingNotes
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.attempt_times import reached_before
 from hpcdist.run.folder import RunDir
+from hpcdist.run.live_command import CommandFiles
 from hpcdist.tracking.mlflow_plugin import rank_records
 from hpcdist.tracking.mlflow_plugin.rank_records import RankRecords
 

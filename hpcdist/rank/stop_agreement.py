@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpcdist.rank.stop_signals import CommandFiles, StopFlag
+from hpcdist.rank.stop_signals import StopFlag
 from hpcdist.run.attempt import Attempt
+from hpcdist.run.live_command import CommandFiles
 
 log = logging.getLogger(__name__)
 #: Target interval between two agreements in seconds: a longer one delays a stop, a shorter one costs step time.

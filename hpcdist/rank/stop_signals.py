@@ -1,7 +1,4 @@
-"""What asks a rank to stop or to save: the stop signals and the command files.
-
-This module does not import torch, so that signals are handled during torch's import.
-"""
+"""The stop signals. This module does not import torch, so that signals are handled during torch's import."""
 
 from __future__ import annotations
 
@@ -10,9 +7,6 @@ import signal
 import threading
 from types import FrameType
 from typing import Any
-
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.live_command import LiveCommand, read_command
 
 log = logging.getLogger(__name__)
 #: Slurm sends SIGTERM at a requeue or preemption, and SIGUSR2 before the time limit (`--signal=USR2@…`).
@@ -44,21 +38,3 @@ class StopFlag:
 
             signal.signal(number, handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-
-class CommandFiles:
-    """Finds the commands to an attempt in the order of their numbers."""
-
-    def __init__(self, attempt: Attempt) -> None:
-        self._attempt = attempt
-        self._next = 1
-
-    def poll(self) -> tuple[int, LiveCommand] | None:
-        """Return the next command and its number, or None if there is none yet. Raises OSError."""
-        if not self._attempt.command(self._next).exists():
-            return None
-        command = read_command(self._attempt, self._next, within_s=0)
-        if command is None:
-            return None  # half written
-        self._next += 1
-        return self._next - 1, command

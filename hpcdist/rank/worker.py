@@ -32,7 +32,7 @@ from hpcdist.rank import process_end, script_api
 from hpcdist.rank.outcome import Outcome
 from hpcdist.rank.roles import Roles
 from hpcdist.rank.script import exit_as_return, run_script
-from hpcdist.rank.stop_signals import CommandFiles, StopFlag
+from hpcdist.rank.stop_signals import StopFlag
 from hpcdist.rank.telemetry.flight_recorder import dump_on_signal, enable_flight_recorders
 from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
@@ -165,6 +165,7 @@ def _train(
     from hpcdist.rank.seeding import seed_everything
     from hpcdist.rank.stop_agreement import StopAgreement
     from hpcdist.rank.telemetry.heartbeat import Heartbeat
+    from hpcdist.run.live_command import CommandFiles
 
     hang_s, nan_losses = config.launch.hang_s, config.stop.nan_losses
     heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, hang_s, nan_losses)

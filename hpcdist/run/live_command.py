@@ -65,6 +65,24 @@ def read_command(attempt: Attempt, number: int, *, within_s: float | None = None
         return None
 
 
+class CommandFiles:
+    """Finds the commands to an attempt in the order of their numbers."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._next = 1
+
+    def poll(self) -> tuple[int, LiveCommand] | None:
+        """Return the next command and its number, or None if there is none yet. Raises OSError."""
+        if not self._attempt.command(self._next).exists():
+            return None
+        command = read_command(self._attempt, self._next, within_s=0)
+        if command is None:
+            return None  # half written
+        self._next += 1
+        return self._next - 1, command
+
+
 def write_result(attempt: Attempt, number: int, rank: int, result: CommandResult) -> None:
     """Record the result of a rank. Raises OSError."""
     write_json(attempt.command_result(number, rank), asdict(result))

@@ -1,4 +1,4 @@
-"""Golden files of what users see: a difference is either a mistake, or a change that the release notes name.
+"""Comparison of what users see with golden files: a difference is a mistake or an intended change.
 
 `WRITE_CONTRACT=1` writes the files of the selected tests anew.
 """
@@ -9,7 +9,6 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -42,13 +41,3 @@ def normalised(text: str, folder: Path) -> str:
     text = re.sub(r"CHECKOUT/hpcdist/\S+/", "CHECKOUT/hpcdist/PACKAGE/", text)
     text = re.sub(r"/hpcdist-\d+/", "/hpcdist-UID/", text)
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
-
-
-def with_owners(names: Mapping[str, Iterable[str]]) -> str:
-    """Return one line for each name, with those that have it."""
-    owners: dict[str, list[str]] = {}
-    for owner, own in names.items():
-        for name in own:
-            owners.setdefault(name, []).append(owner)
-    shown = {name: "all" if len(found) == len(names) else ", ".join(found) for name, found in owners.items()}
-    return "".join(f"{name}  [{shown[name]}]\n" for name in sorted(shown))

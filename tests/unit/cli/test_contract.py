@@ -115,7 +115,7 @@ RUNS = ("finished", "stopped", "failed", "rejected", "cancelled")
 SITUATIONS = (
     *("", "--version", "--help", "nonsense", "run", "run nonsense", "run ddp_digits --nonsense"),
     *("run ddp_digits optim.lr=-1", "run ddp_digits nonsense=1", "run ddp_digits --dry-run"),
-    *("run ddp_digits launch.device=cuda", "run ddp_digits tracking.uri=http://ada:***@mlflow"),
+    "run ddp_digits tracking.uri=http://ada:***@mlflow",
     *("run ddp_digits --in podman", "run ddp_digits --sweep seed=1,1", "run ddp_digits name=finished experiment=exp"),
     *("config ddp_digits", "config ddp_digits seed=x", "config --schema", "config --json-schema", "config nonsense"),
     *("submit ddp_digits", "submit ddp_digits --dry-run", "submit ddp_digits --cluster nonsense --dry-run"),

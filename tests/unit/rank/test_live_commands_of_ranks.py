@@ -18,11 +18,11 @@ from hpcdist.files.atomic import write_json
 from hpcdist.rank import live_commands, stop_agreement
 from hpcdist.rank.live_commands import LiveCommands
 from hpcdist.rank.stop_agreement import StopAgreement
-from hpcdist.rank.stop_signals import CommandFiles, StopFlag
+from hpcdist.rank.stop_signals import StopFlag
 from hpcdist.run.command_sender import send_command
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
-from hpcdist.run.live_command import CommandResult, LiveCommand, read_result
+from hpcdist.run.live_command import CommandFiles, CommandResult, LiveCommand, read_result
 
 SAVE = LiveCommand(action="save")
 
