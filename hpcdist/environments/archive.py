@@ -8,17 +8,19 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tarfile
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from hpcdist.environments.listing import files_below
 from hpcdist.errors import UserMistake
 from hpcdist.files.bounded_json import parse_object
+
+if TYPE_CHECKING:
+    import tarfile
 
 #: Folder in the archive for the files of the Python that the virtual environment is based on.
 BASE = "base"
@@ -99,6 +101,8 @@ def write_archive(environment: Path, python: Interpreter, target: Path) -> None:
 
 
 def _write_tar(environment: Path, python: Interpreter, output: IO[bytes]) -> None:
+    import tarfile  # slow to import; `submit` and a batch step seldom write an archive
+
     with tarfile.open(fileobj=output, mode="w|", format=tarfile.PAX_FORMAT) as tar:
         # The compiled modules are included: compiling them again takes longer than reading them.
         for name, _ in files_below(environment, skip=frozenset()):

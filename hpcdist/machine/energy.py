@@ -8,8 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 log = logging.getLogger(__name__)
 
 #: The kernel's power capping framework. Only root may read its counters on most systems.
@@ -61,6 +59,8 @@ class _Sum:
 
 def _has_all_cores(env: Mapping[str, str]) -> bool:
     """Return whether this step has all CPUs of its node, for all of which RAPL counts. Always true without Slurm."""
+    import psutil
+
     return env.get("SLURM_CPUS_ON_NODE", str(psutil.cpu_count())) == str(psutil.cpu_count())
 
 

@@ -18,6 +18,8 @@ RANK_MODULE = "hpcdist.rank.worker"
 PARENT_MODULE = "hpcdist.rank.parent"
 #: Task of srun that waits for its forked rank, and ends with it.
 TASK_MODULE = "hpcdist.rank.forked_task"
+#: Exit code of the process that forks ranks if it cannot fork.
+CANNOT_FORK = 69
 #: A variable of the parent process whose memory the variables of a rank replace.
 SPACE = "HPCDIST_ENV_SPACE"
 #: Enough for ten variables with a long job id.

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from hpcdist.machine.process_record import PARENT_MODULE, SPACE, SPACE_BYTES
+from hpcdist.machine.process_record import CANNOT_FORK, PARENT_MODULE, SPACE, SPACE_BYTES
 
 #: Beginnings of the names of variables that may differ between steps, or between tasks of a step. The kernel shows the
 #: parent's variables as those of its ranks, so it has none of these.
@@ -69,8 +69,6 @@ def main() -> None:
     try:
         listener.bind(address(folder, name))
     except OSError as error:  # a file system without sockets
-        from hpcdist.supervisor.plan import CANNOT_FORK  # not needed otherwise
-
         print(f"hpcdist: no socket can be created in {folder}/attempts: {error}", file=sys.stderr)
         sys.exit(CANNOT_FORK)
     listener.listen(_BACKLOG)

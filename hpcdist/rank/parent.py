@@ -32,13 +32,12 @@ from hpcdist.config.loading import load_run_config
 from hpcdist.config.schema import Config
 from hpcdist.files import retry
 from hpcdist.machine import process_record
-from hpcdist.machine.process_record import PARENT_MODULE, RANK_MODULE
+from hpcdist.machine.process_record import CANNOT_FORK, PARENT_MODULE, RANK_MODULE
 from hpcdist.rank.forking import IGNORED, fork_rank, leave, set_place
 from hpcdist.rank.network import private_network
 from hpcdist.rank.task_server import TaskServer, listening_socket
 from hpcdist.run.folder import RunDir
 from hpcdist.run.folder_identity import require_same
-from hpcdist.supervisor.plan import CANNOT_FORK
 
 #: Modules that every rank with a trainer imports.
 _OF_TRAINERS = (

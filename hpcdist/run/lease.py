@@ -23,8 +23,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
-
 from hpcdist.errors import LeaseLostError, RunFolderError
 from hpcdist.files import retry
 from hpcdist.files.atomic import read_json, write_json
@@ -105,6 +103,8 @@ def _is_here(lease: dict[str, Any]) -> bool:
 def _is_alive(lease: dict[str, Any]) -> bool:
     if not _is_here(lease):
         return abs(time.time() - float(lease["renewed"])) < STALE_S
+    import psutil  # slow to import, and a rank needs it never
+
     try:
         process = psutil.Process(int(lease["pid"]))
         return process.create_time() == lease["started"] and process.status() != psutil.STATUS_ZOMBIE
@@ -187,6 +187,8 @@ def hold(run: RunDir, *, job_id: str | None = None) -> Iterator[Held]:
     Raises:
         RunFolderError: another process holds the lease; the message names it.
     """
+    import psutil
+
     mine: dict[str, Any] = {
         "host": socket.gethostname(),
         "processes": _processes(),

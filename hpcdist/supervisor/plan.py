@@ -25,8 +25,6 @@ LOOPBACK_INTERFACE = "lo"
 RANKS_WITHOUT_GPU = 2
 #: The parent of ranks ignores signals that end a job before its interpreter has started.
 IGNORE_SIGNALS = ("sh", "-c", "trap '' HUP INT TERM USR1 USR2; exec \"$@\"", "sh")
-#: Exit code of the process that forks ranks if it cannot fork.
-CANNOT_FORK = 69
 
 
 @dataclass(frozen=True, kw_only=True)

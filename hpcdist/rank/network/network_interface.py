@@ -5,8 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 
-import psutil
-
 from hpcdist.errors import TopologyError
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
@@ -33,6 +31,8 @@ def interface_env(master_addr: str, env: Mapping[str, str]) -> dict[str, str]:
             f"the master {master_addr!r} cannot be reached from {socket.gethostname()} ({error}): does its name resolve"
             " on every node? HPCDIST_MASTER_ADDR can name an address instead"
         ) from error
+    import psutil
+
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.family == socket.AF_INET and entry.address == address for entry in addresses):
             return dict.fromkeys(missing, name)

@@ -13,12 +13,13 @@ from contextlib import suppress
 from hpcdist.config.schema import Config
 from hpcdist.containers.spec import ContainerSpec
 from hpcdist.files import retry
+from hpcdist.machine.process_record import CANNOT_FORK
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm.current_job import signal_named_steps
 from hpcdist.slurm.job.rank_step import ended_tasks
 from hpcdist.slurm.job.srun import PARENTS_STEP, parents_command
 from hpcdist.slurm.job_components import components
-from hpcdist.supervisor.plan import CANNOT_FORK, forked_task_command, node_parent_command
+from hpcdist.supervisor.plan import forked_task_command, node_parent_command
 from hpcdist.supervisor.process_guard import Guard
 
 log = logging.getLogger(__name__)

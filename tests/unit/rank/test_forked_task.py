@@ -18,11 +18,12 @@ from forked_scene import HELD, SOON_S, TORCH, new_run, parents_of, write_package
 from hpcdist_runs import wait_for
 from named_pipe import NamedPipe
 
+from hpcdist.machine.process_record import CANNOT_FORK
 from hpcdist.rank import node_parent, task_server
 from hpcdist.rank.node_parent import SPACE_BYTES
 from hpcdist.slurm.job.node_ranks import kill_ranks
 from hpcdist.supervisor.hang.processes import find_ranks
-from hpcdist.supervisor.plan import CANNOT_FORK, forked_task_command, node_parent_command
+from hpcdist.supervisor.plan import forked_task_command, node_parent_command
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
