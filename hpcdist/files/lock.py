@@ -20,8 +20,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-import psutil
-
 from hpcdist.errors import RunFolderError
 from hpcdist.files import retry
 
@@ -134,6 +132,8 @@ def _try_flock(file: IO[str]) -> bool | None:
 
 def _make(held: Path, until: float, within_s: float) -> None:
     """Create the lock file, after removing one that a killed process left behind."""
+    import psutil  # slow to import; only locks on some shared file systems need it
+
     mine = f"{socket.gethostname()} {os.getpid()} {psutil.Process().create_time()} {secrets.token_hex(4)}"
     seen, since = "", time.monotonic()
     while not retry.retry(lambda: _create(held, mine), held):
@@ -175,6 +175,8 @@ def _is_dead(content: str) -> bool:
     started = rest.partition(" ")[0]
     if host != socket.gethostname() or not pid.isdigit():
         return False
+    import psutil
+
     try:
         return str(psutil.Process(int(pid)).create_time()) != started
     except psutil.NoSuchProcess:
