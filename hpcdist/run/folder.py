@@ -16,7 +16,6 @@
         journal/attempt-001.rank-00000.events.jsonl   parameters, tags and models that the code of a rank has logged
         journal/shipped.json                     offsets of the records that MLflow has received
         journal/names.json                       original names of renamed metrics, parameters and tags
-        journal/node_metrics.csv.gz              metrics of the nodes of a large run, see tracking/journal/node_table.py
         checkpoints/step-00000100/               see checkpoint/checkpoint_folder.py
         model/                                   the final model in MLflow's layout
         artifacts/                               files of the trainer, such as plots and samples
@@ -144,8 +143,6 @@ class RunDir:
         self.lease = path / "lease"
         self.code = path / "code"
         self.journal = path / "journal"
-        #: Metrics of all nodes, in runs on more than `tracking.charted_nodes` nodes.
-        self.node_metrics = self.journal / "node_metrics.csv.gz"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
         #: Models that the code of a rank has logged with MLflow, by id; exists once there is one.

@@ -37,15 +37,7 @@ def is_own_name(path: str) -> bool:
     """Return whether hpcdist uploads artifacts of its own at or below this path."""
     first, _, rest = path.partition("/")
     folders = ("logs", "checkpoints", "model")
-    files = (
-        "config.yaml",
-        PATCH,
-        "environment.json",
-        "names.json",
-        "network.json",
-        "report.html",
-        "node_metrics.csv.gz",
-    )
+    files = ("config.yaml", PATCH, "environment.json", "names.json", "network.json", "report.html")
     return first in folders or (not rest and (first in files or first.startswith("preflight.")))
 
 
@@ -93,13 +85,11 @@ def trainer_artifacts(run: RunDir) -> Iterator[Artifact]:
 
 
 def reports(run: RunDir, *, ended: bool) -> Iterator[Artifact]:
-    """Yield the metrics of all nodes, logs and outcomes of the ranks, and stack traces of hung ranks.
+    """Yield logs and outcomes of the ranks, and stack traces of hung ranks.
 
     Long files are included only when the run has ended. Of an attempt with more than MAX_RANKS ranks, the ranks that
     reported an outcome first are included, then the lowest ranks.
     """
-    if run.node_metrics.is_file() and (ended or run.node_metrics.stat().st_size <= LIVE_LOG_BYTES):
-        yield Artifact(run.node_metrics, run.node_metrics.name, fingerprint(run.node_metrics))
     for attempt in run.attempts():
         folder = f"logs/attempt-{attempt.number:03d}"
         logs = sorted(attempt.path.glob("rank-*.log"))

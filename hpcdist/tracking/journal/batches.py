@@ -25,7 +25,7 @@ class Batches:
     def __init__(self, run: RunDir, progress: ShippingState, config: Mapping[str, Any]) -> None:
         limit = (config.get("tracking") or {}).get("exact_points", TrackingConfig.exact_points)
         self._progress = progress
-        self._nodes = NodeCharts(run, progress, config)
+        self._nodes = NodeCharts(progress.node_intervals, progress.steps)
         self._tail = JournalTail(run.journal, progress, self._nodes)
         self._budget = PointBudget(progress, int(limit))
         self._chunks: dict[str, Chunk] = {}
@@ -51,7 +51,8 @@ class Batches:
         repeated = progress.is_sending
         self._chunks = self._tail.next_chunks(newest_attempt, over=over)
         if not repeated:
-            self._nodes.plan(self._chunks, self._tail.times, self._tail.behind, over=over)
+            tail = self._tail
+            progress.closing = self._nodes.complete(self._chunks, tail.times, tail.behind, over=over)
             progress.intent = {name: chunk.offset for name, chunk in self._chunks.items()}
             progress.flushing = not self._chunks and over and (bool(progress.closing) or self._budget.is_holding)
         return progress.is_sending

@@ -47,6 +47,11 @@ class JournalFile(NamedTuple):
     path: Path
 
 
+def attempt_of(file_name: str) -> int:
+    """Return the attempt of a journal file."""
+    return int(file_name.split(".")[0].removeprefix("attempt-"))
+
+
 def journal_files(folder: Path) -> list[JournalFile]:
     """Return all journal files of a run, sorted by attempt and rank."""
     entries = retry.retry(lambda: list(folder.iterdir()), folder)

@@ -32,15 +32,8 @@ class ShippingState:
     """Whether the points of open buckets (`series`) are being sent; part of the intent."""
     series: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Metric → its number of points, and its open bucket (`point_budget.py`)."""
-    nodes: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Attempt → its last complete interval of node metrics (`node_charts.py`); empty if each node has charts."""
-    floors: dict[str, int] = field(default_factory=dict)
-    """Journal file with node metrics → offset of its first record in an open interval."""
-    apart: list[str] = field(default_factory=list)
-    """Nodes with charts of their own beside those over all nodes."""
-    columns: list[str] = field(default_factory=list)
-    """Columns of `node_metrics.csv.gz`, and below its valid size."""
-    table_bytes: int = 0
+    node_intervals: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Attempt → its intervals of node metrics (`node_charts.py`)."""
     marks: dict[str, list[int]] = field(default_factory=dict)
     """Attempt → time in ms and step of its point of the metric `attempt`."""
     artifacts: dict[str, str] = field(default_factory=dict)

@@ -12,8 +12,16 @@ from typing import NamedTuple
 
 from hpcdist.files.retry import retry
 from hpcdist.tracking.journal.names import ATTEMPT_METRIC, clean_metric_name
-from hpcdist.tracking.journal.node_charts import NodeCharts, attempt_of
-from hpcdist.tracking.journal.reader import CHUNK_BYTES, Chunk, Record, journal_files, read_chunk, read_range
+from hpcdist.tracking.journal.node_charts import NodeCharts
+from hpcdist.tracking.journal.reader import (
+    CHUNK_BYTES,
+    Chunk,
+    Record,
+    attempt_of,
+    journal_files,
+    read_chunk,
+    read_range,
+)
 from hpcdist.tracking.journal.shipping_state import ShippingState
 from hpcdist.tracking.journal.step_set import StepSet
 
@@ -112,7 +120,9 @@ class JournalTail:
         """
         points: list[Point] = []
         self.names.clear()
-        for attempt, record in self._nodes.reduced(chunks) if self._nodes is not None else _records(chunks):
+        nodes, complete = self._nodes, self._progress.closing
+        records = _records(chunks) if nodes is None else nodes.reduce(chunks, complete)
+        for attempt, record in records:
             self._add(attempt, record, points)
         self._progress.num_broken += sum(chunk.broken for chunk in chunks.values())
         return points
