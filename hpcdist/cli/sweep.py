@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from hpcdist.run.sweep_cells import Choice
     from hpcdist.supervisor.plan import Plan
 
-#: Authors of a stop request that a signal to this process causes, see supervisor/signal_requests.py.
-_BY_SIGNAL = ("SIGINT", "SIGTERM", "SIGHUP")
 POLL_S = 0.5
 #: Interval between two uploads to MLflow.
 UPLOAD_EVERY_S = 5.0
@@ -118,7 +116,7 @@ def _ended_by_signal(run: RunDir) -> bool:
     """Whether a signal to this process ended the cell, which ends the sweep; `hpcdist stop CELL` does not."""
     state = run.read_state()
     request = run.attempt(state.attempt).read_request() if state.attempt else None
-    return request is not None and request.by in _BY_SIGNAL
+    return request is not None and request.cause == "signal"
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist.rank.stop_signals import StopFlag
-from hpcdist.run.attempt import Attempt
+from hpcdist.run.attempt import Attempt, Request
 from hpcdist.run.live_command import CommandFiles
 
 log = logging.getLogger(__name__)
@@ -152,6 +152,6 @@ def stops_after(step: int, stop: StopAgreement, pause_at_step: int | None, attem
     if pause_at_step is None or step < pause_at_step:
         return False
     if stop.watches_request and not attempt.request.exists():
-        attempt.send_request("stop", by="config", reason=f"stop.pause_at_step={pause_at_step}")
+        attempt.send_request(Request(cause="config", by=f"stop.pause_at_step={pause_at_step}"))
     stop.agreed = True
     return True

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hpcdist.errors import RunFolderError
 from hpcdist.files.atomic import read_json
 from hpcdist.review.checkpoints import CheckpointFacts
-from hpcdist.run.attempt import Attempt
+from hpcdist.run.attempt import Attempt, Request
 from hpcdist.run.attempt_times import AttemptTimes, end_of, read_times
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.slurm_job import JobStart, all_job_starts
@@ -18,8 +18,6 @@ from hpcdist.run.training_record import read_training
 
 #: Cause of an attempt whose end nobody recorded.
 UNRECORDED = "the supervisor was killed, or its node failed: no end was recorded"
-#: End of the cause of an attempt that Slurm's signal stopped; the state in accounting says why.
-_BY_SLURM = " (SIGTERM to the supervisor)"
 #: States of Slurm's accounting that explain the end of the last attempt of a start of the job.
 _CAUSES = {
     "PREEMPTED": "preempted by a job of higher priority",
@@ -57,10 +55,7 @@ def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFac
     resumed: int | None = checkpoints[-1].step if checkpoints else 0
     ends = ends_by_slurm(run)
     for attempt in reversed(run.attempts()):
-        facts = _read(attempt, state, resumed_at=resumed)
-        if (ending := _cause(ends.get(attempt.number))) and facts.status not in ("running", "finished"):
-            own = facts.cause.removesuffix(_BY_SLURM)
-            facts = replace(facts, cause=ending if own == UNRECORDED else f"{ending}: {own}")
+        facts = _read(attempt, state, resumed_at=resumed, by_slurm=_cause(ends.get(attempt.number)))
         if facts.first_step is not None:
             resumed = facts.first_step
         elif facts.last_step:  # of an older version, which did not record the first step
@@ -117,17 +112,22 @@ def ends_by_slurm(run: RunDir) -> dict[int, JobStart]:
     return {number: start for start, number in last.items() if start.state and number not in finished}
 
 
-def _read(attempt: Attempt, state: State, *, resumed_at: int | None) -> AttemptFacts:
+def _read(attempt: Attempt, state: State, *, resumed_at: int | None, by_slurm: str) -> AttemptFacts:
     beat, training, times = newest_beat(attempt), read_training(attempt), _times(attempt)
     started = times.began if times is not None else _started(attempt, beat)
     status, cause, ended = (times.status, times.reason, times.ended) if times is not None else ("", "", None)
+    if status in ("stopped", "cancelled") and (request := _request(attempt)) is not None:
+        # The state in Slurm's accounting says more than the request.
+        cause += f" ({request.sentence})" * (request.ends_run and not (by_slurm and request.cause == "preemption"))
     is_last = attempt.number >= state.attempt
     if not status and is_last and state.status in ENDED:
         status, cause, ended = state.status, state.reason, ended or state.ended
     elif not status and is_last and state.status == "running":
         status = "running"
     elif not status:
-        status, cause, ended = "failed", UNRECORDED, _last_sign(attempt, times, beat, started)
+        status, cause, ended = "failed", "", _last_sign(attempt, times, beat, started)
+    if by_slurm and status not in ("running", "finished"):
+        cause = f"{by_slurm}: {cause}" if cause else by_slurm
     last_step = _last_step(attempt, beat)
     is_script = times is not None and not times.measured
     if is_script and training is None:
@@ -144,7 +144,7 @@ def _read(attempt: Attempt, state: State, *, resumed_at: int | None) -> AttemptF
         started=started,
         ended=ended,
         status=status,
-        cause=cause,
+        cause=cause or UNRECORDED * (status == "failed"),
         nodes=tuple(node for node in times.nodes if node not in times.idle)
         if times is not None
         else _hosts(attempt, beat),
@@ -160,6 +160,13 @@ def _read(attempt: Attempt, state: State, *, resumed_at: int | None) -> AttemptF
 def _times(attempt: Attempt) -> AttemptTimes | None:
     try:
         return read_times(attempt)
+    except (RunFolderError, OSError):
+        return None
+
+
+def _request(attempt: Attempt) -> Request | None:
+    try:
+        return attempt.read_request()
     except (RunFolderError, OSError):
         return None
 

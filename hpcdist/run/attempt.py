@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +15,17 @@ from hpcdist.files import formats, retry
 from hpcdist.files.atomic import read_json, read_json_lines, write_json
 
 KEY_BYTES = 32
-#: Origin of the stop request after which the ranks are restarted on more nodes.
-BY_GROWTH = "growth"
-#: Origin of the requests of users, whose names must not be taken for another origin.
-BY_USER = "user"
+#: Why an attempt is to end. `signal`: a signal to a supervisor outside of a job. `preemption`: Slurm ends the job, also
+#: for a requeue or a cancellation. `growth`: the ranks are restarted on more nodes. `config`: `stop.pause_at_step`.
+Cause = Literal["user", "signal", "time_limit", "preemption", "growth", "config"]
+_SENTENCES: dict[Cause, str] = {
+    "user": "{by}",
+    "signal": "{by} to the supervisor",
+    "time_limit": "time limit",
+    "preemption": "Slurm ends the job",
+    "growth": "to restart on more nodes: {by} answers again",
+    "config": "{by}",
+}
 _OUTCOME = re.compile(r"rank-([0-9]{1,9})\.outcome\.json")
 
 
@@ -27,8 +34,18 @@ class Request:
     """A request to end an attempt."""
 
     action: Literal["stop", "cancel"] = "stop"
-    by: str = "unknown"  #: origin, which decides about restarts: BY_USER, BY_GROWTH, the name of a signal, or another
-    reason: str = "unreadable request file"
+    cause: Cause  #: decides about restarts and requeues
+    by: str = ""  #: for messages only: the command and its user, a signal, nodes, or a key
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether the run ends with the attempt."""
+        return self.cause != "growth"
+
+    @property
+    def sentence(self) -> str:
+        """Cause and author."""
+        return _SENTENCES[self.cause].format(by=self.by)
 
 
 class Attempt:
@@ -123,12 +140,9 @@ class Attempt:
         last = {(event["role"], event["name"]): event for event in self.straggler_events()}
         return [event["text"] for event in last.values() if event["event"] == "slow"]
 
-    def send_request(
-        self, action: Literal["stop", "cancel"], *, by: str, reason: str, within_s: float | None = None
-    ) -> None:
+    def send_request(self, request: Request, *, within_s: float | None = None) -> None:
         """Write a request file. Rank 0 checks for it once a second, the supervisor more often."""
-        request = {"action": action, "by": by, "reason": reason, "time": time.time()}
-        write_json(self.request, request, within_s=within_s)
+        write_json(self.request, asdict(request) | {"time": time.time()}, within_s=within_s)
 
     def read_request(self, *, within_s: float | None = None) -> Request | None:
         """Return the request to this attempt, or None.
@@ -143,7 +157,7 @@ class Attempt:
         try:
             return formats.fill(Request, read_json(self.request, within_s=within_s) or {}, self.request)
         except RunFolderError:
-            return Request()
+            return Request(cause="user", by="unreadable request file")
 
     def outcomes(self, *, skip: Container[int] = ()) -> dict[int, dict[str, Any]]:
         """Return the outcome files of the ranks, by rank, without the ranks in `skip`."""

@@ -45,7 +45,7 @@ class AttemptTimes:
     ended: float | None = None  #: None until the end, and if the supervisor was killed
     failed: bool = False
     status: str = ""  #: `finished`, `stopped`, `cancelled` or `failed`; empty until the end
-    reason: str = ""  #: one sentence: why the attempt ended
+    reason: str = ""  #: one sentence: how and why the attempt ended, without the request to end it
     time_limit: float | None = None  #: end of the allocation; None without a time limit
     reached: int = 0  #: the last step that an earlier attempt had done
     measured: bool = True  #: whether the ranks measure their time; plain scripts report steps at most

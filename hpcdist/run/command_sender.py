@@ -45,7 +45,7 @@ def send_command(run: RunDir, command: LiveCommand) -> tuple[Attempt, int]:
     else:
         _require_steps_of_script(run, config, attempt)
     if request := attempt.read_request():
-        raise UserMistake(f"run {run.name} is ending ({request.reason})")
+        raise UserMistake(f"run {run.name} is ending ({request.sentence})")
     text = json.dumps(formats.stamped({**asdict(command), "time": time.time()})) + "\n"
     return attempt, retry.retry(lambda: _create(attempt, text), attempt.path)
 

@@ -54,7 +54,7 @@ from typing import Any, Literal
 from hpcdist.errors import RunFolderError
 from hpcdist.files import formats, retry
 from hpcdist.files.atomic import read_json, write_json
-from hpcdist.run.attempt import KEY_BYTES, Attempt
+from hpcdist.run.attempt import KEY_BYTES, Attempt, Request
 from hpcdist.run.runs_dir import claim_experiment
 
 Status = Literal["created", "queued", "running", "stopped", "finished", "failed", "cancelled"]
@@ -229,11 +229,11 @@ class RunDir:
         if state.status in ("finished", "cancelled"):
             retry.retry(lambda: self.secrets.unlink(missing_ok=True), self.secrets)
 
-    def send_request(self, action: Literal["stop", "cancel"], *, by: str, reason: str) -> None:
+    def send_request(self, request: Request) -> None:
         """Send a request to the current attempt, and to the next one if that starts during this call."""
         requested = None
         while (number := self.read_state().attempt) != requested:
-            self.attempt(number).send_request(action, by=by, reason=reason)
+            self.attempt(number).send_request(request)
             requested = number
 
     def attempts(self) -> list[Attempt]:

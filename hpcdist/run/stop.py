@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Literal
 
 from hpcdist.errors import UserMistake
 from hpcdist.files.atomic import read_json, write_json
 from hpcdist.files.ownership import require_mine
-from hpcdist.run.attempt import BY_USER
+from hpcdist.run.attempt import Request
 from hpcdist.run.folder import ENDED, RunDir, Status
 from hpcdist.run.lease import hold, holder, user_name
 from hpcdist.run.saved_checkpoints import script_of
@@ -39,10 +39,10 @@ def end(run: RunDir, action: Literal["stop", "cancel"], *, by: str = "") -> str:
     Raises:
         UserMistake: the run is not running, or neither its supervisor nor Slurm can be reached.
     """
-    author = by or f"`hpcdist {action}` by {user_name()}"
+    request = Request(action=action, cause="user", by=by or _author(action))
     snapshot = query_job(run)
     if snapshot is not None and (holder(run) is None or (snapshot.info is not None and snapshot.info.waiting)):
-        if (done := _dequeue(run, action, snapshot, author)) is not None:
+        if (done := _dequeue(run, request, snapshot)) is not None:
             return done
         _wait_for_supervisor(run)
     state = run.read_state()
@@ -50,7 +50,7 @@ def end(run: RunDir, action: Literal["stop", "cancel"], *, by: str = "") -> str:
         raise UserMistake(
             f"run {run.name} is not running: it has no supervisor, and its last state is {state.status!r}"
         )
-    run.send_request(action, by=by or BY_USER, reason=author)
+    run.send_request(request)
     if action == "cancel":
         return f"{run.name} will end at once"
     if script := script_of(run):
@@ -71,7 +71,7 @@ def end_sweep(sweep: SweepDir, action: Literal["stop", "cancel"]) -> list[str]:
     active = holder(sweep) is not None
     if active:
         # Before the request to the running cell: its end would start the next one.
-        write_json(sweep.request, {"action": action, "by": BY_USER, "reason": f"`hpcdist {action}` by {user_name()}"})
+        write_json(sweep.request, asdict(Request(action=action, cause="user", by=_author(action))))
     messages = []
     for cell in sweep.cells():
         if not os.path.lexists(cell.path / "state.json"):
@@ -91,7 +91,11 @@ def end_sweep(sweep: SweepDir, action: Literal["stop", "cancel"]) -> list[str]:
     return messages
 
 
-def _dequeue(run: RunDir, action: Literal["stop", "cancel"], snapshot: JobSnapshot, author: str) -> str | None:
+def _author(action: str) -> str:
+    return f"`hpcdist {action}` by {user_name()}"
+
+
+def _dequeue(run: RunDir, request: Request, snapshot: JobSnapshot) -> str | None:
     """Take a waiting job out of the queue; None if the job runs, or starts during this call."""
     job = job_of(run)
     assert job is not None
@@ -109,8 +113,8 @@ def _dequeue(run: RunDir, action: Literal["stop", "cancel"], snapshot: JobSnapsh
     after = query_job(run)
     if after is None or not after.is_over:
         return None
-    ended: Status = "stopped" if action == "stop" else "cancelled"
-    reason = f"{ended} in the queue ({author})"
+    ended: Status = "stopped" if request.action == "stop" else "cancelled"
+    reason = f"{ended} in the queue ({request.sentence})"
     # The lease of a dead job is void.
     with hold(run, job_id=(read_json(run.lease) or {}).get("job_id")):
         run.write_state(replace(run.read_state(), status=ended, reason=reason, ended=time.time()))

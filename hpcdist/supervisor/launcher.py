@@ -70,7 +70,7 @@ class NodeChanges(Protocol):
         ...
 
     def detect_returned(self) -> str:
-        """Return a sentence if the ranks should be restarted now on more nodes; otherwise "". Called often."""
+        """Return the names of the nodes for which the ranks should be restarted now, or "". Called often."""
         ...
 
     def use_returned(self) -> None:

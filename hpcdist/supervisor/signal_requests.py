@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Literal
 
 from hpcdist.files import retry
-from hpcdist.run.attempt import Request
+from hpcdist.run.attempt import Cause, Request
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -20,9 +20,13 @@ class SignalRequests:
 
     The handler only records the signal; `Watch` writes the request, because file operations do not belong in a signal
     handler.
+
+    Args:
+        in_job: whether SIGTERM means that Slurm ends the job.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_job: bool = False) -> None:
+        self._in_job = in_job
         self._name: str | None = None
         self._num_interrupts = 0
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
@@ -43,7 +47,8 @@ class SignalRequests:
         if self._name is None:
             return None
         action: Literal["stop", "cancel"] = "cancel" if self._num_interrupts > 1 else "stop"
-        return Request(action=action, by=self._name, reason=f"{self._name} to the supervisor")
+        cause: Cause = "preemption" if self._in_job and self._name == "SIGTERM" else "signal"
+        return Request(action=action, cause=cause, by=self._name)
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Note a signal, as its handler; `request` returns the request for it."""

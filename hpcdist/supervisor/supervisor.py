@@ -18,7 +18,7 @@ from hpcdist.files import retry
 from hpcdist.files.atomic import write_json
 from hpcdist.files.log_limit import limit_log
 from hpcdist.rank.roles import Roles
-from hpcdist.run.attempt import BY_GROWTH, Attempt, Request
+from hpcdist.run.attempt import Attempt, Request
 from hpcdist.run.attempt_times import AttemptTimes, begin, reached_step, write_times
 from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.folder_identity import require_same
@@ -88,7 +88,7 @@ class Supervisor:
         self._check_lease = check_lease
         self._state = State(status="created")
         self._attempt: Attempt | None = None
-        self._signals = SignalRequests()
+        self._signals = SignalRequests(in_job=job is not None)
         self._began = time.time()
 
     def run(self) -> State:
@@ -193,8 +193,10 @@ class Supervisor:
                 self._job.nodes.use_returned()
             self._moves += 1
             return None
-        reason = self._reason(attempt, end)
+        request = None if end == "finished" else self._request_of(attempt)
+        reason = self._how(attempt, end) + " (the ranks received a stop signal)" * (end == "stopped" and not request)
         write_times(attempt, replace(times, status=end, reason=reason))
+        reason += f" ({request.sentence})" if request is not None else ""
         return replace(state, status=end, reason=reason, ended=time.time())
 
     def _after_failure(
@@ -245,7 +247,7 @@ class Supervisor:
     def _grows(self, attempt: Attempt) -> bool:
         """Return whether the ranks have stopped to be restarted on more nodes, and for no other reason."""
         found = attempt.read_request()
-        return found is not None and found.by == BY_GROWTH and self._request_of(attempt) is None
+        return found is not None and not found.ends_run and self._request_of(attempt) is None
 
     def _new_nodes(self, attempt: Attempt, failure: Failure) -> str:
         """Return a sentence if the run continues on other nodes than those of a failed attempt; otherwise ""."""
@@ -282,32 +284,31 @@ class Supervisor:
     def _forward_request(self, attempt: Attempt) -> None:
         """Forward a request that reached the previous attempt after its failure."""
         if self._attempt is not None and (late := self._request_of(self._attempt)) is not None:
-            attempt.send_request(late.action, by=late.by, reason=late.reason)
+            attempt.send_request(late)
 
     def _request_of(self, attempt: Attempt) -> Request | None:
         """Return the request to end the run with an attempt, from its file or from a signal to this process."""
         found = attempt.read_request()
-        return found if found is not None and found.by != BY_GROWTH else self._signals.request()
+        return found if found is not None and found.ends_run else self._signals.request()
 
     def _write_request(self, attempt: Attempt) -> None:
         """Write the request of a signal to the attempt's folder, for starting ranks and for later commands."""
         asked = self._signals.request()
         try:
             found = attempt.read_request()
-            if asked is not None and (found is None or found.by == BY_GROWTH):
-                attempt.send_request(asked.action, by=asked.by, reason=asked.reason)
+            if asked is not None and not (found is not None and found.ends_run):
+                attempt.send_request(asked)
         except OSError as error:
             self._report.note(
                 f"the request to {asked.action if asked else 'stop'} cannot be written to {attempt.path}: {error}"
             )
 
-    def _reason(self, attempt: Attempt, end: Status) -> str:
-        if end in ("stopped", "cancelled"):
-            request = self._request_of(attempt)
-            verb = "cancelled"
-            if end == "stopped":
-                verb = how_stopped(self._run, attempt, self._config.trainer.script, self._times.began)
-            return f"{verb} ({request.reason if request is not None else 'the ranks received a stop signal'})"
+    def _how(self, attempt: Attempt, end: Status) -> str:
+        """Return how an attempt has ended that did not fail."""
+        if end == "cancelled":
+            return end
+        if end == "stopped":
+            return how_stopped(self._run, attempt, self._config.trainer.script, self._times.began)
         return str(attempt.outcomes().get(0, {}).get("reason") or "the trainer has finished")
 
     def _one_attempt(self, attempt: Attempt) -> tuple[Status, Failure | None]:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 from hpcdist.config.schema import Config
-from hpcdist.run.attempt import BY_GROWTH, Attempt, Request
+from hpcdist.run.attempt import Attempt, Request
 from hpcdist.supervisor.hang.activity import Activity, busy_ranks, read_activities
 from hpcdist.supervisor.hang.collect import collect
 from hpcdist.supervisor.hang.flight_records import ranks_text
@@ -43,7 +43,6 @@ class Allocation(NamedTuple):
     """Time limit of the ranks. Times are seconds since the epoch."""
 
     stop_at: float  #: time of the stop request
-    by: str  #: author of the stop request
     end: float  #: time at which all processes are killed
 
 
@@ -198,18 +197,18 @@ class Watch:
                 # A plain script does not read requests; it gets a signal.
                 how = f"the script gets SIGTERM, and SIGKILL unless it ends within {self._grace_s():.0f} s"
                 self._send_sigterm()
-            self._report.note(f"stopping: {how} ({request.reason})")
+            self._report.note(f"stopping: {how} ({request.sentence})")
 
     def _request(self, now: float) -> Request | None:
         """Return the request to the attempt: from its folder, from a signal, or because the allocation ends soon."""
         found = self._read_request(now)
         asked = self._signal_request()
         if asked is None and self._allocation is not None and time.time() >= self._allocation.stop_at:
-            asked = Request(action="stop", by=self._allocation.by, reason=self._allocation.by)
-        if asked is None and found is None and self._nodes is not None and (why := self._nodes.detect_returned()):
-            asked = Request(action="stop", by=BY_GROWTH, reason=f"to restart on more nodes: {why}")
-        final = found is not None and found.by != BY_GROWTH
-        if asked is None or (found is not None and final and (asked.action == "stop" or found.action == "cancel")):
+            asked = Request(cause="time_limit")
+        if asked is None and found is None and self._nodes is not None and (nodes := self._nodes.detect_returned()):
+            asked = Request(cause="growth", by=nodes)
+        ends = found is not None and found.ends_run
+        if asked is None or (found is not None and ends and (asked.action == "stop" or found.action == "cancel")):
             return found
         if now >= self._write_at:
             self._write_at = now + REWRITE_S
@@ -233,7 +232,7 @@ class Watch:
     def _write_request(self, asked: Request, now: float) -> None:
         """Write a request to the attempt's folder; if writes keep failing, send SIGTERM to the ranks."""
         try:
-            self._attempt.send_request(asked.action, by=asked.by, reason=asked.reason, within_s=0)
+            self._attempt.send_request(asked, within_s=0)
         except OSError as error:
             self._unwritten_since = now if self._unwritten_since is None else self._unwritten_since
             late = now - self._unwritten_since >= SIGNAL_AFTER_S

@@ -79,7 +79,7 @@ FILES: dict[str, dict[str, Any]] = {
     "journal/shipped.json": {"files": {}},
     "attempts/001/rank-00000.outcome.json": {"outcome": "failed", "error": "x", "step": 1},
     "attempts/001/rank-00000.beat.json": {"time": 1e9, "step": 1, "phase": "x"},
-    "attempts/001/request.json": {"action": "stop", "by": "a", "reason": "x"},
+    "attempts/001/request.json": {"action": "stop", "cause": "user", "by": "a"},
     "attempts/001/failure.json": {"kind": "x", "reason": "y"},
     "checkpoints/step-00000100/manifest.json": {"step": 1, "files": {}},
 }

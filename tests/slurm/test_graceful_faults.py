@@ -16,7 +16,7 @@ def test_requeued_job_resumes_at_the_last_step(scene: FaultScene) -> None:
     scene.submit_held("requeue")
     scene.cluster.run("scontrol", "requeue", scene.job)
     scene.release()
-    assert scene.wait_queued() == "stopped with everything saved (SIGTERM to the supervisor)"
+    assert scene.wait_queued() == "stopped with everything saved (Slurm ends the job)"
     assert HOLD_STEP <= scene.runs.checkpoint_steps(scene.name)[-1] < LAST_STEP, "stopped in the middle"
     scene.start_now()
     scene.assert_recovered(max_lost_steps=0)

@@ -83,7 +83,7 @@ def perform(verb: str, argument: Any) -> None:
         (RUN / argument).touch()
     elif verb == "ask":
         temporary = FOLDER / f".request-{RANK}"
-        temporary.write_text(json.dumps({"action": argument, "by": "a rank", "reason": "a rank asked"}))
+        temporary.write_text(json.dumps({"action": argument, "cause": "user", "by": "a rank"}))
         temporary.replace(FOLDER / "request.json")
     elif verb == "environment":
         print("\n".join(f"{name}={value}" for name, value in os.environ.items()), flush=True)

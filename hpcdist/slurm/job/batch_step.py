@@ -22,7 +22,7 @@ from hpcdist.files import retry
 from hpcdist.files.atomic import read_json
 from hpcdist.files.ownership import require_trusted
 from hpcdist.run import snapshot
-from hpcdist.run.attempt import BY_GROWTH, Attempt
+from hpcdist.run.attempt import Attempt, Cause
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.folder_identity import VARIABLE, identity
 from hpcdist.run.lease import Held, hold
@@ -41,9 +41,6 @@ from hpcdist.supervisor.watch import Allocation
 from hpcdist.tracking.client.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
-TIME_LIMIT = "time limit"
-#: Origin of a stop request after Slurm's SIGTERM.
-_BY_SLURM = "SIGTERM"
 #: Minimum time between the request for a requeue and the end of the batch step. A job that Slurm kills and starts
 #: again within one second fails: slurmd refuses its new credential ("Job credential revoked"). The job cannot start
 #: before its batch step has ended. Slurm delays most requeued jobs by 120 s, but `scontrol update StartTime=now` ends
@@ -188,7 +185,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
             env=env,
             check_lease=held.check,
             job=JobRules(
-                allocation=Allocation(end - lead_s, TIME_LIMIT, end) if (end := job.end_time) is not None else None,
+                allocation=Allocation(end - lead_s, end) if (end := job.end_time) is not None else None,
                 nodes=launcher.elastic,
                 after_attempt=lambda: _raise_missing_sigterm(job),
                 conclude=lambda state: _after(run, job, state, launcher.avoid, config.cluster.max_requeues),
@@ -213,13 +210,13 @@ def _raise_missing_sigterm(job: CurrentJob) -> None:
 
 def _after(run: RunDir, job: CurrentJob, state: State, avoid: Sequence[str], max_requeues: int) -> State:
     """Requeue the job if the run continues that way; returns the state to record."""
-    requested_by = _stop_origin(run, state)
-    if requested_by == _BY_SLURM and state.status in ("stopped", "failed") and job.is_requeued():
+    cause = _stop_cause(run, state)
+    if cause == "preemption" and state.status in ("stopped", "failed") and job.is_requeued():
         # Slurm has requeued the job itself. Ranks without time to save continue from the newest checkpoint.
         return _log_end(replace(state, status="queued", ended=None))
     # There is no request if a node failed, or if Slurm's signal ahead of the time limit reached the ranks before the
     # supervisor's request.
-    if state.status != "stopped" or requested_by not in (None, TIME_LIMIT):
+    if state.status != "stopped" or cause not in (None, "time_limit"):
         return _log_end(state)
     if job.restart_count >= max_requeues:
         reason = f"{state.reason}; cluster.max_requeues={max_requeues} is reached"
@@ -238,15 +235,15 @@ def _log_end(state: State) -> State:
     return state
 
 
-def _stop_origin(run: RunDir, state: State) -> str | None:
-    """Return the origin of the last attempt's stop request, or None."""
+def _stop_cause(run: RunDir, state: State) -> Cause | None:
+    """Return the cause of the request to end the run in its last attempt, or None."""
     request = run.attempt(state.attempt).read_request()
-    return None if request is None or request.by == BY_GROWTH else request.by
+    return request.cause if request is not None and request.ends_run else None
 
 
 def _is_over(run: RunDir, state: State, job: CurrentJob) -> bool:
     """Return whether a run has ended by itself or at a user's request, and not with its allocation."""
     if state.status not in ENDED:
         return False
-    by_slurm = _stop_origin(run, state) in (_BY_SLURM, TIME_LIMIT, None)
+    by_slurm = _stop_cause(run, state) in ("preemption", "time_limit", None)
     return not (job.restart_count > 0 and state.status in ("stopped", "failed") and by_slurm)

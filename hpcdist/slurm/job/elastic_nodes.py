@@ -209,12 +209,12 @@ class ElasticNodes:
     # --- nodes that answer again
 
     def detect_returned(self) -> str:
-        """Return a sentence if lost nodes answer again and a checkpoint is newer than the attempt's start; else "".
+        """Return lost nodes that answer again if a checkpoint is newer than the attempt's start; otherwise "".
 
         Called several times a second; the nodes are checked in another thread.
         """
         if self._returned:
-            return f"{', '.join(self._returned)} answers again"
+            return ", ".join(self._returned)
         if not self._may_grow or not self.pool.missing:
             return ""
         if self._check is not None:

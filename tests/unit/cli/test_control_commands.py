@@ -11,6 +11,7 @@ from command_line import Cli, Result, one_line
 
 from hpcdist.cli import control
 from hpcdist.files.atomic import write_json
+from hpcdist.run.attempt import Request
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.live_command import CommandResult, read_command, write_result
@@ -107,7 +108,7 @@ def test_runs_that_cannot_obey(hpcdist: Cli, make: Callable[..., RunDir], comman
     run = running(make)
     assert one_line(hpcdist(command, "first")) == "run first is not running: its state is 'running'"
     with hold(run):
-        run.attempt(1).send_request("stop", by="me", reason="`hpcdist stop` by me")
+        run.attempt(1).send_request(Request(cause="user", by="`hpcdist stop` by me"))
         assert one_line(hpcdist(command, "first")) == "run first is ending (`hpcdist stop` by me)"
     assert not run.attempt(1).command(1).exists()
 

@@ -34,7 +34,7 @@ def test_request_is_written_to_the_last_attempt(
         assert hpcdist(command, "first") == Result(0, output, "")
     request = read_json(run.attempt(2).request) or {}
     assert request["action"] == command
-    assert request["reason"] == f"`hpcdist {command}` by {user_name()}"
+    assert (request["cause"], request["by"]) == ("user", f"`hpcdist {command}` by {user_name()}")
     assert not run.attempt(1).request.exists()
 
 

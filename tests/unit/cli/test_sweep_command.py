@@ -18,6 +18,7 @@ from command_line import Cli
 from hpcdist.config.written import plain_tree
 from hpcdist.errors import UserMistake
 from hpcdist.review.sweep_description import describe_sweep, read_sweep_facts
+from hpcdist.run.attempt import Request
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.parameters import parameters
 from hpcdist.run.sweep_folder import SweepDir
@@ -87,7 +88,7 @@ def test_sweep_continues_after_a_rejected_cell(hpcdist: Cli, cells: dict[str, Ca
 def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]], in_cell: bool) -> None:
     def stopped(run: RunDir) -> State:
         if in_cell:  # as the signal handler of the supervisor writes it
-            run.attempt(1).send_request("stop", by="SIGINT", reason="SIGINT to the supervisor")
+            run.attempt(1).send_request(Request(cause="signal", by="SIGINT"))
             return State(status="stopped", reason="saved")
         os.kill(os.getpid(), signal.SIGINT)
         return State(status="finished")
@@ -103,7 +104,7 @@ def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir],
 
 def test_sweep_continues_after_a_stopped_cell(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]) -> None:
     def stopped(run: RunDir) -> State:
-        run.attempt(1).send_request("stop", by="ada", reason="`hpcdist stop` by ada")
+        run.attempt(1).send_request(Request(cause="user", by="`hpcdist stop` by ada"))
         return State(status="stopped", reason="saved")
 
     cells["seed_1"] = stopped

@@ -135,7 +135,7 @@ def test_a_script_pauses_at_the_step_of_its_config(run: RunDir) -> None:
         assert script.stop_agreed
     request = attempt.read_request()
     assert request is not None
-    assert (request.action, request.reason) == ("stop", "stop.pause_at_step=3")
+    assert (request.action, request.cause, request.sentence) == ("stop", "config", "stop.pause_at_step=3")
     for number, handler in before.items():
         signal.signal(number, handler)
     records.close()

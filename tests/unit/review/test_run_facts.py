@@ -17,6 +17,7 @@ from hpcdist.review.allocation_times import timed_attempts
 from hpcdist.review.attempts import UNRECORDED, AttemptFacts, interruptions
 from hpcdist.review.facts import RunFacts, read_facts
 from hpcdist.review.run_sections import read_faults
+from hpcdist.run.attempt import Request
 from hpcdist.run.attempt_times import AttemptTimes, NodeShare, Resources, begin, write_times
 from hpcdist.run.folder import RunDir
 from hpcdist.run.origin import Override, load_origin, write_origin
@@ -105,8 +106,8 @@ def test_end_of_an_unrecorded_attempt_is_the_last_heartbeat_of_any_rank(folder: 
 
 def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
     folder.attempt(first_step=0, step=120, status="failed", reason="rank 1 was killed")
-    saved = "stopped with everything saved (SIGTERM to the supervisor)"
-    folder.attempt(first_step=100, step=250, status="stopped", reason=saved)
+    folder.attempt(first_step=100, step=250, status="stopped", reason="stopped with everything saved")
+    folder.run.attempt(2).send_request(Request(cause="preemption"))
     folder.attempt(first_step=250, step=300)
     folder.attempt(first_step=250, step=400, status="finished", reason="trained 400 steps")
     starts = [(990.0, 2600.0, "PREEMPTED"), (2600.0, 3700.0, "NODE_FAIL"), (3700.0, 4600.0, "OUT_OF_MEMORY")]
@@ -136,7 +137,9 @@ def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
         " 3: nodes n1, n3 failed (Slurm: NODE_FAIL)"
     )
     write_json(folder.run.path / "job.json", {"job_id": "7", "starts": {"0": {**starts["0"], "state": 5}}})
-    assert folder.facts(status="finished").attempts[1].cause == saved, "a damaged record"
+    assert folder.facts(status="finished").attempts[1].cause == (
+        "stopped with everything saved (Slurm ends the job)"
+    ), "a damaged record"
 
 
 def test_evidence_of_a_killed_rank_contains_the_memory_use_of_its_node(folder: Folder) -> None:

@@ -6,11 +6,13 @@ import errno
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from hpcdist.errors import RunFolderError
 from hpcdist.files.atomic import read_json, write_atomic, write_json
+from hpcdist.run.attempt import Cause, Request
 from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.lookup import find_runs, resolve_run
 
@@ -150,13 +152,34 @@ def test_outcomes_skip_incomplete_files(runs_dir: Path) -> None:
     assert attempt.outcomes() == {0: {"outcome": "done"}, 11: {"outcome": "failed"}}
 
 
-def test_request_file_has_action_author_reason_and_time(runs_dir: Path) -> None:
+def test_request_file_has_action_cause_author_and_time(runs_dir: Path) -> None:
     attempt = RunDir.create(runs_dir / "exp" / "first").new_attempt()
-    attempt.send_request("stop", by="ada", reason="lunch")
+    sent = Request(action="cancel", cause="signal", by="SIGINT")
+    attempt.send_request(sent)
     request = read_json(attempt.request)
     assert request is not None
-    assert (request["action"], request["by"], request["reason"]) == ("stop", "ada", "lunch")
+    assert (request["action"], request["cause"], request["by"]) == ("cancel", "signal", "SIGINT")
+    assert attempt.read_request() == sent
     assert request["time"] > 0
+
+
+@pytest.mark.parametrize("content", ["{}", "{", '{"cause": "ada"}', '{"action": "stop", "by": "growth"}'])
+def test_damaged_request_file_is_a_request_to_stop(runs_dir: Path, content: str) -> None:
+    attempt = RunDir.create(runs_dir / "exp" / "first").new_attempt()
+    attempt.request.write_text(content)
+    assert attempt.read_request() == Request(action="stop", cause="user", by="unreadable request file")
+
+
+def test_causes_of_requests_become_sentences() -> None:
+    assert {cause: Request(cause=cause, by="x").sentence for cause in get_args(Cause)} == {
+        "user": "x",
+        "signal": "x to the supervisor",
+        "time_limit": "time limit",
+        "preemption": "Slurm ends the job",
+        "growth": "to restart on more nodes: x answers again",
+        "config": "x",
+    }
+    assert [cause for cause in get_args(Cause) if not Request(cause=cause).ends_run] == ["growth"]
 
 
 # --- lookup
@@ -235,7 +258,7 @@ def test_request_reaches_an_attempt_that_starts_meanwhile(runs_dir: Path, monkey
     for _ in range(2):
         run.new_attempt()
     monkeypatch.setattr(run, "read_state", lambda: states.pop(0))
-    run.send_request("stop", by="ada", reason="lunch")
+    run.send_request(Request(cause="user", by="ada"))
     assert [(read_json(run.attempt(number).request) or {}).get("by") for number in (1, 2)] == ["ada", "ada"]
     assert states == []
 

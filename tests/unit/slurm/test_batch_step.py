@@ -15,6 +15,7 @@ from absent_torch import hide_torch
 from hpcdist.config.loading import load_config
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.files.atomic import write_json
+from hpcdist.run.attempt import Cause, Request
 from hpcdist.run.create import create_run
 from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.lease import Held
@@ -59,11 +60,16 @@ def run(runs_dir: Path) -> RunDir:
 
 
 def after(
-    run: RunDir, job: FakeJob, status: Status, by: str | None = None, avoid: tuple[str, ...] = (), max_requeues: int = 2
+    run: RunDir,
+    job: FakeJob,
+    status: Status,
+    cause: Cause | None = None,
+    avoid: tuple[str, ...] = (),
+    max_requeues: int = 2,
 ) -> State:
-    """Return the state after an attempt that ended with `status` on a request `by` a user or signal."""
-    if by is not None:
-        run.attempt(1).send_request("stop", by=by, reason=f"asked by {by}")
+    """Return the state after an attempt that ended with `status` on a request."""
+    if cause is not None:
+        run.attempt(1).send_request(Request(cause=cause))
     state = State(status=status, attempt=1, reason="a reason", ended=7.0)
     before = run.read_state()
     after = batch_step._after(run, cast(CurrentJob, job), state, avoid, max_requeues)
@@ -74,13 +80,13 @@ def after(
 @pytest.mark.parametrize("status", ["stopped", "failed"])
 def test_run_of_a_requeued_job_is_queued(run: RunDir, status: Status) -> None:
     job = FakeJob(requeued=True)
-    state = after(run, job, status, "SIGTERM")
+    state = after(run, job, status, "preemption")
     assert (state.status, state.reason, state.ended, job.requeues) == ("queued", "a reason", None, [])
 
 
 def test_run_of_a_cancelled_job_is_stopped(run: RunDir) -> None:
     job = FakeJob(requeued=False)
-    state = after(run, job, "stopped", "SIGTERM", avoid=("n2",))
+    state = after(run, job, "stopped", "preemption", avoid=("n2",))
     assert (state.status, state.ended, job.requeues) == ("stopped", 7.0, [])
 
 
@@ -97,11 +103,11 @@ def test_supervisor_of_a_job_that_slurm_ends_receives_the_missing_sigterm(caplog
     assert caplog.messages == ["the state of the job is unknown: scontrol did not answer within 60 s"]
 
 
-@pytest.mark.parametrize("by", [batch_step.TIME_LIMIT, None])
-def test_time_limit_requeues_the_job(run: RunDir, by: str | None) -> None:
+@pytest.mark.parametrize("cause", ["time_limit", "growth", None])
+def test_time_limit_requeues_the_job(run: RunDir, cause: Cause | None) -> None:
     """There is no request if Slurm's own signal came first."""
     job = FakeJob()
-    assert after(run, job, "stopped", by).status == "queued"
+    assert after(run, job, "stopped", cause).status == "queued"
     assert job.requeues == [[]]
 
 
@@ -113,20 +119,20 @@ def test_requeue_excludes_failed_nodes(run: RunDir) -> None:
 
 def test_stop_requested_by_a_user_is_obeyed_after_a_node_failure(run: RunDir) -> None:
     job = FakeJob()
-    assert after(run, job, "stopped", "ada", avoid=("n2",)).status == "stopped"
+    assert after(run, job, "stopped", "user", avoid=("n2",)).status == "stopped"
     assert job.requeues == []
 
 
 def test_run_fails_after_max_requeues(run: RunDir) -> None:
     job = FakeJob(2)
-    state = after(run, job, "stopped", batch_step.TIME_LIMIT)
+    state = after(run, job, "stopped", "time_limit")
     assert (state.status, state.reason) == ("failed", "a reason; cluster.max_requeues=2 is reached")
     assert (state.ended, job.requeues) == (7.0, [])
 
 
 def test_run_is_stopped_if_slurm_rejects_the_requeue(run: RunDir) -> None:
     job = FakeJob(error="scontrol requeue 41: Requested operation is presently disabled")
-    state = after(run, job, "stopped", batch_step.TIME_LIMIT)
+    state = after(run, job, "stopped", "time_limit")
     why = "Slurm does not requeue the job (scontrol requeue 41: Requested operation is presently disabled)"
     assert (state.status, state.reason, state.ended) == ("stopped", f"a reason; {why}", 7.0)
 
@@ -152,34 +158,45 @@ def test_batch_step_of_a_requeued_job_does_not_end_within_the_second_of_the_requ
 
 
 @pytest.mark.parametrize(
-    ("status", "by"), [("finished", None), ("failed", None), ("stopped", "ada"), ("cancelled", "ada")]
+    ("status", "cause"),
+    [
+        ("finished", None),
+        ("failed", None),
+        ("stopped", "user"),
+        ("stopped", "config"),
+        ("stopped", "signal"),
+        ("cancelled", "user"),
+    ],
 )
-def test_ended_run_is_not_requeued(run: RunDir, status: Status, by: str | None) -> None:
+def test_ended_run_is_not_requeued(run: RunDir, status: Status, cause: Cause | None) -> None:
     job = FakeJob(requeued=True)
-    assert after(run, job, status, by).status == status
+    assert after(run, job, status, cause).status == status
     assert job.requeues == []
 
 
 @pytest.mark.parametrize(
-    ("status", "by", "over"),
+    ("status", "cause", "over"),
     [
         ("finished", None, True),
-        ("finished", "SIGTERM", True),
-        ("cancelled", "ada", True),
-        ("stopped", "ada", True),
-        ("stopped", "SIGTERM", False),
-        ("stopped", batch_step.TIME_LIMIT, False),
+        ("finished", "preemption", True),
+        ("cancelled", "user", True),
+        ("stopped", "user", True),
+        ("stopped", "config", True),
+        ("stopped", "signal", True),
+        ("stopped", "preemption", False),
+        ("stopped", "time_limit", False),
+        ("stopped", "growth", False),
         ("stopped", None, False),
         ("failed", None, False),
         ("queued", None, False),
-        ("running", "ada", False),
+        ("running", "user", False),
     ],
 )
 def test_restarted_job_continues_its_run_unless_a_user_stopped_it(
-    run: RunDir, status: Status, by: str | None, over: bool
+    run: RunDir, status: Status, cause: Cause | None, over: bool
 ) -> None:
-    if by is not None:
-        run.attempt(1).send_request("stop", by=by, reason="…")
+    if cause is not None:
+        run.attempt(1).send_request(Request(cause=cause))
     job = cast(CurrentJob, FakeJob(1))
     assert batch_step._is_over(run, State(status=status, attempt=1), job) == over
 

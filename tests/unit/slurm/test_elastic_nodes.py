@@ -175,7 +175,7 @@ def test_lost_node_is_used_again_after_a_checkpoint_when_it_answers(slurm: Slurm
     assert len(slurm.asked) == num_asked, "no checkpoint is newer than the start of the attempt"
     save(nodes, 10)
     slurm.alive(*NODES)
-    assert grown(nodes) == "n3 answers again"
+    assert grown(nodes) == "n3"
     assert nodes.pool.used == ("n1", "n2", "n4"), "the running attempt keeps its nodes"
     nodes.use_returned()
     assert nodes.pool.used == NODES, "before the resources of the next attempt are recorded"

@@ -17,6 +17,7 @@ from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.files.atomic import read_json
 from hpcdist.machine.check import Check
 from hpcdist.preflight.probe import Request
+from hpcdist.run import attempt as attempts
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job import preflight_step
@@ -212,7 +213,7 @@ def test_failure_without_a_node_excludes_none(scene: Scene) -> None:
 def test_failures_after_a_stop_request_are_ignored(scene: Scene) -> None:
     scene.set_checks([DISK])
     scene.set_answers("n1")
-    scene.attempt.send_request("stop", by="SIGTERM", reason="SIGTERM to the supervisor")
+    scene.attempt.send_request(attempts.Request(cause="preemption"))
     scene.run_preflight()
     assert (len(scene.calls), scene.attempt.preflight.exists(), scene.preflight.failed) == (1, False, False)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from supervisor_scene import DONE, STOP_ON_REQUEST, Scene, fails
 
-from hpcdist.run.attempt import BY_GROWTH, BY_USER, Attempt
+from hpcdist.run.attempt import Attempt
 from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
@@ -81,14 +81,14 @@ def test_node_without_an_answer_ends_the_attempt(scene: Scene) -> None:
 
 def test_ranks_are_restarted_on_more_nodes_and_the_run_goes_on(scene: Scene) -> None:
     scene.script(first=[STOP_ON_REQUEST, STOP_ON_REQUEST], second=[[*DONE], EXIT_0])
-    nodes = Nodes(growth="n3 answers again")
+    nodes = Nodes(growth="n3")
     supervisor = scene.supervisor(JobRules(nodes=nodes))
-    scene.report.on_attempt = lambda attempt: setattr(nodes, "more", "n3 answers again" if attempt.number == 1 else "")
+    scene.report.on_attempt = lambda attempt: setattr(nodes, "more", "n3" if attempt.number == 1 else "")
     state = scene.supervise(supervisor)
     assert (state.status, state.attempt, state.restarts) == ("finished", 2, 1)
     request = scene.run.attempt(1).read_request()
     assert request is not None
-    assert (request.by, request.reason) == (BY_GROWTH, "to restart on more nodes: n3 answers again")
+    assert (request.cause, request.sentence) == ("growth", "to restart on more nodes: n3 answers again")
     assert scene.run.attempt(2).read_request() is None
 
 
@@ -117,17 +117,17 @@ def test_nodes_that_the_preflight_check_leaves_out_are_not_recorded(
 
 def test_stop_signal_during_a_restart_on_more_nodes_ends_the_run(scene: Scene) -> None:
     scene.script(first=[STOP_ON_REQUEST, STOP_ON_REQUEST])
-    nodes = Nodes(growth="n3 answers again")
+    nodes = Nodes(growth="n3")
     supervisor = scene.supervisor(JobRules(nodes=nodes, after_attempt=lambda: signal.raise_signal(signal.SIGTERM)))
     state = scene.supervise(supervisor)
     assert (state.status, state.attempt) == ("stopped", 1)
     request = scene.run.attempt(1).read_request()
     assert request is not None
-    assert request.by == "SIGTERM"
+    assert request.cause == "preemption"
 
 
-@pytest.mark.parametrize("name", [BY_GROWTH, "SIGTERM", "SIGINT", "time limit"])
-def test_name_of_a_user_is_never_taken_for_another_origin_of_a_request(
+@pytest.mark.parametrize("name", ["growth", "preemption", "SIGTERM", "{by}"])
+def test_name_of_a_user_is_never_taken_for_the_cause_of_a_request(
     scene: Scene, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOGNAME", name)
@@ -139,4 +139,4 @@ def test_name_of_a_user_is_never_taken_for_another_origin_of_a_request(
     assert state.reason == f"stopped with everything saved (`hpcdist stop` by {name})"
     request = scene.run.attempt(1).read_request()
     assert request is not None
-    assert request.by == BY_USER
+    assert (request.cause, request.by) == ("user", f"`hpcdist stop` by {name}")

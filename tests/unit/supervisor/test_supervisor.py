@@ -15,6 +15,7 @@ from named_pipe import NamedPipe
 from supervisor_scene import DONE, EXIT_0, FOREVER, STOP_ON_REQUEST, STUBBORN, Scene, fails
 
 from hpcdist.errors import LeaseLostError
+from hpcdist.run.attempt import Request
 from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import RunDir, State
 from hpcdist.supervisor.supervisor import JobRules
@@ -247,7 +248,7 @@ def test_restart_count_continues_from_an_earlier_supervisor(scene: Scene) -> Non
 
 def test_stop_request_ends_the_run_as_stopped(scene: Scene) -> None:
     scene.script(first=[STOP_ON_REQUEST, [["await", "{attempt}/request.json"]]])
-    scene.report.on_attempt = lambda attempt: attempt.send_request("stop", by="ada", reason="`hpcdist stop` by ada")
+    scene.report.on_attempt = lambda attempt: attempt.send_request(Request(cause="user", by="`hpcdist stop` by ada"))
     state = scene.supervise()
     assert (state.status, state.attempt, state.restarts) == ("stopped", 1, 0)
     assert state.reason == "stopped with everything saved (`hpcdist stop` by ada)"
@@ -263,7 +264,7 @@ def test_stop_request_between_two_attempts_reaches_the_second(scene: Scene) -> N
     supervisor = scene.supervisor()
 
     def broken() -> str:
-        scene.run.send_request("stop", by="ada", reason="`hpcdist stop` by ada")
+        scene.run.send_request(Request(cause="user", by="`hpcdist stop` by ada"))
         return ""
 
     scene.launcher.broken = broken  # type: ignore[method-assign]
@@ -294,7 +295,7 @@ def test_signal_raised_after_an_attempt_counts_as_its_request(scene: Scene, outc
     assert (state.status, state.attempt) == (outcome, 1)
     request = scene.run.attempt(1).read_request()
     assert request is not None
-    assert request.by == "SIGTERM"
+    assert (request.cause, request.by) == ("preemption", "SIGTERM")
 
 
 def test_nothing_is_called_after_a_finished_or_requested_attempt(scene: Scene) -> None:
@@ -303,7 +304,7 @@ def test_nothing_is_called_after_a_finished_or_requested_attempt(scene: Scene) -
     supervisor = scene.supervisor(JobRules(after_attempt=lambda: called.append(None)))
     assert scene.supervise(supervisor).status == "finished"
     scene.script(second=[STOP_ON_REQUEST, [["await", "{attempt}/request.json"]]])
-    scene.report.on_attempt = lambda attempt: attempt.send_request("stop", by="ada", reason="`hpcdist stop` by ada")
+    scene.report.on_attempt = lambda attempt: attempt.send_request(Request(cause="user", by="`hpcdist stop` by ada"))
     supervisor = scene.supervisor(JobRules(after_attempt=lambda: called.append(None)))
     assert scene.supervise(supervisor).status == "stopped"
     assert called == []
@@ -337,7 +338,7 @@ def test_signal_handler_replaced_by_conclude_is_not_restored(scene: Scene) -> No
 
 def test_stop_request_after_the_last_step_ends_the_run_as_finished(scene: Scene) -> None:
     scene.script(first=[[["await", "{attempt}/request.json"], *DONE], EXIT_0])
-    scene.report.on_attempt = lambda attempt: attempt.send_request("stop", by="ada", reason="too late")
+    scene.report.on_attempt = lambda attempt: attempt.send_request(Request(cause="user"))
     state = scene.supervise()
     assert (state.status, state.reason) == ("finished", "all epochs are done")
 
@@ -379,7 +380,7 @@ def test_failure_during_a_stop_ends_the_grace_period(scene: Scene) -> None:
     """The grace period is for saving, which is impossible after the failure of a rank."""
     scene.launch = {"stop_grace_s": 600.0}
     scene.script(first=[STUBBORN, [["await", "{attempt}/request.json"], *fails("OSError: disk full")]])
-    scene.report.on_attempt = lambda attempt: attempt.send_request("stop", by="ada", reason="lunch")
+    scene.report.on_attempt = lambda attempt: attempt.send_request(Request(cause="user", by="lunch"))
     state = scene.supervise()
     assert (state.status, state.attempt) == ("failed", 1)
     assert state.reason == (
@@ -397,7 +398,7 @@ def test_stop_request_after_a_failure_does_not_extend_the_attempt(scene: Scene) 
 def test_cancel_request_kills_the_ranks(scene: Scene, alive: NamedPipe) -> None:
     scene.script(first=[[["grandchild", None], *STUBBORN], STUBBORN])
     scene.report.on_progress = lambda _: scene.run.attempt(1).send_request(
-        "cancel", by="ada", reason="`hpcdist cancel` by ada"
+        Request(action="cancel", cause="user", by="`hpcdist cancel` by ada")
     )
     state = scene.supervise()
     assert (state.status, state.reason) == ("cancelled", "cancelled (`hpcdist cancel` by ada)")
@@ -444,7 +445,7 @@ def test_exception_in_the_supervisor_is_recorded_in_the_state(scene: Scene, aliv
 def test_plain_script_is_stopped_with_sigterm(scene: Scene) -> None:
     scene.trainer = {"script": ["train.py"]}
     scene.script(first=[[["print", "up"], ["forever", None]], [["print", "up"], ["forever", None]]])
-    scene.report.on_attempt = lambda attempt: attempt.send_request("stop", by="ada", reason="lunch")
+    scene.report.on_attempt = lambda attempt: attempt.send_request(Request(cause="user", by="lunch"))
     state = scene.supervise()
     assert (state.status, state.reason) == (
         "stopped",
@@ -471,7 +472,7 @@ def test_stop_of_a_plain_script_names_the_file_that_it_has_saved(scene: Scene) -
     scene.script(first=[[["ask", "stop"], ["forever", None]]], second=[ASK_AND_SAVE])
     assert scene.supervise().reason == (
         "train.py was ended by SIGTERM and saved nothing in hpcdist.checkpoint_dir(); a resume starts it again, with"
-        " its files in the run's checkpoints/ (a rank asked)"
+        " its files in the run's checkpoints/ (a rank)"
     )
     state = scene.supervise()
     assert state.status == "stopped"

@@ -17,6 +17,7 @@ from named_pipe import NamedPipe
 from supervisor_scene import DONE, EXIT_0, STOP_ON_REQUEST, STUBBORN, Scene
 
 from hpcdist.run.folder import RunDir
+from hpcdist.supervisor.signal_requests import SignalRequests
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -128,3 +129,21 @@ def test_closed_terminal_stops_the_run(scene: Scene, messages: NamedPipe) -> Non
         "stopped",
         "stopped with everything saved (SIGHUP to the supervisor)",
     )
+
+
+@pytest.mark.parametrize(
+    ("number", "in_job", "cause"),
+    [
+        (signal.SIGTERM, False, "signal"),
+        (signal.SIGINT, True, "signal"),
+        (signal.SIGHUP, True, "signal"),
+        (signal.SIGTERM, True, "preemption"),
+    ],
+)
+def test_sigterm_in_a_job_means_that_slurm_ends_it(number: signal.Signals, in_job: bool, cause: str) -> None:
+    signals = SignalRequests(in_job=in_job)
+    assert signals.request() is None
+    signals.on_signal(number, None)
+    request = signals.request()
+    assert request is not None
+    assert (request.action, request.cause, request.by) == ("stop", cause, number.name)

@@ -326,7 +326,7 @@ def test_ended_rank_is_not_hung(scene: Scene) -> None:
 def test_grace_and_stack_collection_end_before_the_allocation(
     attempt: Attempt, monkeypatch: pytest.MonkeyPatch, lead_s: float, grace_s: float, stacks_s: list[float]
 ) -> None:
-    allocation = Allocation(stop_at=NOW + 200, by="time limit", end=NOW + 200 + lead_s)
+    allocation = Allocation(stop_at=NOW + 200, end=NOW + 200 + lead_s)
     scene = Scene(attempt, monkeypatch, num_ranks=2, allocation=allocation)
     failure = scene.watch.until_over()
     assert failure is not None
@@ -336,7 +336,7 @@ def test_grace_and_stack_collection_end_before_the_allocation(
     assert scene.limits == pytest.approx(stacks_s, abs=3 * POLL_S)
     request = read_json(attempt.request)
     assert request is not None
-    assert (request["action"], request["by"]) == ("stop", "time limit")
+    assert (request["action"], request["cause"]) == ("stop", "time_limit")
 
 
 def monitor(

@@ -67,7 +67,7 @@ def live(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
 def test_stop_is_requested_once_and_answered(live: Live) -> None:
     assert live.obey("stop") == "stop: first will save and stop; `hpcdist status first` shows its progress"
     request = read_json(live.attempt.request) or {}
-    assert (request["action"], request["reason"]) == ("stop", "the tag hpcdist.command in MLflow")
+    assert (request["action"], request["cause"], request["by"]) == ("stop", "user", "the tag hpcdist.command in MLflow")
     assert "hpcdist.command" not in live.tags()
     live.attempt.request.unlink()
     live.ship()
