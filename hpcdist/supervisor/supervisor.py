@@ -10,7 +10,8 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from typing import Protocol
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import HpcdistError, LeaseLostError, UserMistake
@@ -39,18 +40,26 @@ ROOM_FOR_RESTART_BYTES = 2**20
 LAST_WRITE_S = 10.0
 
 
-@dataclass(frozen=True)
-class JobRules:
-    """The influence of a Slurm job on the supervision of its run; the defaults are those of a run without a job."""
+class Job(Protocol):
+    """The Slurm job of a run."""
 
-    #: Time limit of the ranks, if there is one.
-    allocation: Allocation | None = None
-    #: Changes of the nodes between attempts, if the run goes on without failed nodes.
-    nodes: NodeChanges | None = None
-    #: Called after an attempt that was not asked to stop and did not finish; may raise a signal.
-    after_attempt: Callable[[], None] = lambda: None
-    #: Maps the state after the last attempt to the recorded one; a requeued job, for example, has not ended.
-    conclude: Callable[[State], State] = lambda state: state
+    @property
+    def allocation(self) -> Allocation | None:
+        """Time limit of the ranks, if there is one."""
+        ...
+
+    @property
+    def nodes(self) -> NodeChanges | None:
+        """Changes of the nodes between attempts, if the run goes on without failed nodes."""
+        ...
+
+    def is_ending(self) -> bool:
+        """Return whether Slurm is ending the job, which it may tell the ranks alone."""
+        ...
+
+    def requeue(self, state: State) -> State:
+        """Requeue the job if the run continues that way. Returns the state to record after the last attempt."""
+        ...
 
 
 class Supervisor:
@@ -61,7 +70,7 @@ class Supervisor:
         tracking_uri: tracking server or database for the shipper; None if another process ships the run.
         env: environment of the shipper.
         check_lease: raises LeaseLostError if another supervisor holds the run (`lease.Held.check`).
-        job: rules of the Slurm job that this process belongs to.
+        job: the Slurm job that this process belongs to.
     """
 
     def __init__(
@@ -74,9 +83,11 @@ class Supervisor:
         tracking_uri: str | None,
         env: Mapping[str, str],
         check_lease: Callable[[], None] = lambda: None,
-        job: JobRules | None = None,
+        job: Job | None = None,
     ) -> None:
-        self._job = job or JobRules()
+        self._job = job
+        self._allocation = job.allocation if job is not None else None
+        self._nodes = job.nodes if job is not None else None
         #: Number of restarts on other nodes, which `launch.max_restarts` does not limit.
         self._moves = 0
         self._run = run
@@ -89,6 +100,8 @@ class Supervisor:
         self._state = State(status="created")
         self._attempt: Attempt | None = None
         self._signals = SignalRequests(in_job=job is not None)
+        #: Request of a job that Slurm is ending without a signal to this process.
+        self._job_request: Request | None = None
         self._began = time.time()
 
     def run(self) -> State:
@@ -109,7 +122,8 @@ class Supervisor:
             failure: Exception | None = None
             try:
                 state = settle(self._run, self._attempts(state, notifier), self._report.first_step)
-                state = self._job.conclude(state)
+                if self._job is not None:
+                    state = self._job.requeue(state)
             except LeaseLostError:
                 if shipper is not None:
                     shipper.drain(0)  # the new supervisor has its own shipper
@@ -135,9 +149,9 @@ class Supervisor:
 
     def _patience_s(self) -> float:
         """Return the retry time for the run folder, which ends before the allocation does."""
-        if self._job.allocation is None:
+        if self._allocation is None:
             return retry.UNATTENDED_S
-        return max(0.0, min(retry.UNATTENDED_S, self._job.allocation.end - time.time() - LAST_WRITE_S))
+        return max(0.0, min(retry.UNATTENDED_S, self._allocation.end - time.time() - LAST_WRITE_S))
 
     def _write(self, state: State) -> None:
         """Write the state, unless another supervisor holds the run."""
@@ -166,8 +180,9 @@ class Supervisor:
             end, failure = self._one_attempt(attempt)
             require_same(self._run.path, self._env)
             state, times = self._state, replace(self._times, ended=time.time(), failed=failure is not None)
-            if (end == "stopped" or failure is not None) and self._request_of(attempt) is None:
-                self._job.after_attempt()
+            unasked = (end == "stopped" or failure is not None) and self._request_of(attempt) is None
+            if unasked and self._job is not None and self._job.is_ending():
+                self._job_request = Request(cause="preemption")
             self._write_request(attempt)
             if failure is None:
                 over = self._after_end(state, attempt, times, end)
@@ -189,8 +204,8 @@ class Supervisor:
         """Return the final state after an attempt without a failure; None if the run is restarted on more nodes."""
         if end == "stopped" and self._grows(attempt):
             write_times(attempt, replace(times, status=end, reason="restarted on more nodes"))
-            if self._job.nodes is not None:
-                self._job.nodes.use_returned()
+            if self._nodes is not None:
+                self._nodes.use_returned()
             self._moves += 1
             return None
         request = None if end == "finished" else self._request_of(attempt)
@@ -233,13 +248,13 @@ class Supervisor:
                 began=time.time(),
                 reached=reached_step(self._run.attempt(attempt.number - 1)) if attempt.number > 1 else 0,
                 measured=not self._config.trainer.script,
-                time_limit=None if self._job.allocation is None else self._job.allocation.end,
+                time_limit=None if self._allocation is None else self._allocation.end,
             ),
         )
 
     def _record_other_nodes(self, attempt: Attempt) -> None:
         """Record the nodes of the ranks again if the preflight check has left out some."""
-        if self._job.nodes is None or self._launcher.resources == self._resources:
+        if self._nodes is None or self._launcher.resources == self._resources:
             return
         self._times = begin(attempt, self._launcher.resources, self._times)
         self._write(replace(self._state, world_size=self._launcher.num_ranks))
@@ -251,12 +266,12 @@ class Supervisor:
 
     def _new_nodes(self, attempt: Attempt, failure: Failure) -> str:
         """Return a sentence if the run continues on other nodes than those of a failed attempt; otherwise ""."""
-        if self._job.nodes is None or failure.kind in ("rejected", "unfit", "interrupted"):
+        if self._nodes is None or failure.kind in ("rejected", "unfit", "interrupted"):
             return ""
         if self._request_of(attempt) is not None:
             return ""
         write_json(attempt.failure, asdict(failure))
-        return self._job.nodes.replace_lost()
+        return self._nodes.replace_lost()
 
     def _end_by_failure(self, state: State, attempt: Attempt, failures: list[Failure]) -> State | None:
         """Return the final state of the run if the last of its failures ends it; None if the ranks are restarted."""
@@ -287,13 +302,16 @@ class Supervisor:
             attempt.send_request(late)
 
     def _request_of(self, attempt: Attempt) -> Request | None:
-        """Return the request to end the run with an attempt, from its file or from a signal to this process."""
+        """Return the request to end the run with an attempt: from its file, a signal to this process, or its job."""
         found = attempt.read_request()
-        return found if found is not None and found.ends_run else self._signals.request()
+        return found if found is not None and found.ends_run else self._own_request()
+
+    def _own_request(self) -> Request | None:
+        return self._signals.request() or self._job_request
 
     def _write_request(self, attempt: Attempt) -> None:
-        """Write the request of a signal to the attempt's folder, for starting ranks and for later commands."""
-        asked = self._signals.request()
+        """Write a request that is not from the attempt's folder to it, for starting ranks and for later commands."""
+        asked = self._own_request()
         try:
             found = attempt.read_request()
             if asked is not None and not (found is not None and found.ends_run):
@@ -328,10 +346,10 @@ class Supervisor:
                 ranks,
                 self._config,
                 self._report,
-                self._job.allocation,
+                self._allocation,
                 signal_request=self._signals.request,
                 check_lease=self._check_lease,
-                nodes=self._job.nodes,
+                nodes=self._nodes,
             )
             hung = watch.until_over() or none_started(ranks)
             # A copy, because `close` kills the remaining ranks, which did not fail.

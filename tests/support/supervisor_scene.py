@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,11 +22,13 @@ import hpcdist.supervisor.watch as watch_module
 from hpcdist.config.schema import Config, LaunchConfig, NotifyConfig, TrackingConfig, TrainerConfig
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir, State, sentence_of
+from hpcdist.supervisor.launcher import NodeChanges
 from hpcdist.supervisor.local_launcher import LocalLauncher
 from hpcdist.supervisor.plan import Plan
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.shipper_process import ShipperProcess
-from hpcdist.supervisor.supervisor import JobRules, Supervisor
+from hpcdist.supervisor.supervisor import Supervisor
+from hpcdist.supervisor.watch import Allocation
 
 FAKE_RANK = Path(__file__).with_name("fake_rank.py")
 Script = dict[str, list[list[Any]]]
@@ -80,6 +83,21 @@ class Printer(Recorder):
         print(text, flush=True)
 
 
+@dataclass
+class ScriptedJob:
+    """A Slurm job whose answers a test prescribes."""
+
+    allocation: Allocation | None = None
+    nodes: NodeChanges | None = None
+    ending: bool = False
+    requeue: Callable[[State], State] = lambda state: state
+    num_questions: int = 0  #: number of calls of `is_ending`
+
+    def is_ending(self) -> bool:
+        self.num_questions += 1
+        return self.ending
+
+
 class Scene:
     """One run with two fake ranks, and a supervisor with a short polling interval."""
 
@@ -106,7 +124,7 @@ class Scene:
         }
         (self.run.path / "script.json").write_text(json.dumps(script))
 
-    def supervisor(self, job: JobRules | None = None) -> Supervisor:
+    def supervisor(self, job: ScriptedJob | None = None) -> Supervisor:
         config = Config(
             trainer=TrainerConfig(**self.trainer),
             roles=self.roles,

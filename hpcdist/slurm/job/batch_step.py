@@ -6,13 +6,14 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpcdist import logs
 from hpcdist.config.loading import load_run_config
+from hpcdist.config.schema import ClusterConfig
 from hpcdist.config.written import secrets_of
 from hpcdist.containers.rank_container import rank_container
 from hpcdist.environments.rank_environment import rank_environment
@@ -35,8 +36,9 @@ from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job.slurm_launcher import SlurmLauncher
 from hpcdist.slurm.job.srun import rank_env
 from hpcdist.slurm.job_components import rank_table_lines
+from hpcdist.supervisor.launcher import NodeChanges
 from hpcdist.supervisor.restart_policy import Failure
-from hpcdist.supervisor.supervisor import JobRules, Supervisor
+from hpcdist.supervisor.supervisor import Supervisor
 from hpcdist.supervisor.watch import Allocation
 from hpcdist.tracking.client.uri import is_server, resolve_uri
 
@@ -171,7 +173,6 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
     launcher = SlurmLauncher(
         run, config, job, env=for_ranks, import_path=import_path, cwd=cwd, box=box, environment=environment
     )
-    lead_s = config.cluster.signal_lead_s
     for line in rank_table_lines(launcher.sized, launcher.used_nodes):
         log.info("%s", line)
     with launcher:
@@ -184,50 +185,62 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
             tracking_uri=uri if is_server(uri) else None,
             env=env,
             check_lease=held.check,
-            job=JobRules(
-                allocation=Allocation(end - lead_s, end) if (end := job.end_time) is not None else None,
-                nodes=launcher.elastic,
-                after_attempt=lambda: _raise_missing_sigterm(job),
-                conclude=lambda state: _after(run, job, state, launcher.avoid, config.cluster.max_requeues),
-            ),
+            job=SupervisedJob(run, config.cluster, job, launcher),
         ).run()
 
 
-def _raise_missing_sigterm(job: CurrentJob) -> None:
-    """Raise SIGTERM in this process if Slurm is ending the job.
+@dataclass(frozen=True)
+class SupervisedJob:
+    """The job of a run, as `supervisor.Job`."""
 
-    With proctrack/cgroup, Slurm sends SIGTERM at a requeue, a preemption or a cancellation to the ranks, but not to the
-    batch step. With proctrack/linuxproc, the supervisor has received it.
-    """
-    try:
-        ending = job.is_ending()
-    except SlurmError as error:
-        log.warning("the state of the job is unknown: %s", error)
-        return
-    if ending:
-        signal.raise_signal(signal.SIGTERM)
+    run: RunDir
+    config: ClusterConfig
+    current: CurrentJob
+    launcher: SlurmLauncher
 
+    @property
+    def allocation(self) -> Allocation | None:
+        """Time limit of the ranks, if there is one."""
+        end = self.current.end_time
+        return Allocation(end - self.config.signal_lead_s, end) if end is not None else None
 
-def _after(run: RunDir, job: CurrentJob, state: State, avoid: Sequence[str], max_requeues: int) -> State:
-    """Requeue the job if the run continues that way; returns the state to record."""
-    cause = _stop_cause(run, state)
-    if cause == "preemption" and state.status in ("stopped", "failed") and job.is_requeued():
-        # Slurm has requeued the job itself. Ranks without time to save continue from the newest checkpoint.
+    @property
+    def nodes(self) -> NodeChanges | None:
+        """Changes of the nodes between attempts; None if the run is not elastic."""
+        return self.launcher.elastic
+
+    def is_ending(self) -> bool:
+        """Return whether Slurm is ending the job.
+
+        With proctrack/cgroup, Slurm sends SIGTERM at a requeue, a preemption or a cancellation to the ranks, but not to
+        the batch step. With proctrack/linuxproc, the supervisor has received it.
+        """
+        try:
+            return self.current.is_ending()
+        except SlurmError as error:
+            log.warning("the state of the job is unknown: %s", error)
+            return False
+
+    def requeue(self, state: State) -> State:
+        """Requeue the job if the run continues that way. Returns the state to record."""
+        cause = _stop_cause(self.run, state)
+        if cause == "preemption" and state.status in ("stopped", "failed") and self.current.is_requeued():
+            # Slurm has requeued the job itself. Ranks without time to save continue from the newest checkpoint.
+            return _log_end(replace(state, status="queued", ended=None))
+        # There is no request if a node failed, or if Slurm's signal ahead of the time limit reached the ranks before
+        # the supervisor's request.
+        if state.status != "stopped" or cause not in (None, "time_limit"):
+            return _log_end(state)
+        if self.current.restart_count >= self.config.max_requeues:
+            reason = f"{state.reason}; cluster.max_requeues={self.config.max_requeues} is reached"
+            return _log_end(replace(state, status="failed", reason=reason))
+        try:
+            self.current.requeue(exclude=self.launcher.avoid)
+        except HpcdistError as error:
+            # For example a batch script without `#SBATCH --requeue`. The checkpoint is saved.
+            log.error("Slurm does not requeue the job; continue with `hpcdist resume %s`", self.run.name)
+            return _log_end(replace(state, reason=f"{state.reason}; Slurm does not requeue the job ({error})"))
         return _log_end(replace(state, status="queued", ended=None))
-    # There is no request if a node failed, or if Slurm's signal ahead of the time limit reached the ranks before the
-    # supervisor's request.
-    if state.status != "stopped" or cause not in (None, "time_limit"):
-        return _log_end(state)
-    if job.restart_count >= max_requeues:
-        reason = f"{state.reason}; cluster.max_requeues={max_requeues} is reached"
-        return _log_end(replace(state, status="failed", reason=reason))
-    try:
-        job.requeue(exclude=avoid)
-    except HpcdistError as error:
-        # For example a batch script without `#SBATCH --requeue`. The checkpoint is saved.
-        log.error("Slurm does not requeue the job; continue with `hpcdist resume %s`", run.name)
-        return _log_end(replace(state, reason=f"{state.reason}; Slurm does not requeue the job ({error})"))
-    return _log_end(replace(state, status="queued", ended=None))
 
 
 def _log_end(state: State) -> State:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import pytest
 from absent_torch import hide_torch
 
 from hpcdist.config.loading import load_config
+from hpcdist.config.schema import ClusterConfig
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.files.atomic import write_json
 from hpcdist.run.attempt import Cause, Request
@@ -22,7 +22,10 @@ from hpcdist.run.lease import Held
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job import batch_step
+from hpcdist.slurm.job.batch_step import SupervisedJob
+from hpcdist.slurm.job.slurm_launcher import SlurmLauncher
 from hpcdist.supervisor.restart_policy import Failure
+from hpcdist.supervisor.watch import Allocation
 
 
 class FakeJob:
@@ -32,6 +35,7 @@ class FakeJob:
         self, restart_count: int = 0, *, requeued: bool = False, error: str = "", ending: bool | None = False
     ) -> None:
         self.id = "41"
+        self.end_time: float | None = None
         self.restart_count = restart_count
         self.requeues: list[list[str]] = []
         self._requeued = requeued
@@ -59,6 +63,10 @@ def run(runs_dir: Path) -> RunDir:
     return run
 
 
+def supervised(run: RunDir, job: FakeJob, launcher: Any = None, **cluster: Any) -> SupervisedJob:
+    return SupervisedJob(run, ClusterConfig(**cluster), cast(CurrentJob, job), launcher)
+
+
 def after(
     run: RunDir,
     job: FakeJob,
@@ -72,7 +80,8 @@ def after(
         run.attempt(1).send_request(Request(cause=cause))
     state = State(status=status, attempt=1, reason="a reason", ended=7.0)
     before = run.read_state()
-    after = batch_step._after(run, cast(CurrentJob, job), state, avoid, max_requeues)
+    launcher = cast(SlurmLauncher, SimpleNamespace(avoid=list(avoid), elastic=None))
+    after = supervised(run, job, launcher, max_requeues=max_requeues).requeue(state)
     assert run.read_state() == before, "a run that continues is never recorded as ended"
     return after
 
@@ -90,16 +99,21 @@ def test_run_of_a_cancelled_job_is_stopped(run: RunDir) -> None:
     assert (state.status, state.ended, job.requeues) == ("stopped", 7.0, [])
 
 
-def test_supervisor_of_a_job_that_slurm_ends_receives_the_missing_sigterm(caplog: pytest.LogCaptureFixture) -> None:
-    """With proctrack/cgroup, Slurm sends SIGTERM to the ranks only. A cancelled job must not be requeued."""
-    received: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    try:
-        for ending in (False, None, True):
-            batch_step._raise_missing_sigterm(cast(CurrentJob, FakeJob(ending=ending)))
-            assert received == [signal.SIGTERM] * (ending is True)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def test_allocation_ends_the_ranks_before_the_job(run: RunDir) -> None:
+    job = FakeJob()
+    launcher = SimpleNamespace(elastic=None)
+    assert supervised(run, job, launcher).allocation is None
+    job.end_time = 1000.0
+    found = supervised(run, job, launcher, signal_lead_s=90)
+    assert (found.allocation, found.nodes) == (Allocation(910.0, 1000.0), None)
+
+
+def test_job_of_an_unknown_state_is_not_ending(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    assert [supervised(run, FakeJob(ending=ending)).is_ending() for ending in (False, None, True)] == [
+        False,
+        False,
+        True,
+    ]
     assert caplog.messages == ["the state of the job is unknown: scontrol did not answer within 60 s"]
 
 

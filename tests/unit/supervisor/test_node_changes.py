@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from supervisor_scene import DONE, STOP_ON_REQUEST, Scene, fails
+from supervisor_scene import DONE, STOP_ON_REQUEST, Scene, ScriptedJob, fails
 
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.attempt_times import read_times
@@ -15,7 +14,6 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.stop import end
 from hpcdist.supervisor.local_launcher import LocalRanks
-from hpcdist.supervisor.supervisor import JobRules
 
 EXIT_0: list[list[Any]] = []
 #: All tests of this file may start processes.
@@ -53,7 +51,7 @@ def test_failures_that_nodes_explain_do_not_count_against_max_restarts(scene: Sc
     scene.launch = {"max_restarts": 0}
     scene.script(first=[fails("peer lost"), EXIT_0], second=[fails("peer lost"), EXIT_0], third=[[*DONE], EXIT_0])
     nodes = Nodes(changes=("no answer from n3: continuing on 3 of 4 nodes", "n4 takes over"))
-    supervisor = scene.supervisor(JobRules(nodes=nodes))
+    supervisor = scene.supervisor(ScriptedJob(nodes=nodes))
     state = scene.supervise(supervisor)
     assert (state.status, state.attempt, state.restarts) == ("finished", 3, 2)
     assert "restart: no answer from n3: continuing on 3 of 4 nodes" in scene.report.notes
@@ -63,14 +61,14 @@ def test_failures_that_nodes_explain_do_not_count_against_max_restarts(scene: Sc
 def test_other_failures_count_as_without_changes_of_nodes(scene: Scene) -> None:
     scene.launch = {"max_restarts": 0}
     scene.script(first=[fails("nan"), EXIT_0])
-    supervisor = scene.supervisor(JobRules(nodes=Nodes()))
+    supervisor = scene.supervisor(ScriptedJob(nodes=Nodes()))
     assert (scene.supervise(supervisor).status, scene.run.read_state().attempt) == ("failed", 1)
 
 
 def test_node_without_an_answer_ends_the_attempt(scene: Scene) -> None:
     scene.script(first=[STOP_ON_REQUEST, STOP_ON_REQUEST], second=[[*DONE], EXIT_0])
     nodes = Nodes(changes=("no answer from n2: continuing on 1 of 2 nodes",))
-    supervisor = scene.supervisor(JobRules(nodes=nodes))
+    supervisor = scene.supervisor(ScriptedJob(nodes=nodes))
     scene.report.on_attempt = lambda attempt: setattr(nodes, "silent", (1, "n2") if attempt.number == 1 else None)
     state = scene.supervise(supervisor)
     assert (state.status, state.attempt, state.restarts) == ("finished", 2, 1)
@@ -82,7 +80,7 @@ def test_node_without_an_answer_ends_the_attempt(scene: Scene) -> None:
 def test_ranks_are_restarted_on_more_nodes_and_the_run_goes_on(scene: Scene) -> None:
     scene.script(first=[STOP_ON_REQUEST, STOP_ON_REQUEST], second=[[*DONE], EXIT_0])
     nodes = Nodes(growth="n3")
-    supervisor = scene.supervisor(JobRules(nodes=nodes))
+    supervisor = scene.supervisor(ScriptedJob(nodes=nodes))
     scene.report.on_attempt = lambda attempt: setattr(nodes, "more", "n3" if attempt.number == 1 else "")
     state = scene.supervise(supervisor)
     assert (state.status, state.attempt, state.restarts) == ("finished", 2, 1)
@@ -96,7 +94,7 @@ def test_nodes_that_the_preflight_check_leaves_out_are_not_recorded(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene.script(first=[[*DONE]])
-    supervisor = scene.supervisor(JobRules(nodes=Nodes()))
+    supervisor = scene.supervisor(ScriptedJob(nodes=Nodes()))
     launcher, found = scene.launcher, []
     start = launcher.start
 
@@ -115,10 +113,10 @@ def test_nodes_that_the_preflight_check_leaves_out_are_not_recorded(
     assert (state.status, state.world_size, times.num_ranks, times.status) == ("finished", 1, 1, "finished")
 
 
-def test_stop_signal_during_a_restart_on_more_nodes_ends_the_run(scene: Scene) -> None:
+def test_end_of_the_job_during_a_restart_on_more_nodes_ends_the_run(scene: Scene) -> None:
     scene.script(first=[STOP_ON_REQUEST, STOP_ON_REQUEST])
     nodes = Nodes(growth="n3")
-    supervisor = scene.supervisor(JobRules(nodes=nodes, after_attempt=lambda: signal.raise_signal(signal.SIGTERM)))
+    supervisor = scene.supervisor(ScriptedJob(nodes=nodes, ending=True))
     state = scene.supervise(supervisor)
     assert (state.status, state.attempt) == ("stopped", 1)
     request = scene.run.attempt(1).read_request()

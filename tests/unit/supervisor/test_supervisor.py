@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 from named_pipe import NamedPipe
-from supervisor_scene import DONE, EXIT_0, FOREVER, STOP_ON_REQUEST, STUBBORN, Scene, fails
+from supervisor_scene import DONE, EXIT_0, FOREVER, STOP_ON_REQUEST, STUBBORN, Scene, ScriptedJob, fails
 
 from hpcdist.errors import LeaseLostError
 from hpcdist.run.attempt import Request
 from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import RunDir, State
-from hpcdist.supervisor.supervisor import JobRules
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -286,49 +285,49 @@ def test_attempt_records_the_nodes_that_were_lost(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("outcome", ["stopped", "failed"])
-def test_signal_raised_after_an_attempt_counts_as_its_request(scene: Scene, outcome: str) -> None:
+def test_end_of_the_job_after_an_attempt_counts_as_its_request(scene: Scene, outcome: str) -> None:
     """Slurm may have signalled the ranks only: then they are not restarted, and their job has not failed."""
     scene.launch = {"max_restarts": 3}
     scene.script(first=[fails("killed") if outcome == "failed" else [["report", {"outcome": "stopped"}]], EXIT_0])
-    supervisor = scene.supervisor(JobRules(after_attempt=lambda: signal.raise_signal(signal.SIGTERM)))
+    supervisor = scene.supervisor(ScriptedJob(ending=True))
     state = scene.supervise(supervisor)
     assert (state.status, state.attempt) == (outcome, 1)
     request = scene.run.attempt(1).read_request()
     assert request is not None
-    assert (request.cause, request.by) == ("preemption", "SIGTERM")
+    assert request.cause == "preemption"
 
 
-def test_nothing_is_called_after_a_finished_or_requested_attempt(scene: Scene) -> None:
-    called: list[None] = []
+def test_job_is_not_asked_after_a_finished_or_requested_attempt(scene: Scene) -> None:
+    job = ScriptedJob(ending=True)
     scene.script(first=[[*DONE], EXIT_0])
-    supervisor = scene.supervisor(JobRules(after_attempt=lambda: called.append(None)))
+    supervisor = scene.supervisor(job)
     assert scene.supervise(supervisor).status == "finished"
     scene.script(second=[STOP_ON_REQUEST, [["await", "{attempt}/request.json"]]])
     scene.report.on_attempt = lambda attempt: attempt.send_request(Request(cause="user", by="`hpcdist stop` by ada"))
-    supervisor = scene.supervisor(JobRules(after_attempt=lambda: called.append(None)))
+    supervisor = scene.supervisor(job)
     assert scene.supervise(supervisor).status == "stopped"
-    assert called == []
+    assert job.num_questions == 0
 
 
-def test_conclude_maps_the_final_state_before_it_is_written(scene: Scene) -> None:
+def test_requeue_maps_the_final_state_before_it_is_written(scene: Scene) -> None:
     scene.script(first=[[["report", {"outcome": "stopped"}]], EXIT_0])
 
-    def conclude(state: State) -> State:
+    def requeue(state: State) -> State:
         return replace(state, reason=f"{scene.run.read_state().status}, {state.status}")
 
-    assert scene.supervise(scene.supervisor(JobRules(conclude=conclude))).reason == "running, stopped"
+    assert scene.supervise(scene.supervisor(ScriptedJob(requeue=requeue))).reason == "running, stopped"
 
 
-def test_signal_handler_replaced_by_conclude_is_not_restored(scene: Scene) -> None:
+def test_signal_handler_replaced_by_requeue_is_not_restored(scene: Scene) -> None:
     """A job that has requested its own requeue gets SIGTERM while it still waits for MLflow."""
     scene.script(first=[[*DONE], EXIT_0])
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
 
-    def conclude(state: State) -> State:
+    def requeue(state: State) -> State:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return state
 
-    supervisor = scene.supervisor(JobRules(conclude=conclude))
+    supervisor = scene.supervisor(ScriptedJob(requeue=requeue))
     try:
         scene.supervise(supervisor)
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == (signal.SIG_IGN, before[1])
@@ -478,7 +477,7 @@ def test_stop_of_a_plain_script_names_the_file_that_it_has_saved(scene: Scene) -
     assert state.status == "stopped"
     assert re.fullmatch(
         r"train\.py ended with exit status 0 and saved checkpoints/new\.pt at \d\d:\d\d:\d\d; a resume starts it again,"
-        r" with its files in the run's checkpoints/ \(a rank asked\)",
+        r" with its files in the run's checkpoints/ \(a rank\)",
         state.reason,
     )
 
