@@ -3,7 +3,7 @@
     python benchmarks/hybrid.py [--rounds 3] [--only large,small] [--json]
 
 Two trainers on this machine, one thread per process. hpcdist is the real `hpcdist run hybrid_clicks` with
-`hybrid.mode=sync` and `async`, metrics, progress and shipping to sqlite, on a synthetic click log of the same size; its
+`hybrid.mode=sync` and `async`, metrics, progress and shipping to sqlite, on a click log of the same size; its
 dense part has one layer more than the baseline's. The baseline (baselines/hybrid.py) and the bound, one process with
 sparse gradients, use batches that were generated before. The contenders alternate. Results are batches per second of
 all trainers over the last two thirds of the steps; for hpcdist over the last half, because MLflow is imported in the
@@ -24,7 +24,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 from harness import BASELINES, HPCDIST, argument_parser, call, clean_env, loss_readings, median_ratio
+from pyarrow import parquet
 
 BASELINE = BASELINES / "hybrid.py"
 NUM_TRAINERS = 2
@@ -59,6 +62,7 @@ def run_ours(mode: str, case: Case, folder: Path, env: Mapping[str, str]) -> flo
     steps, window = case.steps[0], case.steps[0] // 6
     test = 64
     num_samples = steps * case.bags * NUM_TRAINERS + test
+    log = _write_log(folder / "clicks.parquet", case, num_samples)
     config = folder / "ours.yaml"  # overrides would add to the tables of the shipped config
     roles = f"{{trainer: {NUM_TRAINERS}, parameter_server: {case.servers}}}"
     config.write_text(f"{{trainer: hybrid, roles: {roles}, hybrid: {{tables: {{only: {case.rows}}}}}}}\n")
@@ -71,13 +75,7 @@ def run_ours(mode: str, case: Case, folder: Path, env: Mapping[str, str]) -> flo
             f"hybrid.embedding_dim={case.dim}",
             "hybrid.hidden_sizes=[8]",
         ),
-        *("hybrid.table_optimizer=sgd", f"hybrid.batch_size={case.bags}", f"hybrid.max_bag_size={case.bag_size}"),
-        *(
-            "hybrid.fixed_bags=true",
-            "hybrid.skew=0",
-            "hybrid.num_numeric_columns=0",
-            f"hybrid.num_samples={num_samples}",
-        ),
+        *("hybrid.table_optimizer=sgd", f"hybrid.batch_size={case.bags}", f"hybrid.file={log}"),
         *(f"hybrid.eval_fraction={test / num_samples}", "optim.name=sgd", "hybrid.export_max_mb=0"),
         *("stop.max_epochs=1", f"tracking.log_every_steps={window}", "tracking.register_as=null"),
         *("launch.device=cpu", "launch.num_threads=1"),
@@ -86,6 +84,16 @@ def run_ours(mode: str, case: Case, folder: Path, env: Mapping[str, str]) -> flo
     readings = loss_readings(folder / "clicks" / "ours")
     (first, began), (last, ended) = readings[2], readings[-1]
     return NUM_TRAINERS * (last - first) / (ended - began)
+
+
+def _write_log(path: Path, case: Case, num_samples: int) -> Path:
+    """Write a click log with uniform rows, in bags of equal size."""
+    draw = np.random.default_rng(0)
+    rows = draw.integers(case.rows, size=num_samples * case.bag_size)
+    bags = pa.FixedSizeListArray.from_arrays(rows, case.bag_size).cast(pa.list_(pa.int64()))
+    labels = draw.integers(2, size=num_samples).astype(np.float32)
+    parquet.write_table(pa.table({"label": labels, "only": bags}), path, row_group_size=1 << 16)
+    return path
 
 
 def run_baseline(case: Case, folder: Path, env: Mapping[str, str]) -> float:

@@ -35,7 +35,6 @@ CASES: dict[str, tuple[list[str], int, float | None]] = {
     "8 environments": (["rl.num_envs=8", "rl.num_rollout_steps=256", "stop.max_steps=150"], 8, 100.0),
     "64 environments": (["stop.max_steps=300"], 64, 250.0),
     "64 environments, async": (["rl.mode=async", "stop.max_steps=300"], 64, None),
-    "64 environments, remote inference": (["rl.inference=remote", "stop.max_steps=20"], 64, None),
 }
 
 

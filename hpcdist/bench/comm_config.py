@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpcdist.config.schema.checks import above, at_least, check
+from hpcdist.config.schema.checks import check
 from hpcdist.errors import suggestion
 
 COMM_OPERATIONS = (
@@ -25,6 +25,10 @@ COMM_OPERATIONS = (
 )
 #: Measurements besides the operations of all ranks at all sizes.
 COMM_PARTS = ("async", "groups", "pairs", "overlap", "rpc")
+#: Seconds per measurement after its warm-up; at least three iterations, if MAX_ITERATION_S allows them.
+MEASURE_S = 0.02
+#: Larger messages of an operation are skipped once one iteration would take longer than this.
+MAX_ITERATION_S = 1.0
 COMM_DTYPES = ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -54,13 +58,9 @@ class CommConfig:
     """Largest message; all powers of two from 1 B up are measured (K, M and G are powers of 1024)."""
     dtypes: list[str] = field(default_factory=lambda: ["float32"])
     """Data types of reductions, each measured from one element up; other operations are measured in bytes."""
-    measure_s: float = 0.02
-    """Seconds per measurement after its warm-up; at least three iterations, if max_iteration_s allows them."""
-    max_iteration_s: float = 1.0
-    """Skip larger messages of an operation once one iteration would take longer than this."""
 
     def __post_init__(self) -> None:
-        problems = above(self, 0, "max_iteration_s") + at_least(self, 0, "measure_s")
+        problems: list[str] = []
         try:
             parse_bytes(self.max_bytes)
         except ValueError as error:

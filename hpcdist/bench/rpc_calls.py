@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from hpcdist.bench.comm_config import CommConfig, parse_bytes
+from hpcdist.bench.comm_config import MAX_ITERATION_S, MEASURE_S, CommConfig, parse_bytes
 from hpcdist.bench.patterns import message
 from hpcdist.bench.results import RankPlace, Rpc
 from hpcdist.errors import HpcdistError
@@ -59,10 +59,10 @@ def measure_calls(
             for device in devices:
                 byte_s = 0.0
                 for size in SIZES:
-                    if size > parse_bytes(cfg.max_bytes) or size * byte_s > cfg.max_iteration_s:
+                    if size > parse_bytes(cfg.max_bytes) or size * byte_s > MAX_ITERATION_S:
                         break
                     ctx.alive()
-                    timing, calls_s = _measure(group, rank, size, device, cfg.measure_s)
+                    timing, calls_s = _measure(group, rank, size, device, MEASURE_S)
                     byte_s = timing.median_s / size if size >= _LONG else 0.0
                     found.append(
                         Rpc(

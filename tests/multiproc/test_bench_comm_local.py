@@ -9,7 +9,6 @@ from hpcdist.bench.results import read_results
 TINY = (
     "comm.operations=[send_recv,ring_all_reduce,all_reduce,pairs]",
     "comm.max_bytes=4K",
-    "comm.measure_s=0",
     "launch.device=cpu",
     "launch.num_ranks=2",
     "tracking.system_interval_s=0",

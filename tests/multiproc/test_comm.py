@@ -224,7 +224,6 @@ CONFIG = Config(
                 "rpc",
             ],
             max_bytes="4K",
-            measure_s=0.0,
         )
     },
 )

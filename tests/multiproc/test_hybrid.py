@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,20 +30,23 @@ from hpcdist.trainers.hybrid import train
 from hpcdist.trainers.hybrid.click_logs import Clicks, batches, load_clicks
 from hpcdist.trainers.hybrid.click_model import ClickModel
 from hpcdist.trainers.hybrid.schema import HybridConfig
-from hpcdist.trainers.hybrid.tables import TableShard, fill_initial
+from hpcdist.trainers.hybrid.tables import Layout, TableShard, fill_initial
+from hpcdist.trainers.hybrid.units import LookupPlan
 
 TABLES = {"user": 50, "item": 7, "tag": 1}
+#: Few rows of two batches are equal.
+LARGE = {"user": 100_000, "item": 50_000, "tag": 20_000}
 NUM_STEPS = 5
 NUM_TRAINERS = 2
 
 
-def config(mode: str = "sync", num_servers: int = 2, **options: Any) -> Config:
+def config(mode: str = "sync", num_servers: int = 2, tables: Mapping[str, int] = TABLES, **options: Any) -> Config:
     return Config(
         roles={"trainer": NUM_TRAINERS, "parameter_server": num_servers},
         sections={
             "hybrid": HybridConfig(
                 mode=mode,
-                tables=TABLES,
+                tables=dict(tables),
                 embedding_dim=4,
                 hidden_sizes=[5],
                 init_scale=0.5,
@@ -85,13 +90,17 @@ def in_one_process(cfg: Config, num_steps: int = NUM_STEPS) -> dict[str, Tensor]
     num_trainers = cfg.roles["trainer"]
     options = cfg.section(HybridConfig)
     torch.manual_seed(cfg.seed)
-    model = ClickModel(TABLES, dim=options.embedding_dim, num_numeric=2, hidden=options.hidden_sizes, bag_size=1)
+    model = ClickModel(
+        options.tables, dim=options.embedding_dim, num_numeric=2, hidden=options.hidden_sizes, bag_size=1
+    )
     torch.manual_seed(cfg.seed)
-    model.dense = train.dense_part(len(TABLES) * options.embedding_dim + 2, options.hidden_sizes)
+    model.dense = train.dense_part(len(options.tables) * options.embedding_dim + 2, options.hidden_sizes)
     tables: dict[str, nn.EmbeddingBag] = dict(model.tables.items())  # type: ignore[arg-type]
     for name, table in tables.items():
         table.sparse = True
-        fill_initial(table.weight.data, range(TABLES[name]), table=name, scale=options.init_scale, seed=cfg.seed)
+        fill_initial(
+            table.weight.data, range(options.tables[name]), table=name, scale=options.init_scale, seed=cfg.seed
+        )
     kinds: dict[str, Any] = {
         "sgd": torch.optim.SGD,
         "adagrad": torch.optim.Adagrad,
@@ -128,18 +137,37 @@ def loss_of(model: ClickModel, tables: dict[str, nn.EmbeddingBag], clicks: Click
     return F.binary_cross_entropy_with_logits(logits, clicks.labels)
 
 
+def write_log(folder: Path, tables: Mapping[str, int]) -> Path:
+    """Write a click log with one id in each bag."""
+    draw, path = random.Random(0), folder / "clicks.csv"
+    rows = [
+        ",".join(map(str, (draw.randrange(2), draw.random(), draw.random(), *map(draw.randrange, tables.values()))))
+        for _ in range(400)
+    ]
+    path.write_text("\n".join([",".join(("label", "a", "b", *tables)), *rows, ""]))
+    return path
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "num_servers", "pool", "prefetch"),
+    ("optimizer", "num_servers", "tables", "has_file", "plan"),
     [
-        ("sgd", 2, "parameter_server", "values"),
-        pytest.param("adagrad", 3, "trainer", "values", marks=pytest.mark.faults),
-        pytest.param("sparse_adam", 1, "trainer", "indices", marks=pytest.mark.slow),
+        ("sgd", 2, LARGE, False, LookupPlan(pool_at_server=True, ahead=True)),
+        pytest.param("adagrad", 3, LARGE, True, LookupPlan(pool_at_server=False, ahead=True), marks=pytest.mark.faults),
+        pytest.param(
+            "sparse_adam", 1, TABLES, False, LookupPlan(pool_at_server=False, ahead=False), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_training_equals_one_process_on_the_joint_batch(
-    tmp_path: Path, optimizer: str, num_servers: int, pool: str, prefetch: str
+    tmp_path: Path, optimizer: str, num_servers: int, tables: Mapping[str, int], has_file: bool, plan: LookupPlan
 ) -> None:
-    cfg = config(num_servers=num_servers, table_optimizer=optimizer, pool_on=pool, prefetch=prefetch)
+    log: dict[str, Any] = {}
+    if has_file:
+        log = {"file": str(write_log(tmp_path, tables)), "numeric_columns": ["a", "b"]}
+    cfg = config(num_servers=num_servers, table_optimizer=optimizer, tables=tables, **log)
+    clicks, _ = load_clicks(cfg.section(HybridConfig), cfg.seed, shares=range(1), num_shares=NUM_TRAINERS)
+    layout = Layout(dict(tables), 4, num_servers)
+    assert train._lookup_plan(cfg, layout, clicks, range(1), NUM_TRAINERS) == plan
     found, expected = trained(tmp_path, cfg), in_one_process(cfg)
     assert found.keys() == expected.keys()
     for name, weight in expected.items():

@@ -25,7 +25,7 @@ from hpcdist.trainers.rnn.schema import RnnConfig
 SERVERS = {"trainer": 2, "parameter_server": 2}
 RL: dict[str, Any] = {"num_envs": 4, "num_rollout_steps": 32, "num_eval_episodes": 3}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "rl": {"roles": {"agent": 1, "observer": 2}, "sections": {"rl": RlConfig(**RL, inference="remote")}},
+    "rl": {"roles": {"agent": 1, "observer": 2}, "sections": {"rl": RlConfig(**RL)}},
     "rnn": {
         "roles": SERVERS,
         "sections": {

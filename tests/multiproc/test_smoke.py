@@ -17,7 +17,7 @@ SMALL = {
     "rnn": ("rnn_lm", ["rnn.max_corpus_mb=0.05", "stop.max_epochs=1"]),
     "pipeline": ("pipeline_resnet50", ["model.name=resnet18", "data.batch_size=256", "stop.max_epochs=1"]),
     "hybrid": ("hybrid_clicks", ["roles.trainer=1", "roles.parameter_server=1", "stop.max_epochs=1"]),
-    "comm": ("bench_comm", ["comm.operations=[all_reduce,send_recv]", "comm.max_bytes=4K", "comm.measure_s=0"]),
+    "comm": ("bench_comm", ["comm.operations=[all_reduce,send_recv]", "comm.max_bytes=4K"]),
 }
 
 

@@ -33,7 +33,6 @@ def bench(runs: SlurmRuns, name: str, *more: str) -> str:
         f"tracking.uri=sqlite:///{runs.database}",
         "comm.operations=[send_recv,ring_all_reduce,all_reduce,pairs]",
         "comm.max_bytes=64K",
-        "comm.measure_s=0",
         "tracking.system_interval_s=0",
     )
     code, output = runs.command("bench", "comm", *FOUR_NODES, *keys, *more)

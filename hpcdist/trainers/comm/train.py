@@ -23,7 +23,7 @@ import torch
 
 from hpcdist.bench import pairs, plots, rpc_calls
 from hpcdist.bench.bottleneck import bottleneck
-from hpcdist.bench.comm_config import CommConfig
+from hpcdist.bench.comm_config import MAX_ITERATION_S, MEASURE_S, CommConfig
 from hpcdist.bench.correctness import check
 from hpcdist.bench.groups import WORLD, choose_backend, make_teams
 from hpcdist.bench.measurement_plan import (
@@ -193,12 +193,12 @@ class Bench:
         is_new = not rows or rows[-1].bytes != size  # a small size may be rounded up to the previous one
         is_there = self._is_there(series.variant.title, series.team, series.dtype)
         if is_new and is_there and not self._is_cut(series, point, rows):
-            self._measure_size(point, count, size)
+            self._measure_size(point, size)
         if point.is_last:
             self._log_series(series)
             self.write()
 
-    def _measure_size(self, point: Measurement, count: int, size: int) -> None:
+    def _measure_size(self, point: Measurement, size: int) -> None:
         series, team = point.series, self.teams[point.series.team]
         kind, depth = series.variant.kind, DEPTH if series.mode == "async" else 1
         operations = []
@@ -209,8 +209,8 @@ class Bench:
             lambda: run_together(operations),
             self.watch,
             self.ctx.groups,
-            budget_s=self.cfg.measure_s,
-            longest_s=self.cfg.max_iteration_s,
+            budget_s=MEASURE_S,
+            longest_s=MAX_ITERATION_S,
             after_barrier=kind.is_one_way,
             divided_by=depth * kind.hops(team.largest),
         )
@@ -246,9 +246,9 @@ class Bench:
             return False
         last = rows[-1]
         calls_s = last.median_s * last.depth * series.variant.kind.hops(last.group_size)
-        if last.bytes >= point.size or calls_s * point.size / last.bytes <= self.cfg.max_iteration_s:
+        if last.bytes >= point.size or calls_s * point.size / last.bytes <= MAX_ITERATION_S:
             return False
-        note = f"{series.title}: stopped at {last.size} B, which takes {last.median_s:.2g} s (comm.max_iteration_s)"
+        note = f"{series.title}: stopped at {last.size} B, which takes {last.median_s:.2g} s"
         if note not in self.results.notes:
             self.results.notes.append(note)
         return True
@@ -287,7 +287,7 @@ class Bench:
             return  # not supported, or stopped at a smaller size
         count = elements(point.size, dtype, team.size if point.variant.kind.has_parts else 1)
         operation = point.variant.make(team, count, DTYPES[dtype])
-        self.results.overlap.append(measure_overlap(operation, self.ctx.groups, longest_s=self.cfg.max_iteration_s))
+        self.results.overlap.append(measure_overlap(operation, self.ctx.groups, longest_s=MAX_ITERATION_S))
         self.write()
 
     # --- summary

@@ -20,6 +20,8 @@ from hpcdist.trainers.hybrid.schema import HybridConfig
 
 #: Number of samples of the synthetic log that are drawn together.
 BLOCK = 4096
+#: Maximum number of ids in a bag of the synthetic log. Its first rows are the most popular: row = rows × u², u uniform.
+MAX_BAG_SIZE = 3
 #: Bytes at the start and at the end of a file that its digest covers.
 _DIGEST_BYTES = 1 << 20
 #: Scale of the effects of numeric features and rows, and the log-odds of a click without effects.
@@ -109,7 +111,7 @@ def load_clicks(cfg: HybridConfig, seed: int, *, shares: range, num_shares: int)
 def identity(cfg: HybridConfig, seed: int) -> tuple[str, str, str]:
     """Return name, source and digest of the click log; for a file, the digest covers its size, start and end."""
     if not cfg.file:
-        synthetic = (cfg.num_samples, cfg.tables, cfg.num_numeric_columns, cfg.max_bag_size, cfg.fixed_bags, cfg.skew)
+        synthetic = (cfg.num_samples, cfg.tables, cfg.num_numeric_columns)
         return "synthetic-clicks", "generated", digest_of(list(synthetic), seed)
     path = Path(cfg.file).expanduser()
     try:
@@ -147,24 +149,21 @@ class _SyntheticLog:
         cfg, count = self._cfg, len(self._cfg.tables)
         generator = torch.Generator().manual_seed((self._seed + 1) * 1_000_003 + block)
         num_bags = BLOCK * count
-        if cfg.fixed_bags:
-            lengths = torch.full((num_bags,), cfg.max_bag_size)
-        else:
-            lengths = torch.randint(1, cfg.max_bag_size + 1, (num_bags,), generator=generator)
+        lengths = torch.randint(1, MAX_BAG_SIZE + 1, (num_bags,), generator=generator)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         table_of_id = (torch.arange(num_bags) % count).repeat_interleave(lengths)
         rows = torch.tensor(list(cfg.tables.values()))[table_of_id]
         u = torch.rand(len(rows), generator=generator, dtype=torch.float64)
-        ids = (rows * u ** (1 + cfg.skew)).long()
+        ids = (rows * u**2).long()
         effect = torch.empty(len(ids))
         for number, effects in enumerate(self._effects):
             mine = table_of_id == number
             effect[mine] = effects[ids[mine]]
         sample = torch.arange(BLOCK).repeat_interleave(lengths.view(BLOCK, count).sum(1))
         score = torch.zeros(BLOCK).index_add_(0, sample, effect)
-        mean_length = cfg.max_bag_size if cfg.fixed_bags else (cfg.max_bag_size + 1) / 2
         numeric = torch.randn(BLOCK, cfg.num_numeric_columns, generator=generator)
-        score = BIAS + ROW_EFFECT * score / (count * mean_length) ** 0.5 + NUMERIC_EFFECT * numeric @ self._numeric
+        num_ids = count * (MAX_BAG_SIZE + 1) / 2  # of a sample, on average
+        score = BIAS + ROW_EFFECT * score / num_ids**0.5 + NUMERIC_EFFECT * numeric @ self._numeric
         labels = torch.bernoulli(score.sigmoid(), generator=generator)
         return Clicks(Bags(ids, offsets), numeric, labels, tuple(cfg.tables), score)
 

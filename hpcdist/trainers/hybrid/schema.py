@@ -31,10 +31,6 @@ class HybridConfig:
     """Samples per share and step; at the first start of a run each trainer has one share of the samples."""
     eval_batch_size: int = 4096
     """Test samples per trainer and batch."""
-    pool_on: Literal["auto", "trainer", "parameter_server"] = "auto"
-    """Role that sums the rows of a bag, which determines the data sent; `auto` chooses by the first batch."""
-    prefetch: Literal["auto", "values", "indices"] = "auto"
-    """Part of the next batch that is sent ahead; changed values are sent again. `auto`: values if few change."""
     file: str = field(default="", metadata=IS_PATH)
     """Click log, a Parquet or CSV file; empty generates a synthetic log, whose highest possible AUC is known."""
     label_column: str = "label"
@@ -49,19 +45,13 @@ class HybridConfig:
     """Samples of the synthetic log."""
     num_numeric_columns: int = 4
     """Numeric features of the synthetic log."""
-    max_bag_size: int = 3
-    """Maximum number of ids in a bag of the synthetic log."""
-    fixed_bags: bool = False
-    """Whether each bag of the synthetic log has exactly `max_bag_size` ids."""
-    skew: float = 1.0
-    """Popularity of the synthetic log's first rows: row = rows × u^(1 + skew), u uniform; 0 is uniform."""
     export_max_mb: float = 256.0
     """Maximum size of the tables for an export as MLflow model, as rank 0 has to hold all of them."""
 
     def __post_init__(self) -> None:
         check(
-            at_least(self, 1, "embedding_dim", "batch_size", "eval_batch_size", "num_samples", "max_bag_size")
-            + at_least(self, 0, "num_numeric_columns", "skew", "export_max_mb", "init_scale")
+            at_least(self, 1, "embedding_dim", "batch_size", "eval_batch_size", "num_samples")
+            + at_least(self, 0, "num_numeric_columns", "export_max_mb", "init_scale")
             + above(self, 0, "table_lr")
             + self._name_problems()
             + ([] if 0 < self.eval_fraction < 1 else [f"eval_fraction must be in (0, 1), got {self.eval_fraction}"])

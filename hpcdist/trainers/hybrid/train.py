@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import islice
 from typing import Any, cast
@@ -273,15 +273,11 @@ def save(loop: HybridLoop, metrics: Mapping[str, float]) -> None:
 
 
 def _lookup_plan(cfg: Config, layout: Layout, data: Clicks, shares: range, num_trainers: int) -> LookupPlan:
-    """Return the configured plan; for `auto` the one with less traffic for the first two batches."""
-    hybrid = cfg.section(HybridConfig)
+    """Return the plan with less traffic for the first two batches."""
     first_two = [data.take(samples).bags for samples in islice(_epoch_samples(cfg, data, shares, epoch=0, start=0), 2)]
     found = choose([(bags.ids, bags.offsets) for bags in first_two], layout.starts, num_trainers)
-    return LookupPlan(
-        pool_at_server=found.pool_at_server if hybrid.pool_on == "auto" else hybrid.pool_on == "parameter_server",
-        # In async mode no update is waited for, so later values are not better.
-        ahead=hybrid.mode == "async" or (found.ahead if hybrid.prefetch == "auto" else hybrid.prefetch == "values"),
-    )
+    # In async mode no update is waited for, so later values are not better.
+    return replace(found, ahead=True) if cfg.section(HybridConfig).mode == "async" else found
 
 
 def _epoch_samples(cfg: Config, data: Clicks, shares: range, *, epoch: int, start: int) -> Iterator[Tensor]:

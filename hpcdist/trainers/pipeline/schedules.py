@@ -1,4 +1,4 @@
-"""Schedules: the order in which a stage processes its micro-batches, and the ideal bubble and step time.
+"""Schedules: the order in which a stage processes its micro-batches, and the ideal bubble.
 
 Sources: GPipe, Huang et al. 2018 (arXiv:1811.06965); 1F1B, Narayanan et al. 2019 (PipeDream, arXiv:1806.03377),
 with a flush after each step as in Megatron-LM (arXiv:2104.04473). Both are synchronous: all micro-batches of a step

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hpcdist.config.schema import Config
@@ -16,7 +15,7 @@ from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.network.rpc import RpcGroup, rpc_group
 from hpcdist.rank.roles import share_of
-from hpcdist.trainers.rl.environments import Floats, Problem
+from hpcdist.trainers.rl.environments import Problem
 from hpcdist.trainers.rl.policy import Actor
 from hpcdist.trainers.rl.rollouts import Collector, Rollout
 from hpcdist.trainers.rl.schema import RlConfig
@@ -35,37 +34,19 @@ class Observer:
         self._ctx, self._cfg = ctx, cfg
         num_envs = cfg.section(RlConfig).num_envs
         self.collectors = {index: Collector(problem, num_envs, seed=cfg.seed, index=index) for index in indices}
-        self.group: Future[RpcGroup] = Future()  #: the agent may call before this rank's `rpc_group` has returned
-        # Not a context manager: after an error its exit would wait for threads that wait for a lost agent.
-        self._pool = ThreadPoolExecutor(len(indices), thread_name_prefix="collectors")
 
     def collect(self, number: int, weights: dict[str, Tensor]) -> list[Rollout]:
         """Collect a rollout with every collector.
 
         Args:
             number: of the rollout; its random numbers follow from it and the collector.
-            weights: `Policy.actor_state`; with `rl.inference: remote` only `log_std`, if there is one.
+            weights: `Policy.actor_state`.
         """
         rl, log_std, began = self._cfg.section(RlConfig), weights.get("log_std"), time.perf_counter()
-        if rl.inference == "local":
-            actor = Actor(weights, rl.activation)
-            rollouts = [one.collect(number, rl.num_rollout_steps, actor, log_std) for one in self.collectors.values()]
-            self._ctx.timer.add(compute_s=time.perf_counter() - began)
-            return rollouts
-
-        # Most of this time is that of the agent's answers, the same for all observers, so it is not measured.
-        group, timeout_s = self.group.result(), self._cfg.launch.hang_s
-
-        def collect(index: int, collector: Collector) -> Rollout:
-            def infer(observations: Floats) -> Floats:
-                call = group.call("agent:0", "infer", index, torch.from_numpy(observations), timeout_s=timeout_s)
-                outputs: Floats = call.result().numpy()
-                return outputs
-
-            return collector.collect(number, rl.num_rollout_steps, infer, log_std)
-
-        # In threads: the agent answers the requests of all collectors together.
-        return list(self._pool.map(collect, *zip(*self.collectors.items(), strict=True)))
+        actor = Actor(weights, rl.activation)
+        rollouts = [one.collect(number, rl.num_rollout_steps, actor, log_std) for one in self.collectors.values()]
+        self._ctx.timer.add(compute_s=time.perf_counter() - began)
+        return rollouts
 
     def state(self) -> dict[str, Any]:
         """Return the states of all collectors for `load`."""
@@ -112,7 +93,6 @@ def serve_rollouts(ctx: Context, cfg: Config, problem: Problem) -> None:
         ctx.save(step, model=None, trainer={}, local=observer.state())
 
     with rpc_group(ctx, {"collect": observer.collect}) as group:
-        observer.group.set_result(group)
         ctx.agree_among([0])
         group.serve({"save": save})
 
@@ -138,8 +118,6 @@ class ObserverGroup:
 
     def request(self, number: int, weights: dict[str, Tensor]) -> None:
         """Request rollout `number` from every observer with these weights, without waiting."""
-        if self._cfg.section(RlConfig).inference == "remote":
-            weights = {name: value for name, value in weights.items() if name == "log_std"}
         timeout_s = self._cfg.launch.hang_s  # longer than any rollout: the supervisor detects a hung rank
         self._pending = self._group.call_all("observer", "collect", number, weights, timeout_s=timeout_s)
 

@@ -32,8 +32,6 @@ class RlConfig:
     """Greedy episodes per evaluation. If `stop.threshold` is null, the environment's reward threshold ends the run."""
     mode: Literal["sync", "async"] = "sync"
     """`async` overlaps rollouts with learning: faster, deterministic, but the weights are one update old."""
-    inference: Literal["local", "remote"] = "local"
-    """`local`: observers receive the weights for each rollout; `remote`: the agent computes the action of each step."""
     hidden_sizes: list[int] = field(default_factory=lambda: [64])
     """Sizes of the hidden layers of the policy network and of the value network."""
     activation: Literal["tanh", "relu"] = "tanh"
@@ -67,6 +65,4 @@ class RlConfig:
                 if not 0 <= value <= 1
             ]
             + [f"hidden_sizes must hold sizes >= 1, got {size}" for size in self.hidden_sizes if size < 1]
-            + ["mode=async needs inference=local: weights change under remote inference"]
-            * (self.mode == "async" and self.inference == "remote")
         )

@@ -38,7 +38,6 @@ from hpcdist.rank.training_position import TrainingPosition
 from hpcdist.trainers.rl.environments import Environments, Problem, make_environments
 from hpcdist.trainers.rl.episodes import greedy_returns
 from hpcdist.trainers.rl.figures import returns_curves, returns_histogram
-from hpcdist.trainers.rl.inference import InferenceServer
 from hpcdist.trainers.rl.observers import ObserverGroup, num_collectors_of, serve_rollouts
 from hpcdist.trainers.rl.policy import Actor, Policy
 from hpcdist.trainers.rl.ppo import learn
@@ -97,8 +96,7 @@ def train(ctx: Context, cfg: Config) -> None:
     ctx.log_model_size(sum(parameter.numel() for parameter in policy.parameters()))
     saved = ctx.restore()
     num_collectors = num_collectors_of(saved, ctx.roles.count("observer"))
-    inference = InferenceServer(policy, ctx.device, num_collectors)
-    with rpc_group(ctx, {"infer": inference.infer}) as group:
+    with rpc_group(ctx, {}) as group:
         ctx.agree_among([0])
         train_policy(make_loop(ctx, cfg, problem, policy, saved, group, num_collectors))
 

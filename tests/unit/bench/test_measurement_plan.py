@@ -46,8 +46,6 @@ def test_parse_bytes_rejects_other_values(text: int | str) -> None:
         ({"operations": []}, "operations must name at least one of send_recv"),
         ({"dtypes": ["float8"]}, "dtypes: 'float8' is unknown"),
         ({"dtypes": ["x"]}, "dtypes: 'x' is unknown: known are uint8, int8"),
-        ({"max_iteration_s": 0.0}, "max_iteration_s must be > 0, got 0.0"),
-        ({"measure_s": -1.0}, "measure_s must be >= 0, got -1.0"),
     ],
 )
 def test_invalid_setting_is_reported_with_key_and_fix(settings: dict[str, object], message: str) -> None:

@@ -20,7 +20,6 @@ from hpcdist.trainers.rl.schema import RlConfig
         ({"entropy_coef": -0.1}, "entropy_coef must be >= 0, got -0.1"),
         ({"gamma": 1.5}, "gamma must be from 0 to 1, got 1.5"),
         ({"hidden_sizes": [64, 0]}, "hidden_sizes must hold sizes >= 1, got 0"),
-        ({"mode": "async", "inference": "remote"}, "mode=async needs inference=local"),
     ],
 )
 def test_invalid_values_of_the_section_raise_value_error(values: dict[str, Any], message: str) -> None:
