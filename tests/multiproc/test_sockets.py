@@ -22,12 +22,12 @@ import torch.distributed as dist
 import zmq
 from hpcdist_runs import unused_port
 from spawn import Rank, spawn_ranks
-from torch.distributed import DistStoreError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError, FileStore, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from hpcdist.errors import HpcdistError, RendezvousError
 from hpcdist.rank.network import own_sockets, peer_admission
 from hpcdist.rank.network.curve import CurveKeys
-from hpcdist.rank.network.peer_admission import admit_group, guard_gloo
+from hpcdist.rank.network.peer_admission import _AdmittingGloo, admit_group, guard_gloo
 from hpcdist.rank.network.process_group import open_store
 from hpcdist.rank.network.rendezvous_store import SOCKET_NAME, Meeting, RendezvousStore
 from hpcdist.rank.network.rpc_torch import _SignedPickler
@@ -174,10 +174,10 @@ def survive_connections(here: Rank) -> tuple[int, float]:
     guard_gloo()
     ports: set[int] = set()
 
-    def note_ports(store: Store, rank: int, size: int, before: frozenset[int]) -> None:
+    def note_ports(store: Store, rank: int, size: int, before: frozenset[int], error: str) -> None:
         with own_sockets.tcp_sockets() as found:
             ports.update(own.local[1] for own in found if own.peer is None and own.inode not in before)
-        admit_group(store, rank, size, before)
+        admit_group(store, rank, size, before, error)
 
     peer_admission.admit_group = note_ports
     first, second = (dist.new_group(backend="gloo") for _ in range(2))
@@ -202,6 +202,90 @@ def survive_connections(here: Rank) -> tuple[int, float]:
 
 def test_gloo_survives_a_thousand_connections_and_accepts_none() -> None:
     assert spawn_ranks(survive_connections, 2) == [(0, 16.0)] * 2
+
+
+class AttackedStore(Store):
+    """A rank's store: when gloo publishes its address, another user connects to its listening sockets and sends data.
+
+    Args:
+        attacks: what is sent for each creation of a group.
+    """
+
+    def __init__(self, inner: Store, attacks: list[list[bytes]]) -> None:
+        super().__init__()
+        self.inner, self.attacks, self.known = inner, attacks, own_sockets.inodes()
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            self.control.close()
+            send_as_other_user(theirs)
+            os._exit(0)
+        theirs.close()
+        self.num_sent = 0
+
+    def set(self, key: str, value: Any) -> None:
+        with own_sockets.tcp_sockets() as found:
+            ports = {own.local[1]: own.inode for own in found if own.peer is None and own.inode not in self.known}
+        if ports and self.attacks:
+            self.known |= set(ports.values())
+            for data in self.attacks.pop(0):
+                self.control.send(json.dumps([list(ports), data.hex()]).encode())
+                self.num_sent += int(self.control.recv(100))
+        self.inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self.inner.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self.inner.add(key, amount)
+
+    def wait(self, *arguments: Any) -> None:
+        self.inner.wait(*arguments)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.inner.check(keys)
+
+
+def send_as_other_user(requests: socket.socket) -> None:
+    """Connect to ports and send data; the connections stay open until the other end of `requests` is closed."""
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    kept = []
+    while request := requests.recv(10_000):
+        ports, data = json.loads(request)
+        for port in ports:
+            kept.append(sock := socket.create_connection((HERE, port)))
+            sock.sendall(bytes.fromhex(data))
+        requests.send(str(len(ports) * len(data) // 2).encode())
+
+
+#: What gloo expects from a peer that connects: the number of a pair, which begins with 0.
+NUMBERS = [number.to_bytes(8, "little") for number in range(4)]
+
+
+def create_attacked_groups(here: Rank) -> tuple[float, list[int], list[int]]:
+    """Create a group that is attacked three times, and one that is attacked each time."""
+    peer_admission.NUM_ATTEMPTS = 4
+    before, sums, num_sent, num_sockets = own_sockets.inodes(), [], [], []
+    shared = FileStore(str(here.folder / "store"), here.world_size)
+    wrong, occupying, longer = [b"12345678"], NUMBERS, [number + b"\xff" * 56 for number in NUMBERS]
+    for name, attacks in (("three", [wrong, occupying, longer]), ("always", [[b"x"]] * 5)):
+        store = AttackedStore(PrefixStore(name, shared), attacks)
+        with suppress(RendezvousError):
+            group = _AdmittingGloo(store, here.rank, here.world_size, timeout=timedelta(seconds=60))
+            group.allreduce(total := torch.ones(1)).wait()
+            sums.append(total.item())
+        num_sent.append(store.num_sent)
+        num_sockets.append(len(own_sockets.inodes() - before))
+    assert len(sums) == 1
+    return sums[0], num_sent, num_sockets
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_gloo_group_is_created_again_after_another_user_has_sent_data_to_it() -> None:
+    # 8 bytes, then 4 times 8, and 4 times 64; in the second group 1 byte for each of 4 attempts. What is left are the
+    # two connections of the first group: groups that were dropped are closed.
+    assert spawn_ranks(create_attacked_groups, 3) == [(3.0, [8 + 32 + 256, 4], [2, 2])] * 3
 
 
 def test_rpc_message_without_valid_signature_is_refused() -> None:
