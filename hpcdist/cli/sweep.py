@@ -199,7 +199,7 @@ def submit_sweep(
                 sweep_cells.discard([choice.run for choice in to_run if choice.why == "new"])
                 raise
         say(f"{sweep.name} is job{'s' * (len(jobs) > 1)} {jobs[0]}{f' to {jobs[-1]}' * (len(jobs) > 1)}")
-        say(_upload([choice.run for choice in to_run], uri))
+        say(_upload([choice.run for choice in to_run], uri) or f"{len(to_run)} cells uploaded to MLflow")
     return _follow(sweep, choices, uri) if follow else 0
 
 
@@ -218,7 +218,7 @@ def _show_script(sweep: Sweep, to_run: Sequence[Choice], flags: Mapping[str, str
 
 
 def _upload(runs: Sequence[RunDir], uri: str, *, close_lost: bool = False) -> str:
-    """Upload the records of some cells to MLflow. Returns a sentence on the result."""
+    """Upload the records of some cells to MLflow. Returns why that failed, or ""."""
     from hpcdist.tracking.shipping.shipper import sync
 
     try:
@@ -226,7 +226,7 @@ def _upload(runs: Sequence[RunDir], uri: str, *, close_lost: bool = False) -> st
             sync(run, uri, close_dead=close_lost)
     except TrackingError as error:
         return f"not in MLflow yet: {error}"
-    return f"{len(runs)} cells uploaded to MLflow"
+    return ""
 
 
 def _follow(sweep: Sweep, choices: Sequence[Choice], uri: str) -> int:
@@ -251,14 +251,14 @@ def _follow(sweep: Sweep, choices: Sequence[Choice], uri: str) -> int:
             next_upload = time.monotonic() + UPLOAD_EVERY_S
             changed = [choice.run for choice in choices if uploaded.get(choice.run.name) != _version(choice.run)]
             uploaded |= {run.name: _version(run) for run in changed}
-            if changed and (sentence := _upload(changed, uri)).startswith("not"):
-                say(sentence)
+            if problem := _upload(changed, uri):
+                say(problem)
         if has_ended:
             break
         time.sleep(POLL_S)
     if lost := [choice.run for choice in choices if statuses[choice.run.name].name == "lost"]:
         say(f"no longer in the queue, without a recorded end: {', '.join(run.name for run in lost)}")
-        say(_upload(lost, uri, close_lost=True))
+        say(_upload(lost, uri, close_lost=True) or f"{len(lost)} cells uploaded to MLflow")
     return show_end(sweep, choices) or int(bool(lost))
 
 

@@ -115,17 +115,15 @@ def _finding(run: RunDir, now: RunStatus) -> Finding | None:
             return Finding(cause=cause, evidence=evidence, fix=fix or continuation(run))
     if now.name in ("stopped", "cancelled"):
         return Finding(cause=state.reason, fix=continuation(run))
-    lost = now.name == "lost" or state.reason == "its supervisor died"
     found = (
-        explain_attempt(run, run.attempt(state.attempt), "" if lost else state.reason)
+        explain_attempt(run, run.attempt(state.attempt), "" if now.is_lost else state.reason)
         if state.attempt
         else _of_logs(run, _batch_logs(run))
     )
     if found is not None:
         return found
-    if lost:
-        cause = f"its supervisor was killed; {now.reason}" if now.reason else "its supervisor was killed"
-        return Finding(cause=cause, fix=continuation(run))
+    if now.is_lost:
+        return Finding(cause=now.reason or "its supervisor was killed", fix=continuation(run))
     return Finding(cause=state.reason or "no cause was recorded", evidence=f"logs in {run.path}/attempts")
 
 
@@ -161,7 +159,7 @@ def explain_attempt(run: RunDir, attempt: Attempt, reason: str = "", *, read_log
     """
     times, record = read_times(attempt), read_json(attempt.failure) or {}
     reason = reason or (times.reason if times is not None else "") or str(record.get("error", ""))
-    if reason.startswith("preflight: ") and (found := _of_preflight(run, attempt)) is not None:
+    if record.get("kind") == "unfit" and (found := _of_preflight(run, attempt)) is not None:
         return found
     failed = _failed_ranks(attempt, first=record.get("rank"))
     if failed and not failed[0][1].get("peer_lost"):

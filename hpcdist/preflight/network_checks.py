@@ -6,9 +6,9 @@ differences must be large, and values that suffice for training are not reported
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcdist.machine.check import Check, Level
 from hpcdist.network.slow_links import find_slow_links
@@ -30,6 +30,13 @@ SKEW_S = 1.0
 #: A lease is renewed every 10 s and stale after 60 s by the reader's clock, so a live run could be considered dead.
 FATAL_SKEW_S = 30.0
 _SHOWN = 4
+
+
+class _Problem(NamedTuple):
+    """Why a node cannot reach another one."""
+
+    kind: str  #: `Peer.status`, or `ephemeral`
+    detail: str
 
 
 def check_network(request: Request, answers: Answers) -> list[Check]:
@@ -70,21 +77,20 @@ def _foreign_connections(request: Request, answers: Answers) -> Iterator[Check]:
 
 def _blocked(request: Request, answers: Answers) -> Iterator[Check]:
     """Report nodes that others cannot reach, nodes that cannot reach others, and single pairs."""
-    ways: dict[Pair, str] = {}
+    ways: dict[Pair, _Problem | None] = {}
     for source, answer in answers.items():
         for target, peer in answer["network"]["peers"].items():
             if target not in answers or answers[target]["network"].get("port_problem"):
                 continue  # reported by _port_in_use
-            status = peer["status"]
-            if status == "ok" and peer.get("ephemeral"):
-                status = f"ephemeral {peer['ephemeral']}"
-            detail = peer.get("detail", "")
-            ways[source, target] = "" if status == "ok" else f"{status} {detail}".strip()
+            if peer["status"] != "ok":
+                ways[source, target] = _Problem(peer["status"], peer.get("detail", ""))
+            else:
+                ways[source, target] = _Problem("ephemeral", peer["ephemeral"]) if peer.get("ephemeral") else None
     # A node that answers some of the others is only busy.
-    mute = {way for way, problem in ways.items() if problem.startswith("mute")}
+    mute = {way for way, problem in ways.items() if problem is not None and problem.kind == "mute"}
     busy = {target for _, target in mute if any((way not in mute) and way[1] == target for way in ways)}
     ways = {way: problem for way, problem in ways.items() if way not in mute or way[1] not in busy}
-    bad = {way: problem for way, problem in ways.items() if problem}
+    bad = {way: problem for way, problem in ways.items() if problem is not None}
     while bad:
         end, node = max(
             ((end, node) for end in (1, 0) for node in answers), key=lambda it: _share(it[1], it[0], ways, bad)
@@ -105,16 +111,16 @@ def _blocked(request: Request, answers: Answers) -> Iterator[Check]:
         yield Check(name="port", level="failure", text=text, fix=fix)
 
 
-def _share(node: str, end: int, ways: Mapping[Pair, str], bad: Mapping[Pair, str]) -> tuple[float, int]:
+def _share(node: str, end: int, ways: Collection[Pair], bad: Collection[Pair]) -> tuple[float, int]:
     total = sum(way[end] == node for way in ways)
     count = sum(way[end] == node for way in bad)
     return (count / total if total else 0.0), count
 
 
-def _cut_off(request: Request, node: str, problem: str, others: str, *, inward: bool) -> Check:
+def _cut_off(request: Request, node: str, problem: _Problem, others: str, *, inward: bool) -> Check:
     cause, fix = _describe(request, problem, node)
-    name = "names" if problem.startswith("unresolved") else "port"
-    if problem.startswith("ephemeral"):
+    name = "names" if problem.kind == "unresolved" else "port"
+    if problem.kind == "ephemeral":
         text = cause
     elif inward:
         text = f"{others or 'no other node'} {'cannot' if others else 'can'} reach it: {cause}"
@@ -123,9 +129,9 @@ def _cut_off(request: Request, node: str, problem: str, others: str, *, inward: 
     return Check(name=name, level="failure", text=text, fix=fix, node=node)
 
 
-def _describe(request: Request, problem: str, node: str) -> tuple[str, str]:
+def _describe(request: Request, problem: _Problem, node: str) -> tuple[str, str]:
     """Return the problem of a connection to or from a node, and the fix."""
-    kind, _, detail = problem.partition(" ")
+    kind, detail = problem
     port = f"port {request.port}"
     firewall = (
         "open all TCP ports from 20480 on between the nodes, or at least 20480-32760 and"

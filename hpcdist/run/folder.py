@@ -113,6 +113,7 @@ class State:
     ended: float | None = None
     world_size: int = 0
     rejected: bool = False  #: failed because of a user error, which a restart cannot fix
+    lost: bool = False  #: the supervisor or the job died, and another process recorded this end
 
     @property
     def sentence(self) -> str:

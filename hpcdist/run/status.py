@@ -44,6 +44,11 @@ class RunStatus:
         """Status and reason."""
         return sentence_of(self.name, self.reason)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the supervisor recorded no end; the reason is then that of the job, if there is one."""
+        return self.name == "lost" or self.state.lost
+
 
 def query_job(run: RunDir, *, history: bool = False) -> JobSnapshot | None:
     """Query Slurm for a run's job. Returns None for a local run."""
@@ -244,5 +249,5 @@ def close_if_lost(run: RunDir) -> str:
     last_sign = last_renewal(run) or time.time()
     # The lease of a dead job is void.
     with hold(run, job_id=lease.get("job_id") if snapshot is not None else None):
-        run.write_state(replace(found.state, status=status, reason=reason, ended=ended or last_sign))
+        run.write_state(replace(found.state, status=status, reason=reason, ended=ended or last_sign, lost=True))
     return reason

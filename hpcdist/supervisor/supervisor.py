@@ -115,7 +115,7 @@ class Supervisor:
             self._signals.handled(),
             Notifier(self._run, self._config.notify, self._env, self._report.note) as notifier,
         ):
-            state = replace(self._run.read_state(), status="running", reason="", ended=None, rejected=False)
+            state = replace(self._run.read_state(), status="running", reason="", ended=None, rejected=False, lost=False)
             self._write(replace(state, world_size=self._launcher.num_ranks))
             limit_log(self._run.path, self._config.launch.log_max_mb)
             shipper = self._start_shipper()

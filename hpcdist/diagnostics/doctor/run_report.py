@@ -75,7 +75,7 @@ def _status(run: RunDir) -> list[Check]:
 def status_check(run: RunDir, now: RunStatus) -> Check:
     """Return the run's status, with the next command if it failed or was lost."""
     text = now.sentence
-    if now.facts is not None and now.facts.sentence() not in text:
+    if now.facts is not None and not now.is_lost:
         text += f"; {now.facts.describe(time.time())}"
     if now.name == "lost":
         fix = f"`hpcdist resume {run.name}` continues it, `hpcdist sync {run.name}` closes it in MLflow"

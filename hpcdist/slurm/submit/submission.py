@@ -100,7 +100,7 @@ def _queued(runs: Sequence[RunDir], job: str) -> Iterator[None]:
         # Before the status `queued`: a queued run with a previous job that is over counts as lost.
         write_json(run.path / "slurm.json", {"job_id": None})
         # Before the submission: the job may start before sbatch returns.
-        run.write_state(replace(state, status="queued", reason="", ended=None))
+        run.write_state(replace(state, status="queued", reason="", ended=None, lost=False))
     try:
         yield
     except (FailedJobError, OSError) as error:

@@ -18,6 +18,7 @@ from hpcdist.files.atomic import write_json
 from hpcdist.run.attempt_times import AttemptTimes, write_times
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
+from hpcdist.run.status import close_if_lost
 from hpcdist.slurm import job_snapshot
 from hpcdist.slurm.job_info import JobInfo
 from hpcdist.slurm.job_snapshot import JobSnapshot
@@ -353,6 +354,9 @@ def test_killed_supervisor_is_the_cause_of_a_lost_run(run: RunDir) -> None:
     change_state(run, status="running", reason="")
     found = explained(run)
     assert (found["status"], found["cause"]) == ("lost", "its supervisor was killed")
+    close_if_lost(run)
+    found = explained(run)
+    assert (found["status"], found["cause"]) == ("failed: its supervisor died", "its supervisor died")
 
 
 # --- job states of Slurm
@@ -448,6 +452,8 @@ def test_failed_preflight_is_the_cause_with_its_fix(run: RunDir) -> None:
     clock = {"name": "clock", "level": "warning", "node": "n2", "text": "2 s ahead", "fix": "start chronyd"}
     write_json(run.attempt(1).preflight, {"checks": [clock, disk]})
     change_state(run, reason=reason)
+    assert explained(run)["cause"] == reason, "a preflight that only warns does not end the attempt"
+    write_json(run.attempt(1).failure, {"kind": "unfit", "rank": 0, "host": "", "step": None, "error": reason})
     assert explained(run) == {
         "status": f"failed: {reason}",
         "cause": "n3 is unfit for a run: disk: no space left on device",
