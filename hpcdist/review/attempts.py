@@ -116,9 +116,10 @@ def _read(attempt: Attempt, state: State, *, resumed_at: int | None, by_slurm: s
     beat, training, times = newest_beat(attempt), read_training(attempt), _times(attempt)
     started = times.began if times is not None else _started(attempt, beat)
     status, cause, ended = (times.status, times.reason, times.ended) if times is not None else ("", "", None)
-    if status in ("stopped", "cancelled") and (request := _request(attempt)) is not None:
-        # The state in Slurm's accounting says more than the request.
-        cause += f" ({request.sentence})" * (request.ends_run and not (by_slurm and request.cause == "preemption"))
+    request = _request(attempt) if status in ("stopped", "cancelled") else None
+    # The state in Slurm's accounting says more than that Slurm ended the job.
+    if request is not None and request.ends_run and not (by_slurm and request.cause == "preemption"):
+        cause = request.after(cause)
     is_last = attempt.number >= state.attempt
     if not status and is_last and state.status in ENDED:
         status, cause, ended = state.status, state.reason, ended or state.ended

@@ -47,6 +47,10 @@ class Request:
         """Cause and author."""
         return _SENTENCES[self.cause].format(by=self.by)
 
+    def after(self, how: str) -> str:
+        """Return how an attempt ended, if that is known, and this request as the cause."""
+        return f"{how} ({self.sentence})" if how else self.sentence
+
 
 class Attempt:
     """`attempts/NNN/`: one start of all ranks."""

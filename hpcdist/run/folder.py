@@ -97,8 +97,8 @@ def require_record(path: Path) -> dict[str, Any]:
 
 
 def sentence_of(status: str, reason: str) -> str:
-    """Return a status with its reason, which may begin with the status itself: `stopped with everything saved`."""
-    return reason if reason.startswith(f"{status} ") else f"{status}: {reason}" if reason else status
+    """Return a status with its reason, if there is one."""
+    return f"{status}: {reason}" if reason else status
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,7 +107,7 @@ def how_stopped(run: RunDir, attempt: Attempt, script: Sequence[str], began: flo
         began: begin of the attempt.
     """
     if not script:
-        return "stopped with everything saved"
+        return "everything saved"
     ended = attempt.outcomes().get(0, {}).get("reason") or f"{script_name(script)} was ended by SIGTERM"
     saved = "saved nothing in hpcdist.checkpoint_dir()"
     files = retry.retry(lambda: script_files(run), run.checkpoints)

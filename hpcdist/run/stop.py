@@ -114,7 +114,7 @@ def _dequeue(run: RunDir, request: Request, snapshot: JobSnapshot) -> str | None
     if after is None or not after.is_over:
         return None
     ended: Status = "stopped" if request.action == "stop" else "cancelled"
-    reason = f"{ended} in the queue ({request.sentence})"
+    reason = f"taken out of the queue ({request.sentence})"
     # The lease of a dead job is void.
     with hold(run, job_id=(read_json(run.lease) or {}).get("job_id")):
         run.write_state(replace(run.read_state(), status=ended, reason=reason, ended=time.time()))

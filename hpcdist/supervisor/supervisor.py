@@ -211,7 +211,7 @@ class Supervisor:
         request = None if end == "finished" else self._request_of(attempt)
         reason = self._how(attempt, end) + " (the ranks received a stop signal)" * (end == "stopped" and not request)
         write_times(attempt, replace(times, status=end, reason=reason))
-        reason += f" ({request.sentence})" if request is not None else ""
+        reason = request.after(reason) if request is not None else reason
         return replace(state, status=end, reason=reason, ended=time.time())
 
     def _after_failure(
@@ -322,9 +322,9 @@ class Supervisor:
             )
 
     def _how(self, attempt: Attempt, end: Status) -> str:
-        """Return how an attempt has ended that did not fail."""
+        """Return how an attempt has ended that did not fail; "" if its status says it."""
         if end == "cancelled":
-            return end
+            return ""
         if end == "stopped":
             return how_stopped(self._run, attempt, self._config.trainer.script, self._times.began)
         return str(attempt.outcomes().get(0, {}).get("reason") or "the trainer has finished")

@@ -229,7 +229,7 @@ def test_selected_runs_are_compared(page: Page, site: Site, screenshots: Path) -
     ("name", "status", "state", "reason"),
     [
         ("failing", "Failed", "failed", "failed with ValueError: a mistake in the user's own code after step"),
-        ("stopped", "Killed", "stopped", "stopped with everything saved (`hpcdist stop` by"),
+        ("stopped", "Killed", "stopped", "everything saved (`hpcdist stop` by"),
     ],
     ids=["failing", "stopped"],
 )

@@ -137,7 +137,7 @@ def test_docker_stop_saves_and_docker_start_continues(box: DockerBox, control: s
         wait_for(lambda: list(runs.glob("*/*/attempts/001/held-0")), "rank 0 is held", timeout_s=300)
         box.docker("stop", "--time", "120", name)
         assert box.inspect(name)["State"]["ExitCode"] == 0
-        assert "stopped with everything saved (SIGTERM to the supervisor)" in box.docker("logs", name)
+        assert "stopped: everything saved (SIGTERM to the supervisor)" in box.docker("logs", name)
         assert only_run(runs).read_state().status == "stopped"
         box.docker("start", name)
         assert box.docker("wait", name).strip() == "0"

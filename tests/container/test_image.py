@@ -127,7 +127,7 @@ def test_restarted_container_resumes_the_stopped_run(
         containers.podman("stop", "--time", "60", name)
         output = first.communicate(timeout=60)[0]
     assert first.returncode == 0, output
-    assert "stopped with everything saved (SIGTERM to the supervisor)" in output
+    assert "stopped: everything saved (SIGTERM to the supervisor)" in output
     stopped = only_run(runs)
     assert stopped.read_state().status == "stopped"
     assert len(list((stopped.path / "checkpoints").glob("step-*"))) >= 1

@@ -331,7 +331,7 @@ def test_stopped_run_resumes_exactly(runs: Runs, control: str) -> None:
     runs.release(name)
     code, output = finish(process)
     assert code == 0, output
-    assert "stopped with everything saved" in output
+    assert "stopped: everything saved" in output
     assert 50 <= runs.checkpoint_steps(name)[-1] < LAST_STEP
     code, output = runs.command("resume", name)
     assert code == 0, output

@@ -97,7 +97,7 @@ def test_running_run_saves_is_profiled_and_stops_by_tag(runs: Runs) -> None:
         set_tag(runs.database, runs.mlflow_id("commands"), "stop")
         code, output = finish(process)
         assert code == 0, output
-        assert "stopped with everything saved (the tag hpcdist.command in MLflow)" in output
+        assert "stopped: everything saved (the tag hpcdist.command in MLflow)" in output
     tags = runs.tags("commands")
     assert "hpcdist.command" not in tags
     assert " UTC stop: commands will save and stop" in tags["hpcdist.command.result"]
@@ -189,7 +189,7 @@ def test_commands_need_edit_permission_on_a_server(server: tuple[Path, str], run
         bob.command(run_id, "stop")
         code, output = finish(process)
         assert code == 0, output
-        assert "stopped with everything saved (the tag hpcdist.command in MLflow)" in output
+        assert "stopped: everything saved (the tag hpcdist.command in MLflow)" in output
         artifacts = bob.send(
             "GET", f"2.0/mlflow/artifacts/list?run_id={run_id}&path={os.path.dirname(trace).removeprefix('artifacts/')}"
         )

@@ -31,7 +31,7 @@ def repeated(runs: Runs, control_run: str) -> tuple[str, str]:
 def test_a_rerun_of_some_steps_repeats_the_values(runs: Runs, control_run: str, repeated: tuple[str, str]) -> None:
     original = runs.mlflow_id(control_run)
     name, output = repeated
-    assert f"stopped with everything saved (stop.pause_at_step={PAUSE_STEP})" in output
+    assert f"stopped: everything saved (stop.pause_at_step={PAUSE_STEP})" in output
     # Three training metrics and the samples at every second step, two of the evaluation after the first epoch.
     assert output.splitlines()[-1] == f"no value differs: {4 * PAUSE_STEP // 2 + 2} values of 6 metrics at 26 steps"
     assert runs.run_dir(name).read_state().status == "stopped"

@@ -177,7 +177,7 @@ def test_stopped_run_resumes_exactly(rl_runs: Runs, control: str, kind: str) -> 
     assert code == 0, output
     code, output = finish(process)
     assert code == 0, output
-    assert "stopped with everything saved" in output
+    assert "stopped: everything saved" in output
     at = rl_runs.checkpoint_steps(name)[-1]
     assert 14 <= at < 20
     code, output = rl_runs.command("resume", name)

@@ -263,7 +263,7 @@ def test_first_ctrl_c_stops_and_second_cancels_the_run(runs: Runs) -> None:
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
     assert code == 0, output
-    assert "stopped with everything saved (SIGINT to the supervisor)" in output
+    assert "stopped: everything saved (SIGINT to the supervisor)" in output
     stopped_at = runs.checkpoint_steps(name)[-1]
 
     process = runs.start("resume", name, "params.hang_at=" + str(stopped_at + 2))
@@ -275,7 +275,7 @@ def test_first_ctrl_c_stops_and_second_cancels_the_run(runs: Runs) -> None:
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
     assert code == 130, output
-    assert "cancelled (SIGINT to the supervisor)" in output
+    assert "cancelled: SIGINT to the supervisor" in output
 
 
 # --- a full disk

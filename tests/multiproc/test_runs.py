@@ -42,7 +42,7 @@ def test_run_stopped_in_the_middle_of_an_epoch_is_resumed(runs: Runs, control_ru
     assert code == 0, output
     code, output = finish(process)
     assert code == 0, output
-    assert "stopped with everything saved (`hpcdist stop` by" in output
+    assert "stopped: everything saved (`hpcdist stop` by" in output
     stopped_at = runs.checkpoint_steps(name)[-1]
     assert HOLD_STEP <= stopped_at < LAST_STEP, "stopped in the middle of the second epoch"
     assert runs.mlflow_status(name) == "KILLED"
@@ -66,7 +66,7 @@ def test_truncated_newest_checkpoint_is_skipped(runs: Runs, augmented_control_ru
     runs.release(name)
     code, output = finish(process)
     assert code == 0, output
-    assert "stopped with everything saved (the ranks received a stop signal)" in output
+    assert "stopped: everything saved (the ranks received a stop signal)" in output
     *_, before, newest = runs.checkpoint_steps(name)
     weights = runs.run_dir(name).checkpoints / f"step-{newest:08d}" / "model.pt"
     os.truncate(weights, weights.stat().st_size // 2)

@@ -52,7 +52,7 @@ def test_requeued_job_forks_again(scene: FaultScene) -> None:
     scene.submit_held("requeue of forked ranks", FORK)
     scene.cluster.run("scontrol", "requeue", scene.job)
     scene.release()
-    assert scene.wait_queued() == "stopped with everything saved (Slurm ends the job)"
+    assert scene.wait_queued() == "everything saved (Slurm ends the job)"
     scene.runs.assert_no_process_left(scene.name)
     scene.start_now()
     scene.assert_recovered(max_lost_steps=0)

@@ -16,7 +16,7 @@ def test_requeued_job_resumes_at_the_last_step(scene: FaultScene) -> None:
     scene.submit_held("requeue")
     scene.cluster.run("scontrol", "requeue", scene.job)
     scene.release()
-    assert scene.wait_queued() == "stopped with everything saved (Slurm ends the job)"
+    assert scene.wait_queued() == "everything saved (Slurm ends the job)"
     assert HOLD_STEP <= scene.runs.checkpoint_steps(scene.name)[-1] < LAST_STEP, "stopped in the middle"
     scene.start_now()
     scene.assert_recovered(max_lost_steps=0)
@@ -44,7 +44,7 @@ def test_ranks_save_on_slurms_signal_before_the_supervisor_requests_a_stop(scene
     scene.submit_held("USR2 ahead of the limit")
     scene.cluster.run("scancel", "--signal=USR2", scene.job)
     scene.release()
-    assert scene.wait_queued() == "stopped with everything saved (the ranks received a stop signal)"
+    assert scene.wait_queued() == "everything saved (the ranks received a stop signal)"
     scene.start_now()
     scene.assert_recovered(max_lost_steps=0)
 
@@ -87,7 +87,7 @@ def test_stop_signal_before_the_process_group_exists_loses_no_step(scene: FaultS
     if fault.startswith("USR2"):
         scene.cluster.run("scancel", "--signal=USR2", scene.job)
         scene.release()
-        assert scene.wait_queued() == "stopped with everything saved (the ranks received a stop signal)"
+        assert scene.wait_queued() == "everything saved (the ranks received a stop signal)"
         assert scene.runs.checkpoint_steps(scene.name)[-1] < 20, "stopped at one of the first steps"
     else:
         # Slurm kills the ranks after KillWait (5 s) unless they have ended by then: both outcomes are valid.

@@ -101,7 +101,7 @@ def test_requeued_job_resumes_at_the_last_step(
     devcluster.run("scontrol", "requeue", job)
     slurm_runs.wait_stop_request(name)
     slurm_runs.release(name)
-    assert slurm_runs.wait_requeued(name).reason == "stopped with everything saved (Slurm ends the job)"
+    assert slurm_runs.wait_requeued(name).reason == "everything saved (Slurm ends the job)"
     saved = slurm_runs.checkpoint_steps(name)[-1]
     assert HOLD_STEP <= saved < LAST_STEP
     assert_nothing_left(in_image, slurm_runs, name)

@@ -124,7 +124,7 @@ def test_requeued_heterogeneous_job_resumes_with_the_same_placement(
 
     devcluster.run("scontrol", "requeue", job)
     slurm_runs.release(name)
-    assert slurm_runs.wait_requeued(name).reason == "stopped with everything saved (Slurm ends the job)"
+    assert slurm_runs.wait_requeued(name).reason == "everything saved (Slurm ends the job)"
     saved = slurm_runs.checkpoint_steps(name)[-1]
     assert HOLD_STEP <= saved < STEPS, "stopped in the middle"
     slurm_runs.start_now(job)

@@ -85,7 +85,7 @@ def test_requeue_and_cancel_of_the_last_task_do_not_affect_other_tasks(
     for name in (first, last):
         devcluster.run("scontrol", "requeue", sweeps.job_id(name))
         state = sweeps.wait_requeued(name)
-        assert state.reason == "stopped with everything saved (Slurm ends the job)"
+        assert state.reason == "everything saved (Slurm ends the job)"
         saved = sweeps.checkpoint_steps(name)[-1]
         sweeps.start_now(sweeps.job_id(name))
         log = sweeps.attempt(name, 2).log(0)

@@ -75,7 +75,7 @@ def test_scancelled_run_saves_and_has_status_stopped(slurm_runs: SlurmRuns, devc
     devcluster.run("scancel", job)
     slurm_runs.release(name)
     state = slurm_runs.wait_end(name, job)
-    assert (state.status, state.reason) == ("stopped", "stopped with everything saved (Slurm ends the job)")
+    assert (state.status, state.reason) == ("stopped", "everything saved (Slurm ends the job)")
     assert slurm_runs.checkpoint_steps(name)[-1] >= HOLD_STEP
     slurm_runs.assert_no_process_left(name)
 

@@ -74,7 +74,7 @@ def test_follow_shows_pending_reasons_a_requeue_and_the_end(
     slurm_runs.wait_until_held(name, NUM_RANKS)
     devcluster.run("scontrol", "requeue", job)
     slurm_runs.release(name)
-    following.until("queued: requeued (stopped with everything saved (Slurm ends the job)); job ")
+    following.until("queued: requeued (everything saved (Slurm ends the job)); job ")
     slurm_runs.start_now(job)
     code, lines = following.end()
     assert (code, lines[-1]) == (0, "finished: trained 90 steps, 2 epochs"), lines

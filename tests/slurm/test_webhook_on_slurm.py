@@ -72,8 +72,8 @@ def test_starts_restart_requeue_and_end_of_a_job_are_reported_once(
     assert {body["run"] for body in webhook.bodies} == {f"digits/{NAME}"}
     restart, requeue, end = (webhook.bodies[index]["reason"] for index in (1, 2, 4))
     assert restart.startswith("rank 3 on n2 was killed by SIGKILL")
-    assert requeue.startswith("stopped with everything saved (Slurm ends")
-    assert end.startswith("stopped with everything saved (`hpcdist stop` by ")
+    assert requeue.startswith("everything saved (Slurm ends")
+    assert end.startswith("everything saved (`hpcdist stop` by ")
     assert webhook.bodies[-1]["mlflow_run_id"] == runs.mlflow_id(NAME)
 
     code, output = runs.command("sync", NAME)

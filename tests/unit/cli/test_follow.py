@@ -188,7 +188,7 @@ def test_follow_continues_through_a_requeue(
 
     def preempted() -> None:
         """The supervisor has written the state, which looks like the end, but still runs."""
-        state(status="stopped", reason="stopped with everything saved (SIGTERM)")
+        state(status="stopped", reason="everything saved (SIGTERM)")
 
     def supervisor_exits() -> None:
         """No supervisor holds the lease, and the job is in the queue."""
@@ -215,8 +215,8 @@ def test_follow_continues_through_a_requeue(
         "queued: job 7 waits (Resources)",
         "running: job 7 on n[1-2]",
         "step 4/9",
-        "stopped with everything saved (SIGTERM); job 7 is RUNNING on n[1-2]",
-        "queued: requeued (stopped with everything saved (SIGTERM)); job 7 waits (BeginTime)",
+        "stopped: everything saved (SIGTERM); job 7 is RUNNING on n[1-2]",
+        "queued: requeued (everything saved (SIGTERM)); job 7 waits (BeginTime)",
         "starting: job 7 is RUNNING on n3",
         "running: job 7 on n3",
     ]

@@ -92,7 +92,7 @@ def test_stop_and_cancel_remove_a_queued_run_from_the_queue(
     assert cancelled == [("7", True)]
     state = run.read_state()
     assert state.status == status
-    assert state.reason.startswith(f"{status} in the queue (`hpcdist {command}` by ")
+    assert state.reason.startswith(f"taken out of the queue (`hpcdist {command}` by ")
 
 
 def test_stop_sends_a_request_if_the_job_starts_meanwhile(

@@ -426,9 +426,9 @@ def test_failure_before_the_first_attempt_is_found_in_the_batch_log(run: RunDir,
 
 
 def test_stopped_run_has_the_request_as_cause(run: RunDir) -> None:
-    change_state(run, status="stopped", reason="stopped with everything saved (`hpcdist stop` by ada)")
+    change_state(run, status="stopped", reason="everything saved (`hpcdist stop` by ada)")
     found = explained(run)
-    assert found["cause"] == "stopped with everything saved (`hpcdist stop` by ada)"
+    assert found["cause"] == "everything saved (`hpcdist stop` by ada)"
     assert found["fix"] == "`hpcdist resume first` continues from the newest checkpoint"
 
 

@@ -328,8 +328,8 @@ def test_description_of_a_sweep_begins_with_the_best_cell() -> None:
     )
     lowest = describe_sweep(replace(facts, monitor_mode="min"), max_chars=8000)
     assert "Best cell: [lr\\=0\\.2](#/a)" in lowest
-    stopped = replace(facts, state=State(status="stopped", reason="stopped with everything saved"))
-    assert describe_sweep(stopped, max_chars=8000).startswith("**stopped** with everything saved\n")
+    stopped = replace(facts, state=State(status="stopped", reason="everything saved"))
+    assert describe_sweep(stopped, max_chars=8000).startswith("**stopped**: everything saved\n")
     many = replace(facts, cells=tuple(replace(cells[1], metric=float(number)) for number in range(500)))
     text = describe_sweep(many, max_chars=4000)
     assert len(text) <= 4000

@@ -106,7 +106,7 @@ def test_end_of_an_unrecorded_attempt_is_the_last_heartbeat_of_any_rank(folder: 
 
 def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
     folder.attempt(first_step=0, step=120, status="failed", reason="rank 1 was killed")
-    folder.attempt(first_step=100, step=250, status="stopped", reason="stopped with everything saved")
+    folder.attempt(first_step=100, step=250, status="stopped", reason="everything saved")
     folder.run.attempt(2).send_request(Request(cause="preemption"))
     folder.attempt(first_step=250, step=300)
     folder.attempt(first_step=250, step=400, status="finished", reason="trained 400 steps")
@@ -118,7 +118,7 @@ def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
     write_json(folder.run.path / "job.json", {"job_id": "7", "starts": starts})
     assert [one.cause for one in folder.facts(status="finished").attempts] == [
         "rank 1 was killed",
-        "preempted by a job of higher priority: stopped with everything saved",
+        "preempted by a job of higher priority: everything saved",
         "a node failed (Slurm: NODE_FAIL)",
         "trained 400 steps",
     ]
@@ -133,13 +133,13 @@ def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
         assert read_faults(folder.run)[0].where == f"node {nodes}"
     assert folder.facts().num_job_starts == 3
     assert interruptions(attempts, 8000) == (
-        "1: rank 1 was killed; 2: preempted by a job of higher priority: stopped with everything saved;"
+        "1: rank 1 was killed; 2: preempted by a job of higher priority: everything saved;"
         " 3: nodes n1, n3 failed (Slurm: NODE_FAIL)"
     )
     write_json(folder.run.path / "job.json", {"job_id": "7", "starts": {"0": {**starts["0"], "state": 5}}})
-    assert folder.facts(status="finished").attempts[1].cause == (
-        "stopped with everything saved (Slurm ends the job)"
-    ), "a damaged record"
+    assert folder.facts(status="finished").attempts[1].cause == ("everything saved (Slurm ends the job)"), (
+        "a damaged record"
+    )
 
 
 def test_evidence_of_a_killed_rank_contains_the_memory_use_of_its_node(folder: Folder) -> None:

@@ -134,7 +134,7 @@ def test_name_of_a_user_is_never_taken_for_the_cause_of_a_request(
     with hold(scene.run):
         state = scene.supervise()
     assert (state.status, state.attempt) == ("stopped", 1)
-    assert state.reason == f"stopped with everything saved (`hpcdist stop` by {name})"
+    assert state.reason == f"everything saved (`hpcdist stop` by {name})"
     request = scene.run.attempt(1).read_request()
     assert request is not None
     assert (request.cause, request.by) == ("user", f"`hpcdist stop` by {name}")

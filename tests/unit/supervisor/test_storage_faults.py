@@ -192,7 +192,7 @@ def test_ranks_get_a_signal_if_the_request_cannot_be_written(player: Player) -> 
     (answer,) = played.answers
     assert answer["notes"][0] == "stopping: the ranks save a checkpoint and exit (SIGTERM to the supervisor)"
     assert answer["notes"][1].endswith("request.json: No space left on device; sending SIGTERM to the ranks")
-    assert answer["on_disk"] == ["stopped", "stopped with everything saved (SIGTERM to the supervisor)"]
+    assert answer["on_disk"] == ["stopped", "everything saved (SIGTERM to the supervisor)"]
 
 
 def test_run_folder_that_stays_unavailable_fails_the_run(player: Player) -> None:

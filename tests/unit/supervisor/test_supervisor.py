@@ -250,7 +250,7 @@ def test_stop_request_ends_the_run_as_stopped(scene: Scene) -> None:
     scene.report.on_attempt = lambda attempt: attempt.send_request(Request(cause="user", by="`hpcdist stop` by ada"))
     state = scene.supervise()
     assert (state.status, state.attempt, state.restarts) == ("stopped", 1, 0)
-    assert state.reason == "stopped with everything saved (`hpcdist stop` by ada)"
+    assert state.reason == "everything saved (`hpcdist stop` by ada)"
     assert "stopping: the ranks save a checkpoint and exit (`hpcdist stop` by ada)" in scene.report.notes
 
 
@@ -269,7 +269,7 @@ def test_stop_request_between_two_attempts_reaches_the_second(scene: Scene) -> N
     scene.launcher.broken = broken  # type: ignore[method-assign]
     state = scene.supervise(supervisor)
     assert (state.status, state.attempt) == ("stopped", 2)
-    assert state.reason == "stopped with everything saved (`hpcdist stop` by ada)"
+    assert state.reason == "everything saved (`hpcdist stop` by ada)"
 
 
 def test_attempt_records_the_nodes_that_were_lost(scene: Scene) -> None:
@@ -345,7 +345,7 @@ def test_stop_request_after_the_last_step_ends_the_run_as_finished(scene: Scene)
 def test_stop_signal_to_the_ranks_ends_the_run_as_stopped(scene: Scene) -> None:
     scene.script(first=[[["report", {"outcome": "stopped"}]], EXIT_0])
     state = scene.supervise()
-    assert state.reason == "stopped with everything saved (the ranks received a stop signal)"
+    assert state.reason == "everything saved (the ranks received a stop signal)"
 
 
 def test_interrupted_start_of_a_container_ends_the_attempt_without_a_restart(scene: Scene) -> None:
@@ -400,7 +400,7 @@ def test_cancel_request_kills_the_ranks(scene: Scene, alive: NamedPipe) -> None:
         Request(action="cancel", cause="user", by="`hpcdist cancel` by ada")
     )
     state = scene.supervise()
-    assert (state.status, state.reason) == ("cancelled", "cancelled (`hpcdist cancel` by ada)")
+    assert (state.status, state.reason) == ("cancelled", "`hpcdist cancel` by ada")
     assert alive.is_released(10)
 
 

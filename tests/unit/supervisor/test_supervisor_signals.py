@@ -35,7 +35,7 @@ def test_signal_before_the_first_attempt_stops_the_run(scene: Scene) -> None:
     state = scene.supervise(supervisor)
     assert (state.status, state.reason) == (
         "stopped",
-        "stopped with everything saved (SIGTERM to the supervisor)",
+        "everything saved (SIGTERM to the supervisor)",
     )
 
 
@@ -77,7 +77,7 @@ def test_first_signal_to_the_supervisor_stops_the_run(
         out, _ = process.communicate()
     assert out.splitlines() == [
         f"stopping: the ranks save a checkpoint and exit ({number.name} to the supervisor)",
-        f"stopped with everything saved ({number.name} to the supervisor)",
+        f"stopped: everything saved ({number.name} to the supervisor)",
     ]
     assert process.returncode == 0
 
@@ -95,7 +95,7 @@ def test_second_interrupt_cancels_the_run(scene: Scene, messages: NamedPipe, ali
         assert messages.line() == "asked"
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate()
-    assert out.splitlines()[-1] == "cancelled (SIGINT to the supervisor)"
+    assert out.splitlines()[-1] == "cancelled: SIGINT to the supervisor"
     assert alive.is_released(10)
 
 
@@ -127,7 +127,7 @@ def test_closed_terminal_stops_the_run(scene: Scene, messages: NamedPipe) -> Non
     state = scene.run.read_state()
     assert (state.status, state.reason) == (
         "stopped",
-        "stopped with everything saved (SIGHUP to the supervisor)",
+        "everything saved (SIGHUP to the supervisor)",
     )
 
 
