@@ -115,7 +115,7 @@ def test_stop_and_cancel_remove_a_pending_job_without_accounting(
         assert devcluster.job(job)["JobState"] == "CANCELLED"
         assert slurm_runs.state(name).status == status
     code, output = slurm_runs.command("runs", **env)
-    assert "cancelled in the queue" in output
+    assert "taken out of the queue" in output
 
 
 @pytest.mark.slow
