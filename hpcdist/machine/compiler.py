@@ -1,14 +1,20 @@
-"""The compiler and headers that torch.compile needs at run time."""
+"""What torch.compile needs at run time: a compiler, headers, and a cache that no other user can write to."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sysconfig
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, RunFolderError
+from hpcdist.files.ownership import make_private
+
+log = logging.getLogger(__name__)
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def require_compiler(device: str, env: Mapping[str, str]) -> None:
@@ -36,3 +42,24 @@ def require_compiler(device: str, env: Mapping[str, str]) -> None:
 def _found(env: Mapping[str, str], variable: str, *names: str) -> bool:
     chosen = env.get(variable, "").split()[:1]
     return any(shutil.which(name, path=env.get("PATH", os.defpath)) for name in chosen or names)
+
+
+def cache_environment(env: Mapping[str, str], run: Path) -> dict[str, str]:
+    """Return the variables with which torch.compile executes no code that another user has put into its cache.
+
+    torch's default is a folder in /tmp whose name anyone can take first. `env` may have that default as a value, since
+    an import of torch sets it.
+
+    Args:
+        run: a run folder, in which the cache is if another user has taken the name that hpcdist uses.
+    """
+    default = str(Path(tempfile.gettempdir(), "torchinductor_"))
+    if not env.get(_CACHE, default).startswith(default):
+        return {}
+    folder = Path(f"{default}{os.geteuid()}")
+    try:
+        make_private(folder)
+    except RunFolderError as error:
+        log.warning("the cache of torch.compile is in the run folder: %s", error)
+        folder = run / "torchinductor"
+    return {_CACHE: str(folder)}

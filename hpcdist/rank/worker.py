@@ -28,6 +28,7 @@ from hpcdist.config.trainer_params import arguments_of
 from hpcdist.errors import HpcdistError, RendezvousError, TrainerError
 from hpcdist.files import retry
 from hpcdist.files.log_limit import limit_log
+from hpcdist.machine.compiler import cache_environment
 from hpcdist.rank import process_end, script_api
 from hpcdist.rank.outcome import Outcome
 from hpcdist.rank.roles import Roles
@@ -102,6 +103,7 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
     enable_flight_recorders(attempt, os.environ)
     config = load_run_config(run.effective_config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
     limit_log(run.path, config.launch.log_max_mb)
+    os.environ.update(cache_environment(os.environ, run.path))
     records = _begin_records(config, run, attempt, topology)
     ended: Literal["done", "stopped"]
     if config.trainer.script:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from hpcdist.errors import ConfigError
-from hpcdist.machine.compiler import require_compiler
+from hpcdist.machine.compiler import cache_environment, require_compiler
 
 
 @pytest.fixture
@@ -58,3 +60,25 @@ def test_compiler_of_the_environment_is_used(machine: Path) -> None:
     install(machine, "mine", "Python.h")
     assert is_accepted("cpu", {"PATH": str(machine), "CXX": "mine -O1"})
     assert not is_accepted("cpu", {"PATH": str(machine), "CXX": "absent"})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can plant a folder of another user")
+def test_cache_that_another_user_may_have_filled_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tmp_path.chmod(0o1777)
+    run, ours, planted = tmp_path / "run", tmp_path / "torchinductor_0", tmp_path / "torchinductor_root"
+    default = {"TORCHINDUCTOR_CACHE_DIR": str(planted)}
+    assert cache_environment({"TORCHINDUCTOR_CACHE_DIR": "/data/cache"}, run) == {}
+    for _ in range(2):  # the second run finds the cache of the first
+        assert cache_environment({}, run) == cache_environment(default, run) == {"TORCHINDUCTOR_CACHE_DIR": str(ours)}
+        assert ours.stat().st_mode & 0o777 == 0o700
+    in_run = {"TORCHINDUCTOR_CACHE_DIR": str(run / "torchinductor")}
+    ours.chmod(0o777)
+    assert cache_environment({}, run) == in_run
+    ours.chmod(0o700)
+    os.chown(ours, 65534, 65534)
+    assert cache_environment({}, run) == in_run
+    ours.rmdir()
+    ours.symlink_to(tmp_path)
+    os.lchown(ours, 65534, 65534)
+    assert cache_environment({}, run) == in_run
