@@ -5,8 +5,8 @@
 The journal has one record per step, each with one of ten metrics. Each contender is a process of its own with a new
 database, one after another in each round:
 
-shipper            `hpcdist sync` without a limit of points (`tracking.exact_points=0`)
-shipper, default   the same with the default limit
+shipper            `hpcdist sync` without a limit of points
+shipper, default   the same with the limit
 log_batch          MLflow's client with 1,000 metrics per call, from memory, without a journal
 
 PostgreSQL runs on this machine with `fsync=off`, as in the tests (`tests/support/postgres_cluster.py`).
@@ -42,12 +42,12 @@ def records(number: int) -> Iterator[tuple[str, float, int, int]]:
         yield f"train/metric_{step % NUM_KEYS}", step * 0.123456789 % 1, 1_760_000_000_000 + step, step
 
 
-def make_run(folder: Path, number: int, tracking: str) -> Path:
+def make_run(folder: Path, number: int) -> Path:
     """Make a finished run with a journal."""
     from hpcdist.run.folder import RunDir, State
 
     run = RunDir.create(folder / "runs" / "benchmark" / "run")
-    run.config.write_text(f"{{experiment: benchmark, tracking: {{{tracking}}}}}\n")
+    run.config.write_text("{experiment: benchmark}\n")
     run.write_state(State(status="finished", attempt=1, created=1.76e9, ended=1.77e9))
     with open(run.journal / "attempt-001.rank-00000.jsonl", "w") as file:
         for key, value, time_ms, step in records(number):
@@ -55,12 +55,15 @@ def make_run(folder: Path, number: int, tracking: str) -> Path:
     return run.path
 
 
-def upload(uri: str, path: str) -> dict[str, float]:
-    """Upload the run as `hpcdist sync` does."""
+def upload(uri: str, path: str, *, all_points: bool) -> dict[str, float]:
+    """Upload the run as `hpcdist sync` does, or without its limit of points."""
     from hpcdist.run.folder import RunDir
     from hpcdist.tracking.client.mlflow_client import open_client
+    from hpcdist.tracking.journal import point_budget
     from hpcdist.tracking.shipping.shipper import sync
 
+    if all_points:
+        point_budget.EXACT_POINTS = 10**12
     open_client(uri)
     return measured(lambda: sync(RunDir.open(Path(path)), uri).num_points)
 
@@ -104,7 +107,7 @@ def run_contender(name: str, uri: str, number: int, folder: Path) -> dict[str, f
     if name == "log_batch":
         arguments = ["--contender", name, "--uri", uri, "--records", str(number)]
     else:
-        path = make_run(folder, number, "exact_points: 0" if name == "shipper" else "")
+        path = make_run(folder, number)
         arguments = ["--contender", name, "--uri", uri, "--path", str(path)]
     env = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
     done = subprocess.run(
@@ -143,7 +146,7 @@ def main() -> None:
         print(json.dumps(log_batches(arguments.uri, arguments.records)))
         return
     if arguments.contender:
-        print(json.dumps(upload(arguments.uri, arguments.path)))
+        print(json.dumps(upload(arguments.uri, arguments.path, all_points=arguments.contender == "shipper")))
         return
     rows: dict[str, dict[str, list[dict[str, float]]]] = {}
     load = os.getloadavg()

@@ -39,8 +39,6 @@ class TrackingConfig:
     """Optimizer steps between two values of the training metrics; the last step is logged as well."""
     system_interval_s: float = 10.0
     """Seconds between two values of each node's system metrics; 0 disables them."""
-    exact_points: int = 10_000
-    """Points of a metric that MLflow gets without gaps; of further ones it gets extremes. 0 sends all points."""
     drain_timeout_s: float = 60.0
     """Seconds that the end of a run waits for MLflow; `hpcdist sync` ships the rest later."""
     commands: list[str] = field(default_factory=list)
@@ -51,7 +49,7 @@ class TrackingConfig:
     def __post_init__(self) -> None:
         check(
             at_least(self, 1, "log_every_steps")
-            + at_least(self, 0, "system_interval_s", "exact_points", "drain_timeout_s")
+            + at_least(self, 0, "system_interval_s", "drain_timeout_s")
             + [
                 f"commands: {name!r} must be one of {', '.join(COMMANDS)}"
                 for name in self.commands

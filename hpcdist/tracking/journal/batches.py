@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from hpcdist.config.schema import TrackingConfig
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal.node_charts import NodeCharts
 from hpcdist.tracking.journal.point_budget import PointBudget
@@ -22,12 +18,11 @@ class Batches:
     saved state.
     """
 
-    def __init__(self, run: RunDir, progress: ShippingState, config: Mapping[str, Any]) -> None:
-        limit = (config.get("tracking") or {}).get("exact_points", TrackingConfig.exact_points)
+    def __init__(self, run: RunDir, progress: ShippingState) -> None:
         self._progress = progress
         self._nodes = NodeCharts(progress.node_intervals, progress.steps)
         self._tail = JournalTail(run.journal, progress, self._nodes)
-        self._budget = PointBudget(progress, int(limit))
+        self._budget = PointBudget(progress)
         self._chunks: dict[str, Chunk] = {}
 
     @property

@@ -13,25 +13,20 @@ from typing import Any
 from hpcdist.tracking.journal.shipping_state import ShippingState
 from hpcdist.tracking.journal.tail import Point
 
+#: Number of points up to which MLflow gets every point of a metric.
+EXACT_POINTS = 10_000
 #: Points in a bucket after the limit; twice as many after twice the limit, and so on.
 FIRST_BUCKET = 16
 
 
 class PointBudget:
-    """The selection of the points of all metrics. Its state, a few points per metric, is part of `ShippingState`.
+    """The selection of the points of all metrics. Its state, a few points per metric, is part of `ShippingState`."""
 
-    Args:
-        limit: Number of points up to which a metric is exact; 0 selects all points.
-    """
-
-    def __init__(self, progress: ShippingState, limit: int) -> None:
+    def __init__(self, progress: ShippingState) -> None:
         self._progress = progress
-        self._limit = limit
 
     def select(self, points: Iterable[Point]) -> list[Point]:
         """Return the points to send: some of `points`, and earlier points of buckets that end with them."""
-        if not self._limit:
-            return list(points)
         selected: list[Point] = []
         num_points = 0
         for point in points:
@@ -41,7 +36,7 @@ class PointBudget:
                 series = self._progress.series[point.key] = {"count": 0}
             number = series["count"]
             series["count"] = number + 1
-            if number < self._limit:
+            if number < EXACT_POINTS:
                 selected.append(point)
                 continue
             is_first, is_last = self._place(number)
@@ -57,8 +52,8 @@ class PointBudget:
 
     def _place(self, number: int) -> tuple[bool, bool]:
         """Return whether a point is the first and whether it is the last one of its bucket."""
-        begin = self._limit << ((number // self._limit).bit_length() - 1)
-        size = FIRST_BUCKET * begin // self._limit
+        begin = EXACT_POINTS << ((number // EXACT_POINTS).bit_length() - 1)
+        size = FIRST_BUCKET * begin // EXACT_POINTS
         place = (number - begin) % size
         return place == 0, place == size - 1 or number + 1 == 2 * begin
 

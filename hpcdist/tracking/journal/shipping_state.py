@@ -61,7 +61,7 @@ class ShippingState:
     num_repeated: int = 0  #: omitted, since MLflow has the step of the key from an earlier attempt
     num_broken: int = 0  #: lines that are not records
     num_refused: int = 0  #: points that MLflow rejected
-    num_thinned: int = 0  #: omitted by `tracking.exact_points`, or held until their bucket ends
+    num_thinned: int = 0  #: omitted beyond EXACT_POINTS, or held until their bucket ends
 
     @property
     def is_sending(self) -> bool:

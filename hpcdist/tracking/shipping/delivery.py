@@ -102,7 +102,7 @@ class Delivery:
         self.progress = ShippingState.load(self._saved)
         if self.progress.run_id != run_id:
             self.progress = ShippingState(run_id=run_id)
-        self._batches = Batches(self.run, self.progress, self.config)
+        self._batches = Batches(self.run, self.progress)
         self._checkpoints = CheckpointModels(self.run, self.open_run(), self.progress.checkpoints)
 
     def ship_once(self, state: State | None = None) -> int:

@@ -31,6 +31,7 @@ from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.folder_identity import require_same
 from hpcdist.run.status import close_if_lost
 from hpcdist.tracking.client.uri import redact_uri
+from hpcdist.tracking.journal.point_budget import EXACT_POINTS
 from hpcdist.tracking.pages import run_metadata
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ class SyncReport:
     num_repeated: int = 0  #: omitted: MLflow has this step of the metric from an earlier attempt
     num_broken: int = 0  #: lines of the journal that are not records
     num_refused: int = 0  #: points that MLflow rejected
-    num_thinned: int = 0  #: omitted beyond `tracking.exact_points`
+    num_thinned: int = 0  #: omitted beyond the first EXACT_POINTS of a metric
     num_artifacts: int = 0  #: uploaded
     closed: str = ""  #: reason with which a run of a dead supervisor or job was closed
     busy: bool = False  #: another process uploads this run; nothing was done
@@ -211,7 +212,7 @@ class SyncReport:
         for number, meaning in (
             (self.num_repeated, "points omitted that an earlier attempt had logged"),
             (self.num_refused, "points rejected by MLflow"),
-            (self.num_thinned, "points beyond tracking.exact_points in the journal only"),
+            (self.num_thinned, f"points after the first {EXACT_POINTS:,} of a metric in the journal only"),
             (self.num_broken, "damaged lines skipped"),
         ):
             text += f", {number} {meaning}" if number else ""

@@ -9,10 +9,9 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
-from tracking_scene import CONFIG, Scene
+from tracking_scene import Scene
 
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import node_charts, point_budget
@@ -42,24 +41,27 @@ SYSTEM = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(point_budget, "EXACT_POINTS", LIMIT)
+
+
 def points(values: list[float], key: str = "loss") -> list[Point]:
     return [Point(key, value, 1000 + step, step) for step, value in enumerate(values)]
 
 
-def select(found: list[Point], limit: int = LIMIT, *, batch: int = 7) -> list[Point]:
+def select(found: list[Point], *, batch: int = 7) -> list[Point]:
     """Return what MLflow gets, in batches with a new process after each."""
     progress, sent = ShippingState(), []
     for start in range(0, len(found), batch):
         progress = ShippingState(series=json.loads(json.dumps(progress.series)))
-        sent += PointBudget(progress, limit).select(found[start : start + batch])
-    return sent + PointBudget(progress, limit).flush()
+        sent += PointBudget(progress).select(found[start : start + batch])
+    return sent + PointBudget(progress).flush()
 
 
 def test_metric_within_the_limit_is_exact() -> None:
     found = points([float(step) for step in range(LIMIT)])
     assert select(found) == found
-    many = points([float(step) for step in range(1000)])
-    assert select(many, 0) == many, "no limit"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -101,7 +103,7 @@ def test_nan_and_infinities_of_a_bucket_are_sent() -> None:
 
 def test_metric_continues_after_the_end_of_a_run() -> None:
     found, progress = points([float(step % 17) for step in range(200)]), ShippingState()
-    budget = PointBudget(progress, LIMIT)
+    budget = PointBudget(progress)
     sent = budget.select(found[:121])
     assert budget.is_holding
     sent += budget.flush()
@@ -149,17 +151,16 @@ def write_node(run: RunDir, node: int, second: float, value: float, *, attempt: 
 class Store:
     """A shipper that can be killed between any two of its actions, and an MLflow that stores equal points once."""
 
-    def __init__(self, run: RunDir, seed: int, **tracking: Any) -> None:
+    def __init__(self, run: RunDir, seed: int) -> None:
         self.run = run
         self.random = random.Random(seed)
         self.received: set[Point] = set()
-        self._config = {"tracking": tracking}
         self._saved = run.journal / "shipped.json"
         self._restart()
 
     def _restart(self) -> None:
         self.progress = ShippingState.load(self._saved)
-        self.batches = Batches(self.run, self.progress, self._config)
+        self.batches = Batches(self.run, self.progress)
 
     def ship(self, newest: int = 1, *, over: bool, may_be_killed: bool = True) -> bool:
         """Send a batch as `Delivery.ship_records` does. Returns False if there is nothing to send."""
@@ -193,6 +194,7 @@ class Store:
 def test_complete_intervals_have_the_statistics_of_all_nodes_through_crashes(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(point_budget, "EXACT_POINTS", 1000)
     monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(journal_tail, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(journal_tail, "BATCH_BYTES", 9000)
@@ -223,7 +225,7 @@ def test_live_run_with_random_crashes_sends_each_point_once(
 ) -> None:
     monkeypatch.setattr(point_budget, "FIRST_BUCKET", 8)
     run, draw = make_run(tmp_path), random.Random(seed)
-    store = Store(run, seed, exact_points=20)
+    store = Store(run, seed)
     losses: list[Point] = []
     for number in range(150):
         attempt = 1 + (number >= 90)
@@ -244,7 +246,7 @@ def test_live_run_with_random_crashes_sends_each_point_once(
     store.ship_rest(2)
     store.assert_each_step_once()
     assert [point for point in sorted(store.received, key=lambda it: it.step) if point.key == "loss"] == sorted(
-        select(losses, 20, batch=1000), key=lambda it: it.step
+        select(losses, batch=1000), key=lambda it: it.step
     )
     assert live >= 15, "intervals are sent while the run is live"
     assert store.values("time/nodes_mean/step_s")
@@ -266,8 +268,8 @@ def test_silent_node_does_not_delay_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-def test_sync_reports_points_beyond_the_limit(scene: Scene) -> None:
-    scene.write_config({**CONFIG, "tracking": {"exact_points": 10}})
+def test_sync_reports_points_beyond_the_limit(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(point_budget, "EXACT_POINTS", 10)
     scene.log(range(100))
     scene.state(status="finished", ended=2e9)
     report = sync(scene.run, scene.uri)
@@ -275,7 +277,7 @@ def test_sync_reports_points_beyond_the_limit(scene: Scene) -> None:
     assert steps[:10] == list(range(10))
     assert steps[-1] == 99
     assert report.num_points == len(steps) + 1
-    assert f", {100 - len(steps)} points beyond tracking.exact_points in the journal only" in str(report)
+    assert f", {100 - len(steps)} points after the first 10,000 of a metric in the journal only" in str(report)
     assert sync(scene.run, scene.uri).num_points == 0
 
 
