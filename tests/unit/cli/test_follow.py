@@ -15,6 +15,7 @@ from rich.console import Console
 
 from hpcdist.cli import follow as following
 from hpcdist.cli.follow import follow, stream_log
+from hpcdist.diagnostics.doctor.run_report import status_check
 from hpcdist.errors import RunFolderError
 from hpcdist.files.atomic import write_json
 from hpcdist.run import status
@@ -309,3 +310,16 @@ def test_follow_closes_a_local_run_without_a_lease(
     Events(monkeypatch, [])
     state = follow(console, run)
     assert (state.status, state.reason) == ("failed", "its supervisor died")
+
+
+def test_end_of_the_job_of_a_lost_run_is_shown_once(
+    make: Callable[..., RunDir], slurm: Callable[[JobSnapshot], None]
+) -> None:
+    """The reason of such a run is the end of its job, also after another process has recorded it."""
+    run = submitted(make(status="running", attempt=1))
+    slurm(job("NODE_FAIL"))
+    for name in ("lost", "failed"):
+        found = status.status_of(run)
+        sentence = f"{name}: {found.reason}"
+        assert (following._status_line(found), status_check(run, found).text) == (sentence, sentence)
+        status.close_if_lost(run)

@@ -357,6 +357,7 @@ def test_killed_supervisor_is_the_cause_of_a_lost_run(run: RunDir) -> None:
     close_if_lost(run)
     found = explained(run)
     assert (found["status"], found["cause"]) == ("failed: its supervisor died", "its supervisor died")
+    assert "evidence" not in found
 
 
 # --- job states of Slurm
