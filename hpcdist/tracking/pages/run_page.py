@@ -81,13 +81,8 @@ def set_note(opened: MlflowRun, text: str, *, own_note: str = "") -> None:
         own_note: text above the description if the run has none yet.
     """
     with translated(opened.uri):
-        tags = opened.client.get_run(opened.run_id).data.tags
-    current = tags.get(NOTE_TAG, "")
-    above, mark, _ = current.partition(MARK)
-    # Versions before 0.2 wrote state and reason.
-    if not mark and current in ("", f"{tags.get('hpcdist.state')}: {tags.get('hpcdist.reason')}"):
-        above = own_note
-    above = above.strip()
+        current = opened.client.get_run(opened.run_id).data.tags.get(NOTE_TAG, "")
+    above = (current.partition(MARK)[0] if current else own_note).strip()
     whole = f"{above}\n\n{MARK}\n\n{text}" if above else f"{MARK}\n\n{text}"
     # A long text of the user is kept, and the end of the description is left out.
     opened.set_tags({NOTE_TAG: whole.encode(errors="replace").decode()[:MAX_TAG]})

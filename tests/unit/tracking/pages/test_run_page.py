@@ -84,15 +84,6 @@ def test_text_of_the_user_is_kept(scene: Scene) -> None:
     assert len(note(scene)) == 8000
 
 
-def test_description_of_an_older_version_is_replaced(scene: Scene) -> None:
-    scene.shipper().ship_once()
-    for key, value in ((NOTE_TAG, "failed: why"), ("hpcdist.state", "failed"), ("hpcdist.reason", "why")):
-        scene.client.set_tag(scene.entity.info.run_id, key, value)
-    scene.state(status="finished", reason="done")
-    scene.shipper().ship_once()
-    assert note(scene).startswith(f"{MARK}\n\n**finished**: done")
-
-
 def test_configured_description_precedes_the_generated_one(scene: Scene) -> None:
     tracking = CONFIG["tracking"] | {"tags": {NOTE_TAG: "see the wiki"}}
     scene.write_config(CONFIG | {"tracking": tracking})
