@@ -7,6 +7,7 @@ that no rank reads a partial dataset. Finding a dataset works without torch, as 
 from __future__ import annotations
 
 import http.client
+import importlib.util
 import logging
 import os
 import shutil
@@ -78,6 +79,14 @@ def _is_complete(name: str, folder: Path) -> bool:
     return all(idx_file(folder, file) for files in IDX_FILES.values() for file in files)
 
 
+def digits_path() -> Path:
+    """Return the path of scikit-learn's digits without importing scikit-learn."""
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or spec.origin is None:
+        raise DataError("digits is part of scikit-learn, which is not installed: pip install scikit-learn")
+    return Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
+
+
 def missing(data: DataConfig) -> str:
     """Return a message if the dataset is not on disk, else an empty string."""
     if data.name not in FOLDERS or find(data.name, root := Path(data.root).expanduser()):
@@ -98,9 +107,6 @@ def prepare(data: DataConfig) -> None:
     if data.name == "synthetic":
         return
     if data.name == "digits":
-        # Imported here because it needs torch.
-        from hpcdist.data.readers import digits_path
-
         digits_path()
         return
     root = Path(data.root).expanduser()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import importlib.util
 import math
 import pickle
 import warnings
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.data.download import CIFAR10_MD5
+from hpcdist.data.download import CIFAR10_MD5, digits_path
 from hpcdist.errors import DataError
 
 #: Limit of the number of dimensions; images have two to four.
@@ -79,14 +78,6 @@ def read_cifar10_batch(path: Path) -> tuple[Tensor, Tensor]:
         content = pickle.loads(raw, encoding="bytes")  # noqa: S301
     images = torch.from_numpy(np.ascontiguousarray(content[b"data"]))
     return images.reshape(-1, 3, 32, 32), torch.tensor(content[b"labels"])
-
-
-def digits_path() -> Path:
-    """Return the path of scikit-learn's digits without importing scikit-learn."""
-    spec = importlib.util.find_spec("sklearn")
-    if spec is None or spec.origin is None:
-        raise DataError("digits is part of scikit-learn, which is not installed: pip install scikit-learn")
-    return Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
 
 
 def read_digits() -> tuple[Tensor, Tensor]:

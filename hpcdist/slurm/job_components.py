@@ -87,7 +87,7 @@ def components(config: Config) -> tuple[JobComponent, ...]:
 def _check_outlives_nodes(config: Config) -> None:
     """Raise ConfigError if a range of nodes or spare nodes contradict other keys."""
     cluster, min_ranks = config.cluster, config.elastic.min_ranks or 1
-    # `elastic_problems` checks cluster.min_nodes; without it, a run on this machine may have the default cluster.nodes.
+    # `cross_check` checks cluster.min_nodes; without it, a run on this machine may have the default cluster.nodes.
     num_ranks = cluster.nodes * cluster.tasks_per_node
     if cluster.min_nodes is None and not config.roles and num_ranks < min_ranks:
         raise ConfigError(

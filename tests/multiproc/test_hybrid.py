@@ -27,8 +27,9 @@ from hpcdist.checkpoint.weights import load_weights
 from hpcdist.config.schema import CheckpointConfig, Config, OptimConfig, StopConfig, TrackingConfig
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.hybrid import train
-from hpcdist.trainers.hybrid.click_logs import Clicks, batches, load_clicks
+from hpcdist.trainers.hybrid.click_logs import Clicks, batches
 from hpcdist.trainers.hybrid.click_model import ClickModel
+from hpcdist.trainers.hybrid.data_shares import load_clicks
 from hpcdist.trainers.hybrid.schema import HybridConfig
 from hpcdist.trainers.hybrid.tables import Layout, TableShard, fill_initial
 from hpcdist.trainers.hybrid.units import LookupPlan

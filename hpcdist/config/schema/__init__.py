@@ -10,11 +10,19 @@ from hpcdist.config.schema.container import ContainerConfig
 from hpcdist.config.schema.conversion import as_written, convert, exact
 from hpcdist.config.schema.declaration import Trainer, find_trainer, trainer_names, unused_sections
 from hpcdist.config.schema.describe import all_keys, describe
-from hpcdist.config.schema.elastic import ElasticConfig, division_problems, largest_world_size, new_run_problems
+from hpcdist.config.schema.elastic import ElasticConfig, division_problems
 from hpcdist.config.schema.launching import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.config.schema.notification import NotifyConfig
 from hpcdist.config.schema.preflight import PreflightConfig
-from hpcdist.config.schema.run import Config, SecretTexts, cross_check, role_device, to_tree
+from hpcdist.config.schema.run import (
+    Config,
+    SecretTexts,
+    cross_check,
+    largest_world_size,
+    new_run_problems,
+    role_device,
+    to_tree,
+)
 from hpcdist.config.schema.training import (
     DataConfig,
     ModelConfig,

@@ -10,13 +10,13 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
-if TYPE_CHECKING:
-    from hpcdist.config.schema.run import Config
+#: A check of a whole `Config`, whose module imports this one.
+Check = Callable[[Any], list[str]]
 
 
-def _no_problems(config: Config) -> list[str]:
+def _no_problems(config: object) -> list[str]:
     return []
 
 
@@ -36,9 +36,9 @@ class Trainer:
     """The key to use instead of optim.grad_accum_steps, for a trainer without support for it."""
     is_elastic: bool = False
     """Whether the trainer supports `data.global_batch_size`."""
-    check: Callable[[Config], list[str]] = _no_problems
+    check: Check = _no_problems
     """Return the mistakes in a config of this trainer that no section can detect alone."""
-    check_host: Callable[[Config], list[str]] = _no_problems
+    check_host: Check = _no_problems
     """Return the problems that only the host of the supervisor can detect, such as missing files."""
     fixed_keys: tuple[str, ...] = ()
     """The keys that a resume cannot change, because they determine the content of a checkpoint."""
@@ -70,28 +70,6 @@ def trainer_sections() -> dict[str, type]:
     """Return the config sections of the shipped trainers by key."""
     found = {name: find_trainer(name) for name in trainer_names()}
     return {name: trainer.section for name, trainer in found.items() if trainer and trainer.section}
-
-
-def trainer_problems(config: Config) -> list[str]:
-    """Return the mistakes in a config that concern its shipped trainer; none for a trainer of the user's own."""
-    name = config.trainer.target
-    trainer = find_trainer(name)
-    if trainer is None:
-        return []
-    problems = []
-    if trainer.roles and (
-        tuple(config.roles) != tuple(trainer.roles) or any(config.roles[role] != 1 for role in trainer.single_roles)
-    ):
-        got = ", ".join(f"{role}: {count}" for role, count in config.roles.items()) or "none"
-        needed = ", then ".join(f"one {role}" if role in trainer.single_roles else f"{role}s" for role in trainer.roles)
-        example = ", ".join(f"{role}: {count}" for role, count in trainer.roles.items())
-        problems.append(f"roles: trainer {name} needs {needed}, got {got}: set roles='{{{example}}}'")
-    if trainer.instead_of_accumulation and config.optim.grad_accum_steps != 1:
-        problems.append(
-            f"optim.grad_accum_steps={config.optim.grad_accum_steps} is not for trainer {name}:"
-            f" use {trainer.instead_of_accumulation}"
-        )
-    return problems + trainer.check(config)
 
 
 def unused_sections(trainer: str) -> set[str]:

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from hpcdist.config.schema.checks import MAX_RANKS, at_least, check, one_line
 from hpcdist.config.schema.cluster import ClusterConfig
 from hpcdist.config.schema.container import ContainerConfig
-from hpcdist.config.schema.declaration import default_trainer, trainer_problems
-from hpcdist.config.schema.elastic import ElasticConfig, elastic_problems
+from hpcdist.config.schema.declaration import default_trainer, find_trainer
+from hpcdist.config.schema.elastic import ElasticConfig, division_problems
 from hpcdist.config.schema.launching import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.config.schema.notification import NotifyConfig
 from hpcdist.config.schema.paths import IS_PATH
@@ -144,12 +144,12 @@ def cross_check(config: Config) -> list[str]:
     if config.trainer.script and config.trainer.target != default_trainer():
         problems.append("trainer.script and trainer.target exclude each other: remove one of them")
     if not config.trainer.script:
-        problems += trainer_problems(config)
+        problems += _trainer_problems(config)
     nodes, tasks = config.cluster.nodes, config.cluster.tasks_per_node
     for keys, ranks in (("cluster.nodes × tasks_per_node", nodes * tasks), ("roles", sum(config.roles.values()))):
         if ranks > MAX_RANKS:
             problems.append(f"{keys}: a run has at most {MAX_RANKS} ranks, got {ranks}")
-    problems += elastic_problems(config)
+    problems += _elastic_problems(config)
     if config.launch.device == "cpu":
         if config.launch.backend == "nccl":
             problems.append("launch.backend=nccl needs GPUs, but launch.device=cpu: use launch.backend=gloo")
@@ -169,3 +169,92 @@ def cross_check(config: Config) -> list[str]:
             f"{section}.{role}: no such role, `roles` has {', '.join(known)}" for role in set(named) - set(known)
         ]
     return problems
+
+
+def _trainer_problems(config: Config) -> list[str]:
+    """Return the mistakes in a config that concern its shipped trainer; none for a trainer of the user's own."""
+    name = config.trainer.target
+    trainer = find_trainer(name)
+    if trainer is None:
+        return []
+    problems = []
+    if trainer.roles and (
+        tuple(config.roles) != tuple(trainer.roles) or any(config.roles[role] != 1 for role in trainer.single_roles)
+    ):
+        got = ", ".join(f"{role}: {count}" for role, count in config.roles.items()) or "none"
+        needed = ", then ".join(f"one {role}" if role in trainer.single_roles else f"{role}s" for role in trainer.roles)
+        example = ", ".join(f"{role}: {count}" for role, count in trainer.roles.items())
+        problems.append(f"roles: trainer {name} needs {needed}, got {got}: set roles='{{{example}}}'")
+    if trainer.instead_of_accumulation and config.optim.grad_accum_steps != 1:
+        problems.append(
+            f"optim.grad_accum_steps={config.optim.grad_accum_steps} is not for trainer {name}:"
+            f" use {trainer.instead_of_accumulation}"
+        )
+    return problems + trainer.check(config)
+
+
+def largest_world_size(config: Config) -> int:
+    """Return the largest number of ranks that a config requests, on this machine or from Slurm; at least 1."""
+    return max(1, config.launch.num_ranks, config.cluster.nodes * config.cluster.tasks_per_node)
+
+
+def _elastic_problems(config: Config) -> list[str]:
+    """Return the mistakes in the keys of elastic runs, each with its fix."""
+    elastic, batch_size = config.elastic, config.data.global_batch_size
+    problems = []
+    if config.launch.num_ranks and elastic.min_ranks is not None and config.launch.num_ranks < elastic.min_ranks:
+        problems.append(
+            f"launch.num_ranks={config.launch.num_ranks} is less than elastic.min_ranks={elastic.min_ranks}:"
+            " change one of them"
+        )
+    fewest = config.cluster.fewest_nodes * config.cluster.tasks_per_node
+    if config.cluster.min_nodes is not None and elastic.min_ranks is not None and fewest < elastic.min_ranks:
+        problems.append(
+            f"cluster.min_nodes={config.cluster.min_nodes} allows {fewest} ranks, fewer than"
+            f" elastic.min_ranks={elastic.min_ranks}: change one of them"
+        )
+    if batch_size is None:
+        if elastic.exact or elastic.micro_batches is not None:
+            key = "exact" if elastic.exact else "micro_batches"
+            problems.append(f"elastic.{key} needs data.global_batch_size: set it, such as data.global_batch_size=256")
+        return problems
+    if config.trainer.script:
+        problems.append("data.global_batch_size is not for scripts, which divide their batches themselves: remove it")
+    trainer = find_trainer(config.trainer.target)
+    if trainer is not None and not trainer.is_elastic:
+        return [*problems, f"data.global_batch_size is not for trainer {config.trainer.target}: remove it"]
+    if config.optim.grad_accum_steps != 1:
+        problems.append(
+            f"optim.grad_accum_steps={config.optim.grad_accum_steps} and data.global_batch_size exclude each other:"
+            " set elastic.micro_batches instead"
+        )
+    if config.model.sync_batch_norm:
+        problems.append(
+            "model.sync_batch_norm normalises over the ranks, and data.global_batch_size over micro-batches on any"
+            " number of ranks: set model.sync_batch_norm=false"
+        )
+    if config.roles:
+        problems.append(
+            "roles and data.global_batch_size exclude each other, because all ranks share the micro-batches: remove one"
+        )
+    if elastic.micro_batches is not None and elastic.micro_batches < largest_world_size(config):
+        problems.append(
+            f"elastic.micro_batches={elastic.micro_batches} is less than the {largest_world_size(config)} ranks of the"
+            " config: raise it, or use fewer ranks"
+        )
+    # Without a number in the config, a checkpoint may hold one, which the ranks check (`rank/elastic/division.py`).
+    return problems + (division_problems(batch_size, elastic.micro_batches) if elastic.micro_batches else [])
+
+
+def new_run_problems(config: Config, num_ranks: int = 0) -> list[str]:
+    """Return the mistake in the division of the global batch of a new run without `elastic.micro_batches`.
+
+    A run with a checkpoint keeps the number of micro-batches of its first start instead.
+
+    Args:
+        num_ranks: number of ranks with which the run starts; 0 if it is not known.
+    """
+    batch_size = config.data.global_batch_size
+    if batch_size is None or config.elastic.micro_batches is not None:
+        return []
+    return division_problems(batch_size, max(num_ranks, largest_world_size(config)))

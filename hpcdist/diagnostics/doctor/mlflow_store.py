@@ -16,7 +16,7 @@ from hpcdist.errors import UserMistake, shortened
 from hpcdist.machine import storage
 from hpcdist.machine.check import Check, note, ok, warning
 from hpcdist.tracking.client.credentials import VARIABLES, Credentials, read_credentials
-from hpcdist.tracking.client.server_version import version_in
+from hpcdist.tracking.client.server_errors import version_in
 from hpcdist.tracking.pages.links import web_address
 from hpcdist.tracking.server.database_schema import DatabaseError, read_schema
 

@@ -1,4 +1,4 @@
-"""Failed requests to an MLflow server in one line each: cause and fix."""
+"""Failed requests to an MLflow server in one line each: cause and fix; the version of MLflow there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 from hpcdist.errors import UserMistake
 from hpcdist.tracking.client.credentials import VARIABLES, read_credentials
-from hpcdist.tracking.client.server_version import server_version
 
 _STATUS = re.compile(
     r"failed with error code (\d{3}) |too many (\d{3}) error responses|^(\d{3}) (?:Client|Server) Error"
@@ -121,3 +120,25 @@ def _no_endpoint(status: int, uri: str) -> str:
         f"the server has MLflow {found} and does not know a request of this client's MLflow {own} ({status}): install"
         " the same version on both sides"
     )
+
+
+def version_in(answer: str) -> str:
+    """Return the version in an answer of `/version`; empty for another page, such as that of a login."""
+    text = answer.strip()
+    return text if re.fullmatch(r"[0-9]+\.[0-9]+[\w.]{0,30}", text) else ""
+
+
+def server_version(uri: str) -> str:
+    """Return the version of the MLflow server at a URI; empty if none answers. Imports MLflow.
+
+    MLflow's client sends the request: a server with accounts answers none without credentials.
+    """
+    from mlflow.exceptions import MlflowException
+    from mlflow.utils.credentials import get_default_host_creds
+    from mlflow.utils.rest_utils import http_request
+
+    try:
+        response = http_request(get_default_host_creds(uri), "/version", "GET", max_retries=0, timeout=5)
+    except MlflowException:
+        return ""
+    return version_in(response.text[:100]) if response.status_code == 200 else ""

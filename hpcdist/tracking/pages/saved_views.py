@@ -26,7 +26,7 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.sweep_folder import sweep_of
 from hpcdist.tracking.client.mlflow_client import translated
 from hpcdist.tracking.client.mlflow_run import MlflowRun
-from hpcdist.tracking.client.server_version import server_version
+from hpcdist.tracking.client.server_errors import server_version
 from hpcdist.tracking.client.uri import is_server
 from hpcdist.tracking.journal.names import clean_name
 from hpcdist.tracking.pages.links import VIEWS

@@ -1,4 +1,4 @@
-"""Shares of the samples, whose number stays when a run is resumed with fewer trainers."""
+"""Click logs in shares of the samples, whose number stays when a run is resumed with fewer trainers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,36 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from hpcdist.errors import DataError
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
+from hpcdist.trainers.hybrid.click_logs import Clicks, SyntheticLog
+from hpcdist.trainers.hybrid.schema import HybridConfig
 
 log = logging.getLogger(__name__)
+
+
+def load_clicks(cfg: HybridConfig, seed: int, *, shares: range, num_shares: int) -> tuple[Clicks, Clicks]:
+    """Return the training samples and the test samples of consecutive shares.
+
+    Training shares have equal size, so up to `num_shares` - 1 samples are left out; test shares have each test sample
+    once. Raises DataError for a file that is missing, damaged or does not match the config.
+    """
+    if cfg.file:
+        from hpcdist.trainers.hybrid.click_files import FileLog  # pyarrow takes 0.3 s
+
+        source: FileLog | SyntheticLog = FileLog(cfg)
+    else:
+        source = SyntheticLog(cfg, seed)
+    num_test = max(1, round(len(source) * cfg.eval_fraction))
+    num_train = (len(source) - num_test) // num_shares
+    if num_train < 1:
+        raise DataError(
+            f"{cfg.file or 'the synthetic log'} has {len(source)} samples: too few for {num_shares} trainers"
+        )
+    first_test = len(source) - num_test
+    bounds = [first_test + num_test * number // num_shares for number in (shares.start, shares.stop)]
+    return source.read(shares.start * num_train, shares.stop * num_train), source.read(bounds[0], bounds[1])
 
 
 def num_shares_of(saved: Restored | None, num_trainers: int) -> int:

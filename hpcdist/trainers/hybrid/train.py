@@ -41,9 +41,9 @@ from hpcdist.rank.optimizer import build_optimizer
 from hpcdist.rank.roles import share_of
 from hpcdist.rank.training_loop import Meter, run_epochs
 from hpcdist.rank.training_position import TrainingPosition
-from hpcdist.trainers.hybrid.click_logs import Clicks, batches, identity, load_clicks, padded
+from hpcdist.trainers.hybrid.click_logs import Clicks, batches, identity, padded
 from hpcdist.trainers.hybrid.click_model import ClickModel, auc, dense_part
-from hpcdist.trainers.hybrid.data_shares import num_shares_of, saved_sums
+from hpcdist.trainers.hybrid.data_shares import load_clicks, num_shares_of, saved_sums
 from hpcdist.trainers.hybrid.figures import evaluation_figures
 from hpcdist.trainers.hybrid.lookups import Lookups
 from hpcdist.trainers.hybrid.schema import HybridConfig

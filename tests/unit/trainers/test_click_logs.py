@@ -13,8 +13,9 @@ import torch
 from pyarrow import csv, parquet
 
 from hpcdist.errors import DataError
-from hpcdist.trainers.hybrid.click_logs import Bags, Clicks, batches, load_clicks, padded
+from hpcdist.trainers.hybrid.click_logs import Bags, Clicks, batches, padded
 from hpcdist.trainers.hybrid.click_model import auc
+from hpcdist.trainers.hybrid.data_shares import load_clicks
 from hpcdist.trainers.hybrid.schema import HybridConfig
 
 COLUMNS: dict[str, Any] = {
