@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import encodings.idna  # noqa: F401  # another user may not be able to read it
 import json
 import os
 import resource
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -20,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zmq
+from attacker import as_other_user
 from hpcdist_runs import unused_port
 from spawn import Rank, spawn_ranks
 from torch.distributed import DistStoreError, FileStore, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
@@ -35,27 +34,6 @@ from hpcdist.rank.topology import Topology
 
 KEY, OTHER = bytes(32), bytes([1] * 32)
 HERE = "127.0.0.1"
-
-
-def as_other_user(attack: Callable[[], Any]) -> Any:
-    """Return what a function returns in a process of another user; its exceptions become their text."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can be another user")
-    reader, writer = os.pipe()
-    if (pid := os.fork()) == 0:
-        os.setgroups([])
-        os.setgid(65534)
-        os.setuid(65534)
-        try:
-            found = attack()
-        except BaseException as error:
-            found = f"{type(error).__name__}: {error}"
-        os.write(writer, json.dumps(found).encode())
-        os._exit(0)
-    os.close(writer)
-    os.waitpid(pid, 0)
-    with open(reader, "rb") as pipe:
-        return json.loads(pipe.read())
 
 
 def store_at(folder: Path, port: int, *, rank: int, num_nodes: int) -> Store:
