@@ -212,6 +212,27 @@ def test_run_restarts_exactly_after_a_rank_is_killed(rl_runs: Runs, control: str
 
 
 @pytest.mark.slow
+def test_run_restarts_exactly_after_an_observer_is_stopped(rl_runs: Runs, control: str) -> None:
+    """It keeps its connections, so only the hang detection can find it; the agent waits for it."""
+    process = rl_runs.start(*command(rl_runs, "frozen", *SHORT, *HOLD_OVERRIDES, "launch.hang_timeout_s=15"))
+    rl_runs.wait_until_held("frozen", num_ranks=1)
+    (observer,) = (
+        rank
+        for rank in psutil.Process(process.pid).children(recursive=True)
+        if "hpcdist.rank.worker" in rank.cmdline() and rank.environ()["HPCDIST_RANK"] == "2"
+    )
+    observer.suspend()
+    rl_runs.release("frozen")
+    code, output = finish(process)
+    assert code == 0, output
+    assert "rank 2 (observer:1) on " in output
+    assert "made no progress for launch.hang_timeout_s=15 s" in output
+    assert "restart 1 of 3\n" in output
+    assert not observer.is_running()
+    assert_as_control(rl_runs, "frozen", control)
+
+
+@pytest.mark.slow
 def test_cartpole_is_solved(rl_runs: Runs) -> None:
     code, output = finish(rl_runs.start(*command(rl_runs, "solved", export=True)))
     assert code == 0, output

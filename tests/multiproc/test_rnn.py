@@ -318,3 +318,19 @@ def test_run_restarts_exactly_after_a_rank_is_killed(language_runs: Runs, contro
     assert f"rank {rank} ({victim}) on {os.uname().nodename} was killed by SIGKILL" in output
     assert "restart 1 of 3\n" in output
     assert_equals_control(runs, name, control)
+
+
+@pytest.mark.slow
+def test_run_restarts_exactly_after_the_server_is_stopped(language_runs: Runs, control: str) -> None:
+    """It keeps its connections, so only the hang detection can find it; the trainers wait for it."""
+    runs = language_runs
+    process = runs.start("run", *arguments(runs, "frozen", *HOLD_OVERRIDES, "launch.hang_timeout_s=15"))
+    server = psutil.Process(server_pid(runs.wait_until_held("frozen")))
+    server.suspend()
+    runs.release("frozen")
+    code, output = finish(process)
+    assert code == 0, output
+    assert f"rank 2 (parameter_server:0) on {os.uname().nodename} made no progress for" in output
+    assert "restart 1 of 3\n" in output
+    assert not server.is_running()
+    assert_equals_control(runs, "frozen", control)
