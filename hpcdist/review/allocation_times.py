@@ -44,7 +44,7 @@ def allocations_of(run: RunDir, now: float | None = None) -> list[AllocationTime
     """Return the allocations of a run until now, oldest first; none for a run of an older hpcdist."""
     now = time.time() if now is None else now
     attempts = timed_attempts(run, now)
-    starts = [start for start in all_job_starts(run) if start.began is not None]
+    starts = all_job_starts(run)
     # A supervisor that was killed is restarted in the same start of its job.
     groups: dict[JobStart | float, list[TimedAttempt]] = {}
     for attempt in attempts:
@@ -61,7 +61,6 @@ def allocations_of(run: RunDir, now: float | None = None) -> list[AllocationTime
 
 
 def _with_start(own: AllocationTimes, start: JobStart) -> AllocationTimes:
-    assert start.began is not None
     # Between the recorded end and Slurm's, Slurm ends the job.
     ended = max(start.began, own.ended if start.ended is None else start.ended)
     return replace(
@@ -81,7 +80,6 @@ def _clipped(timed: TimedAttempt, began: float, ended: float) -> TimedAttempt:
 
 def _without_attempts(start: JobStart, is_gpu: bool) -> AllocationTimes:
     """Return a start of a job that ended before its first attempt."""
-    assert start.began is not None
     assert start.ended is not None
     allocated = start.gpus if is_gpu else start.cores
     return AllocationTimes(

@@ -52,9 +52,9 @@ def job_of(run: RunDir) -> JobRef | None:
 class JobStart:
     """One start of a job, as `job.json` records it. Times are seconds since the epoch."""
 
+    began: float
     nodes: str = ""
     queue_s: float = 0.0  #: time in the queue before this start
-    began: float | None = None  #: None in records of an older hpcdist
     ended: float | None = None  #: None while the job runs, and until accounting has reported the end
     cores: int = 0  #: number of allocated cores; 0 if accounting has not reported it
     gpus: int = 0
@@ -64,8 +64,6 @@ class JobStart:
 
     def contains(self, moment: float) -> bool:
         """Return whether the job was allocated in this start at a time in seconds since the epoch."""
-        if self.began is None:
-            return False
         return self.began - _SAME_S <= moment and (self.ended is None or moment <= self.ended + _SAME_S)
 
 
@@ -97,7 +95,7 @@ def record_job_start(run: RunDir, env: Mapping[str, str]) -> None:
     """
     job_id = job_id_of(env)
     facts = job_snapshot.take_snapshot(JobRef(id=job_id)).info
-    if facts is None:
+    if facts is None or facts.started is None:
         return
     record = _read(run)
     starts = record.jobs.get(job_id, {}) | {
@@ -155,7 +153,7 @@ def _completed(
     except SlurmError:
         return dict(starts)
     known = [start for start in accounted if job_name in ("", start.name)]
-    began = [start["began"] for start in starts.values() if start.get("began")]
+    began = [start["began"] for start in starts.values()]
     is_known = is_certain or job_name or any(abs(one.began - moment) <= _SAME_S for one in known for moment in began)
     if not known or not is_known:
         return dict(starts)
@@ -166,11 +164,7 @@ def _completed(
     for record in completed.values():
         record |= _failed_nodes(record, starts.values())
     # Accounting learns of a start some seconds later.
-    late = [
-        start
-        for start in starts.values()
-        if start.get("began") and all(abs(start["began"] - one.began) > _SAME_S for one in known)
-    ]
+    late = [start for start in starts.values() if all(abs(start["began"] - one.began) > _SAME_S for one in known)]
     return completed | {str(len(known) + index): start for index, start in enumerate(late)}
 
 
@@ -186,7 +180,7 @@ def _failed_nodes(record: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]
     if record.get("state") != "NODE_FAIL" or not record.get("nodes"):
         return {}
     for one in earlier:
-        if "failed_nodes" in one and abs((one.get("began") or 0.0) - record["began"]) <= _SAME_S:
+        if "failed_nodes" in one and abs(one["began"] - record["began"]) <= _SAME_S:
             return {"failed_nodes": one["failed_nodes"]}
     if time.time() - (record.get("ended") or 0.0) > _RECENT_S:
         return {}
@@ -207,7 +201,7 @@ def all_job_starts(run: RunDir) -> list[JobStart]:
     found = [
         fill(JobStart, start, run.path / "job.json") for starts in _read(run).jobs.values() for start in starts.values()
     ]
-    return sorted(found, key=lambda start: start.began or 0.0)
+    return sorted(found, key=lambda start: start.began)
 
 
 def job_starts(run: RunDir) -> list[dict[str, Any]]:
@@ -240,7 +234,7 @@ def _is_start(start: object) -> bool:
     if not isinstance(start, dict) or not all(isinstance(start.get(key, ""), str) for key in texts):
         return False
     counts = [start.get(key, 0) for key in ("cores", "gpus")]
-    times = [start.get("queue_s", 0.0), *(start.get(key) or 0.0 for key in ("began", "ended", "energy_j"))]
+    times = [start.get("began"), start.get("queue_s", 0.0), *(start.get(key) or 0.0 for key in ("ended", "energy_j"))]
     return all(type(count) is int and 0 <= count <= LARGEST for count in counts) and all(
         type(value) in (int, float) and 0 <= value <= LARGEST for value in times
     )

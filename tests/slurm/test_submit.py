@@ -140,7 +140,7 @@ def test_submitted_run_is_scheduled_on_a_tracking_server(slurm_runs: SlurmRuns) 
     [
         (
             "cluster.partition=mian",
-            "cluster.partition=mian: no such partition, did you mean 'main'? the cluster has high, main",
+            "cluster.partition=mian: no such partition, did you mean 'main'?",
         ),
         (
             "cluster.time_limit_min=3000",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import grp
 import os
 import pwd
@@ -10,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hpcdist.config.schema import ClusterConfig
+from hpcdist.errors import suggestion
 from hpcdist.slurm.cluster_nodes import Partition, count_nodes
 from hpcdist.slurm.command_output import parse_memory_mb, parse_minutes
 
@@ -37,11 +37,8 @@ def requested_partitions(
         if name in known:
             found.append(known[name])
             continue
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        findings.errors.append(
-            f"cluster.partition={name}: no such partition, {hint}the cluster has {', '.join(sorted(known))}"
-        )
+        hint = suggestion(name, known, f"the cluster has {', '.join(sorted(known))}")
+        findings.errors.append(f"cluster.partition={name}: no such partition, {hint}")
     return found
 
 

@@ -146,7 +146,7 @@ def test_requested_partitions_default_and_unknown_names() -> None:
     assert requested_partitions(ClusterConfig(partition="ohter"), [other, GPU], findings) == []
     assert requested_partitions(ClusterConfig(partition="cpu-long"), [other, GPU], findings) == []
     assert findings.errors == [
-        "cluster.partition=ohter: no such partition, did you mean 'other'? the cluster has gpu, other",
+        "cluster.partition=ohter: no such partition, did you mean 'other'?",
         "cluster.partition=cpu-long: no such partition, the cluster has gpu, other",
     ]
 

@@ -187,7 +187,7 @@ def test_requests_of_roles_are_checked(slurm: FakeCommands, tmp_path: Path) -> N
     with pytest.raises(ConfigError) as caught:
         check(tmp_path, roles={"server": 1, "worker": 4}, cluster={"roles": roles})
     assert caught.value.problems[1:3] == (
-        "cluster.partition=mian: no such partition, did you mean 'main'? the cluster has main",
+        "cluster.partition=mian: no such partition, did you mean 'main'?",
         "cluster.gpus_per_node=9: partition main offers at most 2 GPUs per node: lower it or choose another",
     )
     assert caught.value.problems[0].startswith("cluster.sbatch.nodes")

@@ -87,7 +87,10 @@ def test_sync_closes_the_run_of_an_ended_job_with_the_reason_of_slurm(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, state: str, status: str
 ) -> None:
     write_json(scene.run.path / "slurm.json", {"job_id": "12", "cluster": "c"})
-    starts = {"0": {"nodes": "n1", "queue_s": 3.4}, "1": {"nodes": "n2", "queue_s": 100.0}}
+    starts = {
+        "0": {"began": 1000.0, "nodes": "n1", "queue_s": 3.4},
+        "1": {"began": 1200.0, "nodes": "n2", "queue_s": 100.0},
+    }
     write_json(scene.run.path / "job.json", {"job_id": "12", "starts": starts})
     scene.state(status="queued", attempt=1)
     facts = JobInfo(id="12", state="PENDING", reason="BeginTime")
