@@ -1,1 +1,1 @@
-"""MLflow's UI server for one user (`hpcdist ui`), and the schema of a database."""
+"""MLflow's UI server for one user (`hpcdist ui`)."""

@@ -16,9 +16,9 @@ from hpcdist_runs import unused_port
 
 from hpcdist.config.loading import load_config
 from hpcdist.diagnostics.doctor import machine_report, rank_startup, runs_folder, slurm_checks
+from hpcdist.diagnostics.doctor.mlflow_store import migrations
 from hpcdist.run import create
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.server.database_schema import migrations
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes

@@ -48,7 +48,7 @@ PROGRAMS = """
 containers.images.self_test containers.pid1 environments.node_copy preflight.probe rank.forked_task rank.forking
 rank.node_parent rank.startup_check rank.worker slurm.job.job_watchdog slurm.job.node_ranks
 supervisor.hang.activity supervisor.notifier
-tracking.server.database_schema
+diagnostics.doctor.mlflow_store
 """.split()  # noqa: SIM905
 
 

@@ -17,10 +17,9 @@ import pytest
 from hpcdist_runs import unused_port
 
 from hpcdist.diagnostics.doctor import mlflow_store as module
-from hpcdist.diagnostics.doctor.mlflow_store import MlflowStore, store_checks
+from hpcdist.diagnostics.doctor.mlflow_store import MlflowStore, migrations, store_checks
 from hpcdist.machine.check import Check
 from hpcdist.tracking.client.uri import redact_uri, sqlite_path
-from hpcdist.tracking.server.database_schema import migrations
 
 KNOWN = migrations()
 (HEAD,) = KNOWN.keys() - {*KNOWN.values()}
