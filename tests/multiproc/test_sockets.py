@@ -255,6 +255,7 @@ def create_attacked_groups(here: Rank) -> tuple[float, list[int], list[int]]:
             sums.append(total.item())
         num_sent.append(store.num_sent)
         num_sockets.append(len(own_sockets.inodes() - before))
+    dist.barrier()  # a rank that ends closes the connections of the others
     assert len(sums) == 1
     return sums[0], num_sent, num_sockets
 
