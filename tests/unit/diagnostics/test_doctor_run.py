@@ -151,7 +151,8 @@ def test_unavailable_nodes_come_first_with_reason_and_fix() -> None:
 
 def test_nodes_before_each_requeue_are_included(run: RunDir, slurm: Callable[..., None]) -> None:
     slurm("COMPLETED", nodes="n1,n4", sinfo=SINFO)
-    write_json(run.path / "job.json", {"job_id": "7", "starts": {"0": {"nodes": "n[2-3]"}, "1": {"nodes": "n[1,4]"}}})
+    starts = {"0": {"began": 1.0, "nodes": "n[2-3]"}, "1": {"began": 2.0, "nodes": "n[1,4]"}}
+    write_json(run.path / "job.json", {"job_id": "7", "starts": starts})
     found = checks_of(run)
     assert [check.name for check in found["Nodes in Slurm"]] == ["n2", "n3", "n1", "n4"]
     assert found["Node preflight"][0].text.startswith("not run: the run has no nodes at present")

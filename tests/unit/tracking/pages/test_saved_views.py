@@ -148,7 +148,10 @@ def test_columns_of_tags_have_values(scene: Scene, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(run_page, "read_facts", lambda run, state: facts)
     monkeypatch.setattr(run_page, "read_ledger", lambda run: ledger)
     write_json(scene.run.path / "slurm.json", {"job_id": "12", "cluster": "c"})
-    starts = {"0": {"nodes": "n[1-2]", "queue_s": 3.4}, "1": {"nodes": "n[2-3]", "queue_s": 100.0}}
+    starts = {
+        "0": {"began": 1.0, "nodes": "n[1-2]", "queue_s": 3.4},
+        "1": {"began": 2.0, "nodes": "n[2-3]", "queue_s": 100.0},
+    }
     write_json(scene.run.path / "job.json", {"job_id": "12", "starts": starts})
     scene.shipper().ship_once()
     tags = scene.entity.data.tags
