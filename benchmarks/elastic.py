@@ -28,10 +28,8 @@ from harness import MALLOC_ENV, argument_parser, median, median_ratio
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcdist.models.image import SimpleCNN
-from hpcdist.rank.elastic.division import Division
-from hpcdist.rank.elastic.micro_batches import MicroBatches, sum_over_ranks
-from hpcdist.rank.elastic.summation import Exchange
+from hpcdist.data.models import SimpleCNN
+from hpcdist.rank.elastic import Division, Exchange, MicroBatches, sum_over_ranks
 
 CONTENDERS = ("DDP", "elastic", "elastic, exact")
 #: Samples per rank by model.

@@ -32,10 +32,9 @@ from typing import Any
 
 from harness import argument_parser, call, clean_env
 
-from hpcdist.config.schema.environment import EnvironmentConfig
+from hpcdist.config.launch_schema import EnvironmentConfig
 from hpcdist.environments.node_copy import NodeRequest, prepare
-from hpcdist.environments.own_sources import copy_sources
-from hpcdist.environments.packed import pack, store_of
+from hpcdist.environments.packed import copy_sources, pack, store_of
 
 #: What a rank imports before the user's code.
 PACKAGES = ("torch", "numpy", "psutil")

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hpcdist.machine.facts import num_cores
-from hpcdist.machine.gpus import driver_version
+from hpcdist.host.machine import driver_version, num_cores
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 GPU_TESTS = ("data/test_batches.py", "checkpoint/test_host_copy.py", "checkpoint/test_state.py")
@@ -157,7 +156,7 @@ def doctor(device: str, folder: Path) -> bool:
 
 def preflight(device: str, folder: Path) -> bool:
     """Print what preflight reads on a node: versions, GPUs, memory and limits."""
-    from hpcdist.preflight.probe import read_machine
+    from hpcdist.slurm.preflight.probe import read_machine
 
     del folder
     began = time.monotonic()

@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpcdist.diagnostics.failure_patterns import first_match
-from hpcdist.files.atomic import read_json
-from hpcdist.rank.telemetry.step_timing import StepTimer, clock_of
-from hpcdist.rank.telemetry.timed_ddp import TimedDDP
+from hpcdist.host.files import read_json
+from hpcdist.rank.step_timing import StepTimer, TimedDDP, clock_of
+from hpcdist.review.explain import first_match
 from hpcdist.run.folder import RunDir
 
 #: Times that the device is kept busy in each step, in seconds: before the forward pass and in it.

@@ -37,29 +37,19 @@ import torch.nn.functional as F
 from harness import argument_parser, median_ratio
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcdist.config.schema import (
-    Config,
-    DataConfig,
-    LaunchConfig,
-    ModelConfig,
-    OptimConfig,
-    PrecisionConfig,
-    StopConfig,
-    TrackingConfig,
-)
-from hpcdist.models.image import build_model
+from hpcdist.config.launch_schema import LaunchConfig, TrackingConfig
+from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, PrecisionConfig, StopConfig
+from hpcdist.config.topology import Topology
+from hpcdist.data.models import build_model
 from hpcdist.rank.context import Context
-from hpcdist.rank.device import place
-from hpcdist.rank.network.process_group import process_groups
-from hpcdist.rank.seeding import seed_everything
-from hpcdist.rank.stop_agreement import StopAgreement
-from hpcdist.rank.stop_signals import StopFlag
-from hpcdist.rank.telemetry.heartbeat import Heartbeat
-from hpcdist.rank.topology import Topology
+from hpcdist.rank.device import place, seed_everything
+from hpcdist.rank.process_group import process_groups
+from hpcdist.rank.processes import StopFlag
+from hpcdist.rank.stopping import StopAgreement
+from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan
-from hpcdist.tracking.journal.reader import read_records
-from hpcdist.tracking.journal.writer import JournalWriter
+from hpcdist.tracking.journal import JournalWriter, read_records
 from hpcdist.trainers.ddp import train
 
 NUM_EPOCHS = 3
@@ -122,7 +112,7 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
         try:
             import pynvml  # noqa: F401  # the monitor imports it later
 
-            from hpcdist.rank.telemetry.system_metrics import NodeMonitor
+            from hpcdist.rank.system_metrics import NodeMonitor
         except ModuleNotFoundError as error:
             print(f"{error.name} is not installed: no system metrics", file=sys.stderr)
         else:

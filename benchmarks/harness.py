@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpcdist.supervisor.plan import processor_env
-from hpcdist.tracking.journal.reader import read_records
+from hpcdist.tracking.journal import read_records
 
 BASELINES = Path(__file__).parent / "baselines"
 HPCDIST = [sys.executable, "-m", "hpcdist"]

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from harness import BASELINES, HPCDIST, argument_parser, call, clean_env, median_ratio
 
-from hpcdist.tracking.journal.reader import Record, read_records
+from hpcdist.tracking.journal import Record, read_records
 from hpcdist.trainers.rl.environments import Problem, make_environments
 
 ENV = {**clean_env(), "OMP_NUM_THREADS": "1"}

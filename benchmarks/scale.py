@@ -24,11 +24,11 @@ from typing import Any
 from harness import argument_parser
 from scale_simulation import PROCESSES, RANKS_PER_NODE, make_config, nodelist, run_of, simulate
 
-from hpcdist.files.atomic import write_json
-from hpcdist.rank.topology import Topology
+from hpcdist.config.topology import Topology
+from hpcdist.host.files import write_json
+from hpcdist.host.nodelist import expand
 from hpcdist.slurm.job.rank_step import ended_tasks
-from hpcdist.slurm.nodelist import expand
-from hpcdist.slurm.submit.batch_script import render
+from hpcdist.slurm.job.submit import render
 from hpcdist.supervisor.restart_policy import first_failure
 
 #: Exponent up to which a cost counts as linear. N log N has 1.17 from 64 to 4,096 ranks, and a loop over data that

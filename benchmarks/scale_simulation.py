@@ -19,20 +19,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, TrackingConfig
-from hpcdist.config.schema.preflight import PreflightConfig
-from hpcdist.files.atomic import write_json
-from hpcdist.rank.telemetry.heartbeat import Heartbeat
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.folder import RunDir
+from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, PreflightConfig, TrackingConfig
+from hpcdist.config.schema import Config
+from hpcdist.host.files import write_json
+from hpcdist.host.nodelist import expand
+from hpcdist.rank.telemetry import Heartbeat
+from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import hold
-from hpcdist.run.polling import system_interval_s, times_interval_s
+from hpcdist.run.status import system_interval_s, times_interval_s
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job.batch_step import JobLog
-from hpcdist.slurm.job.slurm_launcher import SlurmLauncher
-from hpcdist.slurm.nodelist import expand
+from hpcdist.slurm.job.launcher import SlurmLauncher
 from hpcdist.supervisor.supervisor import Supervisor
-from hpcdist.tracking.journal.writer import JournalWriter
+from hpcdist.tracking.journal import JournalWriter
 
 RANKS_PER_NODE = 8
 STEP_S = 0.5

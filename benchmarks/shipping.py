@@ -23,8 +23,7 @@ from pathlib import Path
 
 from harness import argument_parser
 
-from hpcdist.tracking.journal.shipping_state import ShippingState
-from hpcdist.tracking.journal.tail import JournalTail
+from hpcdist.tracking.points import JournalTail, ShippingState
 
 NUM_KEYS, NUM_RECORDS, NUM_POINTS = 300, 1_100, 1_000_000
 

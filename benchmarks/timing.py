@@ -28,11 +28,10 @@ from harness import argument_parser
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcdist.models.image import SimpleCNN
-from hpcdist.rank.telemetry.step_timing import HostClock, NodeTimes, StepTimer
-from hpcdist.rank.telemetry.timed_ddp import TimedDDP
-from hpcdist.rank.topology import Topology
-from hpcdist.tracking.journal.writer import JournalWriter
+from hpcdist.config.topology import Topology
+from hpcdist.data.models import SimpleCNN
+from hpcdist.rank.step_timing import HostClock, NodeTimes, StepTimer, TimedDDP
+from hpcdist.tracking.journal import JournalWriter
 
 BATCH_SIZES = (8, 64)
 #: Larger than the caches of a core.

@@ -33,7 +33,7 @@ mirror=$(apt-get indextargets --format '$(REPO_URI) $(LABEL)' 'Created-By: Packa
 
 make_root() {
   local new=$root.new packages
-  packages=$("$python" -c 'from hpcdist.devcluster.argv import PACKAGES; print(*PACKAGES)')
+  packages=$("$python" -c 'from hpcdist.devcluster.settings import PACKAGES; print(*PACKAGES)')
   mkdir -p "${root%/*}"
   rm -rf --one-file-system "$new"
   unshare --mount debootstrap --variant=minbase --keyring=$keyring --include=ca-certificates "$suite" "$new" "$mirror"

@@ -11,9 +11,8 @@ from fault_task import Task
 from torch import Tensor, nn
 
 from hpcdist.config.schema import DataConfig
-from hpcdist.data.batches import Normalize, PreloadedSplit
-from hpcdist.data.loading import load_datasets
-from hpcdist.models.image import SimpleCNN
+from hpcdist.data.loading import Normalize, PreloadedSplit, load_datasets
+from hpcdist.data.models import SimpleCNN
 
 SEED = 0
 NUM_EVAL_SAMPLES = 2_000

@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from hpcdist.config.schema import Config
 from hpcdist.rank.context import Context
-from hpcdist.trainers.pipeline.setup import StageSetup, open_stage
-from hpcdist.trainers.pipeline.train import step_batches, train_step
+from hpcdist.trainers.pipeline.train import StageSetup, open_stage, step_batches, train_step
 
 
 def train(ctx: Context, cfg: Config) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, multiprocessing, nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 
-from hpcdist.trainers.rnn.schema import RnnConfig
+from hpcdist.trainers.rnn import RnnConfig
 from hpcdist.trainers.rnn.text import Batch, Columns, load_corpus
 
 SERVER, TRAINER = "server", "trainer"

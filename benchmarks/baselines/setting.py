@@ -10,8 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from hpcdist.config.schema import DataConfig
-from hpcdist.data.batches import Normalize, PreloadedSplit
-from hpcdist.data.loading import load_datasets
+from hpcdist.data.loading import Normalize, PreloadedSplit, load_datasets
 
 
 def parse_arguments() -> argparse.Namespace:

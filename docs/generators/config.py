@@ -6,8 +6,7 @@ import json
 from collections import defaultdict
 
 from generators.tables import ROOT, cell, code, table
-from hpcdist.config.json_schema import json_schema
-from hpcdist.config.schema import describe
+from hpcdist.config.describe import describe, json_schema
 
 SCHEMA = ROOT / "docs" / "config.schema.json"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from generators.messages import template
 from generators.tables import PACKAGE, cell, code, table
-from hpcdist.diagnostics.failure_patterns import PATTERNS, WAITING
+from hpcdist.review.explain import PATTERNS, WAITING
 
-#: The functions of hpcdist.machine.check that create findings.
+#: The functions of hpcdist.host.machine that create findings.
 FUNCTIONS = ("Check", "note", "warning", "failure")
 
 
@@ -33,11 +33,11 @@ def waiting_reasons() -> str:
 
 
 def preflight_findings() -> str:
-    return _findings(PACKAGE / "preflight")
+    return _findings(PACKAGE / "slurm" / "preflight")
 
 
 def doctor_findings() -> str:
-    return _findings(PACKAGE / "diagnostics" / "doctor")
+    return _findings(PACKAGE / "checks")
 
 
 def _findings(folder: Path) -> str:

@@ -1,19 +1,25 @@
-"""Results of a communication benchmark, the document `artifacts/comm/results.json` of its run.
-
-Uses the standard library only, so that a login node can read it. Times are in seconds, sizes in bytes, bandwidths in
-bytes/s.
-"""
+"""Results of the communication benchmark: records, noise, comparison with a baseline, and the bottleneck."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, Self, TypeVar
 
 from hpcdist.errors import RunFolderError
-from hpcdist.files.bounded_json import parse_json
+from hpcdist.host.files import parse_json
+from hpcdist.host.network import SlowLinks, amount, find_slow_links, rate, seconds, times
+
+# Results of a communication benchmark, the document `artifacts/comm/results.json` of its run.
+#
+# Uses the standard library only, so that a login node can read it. Times are in seconds, sizes in bytes, bandwidths in
+# bytes/s.
 
 VERSION = 1
 #: Path relative to the run's artifacts.
@@ -184,3 +190,300 @@ def read_results(artifacts: Path) -> Results:
         ) from None
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{path} cannot be read: {error}") from error
+
+
+# Noise of the measurements: the factor by which equal operations differ without a fault.
+#
+# The noise is large on machines that run other work. Smaller differences are not reported as faults.
+
+#: Noise factor from which on the report mentions the noise, and the largest factor that counts as noise.
+BUSY, MAX_NOISE = 4.0, 20.0
+
+
+def roughness(series: Iterable[Row]) -> float:
+    """Return the largest factor by which a smaller size took longer than a larger one; at least 1."""
+    ordered = sorted(series, key=lambda row: row.size)
+    return max((small.median_s / large.median_s for small, large in combinations(ordered, 2)), default=1.0)
+
+
+def disturbance(results: Results) -> float:
+    """Return the factor by which transfers between two ranks differ, at least 1.
+
+    It is the larger of p99 / median (at the upper quartile over the sizes) and the factor by which small transfers took
+    longer than large ones.
+    """
+    series: dict[str, list[Row]] = defaultdict(list)
+    for row in results.rows:
+        if row.operation in ("send_recv", "isend_irecv") and row.mode == "blocking" and row.group == "world":
+            series[row.operation].append(row)
+    tails = sorted(row.p99_s / row.median_s for rows in series.values() for row in rows)
+    found = [*tails[len(tails) * 3 // 4 :][:1], *map(roughness, series.values()), 1.0]
+    return min(max(found), MAX_NOISE)
+
+
+# Comparison of a benchmark with an earlier one: slowdowns beyond the noise of the measurements.
+
+#: Slowdowns by less than this factor are not reported.
+MIN_SLOWDOWN = 1.2
+
+Key = tuple[str, str, str, str, str]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One operation at one size, now and before."""
+
+    now: Row
+    before: Row
+
+    @property
+    def ratio(self) -> float:
+        """Time now divided by time before; above 1 it is slower."""
+        return self.now.median_s / self.before.median_s
+
+    @property
+    def beyond_noise(self) -> bool:
+        """Whether the median is 20 % slower and above the earlier p99, and the fastest iteration is 20 % slower too.
+
+        The earlier p99 shows the normal outliers, and the fastest iteration shows whether the earlier speed is still
+        reachable.
+        """
+        limit_s = MIN_SLOWDOWN * self.before.min_s
+        return self.ratio > MIN_SLOWDOWN and self.now.median_s > self.before.p99_s and self.now.min_s > limit_s
+
+
+def facts(results: Results) -> dict[str, str]:
+    """Return the properties that must be equal in two benchmarks for a comparison."""
+    return {
+        "partition": results.partition or "none",
+        "backend": results.backend,
+        "device": results.device,
+        "number of ranks": str(results.world_size),
+        "number of nodes": str(len(results.nodes)),
+    }
+
+
+def differences(now: Mapping[str, str], before: Mapping[str, str]) -> str:
+    """Return a description of the properties that differ; empty if none does."""
+    both = (name for name in now if name in before and now[name] != before[name])
+    return ", ".join(f"{name} {now[name]} now and {before[name]} before" for name in both)
+
+
+def changes(now: Results, before: Results) -> dict[Key, list[Change]]:
+    """Return the measurements that both benchmarks contain, by operation, ordered by size."""
+    known = {(_key(row), row.size): row for row in before.rows}
+    found: dict[Key, list[Change]] = defaultdict(list)
+    for row in sorted(now.rows, key=lambda row: row.size):
+        if (theirs := known.get((_key(row), row.size))) is not None:
+            found[_key(row)].append(Change(row, theirs))
+    return dict(found)
+
+
+def slower(found: list[Change]) -> list[Change]:
+    """Return the sizes of an operation that are slower beyond noise, if a neighbouring size is slower as well.
+
+    Among hundreds of measurements some are slower by chance, but a slower network affects neighbouring sizes too. A
+    slowdown must also exceed the factor by which smaller sizes took longer than larger ones in the same benchmark.
+    """
+    noise = max(roughness(change.now for change in found), roughness(change.before for change in found))
+    marks = [change.beyond_noise and change.ratio > noise for change in found]
+    if len(found) == 1:  # without another size, the fastest iteration must exceed the earlier median
+        marks = [marks[0] and found[0].now.min_s > found[0].before.median_s]
+    return [
+        change
+        for index, change in enumerate(found)
+        if marks[index] and (len(found) == 1 or any(marks[max(0, index - 1) : index] + marks[index + 1 : index + 2]))
+    ]
+
+
+def sentences(found: dict[Key, list[Change]]) -> Iterator[str]:
+    """Yield a sentence for each slower operation, the worst first, or one sentence that nothing is slower."""
+    worse = {key: slow for key, all_sizes in found.items() if (slow := slower(all_sizes))}
+    if not found:
+        yield "the benchmarks have no measurement in common"
+    elif not worse:
+        ratios = [change.ratio for all_sizes in found.values() for change in all_sizes]
+        yield (
+            f"nothing is slower by more than {MIN_SLOWDOWN - 1:.0%} beyond noise"
+            f" (median {median(ratios):.2f}× the earlier time, over {len(ratios)} measurements)"
+        )
+    for key, slow in sorted(worse.items(), key=lambda item: -max(change.ratio for change in item[1])):
+        worst = max(slow, key=lambda change: change.ratio)
+        count = f"{len(slow)} of {len(found[key])} sizes"
+        yield (
+            f"{label(worst.now)} is slower at {count}, most at {amount(worst.now.size)}: {times(worst.ratio)} the time"
+            f" ({seconds(worst.now.median_s)}, before {seconds(worst.before.median_s)})"
+        )
+
+
+def label(row: Row) -> str:
+    """Return the name of a measurement without size and dtype, such as `all_reduce[sum]` or `broadcast, async`."""
+    variant = f"[{row.variant}]" if row.variant else ""
+    more = [row.mode if row.mode != "blocking" else "", row.group if row.group != "world" else ""]
+    return ", ".join([f"{row.operation}{variant}", *filter(None, more)])
+
+
+def _key(row: Row) -> Key:
+    return row.operation, row.variant, row.mode, row.group, row.dtype
+
+
+# Sentences that describe the bottleneck: the nodes, ranks or pairs that are slower than the others.
+
+#: Source and target rank.
+Link = tuple[int, int]
+#: A pair is slow by bandwidth from the first factor on, and late by latency from the second factor and difference on.
+SLOW_FACTOR, LATE_FACTOR, LATE_S = 1.5, 3.0, 20e-6
+#: Maximum number of pairs that are reported individually.
+MAX_PAIRS = 4
+#: Relative deviation from the median up to which pairs count as equal.
+EQUAL_WITHIN = 0.25
+
+
+def bottleneck(results: Results) -> list[str]:
+    """Return a sentence for each finding, the worst first, or the range of bandwidths if there is no finding."""
+    speeds = link_speeds(results)
+    if not speeds:
+        return ["no pairs were measured"]
+    late = {(pair.source, pair.target): 1 / pair.latency_s for pair in results.pairs if pair.latency_s}
+    names, noise = RankNames(results), disturbance(results)
+    found, ranges = [], []
+    for nearby in (False, True):
+        links = {link: speed for link, speed in speeds.items() if names.share_node(link) is nearby}
+        if not links:
+            continue
+        kind = " within a node" if nearby and len(links) < len(speeds) else ""
+        slow = find_slow_links(links, max(SLOW_FACTOR, noise))
+        findings = _findings(slow, names, kind)
+        answers = {link: late[link] for link in links if link in late}
+        if answers and not findings:
+            slow = find_slow_links(answers, max(LATE_FACTOR, noise), LATE_S)
+            findings = _findings(slow, names, kind, late=True)
+        found += [sentence for _, sentence in sorted(findings, key=lambda item: -item[0])]
+        ranges.append(_range(links, names, kind))
+    if not found and noise > BUSY:
+        ranges.append(
+            f"the measurements are noisy: transfers differ by up to {times(noise)}, which hides smaller faults"
+        )
+    return found or ranges
+
+
+def link_speeds(results: Results) -> dict[Link, float]:
+    """Return the bandwidth of each pair of ranks, in bytes/s."""
+    return {(pair.source, pair.target): pair.bandwidth for pair in results.pairs if pair.bandwidth}
+
+
+class RankNames:
+    """Names of ranks: the name of the node if it has only one rank."""
+
+    def __init__(self, results: Results) -> None:
+        self._node = {rank.rank: rank.node for rank in results.ranks}
+        self._members: dict[str, list[int]] = defaultdict(list)
+        for rank, node in self._node.items():
+            self._members[node].append(rank)
+
+    def share_node(self, link: Link) -> bool:
+        """Return whether both ranks of a link are on one node."""
+        return self._node[link[0]] == self._node[link[1]]
+
+    def name(self, rank: int) -> str:
+        """Return a rank's name in messages, with its node if there are several."""
+        node = self._node[rank]
+        if len(self._members) == 1:
+            return f"rank {rank}"
+        return node if len(self._members[node]) == 1 else f"rank {rank} ({node})"
+
+    def group(self, ranks: Iterable[int], measured: Iterable[Link]) -> Iterator[tuple[str, list[int]]]:
+        """Yield names and their ranks; all measured ranks of a node are combined under the node's name."""
+        known = {rank for link in measured for rank in link}
+        left = set(ranks)
+        for node, members in self._members.items():
+            of_node = known.intersection(members)
+            if len(self._members) > 1 and of_node and left.issuperset(of_node):
+                left -= of_node
+                yield node, sorted(of_node)
+        for rank in sorted(left):
+            yield self.name(rank), [rank]
+
+    def group_links(self, links: Iterable[Link], measured: Mapping[Link, float]) -> dict[tuple[str, str], float]:
+        """Return median speeds by the names of both ends; all measured links between two nodes are combined."""
+        of_nodes: dict[tuple[str, str], list[Link]] = defaultdict(list)
+        for source, target in measured:
+            of_nodes[self._node[source], self._node[target]].append((source, target))
+        left, found = set(links), {}
+        for (here, there), members in of_nodes.items():
+            if here != there and left.issuperset(members):
+                left -= set(members)
+                found[here, there] = median(measured[link] for link in members)
+        return found | {(self.name(source), self.name(target)): measured[source, target] for source, target in left}
+
+
+Finding = tuple[float, str]
+
+
+def _findings(slow: SlowLinks[int], names: RankNames, kind: str, *, late: bool = False) -> list[Finding]:
+    """Return the slow nodes, ranks and pairs, or those of high latency, with their factors."""
+
+    def compared(name: str, verb: str, speed: float, more: str = "") -> str:
+        factor = times(slow.usual / speed)
+        if late:
+            span = f"({seconds(1 / speed)}, median {seconds(1 / slow.usual)})"
+            return f"{name} has {factor} the latency of the median pair{kind} {span} at full bandwidth"
+        span = f"({rate(speed)}, median {rate(slow.usual)})"
+        return f"{name} {verb} {factor} slower than the median pair{kind}{more} {span}"
+
+    both = " in both directions"
+    found = []
+    for ranks, verb, more, advice in (
+        (slow.sends & slow.receives, "is", both, ": check its link and network card"),
+        (
+            slow.sends - slow.receives,
+            "sends",
+            "",
+            ", and receives at full speed: check its card, cable and switch port",
+        ),
+        (
+            slow.receives - slow.sends,
+            "receives",
+            "",
+            ", and sends at full speed: check its card, cable and switch port",
+        ),
+    ):
+        if late:
+            advice = ": check for a busy processor, power saving and interrupt coalescing"
+        for name, members in names.group(ranks, slow.links):
+            speed = slow.of_ends(members)
+            found.append((slow.usual / speed, compared(name, verb, speed, more) + advice))
+    pairs: list[Finding] = []
+    by_name = names.group_links(slow.pairs, slow.links)
+    for (here, there), speed in by_name.items():
+        if (back := by_name.get((there, here))) is None:
+            advice = f", but {there} → {here} is not: check the route in this direction"
+            text = compared(f"{here} → {there}", "is", speed)
+        elif here < there:
+            speed = min(speed, back)
+            advice = ", and both ends are faster with others: check the path between"
+            text = compared(f"{here} ↔ {there}", "is", speed, both)
+        else:
+            continue
+        pairs.append((slow.usual / speed, text + (": a longer route" if late else advice)))
+    if len(pairs) > MAX_PAIRS:
+        factor, sentence = max(pairs)
+        pairs = [(factor, f"{len(slow.pairs)} of {len(slow.links)} pairs are slow. The slowest: {sentence}")]
+    return found + pairs
+
+
+def _range(links: Mapping[Link, float], names: RankNames, kind: str) -> str:
+    usual = median(links.values())
+    slowest, fastest = min(links, key=lambda link: links[link]), max(links, key=lambda link: links[link])
+    differ = max(1 - links[slowest] / usual, links[fastest] / usual - 1)
+    prefix = f"{kind[1:]}: " if kind else ""
+    if len(links) == 1:
+        return f"{prefix}one pair was measured, {rate(usual)}: there is no other pair to compare it with"
+    if differ <= EQUAL_WITHIN:
+        count = "both pairs" if len(links) == 2 else f"all {len(links)} pairs"
+        return f"{prefix}{count} have equal bandwidth: {rate(usual)}, within {max(differ, 0.01):.0%}"
+    low, high = (" → ".join(map(names.name, link)) for link in (slowest, fastest))
+    return (
+        f"{prefix}no pair is an outlier: median {rate(usual)}, from {rate(links[slowest])} ({low})"
+        f" to {rate(links[fastest])} ({high})"
+    )

@@ -1,19 +1,30 @@
-"""Export of the final model to MLflow's format. It runs in the rank, because it needs torch and the model's code."""
+"""Export of a model: to MLflow's format in the rank, and to a file that other programs load without hpcdist."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
 import shutil
 import sys
 import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hpcdist.checkpoint.state_dict import MaybeSharded
+from hpcdist.checkpoint.state import MaybeSharded, load_weights
+from hpcdist.checkpoint.store import CheckpointStore, Found
+from hpcdist.config.written import Monitor
+from hpcdist.errors import ExportError
+from hpcdist.host.machine import install_command
 from hpcdist.run.folder import RunDir
+
+# Export of the final model to MLflow's format. It runs in the rank, because it needs torch and the model's code.
 
 log = logging.getLogger(__name__)
 
@@ -79,3 +90,172 @@ def _users_code(module: nn.Module, run: RunDir, folder: Path) -> list[str] | Non
         return [name for name in names if not Path(place, name).resolve().is_relative_to(run.code.resolve())]
 
     return [str(shutil.copytree(package, folder / package.name, ignore=leaving))]
+
+
+# A checkpoint's model as a file that other programs load without hpcdist and without torch.distributed.
+#
+# | format | content | loaded by | |---|---|---| | safetensors | the weights by name | `safetensors` of any framework |
+# | torch | the weights by name, a state dict | `torch.load(path, weights_only=True)` | | onnx | the model with its
+# weights | ONNX Runtime and others |
+
+Format = Literal["safetensors", "onnx", "torch"]
+SUFFIXES: Mapping[Format, str] = {"safetensors": ".safetensors", "onnx": ".onnx", "torch": ".pt"}
+#: Packages of each format, which the extra `export` installs.
+_PACKAGES: Mapping[Format, tuple[str, ...]] = {
+    "safetensors": ("safetensors",),
+    "onnx": ("onnx", "onnxscript"),
+    "torch": (),
+}
+#: Larger weights are written beside the ONNX file: protobuf, its encoding, is limited to 2 GiB.
+_MAX_ONNX_BYTES = 1 << 30
+
+
+def find_checkpoint(run: RunDir, which: str | None, monitor: Monitor) -> Found:
+    """Return a checkpoint of a run. Raises ExportError if there is none.
+
+    Args:
+        which: `best` (by the monitored metric), `final` (the newest one), or a step; None for the best, or the final
+            one if no checkpoint has the metric.
+    """
+    store = CheckpointStore(run.checkpoints, best_metric=monitor.metric, monitor_mode=monitor.mode)
+    found = {one.step: one for one in store.all()}
+    if not found:
+        raise ExportError(f"run {run.name} has no valid checkpoint in {run.checkpoints}")
+    if which == "final":
+        return found[max(found)]
+    if which in ("best", None):
+        if (best := store.best()) is None:
+            if which is None:
+                return found[max(found)]
+            raise ExportError(
+                f"no checkpoint of {run.name} has the metric of checkpoint.monitor ({monitor.metric or 'empty'}):"
+                f" choose --checkpoint final or a step ({_listed(found)})"
+            )
+        return best
+    if not (which.isascii() and which.isdigit() and len(which) < 20):
+        raise ExportError(f"--checkpoint {which}: expected best, final or a step ({_listed(found)})")
+    if int(which) not in found:
+        raise ExportError(f"run {run.name} has no checkpoint of step {int(which)}: it has {_listed(found)}")
+    return found[int(which)]
+
+
+def _listed(found: Mapping[int, Found]) -> str:
+    steps = [str(step) for step in sorted(found)]
+    return ", ".join(steps if len(steps) <= 10 else [*steps[:3], "...", *steps[-6:]])
+
+
+def require_packages(kind: Format) -> None:
+    """Raise ExportError if a package that a format needs is not installed."""
+    if missing := [name for name in _PACKAGES[kind] if importlib.util.find_spec(name) is None]:
+        raise ExportError(f"format {kind} needs {' and '.join(missing)}: run {install_command('export')}")
+
+
+def write_model(run: RunDir, checkpoint: Found, kind: Format, output: Path) -> list[Path]:
+    """Write the model of a checkpoint to a file. Returns the written files, all in the folder of `output`.
+
+    Files appear under their names when they are complete. The weights of all ranks are merged, and names are those of
+    the bare model.
+
+    Raises ExportError if the model cannot be written in this format or a file exists, and CheckpointError if the
+    checkpoint has changed since it was saved.
+    """
+    require_packages(kind)
+    if output.exists():
+        raise ExportError(f"{output} exists: remove it, or choose another --output")
+    weights = load_weights(checkpoint.path)
+    if not weights:
+        raise ExportError(f"the checkpoint of step {checkpoint.step} of {run.name} contains no weights")
+    with _scratch_folder(output) as scratch:
+        file = scratch / output.name
+        if kind == "safetensors":
+            _write_safetensors(weights, file, {"run": run.name, "step": str(checkpoint.step)})
+        elif kind == "torch":
+            torch.save(weights, file)
+        else:
+            _write_onnx(_exported_program(run, weights), file)
+        written = sorted(scratch.iterdir(), key=lambda path: path == file)  # the file that users open comes last
+        for path in written:
+            path.replace(output.parent / path.name)
+    return [output.parent / path.name for path in written]
+
+
+@contextmanager
+def _scratch_folder(output: Path) -> Iterator[Path]:
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent)
+    except OSError as error:
+        raise ExportError(f"--output {output}: {output.parent} cannot be written ({error.strerror})") from error
+    with scratch as folder:
+        yield Path(folder)
+
+
+def _write_safetensors(weights: Mapping[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
+    from safetensors.torch import save_file
+
+    # The format has no shared memory, which tied weights have.
+    copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
+    save_file(copies, file, metadata={"format": "pt", **metadata})
+    os.chmod(file, 0o666 & ~_umask())
+
+
+def _umask() -> int:
+    current = os.umask(0o077)
+    os.umask(current)
+    return current
+
+
+def _exported_program(run: RunDir, weights: Mapping[str, Tensor]) -> Any:
+    """Return the program that `export_model` wrote at the end of the run, with the weights of a checkpoint."""
+    path = run.model / "data" / "model.pt2"
+    if not path.is_file():
+        reason = (
+            "torch.export could not export this model" if run.model.is_dir() else "only a finished run has its program"
+        )
+        raise ExportError(
+            f"ONNX needs the model's program, and {path} does not exist ({reason}):"
+            " --format safetensors or torch writes the weights alone"
+        )
+    try:
+        program = torch.export.load(path)
+    except Exception as error:  # torch.export does not document its exceptions
+        raise ExportError(f"{path} cannot be loaded by torch {torch.__version__}: {_first_line(error)}") from error
+    own = program.state_dict
+    if own.keys() != weights.keys() or any(own[name].shape != tensor.shape for name, tensor in weights.items()):
+        names = sorted(own.keys() ^ weights.keys()) or [n for n in own if own[n].shape != weights[n].shape]
+        raise ExportError(
+            f"the model in {run.model} is not that of the checkpoint: they differ in {', '.join(names[:3])}"
+        )
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)
+    return program
+
+
+def _write_onnx(program: Any, file: Path) -> None:
+    size = sum(tensor.nbytes for tensor in program.state_dict.values())
+    try:
+        with warnings.catch_warnings(), _quiet("torch.onnx", "onnxscript", "onnx_ir"):
+            warnings.simplefilter("ignore")  # about torch's own code
+            converted = torch.onnx.export(program, (), dynamo=True, verbose=False)
+            cast(Any, converted).save(file, external_data=size > _MAX_ONNX_BYTES)
+    except Exception as error:  # torch.onnx does not document its exceptions
+        raise ExportError(
+            f"torch.onnx cannot convert the model ({_first_line(error)}): --format safetensors or torch writes the"
+            " weights alone"
+        ) from error
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    loggers = [(logging.getLogger(name), logging.getLogger(name).level) for name in names]
+    for logger, _ in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in loggers:
+            logger.setLevel(level)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"

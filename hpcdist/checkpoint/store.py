@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from hpcdist.checkpoint import checkpoint_folder
-from hpcdist.checkpoint.checkpoint_folder import Snapshot
+from hpcdist.checkpoint import folder as checkpoint_folder
+from hpcdist.checkpoint.folder import Snapshot
 from hpcdist.errors import CheckpointError
-from hpcdist.files import retry as file_retry
-from hpcdist.files.atomic import fsync_folder
-from hpcdist.files.retry import retry
-from hpcdist.run.saved_checkpoints import folder_name, step_of
+from hpcdist.host import retry as file_retry
+from hpcdist.host.files import fsync_folder
+from hpcdist.host.retry import retry
+from hpcdist.run.records import folder_name, step_of
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import typer
 
 from hpcdist import __version__
 from hpcdist.errors import HpcdistError, shortened
-from hpcdist.logs import say
+from hpcdist.host.log_files import say
 
 #: Exit code after an unexpected exception (EX_SOFTWARE of sysexits.h).
 DEFECT = 70
@@ -24,19 +24,15 @@ _LOGGED = ("supervise", "worker", "in-job")
 
 #: Panel of the help → modules of this package → their commands.
 PANELS: dict[str, dict[str, tuple[str, ...]]] = {
-    "Start runs": {"run": ("run",), "submit": ("submit",), "resume": ("resume",), "config": ("config",)},
+    "Start runs": {"run": ("run", "resume"), "submit": ("submit",), "config": ("config",)},
     "Watch runs": {
-        "runs": ("runs", "status", "logs", "follow", "stop", "cancel"),
-        "control": ("save", "profile"),
+        "runs": ("runs", "status", "logs", "follow", "stop", "cancel", "save", "profile"),
     },
     "Review": {
-        "review": ("ui", "report", "sync"),
-        "run_comparison": ("compare",),
+        "review": ("ui", "report", "sync", "compare", "cost", "export"),
         "rerun": ("rerun",),
-        "cost": ("cost",),
-        "model_export": ("export",),
     },
-    "Diagnose": {"diagnose": ("explain", "doctor"), "bench": ("bench",)},
+    "Diagnose": {"doctor": ("explain", "doctor"), "bench": ("bench",)},
     "Images": {"image": ("image",)},
     "Development": {"devcluster": ("devcluster",)},
     "": {"internal": ("worker", "supervise", "in-job")},
@@ -144,7 +140,7 @@ def _explained(error: Exception) -> tuple[int, str]:
 
 def _override(option: str, words: Sequence[str]) -> str:
     """Return the override of a config key that a user has written as an option: `--lr 0.1` is `optim.lr=0.1`."""
-    from hpcdist.config.schema import all_keys
+    from hpcdist.config.describe import all_keys
     from hpcdist.config.written import redacted_argument
 
     name = option.lstrip("-").replace("-", "_")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcdist.cli import completion
+from hpcdist.cli import options
 from hpcdist.cli.options import (
     RUNS,
     Cluster,
@@ -21,15 +21,15 @@ from hpcdist.cli.options import (
     RunsDir,
     RunsDirKey,
     TrackingUriKey,
+    console,
     flag,
     option,
     with_options,
 )
 from hpcdist.cli.run import run_here
 from hpcdist.cli.submit import submit_run
-from hpcdist.cli.terminal import console
 from hpcdist.errors import UserMistake
-from hpcdist.logs import say
+from hpcdist.host.log_files import say
 
 if TYPE_CHECKING:
     from hpcdist.bench.results import Results
@@ -45,7 +45,7 @@ Compare = Annotated[
         "--compare",
         "RUN",
         "Report operations slower than in this run; `last` is the newest comparable one.",
-        completion.runs_or_last,
+        options.runs_or_last,
     ),
 ]
 
@@ -135,8 +135,8 @@ def show(
 
 def _print(run: RunDir, compare: str | None, runs_dir: Path) -> None:
     """Print the report and a comparison with an earlier run. Raises UserMistake if they are not comparable."""
-    from hpcdist.bench import compare as comparing
     from hpcdist.bench import report
+    from hpcdist.bench import results as comparing
     from hpcdist.bench.results import read_results
     from hpcdist.run.lookup import resolve_run
 
@@ -156,14 +156,14 @@ def _print(run: RunDir, compare: str | None, runs_dir: Path) -> None:
 
 def _require_comparable(name: str, config: Config, *, on_slurm: bool) -> None:
     """Raise UserMistake if the planned run, as far as known, is not comparable with an earlier one."""
-    from hpcdist.bench import compare
+    from hpcdist.bench import results as bench_results
     from hpcdist.bench.results import read_results
     from hpcdist.run.lookup import resolve_run
-    from hpcdist.slurm.job_components import components
+    from hpcdist.slurm.components import components
     from hpcdist.supervisor.plan import Machine, make_plan
 
     earlier = resolve_run(name, Path(config.runs_dir))
-    before = compare.facts(read_results(earlier.artifacts))
+    before = bench_results.facts(read_results(earlier.artifacts))
     if on_slurm:
         parts = components(config)
         expected = {
@@ -183,7 +183,7 @@ def _require_comparable(name: str, config: Config, *, on_slurm: bool) -> None:
             "backend": plan.backend,
             "device": plan.device,
         }
-    _require_no_differences(earlier, compare.differences(expected, before))
+    _require_no_differences(earlier, bench_results.differences(expected, before))
 
 
 def _require_no_differences(earlier: RunDir, differences: str) -> None:
@@ -193,7 +193,7 @@ def _require_no_differences(earlier: RunDir, differences: str) -> None:
 
 def _newest_comparable(run: RunDir, results: Results) -> RunDir | None:
     """Return the newest finished benchmark of the same experiment that is comparable with this one."""
-    from hpcdist.bench import compare
+    from hpcdist.bench import results as bench_results
     from hpcdist.bench.results import read_results
     from hpcdist.errors import RunFolderError
     from hpcdist.run.lookup import find_runs
@@ -208,6 +208,6 @@ def _newest_comparable(run: RunDir, results: Results) -> RunDir | None:
             before = read_results(other.artifacts)
         except (RunFolderError, OSError):  # a run of another trainer, or a damaged run
             continue
-        if before.complete and not compare.differences(compare.facts(results), compare.facts(before)):
+        if before.complete and not bench_results.differences(bench_results.facts(results), bench_results.facts(before)):
             found.append((state.created, other))
     return max(found, key=lambda item: item[0])[1] if found else None

@@ -20,7 +20,7 @@ from hpcdist.cli.options import (
     with_options,
 )
 from hpcdist.errors import UserMistake
-from hpcdist.logs import say
+from hpcdist.host.log_files import say
 
 app = typer.Typer()
 
@@ -56,12 +56,12 @@ def show_config(
     from hpcdist.config.written import redacted, to_yaml
 
     if for_editors:
-        from hpcdist.config.json_schema import json_schema
+        from hpcdist.config.describe import json_schema
 
         say(json.dumps(json_schema(), indent=2, ensure_ascii=False))
     elif schema:
-        from hpcdist.config.schema import describe
-        from hpcdist.config.trainer_params import describe_trainer
+        from hpcdist.config.describe import describe
+        from hpcdist.config.written import describe_trainer
 
         entries = describe() if config is None else describe_trainer(load_config(config, overrides or []), Path.cwd())
         keys = [dict(zip(("key", "type", "default", "help"), entry, strict=True)) for entry in entries]

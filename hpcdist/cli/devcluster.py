@@ -12,7 +12,7 @@ import typer
 
 from hpcdist.cli.options import Json, flag, option
 from hpcdist.devcluster.settings import DEFAULT_STATE, Layout, Settings
-from hpcdist.logs import say
+from hpcdist.host.log_files import say
 
 if TYPE_CHECKING:
     from hpcdist.devcluster.cluster import Status
@@ -152,9 +152,9 @@ def kill(
 
     Example:  sudo hpcdist devcluster node kill n2
     """
-    from hpcdist.devcluster import nodes
+    from hpcdist.devcluster import cluster
 
-    killed = nodes.kill_node(Layout(state), name, keep_link=keep_link)
+    killed = cluster.kill_node(Layout(state), name, keep_link=keep_link)
     say(f"node {name} is down: {killed} processes ended; `hpcdist devcluster node start {name}` starts it again")
 
 
@@ -168,11 +168,11 @@ def start(
 
     Example:  sudo hpcdist devcluster node start n2
     """
-    from hpcdist.devcluster import argv, nodes, processes
+    from hpcdist.devcluster import cluster, host, settings
 
     layout = Layout(state)
-    nodes.start_node(layout, name, own_mounts=own_mounts)
-    pid = processes.pid_of(layout, argv.slurmd(name))
+    cluster.start_node(layout, name, own_mounts=own_mounts)
+    pid = host.pid_of(layout, settings.slurmd(name))
     say(f"node {name} is up" + (f": mount on it with `nsenter --target {pid} --mount mount …`" * own_mounts))
 
 
@@ -193,9 +193,9 @@ def slow(
 
         sudo hpcdist devcluster node slow n2
     """
-    from hpcdist.devcluster import nodes
+    from hpcdist.devcluster import cluster
 
-    nodes.slow_node(Layout(state), name, rate_mbit=rate_mbit, delay_ms=delay_ms)
+    cluster.slow_node(Layout(state), name, rate_mbit=rate_mbit, delay_ms=delay_ms)
     slowed = " and ".join(
         text for text in (rate_mbit and f"{rate_mbit:g} Mbit/s", delay_ms and f"{delay_ms:g} ms extra delay") if text
     )
@@ -203,6 +203,6 @@ def slow(
 
 
 def _show(status: Status, layout: Layout) -> None:
-    from hpcdist.devcluster.view import describe
+    from hpcdist.devcluster.cluster import describe
 
     say("\n".join(describe(status, layout)))

@@ -8,11 +8,10 @@ from typing import Annotated
 
 import typer
 
-from hpcdist.cli import completion
-from hpcdist.cli.options import DryRun, option
-from hpcdist.cli.terminal import console
+from hpcdist.cli import options
+from hpcdist.cli.options import DryRun, console, option
 from hpcdist.errors import UserMistake
-from hpcdist.logs import say
+from hpcdist.host.log_files import say
 
 app = typer.Typer(name="image", help="Build, check and convert container images.", no_args_is_help=True)
 
@@ -22,7 +21,7 @@ EngineOption = Annotated[
         "--engine",
         "ENGINE",
         "docker or podman; to build, also buildah. The first that works by default.",
-        completion.one_of("docker", "podman", "buildah"),
+        options.one_of("docker", "podman", "buildah"),
     ),
 ]
 Image = Annotated[str, typer.Argument(metavar="IMAGE", help="A local image.")]
@@ -37,7 +36,7 @@ def build(
             "--target",
             "TARGET",
             "default, slim (without compiler and torch.compile), or mlflow (the server).",
-            completion.one_of("default", "slim", "mlflow"),
+            options.one_of("default", "slim", "mlflow"),
         ),
     ] = "default",
     base: Annotated[str | None, option("--base", "IMAGE", "Base image instead of the Dockerfile's.")] = None,
@@ -59,9 +58,9 @@ def build(
 
         hpcdist image build --option --secret --option id=pip.conf,src=$HOME/.config/pip/pip.conf
     """
-    from hpcdist.containers.images import build as building
-    from hpcdist.containers.images.base_digest import default_base, look_up
-    from hpcdist.containers.images.engine import find_engine
+    from hpcdist.containers import images as building
+    from hpcdist.containers.images import default_base, look_up
+    from hpcdist.containers.steps import find_engine
 
     if target not in building.TARGETS:
         raise UserMistake(f"--target must be one of {', '.join(building.TARGETS)}, got {target!r}")
@@ -84,7 +83,7 @@ def build(
         created=created,
         options=tuple(more or ()),
     )
-    command = building.argv(found.name, wanted)
+    command = building.build_argv(found.name, wanted)
     say(shlex.join(command))
     if not dry_run:
         building.run(found, command)
@@ -96,8 +95,8 @@ def check(image: Image = "hpcdist", engine: EngineOption = None) -> int:
 
     Example:  hpcdist image check hpcdist:slim
     """
-    from hpcdist.containers.images.engine import RUNNERS, find_engine
-    from hpcdist.containers.images.image_check import check_image
+    from hpcdist.containers.images import check_image
+    from hpcdist.containers.steps import RUNNERS, find_engine
 
     failed = 0
     for found in check_image(find_engine(engine, RUNNERS), image):
@@ -114,8 +113,8 @@ def sbom(image: Image = "hpcdist", engine: EngineOption = None) -> None:
 
     Example:  hpcdist image sbom hpcdist:slim > sbom.cdx.json
     """
-    from hpcdist.containers.images.engine import RUNNERS, find_engine
-    from hpcdist.containers.images.labels import inspect, read_sbom
+    from hpcdist.containers.images import inspect, read_sbom
+    from hpcdist.containers.steps import RUNNERS, find_engine
 
     found = find_engine(engine, RUNNERS)
     say(read_sbom(found, inspect(found, image)))
@@ -130,7 +129,7 @@ def convert(
             "--to",
             "FORMAT",
             "sqsh (enroot, pyxis), sif (apptainer) or dir (charliecloud, enroot).",
-            completion.one_of("sqsh", "sif", "dir"),
+            options.one_of("sqsh", "sif", "dir"),
         ),
     ] = "",
     into: Annotated[Path, option("--into", "DIR", "Folder on a file system that all nodes share.")] = Path("images"),
@@ -140,10 +139,9 @@ def convert(
 
     Example:  hpcdist image convert --to sqsh --into /shared/images
     """
-    from hpcdist.containers.images.convert import FORMS
-    from hpcdist.containers.images.convert import convert as write
-    from hpcdist.containers.images.engine import RUNNERS, find_engine
-    from hpcdist.containers.images.labels import inspect, require_fit
+    from hpcdist.containers.images import FORMS, inspect, require_fit
+    from hpcdist.containers.images import convert as write
+    from hpcdist.containers.steps import RUNNERS, find_engine
 
     if to not in FORMS:
         raise UserMistake(f"--to must be one of {', '.join(FORMS)}, got {to!r}")

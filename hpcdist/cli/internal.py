@@ -7,9 +7,8 @@ from pathlib import Path
 
 import typer
 
-from hpcdist.cli.options import ConfigName, Overrides
+from hpcdist.cli.options import ConfigName, Overrides, exit_code
 from hpcdist.cli.run import resolve_start, supervise_here
-from hpcdist.cli.terminal import exit_code
 
 app = typer.Typer()
 
@@ -26,9 +25,9 @@ def worker(run_dir: Path) -> None:
 def supervise(run_dir: Path) -> int:
     """Supervise a run folder in the foreground; `--detach` starts this command in the background."""
     from hpcdist.config.loading import load_run_config
-    from hpcdist.files.ownership import require_trusted
+    from hpcdist.host.files import require_trusted
     from hpcdist.run.folder import RunDir
-    from hpcdist.run.secret_file import kept
+    from hpcdist.run.records import kept
 
     found = RunDir.open(run_dir)
     require_trusted(found.path, "supervise")
@@ -39,12 +38,12 @@ def supervise(run_dir: Path) -> int:
 @app.command("in-job", hidden=True)
 def in_job(config: ConfigName, overrides: Overrides = None) -> int:
     """Supervise a run in the Slurm job of this process; `slurm/run.sbatch` starts this command."""
-    from hpcdist import logs
     from hpcdist.config.loading import load_config
-    from hpcdist.run.origin import load_origin
-    from hpcdist.slurm.job.in_job import run_in_job
+    from hpcdist.host import log_files
+    from hpcdist.run.records import load_origin
+    from hpcdist.slurm.job.batch_step import run_in_job
 
-    logs.configure()
+    log_files.configure()
     state = run_in_job(
         load_config(config, overrides or []), os.environ, Path.cwd(), load_origin(config, overrides or [])
     )

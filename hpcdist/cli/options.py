@@ -1,19 +1,176 @@
-"""Arguments and options that several commands share: one definition for each name."""
+"""Arguments and options that several commands share, the values that the shell completes, and the
+output of commands.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
-from collections.abc import Sequence
+import textwrap
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from hpcdist.cli import completion
-from hpcdist.logs import say
+from hpcdist.errors import terminal_text
+from hpcdist.host.log_files import say
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hpcdist.run.folder import State
+
+
+# Values that the shell completes: runs, experiments, configs, site profiles, config keys.
+#
+# A completion must neither print an error nor keep the shell waiting: each lookup has LIMIT_S, after which the values
+# found so far are used, and an exception means no values.
+
+#: Time limit of a lookup; the runs may be on a slow network file system.
+LIMIT_S = 3.0
+#: Values that one completion returns at most.
+MAX_VALUES = 500
+
+Completer = Callable[[typer.Context, str], list[str]]
+
+
+def _bounded(find: Callable[[typer.Context, str], Iterator[str]]) -> Completer:
+    """Make a completer of a generator of candidates: prefix filter, time limit, no exceptions."""
+
+    @functools.wraps(find)
+    def complete(ctx: typer.Context, incomplete: str) -> list[str]:
+        found: dict[str, None] = {}
+
+        def collect() -> None:
+            try:
+                for value in find(ctx, incomplete):
+                    if value.startswith(incomplete) and value.isprintable() and len(found) < MAX_VALUES:
+                        found[value] = None
+            except Exception:
+                return
+
+        # A daemon thread, so that a lookup that hangs does not keep the process alive.
+        thread = threading.Thread(target=collect, daemon=True)
+        thread.start()
+        thread.join(LIMIT_S)
+        return list(found)
+
+    complete.__annotations__ = {"ctx": typer.Context, "incomplete": str, "return": list[str]}
+    return complete
+
+
+def _runs_dir(ctx: typer.Context) -> Path:
+    return Path(ctx.params.get("runs_dir") or os.environ.get("HPCDIST_RUNS_DIR") or "runs").expanduser()
+
+
+def _folders(folder: Path) -> list[os.DirEntry[str]]:
+    """Return the visible folders in a folder, the newest first."""
+    with os.scandir(folder) as entries:
+        found = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    return sorted(found, key=lambda entry: entry.name, reverse=True)
+
+
+@_bounded
+def runs(ctx: typer.Context, incomplete: str) -> Iterator[str]:
+    """Yield names of runs and sweeps; `experiment/name` where the word has a slash."""
+    for experiment in _folders(_runs_dir(ctx)):
+        for run in _folders(Path(experiment.path)):
+            name = f"{experiment.name}/{run.name}" if "/" in incomplete else run.name
+            if name.startswith(incomplete) and any(
+                os.path.lexists(f"{run.path}/{file}") for file in ("state.json", "sweep.json")
+            ):
+                yield name
+
+
+@_bounded
+def runs_or_last(ctx: typer.Context, incomplete: str) -> Iterator[str]:
+    """Yield `last` and names of runs."""
+    yield "last"
+    yield from runs(ctx, incomplete)
+
+
+@_bounded
+def experiments(ctx: typer.Context, incomplete: str) -> Iterator[str]:
+    """Yield names of experiments that have runs."""
+    for folder in _folders(_runs_dir(ctx)):
+        if any(os.path.lexists(f"{run.path}/state.json") for run in _folders(Path(folder.path))):
+            yield folder.name
+
+
+def _shipped(kind: str, incomplete: str) -> Iterator[str]:
+    from hpcdist.config.shipped import shipped_configs
+
+    yield from shipped_configs(kind)
+    folder = Path(incomplete if incomplete.endswith("/") else os.path.dirname(incomplete))
+    with os.scandir(folder.expanduser() if str(folder) != "." else ".") as entries:
+        for entry in entries:
+            if entry.name.endswith((".yaml", ".yml")) or ("/" in incomplete and entry.is_dir()):
+                path = entry.name if str(folder) == "." else f"{folder}/{entry.name}"
+                yield path + "/" * (not entry.name.endswith((".yaml", ".yml")))
+
+
+@_bounded
+def configs(ctx: typer.Context, incomplete: str) -> Iterator[str]:
+    """Yield shipped configs and YAML files."""
+    yield from _shipped("", incomplete)
+
+
+@_bounded
+def profiles(ctx: typer.Context, incomplete: str) -> Iterator[str]:
+    """Yield shipped site profiles and YAML files."""
+    yield from _shipped("cluster", incomplete)
+
+
+def _values(kind: str, default: object) -> list[str]:
+    """Return the values of a key as far as its type lists them, else its default."""
+    if kind.startswith("Literal["):
+        return [value.strip("' ") for value in kind.partition("[")[2].rpartition("]")[0].split(",")]
+    if kind == "bool":
+        return ["true", "false"]
+    text = str(default)
+    return [text] if default is not None and text and not set(text) & set(" '\"${}[]()") else []
+
+
+@_bounded
+def keys(ctx: typer.Context, incomplete: str) -> Iterator[str]:
+    """Yield config keys as `key=`, and with a value if only one key matches.
+
+    The value keeps shells from putting a space behind `key=`: they append one to a sole candidate.
+    """
+    from hpcdist.config.describe import describe
+
+    schema = {key: (kind, default) for key, kind, default, _ in describe()}
+    key, equals, _ = incomplete.partition("=")
+    # bash splits a word at `=`: `optim.lr=0` arrives as `optim.lr`, `=`, `0`, and Typer may drop the `=`.
+    words = ["", "", *(ctx.params.get("overrides") or [])]
+    split = words[-2] if words[-1] == "=" else words[-1] if "=" not in (words[-2], *words[-1]) else ""
+    if split:
+        yield from _values(*schema.get(split, ("", None)))
+        return
+    matching = [name for name in schema if name.startswith(key)] if not equals else [key]
+    for name in matching:
+        if not equals:
+            yield f"{name}="
+        if len(matching) == 1:
+            yield from (f"{name}={value}" for value in _values(*schema[name]))
+
+
+def one_of(*names: str) -> Completer:
+    """Return a completer of a fixed list."""
+
+    @_bounded
+    def names_of(ctx: typer.Context, incomplete: str) -> Iterator[str]:
+        yield from names
+
+    return names_of
+
+
+# Arguments and options that several commands share: one definition for each name.
 
 RUNS = Path("runs")
 
@@ -29,12 +186,12 @@ def _into_environment(uri: str | None) -> str | None:
     return uri
 
 
-def argument(metavar: str, text: str, complete: completion.Completer) -> Any:
+def argument(metavar: str, text: str, complete: Completer) -> Any:
     """Return an argument with completion."""
     return typer.Argument(metavar=metavar, help=text, autocompletion=complete)
 
 
-def option(flag: str, metavar: str, text: str, complete: completion.Completer | None = None, **more: Any) -> Any:
+def option(flag: str, metavar: str, text: str, complete: Completer | None = None, **more: Any) -> Any:
     """Return an option that has a value."""
     return typer.Option(flag, metavar=metavar, help=text, autocompletion=complete, **more)
 
@@ -46,17 +203,17 @@ def flag(flag: str, text: str) -> Any:
 
 # --- Configs
 
-_CONFIG = argument("CONFIG", "Path of a YAML file, or name of a shipped config.", completion.configs)
+_CONFIG = argument("CONFIG", "Path of a YAML file, or name of a shipped config.", configs)
 ConfigName = Annotated[str, _CONFIG]
 OptionalConfigName = Annotated[str | None, _CONFIG]
-Overrides = Annotated[list[str] | None, argument("KEY=VALUE", "Overrides of config keys.", completion.keys)]
+Overrides = Annotated[list[str] | None, argument("KEY=VALUE", "Overrides of config keys.", keys)]
 SweepAxes = Annotated[
     list[str] | None,
-    option("--sweep", "KEY=V1,V2", "Values of a key to sweep over; repeat the option for a grid.", completion.keys),
+    option("--sweep", "KEY=V1,V2", "Values of a key to sweep over; repeat the option for a grid.", keys),
 ]
 Cluster = Annotated[
     str | None,
-    option("--cluster", "PROFILE", "Site profile: path of a YAML file, or name of a shipped one.", completion.profiles),
+    option("--cluster", "PROFILE", "Site profile: path of a YAML file, or name of a shipped one.", profiles),
 ]
 #: Commands that read a config: these options are short forms of overrides, see `with_options`.
 RunsDirKey = Annotated[
@@ -64,7 +221,7 @@ RunsDirKey = Annotated[
 ]
 ExperimentKey = Annotated[
     str | None,
-    option("--experiment", "NAME", "MLflow experiment; short for experiment=NAME.", completion.experiments),
+    option("--experiment", "NAME", "MLflow experiment; short for experiment=NAME.", experiments),
 ]
 TrackingUriKey = Annotated[
     str | None,
@@ -73,16 +230,14 @@ TrackingUriKey = Annotated[
 
 # --- Existing runs
 
-RunName = Annotated[str, argument("RUN", "Name of a run, a unique prefix of it, or its folder.", completion.runs)]
+RunName = Annotated[str, argument("RUN", "Name of a run, a unique prefix of it, or its folder.", runs)]
 _NEWEST = "Name of a run, a unique prefix of it, or its folder; by default the newest run in --runs-dir."
-OptionalRunName = Annotated[str | None, argument("RUN", _NEWEST, completion.runs)]
-RunNames = Annotated[list[str] | None, argument("RUN", "Names of runs; all runs by default.", completion.runs)]
+OptionalRunName = Annotated[str | None, argument("RUN", _NEWEST, runs)]
+RunNames = Annotated[list[str] | None, argument("RUN", "Names of runs; all runs by default.", runs)]
 RunsDir = Annotated[
     Path, option("--runs-dir", "DIR", "Folder of the runs.", envvar="HPCDIST_RUNS_DIR", callback=_expanded)
 ]
-Experiment = Annotated[
-    str | None, option("--experiment", "NAME", "Only runs of this experiment.", completion.experiments)
-]
+Experiment = Annotated[str | None, option("--experiment", "NAME", "Only runs of this experiment.", experiments)]
 TrackingUri = Annotated[
     str | None,
     option("--tracking-uri", "URI", "MLflow store instead of the configured one.", callback=_into_environment),
@@ -109,7 +264,7 @@ def named(run: str | None, runs_dir: Path, *, active: bool = False) -> str:
     """
     if run is not None:
         return run
-    from hpcdist.files.short_path import short_path
+    from hpcdist.host.files import short_path
     from hpcdist.run.lookup import newest
 
     found = newest(runs_dir, active=active)
@@ -147,7 +302,7 @@ def with_script(config: str, overrides: Sequence[str] | None) -> tuple[str, list
         return before[0], [*before[1:], script]
     from hpcdist.config.schema import script_name
     from hpcdist.run.create import plain_name
-    from hpcdist.run.origin import PLAIN_SCRIPT
+    from hpcdist.run.records import PLAIN_SCRIPT
 
     experiment = plain_name(script_name(command).removesuffix(".py"))
     return PLAIN_SCRIPT, [f"experiment={experiment}", *before, script]
@@ -165,3 +320,44 @@ def with_options(
     # Quoted, since overrides are YAML.
     given = [f"{key}={json.dumps(str(value))}" for key, value in values.items() if value is not None]
     return [*(overrides or []), *given]
+
+
+# Standard output of the commands, and their exit codes.
+
+
+def console() -> Console:
+    """Return standard output as a console that prints text without control characters.
+
+    Without a terminal it is wide enough for names of runs.
+    """
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class Clean(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+            # Text and style are separate here: the sequences of rich itself are not touched.
+            for part in super().render(renderable, options):
+                yield part if part.control else Segment(terminal_text(part.text), part.style)
+
+    found = Clean()
+    return found if found.is_terminal else Clean(width=160)
+
+
+def wrapped(console: Console, text: str, indent: int) -> str:
+    """Return text with indented further lines where it is wider than a terminal; unchanged elsewhere.
+
+    Words, such as paths, stay whole.
+    """
+    if not console.is_terminal:
+        return text
+    wrapper = textwrap.TextWrapper(
+        max(console.width, 2 * indent), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(wrapper.fill(line) for line in text.split("\n"))
+
+
+def exit_code(state: State) -> int:
+    """Return the exit code of a command that ends with a run in this state."""
+    if state.status == "failed":
+        return 2 if state.rejected else 1
+    return 130 if state.status == "cancelled" else 0

@@ -28,21 +28,20 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
-from hpcdist.cli.terminal import wrapped
+from hpcdist.cli.options import wrapped
 from hpcdist.config.schema import Config, find_trainer
+from hpcdist.config.topology import rank_table
 from hpcdist.config.written import redacted
-from hpcdist.diagnostics.explain import explain_attempt
 from hpcdist.errors import terminal_text
-from hpcdist.files.short_path import short_path
-from hpcdist.rank.roles import rank_table
-from hpcdist.review.attempts import last_beat
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.folder import RunDir, State
+from hpcdist.host.files import short_path
+from hpcdist.review.explain import explain_attempt
+from hpcdist.review.facts import last_beat
+from hpcdist.run.folder import Attempt, RunDir, State
 from hpcdist.run.snapshot import code_state
 from hpcdist.supervisor.plan import Plan, rank_command
 from hpcdist.supervisor.restart_policy import Failure
-from hpcdist.tracking.client.uri import redact_uri
-from hpcdist.tracking.pages import links
+from hpcdist.tracking import links
+from hpcdist.tracking.uri import redact_uri
 
 PLAIN_INTERVAL_S = 5.0
 TRACEBACK_LINES = 8

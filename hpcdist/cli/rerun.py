@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpcdist.cli import completion
+from hpcdist.cli import options
 from hpcdist.cli.options import (
     RUNS,
     Begin,
@@ -31,29 +31,29 @@ from hpcdist.cli.options import (
     TrackingUri,
     Wait,
     argument,
+    console,
     flag,
     option,
 )
 from hpcdist.cli.submit import check_submission, enqueue, submission_flags
-from hpcdist.cli.terminal import console
 from hpcdist.containers.spec import DETACHED
 from hpcdist.errors import UserMistake
-from hpcdist.logs import say
-from hpcdist.machine.facts import num_cores
-from hpcdist.machine.own_image import image_facts
-from hpcdist.review.markdown import PATCH
-from hpcdist.tracking.client.uri import redact_uri
+from hpcdist.host.log_files import say
+from hpcdist.host.machine import image_facts, num_cores
+from hpcdist.review.text import PATCH
+from hpcdist.tracking.uri import redact_uri
 
 if TYPE_CHECKING:
     from hpcdist.config.schema import Config
-    from hpcdist.run.code_restore import CodeSource
     from hpcdist.run.folder import RunDir
-    from hpcdist.tracking.client.recorded_run import RecordedRun
+    from hpcdist.run.snapshot import CodeSource
+    from hpcdist.tracking.recorded_run import RecordedRun
+
 
 app = typer.Typer()
 
 RecordedName = Annotated[
-    str, argument("RUN", "Name of a run or its folder; its id in MLflow, or the link to its page.", completion.runs)
+    str, argument("RUN", "Name of a run or its folder; its id in MLflow, or the link to its page.", options.runs)
 ]
 
 Steps = Annotated[
@@ -115,7 +115,7 @@ def rerun(
 
         hpcdist rerun ddp-2026-rerun-1a2b --compare
     """
-    from hpcdist.tracking.client.recorded_run import find_recorded
+    from hpcdist.tracking.recorded_run import find_recorded
 
     del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
     ignored = tuple(ignore or ())
@@ -198,7 +198,7 @@ def _config(
 ) -> tuple[Config, list[str]]:
     """Return the config of the rerun, and the overrides that change it from that of the run."""
     from hpcdist.config.loading import load_run_config
-    from hpcdist.run.secret_file import kept
+    from hpcdist.run.records import kept
 
     env = {**(kept(recorded.folder) if recorded.folder is not None else {}), **os.environ}
     changes = _changes(recorded, load_run_config(recorded.config, [], env, require_secrets=False), here=here)
@@ -232,7 +232,7 @@ def _changes(recorded: RecordedRun, config: Config, *, here: bool) -> dict[str, 
 
 
 def _code(recorded: RecordedRun, repository: Path | None) -> CodeSource:
-    from hpcdist.run.code_restore import find_code
+    from hpcdist.run.snapshot import find_code
 
     places = [Path(recorded.code.root), Path.cwd()] if repository is None else [repository.expanduser()]
     return find_code(recorded.code, recorded.patch, recorded.folder, places)
@@ -240,7 +240,7 @@ def _code(recorded: RecordedRun, repository: Path | None) -> CodeSource:
 
 def _missing(recorded: RecordedRun, config: Config, source: CodeSource | None, *, on_slurm: bool) -> list[str]:
     """Return what differs from the run and cannot be restored, one sentence each."""
-    from hpcdist.review.rerun_result import machine_differences
+    from hpcdist.review.comparison import machine_differences
     from hpcdist.run.snapshot import machine_facts
 
     found = list(source.missing) if source is not None else ["the code: this is that of the current folder"]
@@ -308,8 +308,7 @@ def _confirm(run_id: str) -> None:
 def _create(plan: _Plan, config: Config, launcher: str) -> RunDir:
     """Create the run folder with the code of the recorded run; remove it if that fails."""
     from hpcdist.run import create
-    from hpcdist.run.origin import read_origin
-    from hpcdist.run.rerun_record import RerunRecord, write_rerun
+    from hpcdist.run.records import RerunRecord, read_origin, write_rerun
 
     recorded, source = plan.recorded, plan.source
     made = create.create_run(
@@ -349,7 +348,7 @@ def _run_here(plan: _Plan, *, follow: bool) -> tuple[RunDir, int]:
 
 def _submit(plan: _Plan, flags: dict[str, str], *, follow: bool, wait: bool, force: bool) -> tuple[RunDir, int]:
     """Submit the rerun to Slurm. Returns its folder and an exit code."""
-    from hpcdist.slurm.submit.submission import resolve_het
+    from hpcdist.slurm.job.submit import resolve_het
 
     config, note = resolve_het(plan.config)
     if note:

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcdist.errors import HpcdistError, UserMistake
-from hpcdist.logs import say
+from hpcdist.host.log_files import say
+from hpcdist.review.comparison import RerunResult, Values, compare_values, data_differences, image_differences
 from hpcdist.review.facts import read_facts
-from hpcdist.review.rerun_result import RerunResult, data_differences, image_differences
-from hpcdist.review.value_comparison import Values, compare_values
 from hpcdist.run.folder import ENDED, RunDir, State
-from hpcdist.run.rerun_record import read_rerun, write_rerun
-from hpcdist.tracking.journal.metric_series import read_values
+from hpcdist.run.records import read_rerun, write_rerun
+from hpcdist.tracking.points import read_values
 
 if TYPE_CHECKING:
-    from hpcdist.tracking.client.recorded_run import RecordedRun
+    from hpcdist.tracking.recorded_run import RecordedRun
 
 #: Differing metrics that are printed.
 _SHOWN = 8
@@ -62,7 +61,7 @@ def compare_again(
     Args:
         scratch: an existing folder for files from MLflow.
     """
-    from hpcdist.tracking.client.recorded_run import find_recorded
+    from hpcdist.tracking.recorded_run import find_recorded
 
     record = read_rerun(made)
     if record is None:
@@ -96,7 +95,7 @@ def report(made: RunDir, result: RerunResult) -> int:
 
 def _upload(made: RunDir) -> None:
     """Update the description in MLflow, which contains the result."""
-    from hpcdist.tracking.shipping.sync_runs import sync_run
+    from hpcdist.tracking.sync_runs import sync_run
 
     try:
         sync_run(made, os.environ)

@@ -1,23 +1,47 @@
-"""Commands for the review of runs: `hpcdist ui`, `hpcdist report` and `hpcdist sync`."""
+"""Commands for the review of runs: `ui`, `report`, `sync`, `cost`, `compare`, `export`."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import os
 import shlex
 import webbrowser
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from hpcdist import logs
-from hpcdist.cli.options import RUNS, Experiment, OptionalRunName, RunNames, RunsDir, TrackingUri, flag, named
-from hpcdist.errors import HpcdistError, TrackingError, UserMistake
-from hpcdist.logs import say
+from hpcdist.cli import options
+from hpcdist.cli.options import (
+    RUNS,
+    Experiment,
+    Json,
+    OptionalRunName,
+    RunNames,
+    RunsDir,
+    TrackingUri,
+    argument,
+    console,
+    flag,
+    named,
+    option,
+)
+from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake
+from hpcdist.host import log_files
+from hpcdist.host.log_files import say
+from hpcdist.host.machine import install_command
 
 if TYPE_CHECKING:
+    from hpcdist.review.ledger import Cost, Group
     from hpcdist.run.folder import RunDir
+
+
+# Commands for the review of runs: `hpcdist ui`, `hpcdist report` and `hpcdist sync`.
 
 app = typer.Typer()
 
@@ -40,11 +64,11 @@ def ui(
 
         hpcdist ui --port 5001 --runs-dir /shared/me/runs --links
     """
-    from hpcdist.files.ownership import require_safe
+    from hpcdist.host.files import require_safe
     from hpcdist.run.lookup import find_runs
-    from hpcdist.tracking.client.uri import choose_uri, sqlite_path
-    from hpcdist.tracking.pages import links
-    from hpcdist.tracking.server import ui as server
+    from hpcdist.tracking import links
+    from hpcdist.tracking import ui as server
+    from hpcdist.tracking.uri import choose_uri, sqlite_path
 
     store = tracking_uri or choose_uri(os.environ, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir)
     if (database := sqlite_path(store)) is not None:
@@ -92,11 +116,10 @@ def report(
 
         hpcdist report digits/first --open
     """
-    from hpcdist.files.ownership import is_mine
-    from hpcdist.files.short_path import short_path
-    from hpcdist.review.html_report import write_report
+    from hpcdist.host.files import is_mine, short_path
+    from hpcdist.review.report import write_report
     from hpcdist.run.lookup import resolve_run
-    from hpcdist.tracking.journal.metric_series import read_series
+    from hpcdist.tracking.points import read_series
 
     found = resolve_run(named(run, runs_dir), runs_dir)
     if is_mine(found.path):
@@ -135,13 +158,13 @@ def sync(
         hpcdist sync --all --watch --interval 30
     """
     from hpcdist.run.lookup import list_runs, resolve_run
-    from hpcdist.tracking.shipping.sync_runs import Watch
+    from hpcdist.tracking.sync_runs import Watch
 
     del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
     if runs and (all_runs or watch):
         raise UserMistake("names of runs exclude --all and --watch, which upload all runs: use one of both")
     if watch:
-        logs.configure()
+        log_files.configure()
         return Watch(runs_dir, os.environ, lambda run: experiment in (None, run.experiment)).forever(interval_s)
     listing = list_runs(runs_dir)
     chosen = [resolve_run(name, runs_dir) for name in runs] if runs else listing.runs
@@ -164,8 +187,8 @@ def _upload(runs: Sequence[RunDir], *, verbose: bool = False, quick: bool = Fals
     Returns:
         The exit code, and the number of runs by result.
     """
-    from hpcdist.tracking.journal.shipping_state import is_complete
-    from hpcdist.tracking.shipping.sync_runs import NOTHING_NEW, exit_code, sync_run
+    from hpcdist.tracking.points import is_complete
+    from hpcdist.tracking.sync_runs import NOTHING_NEW, exit_code, sync_run
 
     code, counts = 0, Counter[str]()
     for run in runs:
@@ -185,3 +208,284 @@ def _upload(runs: Sequence[RunDir], *, verbose: bool = False, quick: bool = Fals
         if verbose or kind != "unchanged":
             say(f"{run.name}: {text}")
     return code, counts
+
+
+# `hpcdist compare`: what differs between runs.
+
+ComparedRuns = Annotated[list[str], argument("RUN", "Names of two or more runs, or their folders.", options.runs)]
+
+
+@app.command()
+def compare(
+    runs: ComparedRuns,
+    as_json: Json = False,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Show what differs between runs in config, code, environment and outcome; equal rows are left out.
+
+    Example:  hpcdist compare ddp-2026a ddp-2026b
+    """
+    from hpcdist.review.comparison import compare
+    from hpcdist.tracking.points import read_series
+
+    named = _labelled(runs, runs_dir)
+    found = compare(named, {label: read_series(run) for label, run in named.items()})
+    if as_json:
+        say(json.dumps({"runs": list(named), "differences": found}, indent=2))
+    else:
+        _show_comparison(list(named), found)
+
+
+def _labelled(names: Sequence[str], runs_dir: Path) -> dict[str, RunDir]:
+    """Return the named runs by their shortest unique label. Raises UserMistake for fewer than two runs."""
+    from hpcdist.run.lookup import resolve_run
+
+    found = {run.path.resolve(): run for run in (resolve_run(name, runs_dir) for name in names)}
+    if len(found) < 2:
+        (run,) = found.values()
+        raise UserMistake(f"only {run.name} is given: name a second run to compare it with")
+    for label in (
+        lambda run: run.name,
+        lambda run: f"{run.experiment}/{run.name}",
+        lambda run: str(run.path),
+    ):
+        labelled = {label(run): run for run in found.values()}
+        if len(labelled) == len(found):
+            break
+    return labelled
+
+
+def _show_comparison(labels: Sequence[str], differences: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    if not differences:
+        say("the runs do not differ")
+    for title, rows in differences.items():
+        table = Table(title=title, title_justify="left")
+        table.add_column("", overflow="fold")
+        for label in labels:
+            table.add_column(escape(label), overflow="fold")
+        for name, values in rows.items():
+            table.add_row(escape(name), *map(escape, values))
+        console().print(table)
+
+
+# `hpcdist cost`: GPU-hours and core-hours of runs by cause.
+
+_Name = Annotated[
+    str | None,
+    argument(
+        "RUN|EXPERIMENT",
+        "Name of a run, a sweep or an experiment; by default the newest run, with --by all runs.",
+        options.runs,
+    ),
+]
+
+
+@app.command()
+def cost(
+    name: _Name = None,
+    by: Annotated[str | None, option("--by", "GROUPS", "Groups: user, month, experiment, run, or several.")] = None,
+    as_csv: Annotated[bool, flag("--csv", "Print CSV with all causes, in hours.")] = False,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Show the allocated GPU-hours, or core-hours of runs without GPUs, by cause.
+
+    Examples:
+
+        hpcdist cost
+
+        hpcdist cost digits
+
+        hpcdist cost --by user,month --csv
+    """
+    from hpcdist.review.ledger import costs
+    from hpcdist.run.slurm_job import update_job_starts
+
+    groups = _groups(by or "run")
+    if name is None and by is None:
+        name = named(None, runs_dir)
+    runs, notes = _chosen(name, runs_dir)
+    for run in runs:
+        with suppress(HpcdistError, OSError):  # a folder of another user, or a damaged one
+            update_job_starts(run)
+    found, without, problems = costs(runs, groups)
+    if problems and not found:
+        raise RunFolderError(problems[0])
+    if as_csv:
+        _write_csv(found, groups)
+    else:
+        _show_costs(found, groups)
+    if without:
+        names = ", ".join(run.name for run in without[:3]) + ", …" * (len(without) > 3)
+        notes.append(f"{len(without)} runs without a ledger are left out, such as runs that have not started: {names}")
+    for note in (*notes, *problems):
+        say(note, error=True)
+
+
+def _groups(by: str) -> list[Group]:
+    from hpcdist.review.ledger import GROUPS
+
+    chosen = [group for group in GROUPS if group in by.split(",")]
+    if unknown := [word for word in by.split(",") if word not in GROUPS]:
+        raise UserMistake(f"--by {by}: {unknown[0]!r} is not one of {', '.join(GROUPS)}")
+    return chosen
+
+
+def _chosen(name: str | None, runs_dir: Path) -> tuple[list[RunDir], list[str]]:
+    """Return the runs that a name stands for, and notes on runs that cannot be read."""
+    from hpcdist.run.lookup import list_runs, resolve
+    from hpcdist.run.sweeps import SweepDir
+
+    listing = list_runs(runs_dir)
+    chosen = [run for run in listing.runs if name in (None, run.experiment)]
+    if name is None or chosen:
+        return chosen, [listing.note] if listing.note else []
+    found = resolve(name, runs_dir)
+    return ([run for run in found.cells() if run.config.is_file()] if isinstance(found, SweepDir) else [found]), []
+
+
+def _show_costs(found: Mapping[tuple[str, ...], Cost], groups: Sequence[Group]) -> None:
+    if not found:
+        say("no runs with a ledger")
+    elif len(found) == 1:
+        ((key, one),) = found.items()
+        _show_one(" ".join(key[:-1]), one)
+    else:
+        _show_groups(found, groups)
+
+
+def _show_one(title: str, one: Cost) -> None:
+    """Print one line for each cause."""
+    from rich.table import Column, Table
+
+    say(title)
+    table = Table("cause", Column(f"{one.unit}-hours", justify="right"), Column("%", justify="right"))
+    for cause, hours in one.hours.items():
+        table.add_row(cause, _hours(hours), f"{hours / one.allocated:.1%}")
+    table.add_section()
+    table.add_row("allocated", _hours(one.allocated), "100.0%")
+    console().print(table)
+    say(f"goodput: {_goodput(one)}, in the queue: {_hours(one.queue_hours)} h", end="")
+    say("" if one.energy_kwh is None else f", energy: {one.energy_kwh:.3g} kWh")
+
+
+def _show_groups(found: Mapping[tuple[str, ...], Cost], groups: Sequence[Group]) -> None:
+    """Print one line for each group, with the largest losses if the terminal has no room for all causes."""
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    out = console()
+    causes = [cause for cause in _causes() if any(one.hours[cause] for one in found.values())]
+    is_wide = out.width >= 140
+    has_energy = any(one.energy_kwh is not None for one in found.values())
+    names = [*(causes if is_wide else ["largest losses"]), "queue", *["kWh"] * has_energy]
+    columns = [Column(name, justify="right", overflow="fold") for name in ("hours", "goodput", *names)]
+    # Cells of a sweep differ at the end of their names, so names are folded and not cut.
+    table = Table(*(Column(group, overflow="fold") for group in groups), Column("unit", no_wrap=True), *columns)
+    for key, one in found.items():
+        cells = [*map(escape, key), _hours(one.allocated), _goodput(one)]
+        cells += [_hours(one.hours[cause]) for cause in causes] if is_wide else [_losses(one)]
+        cells.append(_hours(one.queue_hours))
+        if has_energy:
+            cells.append("" if one.energy_kwh is None else f"{one.energy_kwh:.3g}")
+        table.add_row(*cells)
+    out.print(table)
+
+
+def _losses(one: Cost) -> str:
+    """Return the two causes other than compute with the most hours."""
+    others = sorted((hours, cause) for cause, hours in one.hours.items() if cause != "compute" and hours > 0)
+    return ", ".join(f"{cause} {hours / one.allocated:.0%}" for hours, cause in reversed(others[-2:]))
+
+
+def _goodput(one: Cost) -> str:
+    return "not measured" if one.goodput is None else f"{one.goodput:.1%}"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:.2f}" if hours >= 1 or hours == 0 else f"{hours:.2g}"
+
+
+def _write_csv(found: Mapping[tuple[str, ...], Cost], groups: Sequence[Group]) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*groups, "unit", "runs", "allocated", "goodput", *_causes(), "queue", "energy_kwh"])
+    for key, one in found.items():
+        values = [*one.hours.values(), one.queue_hours]
+        goodput = "" if one.goodput is None else f"{one.goodput:.6f}"
+        energy = "" if one.energy_kwh is None else f"{one.energy_kwh:.6f}"
+        numbers = (f"{value:.6f}" for value in values)
+        writer.writerow([*key, one.num_runs, f"{one.allocated:.6f}", goodput, *numbers, energy])
+    say(text.getvalue(), end="")
+
+
+def _causes() -> tuple[str, ...]:
+    from hpcdist.review.ledger import CAUSES
+
+    return CAUSES
+
+
+# `hpcdist export`: write the model of a checkpoint to a file that other programs load.
+
+FORMATS = ("safetensors", "onnx", "torch")
+
+
+@app.command("export")
+def export(
+    run: OptionalRunName = None,
+    *,
+    file_format: Annotated[
+        str, option("--format", "FORMAT", "safetensors or torch (weights), or onnx (the model with its weights).")
+    ],
+    checkpoint: Annotated[
+        str | None,
+        option(
+            "--checkpoint",
+            "CHECKPOINT",
+            "best (by checkpoint.monitor), final (the newest), or a step; by default the best, or the final one if no"
+            " checkpoint has the metric.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, option("--output", "PATH", "File to write; by default RUN-step-N with the format's ending.")
+    ] = None,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Write the model of a checkpoint to a file that is loaded without hpcdist.
+
+    The weights of all ranks are merged. safetensors and torch write them by name, for the model's own code. onnx also
+    writes the model's program, which a finished run has; it runs without torch.
+
+    Examples:
+
+        hpcdist export --format safetensors
+
+        hpcdist export first --format onnx --checkpoint final --output digits.onnx
+    """
+    from hpcdist.config.written import monitor_of, plain_tree
+    from hpcdist.host.files import require_trusted
+    from hpcdist.run.lookup import resolve_run
+
+    if file_format not in FORMATS:
+        raise UserMistake(f"--format {file_format}: expected {', '.join(FORMATS)}")
+    found = resolve_run(named(run, runs_dir), runs_dir)
+    if file_format == "onnx":  # loading a program may execute code
+        require_trusted(found.path, "export")
+    monitor = monitor_of(plain_tree(found.config))
+
+    try:
+        from hpcdist.checkpoint import export as checkpoint_export
+    except ModuleNotFoundError as error:
+        raise UserMistake(f"export needs {error.name}: run {install_command('train', 'export')}") from error
+
+    kind = cast(checkpoint_export.Format, file_format)
+    checkpoint_export.require_packages(kind)
+    chosen = checkpoint_export.find_checkpoint(found, checkpoint, monitor)
+    if checkpoint is None and monitor.metric not in chosen.metrics:
+        reason = f"no checkpoint has {monitor.metric}" if monitor.metric else "checkpoint.monitor is empty"
+        say(f"the final checkpoint, step {chosen.step}: {reason}", error=True)
+    target = output or Path(f"{found.name}-step-{chosen.step}{checkpoint_export.SUFFIXES[kind]}")
+    for path in checkpoint_export.write_model(found, chosen, kind, target.expanduser()):
+        say(f"{path}: {path.stat().st_size:,} bytes, step {chosen.step} of {found.name}")

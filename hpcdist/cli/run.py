@@ -1,4 +1,4 @@
-"""`hpcdist run`: start a run on this machine."""
+"""`hpcdist run` and `hpcdist resume`: start a run on this machine, or continue one from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -11,29 +11,43 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcdist.cli.options import (
+    RUNS,
+    Begin,
     ConfigName,
+    Dependency,
     DryRun,
     ExperimentKey,
     Follow,
+    Force,
+    OptionalRunName,
     Overrides,
+    RunsDir,
     RunsDirKey,
     ScriptCommand,
     SweepAxes,
     TrackingUriKey,
+    Wait,
+    console,
+    exit_code,
+    flag,
+    named,
     option,
     with_options,
     with_script,
 )
-from hpcdist.cli.terminal import console, exit_code
+from hpcdist.cli.submit import check_submission, enqueue, submission_flags
 from hpcdist.errors import ConfigError, UserMistake
-from hpcdist.logs import say
+from hpcdist.host.log_files import say
 
 if TYPE_CHECKING:
     from hpcdist.cli.render import RunView
     from hpcdist.config.schema import Config
     from hpcdist.run.folder import RunDir
-    from hpcdist.run.origin import Origin
+    from hpcdist.run.records import Origin
     from hpcdist.supervisor.plan import Plan
+
+
+# `hpcdist run`: start a run on this machine.
 
 app = typer.Typer()
 
@@ -80,7 +94,7 @@ def run(
     """
     from hpcdist.config.loading import load_config
     from hpcdist.run import create
-    from hpcdist.run.origin import load_origin
+    from hpcdist.run.records import load_origin
 
     config, overrides = with_script(config, overrides)
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
@@ -139,7 +153,7 @@ def run_here(
 
 def _show_start(config: Config, plan: Plan, uri: str, found: RunDir | None, *, verbose: bool) -> None:
     from hpcdist.cli.render import show_plan
-    from hpcdist.machine.own_image import image_facts
+    from hpcdist.host.machine import image_facts
 
     show_plan(console(), config, plan, config.folder, uri, verbose=verbose)
     if plan.device == "cpu" and config.launch.device == "auto":
@@ -154,10 +168,10 @@ def resolve_start(config: Config) -> tuple[Plan, str]:
 
     Prints a note if the run has fewer ranks than requested.
     """
-    from hpcdist.environments.torch_checks import require_torch
-    from hpcdist.machine.compiler import require_compiler
+    from hpcdist.environments.rank_environment import require_torch
+    from hpcdist.host.machine import require_compiler
     from hpcdist.supervisor.plan import Machine, make_plan, note_on_fewer_ranks
-    from hpcdist.tracking.client.uri import resolve_uri
+    from hpcdist.tracking.uri import resolve_uri
 
     require_torch(config, os.environ, on_slurm=False)
     plan, uri = make_plan(config, Machine.inspect(os.environ)), resolve_uri(config, os.environ)
@@ -182,15 +196,15 @@ def supervise_here(
     Args:
         show: prints the plan, while the parent of the ranks imports torch.
     """
-    from hpcdist import logs
-    from hpcdist.supervisor import local_run
+    from hpcdist.host import log_files
+    from hpcdist.supervisor import local
 
     if not follow:
         show()
-        pid = local_run.detach(run, os.environ)
+        pid = local.detach(run, os.environ)
         say(f"{run.name} runs in the background (process {pid}): `hpcdist follow {run.name}` shows its progress")
         return 0
-    logs.configure()
+    log_files.configure()
 
     def view() -> RunView:
         from hpcdist.cli.render import RunView  # imports take as long as the rest of the start
@@ -198,8 +212,86 @@ def supervise_here(
         show()
         return RunView(console())
 
-    state = local_run.supervise(run, config, plan, view, os.environ, tracking_uri=tracking_uri)
+    state = local.supervise(run, config, plan, view, os.environ, tracking_uri=tracking_uri)
     from hpcdist.cli.render import show_end
 
     show_end(console(), run, state, config)
     return exit_code(state)
+
+
+# `hpcdist resume`: continue a run from its newest checkpoint.
+
+
+@app.command()
+def resume(
+    run: OptionalRunName = None,
+    overrides: Overrides = None,
+    with_current_code: Annotated[
+        bool, flag("--with-current-code", "Use the current code, not the snapshot of the first start.")
+    ] = False,
+    follow: Follow = True,
+    wait: Wait = False,
+    dependency: Dependency = None,
+    begin: Begin = None,
+    force: Force = False,
+    runs_dir: RunsDir = RUNS,
+    tracking_uri: TrackingUriKey = None,
+) -> int:
+    """Continue a run from its newest valid checkpoint, in the same MLflow run.
+
+    A run of Slurm is submitted again. Changed keys are kept once a step has completed with them.
+
+    Examples:
+
+        hpcdist resume
+
+        hpcdist resume runs/digits/first stop.max_epochs=20 --with-current-code
+    """
+    from hpcdist.config.loading import load_run_config
+    from hpcdist.config.written import with_params
+    from hpcdist.host.files import require_trusted
+    from hpcdist.run import create, records, snapshot
+    from hpcdist.run.lease import hold
+    from hpcdist.run.lookup import resolve_run
+    from hpcdist.run.records import kept, reached_step, resume_point
+    from hpcdist.run.slurm_job import job_of
+    from hpcdist.run.status import status_of
+
+    if run is not None and "=" in run and not os.path.exists(run):  # a first override, and no run
+        overrides, run = [run, *(overrides or [])], None
+    words = with_options(overrides, tracking_uri=tracking_uri)
+    found = resolve_run(named(run, runs_dir), runs_dir)
+    require_trusted(found.path, "resume")
+    config = load_run_config(found.effective_config, words, {**kept(found), **os.environ})
+    if job_of(found) is not None and not (now := status_of(found)).final:
+        raise UserMistake(f"run {found.name} is {now.name} and cannot be resumed: `hpcdist follow {found.name}`")
+    if found.read_state().status == "finished" and not words:
+        raise UserMistake(f"run {found.name} is finished: to train longer, add an override such as stop.max_epochs=20")
+    on_slurm = found.slurm.exists()
+    if not on_slurm and (dependency or begin):
+        raise UserMistake(f"--dependency and --begin need Slurm, and run {found.name} was not submitted to Slurm")
+    flags = submission_flags(config, dependency, begin)
+    code = [str(Path.cwd())] if with_current_code else snapshot.import_path(snapshot.code_state(found), found)
+    if code:
+        config = with_params(config, Path(code[0]), f"resume {found.name}")
+    records.check(found, config)
+    failed = not with_current_code and found.read_state().status == "failed"
+    if failed and (files := snapshot.changed_files(snapshot.code_state(found), found)):
+        names = ", ".join(files[:5]) + ", …" * (len(files) > 5)
+        advice = "this resume runs the copy, --with-current-code runs the new code"
+        say(f"changed since the run copied the code: {names}; {advice}")
+    if with_current_code:
+        create.check_code(config, Path.cwd())
+    if on_slurm:
+        check_submission(config, flags, None, force=force)
+    start = None if on_slurm else resolve_start(config)
+    with hold(found):
+        records.propose(found, config)
+        if with_current_code:
+            launcher = "slurm" if on_slurm else "local"
+            snapshot.write_environment(found, snapshot.take(config, found, Path.cwd()), launcher=launcher)
+    if (last := found.read_state().attempt) and (on_slurm or not follow):  # else the supervisor prints it
+        say(resume_point(found, reached_step(found.attempt(last)), is_script=bool(config.trainer.script)))
+    if start is None:
+        return enqueue(found, config, flags, follow=follow, wait=wait)
+    return supervise_here(found, config, *start, follow=follow)

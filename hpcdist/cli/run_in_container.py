@@ -13,15 +13,22 @@ from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.config.shipped import find_config
 from hpcdist.config.written import redacted_argument
-from hpcdist.containers.images.engine import RUNNERS, find_engine
-from hpcdist.containers.images.labels import inspect, require_driver, require_fit
-from hpcdist.containers.local_container import folder_overrides, for_config, host_container, with_mount, without_secrets
-from hpcdist.containers.runtimes import RUNTIMES
+from hpcdist.containers.images import inspect, require_driver, require_fit
+from hpcdist.containers.spec import RUNTIMES
+from hpcdist.containers.steps import (
+    RUNNERS,
+    find_engine,
+    folder_overrides,
+    for_config,
+    host_container,
+    with_mount,
+    without_secrets,
+)
 from hpcdist.errors import ImageError, UserMistake
-from hpcdist.logs import say
-from hpcdist.machine.gpus import driver_version
+from hpcdist.host.log_files import say
+from hpcdist.host.machine import driver_version
+from hpcdist.run.folder import claim
 from hpcdist.run.lease import user_name
-from hpcdist.run.runs_dir import claim
 from hpcdist.supervisor.plan import Machine
 
 

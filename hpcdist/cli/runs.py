@@ -1,23 +1,41 @@
-"""Commands on existing runs: list, show, follow, stop."""
+"""Commands on existing runs: list, show, follow, stop, save, profile."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from hpcdist.cli import completion
-from hpcdist.cli.options import RUNS, Experiment, Json, OptionalRunName, RunName, RunsDir, Wait, argument, flag, named
-from hpcdist.cli.terminal import console
+from hpcdist.cli import options
+from hpcdist.cli.options import (
+    RUNS,
+    Experiment,
+    Json,
+    OptionalRunName,
+    RunName,
+    RunsDir,
+    Wait,
+    argument,
+    console,
+    flag,
+    named,
+    option,
+)
 from hpcdist.errors import UserMistake
-from hpcdist.logs import say
+from hpcdist.host.log_files import say
 
 if TYPE_CHECKING:
-    from hpcdist.run.sweep_folder import SweepDir
+    from hpcdist.run.commands import LiveCommand
+    from hpcdist.run.folder import RunDir
+    from hpcdist.run.sweeps import SweepDir
+
+
+# Commands on existing runs: list, show, follow, stop.
 
 app = typer.Typer()
 
@@ -32,7 +50,7 @@ def runs(experiment: Experiment = None, as_json: Json = False, runs_dir: RunsDir
 
         hpcdist runs --experiment digits --json
     """
-    from hpcdist.cli.run_tables import read_rows, runs_document, show_runs
+    from hpcdist.cli.run_views import read_rows, runs_document, show_runs
     from hpcdist.run.lookup import list_runs
 
     rows, notes = read_rows(list_runs(runs_dir), experiment)
@@ -52,9 +70,9 @@ def status(run: OptionalRunName = None, as_json: Json = False, runs_dir: RunsDir
 
         hpcdist status digits/first --json
     """
-    from hpcdist.cli.run_tables import read_status, show_status
+    from hpcdist.cli.run_views import read_status, show_status
     from hpcdist.run.lookup import resolve
-    from hpcdist.run.sweep_folder import SweepDir
+    from hpcdist.run.sweeps import SweepDir
 
     found = resolve(named(run, runs_dir), runs_dir)
     if isinstance(found, SweepDir):
@@ -66,9 +84,9 @@ def status(run: OptionalRunName = None, as_json: Json = False, runs_dir: RunsDir
 
 
 def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
-    from hpcdist.cli.run_tables import read_status
-    from hpcdist.cli.sweep_tables import show_cells
-    from hpcdist.config.monitor import first_monitor
+    from hpcdist.cli.run_views import read_status
+    from hpcdist.cli.sweep import show_cells
+    from hpcdist.config.written import first_monitor
 
     cells = sweep.cells()
     labels = [str(cell["label"]) for cell in sweep.read()["cells"]]
@@ -100,7 +118,7 @@ def logs(
 
         hpcdist logs digits/first -f
     """
-    from hpcdist.cli.follow import stream_log
+    from hpcdist.cli.run_views import stream_log
     from hpcdist.run.lookup import resolve_run
 
     for text in stream_log(resolve_run(named(run, runs_dir), runs_dir), rank, attempt, follow=follow):
@@ -117,11 +135,11 @@ def follow(run: OptionalRunName = None, wait: Wait = False, runs_dir: RunsDir = 
 
         hpcdist follow digits/first --wait && ./evaluate.sh
     """
-    from hpcdist.cli.follow import follow_to_end
+    from hpcdist.cli.run_views import follow_to_end
     from hpcdist.config.loading import load_run_config
-    from hpcdist.files.ownership import is_mine
+    from hpcdist.host.files import is_mine
     from hpcdist.run.lookup import resolve_run
-    from hpcdist.run.secret_file import kept
+    from hpcdist.run.records import kept
     from hpcdist.run.status import status_of
 
     found = resolve_run(named(run, runs_dir), runs_dir)
@@ -137,7 +155,7 @@ def follow(run: OptionalRunName = None, wait: Wait = False, runs_dir: RunsDir = 
 def stop(
     run: Annotated[
         str | None,
-        argument("RUN", "Name, prefix or folder; by default the newest run that runs or waits.", completion.runs),
+        argument("RUN", "Name, prefix or folder; by default the newest run that runs or waits.", options.runs),
     ] = None,
     runs_dir: RunsDir = RUNS,
 ) -> None:
@@ -162,11 +180,79 @@ def cancel(run: RunName, runs_dir: RunsDir = RUNS) -> None:
 
 
 def _end(name: str, runs_dir: Path, action: Literal["stop", "cancel"]) -> None:
-    from hpcdist.files.ownership import require_mine
+    from hpcdist.host.files import require_mine
+    from hpcdist.run.commands import end, end_sweep
     from hpcdist.run.lookup import resolve
-    from hpcdist.run.stop import end, end_sweep
-    from hpcdist.run.sweep_folder import SweepDir
+    from hpcdist.run.sweeps import SweepDir
 
     found = resolve(name, runs_dir)
     require_mine(found.path, action)
     say("\n".join(end_sweep(found, action) if isinstance(found, SweepDir) else [end(found, action)]))
+
+
+# Commands to a running run that continues: `hpcdist save` and `hpcdist profile`.
+
+ANSWER_POLL_S = 0.5
+
+
+@app.command()
+def save(run: RunName, runs_dir: RunsDir = RUNS) -> int:
+    """Save a checkpoint of a running run, which continues, and wait until it is on disk.
+
+    Example:  hpcdist save ddp-2026
+    """
+    from hpcdist.run.commands import LiveCommand
+    from hpcdist.run.lease import user_name
+
+    return _send(_own_run(run, runs_dir, "save"), LiveCommand(action="save", by=user_name()))
+
+
+@app.command()
+def profile(
+    run: RunName,
+    steps: Annotated[int, option("--steps", "N", "Training steps to profile.")] = 10,
+    ranks: Annotated[str, option("--ranks", "RANKS", "Ranks to profile, separated by commas.")] = "0",
+    runs_dir: RunsDir = RUNS,
+) -> int:
+    """Profile some steps of a running run with torch.profiler, and wait for the traces.
+
+    The run continues; its steps take longer during the profile. The traces, one for each rank, are artifacts of the
+    run. Open them at https://ui.perfetto.dev.
+
+    Examples:
+
+        hpcdist profile ddp-2026
+
+        hpcdist profile ddp-2026 --steps 10 --ranks 0,3
+    """
+    from hpcdist.run.commands import parse_ranks, profile_command
+
+    command = profile_command(steps, parse_ranks(ranks, "--ranks"))
+    return _send(_own_run(run, runs_dir, "profile"), command)
+
+
+def _own_run(name: str, runs_dir: Path, action: str) -> RunDir:
+    from hpcdist.host.files import require_mine
+    from hpcdist.run.lookup import resolve_run
+
+    found = resolve_run(name, runs_dir)
+    require_mine(found.path, action)
+    return found
+
+
+def _send(run: RunDir, command: LiveCommand) -> int:
+    """Send a command, wait for its results and print them. Returns the exit code."""
+    from hpcdist.run.commands import outcome_of, send_command
+    from hpcdist.run.lease import holder
+
+    attempt, number = send_command(run, command)
+    while True:
+        state = run.read_state()
+        is_over = state.attempt != attempt.number or state.status != "running" or holder(run) is None
+        found = outcome_of(attempt, number, command.ranks, is_over=is_over, folder=str(run.path))
+        if found is not None:
+            break
+        time.sleep(ANSWER_POLL_S)  # the ranks may be on other hosts
+    lines, all_obeyed = found
+    say("\n".join(lines))
+    return 0 if all_obeyed else 1

@@ -29,12 +29,12 @@ from hpcdist.cli.options import (
     with_script,
 )
 from hpcdist.errors import UserMistake
-from hpcdist.logs import say
+from hpcdist.host.log_files import say
 
 if TYPE_CHECKING:
     from hpcdist.config.schema import Config
     from hpcdist.run.folder import RunDir
-    from hpcdist.run.origin import Origin
+    from hpcdist.run.records import Origin
 
 app = typer.Typer()
 
@@ -78,7 +78,7 @@ def submit(
     from hpcdist.cli import sweep as sweeps
     from hpcdist.config.loading import load_config
     from hpcdist.run import create
-    from hpcdist.run.origin import load_origin
+    from hpcdist.run.records import load_origin
 
     config, overrides = with_script(config, overrides)
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
@@ -119,14 +119,15 @@ def submit_run(
     """
     from hpcdist.run import create
     from hpcdist.run.folder import RunDir
-    from hpcdist.slurm.job_components import rank_table_lines
-    from hpcdist.slurm.submit import submission, submission_checks
-    from hpcdist.slurm.submit.batch_script import commented, render
+    from hpcdist.slurm.components import rank_table_lines
+    from hpcdist.slurm.job import submit as job_submit
+    from hpcdist.slurm.job import submit_checks
+    from hpcdist.slurm.job.submit import commented, render
 
-    config, note = submission.resolve_het(config)
+    config, note = job_submit.resolve_het(config)
     components = [*filter(None, [note]), *rank_table_lines(config)]
     if dry_run:
-        submission_checks.check_config(config, Path.cwd())
+        submit_checks.check_config(config, Path.cwd())
         script, step = render(config, RunDir(config.folder), flags)
         say(f"{script}\n# then, in the batch step:\n{commented(step)}\n#\n" + "\n".join(map(commented, components)))
         return 0
@@ -141,7 +142,7 @@ def submit_run(
 def check_submission(config: Config, flags: dict[str, str], cwd: Path | None, *, force: bool) -> None:
     """Check a submission and print warnings and the expected start. Raises UserMistake for errors."""
     from hpcdist.data.download import missing
-    from hpcdist.slurm.submit.submission_checks import check_submission
+    from hpcdist.slurm.job.submit_checks import check_submission
 
     warnings, estimate = check_submission(config, flags, cwd, missing_data=missing(config.data), force=force)
     say("\n".join([*(f"note: {warning}" for warning in warnings), estimate]))
@@ -151,7 +152,7 @@ def submission_flags(config: Config, dependency: str | None, begin: str | None) 
     """Return the flags of sbatch that apply to one submission and not to later starts of the run."""
     resolved = None
     if dependency:
-        from hpcdist.slurm.submit.dependency import resolve
+        from hpcdist.slurm.job.submit import resolve
 
         resolved = resolve(dependency, Path(config.runs_dir))
     chosen = {name: value for name, value in (("dependency", resolved), ("begin", begin)) if value}
@@ -163,20 +164,20 @@ def submission_flags(config: Config, dependency: str | None, begin: str | None) 
 
 def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool, wait: bool = False) -> int:
     """Submit a run folder to Slurm and create its MLflow run; with `follow` or `wait`, stay until the run ends."""
-    from hpcdist.run import pending_config
-    from hpcdist.slurm.submit import submission
+    from hpcdist.run import records
+    from hpcdist.slurm.job import submit as job_submit
 
     try:
-        job_id = submission.submit(config, run, flags)
+        job_id = job_submit.submit(config, run, flags)
     except UserMistake:  # Slurm has rejected the job
-        pending_config.drop(run)
+        records.drop(run)
         raise
     say(f"{run.name} is job {job_id}: `hpcdist follow {run.name}` shows its state and progress")
     # The job does not wait for these imports.
-    from hpcdist.cli.follow import follow_to_end
-    from hpcdist.supervisor import shipper_process
+    from hpcdist.cli.run_views import follow_to_end
+    from hpcdist.supervisor import children
 
     if follow or wait:
         return follow_to_end(run, config, progress=not wait)
-    say(shipper_process.ship_now(run, config, os.environ))
+    say(children.ship_now(run, config, os.environ))
     return 0

@@ -1,28 +1,103 @@
-"""Sweeps (`--sweep`): the cells one after the other on this machine, or as one Slurm job array."""
+"""Sweeps (`--sweep`): the cells one after the other on this machine, or as one Slurm job array; the selection of cells
+that must run, and tables of them.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from hpcdist.cli.sweep_tables import show_choices, show_end
-from hpcdist.cli.terminal import console
-from hpcdist.errors import HpcdistError, TrackingError, UserMistake
-from hpcdist.logs import say
+from hpcdist.cli.options import console
+from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake
+from hpcdist.host.files import require_trusted, short_path
+from hpcdist.host.log_files import say
+from hpcdist.run import snapshot
+from hpcdist.run.create import create_run
+from hpcdist.run.folder import ENDED, RunDir, State
+from hpcdist.run.lease import hold, holder
+from hpcdist.run.records import Origin, propose
+from hpcdist.run.slurm_job import keep_job
+from hpcdist.run.status import query_jobs
+from hpcdist.run.sweeps import Cell, Sweep, SweepDir, mark, sweep_of, write_sweep
+from hpcdist.slurm.client import JobSnapshot
 
 if TYPE_CHECKING:
     from hpcdist.config.schema import Config
-    from hpcdist.run.folder import RunDir
-    from hpcdist.run.sweep import Sweep
-    from hpcdist.run.sweep_cells import Choice
     from hpcdist.supervisor.plan import Plan
+
+
+# Tables of a sweep: the planned cells, and their status and metrics.
+
+
+def show_choices(sweep: Sweep, choices: Sequence[Choice]) -> None:
+    """Print the cells of a sweep and which of them run now."""
+    num = sum(choice.runs for choice in choices)
+    say(f"sweep {sweep.name}: {len(choices)} cells, {num} to run, in {short_path(sweep.folder.parent)}")
+    for index, choice in enumerate([choice for choice in choices if choice.runs]):
+        say(f"  {index}: {choice.cell.label} ({choice.why})  {choice.run.name}")
+    for choice in choices:
+        if not choice.runs:
+            say(f"  -: {choice.cell.label} ({choice.why})")
+
+
+def show_end(sweep: Sweep, choices: Sequence[Choice]) -> int:
+    """Print the final table of a sweep. Returns the exit code of the command."""
+    cells = [(choice.cell.label, choice.run) for choice in choices]
+    names = show_cells(sweep.name, cells, sweep.cells[0].config.checkpoint.monitor)
+    if set(names) != {"finished"}:
+        say("run the same command again for missing and failed cells")
+    if {"failed", "lost", "unreadable"} & set(names):
+        return 1
+    return 130 if "cancelled" in names else 0
+
+
+def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> list[str]:
+    """Print a table of cells with status and newest metric. Returns the status of each cell.
+
+    Args:
+        cells: Label and run folder of each cell; the folder may not exist yet.
+        best: The metric that selects the best checkpoint.
+    """
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    from hpcdist.errors import RunFolderError
+    from hpcdist.review.facts import last_beat
+    from hpcdist.review.sweep_description import common_metric
+    from hpcdist.run.status import status_of
+
+    beats = [last_beat(run) for _, run in cells]
+    metric = common_metric([beat.get("metrics", {}) for beat in beats], best)
+    table = Table(Column("cell", no_wrap=True), "status", "step", *([metric] if metric else []), "reason", title=title)
+    names = []
+    for (label, run), beat in zip(cells, beats, strict=True):
+        try:
+            exists = os.path.lexists(run.path / "state.json")
+            name = status_of(run).name if exists else "missing"
+            reason = run.read_state().reason if exists else "not started yet"
+        except (RunFolderError, OSError) as error:
+            name, reason = "unreadable", str(error)
+        names.append(name)
+        value = beat.get("metrics", {}).get(metric)
+        number = "" if value is None else f"{value:.6g}"
+        numbers = [number] if metric else []
+        table.add_row(escape(label), names[-1], str(beat.get("step", "")), *numbers, escape(reason))
+    console().print(table)
+    counts = Counter(names)
+    say(f"sweep {title}: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}")
+    return names
+
+
+# Sweeps (`--sweep`): the cells one after the other on this machine, or as one Slurm job array.
 
 POLL_S = 0.5
 #: Interval between two uploads to MLflow.
@@ -41,9 +116,8 @@ def read_sweep(config: str, overrides: Sequence[str], axes: Sequence[str], clust
     """Return the sweep of a command line, with all its configs checked. Raises UserMistake."""
     from hpcdist.config.loading import load_config
     from hpcdist.run import create
-    from hpcdist.run.origin import load_origin
-    from hpcdist.run.sweep import make_sweep, parse_axes
-    from hpcdist.run.sweep_folder import match
+    from hpcdist.run.records import load_origin
+    from hpcdist.run.sweeps import make_sweep, match, parse_axes
 
     def load(more: Sequence[str]) -> Config:
         loaded = load_config(config, [*overrides, *more], cluster=cluster)
@@ -62,12 +136,11 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
 
     The sweep continues after a failed cell. Ctrl-C or `hpcdist stop SWEEP` ends it after the current cell has saved.
     """
-    from hpcdist import logs
     from hpcdist.cli.render import show_plan
-    from hpcdist.environments.torch_checks import require_torch
-    from hpcdist.run import sweep_cells
+    from hpcdist.environments.rank_environment import require_torch
+    from hpcdist.host import log_files
     from hpcdist.supervisor.plan import Machine, make_plan
-    from hpcdist.tracking.client.uri import resolve_uri
+    from hpcdist.tracking.uri import resolve_uri
 
     for cell in sweep.cells:
         require_torch(cell.config, os.environ, on_slurm=False)
@@ -75,18 +148,18 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     plans = {cell.name: make_plan(cell.config, machine) for cell in sweep.cells}
     first = sweep.cells[0]
     uri = resolve_uri(first.config, os.environ)
-    choices = sweep_cells.choose(sweep)
+    choices = choose(sweep)
     show_plan(console(), first.config, plans[first.name], sweep.folder, uri, verbose=dry_run)
     show_choices(sweep, choices)
     if dry_run:
         return 0
     to_run = [choice for choice in choices if choice.runs]
-    logs.configure()
+    log_files.configure()
     terminal = console()
     refused = False
-    with _caught_signals() as signals, sweep_cells.hold_sweep(sweep) as folder:
+    with _caught_signals() as signals, hold_sweep(sweep) as folder:
         folder.request.unlink(missing_ok=True)
-        sweep_cells.prepare(to_run, folder, Path.cwd(), launcher="local", origin=sweep.origin)
+        prepare(to_run, folder, Path.cwd(), launcher="local", origin=sweep.origin)
         for number, choice in enumerate(to_run, 1):
             if signals or folder.request.exists():
                 break
@@ -105,10 +178,10 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
 
 def _run_cell(choice: Choice, plan: Plan, uri: str) -> None:
     from hpcdist.cli.render import RunView
-    from hpcdist.supervisor import local_run
+    from hpcdist.supervisor import local
 
     view = RunView(console())
-    state = local_run.supervise(choice.run, choice.cell.config, plan, lambda: view, os.environ, tracking_uri=uri)
+    state = local.supervise(choice.run, choice.cell.config, plan, lambda: view, os.environ, tracking_uri=uri)
     view.note(state.sentence)
 
 
@@ -138,7 +211,7 @@ def _caught_signals() -> Iterator[list[str]]:
 
 def _close_parent_run(run: RunDir, uri: str) -> None:
     """Record the end of an incomplete sweep in its MLflow parent run."""
-    from hpcdist.tracking.pages.parent_run import ParentRun
+    from hpcdist.tracking.pages import ParentRun
 
     try:
         parent = ParentRun.of(run, uri)
@@ -167,16 +240,15 @@ def submit_sweep(
         flags: Flags of sbatch for this submission alone.
         check: Checks a submission of this config before anything is written; raises UserMistake.
     """
-    from hpcdist.run import sweep_cells
-    from hpcdist.slurm.job_components import is_het
-    from hpcdist.slurm.submit import submission
-    from hpcdist.tracking.client.uri import resolve_uri
+    from hpcdist.slurm.components import is_het
+    from hpcdist.slurm.job import submit
+    from hpcdist.tracking.uri import resolve_uri
 
     if any(is_het(cell.config) for cell in sweep.cells):
         raise UserMistake(
             "Slurm does not support arrays of heterogeneous jobs: cluster.het=off places the roles in one allocation"
         )
-    choices = sweep_cells.choose(sweep)
+    choices = choose(sweep)
     to_run = [choice for choice in choices if choice.runs]
     show_choices(sweep, choices)
     if dry_run:
@@ -191,12 +263,12 @@ def submit_sweep(
         return 0
     uri = resolve_uri(config, os.environ)
     if to_run:
-        with sweep_cells.hold_sweep(sweep) as folder:
-            sweep_cells.prepare(to_run, folder, Path.cwd(), launcher="slurm", origin=sweep.origin)
+        with hold_sweep(sweep) as folder:
+            prepare(to_run, folder, Path.cwd(), launcher="slurm", origin=sweep.origin)
             try:
-                jobs = submission.submit_array(config, folder, [choice.run for choice in to_run], flags, parallelism)
+                jobs = submit.submit_array(config, folder, [choice.run for choice in to_run], flags, parallelism)
             except BaseException:
-                sweep_cells.discard([choice.run for choice in to_run if choice.why == "new"])
+                discard([choice.run for choice in to_run if choice.why == "new"])
                 raise
         say(f"{sweep.name} is job{'s' * (len(jobs) > 1)} {jobs[0]}{f' to {jobs[-1]}' * (len(jobs) > 1)}")
         say(_upload([choice.run for choice in to_run], uri) or f"{len(to_run)} cells uploaded to MLflow")
@@ -205,8 +277,8 @@ def submit_sweep(
 
 def _show_script(sweep: Sweep, to_run: Sequence[Choice], flags: Mapping[str, str], parallelism: int | None) -> None:
     from hpcdist.run.folder import RunDir
-    from hpcdist.slurm.submit.batch_script import commented, render
-    from hpcdist.slurm.submit.submission_checks import check_config
+    from hpcdist.slurm.job.submit import commented, render
+    from hpcdist.slurm.job.submit_checks import check_config
 
     config = to_run[0].cell.config
     # A single cell is an ordinary job.
@@ -219,7 +291,7 @@ def _show_script(sweep: Sweep, to_run: Sequence[Choice], flags: Mapping[str, str
 
 def _upload(runs: Sequence[RunDir], uri: str, *, close_lost: bool = False) -> str:
     """Upload the records of some cells to MLflow. Returns why that failed, or ""."""
-    from hpcdist.tracking.shipping.shipper import sync
+    from hpcdist.tracking.shipper import sync
 
     try:
         for run in runs:
@@ -232,7 +304,7 @@ def _upload(runs: Sequence[RunDir], uri: str, *, close_lost: bool = False) -> st
 def _follow(sweep: Sweep, choices: Sequence[Choice], uri: str) -> int:
     """Show the statuses of the cells until all are final, and upload them unless their jobs do."""
     from hpcdist.run.status import RunStatus, StatusWatch
-    from hpcdist.tracking.client.uri import is_server
+    from hpcdist.tracking.uri import is_server
 
     watch = StatusWatch()
     statuses: dict[str, RunStatus] = {}
@@ -265,3 +337,117 @@ def _follow(sweep: Sweep, choices: Sequence[Choice], uri: str) -> int:
 def _version(run: RunDir) -> object:
     """Return a value that changes when there is more to upload."""
     return run.read_state(), sum(path.stat().st_size for path in run.journal.glob("*.jsonl"))
+
+
+# Select the cells of a sweep that must run, and prepare their folders.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A cell, its folder, and whether it must run now."""
+
+    cell: Cell
+    run: RunDir
+    runs: bool
+    why: str  #: status of the cell: new, failed, finished, running …
+
+
+def choose(sweep: Sweep) -> list[Choice]:
+    """Select the cells that are new, failed, stopped or lost. Changes nothing.
+
+    Raises:
+        RunFolderError: the folder of a cell belongs to a run outside this sweep.
+    """
+    runs = [RunDir(sweep.folder.parent / cell.name) for cell in sweep.cells]
+    snapshots = query_jobs(runs)
+    found = []
+    for cell, run in zip(sweep.cells, runs, strict=True):
+        runs_now, why = True, "new"
+        if not _is_new(run, sweep):
+            require_trusted(run.path, "run --sweep")
+            runs_now, why = verdict(run.read_state(), held=holder(run) is not None, job=snapshots.get(run.path))
+        found.append(Choice(cell=cell, run=run, runs=runs_now, why=why))
+    return found
+
+
+def _is_new(run: RunDir, sweep: Sweep) -> bool:
+    """Return whether a cell must be created, also if an earlier command was killed while it created the cell."""
+    if not run.path.exists():
+        return True
+    if not (run.path / "state.json").exists():
+        raise RunFolderError(f"{run.path} exists and holds no run: remove it, or choose another `name`")
+    of = sweep_of(run)
+    if of is not None and of.name == sweep.name:
+        return False
+    state = run.read_state()
+    if holder(run) is None and state.status == "created" and state.attempt == 0:
+        return True
+    raise RunFolderError(f"{run.path} is a run outside of sweep {sweep.name}: choose another `name`")
+
+
+def verdict(state: State, *, held: bool, job: JobSnapshot | None) -> tuple[bool, str]:
+    """Return whether an existing cell must run, and its status.
+
+    Args:
+        held: a supervisor holds the cell.
+        job: snapshot of its Slurm job; None for a local run.
+    """
+    if state.status == "finished":
+        return False, "finished"
+    if held:
+        return False, "running"
+    ended = state.status in ENDED
+    if job is not None and not job.is_over:
+        in_queue = job.info.state if job.info is not None else "UNKNOWN"
+        if not (ended and in_queue in ("COMPLETING", "UNKNOWN")):
+            return False, f"queued ({in_queue.lower()})"
+    if ended:
+        return True, state.status
+    return True, "not started" if state.status == "created" else "lost"
+
+
+@contextmanager
+def hold_sweep(sweep: Sweep) -> Iterator[SweepDir]:
+    """Create the sweep's folder and hold its lease. Raises RunFolderError if another process holds it."""
+    folder = write_sweep(sweep)
+    with hold(folder):
+        yield folder
+
+
+def prepare(
+    choices: Sequence[Choice], folder: SweepDir, cwd: Path, *, launcher: str, origin: Origin | None = None
+) -> None:
+    """Create the folders of new cells, and write the current config to the others. On errors no new folder remains.
+
+    A failed cell gets the current code, which presumably fixes the failure. A stopped or lost cell continues with the
+    code that it was started with.
+    """
+    made: list[RunDir] = []
+    try:
+        for choice in choices:
+            if choice.why == "new":
+                shutil.rmtree(choice.run.path, ignore_errors=True)
+                made.append(create_run(choice.cell.config, cwd, launcher=launcher, origin=origin))
+            else:
+                _renew(choice, cwd, launcher)
+            mark(choice.run, folder, choice.cell)
+    except BaseException:
+        discard(made)
+        raise
+
+
+def _renew(choice: Choice, cwd: Path, launcher: str) -> None:
+    run = choice.run
+    with hold(run):
+        propose(run, choice.cell.config)
+        if choice.why == "failed":
+            snapshot.write_environment(run, snapshot.take(choice.cell.config, run, cwd), launcher=launcher)
+        if launcher == "local":
+            keep_job(run)
+            (run.path / "slurm.json").unlink(missing_ok=True)  # the job is over, and `resume` would submit it again
+
+
+def discard(runs: Sequence[RunDir]) -> None:
+    """Remove the folders of cells that were created but not submitted."""
+    for run in runs:
+        shutil.rmtree(run.path)

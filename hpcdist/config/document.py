@@ -11,8 +11,8 @@ from typing import Any, TypeVar, cast
 import yaml
 
 from hpcdist.errors import ConfigError, shown
-from hpcdist.files import retry
-from hpcdist.files.regular_file import read_regular
+from hpcdist.host import retry
+from hpcdist.host.files import read_regular
 
 T = TypeVar("T")
 #: Limit of a config file that a user writes.

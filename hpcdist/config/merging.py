@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from hpcdist.config.conversion import as_written, convert
+from hpcdist.config.describe import describe
 from hpcdist.config.document import first_line, parse_texts, unfit_values
 from hpcdist.config.redaction import REDACTED, is_secret_name, named_secrets
-from hpcdist.config.schema import Config, SecretTexts, as_written, convert, describe, to_tree
-from hpcdist.config.schema.declaration import find_trainer, trainer_sections
+from hpcdist.config.schema import Config, SecretTexts, find_trainer, to_tree, trainer_sections
 from hpcdist.config.tree import expand_short_forms, insert, leaves, parse_value
 from hpcdist.errors import ConfigError, shown
 

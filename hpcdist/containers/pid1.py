@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcdist.files.atomic import write_atomic
+from hpcdist.host.files import write_atomic
 
 #: Exit code of a container after the end of its step.
 ABANDONED = 143

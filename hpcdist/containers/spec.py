@@ -1,12 +1,16 @@
-"""The description of one container, independent of the runtime that starts it."""
+"""One container: its description, and the runtimes as pure functions that return the argv in front of the command."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from hpcdist.errors import UserMistake
+from hpcdist.run.folder import Attempt
+
+# The description of one container, independent of the runtime that starts it.
 
 #: Environment variables that a rank needs, as names and patterns. All others of the job stay outside the container.
 PASSED = (
@@ -93,3 +97,216 @@ class ContainerSpec:
     def outlives_step(self) -> bool:
         """Whether containers are no children of the Slurm step and have to be removed."""
         return self.runtime in DETACHED
+
+
+# Container runtimes as pure functions: each returns the argv in front of the command that runs in the container.
+#
+# apptainer, charliecloud, enroot and pyxis (Slurm's plugin) start containers as child processes of the Slurm step, so
+# Slurm signals and ends them. Containers of podman and docker are no children of the step; `node_wrapper.sh` and
+# `hpcdist.containers.pid1` tie them to it.
+#
+# docs/how-to/containers.md lists the tested versions. The command lines follow the runtimes' documentation:
+# https://apptainer.org/docs/user/main/cli/apptainer_exec.html,
+# https://docs.docker.com/reference/cli/docker/container/run,
+# https://github.com/NVIDIA/enroot/blob/master/doc/cmd/start.md, https://github.com/NVIDIA/pyxis/wiki/Usage
+
+SCRIPT = Path(__file__).with_name("node_wrapper.sh")
+#: Variables that runtimes and srun need on the host. Containers that inherit the environment see them as well.
+_HOST = (
+    "PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "XDG_RUNTIME_DIR", "APPTAINER_*", "SINGULARITY_*", "CH_*", "ENROOT_*",
+    "NVIDIA_*", "MELLANOX_*",
+)  # fmt: skip
+#: Exists on nodes with InfiniBand or RoCE adapters.
+INFINIBAND = Path("/dev/infiniband")
+#: Runtimes with containers that inherit the environment of the process that starts them.
+_INHERITING = ("apptainer", "charliecloud", "pyxis")
+_TMP = "/tmp"  # noqa: S108
+_PYXIS_MOUNTS = "--container-mounts="
+#: Job name of the Slurm steps that inspect or remove containers.
+CONTAINERS_STEP = "hpcdist-containers"
+#: enroot's login shell reads /etc/profile, which resets PATH in Debian's images and so hides the image's own Python.
+_NO_LOGIN_SHELL = {"ENROOT_LOGIN_SHELL": "no"}
+#: Slurm sends SIGUSR2 ahead of the time limit; a rank that has no handler yet must not die of it.
+IGNORE_USR2 = ("sh", "-c", "trap '' USR2; exec \"$@\"", "sh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContainerCommand:
+    """A command in a container: its argv, and the flags that srun needs for it."""
+
+    argv: list[str]
+    srun_flags: list[str] = field(default_factory=list)
+
+
+def podman(spec: ContainerSpec) -> list[str]:
+    """Return the argv of `podman run` up to and including the image."""
+    gpus = [f"--device=nvidia.com/gpu={gpu.strip()}" for gpu in spec.gpus.split(",") if gpu]
+    # Rootless podman would map the caller to another user.
+    userns = ["--userns=keep-id"] if spec.user and not spec.user.startswith("0:") else []
+    return _engine_run("podman", spec, ulimits=spec.ulimits or ("host",), flags=[*userns, *gpus])
+
+
+def docker(spec: ContainerSpec) -> list[str]:
+    """Return the argv of `docker run` up to and including the image."""
+    # docker splits at commas before it interprets quotes.
+    gpus = ["--gpus=all" if spec.gpus == "all" else f'--gpus="device={spec.gpus}"'] if spec.gpus else []
+    return _engine_run("docker", spec, ulimits=(*spec.ulimits, "stack=67108864"), flags=gpus)
+
+
+def _engine_run(engine: str, spec: ContainerSpec, *, ulimits: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Return the argv that podman and docker have in common; a rank's containers have a run folder."""
+    is_rank = spec.run is not None
+    return [
+        engine, "run", "--rm",
+        # A thousand ranks would query a registry at once.
+        *(["--pull=never"] if is_rank else []),
+        *(["--interactive", "--tty"] if spec.terminal else []),
+        *(["--network=host"] if spec.host_network else []),
+        *(["--uts=host"] if is_rank else []),
+        "--ipc=host", *(f"--ulimit={limit}" for limit in ulimits),
+        *(["--security-opt=label=disable", "--no-healthcheck", "--log-driver=none", f"--label=hpcdist.run={spec.run}"]
+          if is_rank else []),
+        *([f"--user={spec.user}"] if spec.user else []),
+        *([f"--stop-timeout={spec.stop_timeout_s}"] if spec.stop_timeout_s is not None else []),
+        *(f"--device={device}" for device in spec.devices),
+        *(f"--volume={mount.text()}" for mount in spec.mounts),
+        *([f"--workdir={spec.workdir}"] if spec.workdir is not None else []),
+        *flags,
+        *(f"--env={name}={value}" for name, value in spec.env_values.items()),
+        # For a rank, the script on the node expands the patterns to names.
+        *([] if is_rank else [f"--env={name}" for name in spec.env]),
+        *spec.extra_args,
+        *(["--entrypoint="] if is_rank else []),
+        spec.image,
+    ]  # fmt: skip
+
+
+def apptainer(spec: ContainerSpec) -> list[str]:
+    """Return the argv of `apptainer exec`, which shares the host's network, /dev, /dev/shm and limits by default."""
+    return [
+        "apptainer", "exec", "--no-home",
+        *(f"--bind={mount.text()}" for mount in spec.mounts),
+        f"--pwd={spec.workdir}",
+        *(["--nv"] if spec.gpus else []),
+        *spec.extra_args,
+        spec.image,
+    ]  # fmt: skip
+
+
+def charliecloud(spec: ContainerSpec) -> list[str]:
+    """Return the argv of `ch-run`, which shares everything but the file system.
+
+    ch-run shows the host's /tmp (see `outer_env`), so nothing can be mounted below it. `ch-fromhost --nvidia IMAGE`
+    copies the GPU libraries into the image once.
+    """
+    return [
+        "ch-run",
+        *(["--set-env"] if spec.image_env else []),
+        *(f"--bind={mount.text()}" for mount in spec.mounts if not _is_shared_tmp(mount)),
+        f"--cd={spec.workdir}",
+        *spec.extra_args,
+        spec.image,
+        "--",
+    ]
+
+
+def enroot(spec: ContainerSpec) -> list[str]:
+    """Return the argv of `enroot start`; our script replaces the command script that starts the image's entrypoint.
+
+    enroot starts a folder by its name below ENROOT_DATA_PATH, which `outer_env` sets.
+    """
+    return [
+        "enroot", "start", f"--rc={SCRIPT}",
+        *(f"--mount={mount.text(':none:x-create=auto,rbind,ro', ':none:x-create=auto,rbind,rw')}"
+          for mount in spec.mounts),
+        *(f"--env={name}={value}" for name, value in _device_variables(spec).items()),
+        *spec.extra_args,
+        Path(spec.image).name if spec.unpacked else spec.image, "in", str(spec.workdir),
+    ]  # fmt: skip
+
+
+def pyxis(spec: ContainerSpec) -> list[str]:
+    """Return srun's flags: pyxis is a plugin of Slurm."""
+    # srun keeps only the last of several lists of mounts.
+    more = [text.removeprefix(_PYXIS_MOUNTS) for text in spec.extra_args if text.startswith(_PYXIS_MOUNTS)]
+    mounts = [*(mount.text() for mount in spec.mounts), *more]
+    return [
+        f"--container-image={spec.image}",
+        # srun refuses an empty list of mounts.
+        *([f"{_PYXIS_MOUNTS}{','.join(mounts)}"] if mounts else []),
+        f"--container-workdir={spec.workdir}",
+        "--no-container-entrypoint", "--no-container-mount-home", "--no-container-remap-root",
+        *(text for text in spec.extra_args if not text.startswith(_PYXIS_MOUNTS)),
+    ]  # fmt: skip
+
+
+RUNTIMES: dict[str, Callable[[ContainerSpec], list[str]]] = {
+    "podman": podman,
+    "docker": docker,
+    "apptainer": apptainer,
+    "charliecloud": charliecloud,
+    "enroot": enroot,
+}
+
+
+def container_command(spec: ContainerSpec, command: Sequence[str], attempt: Attempt | None = None) -> ContainerCommand:
+    """Return the command of a Slurm task that runs `command` in a container.
+
+    Args:
+        attempt: the attempt that the rank belongs to; None for a command that is no rank.
+    """
+    if spec.runtime == "pyxis":
+        return ContainerCommand(argv=[*IGNORE_USR2, *command], srun_flags=pyxis(spec))
+    prefix, names = RUNTIMES[spec.runtime](spec), "|".join(spec.env)
+    if attempt is not None and spec.outlives_step:
+        pid1 = [spec.python, "-P", "-m", "hpcdist.containers.pid1", str(attempt.path)]
+        return ContainerCommand(argv=["sh", str(SCRIPT), "rank", str(attempt.path), names, *prefix, *pid1, *command])
+    if spec.runtime in _INHERITING:
+        return ContainerCommand(argv=["sh", str(SCRIPT), "plain", *prefix, *IGNORE_USR2, *command])
+    inside = [] if spec.outlives_step else IGNORE_USR2
+    return ContainerCommand(argv=["sh", str(SCRIPT), "once", names, *prefix, *inside, *command])
+
+
+def remove_command(spec: ContainerSpec, job_id: str) -> list[str]:
+    """Return the command that removes a run's containers on a node: of any job and attempt, with pyxis of this job."""
+    which = job_id if spec.runtime == "pyxis" else f"hpcdist.run={spec.run}"
+    return ["sh", str(SCRIPT), "remove", spec.runtime, which]
+
+
+def outer_env(spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment to start a container from, reduced to allowed names where the container inherits it."""
+    if spec.runtime == "enroot":
+        folder = {"ENROOT_DATA_PATH": str(Path(spec.image).parent)} if spec.unpacked else {}
+        return {**_NO_LOGIN_SHELL, **env, **folder}
+    if spec.runtime not in _INHERITING:
+        return dict(env)
+    seen = {name: value for name, value in env.items() if _matches(name, (*spec.env, *_HOST)) and name not in WITHHELD}
+    return {
+        "USER": env.get("LOGNAME", ""),  # ch-run does not start without it
+        **(_NO_LOGIN_SHELL if spec.runtime == "pyxis" else {}),
+        **seen,
+        # ch-run shows the host's $TMPDIR as /tmp. Folders in /tmp would be missing: they are not mounted.
+        **({"TMPDIR": _TMP} if spec.runtime == "charliecloud" and any(map(_is_shared_tmp, spec.mounts)) else {}),
+        **_device_variables(spec),
+    }
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _device_variables(spec: ContainerSpec) -> dict[str, str]:
+    """Return the variables by which enroot's hooks, also below pyxis, add GPUs and InfiniBand devices.
+
+    The InfiniBand hook fails on a node without an adapter. For enroot, `node_wrapper.sh` checks on the node itself.
+    pyxis runs no script on the node, so the host of the batch step is checked instead of each node.
+    """
+    if spec.runtime not in ("enroot", "pyxis"):
+        return {}
+    gpus = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
+    found = {"MELLANOX_VISIBLE_DEVICES": "all"} if spec.runtime == "pyxis" and INFINIBAND.exists() else {}
+    return {**(gpus if spec.gpus else {"NVIDIA_VISIBLE_DEVICES": "void"}), **found}
+
+
+def _is_shared_tmp(mount: Mount) -> bool:
+    return mount.source == mount.target and Path(mount.target).is_relative_to(_TMP)

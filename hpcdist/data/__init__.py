@@ -1,13 +1,16 @@
-"""Image datasets and their properties. This file imports without torch.
-
-`download.prepare` downloads, `loading.load_datasets` loads, and a split of `batches` yields batches. The package does
-not use process groups: the caller selects the rank that downloads, and passes the indices of each rank.
-"""
+"""Datasets and models by name, without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from hpcdist.errors import suggestion
+
+# Image datasets and their properties. This file imports without torch.
+#
+# `download.prepare` downloads, `loading.load_datasets` loads, and a split of `batches` yields batches. The package does
+# not use process groups: the caller selects the rank that downloads, and passes the indices of each rank.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,3 +55,30 @@ DATASETS: Mapping[str, DatasetSpec] = {
         in_channels=3, image_size=32, num_classes=None, mean=(0.5,) * 3, std=(0.15,) * 3, flip=False
     ),
 }
+
+
+# Names of the models. This file imports without torch, so that names can be checked without it.
+
+# The models of torchvision.models.resnet; listed here because importing torchvision takes 0.9 s.
+RESNET_NAMES: tuple[str, ...] = (
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "resnet101",
+    "resnet152",
+    "resnext50_32x4d",
+    "resnext101_32x8d",
+    "resnext101_64x4d",
+    "wide_resnet50_2",
+    "wide_resnet101_2",
+)
+
+MODEL_NAMES: tuple[str, ...] = ("simple_cnn", *RESNET_NAMES)
+
+
+def model_name_problems(name: str) -> list[str]:
+    """Return a sentence with the nearest known name unless `name` is one of MODEL_NAMES."""
+    if name in MODEL_NAMES:
+        return []
+    hint = suggestion(name, MODEL_NAMES, f"expected one of {', '.join(MODEL_NAMES)}")
+    return [f"model.name {name!r} is not known: {hint}"]

@@ -1,23 +1,104 @@
-"""Image sources: tensors in memory, folders of image files, and synthetic patterns.
-
-A source returns uint8 images of one size: `image(index, crop_hash)` one, `all_images()` all. `crop_hash` (see
-augment.sample_hashes) selects a random crop, None the plain image. torchvision's ImageFolder is not used: its
-transforms do not receive the index of the sample, it takes hidden folders for classes, and its errors name no file.
+"""Image sources, readers of dataset files, and random crops and flips that depend on (seed, epoch,
+sample index) only.
 """
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import math
+import pickle
+import random
+import warnings
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
 from torch import Tensor
 
-from hpcdist.data.augment import crop_image, crop_params, random_resized_box, sample_hashes
+from hpcdist.data.download import CIFAR10_MD5, digits_path
 from hpcdist.errors import DataError
+
+# Random crops and flips that depend on (seed, epoch, sample index) only.
+#
+# torchvision's transforms are not used: they draw from a global generator. Without one, an epoch that resumes in the
+# middle, or on another number of ranks, has exactly the same samples as an uninterrupted one.
+
+CROP_PADDING = 4
+
+IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
+
+
+def sample_hashes(seed: int, epoch: int, indices: Tensor) -> Tensor:
+    """Return a non-negative hash for each sample index (int64 [N] -> int64 [N])."""
+    mask = (1 << 63) - 1
+    state = _splitmix(torch.tensor(seed & mask))
+    return _splitmix(_splitmix(state + epoch) + indices) & mask
+
+
+def _splitmix(x: Tensor) -> Tensor:
+    """Apply SplitMix64 (Steele, Lea, Flood 2014) to int64; products wrap as with uint64."""
+    x = x * -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number; the two below likewise
+    x = (x ^ _shift_right(x, 30)) * -0x40A7B892E31B1A47
+    x = (x ^ _shift_right(x, 27)) * -0x6B2FB644ECCEEE15
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, num_bits: int) -> Tensor:
+    return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)  # torch's >> keeps the sign
+
+
+def crop_params(sample_hash: IntOrTensor) -> tuple[IntOrTensor, IntOrTensor, IntOrTensor]:
+    """Return (top, left, flip) of a crop from an image padded by CROP_PADDING, from the bits of a sample's hash."""
+    num_offsets = 2 * CROP_PADDING + 1
+    top = (sample_hash & 0xFFFF) % num_offsets
+    left = ((sample_hash >> 16) & 0xFFFF) % num_offsets
+    flip = (sample_hash >> 32) & 1
+    return top, left, flip
+
+
+def pad(images: Tensor) -> Tensor:
+    """Return [..., H, W] with CROP_PADDING black pixels on each side."""
+    return torch.nn.functional.pad(images, (CROP_PADDING,) * 4)
+
+
+def crop_image(image: Tensor, sample_hash: int, *, flip: bool) -> Tensor:
+    """Return `image` [C, H, W] shifted by up to CROP_PADDING pixels and, with `flip`, mirrored at random."""
+    top, left, mirror = crop_params(sample_hash)
+    height, width = image.shape[-2:]
+    crop = pad(image)[:, top : top + height, left : left + width]
+    return crop.flip(-1) if flip and mirror else crop
+
+
+def random_resized_box(width: int, height: int, sample_hash: int) -> tuple[int, int, int, int]:
+    """Return (left, top, right, bottom) of 8 to 100 % of the area, with aspect ratio from 3/4 to 4/3.
+
+    The method of torchvision's RandomResizedCrop (Szegedy et al. 2014, arXiv:1409.4842).
+    """
+    rng = random.Random(sample_hash)  # noqa: S311 (not for cryptography)
+    for _ in range(10):
+        area = width * height * rng.uniform(0.08, 1.0)
+        ratio = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = rng.randint(0, width - w), rng.randint(0, height - h)
+            return left, top, left + w, top + h
+    # For very long images: the largest allowed box in the centre.
+    w, h = min(width, max(1, round(height * 4 / 3))), min(height, max(1, round(width * 4 / 3)))
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
+
+
+# Image sources: tensors in memory, folders of image files, and synthetic patterns.
+#
+# A source returns uint8 images of one size: `image(index, crop_hash)` one, `all_images()` all. `crop_hash` (see
+# augment.sample_hashes) selects a random crop, None the plain image. torchvision's ImageFolder is not used: its
+# transforms do not receive the index of the sample, it takes hidden folders for classes, and its errors name no file.
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 
@@ -169,3 +250,82 @@ def _scan(folder: Path) -> list[Path]:
         return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
         raise DataError(f"{folder} cannot be listed ({error.strerror}): check data.root") from error
+
+
+# Readers of dataset files. Each raises DataError with the path of a file that it cannot read.
+#
+# torchvision's and scikit-learn's readers are not used: their imports take 1.7 s and 1.9 s of CPU time in every rank,
+# reading MNIST takes 0.1 s, and torchvision reads no .gz files, which Debian's package has.
+
+#: Limit of the number of dimensions; images have two to four.
+_MAX_DIMS = 8
+#: Limit of the unpacked size; the largest file, the training images of MNIST, has 47 MB.
+MAX_BYTES = 64 << 20
+
+
+def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytearray:
+    """Return the content of `path`, unpacked if its name ends in .gz, at most `max_bytes`."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            return bytearray(file.read(max_bytes))
+    except (OSError, EOFError, zlib.error, MemoryError) as error:
+        raise DataError(f"{path} cannot be read ({error}): download it again or check its permissions") from error
+
+
+def read_idx(path: Path) -> Tensor:
+    """Return the array of an IDX file of unsigned bytes, plain or .gz, as a uint8 tensor.
+
+    Format: two zero bytes, type (8 = unsigned byte), number of dimensions, each dimension as a big-endian
+    uint32, then the values (http://yann.lecun.com/exdb/mnist/).
+    """
+    raw = read_bytes(path)
+    num_dims = raw[3] if len(raw) >= 4 else 0
+    offset = 4 + 4 * num_dims
+    if raw[:3] != b"\x00\x00\x08" or not 0 < num_dims <= _MAX_DIMS or len(raw) < offset:
+        raise DataError(f"{path} is not an IDX file of unsigned bytes: download it again")
+    shape = [int.from_bytes(raw[begin : begin + 4], "big") for begin in range(4, offset, 4)]
+    expected = offset + math.prod(shape)
+    if len(raw) != expected or expected == offset:
+        raise DataError(f"{path} is truncated or damaged: {expected} bytes expected, {len(raw)} found")
+    return torch.frombuffer(raw, dtype=torch.uint8, offset=offset).reshape(shape)
+
+
+def read_idx_pair(images_path: Path, labels_path: Path, *, num_classes: int) -> tuple[Tensor, Tensor]:
+    """Return images uint8 [N, 1, H, W] and labels int64 [N] of an MNIST-like pair of IDX files."""
+    images, labels = read_idx(images_path), read_idx(labels_path)
+    if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels):
+        raise DataError(
+            f"{images_path} of shape {list(images.shape)} and {labels_path} of shape {list(labels.shape)} "
+            "do not match: expected [N, H, W] and [N]"
+        )
+    if int(labels.max()) >= num_classes:
+        raise DataError(f"{labels_path} has label {int(labels.max())}, but there are {num_classes} classes")
+    return images.unsqueeze(1), labels.long()
+
+
+def read_cifar10_batch(path: Path) -> tuple[Tensor, Tensor]:
+    """Return images uint8 [N, 3, 32, 32] and labels int64 [N] of one file of CIFAR-10's Python version, a pickle."""
+    raw = read_bytes(path)
+    if hashlib.md5(raw, usedforsecurity=False).hexdigest() != CIFAR10_MD5[path.name]:
+        raise DataError(f"{path} is truncated or damaged (its MD5 sum is not CIFAR-10's): download it again")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy warns about dtypes that Python 2 has pickled
+        # The checksum, taken of the same bytes, admits no other pickle.
+        content = pickle.loads(raw, encoding="bytes")  # noqa: S301
+    images = torch.from_numpy(np.ascontiguousarray(content[b"data"]))
+    return images.reshape(-1, 3, 32, 32), torch.tensor(content[b"labels"])
+
+
+def read_digits() -> tuple[Tensor, Tensor]:
+    """Return scikit-learn's 1,797 digits: uint8 [1797, 1, 8, 8] with values 0 … 16, labels int64 [1797]."""
+    path = digits_path()
+    if not path.is_file():  # the path may differ in other versions of scikit-learn
+        from sklearn.datasets import load_digits
+
+        values, targets = load_digits(return_X_y=True)
+        return torch.tensor(values).to(torch.uint8).reshape(-1, 1, 8, 8), torch.tensor(targets).long()
+    try:
+        table = torch.tensor([[int(v) for v in line.split(b",")] for line in read_bytes(path).split()])
+    except ValueError as error:
+        raise DataError(f"{path} is damaged ({error}): reinstall scikit-learn") from error
+    return table[:, :64].to(torch.uint8).reshape(-1, 1, 8, 8), table[:, 64].contiguous()

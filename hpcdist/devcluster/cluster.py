@@ -1,19 +1,154 @@
-"""Start, stop and status of a dev cluster."""
+"""A dev cluster: its files and networks, start, stop, status, and faults of single nodes."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import pwd
+import secrets
+import shutil
 import socket
+import stat
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from hpcdist.devcluster import argv, cgroups, host, node_runtimes, processes, provision, render
-from hpcdist.devcluster.settings import ACCOUNT, NODE_PORT, Layout, Settings, option
-from hpcdist.devcluster.system import exclusive, run, start, succeeds, wait_until
+from hpcdist.devcluster import host
+from hpcdist.devcluster import settings as devcluster_settings
+from hpcdist.devcluster.host import exclusive, require_root, run, start, succeeds, wait_until
+from hpcdist.devcluster.settings import ACCOUNT, HEAD, HOST, LINK, NODE_PORT, Layout, Settings, option
 from hpcdist.errors import DevClusterError
+from hpcdist.host.files import write_atomic
+
+# Creation and removal of a dev cluster's files, network namespaces and links.
+
+#: The kernel may hold a mount for a moment after its last process has ended.
+UNMOUNT_ATTEMPTS = 50
+
+
+def begin(settings: Settings, layout: Layout) -> None:
+    """Create the state folder with its settings file, after removing the remains of a crash."""
+    remove(layout)
+    layout.state.mkdir()
+    write_atomic(layout.settings_file, settings.to_json())
+
+
+def write_files(settings: Settings, layout: Layout) -> None:
+    """Create folders, configuration, keys and fake devices; existing ones are kept."""
+    for folder in (layout.conf, layout.logs, layout.run, layout.gpus, layout.spool, layout.controller):
+        folder.mkdir(exist_ok=True)
+    for node in settings.nodes:
+        (layout.spool / node).mkdir(exist_ok=True)
+    for folder, owner in ((layout.munge, "munge"), (layout.database_init.parent, "mysql")):
+        folder.mkdir(exist_ok=True)
+        _give_to(folder, owner)
+    if not layout.munge_key.exists():
+        _write_secret(layout.munge_key, secrets.token_bytes(128), "munge")
+    password_file = layout.state / "database-password"
+    if not password_file.exists():
+        _write_secret(password_file, secrets.token_hex(16).encode(), "root")
+    password = password_file.read_text()
+    _write_secret(layout.database_init, devcluster_settings.database_sql(password).encode(), "mysql")
+    _write_secret(
+        layout.conf / "slurmdbd.conf", devcluster_settings.slurmdbd_conf(settings, layout, password).encode(), "root"
+    )
+    write_atomic(layout.conf / "gres.conf", devcluster_settings.gres_conf(settings, layout))
+    write_atomic(layout.conf / "cgroup.conf", devcluster_settings.cgroup_conf(settings, layout))
+    write_atomic(layout.slurm_conf, devcluster_settings.slurm_conf(settings, layout))
+    for number in range(settings.gpus_per_node):
+        device = layout.gpus / f"gpu{number}"
+        if not device.exists():
+            os.mknod(
+                device, stat.S_IFCHR | 0o666, os.makedev(1, 3)
+            )  # a copy of /dev/null, because Slurm requires a device
+    if not layout.database.exists():
+        fresh = layout.database.with_name("mariadb-new")
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(mode=0o700)
+        _give_to(fresh, "mysql")
+        run(
+            devcluster_settings.inside(layout, HEAD, devcluster_settings.install_database(fresh))
+        )  # in the namespace, so that `down` also finds it
+        fresh.rename(layout.database)
+
+
+def _give_to(path: Path, user: str) -> None:
+    entry = pwd.getpwnam(user)
+    os.chown(path, entry.pw_uid, entry.pw_gid)
+
+
+def _write_secret(path: Path, content: bytes, owner: str) -> None:
+    """Write a file that only its owner can read, from its creation on."""
+    temporary = path.with_name(f"{path.name}.new")
+    write_atomic(temporary, content, mode=0o600)
+    _give_to(temporary, owner)
+    temporary.rename(path)
+
+
+def network_is_ready(settings: Settings, layout: Layout) -> bool:
+    """Return whether all namespaces and links exist: no crash during creation, no reboot since."""
+    mounted = host.mounted_namespaces(layout)
+    return layout.network_ready.exists() and all(name in mounted for name in (HEAD, *settings.nodes))
+
+
+def make_network(settings: Settings, layout: Layout) -> None:
+    """Create all namespaces and links, after removing the remains of a crash or reboot."""
+    remove_network(layout)
+    layout.namespaces.mkdir(exist_ok=True)
+    for name in (HEAD, *settings.nodes):
+        layout.namespace(name).touch()
+        run(devcluster_settings.namespace(layout.namespace(name)))
+    run(["ip", "-batch", "-"], stdin=devcluster_settings.host_batch(settings, layout))
+    run(
+        devcluster_settings.inside(layout, HEAD, ["ip", "-batch", "-"]),
+        stdin=devcluster_settings.head_batch(settings, layout),
+    )
+    for node in settings.nodes:
+        run(
+            devcluster_settings.inside(layout, node, ["ip", "-batch", "-"]),
+            stdin=devcluster_settings.node_batch(settings, node),
+        )
+    layout.network_ready.touch()
+
+
+def remove(layout: Layout) -> int:
+    """Remove everything except the names in /etc/hosts; return the number of killed processes.
+
+    The settings file, which identifies the folder, is removed last.
+    """
+    killed = remove_network(layout)
+    host.remove(layout)
+    if layout.state.exists():
+        for path in layout.state.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path != layout.settings_file:
+                path.unlink()
+        layout.settings_file.unlink(missing_ok=True)
+        layout.state.rmdir()
+    return killed
+
+
+def remove_network(layout: Layout) -> int:
+    """Kill all processes in the namespaces, then remove these and this machine's link."""
+    layout.network_ready.unlink(missing_ok=True)
+    killed = host.kill_members(host.mounted_namespaces(layout).values())
+    if host.mounted_namespaces(layout) and Path(f"/sys/class/net/{LINK}").exists():
+        run(["ip", "link", "delete", LINK])
+    for _ in range(UNMOUNT_ATTEMPTS):
+        left = host.mounted_namespaces(layout)
+        if not left:
+            return killed
+        for name in left:
+            succeeds(["umount", str(layout.namespace(name))])
+        time.sleep(0.02)
+    raise DevClusterError(f"{', '.join(left)} in {layout.namespaces} cannot be unmounted: see `findmnt`")
+
+
+# Start, stop and status of a dev cluster.
 
 #: MariaDB's first start takes up to 10 s on two busy cores.
 READY_WITHIN_S = 60.0
@@ -76,15 +211,15 @@ def up(
         settings = _choose(layout, changes)
         host.require_cgroups(settings)
         host.require_free_network(settings, layout)
-        programs = node_runtimes.find_programs(settings, layout, env)
+        programs = host.find_programs(settings, layout, env)
         if recorded_settings(layout) != settings:
-            provision.begin(settings, layout)
-        if not provision.network_is_ready(settings, layout):
-            provision.make_network(settings, layout)
-        provision.write_files(settings, layout)
-        node_runtimes.write_files(settings, layout, programs)
-        cgroups.create(settings, layout)
-        host.write_hosts(render.with_hosts_block(host.HOSTS.read_text(), settings))
+            begin(settings, layout)
+        if not network_is_ready(settings, layout):
+            make_network(settings, layout)
+        write_files(settings, layout)
+        host.write_files(settings, layout, programs)
+        host.create(settings, layout)
+        host.write_hosts(devcluster_settings.with_hosts_block(host.HOSTS.read_text(), settings))
         _start_daemons(settings, layout, list(users))
     return settings
 
@@ -102,9 +237,9 @@ def _readable_to_all() -> Iterator[None]:
 def _choose(layout: Layout, changes: Mapping[str, Any]) -> Settings:
     """Return the settings to start. Raises DevClusterError if a cluster with other settings is running."""
     recorded = recorded_settings(layout)
-    proctrack = "cgroup" if cgroups.are_usable() else "linuxproc"
+    proctrack = "cgroup" if host.are_usable() else "linuxproc"
     requested = dataclasses.replace(recorded or Settings(proctrack=proctrack), **changes)
-    up = recorded is not None and processes.members(processes.mounted_namespaces(layout).values())
+    up = recorded is not None and host.members(host.mounted_namespaces(layout).values())
     if recorded is not None and up and recorded != requested:
         name = next(name for name in changes if getattr(recorded, name) != getattr(requested, name))
         raise DevClusterError(
@@ -132,7 +267,7 @@ def require_settings(layout: Layout) -> Settings:
 
 def _start_daemons(settings: Settings, layout: Layout, users: list[str]) -> None:
     """Start the daemons that are not running, each after those that it depends on answer."""
-    munged, mariadbd, slurmdbd, slurmctld, *_ = argv.daemons(settings, layout)
+    munged, mariadbd, slurmdbd, slurmctld, *_ = devcluster_settings.daemons(settings, layout)
     start(layout, munged)
     start(layout, mariadbd)
     credential = ["munge", "--no-input", f"--socket={layout.munge_socket}"]
@@ -148,12 +283,12 @@ def _start_daemons(settings: Settings, layout: Layout, users: list[str]) -> None
     ping = ["scontrol", "ping"]
     wait_until(lambda: succeeds(ping, env=env), "slurmctld does not answer", layout, slurmctld, READY_WITHIN_S)
     for node in settings.nodes:
-        node_runtimes.start_daemon(settings, layout, node)
+        host.start_daemon(settings, layout, node)
     for node in settings.nodes:
-        node_runtimes.wait_for_daemon(settings, layout, node)
-        start(layout, argv.slurmd(node))
+        host.wait_for_daemon(settings, layout, node)
+        start(layout, devcluster_settings.slurmd(node))
     for node in settings.nodes:
-        wait_for_node(settings, layout, node, argv.slurmd(node))
+        wait_for_node(settings, layout, node, devcluster_settings.slurmd(node))
 
 
 def _add_accounts(layout: Layout, users: list[str]) -> None:
@@ -161,16 +296,16 @@ def _add_accounts(layout: Layout, users: list[str]) -> None:
     env = client_env(layout)
     rows = run(["sacctmgr", "-nP", "show", "associations", "format=cluster,account,user"], env=env).splitlines()
     known = {tuple(row.split("|")) for row in rows}
-    if render.CLUSTER not in {row[0] for row in known}:
-        run(["sacctmgr", "-i", "add", "cluster", render.CLUSTER], env=env)
-    if (render.CLUSTER, ACCOUNT, "") not in known:
-        run(["sacctmgr", "-i", "add", "account", ACCOUNT, f"cluster={render.CLUSTER}"], env=env)
+    if devcluster_settings.CLUSTER not in {row[0] for row in known}:
+        run(["sacctmgr", "-i", "add", "cluster", devcluster_settings.CLUSTER], env=env)
+    if (devcluster_settings.CLUSTER, ACCOUNT, "") not in known:
+        run(["sacctmgr", "-i", "add", "account", ACCOUNT, f"cluster={devcluster_settings.CLUSTER}"], env=env)
     for user in dict.fromkeys(["root", *users]):
-        if (render.CLUSTER, ACCOUNT, user) not in known:
+        if (devcluster_settings.CLUSTER, ACCOUNT, user) not in known:
             run(["sacctmgr", "-i", "add", "user", user, f"account={ACCOUNT}"], env=env)
 
 
-def wait_for_node(settings: Settings, layout: Layout, node: str, slurmd: argv.Daemon) -> None:
+def wait_for_node(settings: Settings, layout: Layout, node: str, slurmd: devcluster_settings.Daemon) -> None:
     """Wait until a node's slurmd listens and Slurm considers the node usable."""
 
     def answers() -> bool:
@@ -201,8 +336,8 @@ def status(layout: Layout) -> Status:
     settings = recorded_settings(layout)
     if settings is None:
         return Status(None)
-    daemons = argv.daemons(settings, layout)
-    dead = tuple(daemon.name for daemon in daemons if not processes.is_running(layout, daemon))
+    daemons = devcluster_settings.daemons(settings, layout)
+    dead = tuple(daemon.name for daemon in daemons if not host.is_running(layout, daemon))
     answers = succeeds(["scontrol", "ping"], env=client_env(layout))
     return Status(settings, _nodes(settings, layout) if answers else (), dead, answers)
 
@@ -222,6 +357,132 @@ def down(layout: Layout) -> int:
     with exclusive():
         host.require_folder(layout)
         host.remove_left_policy()
-        killed = provision.remove(layout)
-        host.write_hosts(render.without_hosts_block(host.HOSTS.read_text()))
+        killed = remove(layout)
+        host.write_hosts(devcluster_settings.without_hosts_block(host.HOSTS.read_text()))
     return killed
+
+
+# The output of `hpcdist devcluster status`.
+
+
+def describe(status: Status, layout: Layout) -> Iterator[str]:
+    """Return the lines of the output."""
+    settings = status.settings
+    if settings is None:
+        yield f"no dev cluster in {layout.state}: `hpcdist devcluster up --nodes 4` makes one"
+        return
+    if status.dead:
+        yield f"not running: {', '.join(status.dead)}; `hpcdist devcluster up` starts what is missing"
+    if not status.controller_answers:
+        yield f"slurmctld does not answer: see {layout.logs}/slurmctld.log"
+        return
+    yield f"{'node':<6}{'address':<17}{'state':<12}reason"
+    for node in status.nodes:
+        yield f"{node.name:<6}{node.address:<17}{node.state:<12}{node.reason}"
+    gpus = f"{settings.gpus_per_node} fake GPUs"
+    yield f"each node claims {settings.cpus_per_node} CPUs, {gpus}, {settings.memory_mb} MiB"
+    yield f"processes are tracked and signalled by proctrack/{settings.proctrack}"
+    yield (
+        f"partitions: main (default), high (preempts jobs of main: they are requeued, GraceTime"
+        f" {settings.grace_time_s} s)"
+    )
+    yield f"the nodes reach this machine as {HOST} ({settings.addresses[HOST]}); logs are in {layout.logs}"
+    if settings.runtime != "none":
+        image = {"apptainer": "FILE.sif", "docker": "NAME", "pyxis": "FILE.sqsh"}[settings.runtime]
+        yield f"containers: submit with container.runtime={settings.runtime} container.image={image}"
+    yield "use it:"
+    yield f"  export SLURM_CONF={layout.slurm_conf}"
+    if settings.runtime != "none":
+        yield f"  export PATH={layout.bin}:$PATH"
+    if settings.runtime == "docker":
+        load = f"srun --nodes={settings.num_nodes} --ntasks-per-node=1 docker load --input FILE.tar"
+        yield f"  {load}    # each node has its own images"
+    yield f"  srun --nodes={settings.num_nodes} hostname"
+
+
+# Fault injection: kill a node, start it again, slow down its link.
+
+
+def kill_node(layout: Layout, node: str, *, keep_link: bool = False) -> int:
+    """Kill a node like a power failure and return the number of killed processes.
+
+    Its link goes down first, so that peers receive nothing. With `keep_link` peers see closed connections, as when only
+    the processes of a node are killed.
+    """
+    require_root("node kill")
+    with exclusive():
+        _require_node(layout, node)
+        if not keep_link:
+            _set_link(layout, node, "down")
+        return host.kill_members([host.mounted_namespaces(layout)[node]])
+
+
+def start_node(layout: Layout, node: str, *, own_mounts: bool = False) -> None:
+    """Start a node with its link at full speed; return when Slurm considers it usable.
+
+    Args:
+        own_mounts: give the node its own mount namespace, so that a folder can be full or another one on this node
+            alone. Nodes have none by default, because they would not see later mounts of the host (podman's images).
+    """
+    require_root("node start")
+    with exclusive():
+        settings = _require_node(layout, node)
+        _set_link(layout, node, "up")
+        _full_speed(layout, node)
+        host.start_daemon(settings, layout, node)
+        host.wait_for_daemon(settings, layout, node)
+        slurmd = devcluster_settings.slurmd(node, own_mounts=own_mounts, rebooted=True)
+        start(layout, slurmd)
+        wait_for_node(settings, layout, node, slurmd)
+
+
+def slow_node(layout: Layout, node: str, *, rate_mbit: float | None = None, delay_ms: float | None = None) -> None:
+    """Slow down both directions of a node's link to `rate_mbit` (Mbit/s) and by `delay_ms`; full speed without both.
+
+    Raises:
+        DevClusterError: a value is not positive, or the kernel lacks the feature.
+    """
+    require_root("node slow")
+    for name, value in {"--rate-mbit": rate_mbit, "--delay-ms": delay_ms}.items():
+        if value is not None and value <= 0:
+            raise DevClusterError(f"{name} must be > 0, got {value:g}")
+    with exclusive():
+        _require_node(layout, node)
+        if rate_mbit is None and delay_ms is None:
+            _full_speed(layout, node)
+            return
+        shape = devcluster_settings.slow_link(rate_mbit, delay_ms)
+        try:
+            for name, device in _ends(node):
+                run(devcluster_settings.inside(layout, name, ["tc", "qdisc", "replace", "dev", device, "root", *shape]))
+        except DevClusterError as error:
+            if "qdisc kind is unknown" not in str(error):
+                raise
+            raise DevClusterError(
+                f"the kernel has no {shape[0]} (module sch_{shape[0]}): --delay-ms needs netem, --rate-mbit alone tbf"
+            ) from None
+
+
+def _full_speed(layout: Layout, node: str) -> None:
+    for name, device in _ends(node):
+        # Fails if there is nothing to delete.
+        succeeds(devcluster_settings.inside(layout, name, ["tc", "qdisc", "delete", "dev", device, "root"]))
+
+
+def _ends(node: str) -> list[tuple[str, str]]:
+    """Return namespace and device of both ends of a node's link."""
+    return [(node, "eth0"), (HEAD, node)]
+
+
+def _set_link(layout: Layout, node: str, state: str) -> None:
+    run(devcluster_settings.inside(layout, HEAD, ["ip", "link", "set", node, state]))
+
+
+def _require_node(layout: Layout, node: str) -> Settings:
+    """Return the settings of the cluster. Raises DevClusterError if it has no such node."""
+    settings = require_settings(layout)
+    if node not in settings.nodes:
+        raise DevClusterError(f"no node {node!r} in the dev cluster: it has {', '.join(settings.nodes)}")
+    if node not in host.mounted_namespaces(layout):
+        raise DevClusterError(f"the dev cluster in {layout.state} is not running: `hpcdist devcluster up`")
+    return settings

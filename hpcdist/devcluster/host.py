@@ -1,22 +1,276 @@
-"""Requirements of a dev cluster, and its changes to this machine: packages and /etc/hosts."""
+"""The machine below a dev cluster: requirements and changes, commands and daemons, cgroups, and container runtimes."""
 
 from __future__ import annotations
 
 import ipaddress
 import json
 import os
+import secrets
+import shlex
 import shutil
+import signal
 import stat
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from hpcdist.devcluster import cgroups, processes, render
-from hpcdist.devcluster.argv import BARE_ENV, COMMANDS, PACKAGES, SERVICES
-from hpcdist.devcluster.settings import HEAD, LINK, Layout, Settings
-from hpcdist.devcluster.system import run, succeeds
-from hpcdist.errors import DevClusterError
+import psutil
+
+from hpcdist.devcluster import settings as devcluster_settings
+from hpcdist.devcluster.settings import BARE_ENV, COMMANDS, HEAD, LINK, PACKAGES, SERVICES, Daemon, Layout, Settings
+from hpcdist.errors import DevClusterError, RunFolderError
+from hpcdist.host import lock
+from hpcdist.host.files import write_atomic
+from hpcdist.host.machine import CAP_SYS_RESOURCE, has_capability
+
+# The processes of a dev cluster: those in one of its network namespaces.
+#
+# Membership survives crashes, needs no list of process ids, and child processes cannot leave it.
+
+#: Process names of Slurm's daemons.
+SLURM_DAEMONS = ("slurmctld", "slurmd", "slurmdbd", "slurmrestd", "sackd")
+KILL_WITHIN_S = 20.0
+Namespace = tuple[int, int]
+"""Device and inode of a namespace."""
+
+
+def mounted_namespaces(layout: Layout) -> dict[str, Namespace]:
+    """Return the cluster's mounted namespaces by node."""
+    folder = layout.namespaces
+    found = {path.name: _identity(path) for path in folder.iterdir()} if folder.is_dir() else {}
+    kind = os.stat("/proc/self/ns/net").st_dev
+    return {name: identity for name, identity in found.items() if identity is not None and identity[0] == kind}
+
+
+def _identity(path: Path) -> Namespace | None:
+    try:
+        found = os.stat(path)
+    except OSError:  # the process has ended, or belongs to another user
+        return None
+    return found.st_dev, found.st_ino
+
+
+def members(namespaces: Iterable[Namespace]) -> list[int]:
+    """Return the ids of processes in the namespaces; zombies are in none."""
+    own = set(namespaces)
+    return [pid for pid in psutil.pids() if _identity(Path(f"/proc/{pid}/ns/net")) in own]
+
+
+def kill_members(namespaces: Iterable[Namespace]) -> int:
+    """Kill all processes in the namespaces and return their number.
+
+    Raises:
+        DevClusterError: some are still alive after `KILL_WITHIN_S`.
+    """
+    remaining = set(namespaces)
+    killed: set[int] = set()
+    deadline = time.monotonic() + KILL_WITHIN_S
+    # Repeat until none is left, because a process may fork before it is killed.
+    while found := members(remaining):
+        if time.monotonic() > deadline:
+            raise DevClusterError(f"processes {', '.join(map(str, found))} do not end after SIGKILL: see `ps -p`")
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed.update(found)
+        time.sleep(0.02)
+    return len(killed)
+
+
+def foreign_slurm(layout: Layout) -> list[tuple[int, str]]:
+    """Return process id and name of Slurm daemons outside the cluster in `layout`."""
+    own = set(members(mounted_namespaces(layout).values()))
+    named = ((pid, _name(pid)) for pid in psutil.pids() if pid not in own)
+    return [(pid, name) for pid, name in named if name in SLURM_DAEMONS]
+
+
+def _name(pid: int) -> str:
+    """Return the name of a running process, else an empty string."""
+    try:
+        process = psutil.Process(pid)
+        return "" if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else process.name()
+    except psutil.Error:
+        return ""
+
+
+def is_running(layout: Layout, daemon: Daemon) -> bool:
+    """Return whether a daemon runs: its process must be in the namespace, so a stale pid file is harmless."""
+    pid = _read_pid(layout.pid_file(daemon.name))
+    namespace = mounted_namespaces(layout).get(daemon.node)
+    if pid is None or namespace is None:
+        return False
+    if os.geteuid() != 0:  # namespaces of root's processes cannot be read
+        return _name(pid) != ""
+    return _identity(Path(f"/proc/{pid}/ns/net")) == namespace
+
+
+def has_ended(layout: Layout, daemon: Daemon) -> bool:
+    """Return whether a daemon was started and has ended; False while it is starting."""
+    return _read_pid(layout.pid_file(daemon.name)) is not None and not is_running(layout, daemon)
+
+
+def pid_of(layout: Layout, daemon: Daemon) -> int | None:
+    """Return the process id of a daemon, None if it is not running."""
+    return _read_pid(layout.pid_file(daemon.name)) if is_running(layout, daemon) else None
+
+
+def _read_pid(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def node_members(layout: Layout, settings: Settings) -> dict[str, list[int]]:
+    """Return process ids by node: slurmd, its steps and their processes."""
+    namespaces = mounted_namespaces(layout)
+    return {name: members([namespaces[name]]) for name in settings.nodes if name in namespaces}
+
+
+# Run commands, start daemons and wait for them.
+
+POLL_INTERVAL_S = 0.1
+COMMAND_TIMEOUT_S = 120.0
+LOCK_WITHIN_S = 10.0
+#: In a folder to which only root can write.
+LOCK = Path("/run/hpcdist-devcluster.lock")
+
+
+def run(command: list[str], *, env: Mapping[str, str] | None = None, stdin: str = "") -> str:
+    """Run a command and return its output. Raises DevClusterError with the last line of its errors."""
+    done = _call(command, env, stdin)
+    if done.returncode != 0:
+        error = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        raise DevClusterError(f"`{shlex.join(command)}` failed: {error.strip()}")
+    return done.stdout
+
+
+def succeeds(command: list[str], *, env: Mapping[str, str] | None = None) -> bool:
+    """Return whether a command exits with 0."""
+    return _call(command, env, "").returncode == 0
+
+
+def _call(command: list[str], env: Mapping[str, str] | None, stdin: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            input=stdin,
+            env={**devcluster_settings.BARE_ENV, **(env or {})},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COMMAND_TIMEOUT_S,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise DevClusterError(f"{command[0]} not found: is the package that brings it installed?") from None
+    except subprocess.TimeoutExpired:
+        raise DevClusterError(f"`{shlex.join(command)}` did not end within {COMMAND_TIMEOUT_S:g} s") from None
+
+
+def start(layout: Layout, daemon: devcluster_settings.Daemon) -> None:
+    """Start a daemon that outlives this process, unless it is running."""
+    if is_running(layout, daemon):
+        return
+    layout.pid_file(daemon.name).unlink(missing_ok=True)
+    with open(layout.output(daemon.name), "ab") as log:
+        subprocess.run(
+            devcluster_settings.daemon(layout, daemon),
+            env=devcluster_settings.daemon_env(layout),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            check=True,
+        )
+
+
+def wait_until(
+    condition: Callable[[], bool], problem: str, layout: Layout, daemon: devcluster_settings.Daemon, timeout_s: float
+) -> None:
+    """Wait until a condition is true.
+
+    Raises:
+        DevClusterError: `problem` after a timeout, or the daemon has ended; with the last line of the daemon's output.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        ended = has_ended(layout, daemon)
+        if ended or time.monotonic() > deadline:
+            reason = f"{daemon.name} ended at once" if ended else f"{problem} within {timeout_s:g} s"
+            log = layout.output(daemon.name)
+            last = (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+            raise DevClusterError(f"{reason}; {log} ends with: {last}")
+        time.sleep(POLL_INTERVAL_S)
+
+
+@contextmanager
+def exclusive() -> Iterator[None]:
+    """Hold the lock of `up`, `down` and `node`.
+
+    Raises:
+        DevClusterError: another process holds it for `LOCK_WITHIN_S`. After a killed `up`, its child may do so until it
+            has started the child's program.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(lock.exclusive(LOCK, within_s=LOCK_WITHIN_S))
+        except RunFolderError:
+            raise DevClusterError("another `hpcdist devcluster` is at work on this machine: wait for it") from None
+        yield
+
+
+# The cgroup below which Slurm tracks the processes of steps; it belongs to the cluster and is mounted in its folder.
+#
+# Only version 1 is used. For version 2, Slurm asks systemd for its cgroups, and cannot be kept apart from the
+# machine's.
+
+ROOT = Path("/sys/fs/cgroup")
+#: The hierarchy of version 1 that proctrack/cgroup uses.
+FREEZER = "freezer"
+
+
+def are_usable() -> bool:
+    """Return whether cgroups of version 1 can be created: a container often has a read-only view of its machine's."""
+    freezer = ROOT / FREEZER
+    if not (freezer / "tasks").exists():
+        return False
+    # Not os.access: a mount may be read-only for root as well.
+    probe = freezer / f"hpcdist-devcluster-{os.getpid()}"
+    try:
+        probe.mkdir()
+    except OSError:
+        return False
+    probe.rmdir()
+    return True
+
+
+def create(settings: Settings, layout: Layout) -> None:
+    """Create and mount the cluster's cgroup, if it uses cgroups and has none yet."""
+    target = layout.cgroups / FREEZER
+    if settings.proctrack != "cgroup" or target.is_mount():
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    name = f"hpcdist-devcluster-{secrets.token_hex(4)}"
+    write_atomic(layout.cgroup_name, name)
+    (ROOT / FREEZER / name).mkdir()
+    run(["mount", "--bind", str(ROOT / FREEZER / name), str(target)])
+
+
+def remove(layout: Layout) -> None:
+    """Remove the cluster's cgroup, which contains no processes any more, and its mount."""
+    if (layout.cgroups / FREEZER).is_mount():
+        succeeds(["umount", str(layout.cgroups / FREEZER)])
+    if not layout.cgroup_name.exists():
+        return
+    top = ROOT / FREEZER / layout.cgroup_name.read_text()
+    for folder, _, _ in os.walk(top, topdown=False):
+        with suppress(OSError):  # a process of another program has moved into it
+            os.rmdir(folder)  # the files in it vanish with it and cannot be deleted
+
+
+# Requirements of a dev cluster, and its changes to this machine: packages and /etc/hosts.
 
 HOSTS = Path("/etc/hosts")
 SITE_CONF = Path("/etc/slurm/slurm.conf")
@@ -57,7 +311,7 @@ def require_commands() -> None:
 
 def refuse_beside_slurm(layout: Layout) -> None:
     """Raise DevClusterError if another Slurm runs on this machine."""
-    if found := processes.foreign_slurm(layout):
+    if found := foreign_slurm(layout):
         pid, name = found[0]
         raise DevClusterError(
             f"{name} (process {pid}) runs on this machine and does not belong to the dev cluster in {layout.state}:"
@@ -75,9 +329,9 @@ def require_namespaces() -> None:
 
 def require_cgroups(settings: Settings) -> None:
     """Raise DevClusterError if the cluster tracks processes by cgroups, and root cannot create any."""
-    if settings.proctrack == "cgroup" and not cgroups.are_usable():
+    if settings.proctrack == "cgroup" and not are_usable():
         raise DevClusterError(
-            f"--proctrack cgroup: root cannot create cgroups of version 1 in {cgroups.ROOT / cgroups.FREEZER}: use"
+            f"--proctrack cgroup: root cannot create cgroups of version 1 in {ROOT / FREEZER}: use"
             " --proctrack linuxproc, or start the container with --privileged"
         )
 
@@ -101,9 +355,9 @@ def require_folder(layout: Layout) -> None:
 
 def require_free_network(settings: Settings, layout: Layout) -> None:
     """Raise DevClusterError if names, network or interface of the cluster are in use."""
-    if taken := render.taken_names(HOSTS.read_text(), settings):
+    if taken := devcluster_settings.taken_names(HOSTS.read_text(), settings):
         raise DevClusterError(f"{HOSTS} already names {', '.join(taken)}: the dev cluster needs these names")
-    if HEAD not in processes.mounted_namespaces(layout) and Path(f"/sys/class/net/{LINK}").exists():
+    if HEAD not in mounted_namespaces(layout) and Path(f"/sys/class/net/{LINK}").exists():
         raise DevClusterError(
             f"interface {LINK} already exists: stop its dev cluster with its own --state, or `ip link delete {LINK}`"
         )
@@ -199,3 +453,126 @@ def remove_left_policy() -> None:
     """Remove the policy of a killed installation."""
     if POLICY.exists() and POLICY.read_text() == DENY_STARTS:
         POLICY.unlink()
+
+
+# Container runtimes of a dev cluster, so that a containerised launch can be tried before it is submitted elsewhere.
+#
+# The nodes share this machine's files. Scripts in the cluster's `bin` replace the programs of the runtimes. They select
+# the docker daemon of a node, and the folder of enroot's containers on it.
+
+PROGRAMS = {
+    "none": (),
+    "apptainer": ("apptainer",),
+    "docker": ("dockerd", "docker", "containerd", "runc"),
+    "pyxis": ("enroot",),
+}
+"""Programs of each runtime that must be on the PATH of `up`."""
+_SOURCES = {
+    "apptainer": "install the package that the project apptainer publishes for this release",
+    "docker": "install Debian's package docker.io",
+    "pyxis": "install the package that the project enroot publishes",
+}
+#: A daemon creates its database and networks when it starts for the first time.
+READY_WITHIN_S = 120.0
+_WITHIN_LIMITS = Path(__file__).with_name("runc_within_limits.sh")
+_HEAD = "#!/bin/sh\n# Written by `hpcdist devcluster up`; changes are lost.\n"
+
+
+def find_programs(settings: Settings, layout: Layout, env: Mapping[str, str]) -> dict[str, Path]:
+    """Return the runtime's programs by name.
+
+    Raises:
+        DevClusterError: some are not installed, or the plugin pyxis does not exist.
+    """
+    # The caller's PATH may contain the scripts of an earlier `up`.
+    folders = [*env.get("PATH", "").split(":"), *devcluster_settings.BARE_ENV["PATH"].split(":")]
+    path = ":".join(folder for folder in folders if folder and Path(folder) != layout.bin)
+    found = {name: shutil.which(name, path=path) for name in PROGRAMS[settings.runtime]}
+    if missing := [name for name, place in found.items() if place is None]:
+        raise DevClusterError(
+            f"--runtime {settings.runtime}: {', '.join(missing)} not found on PATH: {_SOURCES[settings.runtime]}"
+        )
+    if settings.runtime == "pyxis" and not Path(settings.pyxis_plugin).is_file():
+        raise DevClusterError(
+            f"--pyxis-plugin {settings.pyxis_plugin}: no such file: build pyxis for the installed Slurm with"
+            " `make install`, or name its spank_pyxis.so"
+        )
+    return {name: Path(place).absolute() for name, place in found.items() if place is not None}
+
+
+def write_files(settings: Settings, layout: Layout, programs: Mapping[str, Path]) -> None:
+    """Create the runtime's scripts, folders and configuration."""
+    if settings.runtime == "none":
+        return
+    layout.bin.mkdir(exist_ok=True)
+    may_raise_limits = has_capability(CAP_SYS_RESOURCE)
+    for name, text in scripts(settings, layout, programs, may_raise_limits=may_raise_limits).items():
+        write_atomic(layout.bin / name, text)
+        (layout.bin / name).chmod(0o755)
+    if settings.runtime == "docker":
+        layout.docker.mkdir(exist_ok=True)
+        layout.docker_images.mkdir(exist_ok=True)
+    if settings.runtime == "pyxis":
+        layout.enroot.mkdir(exist_ok=True)
+        layout.enroot.chmod(0o1777)
+        write_atomic(layout.conf / "plugstack.conf", plugstack_conf(settings, layout))
+
+
+def plugstack_conf(settings: Settings, layout: Layout) -> str:
+    """Return Slurm's list of plugins, with pyxis' files in the state folder."""
+    return f"required {settings.pyxis_plugin} runtime_path={layout.state}/pyxis\n"
+
+
+def scripts(
+    settings: Settings, layout: Layout, programs: Mapping[str, Path], *, may_raise_limits: bool
+) -> dict[str, str]:
+    """Return the text of the scripts in `bin` by name.
+
+    Args:
+        may_raise_limits: whether root has CAP_SYS_RESOURCE, which it lacks in a container.
+    """
+    if settings.runtime == "apptainer":
+        # It requests all capabilities of root, and does not start without one of them.
+        drop = '[ "$(id -u)" != 0 ] || export APPTAINER_DROP_CAPS="${APPTAINER_DROP_CAPS:-CAP_SYS_RESOURCE}"\n'
+        return {"apptainer": f'{_HEAD}{"" if may_raise_limits else drop}exec {programs["apptainer"]} "$@"\n'}
+    if settings.runtime == "docker":
+        folders = ":".join(dict.fromkeys(str(program.parent) for program in programs.values()))
+        client = (
+            f"{_HEAD}socket={layout.docker}/$(hostname).sock\n"
+            f'[ -S "$socket" ] || socket={layout.docker_socket(settings.nodes[0])} # this machine is no node\n'
+            f'DOCKER_HOST=unix://$socket exec {programs["docker"]} "$@"\n'
+        )
+        daemon = f"{_HEAD}PATH={folders}:$PATH exec {programs['dockerd']}"
+        if may_raise_limits:
+            return {"docker": client, "dockerd": f'{daemon} "$@"\n'}
+        own = f"--add-runtime=within-limits={layout.bin}/within-limits --default-runtime=within-limits"
+        return {"docker": client, "dockerd": f'{daemon} {own} "$@"\n', "within-limits": _WITHIN_LIMITS.read_text()}
+    if settings.runtime == "pyxis":
+        own = f"{layout.enroot}/$(hostname)-$(id -u)"
+        paths = " ".join(f"ENROOT_{name}_PATH=$own/{name.lower()}" for name in ("DATA", "RUNTIME", "CACHE"))
+        # enroot calls further programs of its folder.
+        path = f"PATH=$PATH:{programs['enroot'].parent}"
+        return {"enroot": f'{_HEAD}own={own}\nexport {path} {paths}\nexec {programs["enroot"]} "$@"\n'}
+    return {}
+
+
+def start_daemon(settings: Settings, layout: Layout, node: str) -> None:
+    """Start the runtime's daemon of a node, if it has one, unless it is running."""
+    if settings.runtime != "docker":
+        return
+    daemon = devcluster_settings.dockerd(layout, node)
+    if not is_running(layout, daemon):
+        # A killed daemon and its containerd leave their process ids, which exist again in the new namespace.
+        (layout.docker / f"{node}.pid").unlink(missing_ok=True)
+        shutil.rmtree(layout.docker / node, ignore_errors=True)
+    start(layout, daemon)
+
+
+def wait_for_daemon(settings: Settings, layout: Layout, node: str) -> None:
+    """Wait until the runtime's daemon of a node, if it has one, answers."""
+    if settings.runtime == "docker":
+        version = [str(layout.bin / "docker"), f"--host=unix://{layout.docker_socket(node)}", "version"]
+        problem = f"dockerd of {node} does not answer"
+        wait_until(
+            lambda: succeeds(version), problem, layout, devcluster_settings.dockerd(layout, node), READY_WITHIN_S
+        )

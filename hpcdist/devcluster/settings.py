@@ -1,4 +1,4 @@
-"""Settings and paths of a dev cluster: values without side effects."""
+"""The settings of a dev cluster, the files rendered from them, and the commands of its daemons."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.errors import DevClusterError
+
+# Settings and paths of a dev cluster: values without side effects.
 
 DEFAULT_STATE = Path("/var/lib/hpcdist-devcluster")
 HEAD = "devcluster-head"
@@ -163,3 +165,329 @@ class Layout:
     def pid_file(self, daemon: str) -> Path:
         """Return the file with the process id of a daemon."""
         return self.run / f"{daemon}.pid"
+
+
+# The configuration files of a dev cluster, as pure functions of its settings and layout.
+
+CLUSTER = "hpcdist"
+BEGIN = "# >>> hpcdist devcluster: removed by `hpcdist devcluster down`"
+END = "# <<< hpcdist devcluster"
+
+
+def slurm_conf(settings: Settings, layout: Layout) -> str:
+    """Return slurm.conf: default behaviour with short timeouts and a fast scheduler."""
+    nodes = node_range(settings)
+    head = settings.addresses[HEAD]
+    gpus = f" Gres=gpu:{settings.gpus_per_node}" if settings.gpus_per_node else ""
+    return f"""\
+# Written by `hpcdist devcluster up`; changes are lost.
+ClusterName={CLUSTER}
+SlurmUser=root
+SlurmctldHost={HEAD}({head})
+SlurmctldPort={CONTROLLER_PORT}
+SlurmdPort={NODE_PORT}
+CommunicationParameters=NoCtldInAddrAny
+AuthType=auth/munge
+AuthInfo=socket={layout.munge_socket}
+StateSaveLocation={layout.controller}
+SlurmdSpoolDir={layout.spool}/%n
+SlurmctldPidFile={layout.run}/slurm-slurmctld.pid
+SlurmdPidFile={layout.run}/slurm-slurmd-%n.pid
+SlurmctldLogFile={layout.logs}/slurmctld.log
+SlurmdLogFile={layout.logs}/slurmd-%n.log
+MailProg=/bin/true
+ProctrackType=proctrack/{settings.proctrack}
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+# Nodes may claim more than this machine has.
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmdTimeout=15
+KillWait=5
+SchedulerParameters=sched_interval=1,bf_interval=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+GresTypes=gpu
+JobAcctGatherType=jobacct_gather/linux
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={head}
+AccountingStoragePort={ACCOUNTING_PORT}
+AccountingStoragePass={layout.munge_socket}
+AccountingStorageEnforce=associations
+AccountingStorageTRES=gres/gpu
+NodeName={nodes} CPUs={settings.cpus_per_node} RealMemory={settings.memory_mb}{gpus}
+PartitionName=main Nodes={nodes} Default=YES PriorityTier=1 GraceTime={settings.grace_time_s} \
+DefaultTime=01:00:00 MaxTime=1-00:00:00
+PartitionName=high Nodes={nodes} PriorityTier=10 PreemptMode=OFF DefaultTime=01:00:00 MaxTime=1-00:00:00
+"""
+
+
+def gres_conf(settings: Settings, layout: Layout) -> str:
+    """Return gres.conf, in which each GPU is a fake device file; empty without GPUs."""
+    if not settings.gpus_per_node:
+        return ""
+    last = settings.gpus_per_node - 1
+    numbers = f"[0-{last}]" if last else "0"
+    return f"NodeName={node_range(settings)} Name=gpu File={layout.gpus}/gpu{numbers}\n"
+
+
+def cgroup_conf(settings: Settings, layout: Layout) -> str:
+    """Return cgroup.conf, which selects version 1 of cgroups.
+
+    The default, autodetect, stops slurmd without a mounted cgroup file system, and requests a scope from systemd over
+    D-Bus for version 2. The plugin of version 1 touches no cgroups until they are used.
+    """
+    mounted = f"CgroupMountpoint={layout.cgroups}\n" if settings.proctrack == "cgroup" else ""
+    return f"CgroupPlugin=cgroup/v1\n{mounted}"
+
+
+def slurmdbd_conf(settings: Settings, layout: Layout, password: str) -> str:
+    """Return slurmdbd.conf with the database's password, which must not be empty."""
+    return f"""\
+AuthType=auth/munge
+AuthInfo=socket={layout.munge_socket}
+DbdHost={HEAD}
+DbdAddr={settings.addresses[HEAD]}
+DbdPort={ACCOUNTING_PORT}
+CommunicationParameters=NoInAddrAny
+SlurmUser=root
+PidFile={layout.run}/slurm-slurmdbd.pid
+LogFile={layout.logs}/slurmdbd.log
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=slurm
+StoragePass={password}
+StorageLoc=slurm
+"""
+
+
+def database_sql(password: str) -> str:
+    """Return the SQL that creates Slurm's database and user if they do not exist."""
+    return f"""\
+CREATE DATABASE IF NOT EXISTS slurm;
+CREATE USER IF NOT EXISTS slurm@localhost IDENTIFIED BY '{password}';
+GRANT ALL ON slurm.* TO slurm@localhost;
+"""
+
+
+def node_range(settings: Settings) -> str:
+    """Return the names of all nodes in Slurm's notation."""
+    return f"n[1-{settings.num_nodes}]" if settings.num_nodes > 1 else "n1"
+
+
+def with_hosts_block(text: str, settings: Settings) -> str:
+    """Return /etc/hosts with the cluster's names in a marked block at its end; an existing block is replaced."""
+    lines = [BEGIN, *(f"{address} {name}" for name, address in settings.addresses.items()), END]
+    return without_hosts_block(text) + "\n" + "\n".join(lines) + "\n"
+
+
+def without_hosts_block(text: str) -> str:
+    """Return /etc/hosts without the block, byte for byte, even if its last line had no line break."""
+
+    def join(match: re.Match[str]) -> str:
+        # The line break before the block belongs to it, unless text was appended that needs it.
+        between = match.start() > 0 and match.end() < len(text) and text[match.start() - 1] != "\n"
+        return "\n" if between else ""
+
+    return re.sub(rf"\n?^{re.escape(BEGIN)}$.*?^{re.escape(END)}$\n?", join, text, flags=re.MULTILINE | re.DOTALL)
+
+
+def taken_names(text: str, settings: Settings) -> list[str]:
+    """Return the cluster's names that /etc/hosts already contains outside the block."""
+    words = (line.partition("#")[0].split()[1:] for line in without_hosts_block(text).splitlines())
+    taken = {name for names in words for name in names}
+    return [name for name in settings.addresses if name in taken]
+
+
+# The commands of a dev cluster as pure functions: argument lists, and input of `ip -batch -`.
+
+PACKAGES = (
+    *("slurmctld", "slurmd", "slurmdbd", "slurm-client", "slurm-wlm-basic-plugins", "slurm-wlm-mysql-plugin"),
+    *("munge", "mariadb-server", "iproute2"),
+)
+"""Debian's packages. The packages of Slurm 24.11 and later only recommend the plugins."""
+SERVICES = ("munge", "mariadb", "slurmctld", "slurmd", "slurmdbd")
+COMMANDS = (
+    *("slurmctld", "slurmd", "slurmdbd", "scontrol", "sinfo", "srun", "sacctmgr", "munged", "munge"),
+    *("mariadbd", "mariadb-install-db", "mariadb-admin", "ip", "tc"),
+    *("nsenter", "unshare", "setsid", "setpriv", "hostname"),
+)
+"""Commands that a cluster needs."""
+
+BARE_ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
+"""Environment of every command, because a caller inside a Slurm job has conflicting variables."""
+
+BRIDGE = "br0"
+HOST_PORT = "host"
+"""The bridge's end of the link to this machine."""
+
+#: `ip netns exec` would remount /sys, and the cgroup mounts below it with it; nsenter leaves the mounts alone.
+_ENTER = 'hostname "$0" && exec "$@"'
+_DAEMON = 'hostname "$0" && cd / && umask 022 && echo $$ > "$1" && shift && exec "$@"'
+
+
+@dataclass(frozen=True)
+class Daemon:
+    """A process that lives as long as the cluster does."""
+
+    name: str
+    """Unique; the name of its log and pid file."""
+    node: str
+    """The node of its network namespace and host name."""
+    argv: tuple[str, ...]
+    own_mounts: bool = False
+    """Whether it has its own mount namespace."""
+
+
+def namespace(path: Path) -> list[str]:
+    """Return the command that creates a network namespace and mounts it on an existing file."""
+    return ["unshare", f"--net={path}", "true"]
+
+
+def inside(layout: Layout, name: str, argv: list[str]) -> list[str]:
+    """Wrap a command to run in the network namespace of a node or the head."""
+    return ["nsenter", f"--net={layout.namespace(name)}", *argv]
+
+
+def on_node(layout: Layout, name: str, argv: list[str]) -> list[str]:
+    """Wrap a command to run with the network and the host name of a node."""
+    return inside(layout, name, ["unshare", "--uts", "sh", "-c", _ENTER, name, *argv])
+
+
+def daemon(layout: Layout, spec: Daemon) -> list[str]:
+    """Return the command that starts a daemon in its own session and writes its pid file."""
+    shell = ["sh", "-c", _DAEMON, spec.node, str(layout.pid_file(spec.name)), *spec.argv]
+    mounts = ["--mount", "--propagation=slave"] if spec.own_mounts else []
+    return ["setsid", "--fork", *inside(layout, spec.node, ["unshare", "--uts", *mounts, *shell])]
+
+
+def munged(layout: Layout) -> Daemon:
+    """Return the daemon of munge, which runs as its own user."""
+    files = (
+        *("--socket", str(layout.munge_socket), "--key-file", str(layout.munge_key)),
+        *("--pid-file", str(layout.munge / "pid"), "--seed-file", str(layout.munge / "seed")),
+    )
+    user = ("setpriv", "--reuid=munge", "--regid=munge", "--init-groups")
+    return Daemon("munged", HEAD, (*user, "munged", "--foreground", "--num-threads=10", *files))
+
+
+def mariadbd(layout: Layout) -> Daemon:
+    """Return MariaDB with little memory and without syncs, because `down` deletes the database."""
+    files = (
+        f"--datadir={layout.database}",
+        f"--socket={layout.database_socket}",
+        f"--pid-file={layout.database_socket.parent}/pid",
+        f"--init-file={layout.database_init}",
+    )
+    small = ("--innodb-buffer-pool-size=64M", "--innodb-log-file-size=8M", "--innodb-lock-wait-timeout=900")
+    quick = ("--innodb-flush-log-at-trx-commit=0", "--innodb-flush-method=nosync", "--skip-innodb-doublewrite")
+    argv = ("mariadbd", "--no-defaults", "--user=mysql", "--skip-networking", *files, *small, *quick)
+    return Daemon("mariadbd", HEAD, argv)
+
+
+def slurmdbd() -> Daemon:
+    """Return the daemon of the accounting database."""
+    return Daemon("slurmdbd", HEAD, ("slurmdbd", "-D"))
+
+
+def slurmctld() -> Daemon:
+    """Return the controller."""
+    return Daemon("slurmctld", HEAD, ("slurmctld", "-D"))
+
+
+def slurmd(node: str, *, own_mounts: bool = False, rebooted: bool = False) -> Daemon:
+    """Return a node's slurmd. With `rebooted` it reports a reboot, because the machine's boot time does not change."""
+    return Daemon(f"slurmd-{node}", node, ("slurmd", "-D", *["-b"] * rebooted, "-N", node), own_mounts)
+
+
+def dockerd(layout: Layout, node: str) -> Daemon:
+    """Return a node's docker daemon, whose containers have the node's network.
+
+    It has its own process ids and mounts, so that its containers and their mounts end when it is killed.
+    """
+    apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount", "--propagation=slave")
+    files = (
+        f"--host=unix://{layout.docker_socket(node)}",
+        f"--pidfile={layout.docker}/{node}.pid",
+        f"--exec-root={layout.docker}/{node}",
+        f"--data-root={layout.docker_images}/{node}",
+    )
+    network = ("--bridge=none", "--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false")
+    return Daemon(f"dockerd-{node}", node, (*apart, str(layout.bin / "dockerd"), *files, *network))
+
+
+def node_runtimes(settings: Settings, layout: Layout) -> list[Daemon]:
+    """Return the daemons of the nodes' container runtime, which has none but docker."""
+    return [dockerd(layout, node) for node in settings.nodes] if settings.runtime == "docker" else []
+
+
+def daemons(settings: Settings, layout: Layout) -> list[Daemon]:
+    """Return all daemons of a cluster in the order of their start."""
+    runtimes = node_runtimes(settings, layout)
+    return [munged(layout), mariadbd(layout), slurmdbd(), slurmctld(), *runtimes, *map(slurmd, settings.nodes)]
+
+
+def daemon_env(layout: Layout) -> dict[str, str]:
+    """Return the whole environment of daemons, so that the caller's environment reaches neither them nor jobs."""
+    return {
+        **BARE_ENV,
+        "PATH": f"{layout.bin}:{BARE_ENV['PATH']}",
+        "SLURM_CONF": str(layout.slurm_conf),
+        # slurmdbd's configuration has no key for the socket; MariaDB's client library asks this variable.
+        "MYSQL_UNIX_PORT": str(layout.database_socket),
+    }
+
+
+def install_database(folder: Path) -> list[str]:
+    """Return the command that creates MariaDB's system tables in a folder of user mysql."""
+    options = ["--auth-root-authentication-method=socket", "--skip-test-db", "--skip-name-resolve"]
+    return ["mariadb-install-db", "--no-defaults", f"--datadir={folder}", "--user=mysql", *options]
+
+
+def head_batch(settings: Settings, layout: Layout) -> str:
+    """Return the links of the head: a bridge with an address, and a port for this machine and each node.
+
+    The bridge is in the head's namespace, because a firewall for bridged packets on the host (such as Docker's) would
+    drop packets between nodes.
+    """
+    ports = [
+        line
+        for node in settings.nodes
+        for line in (
+            f"link add {node} type veth peer name eth0 netns {layout.namespace(node)}",
+            f"link set {node} master {BRIDGE} up",
+        )
+    ]
+    own = [
+        "link set lo up",
+        f"link add {BRIDGE} type bridge",
+        f"addr add {settings.with_prefix(HEAD)} dev {BRIDGE}",
+        f"link set {BRIDGE} up",
+        f"link set {HOST_PORT} master {BRIDGE} up",
+    ]
+    return "\n".join([*own, *ports, ""])
+
+
+def host_batch(settings: Settings, layout: Layout) -> str:
+    """Return the link of this machine to the head's bridge."""
+    return (
+        f"link add {LINK} type veth peer name {HOST_PORT} netns {layout.namespace(HEAD)}\n"
+        f"addr add {settings.with_prefix(HOST)} dev {LINK}\n"
+        f"link set {LINK} up\n"
+    )
+
+
+def node_batch(settings: Settings, node: str) -> str:
+    """Return the addresses of a node. Without a default route, DNS lookups fail at once instead of after seconds."""
+    return f"link set lo up\naddr add {settings.with_prefix(node)} dev eth0\nlink set eth0 up\n"
+
+
+def slow_link(rate_mbit: float | None, delay_ms: float | None) -> list[str]:
+    """Return arguments of `tc qdisc replace dev … root` for one direction of a link.
+
+    A rate alone uses tbf, which more kernels have than netem.
+    """
+    if delay_ms is None:
+        return ["tbf", "rate", f"{rate_mbit:g}mbit", "burst", "128kb", "latency", "400ms"]
+    rate = [] if rate_mbit is None else ["rate", f"{rate_mbit:g}mbit"]
+    return ["netem", "delay", f"{delay_ms:g}ms", *rate]

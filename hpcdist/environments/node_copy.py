@@ -27,10 +27,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcdist.environments.listing import first_difference, write_listing
+from hpcdist.environments.packed import first_difference, write_listing
 from hpcdist.errors import RunFolderError
-from hpcdist.files.bounded_json import parse_object
-from hpcdist.files.ownership import make_private
+from hpcdist.host.files import make_private, parse_object
 
 #: Packages that a rank imports before the user's code.
 REQUIRED = ("numpy", "psutil", "torch")
@@ -45,7 +44,7 @@ _CODE = f"""
 import importlib.util, json, sys
 facts = {{"python": "%d.%d.%d" % sys.version_info[:3]}}
 if sys.version_info >= (3, 11):
-    from hpcdist.machine.facts import versions
+    from hpcdist.host.machine import versions
     facts.update(versions())
     facts["missing"] = [name for name in {REQUIRED} if importlib.util.find_spec(name) is None]
 print("facts:", json.dumps(facts))

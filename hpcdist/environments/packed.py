@@ -1,25 +1,176 @@
-"""The packed environments of a `runs_dir`, each made once and used by all runs with the same environment."""
+"""The packed environments of a `runs_dir`: each is made once, as one compressed file, and used by all runs with the
+same environment.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import os
+import platform
 import shutil
+import stat
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
-from hpcdist.config.schema.environment import EnvironmentConfig
-from hpcdist.environments.listing import fingerprint
-from hpcdist.environments.uv_project import build, uv_fingerprint
-from hpcdist.files.atomic import read_json, write_json
-from hpcdist.files.formats import fill
-from hpcdist.files.lock import long_lock
-from hpcdist.files.ownership import make_private
-from hpcdist.run.runs_dir import own_place
+import hpcdist
+from hpcdist.config.launch_schema import EnvironmentConfig
+from hpcdist.errors import UserMistake
+from hpcdist.host.files import fill, make_private, parse_object, read_json, write_json
+from hpcdist.host.lock import long_lock
+from hpcdist.host.machine import source_digest
+from hpcdist.run.folder import own_place
+
+if TYPE_CHECKING:
+    import tarfile
+
+
+# Listings of the files of an environment, to find out whether it has changed or a copy is incomplete.
+
+#: Python writes these at any time, so they neither change nor complete an environment.
+CACHE = "__pycache__"
+
+
+def files_below(folder: Path, *, skip: frozenset[str] = frozenset({CACHE})) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the relative path and status of each file and symbolic link below a folder, in a fixed order.
+
+    Args:
+        skip: names of folders to leave out.
+    """
+    for path, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(path, name))]
+        folders[:] = sorted(name for name in folders if name not in skip and name not in links)
+        for name in sorted([*names, *links]):
+            full = os.path.join(path, name)
+            yield os.path.relpath(full, folder), os.lstat(full)
+
+
+def fingerprint(*sources: Path, skip: frozenset[str] = frozenset({CACHE})) -> str:
+    """Return a digest of files or folders that changes when a file in them is written, added or removed."""
+    found = hashlib.sha256()
+    for source in sources:
+        found.update(os.fsencode(source) + b"\0")
+        entries = files_below(source, skip=skip) if source.is_dir() else [("", source.stat())]
+        for name, status in entries:
+            found.update(f"{os.fsencode(name)!r} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return found.hexdigest()
+
+
+def write_listing(folder: Path, target: Path) -> None:
+    """Write the paths and sizes of all files below a folder to `target`."""
+    with open(target, "wb") as file:
+        for name, status in files_below(folder):
+            file.write(f"{_size(status)} ".encode() + os.fsencode(name) + b"\n")
+
+
+def first_difference(folder: Path, listing: Path) -> str | None:
+    """Return a file of the listing that is missing or has another size; None if the folder is complete.
+
+    Additional files are not reported, because programs write caches into environments. A missing listing counts as a
+    difference: the folder may be incomplete.
+    """
+    if not folder.is_dir() or not listing.is_file():
+        return str(folder)
+    lines = listing.read_bytes().splitlines()
+    for line in lines:
+        size, _, name = line.partition(b" ")
+        try:
+            status = os.lstat(os.path.join(os.fsencode(folder), name))
+        except FileNotFoundError:
+            return os.fsdecode(name)
+        if str(_size(status)).encode() != size:
+            return os.fsdecode(name)
+    return None
+
+
+def _size(status: os.stat_result) -> int:
+    return status.st_size if stat.S_ISREG(status.st_mode) else -1
+
+
+# Environments of projects that are locked by uv (`uv.lock`).
+
+LOCK = "uv.lock"
+_PROJECT = "pyproject.toml"
+_SKIPPED = frozenset({CACHE, ".venv", ".git"})
+
+
+def uv_problems(project: Path, env: Mapping[str, str]) -> list[str]:
+    """Return what prevents uv from building the environment of a project: no lock file, or no uv."""
+    key = "cluster.environment.path"
+    if not (project / LOCK).is_file() or not (project / _PROJECT).is_file():
+        return [
+            f"{key}: {project} has no {LOCK} with a {_PROJECT}: name the project's folder, or create it by `uv lock`"
+        ]
+    if uv_program(env) is None:
+        return [f"{key}: {project} needs the program uv, which is not installed here: `pip install uv`"]
+    return []
+
+
+def uv_fingerprint(project: Path, uv_args: Sequence[str]) -> str:
+    """Return a digest of all that determines the environment: the lock, uv's options, the processor, local packages.
+
+    Raises:
+        UserMistake: the lock file cannot be read.
+    """
+    found = hashlib.sha256(repr((list(uv_args), platform.machine())).encode())
+    for name in (LOCK, _PROJECT, ".python-version"):
+        if (file := project / name).is_file():
+            found.update(name.encode() + b"\0" + file.read_bytes())
+    for folder in _local_packages(project):
+        found.update(fingerprint(folder, skip=_SKIPPED).encode())
+    return found.hexdigest()
+
+
+def _local_packages(project: Path) -> Iterator[Path]:
+    """Yield folders of packages in a lock file whose content is not part of it, except the project itself."""
+    try:
+        lock = tomllib.loads((project / LOCK).read_text())
+        sources = [package.get("source", {}) for package in lock.get("package", [])]
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, AttributeError, OSError) as error:
+        raise UserMistake(f"cluster.environment.path: {project / LOCK} cannot be read ({error}): `uv lock`") from error
+    for source in sources:
+        place = source.get("directory") or source.get("editable")
+        if place and (folder := project / place).resolve() != project.resolve() and folder.is_dir():
+            yield folder
+
+
+def build(project: Path, uv_args: Sequence[str], target: Path, env: Mapping[str, str]) -> None:
+    """Create the environment of a project in a new folder, with exactly the locked versions.
+
+    The project itself is not installed, because ranks import the run's copy of the code.
+
+    Raises:
+        UserMistake: uv fails.
+    """
+    uv = uv_program(env)
+    if uv is None:  # a job that packs again may run on another machine than `submit`
+        raise UserMistake("cluster.environment: the program uv is not installed here: `pip install uv`")
+    command = [uv, "sync", "--quiet", "--locked", "--no-editable", "--no-install-project", "--compile-bytecode"]
+    command += ["--no-progress", f"--project={project}", *uv_args]
+    # Without links to uv's cache, whose files may be removed while the environment is in use.
+    own = {"UV_PROJECT_ENVIRONMENT": str(target), "UV_LINK_MODE": "copy"}
+    cleared = {name: value for name, value in env.items() if name != "VIRTUAL_ENV"}
+    done = subprocess.run(command, env={**cleared, **own}, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        shutil.rmtree(target, ignore_errors=True)
+        raise UserMistake(f"cluster.environment.path: uv cannot build {project}: {' '.join(done.stderr.split())}")
+
+
+def uv_program(env: Mapping[str, str]) -> str | None:
+    """Return the program uv: of the search path, or the one installed beside this Python."""
+    own = os.path.dirname(sys.executable)
+    return shutil.which("uv", path=os.pathsep.join([env.get("PATH", os.defpath), own]))
+
+
+# The packed environments of a `runs_dir`, each made once and used by all runs with the same environment.
 
 log = logging.getLogger(__name__)
 DAY_S = 86400.0
@@ -94,7 +245,6 @@ def _make(environment: EnvironmentConfig, store: Path, name: str, env: Mapping[s
         shutil.rmtree(target, ignore_errors=True)
         build(source, environment.uv_args, target, env)
         return Packed(key=name, kind=environment.kind, path=str(target))
-    from hpcdist.environments.archive import interpreter, write_archive  # slow to import, and seldom needed
 
     archive = store / f"{name}.tar.zst"
     if environment.kind == "venv":
@@ -132,3 +282,164 @@ def _remove_unused(store: Path, max_age_days: float, *, keep: str) -> None:
                 if path != record:
                     record.unlink(missing_ok=True)
                 log.info("removed %s, which was not used for %g days", path, max_age_days)
+
+
+# A virtual environment as one compressed file, together with its Python unless that is part of the system.
+#
+# Reading one large file from a shared file system takes a fraction of the time of opening thousands of small ones.
+
+#: Folder in the archive for the files of the Python that the virtual environment is based on.
+BASE = "base"
+#: Python below this folder belongs to the system, and each node has its own.
+_SYSTEM = Path("/usr")
+#: Parts of a Python installation that ranks do not need, or that the virtual environment replaces.
+_NOT_NEEDED = frozenset({"site-packages", "dist-packages", "test", "idlelib", "ensurepip", "tkinter", "turtledemo"})
+#: Fast, and close to the size of the slowest level for shared libraries.
+_COMPRESS = ("zstd", "-q", "-T0", "-3", "-f", "-o")
+_PROBE = """
+import json, os, sys
+print(json.dumps({"base": os.path.realpath(sys.base_prefix), "executable": os.path.realpath(sys.executable),
+                  "library": "python%d.%d" % sys.version_info[:2]}))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interpreter:
+    """The Python of a virtual environment."""
+
+    base: Path  #: the installation of Python that it is based on, without symbolic links
+    executable: Path  #: the program, without symbolic links
+    library: str  #: name of the folder of the standard library, such as `python3.12`
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the installation is part of the archive. Python below /usr exists on each node."""
+        local = Path("/usr/local")  # may be shared, or exist on some machines only
+        in_system = self.base.is_relative_to(_SYSTEM) and not self.base.is_relative_to(local)
+        return not in_system and self.executable.is_relative_to(self.base)
+
+
+def interpreter(environment: Path, python: str) -> Interpreter:
+    """Return the Python of a virtual environment, by starting it.
+
+    Raises:
+        UserMistake: it does not start.
+    """
+    program = environment / "bin" / python
+    try:
+        done = subprocess.run([program, "-I", "-c", _PROBE], capture_output=True, text=True, check=True)
+        found = parse_object(done.stdout, "base", "executable", "library")
+    except (OSError, subprocess.CalledProcessError, ValueError) as error:
+        reason = getattr(error, "stderr", "") or str(error)
+        raise UserMistake(f"cluster.environment: {program} does not start: {' '.join(reason.split())}") from error
+    return Interpreter(
+        base=Path(found["base"]),
+        executable=Path(found["executable"]),
+        library=found["library"],
+    )
+
+
+def write_archive(environment: Path, python: Interpreter, target: Path) -> None:
+    """Write a virtual environment to `target`, a tar archive compressed by zstd.
+
+    Raises:
+        UserMistake: zstd is not installed.
+        OSError: the archive cannot be written.
+    """
+    if shutil.which("zstd") is None:
+        raise UserMistake("cluster.environment: packing needs the program zstd: install it, or set stage=false")
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen([*_COMPRESS, str(partial)], stdin=subprocess.PIPE, stderr=errors)
+        assert process.stdin is not None
+        try:
+            # zstd ends early if it cannot write; its error output has the reason.
+            with suppress(BrokenPipeError), process.stdin as pipe:
+                _write_tar(environment, python, pipe)
+            if process.wait() != 0:
+                errors.seek(0)
+                raise OSError(f"cannot write {target}: {' '.join(errors.read().split())}")
+            os.replace(partial, target)
+        finally:
+            process.kill()
+            process.wait()
+            partial.unlink(missing_ok=True)
+
+
+def _write_tar(environment: Path, python: Interpreter, output: IO[bytes]) -> None:
+    import tarfile  # slow to import; `submit` and a batch step seldom write an archive
+
+    with tarfile.open(fileobj=output, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+        # The compiled modules are included: compiling them again takes longer than reading them.
+        for name, _ in files_below(environment, skip=frozenset()):
+            if python.is_packed and _leads_to(environment / name, python.executable):
+                tar.addfile(_link_to_base(tar, environment, name, python))
+            else:
+                tar.add(environment / name, name, recursive=False)
+        if python.is_packed:
+            for path in _base_files(python):
+                tar.add(path, f"{BASE}/{path.relative_to(python.base)}", recursive=False)
+
+
+def _leads_to(path: Path, program: Path) -> bool:
+    """Return whether a path is an absolute symbolic link to a program outside of the environment."""
+    return path.is_symlink() and os.path.isabs(os.readlink(path)) and path.resolve() == program
+
+
+def _link_to_base(tar: tarfile.TarFile, environment: Path, name: str, python: Interpreter) -> tarfile.TarInfo:
+    """Return a relative link to the packed Python, in place of the absolute one to the installed Python."""
+    entry = tar.gettarinfo(environment / name, name)
+    target = Path(BASE) / python.executable.relative_to(python.base)
+    entry.linkname = os.path.relpath(target, Path(name).parent)
+    return entry
+
+
+def _base_files(python: Interpreter) -> Iterator[Path]:
+    """Yield the files of a Python installation that a virtual environment uses."""
+    yield python.executable
+    library = python.base / "lib"
+    # The interpreter's own shared libraries lie beside its standard library.
+    yield from (path for path in sorted(library.glob("*.so*")) if path.is_file())
+    standard = library / python.library
+    for name, _ in files_below(standard, skip=_NOT_NEEDED):
+        yield standard / name
+
+
+# A copy of hpcdist for environments of ranks, so that ranks and supervisor have the same version.
+
+
+def copy_sources(store: Path) -> Path:
+    """Copy the running hpcdist into a folder of `store`, unless it is there; return that folder, for PYTHONPATH.
+
+    The copy includes the entry points, by which MLflow in a rank finds hpcdist's tracking store.
+    """
+    package = Path(hpcdist.__file__).parent
+    target = store / f"hpcdist-{source_digest(str(package))}"
+    if target.is_dir():
+        os.utime(target)
+        return target
+    partial = Path(tempfile.mkdtemp(dir=store, prefix=f".{target.name}."))
+    try:
+        shutil.copytree(package, partial / "hpcdist", ignore=shutil.ignore_patterns("__pycache__"))
+        _copy_metadata(partial)
+        os.rename(partial, target)
+    except OSError:
+        if not target.is_dir():  # otherwise another job has created it meanwhile
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _copy_metadata(folder: Path) -> None:
+    from importlib import metadata  # slow to import
+
+    try:
+        own = metadata.distribution("hpcdist")
+    except metadata.PackageNotFoundError:
+        return
+    target = folder / f"hpcdist-{hpcdist.__version__}.dist-info"
+    target.mkdir()
+    for name in ("METADATA", "entry_points.txt"):
+        if (text := own.read_text(name)) is not None:
+            (target / name).write_text(text)

@@ -1,25 +1,127 @@
-"""The Python environment of a run's ranks on Slurm: from config to interpreter, variables and the nodes' work."""
+"""The Python environment of a run's ranks on Slurm: from config to interpreter and variables, with environment modules,
+and the checks before a submission.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 
+from hpcdist.config.launch_schema import EnvironmentConfig
 from hpcdist.config.schema import Config
-from hpcdist.config.schema.environment import EnvironmentConfig
-from hpcdist.environments.loaded_modules import load_modules, program
 from hpcdist.environments.node_copy import NodeRequest, local_sources
-from hpcdist.environments.own_sources import copy_sources
-from hpcdist.environments.packed import DAY_S, Packed, pack, store_of, touch
-from hpcdist.errors import UserMistake
-from hpcdist.files.atomic import write_json
-from hpcdist.files.formats import fill
-from hpcdist.files.ownership import make_private
+from hpcdist.environments.packed import DAY_S, Packed, copy_sources, pack, store_of, touch, uv_problems
+from hpcdist.errors import ConfigError, UserMistake
+from hpcdist.host.commands import last_line, run_within
+from hpcdist.host.files import fill, make_private, write_json
+from hpcdist.host.machine import install_command
 from hpcdist.run.folder import RunDir, read_record
+
+# Environment modules (Lmod or Tcl modules): the environment after `module load`.
+
+#: Loading modules from a slow file system may take a while.
+LOAD_S = 120.0
+_MARK = "hpcdist-modules"
+#: Lmod breaks an error into lines, and ends it by an empty line.
+_ERROR = re.compile(r"(?im)^.*\berror:.*(?:\n.*\S.*)*")
+_MAX_REASON = 300
+#: Version of Lmod ("Modules based on Lua: Version 8.6.19") or Environment Modules ("Modules Release 5.2.0").
+_VERSION = re.compile(r"(Version|Release) +v?(\d[\w.]*)")
+_NO_MODULES = 3
+#: Batch scripts of a non-interactive shell may lack the function `module`; sites install its definition in one of
+#: these places. `module load` of old versions returns 0 although it has failed, so the list of loaded modules counts.
+_DEFINE = f"""
+if ! type module >/dev/null 2>&1; then
+  for file in "${{LMOD_PKG:-/nowhere}}/init/bash" "${{MODULESHOME:-/nowhere}}/init/bash" \\
+      /etc/profile.d/lmod.sh /etc/profile.d/modules.sh /etc/profile.d/z00_lmod.sh \\
+      /usr/share/lmod/lmod/init/bash /usr/share/modules/init/bash; do
+    if [ -r "$file" ]; then . "$file"; break; fi
+  done
+fi
+type module >/dev/null 2>&1 || exit {_NO_MODULES}
+"""
+_LOAD = f"""{_DEFINE}
+for name in "$@"; do
+  before=$LOADEDMODULES
+  module load "$name" || exit 1
+  case ":$LOADEDMODULES:" in
+  *":$name:"* | *":$name/"*) ;;
+  *) [ "$LOADEDMODULES" != "$before" ] || exit 1 ;;  # an alias, or gcc/13 for gcc/13.2
+  esac
+done
+printf '\\n{_MARK}\\n'
+exec env -0
+"""
+
+
+def has_modules(env: Mapping[str, str]) -> bool:
+    """Return whether this machine has environment modules."""
+    return _run([], env).returncode == 0
+
+
+def modules_version(env: Mapping[str, str]) -> str | None:
+    """Return the name and version of this machine's environment modules; None if it has none."""
+    done = run_within(["bash", "-c", f"{_DEFINE}module --version 2>&1"], LOAD_S, env=env)
+    if done.returncode == _NO_MODULES:
+        return None
+    found = _VERSION.search(done.stdout)
+    if found is None:
+        return "of unknown version"
+    return f"{'Lmod' if found[1] == 'Version' else 'Environment Modules'} {found[2]}"
+
+
+def load_modules(names: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment after loading modules in `env`.
+
+    Raises:
+        UserMistake: a module cannot be loaded, or this machine has no environment modules.
+    """
+    done = _run(names, env)
+    output, mark, variables = done.stdout.partition(f"\n{_MARK}\n")
+    if done.returncode == _NO_MODULES:
+        raise UserMistake(
+            "cluster.environment.modules: the command `module` is not available on this machine: load the modules by"
+            " cluster.setup, or set MODULESHOME to the installation's folder in cluster.env"
+        )
+    if done.returncode != 0 or not mark:
+        named = _ERROR.search(f"{done.stderr}\n{output}")  # Lmod prints advice after it
+        printed = last_line(done.stderr) or last_line(output)
+        reason = (
+            " ".join(named[0].split())[:_MAX_REASON]
+            if named
+            else printed or "module load changed nothing in LOADEDMODULES"
+        )
+        raise UserMistake(f"cluster.environment.modules: {', '.join(names)} cannot be loaded: {reason}")
+    pairs = (entry.partition("=") for entry in variables.split("\0") if "=" in entry)
+    return {name: value for name, _, value in pairs}
+
+
+def _run(names: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    return run_within(["bash", "-c", _LOAD, "bash", *names], LOAD_S, env=env)
+
+
+def program(name: str, env: Mapping[str, str]) -> str:
+    """Return the path of a program in the environment of modules.
+
+    Raises:
+        UserMistake: it does not exist.
+    """
+    found = shutil.which(name, path=env.get("PATH", ""))
+    if found is None:
+        raise UserMistake(f"cluster.environment.python: no {name} on the PATH after loading the modules")
+    return found
+
+
+# The Python environment of a run's ranks on Slurm: from config to interpreter, variables and the nodes' work.
 
 log = logging.getLogger(__name__)
 _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
@@ -165,3 +267,88 @@ def _packed(config: Config, run: RunDir, env: Mapping[str, str]) -> Packed | Non
         )
     write_json(run.rank_environment, asdict(packed))
     return packed
+
+
+# Checks that ranks find torch, before they start. Nothing imports it.
+
+
+def require_torch(config: Config, env: Mapping[str, str], *, on_slurm: bool) -> None:
+    """Raise ConfigError if the ranks use this Python, and it has no torch. `env` has the variables of the ranks."""
+    if problems := torch_problems(config, env, on_slurm=on_slurm):
+        raise ConfigError(problems)
+
+
+def torch_problems(config: Config, env: Mapping[str, str], *, on_slurm: bool) -> list[str]:
+    """Return the missing torch of ranks that use this Python, with its fix.
+
+    Scripts are not checked: they import the packages that they need themselves. In containers and with
+    `cluster.environment`, ranks on Slurm have a Python of their own.
+    """
+    if config.trainer.script or (on_slurm and _have_own_python(config)) or _has_torch({**env, **config.launch.env}):
+        return []
+    others = ", or set container.image or cluster.environment" if on_slurm else ""
+    return [
+        f"trainer.target={config.trainer.target} needs torch, which {sys.executable} does not have: run"
+        f" {install_command('train')}{others}"
+    ]
+
+
+def _have_own_python(config: Config) -> bool:
+    return config.container.runtime != "none" or config.cluster.environment.kind != "none"
+
+
+def _has_torch(env: Mapping[str, str]) -> bool:
+    folders = [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    specs = importlib.util.find_spec("torch"), PathFinder.find_spec("torch", folders)
+    # A folder of this name without a module has no origin.
+    return any(spec is not None and spec.origin is not None for spec in specs)
+
+
+# Checks of `cluster.environment` before a submission.
+
+_SQUASHFS = b"hsqs"
+
+
+def environment_problems(config: Config, env: Mapping[str, str]) -> list[str]:
+    """Return the mistakes in the environment of the ranks that this machine can find, each with its key and fix."""
+    environment = config.cluster.environment
+    path = Path(environment.path)
+    found = []
+    if environment.kind == "venv":
+        program = path / "bin" / environment.python
+        if not os.access(program, os.X_OK):
+            found.append(f"cluster.environment.path: {path} is not a virtual environment: no program {program}")
+    elif environment.kind == "uv":
+        found += uv_problems(path, env)
+    elif environment.kind == "squashfs":
+        found += _image_problems(path)
+    if environment.kind in ("venv", "uv") and environment.stage and shutil.which("zstd", path=env.get("PATH")) is None:
+        found.append("cluster.environment: packing needs the program zstd: install it, or set stage=false")
+    return found
+
+
+def module_problems(config: Config, env: Mapping[str, str]) -> list[str]:
+    """Return why the modules cannot be loaded on this machine; no problem if it has no environment modules.
+
+    Nothing is checked with `cluster.setup`, whose commands run in the job only.
+    """
+    names = config.cluster.environment.modules
+    env = {**env, **config.cluster.env}
+    # Commands of the job, such as `module use`, may change which modules exist.
+    if not names or config.cluster.setup or not has_modules(env):
+        return []
+    try:
+        load_modules(names, env)
+    except UserMistake as error:
+        return [str(error)]
+    return []
+
+
+def _image_problems(image: Path) -> list[str]:
+    try:
+        with open(image, "rb") as file:
+            if file.read(len(_SQUASHFS)) == _SQUASHFS:
+                return []
+    except OSError as error:
+        return [f"cluster.environment.path: {image} cannot be read: {error.strerror}"]
+    return [f"cluster.environment.path: {image} is not a squashfs image: create it by `mksquashfs ENVIRONMENT {image}`"]

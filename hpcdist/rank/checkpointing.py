@@ -11,23 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpcdist.checkpoint.checkpoint_folder import load_file, shard_name
-from hpcdist.checkpoint.rng_state import rng_state, set_rng_state
+from hpcdist.checkpoint.folder import load_file, shard_name
 from hpcdist.checkpoint.saver import AsyncSaver, BackgroundWriter
-from hpcdist.checkpoint.shards import Shard, ShardExchange
-from hpcdist.checkpoint.state_dict import MaybeSharded, clean_state_dict
+from hpcdist.checkpoint.state import MaybeSharded, Shard, ShardExchange, clean_state_dict, rng_state, set_rng_state
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.config.schema import Config
+from hpcdist.config.topology import Roles, Topology
 from hpcdist.errors import CheckpointError
-from hpcdist.files import retry
-from hpcdist.rank.elastic.division import SavedDivision
-from hpcdist.rank.network.process_group import Groups
-from hpcdist.rank.roles import Roles
-from hpcdist.rank.seeding import seed_everything
-from hpcdist.rank.topology import Topology
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal.writer import JournalWriter
+from hpcdist.host import retry
+from hpcdist.rank.device import seed_everything
+from hpcdist.rank.elastic import SavedDivision
+from hpcdist.rank.process_group import Groups
+from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.tracking.journal import JournalWriter
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +179,7 @@ class RankCheckpoints:
             local = rank_state["local"]
             set_rng_state(rank_state["rng"], self._device)
         elif self._is_elastic and self.division is not None:
-            # After a step the state is equal on all ranks, see `rank/elastic/micro_batches.py`.
+            # After a step the state is equal on all ranks, see `rank/elastic.py`.
             set_rng_state(checkpoint.rank_states[0]["rng"], self._device)
         else:
             seed_everything(self._seed + 1 + self._topology.rank + checkpoint.step)

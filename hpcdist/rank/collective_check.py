@@ -6,24 +6,216 @@ The check draws no random numbers and keeps no state, so it does not change the 
 from __future__ import annotations
 
 import logging
+import math
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpcdist.config.topology import Topology
 from hpcdist.errors import PreflightError
-from hpcdist.files.atomic import write_json
-from hpcdist.network.bandwidth import bandwidths
-from hpcdist.network.units import amount
-from hpcdist.rank.network.collective_timing import WARM_UP, Stopwatch, Timing, measure
-from hpcdist.rank.network.process_group import Groups, deadline
-from hpcdist.rank.telemetry import nccl_log
-from hpcdist.rank.topology import Topology
-from hpcdist.run.attempt import Attempt
+from hpcdist.host.files import write_json
+from hpcdist.host.network import amount, bandwidths
+from hpcdist.rank.process_group import Groups, deadline
+from hpcdist.run.folder import Attempt
+
+# Measure the time of communication between the ranks.
+#
+# The time of an iteration is that of the slowest rank, because all ranks wait for it in training (nccl-tests shows the
+# mean over ranks). Operations that end only after all ranks have begun synchronise the ranks themselves: their
+# iterations follow each other without a barrier, whose skew would add to the time. Before one-way operations
+# (broadcast, reduce, scatter, gather), in which a rank could run ahead, there is a barrier that is not timed.
+
+MIN_ITERATIONS, MAX_ITERATIONS = 3, 1000
+#: Number of warm-up iterations of fast operations.
+WARM_UP = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Statistics of iteration times, in seconds."""
+
+    iterations: int
+    median_s: float
+    p99_s: float
+    min_s: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], divided_by: int = 1) -> Timing:
+        """Return the statistics; the quantiles are measured values."""
+        ordered = sorted(one / divided_by for one in seconds)
+
+        def quantile(share: float) -> float:
+            return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+        return cls(iterations=len(ordered), median_s=quantile(0.5), p99_s=quantile(0.99), min_s=ordered[0])
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the work that is queued on a GPU; the CPU has none."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Stopwatch:
+    """Times calls by CUDA events if work is queued on a stream, otherwise by the clock.
+
+    Args:
+        device: device of the tensors.
+        backend: backend of the process group.
+    """
+
+    def __init__(self, device: torch.device, backend: str) -> None:
+        self._device = device
+        self._queued = device.type == "cuda" and backend == "nccl"
+
+    def time(self, run: Callable[[], object], iterations: int, before: Callable[[], None] | None = None) -> list[float]:
+        """Return the seconds of each iteration; `before` is called before each iteration and not timed."""
+        if self._queued:
+            return self._time_queued(run, iterations, before)
+        seconds = []
+        synchronize(self._device)
+        for _ in range(iterations):
+            if before is not None:
+                before()
+            began = time.perf_counter()
+            run()
+            synchronize(self._device)
+            seconds.append(time.perf_counter() - began)
+        return seconds
+
+    def _time_queued(
+        self, run: Callable[[], object], iterations: int, before: Callable[[], None] | None
+    ) -> list[float]:
+        events = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(iterations)
+        ]
+        for began, ended in events:
+            if before is not None:
+                synchronize(self._device)
+                before()
+            began.record()
+            run()
+            ended.record()
+        synchronize(self._device)
+        return [began.elapsed_time(ended) / 1e3 for began, ended in events]
+
+
+def measure(
+    run: Callable[[], object],
+    watch: Stopwatch,
+    groups: Groups,
+    *,
+    budget_s: float,
+    longest_s: float,
+    after_barrier: bool = False,
+    divided_by: int = 1,
+) -> Timing:
+    """Time a call on the slowest rank. Every rank makes the same number of iterations and returns the same result.
+
+    Args:
+        run: the call.
+        watch: the stopwatch.
+        groups: exchange the times of all ranks.
+        budget_s: approximate duration of the measurement in seconds, but at least three iterations.
+        longest_s: no iteration starts after this time, even if there were fewer than three.
+        after_barrier: call a barrier before each iteration.
+        divided_by: number of operations in one call.
+    """
+    before = groups.barrier if after_barrier else None
+
+    def seconds(iterations: int) -> list[float]:
+        groups.barrier()
+        return groups.max(watch.time(run, iterations, before))
+
+    (first_s,) = seconds(1)  # connections and memory
+    if first_s * WARM_UP < budget_s:
+        seconds(WARM_UP)
+    found = seconds(1)
+    # The number of iterations is re-estimated repeatedly, because a single iteration may have been disturbed.
+    while sum(found) < (longest_s if len(found) < MIN_ITERATIONS else budget_s) and len(found) < MAX_ITERATIONS:
+        left = int((budget_s - sum(found)) / max(Timing.of(found).median_s, 1e-7))
+        found += seconds(min(max(1, left), MAX_ITERATIONS - len(found)))
+    return Timing.of(found, divided_by)
+
+
+# Check by NCCL's log that NCCL uses InfiniBand on nodes that have it.
+#
+# NCCL silently falls back to TCP, at a tenth of the bandwidth, if the image lacks a library, the container lacks a
+# device or the limit of locked memory is too low.
+
+SYSFS = Path("/sys/class/infiniband")
+NOT_SEEN, SOCKETS, OTHER = 0, 1, 2
+#: `Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Socket/0`
+_CHANNEL = re.compile(r"via NET/([A-Za-z]+)")
+#: `Using network Socket`
+_NETWORK = re.compile(r"Using network (\w+)")
+
+
+def file_of(attempt: Attempt, node_rank: int) -> Path:
+    """Return the path of NCCL's log of one rank on a node."""
+    return attempt.path / f"nccl.node-{node_rank:05d}.log"
+
+
+def log_env(topology: Topology, attempt: Attempt, env: Mapping[str, str], sysfs: Path = SYSFS) -> dict[str, str]:
+    """Return the variables that make NCCL write its log, if InfiniBand is active and they are not set already."""
+    if topology.local_rank != 0 or topology.num_nodes < 2 or not active_infiniband(sysfs):
+        return {}
+    if env.get("NCCL_DEBUG") or env.get("NCCL_DEBUG_FILE"):
+        return {}
+    return {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,NET",
+        "NCCL_DEBUG_FILE": str(file_of(attempt, topology.node_rank)),
+    }
+
+
+def active_infiniband(sysfs: Path = SYSFS) -> list[str]:
+    """Return the InfiniBand devices with an active port. RoCE devices do not count: not all sites use them."""
+    found = set()
+    for port in sysfs.glob("*/ports/*"):
+        try:
+            active = "ACTIVE" in (port / "state").read_text()
+            if active and (port / "link_layer").read_text().strip() == "InfiniBand":
+                found.add(port.parent.parent.name)
+        except OSError:
+            continue  # a virtual function that is being removed
+    return sorted(found)
+
+
+def transport(text: str) -> int:
+    """Return the transport between nodes in a log of NCCL: that of its channels, otherwise the chosen network."""
+    names = _CHANNEL.findall(text) or _NETWORK.findall(text)
+    return NOT_SEEN if not names else SOCKETS if "Socket" in names else OTHER
+
+
+def gather(attempt: Attempt, topology: Topology, control: dist.ProcessGroup) -> list[int]:
+    """Return the transport of each node that wrote a log. Call it on every rank."""
+    found = torch.zeros(topology.num_nodes, dtype=torch.int64)
+    path = file_of(attempt, topology.node_rank)
+    if topology.local_rank == 0 and path.exists():
+        found[topology.node_rank] = transport(path.read_text(errors="replace"))
+    dist.all_reduce(found, group=control)
+    return [int(value) for value in found.tolist()]
+
+
+def judge(transports: Sequence[int], hosts: Sequence[str]) -> list[str]:
+    """Return a warning if NCCL uses TCP on nodes with active InfiniBand."""
+    slow = [host for host, value in zip(hosts, transports, strict=True) if value == SOCKETS]
+    if not slow:
+        return []
+    return [
+        f"NCCL uses TCP sockets on {', '.join(slow)}, although InfiniBand is active there: check that libibverbs is in"
+        " the image, /dev/infiniband is in the container, `ulimit -l` is unlimited and NCCL_IB_DISABLE is unset."
+        " NCCL's log is nccl.node-*.log in the attempt's folder"
+    ]
+
 
 log = logging.getLogger(__name__)
 _SMALLEST_BYTES = 2**16
@@ -82,7 +274,7 @@ def check(
         check_sums(groups.control, "gloo", torch.device("cpu"), topology, groups, EFFORTS["quick"])
         check_sums(None, backend, device, topology, groups, effort)
         latency_s, timings = measure_all_reduce(Stopwatch(device, backend), device, groups, effort)
-        warnings = nccl_log.judge(nccl_log.gather(attempt, topology, groups.control), node_names(topology))
+        warnings = judge(gather(attempt, topology, groups.control), node_names(topology))
     if topology.rank == 0:
         best = timings[-1]
         text = (

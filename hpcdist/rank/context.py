@@ -1,10 +1,13 @@
-"""`Context`: the API that a trainer's `train(ctx, config)` uses for logging, checkpoints, stopping and collectives."""
+"""`Context`: the API that a trainer's `train(ctx, config)` uses for batches, logging, checkpoints, stopping and
+collectives.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,23 +15,234 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it at run time
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
 
-from hpcdist.checkpoint.shards import Shard
+from hpcdist.checkpoint.state import Shard
 from hpcdist.config.schema import Config
-from hpcdist.errors import CheckpointError
+from hpcdist.config.topology import Topology
+from hpcdist.errors import CheckpointError, ConfigError
 from hpcdist.rank.checkpointing import RankCheckpoints, Restored
-from hpcdist.rank.context_batches import ContextBatches
-from hpcdist.rank.live_commands import LiveCommands
-from hpcdist.rank.network.process_group import Groups
-from hpcdist.rank.seeding import seed_everything
-from hpcdist.rank.stop_agreement import StopAgreement, stops_after
-from hpcdist.rank.telemetry.heartbeat import Heartbeat
-from hpcdist.rank.telemetry.step_timing import NodeTimes
-from hpcdist.rank.topology import Topology
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.attempt_times import reached_before
-from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal.writer import JournalWriter
+from hpcdist.rank.device import seed_everything
+from hpcdist.rank.elastic import (
+    Division,
+    MicroBatch,
+    MicroBatches,
+    MicroBatchLoader,
+    SavedDivision,
+    divide,
+    sum_over_ranks,
+)
+from hpcdist.rank.process_group import Groups
+from hpcdist.rank.rank_info import RankInfo, TrainingNotes
+from hpcdist.rank.step_timing import NodeTimes, StepTimer, clock_of
+from hpcdist.rank.stopping import LiveCommands, StopAgreement, stops_after
+from hpcdist.rank.telemetry import Heartbeat
+from hpcdist.review.figures import Figure, write_figure
+from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.records import DatasetRecord, reached_before
+from hpcdist.tracking.journal import JournalWriter
+
+# The part of `Context` that records metrics, datasets, artifacts and the final model.
+
+
+class ContextRecords(RankInfo):
+    """Records of one rank; see `Context`, which adds stopping, collectives and checkpoints."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        num_ranks_by_role: Mapping[str, int],
+        *,
+        run: RunDir,
+        attempt: Attempt,
+        device: torch.device,
+        journal: JournalWriter,
+        heartbeat: Heartbeat,
+    ) -> None:
+        super().__init__(topology, num_ranks_by_role)
+        self.run = run
+        self.attempt = attempt
+        self.device = device
+        self.timer = StepTimer(clock_of(device))
+        self._journal = journal
+        self._heartbeat = heartbeat
+        self._notes = TrainingNotes(attempt, is_main=self.is_main)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record metrics of a step. Only rank 0 records; other ranks only note the step, for messages about them.
+
+        The call writes to the run's journal and takes microseconds; a separate process sends the journal to MLflow.
+        Values must be numbers in host memory: `float(tensor)` of a CUDA tensor waits for the GPU, so log only every
+        few steps. `step` is the x-axis in MLflow.
+        """
+        if self.is_main:
+            self._journal.log(metrics, step)
+        self._heartbeat.note_logged(metrics if self.is_main else {}, step)
+
+    def log_dataset(
+        self, name: str, *, split: str = "train", num_samples: int | None = None, digest: str = "", source: str = ""
+    ) -> None:
+        """Declare a dataset that this run reads, for MLflow's column Dataset. Only rank 0 records.
+
+        Args:
+            name: name of the dataset, such as `mnist`.
+            split: the part of the dataset, or its use: `train`, `test`.
+            num_samples: number of samples in the split, over all ranks.
+            digest: a hash of the content, at most 36 characters; equal digests mean equal data.
+            source: where the data comes from, such as a folder or a URL.
+        """
+        self._notes.add_dataset(
+            DatasetRecord(name=name, split=split, num_samples=num_samples, digest=digest[:36], source=source)
+        )
+
+    def log_model_size(self, num_parameters: int) -> None:
+        """Record the number of trainable parameters of the whole model. `wrap` does so for a model that it wraps.
+
+        Only rank 0 records.
+        """
+        self._notes.set_num_parameters(num_parameters)
+
+    def artifact(self, name: str) -> Path:
+        """Return the path at which to write an artifact of the MLflow run, such as `samples/step-100.txt`.
+
+        Write the file on one rank. It is uploaded while the run continues, and again after each change.
+        """
+        path = self.run.artifacts / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def figure(self, name: str, figure: Figure) -> None:
+        """Write a figure for the report of the run, such as a confusion matrix. Only rank 0 writes.
+
+        It becomes the artifact `figures/<name>.json`; a later figure of the same name replaces it. The classes of
+        figures are in `hpcdist.review.figures`. A figure that cannot be written is only logged.
+        """
+        if self.is_main:
+            write_figure(self.run.artifacts, name, figure, self._heartbeat.step)
+
+    def export_model(self, module: nn.Module, example: torch.Tensor) -> None:
+        """Write the final model in MLflow's format, for `mlflow.pytorch.load_model`. Only rank 0 writes.
+
+        `module` is the bare model (`wrapped.module`); it is moved to the CPU and set to evaluation mode. `example` is
+        one input batch of at least two samples, from which MLflow infers the model's signature.
+        """
+        if self.is_main:
+            self._heartbeat.doing = "exporting the final model"
+            self._heartbeat.beat()
+            from hpcdist.checkpoint.export import export_model  # imports MLflow
+
+            with self.timer.account.phase("checkpoint"):
+                export_model(module, example, self.run)
+
+
+# The part of `Context` with which a trainer divides its training set over a changing number of ranks.
+
+
+class ContextBatches(ContextRecords):
+    """Micro-batches of an elastic run. `Context` inherits from it."""
+
+    _checkpoints: RankCheckpoints
+
+    def __init__(self, config: Config, topology: Topology, **records: Any) -> None:
+        super().__init__(topology, config.roles, **records)
+        self.config = config
+        self._has_stepped = False
+        self._micro_batches: dict[int, MicroBatches] = {}
+
+    def division(self, num_samples: int) -> Division:
+        """Return the division of a training set of `num_samples` for `data.global_batch_size`.
+
+        Its `steps_per_epoch` is the number of optimizer steps in an epoch. Raises ConfigError if the run is not
+        elastic, the global batch cannot be divided for this number of ranks, or the restored checkpoint was saved with
+        another division.
+        """
+        return self._batches_of(num_samples).division
+
+    def micro_batches(self, model: DistributedDataParallel, step: int, num_samples: int) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches of a step of an elastic run. Call it on every rank.
+
+            for micro in ctx.micro_batches(model, step, len(x)):
+                loss = F.mse_loss(model(x[micro.indices]), y[micro.indices])
+                (loss * micro.weight).backward()
+            optimizer.step()
+
+        The loop must not be left early: at its end, the gradients of the model are those of the mean loss over the
+        global batch, equal on all ranks, and replace earlier gradients. Random numbers that are drawn inside the loop
+        follow from seed, step and micro-batch. A rank may have no micro-batch in the last step of an epoch.
+
+        Args:
+            model: a model from `wrap`.
+            step: number of steps done; the epoch and the position in it follow from it.
+            num_samples: number of samples in the training set.
+
+        Raises ConfigError like `division`.
+        """
+        return self._batches_of(num_samples).of_step(model, step)
+
+    def loader(self, dataset: Dataset[Any], **options: Any) -> MicroBatchLoader:
+        """Return a loader of the micro-batches of an elastic run, with torch's DataLoader.
+
+            loader = ctx.loader(dataset, num_workers=4)
+            while step < total_steps and not stop:
+                for micro, (x, y) in loader.of_step(model, step):
+                    loss = F.mse_loss(model(x.to(ctx.device)), y.to(ctx.device))
+                    (loss * micro.weight).backward()
+                optimizer.step()
+                step += 1
+
+        The rules of `micro_batches` apply. Random numbers that the dataset draws for a sample follow from (seed, epoch,
+        sample). So a resumed run continues exactly, on any number of ranks and with any number of workers.
+
+        Args:
+            dataset: the training set; it must have a length.
+            **options: arguments of DataLoader, such as `num_workers` and `collate_fn`, except those of the order and
+                of the batch size.
+        """
+        return MicroBatchLoader(dataset, lambda: self._batches_of(len(dataset)), options)  # type: ignore[arg-type]
+
+    def _batches_of(self, num_samples: int) -> MicroBatches:
+        if num_samples not in self._micro_batches:
+            saved = self._checkpoints.division
+            # A trainer may divide further training sets later.
+            if saved is not None and not self._micro_batches and (problems := saved.problems(self.config, num_samples)):
+                raise ConfigError(problems)
+            division = divide(self.config, num_samples, self.rank, self.world_size, saved)
+            self._checkpoints.division = SavedDivision(
+                num_micro_batches=division.num_micro_batches,
+                global_batch_size=division.global_batch_size,
+                num_samples=tuple(sorted({num_samples, *(saved.num_samples if saved is not None else ())})),
+            )
+            self._micro_batches[num_samples] = MicroBatches(division, exact=self.config.elastic.exact)
+        return self._micro_batches[num_samples]
+
+    def _forget_division(self) -> None:
+        """Divide the training set anew, because a restored checkpoint determines the number of micro-batches."""
+        self._micro_batches.clear()
+
+    def _ddp_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of DistributedDataParallel for a model of this run."""
+        if self.config.data.global_batch_size is None:
+            return dict(options)
+        return {**options, "static_graph": False}  # not every backward pass exchanges gradients
+
+    def _set_reduction(self, model: DistributedDataParallel) -> None:
+        """Leave the exchange of buffers, and that of gradients in part, to `MicroBatches`."""
+        if self.config.data.global_batch_size is None:
+            return
+        model.broadcast_buffers = False
+        if not self.config.elastic.exact:
+            model.register_comm_hook(None, sum_over_ranks)
+
+    def _log_world_size(self, step: int) -> None:
+        """Log the number of ranks of an elastic run at the first step of an attempt, and then regularly."""
+        if self.config.data.global_batch_size is None or not self.is_main:
+            return
+        if not self._has_stepped or step % self.config.tracking.log_every_steps == 0:
+            self._journal.log({"world_size": self.world_size}, step)
+        self._has_stepped = True
+
+
+# `Context`: the API that a trainer's `train(ctx, config)` uses for logging, checkpoints, stopping and collectives.
 
 
 class Context(ContextBatches):
@@ -203,7 +417,7 @@ class Context(ContextBatches):
         """
         self.log_model_size(sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad))
         # Its decorators import torch's compiler: seconds that a rank without DistributedDataParallel saves.
-        from hpcdist.rank.telemetry.timed_ddp import TimedDDP
+        from hpcdist.rank.step_timing import TimedDDP
 
         model = TimedDDP(
             module.to(self.device),

@@ -1,19 +1,21 @@
-"""The device and the collective backend of a rank."""
+"""The device, the collective backend and the random seeds of a rank."""
 
 from __future__ import annotations
 
+import random
 import re
+import sys
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from hpcdist.config.schema import Config, role_device
+from hpcdist.config.topology import SLURM_FIX, Roles, Topology, Variables
 from hpcdist.errors import ConfigError, TopologyError, shortened
-from hpcdist.machine.compiler import require_compiler
-from hpcdist.rank.roles import Roles
-from hpcdist.rank.topology import SLURM_FIX, Topology
-from hpcdist.rank.variables import Variables
+from hpcdist.host.machine import require_compiler
+
+# The device and the collective backend of a rank.
 
 
 def gpu_uuid(device: torch.device) -> str | None:
@@ -112,3 +114,14 @@ def _numbers(text: str) -> list[int]:
     if re.fullmatch(r"[0-9]{1,10}(,[0-9]{1,10})*", text) is None:
         raise TopologyError(f"must be whole numbers separated by commas, got {shortened(text)!r}")
     return [int(part) for part in text.split(",")]
+
+
+# Seeds of a rank's random number generators.
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (CPU and GPUs), Python's `random`, and NumPy if it is already imported."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)

@@ -25,9 +25,8 @@ import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from hpcdist.machine.process_record import RANK_MODULE
 from hpcdist.rank.node_parent import address
-from hpcdist.rank.stop_signals import STOP_SIGNALS
+from hpcdist.rank.processes import RANK_MODULE, STOP_SIGNALS
 
 MESSAGE_BYTES = 4096
 _CONNECT_EVERY_S = 0.02

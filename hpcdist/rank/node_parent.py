@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from hpcdist.machine.process_record import CANNOT_FORK, PARENT_MODULE, SPACE, SPACE_BYTES
+from hpcdist.rank.processes import CANNOT_FORK, PARENT_MODULE, SPACE, SPACE_BYTES
 
 #: Beginnings of the names of variables that may differ between steps, or between tasks of a step. The kernel shows the
 #: parent's variables as those of its ranks, so it has none of these.

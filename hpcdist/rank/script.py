@@ -16,9 +16,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+from hpcdist.config.topology import Roles, Topology
 from hpcdist.errors import TrainerError
-from hpcdist.rank.roles import Roles
-from hpcdist.rank.topology import Topology
 from hpcdist.run.folder import RunDir
 
 log = logging.getLogger(__name__)

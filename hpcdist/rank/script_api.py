@@ -23,26 +23,23 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcdist.config.topology import Topology
 from hpcdist.errors import TrainerError
-from hpcdist.rank.stop_signals import StopFlag
-from hpcdist.rank.telemetry.heartbeat import Heartbeat
-from hpcdist.rank.telemetry.time_account import TimeAccount
-from hpcdist.rank.topology import Topology
-from hpcdist.rank.training_notes import TrainingNotes
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.attempt_times import reached_before
-from hpcdist.run.folder import RunDir
-from hpcdist.run.live_command import CommandFiles
-from hpcdist.tracking.mlflow_plugin import rank_records
-from hpcdist.tracking.mlflow_plugin.rank_records import RankRecords
+from hpcdist.rank.processes import StopFlag
+from hpcdist.rank.rank_info import TrainingNotes
+from hpcdist.rank.telemetry import Heartbeat, TimeAccount
+from hpcdist.run.commands import CommandFiles
+from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.records import reached_before
+from hpcdist.tracking import script_records
+from hpcdist.tracking.script_records import RankRecords
 
 if TYPE_CHECKING:
     import torch
 
     from hpcdist.config.schema import Config
     from hpcdist.rank.context import Context
-    from hpcdist.rank.live_commands import LiveCommands
-    from hpcdist.rank.stop_agreement import StopAgreement
+    from hpcdist.rank.stopping import LiveCommands, StopAgreement
 
 #: Folder of checkpoints outside of a run, in the current folder.
 LOCAL_CHECKPOINTS = "checkpoints"
@@ -58,7 +55,7 @@ def log(metrics: Mapping[str, float], step: int) -> None:
 
     Raises UserMistake if a value is not a number.
     """
-    records = rank_records.current()
+    records = script_records.current()
     if records is not None and records.is_main:
         records.log(metrics, step)
     elif records is not None:
@@ -123,7 +120,7 @@ def checkpoint_dir() -> Path:
     The script decides which files it writes there and on which rank. Outside of a run it is `checkpoints` in the
     current folder.
     """
-    records = rank_records.current()
+    records = script_records.current()
     path = records.run.checkpoints if records is not None else Path(LOCAL_CHECKPOINTS).absolute()
     path.mkdir(parents=True, exist_ok=True)
     return path
@@ -195,7 +192,7 @@ class RunningScript:
         self._report_saved(step)
         if self.stop_agreed:
             return True
-        from hpcdist.rank.stop_agreement import stops_after  # which imports torch
+        from hpcdist.rank.stopping import stops_after  # which imports torch
 
         commanded = self._commands is not None and self._commands.save_is_due
         stop = stops_after(step, self._agreement(), self._config.stop.pause_at_step, self._attempt)
@@ -232,8 +229,7 @@ class RunningScript:
         return self._heartbeat
 
     def _agreement(self) -> StopAgreement:
-        from hpcdist.rank.live_commands import LiveCommands
-        from hpcdist.rank.stop_agreement import StopAgreement
+        from hpcdist.rank.stopping import LiveCommands, StopAgreement
 
         group = self._default_group()
         if self._stop is None:
@@ -272,7 +268,7 @@ class RunningScript:
         import torch.distributed as dist
 
         if self._topology.launcher == "slurm":
-            from hpcdist.rank.network.network_interface import interface_env
+            from hpcdist.rank.private_network import interface_env
 
             os.environ.update(interface_env(self._topology.master_addr, os.environ))
         # The script's process group may consist of these ranks alone.

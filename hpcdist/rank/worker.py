@@ -21,32 +21,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
-from hpcdist import logs
 from hpcdist.config.loading import load_run_config
 from hpcdist.config.schema import Config, role_device
-from hpcdist.config.trainer_params import arguments_of
+from hpcdist.config.topology import Roles, Topology
+from hpcdist.config.written import arguments_of
 from hpcdist.errors import HpcdistError, RendezvousError, TrainerError
-from hpcdist.files import retry
-from hpcdist.files.log_limit import limit_log
-from hpcdist.machine.compiler import cache_environment
-from hpcdist.rank import process_end, script_api
+from hpcdist.host import log_files, retry
+from hpcdist.host.log_files import limit_log
+from hpcdist.host.machine import cache_environment
+from hpcdist.rank import outcome as rank_outcome
+from hpcdist.rank import script_api
 from hpcdist.rank.outcome import Outcome
-from hpcdist.rank.roles import Roles
+from hpcdist.rank.processes import StopFlag
 from hpcdist.rank.script import exit_as_return, run_script
-from hpcdist.rank.stop_signals import StopFlag
-from hpcdist.rank.telemetry.flight_recorder import dump_on_signal, enable_flight_recorders
-from hpcdist.rank.topology import Topology
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.folder import RunDir
-from hpcdist.run.folder_identity import require_same
-from hpcdist.run.polling import system_interval_s
-from hpcdist.tracking.mlflow_plugin.rank_records import URI_VARIABLE, RankRecords, begin, is_declared
+from hpcdist.rank.telemetry import dump_on_signal, enable_flight_recorders
+from hpcdist.run.folder import Attempt, RunDir, require_same
+from hpcdist.run.status import system_interval_s
+from hpcdist.tracking.script_records import URI_VARIABLE, RankRecords, begin, is_declared
 
 if TYPE_CHECKING:
     import torch
 
-    from hpcdist.rank.network.process_group import Groups
-    from hpcdist.rank.telemetry.system_metrics import NodeMonitor
+    from hpcdist.rank.process_group import Groups
+    from hpcdist.rank.system_metrics import NodeMonitor
 
 #: Named explicitly because this module runs as `__main__`, and only loggers of hpcdist are configured.
 log = logging.getLogger("hpcdist.rank.worker")
@@ -70,19 +67,19 @@ def _run(folder: Path) -> NoReturn:
     # Errors are printed until the rank is known: without it there is no outcome file.
     try:
         topology = Topology.from_env(os.environ)
-        logs.configure(rank=topology.rank)
+        log_files.configure(rank=topology.rank)
         require_same(folder, os.environ)
         run = RunDir.open(folder)
     except (HpcdistError, OSError) as error:
         print(f"hpcdist worker: {error}", file=sys.stderr, flush=True)
-        process_end.exit_now(error.exit_code if isinstance(error, HpcdistError) else 1)
+        rank_outcome.exit_now(error.exit_code if isinstance(error, HpcdistError) else 1)
     attempt = run.attempt(topology.attempt)
     outcome = Outcome(attempt, topology.rank)
     try:
         conclude, limit_s = _work(run, attempt, topology, outcome)
     except Exception as error:
         code = outcome.write_error(error)
-        process_end.end(lambda: code, process_end.FAILED_S)
+        rank_outcome.end(lambda: code, rank_outcome.FAILED_S)
 
     def conclude_or_fail() -> int:
         try:
@@ -91,7 +88,7 @@ def _run(folder: Path) -> NoReturn:
             return outcome.write_error(error)
         return 0
 
-    process_end.end(conclude_or_fail, limit_s)
+    rank_outcome.end(conclude_or_fail, limit_s)
 
 
 def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -> tuple[Callable[[], None], float]:
@@ -161,13 +158,12 @@ def _train(
     _set_rank_environment(config, topology)
     # Objects created by imports are never freed; collecting garbage during the import takes a sixth of torch's import.
     gc.disable()
-    from hpcdist.machine.energy import EnergyMeter
     from hpcdist.rank.context import Context
-    from hpcdist.rank.device import gpu_uuid, place
-    from hpcdist.rank.seeding import seed_everything
-    from hpcdist.rank.stop_agreement import StopAgreement
-    from hpcdist.rank.telemetry.heartbeat import Heartbeat
-    from hpcdist.run.live_command import CommandFiles
+    from hpcdist.rank.device import gpu_uuid, place, seed_everything
+    from hpcdist.rank.stopping import StopAgreement
+    from hpcdist.rank.system_metrics import EnergyMeter
+    from hpcdist.rank.telemetry import Heartbeat
+    from hpcdist.run.commands import CommandFiles
 
     hang_s, nan_losses = config.launch.hang_s, config.stop.nan_losses
     heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, hang_s, nan_losses)
@@ -207,7 +203,7 @@ def _train(
 
 def _node_monitor(config: Config, run: RunDir, topology: Topology, records: RankRecords) -> NodeMonitor:
     """Return the recorder of the system metrics, which is active in local rank 0 of each node. It imports no torch."""
-    from hpcdist.rank.telemetry.system_metrics import NodeMonitor
+    from hpcdist.rank.system_metrics import NodeMonitor
 
     system_s = system_interval_s(config.tracking.system_interval_s, topology.num_nodes)
     return NodeMonitor(
@@ -224,12 +220,12 @@ def _connected_groups(
     config: Config, attempt: Attempt, topology: Topology, device: torch.device, backend: str, outcome: Outcome
 ) -> Iterator[Groups]:
     """Connect the ranks and yield their process groups; on several nodes, check an all-reduce first."""
-    from hpcdist.rank.network.process_group import process_groups
+    from hpcdist.rank.process_group import process_groups
 
     timeout_s = config.launch.init_timeout_s
     check_mode = config.preflight.mode if topology.num_nodes > 1 else "off"
     if check_mode != "off" and backend == "nccl":
-        from hpcdist.rank.telemetry.nccl_log import log_env
+        from hpcdist.rank.collective_check import log_env
 
         os.environ.update(log_env(topology, attempt, os.environ))
     timeout_error = RendezvousError(
@@ -245,7 +241,7 @@ def _connected_groups(
         init_timeout_s=timeout_s,
         # Longer than the supervisor's timeout: the supervisor finds the hung rank, a collective only those waiting.
         timeout_s=config.launch.hang_s + 60,
-        on_expiry=lambda: process_end.exit_now(outcome.write_error(timeout_error)),
+        on_expiry=lambda: rank_outcome.exit_now(outcome.write_error(timeout_error)),
     ) as groups:
         if check_mode != "off":
             from hpcdist.rank.collective_check import EFFORTS, check
@@ -258,7 +254,7 @@ def _connected_groups(
                 groups,
                 attempt,
                 timeout_s=timeout_s + 10 * EFFORTS[check_mode].budget_s,
-                on_expiry=lambda error: process_end.exit_now(outcome.write_error(error)),
+                on_expiry=lambda error: rank_outcome.exit_now(outcome.write_error(error)),
             )
         yield groups
 
@@ -272,7 +268,7 @@ def _set_rank_environment(config: Config, topology: Topology) -> None:
         # RPC would initialise all visible GPUs, also in ranks that compute on the CPU.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if topology.launcher == "slurm":
-        from hpcdist.rank.network.network_interface import interface_env
+        from hpcdist.rank.private_network import interface_env
 
         os.environ.update(interface_env(topology.master_addr, os.environ))
 

@@ -1,16 +1,23 @@
-"""Charts as inline SVG, without scripts: the style sheet of the page sets their colours, also for dark mode.
-
-All texts are escaped by `Markup.format`.
-"""
+"""Charts of metrics and of ranks as SVG, for the report."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import pairwise
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
+
+from hpcdist.review.facts import Series, thinned
+from hpcdist.review.figures import Curves, Figure, Histogram, Matrix, Text
+from hpcdist.review.ledger import CAUSES, Interval, Ledger
+
+# Charts as inline SVG, without scripts: the style sheet of the page sets their colours, also for dark mode.
+#
+# All texts are escaped by `Markup.format`.
 
 Point = tuple[float, float]
 
@@ -284,3 +291,305 @@ def shortened(text: str, length: int) -> str:
         return text
     half = (length - 1) // 2
     return f"{text[:half]}…{text[-half:]}"
+
+
+# Drawings of the ledger, the timeline and the figures of a trainer.
+
+#: Colours of causes and phases. A phase that is one cause has its colour; `train` consists of several causes, and time
+#: in the queue is none.
+_CAUSE_COLOURS: dict[str, int] = {cause: index for index, cause in enumerate(CAUSES)}
+PHASE_COLOURS = {
+    "queue": 10,
+    "start": _CAUSE_COLOURS["start"],
+    "compile": _CAUSE_COLOURS["compile"],
+    "train": 11,
+    "evaluate": _CAUSE_COLOURS["evaluation"],
+    "save": _CAUSE_COLOURS["checkpoint"],
+    "down": _CAUSE_COLOURS["down"],
+}
+#: Attempts with a row of their own in the timeline.
+MAX_ATTEMPTS = 40
+#: Intervals of an attempt that are drawn; of more, those of the same phase with a short gap are joined.
+MAX_INTERVALS = 300
+#: Rows of a matrix that are shown with their numbers.
+_MAX_NUMBERS = 20
+
+
+def duration(seconds: float) -> str:
+    """Return a duration such as `2 h 05 min`, `3 min 20 s` or `4.2 s`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours / 24:.1f} days"
+
+
+def timeline(ledger: Ledger) -> Markup:
+    """Return a row of phases for each attempt over the time since the first one; empty without intervals."""
+    if not ledger.intervals:
+        return Markup()
+    began = min(interval.began for interval in ledger.intervals)
+    ended = max(interval.ended for interval in ledger.intervals)
+    unit, scale = _time_unit(ended - began)
+    numbers = sorted({interval.attempt for interval in ledger.intervals})[-MAX_ATTEMPTS:]
+    rows = {}
+    for attempt in numbers:
+        own = sorted((it for it in ledger.intervals if it.attempt == attempt), key=lambda it: it.began)
+        rows[f"attempt {attempt}" if attempt else "between attempts"] = [
+            Bar(
+                (interval.began - began) / scale,
+                (interval.ended - began) / scale,
+                PHASE_COLOURS[interval.phase],
+                f"{interval.phase}: {duration(interval.ended - interval.began)}",
+            )
+            for interval in joined(own, (ended - began) / MAX_INTERVALS)
+        ]
+    return bar_rows(rows, x_label=f"{unit} since the beginning") + legend(PHASE_COLOURS)
+
+
+def joined(intervals: Sequence[Interval], gap_s: float) -> list[Interval]:
+    """Join intervals of the same phase that follow each other within `gap_s`, if there are too many to draw."""
+    if len(intervals) <= MAX_INTERVALS:
+        return list(intervals)
+    found: dict[str, list[Interval]] = {}
+    for interval in intervals:
+        own = found.setdefault(interval.phase, [])
+        if own and interval.began - own[-1].ended <= gap_s:
+            last = own.pop()
+            interval = Interval(
+                phase=last.phase,
+                attempt=last.attempt,
+                began=last.began,
+                ended=max(last.ended, interval.ended),
+            )
+        own.append(interval)
+    # Long phases first, so that short ones are drawn over them.
+    flat = [interval for own in found.values() for interval in own]
+    return sorted(flat, key=lambda interval: interval.began - interval.ended)
+
+
+def _time_unit(seconds: float) -> tuple[str, float]:
+    return ("hours", 3600.0) if seconds > 7200 else ("minutes", 60.0) if seconds > 180 else ("seconds", 1.0)
+
+
+def ledger_bar(ledger: Ledger) -> Markup:
+    """Return one bar of the allocated time by cause; empty without entries."""
+    sums = ledger.by(lambda entry: entry.cause)
+    if not ledger.allocated_s:
+        return Markup()
+    bars, end = [], 0.0
+    for cause, colour in _CAUSE_COLOURS.items():
+        share = 100 * sums.get(cause, 0.0) / ledger.allocated_s
+        if share:
+            bars.append(Bar(end, end + share, colour, f"{cause}: {share:.1f} %"))
+        end += share
+    return bar_rows({"allocated": bars}, x_label="percent of the allocated time") + legend(_CAUSE_COLOURS)
+
+
+def draw(figure: Figure) -> Markup:
+    """Return a figure of a trainer as HTML."""
+    match figure:
+        case Matrix():
+            return _matrix_table(figure) if len(figure.names) <= _MAX_NUMBERS else _matrix_map(figure)
+        case Curves(lines=lines):
+            drawn = [Line(name, [(x, y) for x, y in points]) for name, points in lines.items()]
+            return line_chart(drawn, x_label=figure.x_label, y_label=figure.y_label)
+        case Histogram():
+            return histogram_chart(figure.edges, figure.counts, x_label=figure.x_label, y_label=figure.y_label)
+        case Text(text=text):
+            return Markup("<pre>{}</pre>").format(text)
+
+
+def draw_patch(text: str) -> Markup:
+    """Return a patch of git with its files, added and removed lines marked."""
+    return Markup('<pre class="diff">{}</pre>').format(Markup("\n").join(map(_patch_line, text.splitlines())))
+
+
+def _patch_line(line: str) -> Markup:
+    if line.startswith("diff --git "):
+        return Markup('<span class="file">{}</span>').format(line)
+    if line.startswith(("+++ ", "--- ")):
+        return escape(line)
+    kind = {"+": "add", "-": "del"}.get(line[:1])
+    return Markup('<span class="{}">{}</span>').format(kind, line) if kind else escape(line)
+
+
+def _matrix_table(matrix: Matrix) -> Markup:
+    """Return a table whose cells are shaded by their share of the row."""
+    head = Markup("").join(Markup("<th>{}</th>").format(name) for name in matrix.names)
+    rows = []
+    for name, values in zip(matrix.names, matrix.values, strict=True):
+        total = sum(abs(value) for value in values) or 1.0
+        cells = Markup("").join(
+            Markup('<td class="n hb{}">{}</td>').format(_shade(abs(value) / total), number(value)) for value in values
+        )
+        rows.append(Markup("<tr><th>{}</th>{}</tr>").format(name, cells))
+    caption = Markup("<caption>rows: {}, columns: {}</caption>").format(matrix.row_label, matrix.column_label)
+    return Markup('<div class="scroll"><table class="matrix">{}<tr><th></th>{}</tr>{}</table></div>').format(
+        caption, head, Markup("").join(rows)
+    )
+
+
+def _matrix_map(matrix: Matrix) -> Markup:
+    totals = [sum(abs(value) for value in row) or 1.0 for row in matrix.values]
+    rows = {
+        f"{index} {name}": [value / total for value in values]
+        for index, (name, values, total) in enumerate(zip(matrix.names, matrix.values, totals, strict=True))
+    }
+    return heat_map(rows, x_label=f"{matrix.column_label} (share of the row)", x_range=(0, len(rows) - 1))
+
+
+def _shade(share: float) -> int:
+    return min(NUM_SHADES - 1, int(share * NUM_SHADES))
+
+
+# Charts of the metrics of a run, and the heat map of step times by node.
+
+#: Limit of the metrics and nodes that a report reads and draws, to bound its size and the memory of its writer.
+MAX_SERIES = 600
+MAX_CHARTS = 24
+MAX_LINES = 8
+MAX_NODES = 40
+#: Points of a line are thinned to the lowest and highest of each of these columns.
+_COLUMNS = 240
+_CELLS = 80
+#: Parts of names that tell apart the same metric on different data.
+_SPLITS = ("train", "eval", "val", "valid", "validation", "test")
+_SYSTEM, _ATTEMPT, _STEP_TIME = "system/", "attempt", "/step_s"
+_STEP_TIMES = "seconds per step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A chart with its title, and a sentence about points that it cannot show."""
+
+    title: str
+    figure: Markup
+    note: str = ""
+
+
+def is_read(key: str) -> bool:
+    """Return whether reports show a metric: all but system metrics and parts of the step time by node."""
+    return not key.startswith(_SYSTEM) and (key.count("/") < 2 or not key.startswith("time/") or _is_node_time(key))
+
+
+def is_hidden(key: str) -> bool:
+    """Return whether a metric has no chart of its own: the marks of attempts, and step times by node."""
+    return key == _ATTEMPT or _is_node_time(key)
+
+
+def _is_node_time(key: str) -> bool:
+    return key.startswith("time/") and key.endswith(_STEP_TIME) and key.count("/") == 2
+
+
+def attempt_marks(series: Mapping[str, Series]) -> dict[float, str]:
+    """Return the first step of each attempt after the first one, with the title of its mark."""
+    starts = series[_ATTEMPT].points if _ATTEMPT in series else []
+    return {step: f"attempt {attempt:.0f}" for step, attempt in starts if attempt > 1}
+
+
+def metric_charts(series: Mapping[str, Series], *, monitor: str = "", skip: Iterable[str] = ()) -> list[Chart]:
+    """Return charts of the metrics: losses first, then the metric that selects checkpoints, throughput and the rest.
+
+    The same metric on training and evaluation data shares a chart.
+
+    Args:
+        skip: metrics that are shown elsewhere.
+    """
+    shown = {key for key in series if not is_hidden(key)} - set(skip)
+    groups: dict[str, list[str]] = {}
+    for key in sorted(shown, key=lambda key: (not key.startswith("train"), key)):
+        groups.setdefault(_group_of(key), []).append(key)
+    order = ranked(groups, _group_of(monitor))
+    return [chart for title in order[:MAX_CHARTS] if (chart := chart_of(title, groups[title], series)) is not None]
+
+
+def declared_charts(series: Mapping[str, Series], declared: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return the metrics of the charts that a trainer declares, by title, without charts that have none."""
+    found = {
+        title: sorted(key for key in series if any(fnmatchcase(key, pattern) for pattern in patterns))
+        for title, patterns in declared.items()
+    }
+    return {title: keys for title, keys in found.items() if keys}
+
+
+def chart_of(title: str, keys: Sequence[str], series: Mapping[str, Series]) -> Chart | None:
+    """Return one chart of some metrics over steps; None without any finite point."""
+    lines = [Line(key, _drawn(series[key])) for key in keys[:MAX_LINES]]
+    figure = line_chart(lines, x_label="step", marks=attempt_marks(series))
+    notes = [
+        f"{key}: {found.num_not_finite} of {found.num_points} values are not finite, first at step"
+        f" {found.first_not_finite}"
+        for key in keys
+        if (found := series[key]).num_not_finite
+    ]
+    if len(keys) > MAX_LINES:
+        notes.append(f"{len(keys) - MAX_LINES} more metrics are not shown")
+    if not figure and not notes:
+        return None
+    title = title if len(keys) > 1 else keys[0]
+    return Chart(title=title, figure=figure, note="; ".join(notes))
+
+
+def _drawn(series: Series) -> list[tuple[int, float]]:
+    """Return the points of a series that a chart shows: the lowest and highest of each column, and both ends."""
+    points = series.points
+    return sorted({*points[:1], *thinned(points, _COLUMNS), *points[-1:]})
+
+
+def _group_of(key: str) -> str:
+    split, slash, rest = key.partition("/")
+    return _STEP_TIMES if split == "time" else rest if slash and split in _SPLITS else key
+
+
+def ranked(names: Iterable[str], monitor: str) -> list[str]:
+    """Return names of metrics: losses first, then the monitored metric, throughput, step times and the rest."""
+
+    def rank(name: str) -> tuple[int, str]:
+        last = name.lower().rpartition("/")[2]
+        is_time = name.startswith(("time/", _STEP_TIMES))
+        tests = (last == "loss", "loss" in last, name == monitor, last.endswith("_per_s"), is_time)
+        return (next((index for index, holds in enumerate(tests) if holds), len(tests)), name)
+
+    return sorted(names, key=rank)
+
+
+def step_times(series: Mapping[str, Series]) -> Chart | None:
+    """Return the heat map of step times by node; None for a run on one node.
+
+    A cell shows the longest step time in its range of steps. Of many nodes, those with the longest times are shown.
+    """
+    keys = sorted((key for key in series if _is_node_time(key)), key=_natural)
+    points = {key.split("/")[1]: series[key].points for key in keys}
+    steps = [step for node in points.values() for step, _ in node]
+    if len(points) < 2 or not steps:
+        return None
+    first, last = min(steps), max(steps)
+    num_cells = min(_CELLS, max(len(node) for node in points.values()))
+    width = (last - first + 1) / num_cells
+    rows: dict[str, list[float | None]] = {}
+    for node, own in points.items():
+        row: list[float | None] = [None] * num_cells
+        for step, value in own:
+            cell = int((step - first) / width)
+            row[cell] = max(value * 1e3, row[cell] or 0.0)
+        rows[node] = row
+    slowest = sorted(rows, key=lambda node: -_mean(rows[node]))
+    kept = {node: rows[node] for node in rows if node in slowest[:MAX_NODES]}
+    note = f"slowest on average: {slowest[0]} ({number(_mean(rows[slowest[0]]))} ms)"
+    if len(rows) > MAX_NODES:
+        note += f"; the {MAX_NODES} slowest of {len(rows)} nodes are shown"
+    figure = heat_map(kept, x_label="step", x_range=(first, last), unit=" ms")
+    return Chart(title="Longest step time by node", figure=figure, note=note)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts `n2` before `n10`."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _mean(row: Sequence[float | None]) -> float:
+    known = [value for value in row if value is not None]
+    return sum(known) / len(known) if known else 0.0

@@ -1,20 +1,25 @@
-"""Comparison of runs: what differs in config, code, environment and outcome."""
+"""The comparison of runs: configs, code, environments, and the values that a rerun repeats."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
-from hpcdist.files.retry import retry
-from hpcdist.review.charts import number
-from hpcdist.review.drawing import duration
-from hpcdist.review.facts import RunFacts, read_facts
-from hpcdist.review.html_report import utc
+from hpcdist.host.retry import retry
+from hpcdist.review.charts import duration, is_hidden, number
+from hpcdist.review.facts import RunFacts, Series, read_facts
 from hpcdist.review.ledger import percent, read_ledger
-from hpcdist.review.metric_charts import is_hidden
-from hpcdist.review.run_sections import read_environment, text_of
-from hpcdist.review.series import Series
+from hpcdist.review.report import read_environment, text_of, utc
 from hpcdist.run.folder import RunDir
+from hpcdist.run.records import DatasetRecord
+
+# Comparison of runs: what differs in config, code, environment and outcome.
 
 #: Shown for a value that a run does not have.
 MISSING = "–"
@@ -113,3 +118,191 @@ def _metrics(facts: RunFacts, series: Mapping[str, Series]) -> dict[str, str]:
         elif is_monitored:
             found[f"{key}, highest"] = number(one.highest)
     return found
+
+
+# Comparison of the values that two runs have logged, step by step.
+
+#: Values of one run: metric → step → value.
+Values = Mapping[str, Mapping[int, float]]
+#: Metrics that measure the machine or the time, which no run repeats exactly.
+_MEASURED = ("attempt", "system/*", "time/*", "usage/*", "comm/*", "pipeline/bubble", "pipeline/busy_s/*")
+_MEASURED_END = re.compile(r"(^|_|/)(s|ms|us|ns|seconds?|sec|hours|time|runtime|latency|per_s|per_sec|per_second)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first step at which a metric differs; a value is None if that run has none at this step."""
+
+    step: int
+    key: str
+    before: float | None
+    after: float | None
+
+    def __str__(self) -> str:
+        texts = ["not logged" if value is None else repr(value) for value in (self.before, self.after)]
+        return f"step {self.step}: {self.key} was {texts[0]}, is {texts[1]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueComparison:
+    """Result of a comparison."""
+
+    num_values: int  #: compared pairs of values
+    num_steps: int  #: different steps with compared values
+    num_differing: int
+    differences: tuple[Difference, ...]  #: the first one of each differing metric, by step
+    keys: tuple[str, ...]  #: compared metrics
+    measured: tuple[str, ...]  #: metrics that were not compared
+    only_before: tuple[str, ...] = ()  #: metrics that only the first run has logged
+    only_after: tuple[str, ...] = ()
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether both runs have logged the same metrics with the same values."""
+        return not (self.num_differing or self.only_before or self.only_after)
+
+
+def is_measured(key: str, ignore: Collection[str] = ()) -> bool:
+    """Return whether a metric measures time, speed or the machine by its name, or fits a pattern of `ignore`."""
+    return any(fnmatchcase(key, pattern) for pattern in (*_MEASURED, *ignore)) or bool(_MEASURED_END.search(key))
+
+
+def compare_values(
+    before: Values,
+    after: Values,
+    *,
+    until: int | None = None,
+    exact: bool = True,
+    tolerance: float = 0.0,
+    ignore: Collection[str] = (),
+) -> ValueComparison:
+    """Compare the values of a run with those of an earlier run of the same training.
+
+    Args:
+        until: the last step of the second run if it was paused there; None if it has ended by itself. At that step the
+            second run may have logged less, since an evaluation follows a pause.
+        exact: whether `before` has every value of its run. Otherwise values of the second run alone do not count.
+        tolerance: largest accepted relative difference; 0 compares exactly.
+        ignore: patterns of further metrics that are not compared.
+    """
+    measured = sorted(key for key in {*before, *after} if is_measured(key, ignore))
+    first = {key: points for key, points in before.items() if key not in measured}
+    second = {key: points for key, points in after.items() if key not in measured}
+    if until is not None:
+        first = {key: kept for key, points in first.items() if (kept := _up_to(points, until))}
+        only_at_end = {key for key in first.keys() - second.keys() if min(first[key]) >= until}
+        first = {key: points for key, points in first.items() if key not in only_at_end}
+    last = max((step for points in first.values() for step in points), default=-1)
+    num_values, num_differing, steps, found = 0, 0, set(), []
+    common = sorted(first.keys() & second.keys())
+    for key in common:
+        one, other = first[key], second[key]
+        shared = one.keys() & other.keys()
+        missing = {step for step in one.keys() - shared if until is None or step < until}
+        added = {step for step in other.keys() - shared if exact and step < last}
+        differing = {step for step in shared if not _equal(one[step], other[step], tolerance)} | missing | added
+        num_values += len(shared)
+        num_differing += len(differing)
+        steps |= shared
+        if differing:
+            step = min(differing)
+            found.append(Difference(step=step, key=key, before=one.get(step), after=other.get(step)))
+    return ValueComparison(
+        num_values=num_values,
+        num_steps=len(steps),
+        num_differing=num_differing,
+        differences=tuple(sorted(found, key=lambda one: (one.step, one.key))),
+        keys=tuple(common),
+        measured=tuple(measured),
+        only_before=tuple(sorted(first.keys() - second.keys())),
+        only_after=tuple(sorted(key for key in second.keys() - first.keys() if exact and min(second[key]) < last)),
+    )
+
+
+def _up_to(points: Mapping[int, float], until: int) -> dict[int, float]:
+    return {step: value for step, value in points.items() if step <= until}
+
+
+def _equal(one: float, other: float, tolerance: float) -> bool:
+    if math.isnan(one) or math.isnan(other):
+        return math.isnan(one) and math.isnan(other)
+    # MLflow's database stores infinities as the largest number.
+    one, other = (min(max(value, -sys.float_info.max), sys.float_info.max) for value in (one, other))
+    return one == other or math.isclose(one, other, rel_tol=tolerance, abs_tol=0.0)
+
+
+# Result of a rerun: what differs between a recorded run and the run that repeats it.
+
+#: Metrics that a line names.
+_SHOWN = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class RerunResult:
+    """Comparison of a rerun with its original."""
+
+    values: ValueComparison
+    notes: tuple[str, ...] = ()  #: differences of data and image, which may explain those of the values
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether values were compared, and none differs."""
+        return self.values.is_equal and self.values.num_values > 0
+
+    @property
+    def sentence(self) -> str:
+        """The result in one sentence."""
+        values = self.values
+        if not values.num_values:
+            return "nothing was compared: the runs have no common values"
+        compared = f"{values.num_values:,} values of {len(values.keys)} metrics at {values.num_steps:,} steps"
+        if values.differences:
+            return f"the first difference is at {values.differences[0]}; {values.num_differing:,} of {compared} differ"
+        if not values.is_equal:
+            return f"only one of the runs has logged {_listed((*values.only_before, *values.only_after))}"
+        return f"no value differs: {compared}"
+
+
+def data_differences(before: Collection[DatasetRecord], after: Collection[DatasetRecord]) -> list[str]:
+    """Return the datasets whose content differs, one sentence each; datasets without a digest are not compared."""
+    known = {(one.name, one.split): one.digest for one in before if one.digest}
+    return [
+        f"data: {one.name} ({one.split}) had digest {known[one.name, one.split]}, has {one.digest}"
+        for one in after
+        if one.digest and known.get((one.name, one.split), one.digest) != one.digest
+    ]
+
+
+def image_differences(digest: str, facts: RunFacts) -> list[str]:
+    """Return a sentence if the ranks of a rerun had another image than the run with this digest."""
+    if not digest or not facts.image_digest or digest == facts.image_digest:
+        return []
+    return [f"image: had digest {digest}, has {facts.image_digest}"]
+
+
+def machine_differences(before: Mapping[str, Any], after: Mapping[str, Any], *, code_is_restored: bool) -> list[str]:
+    """Return differences between two machines by the content of `environment.json`, one sentence each.
+
+    Args:
+        code_is_restored: whether the code of hpcdist itself may come from the run, too.
+    """
+    old, new = (_versions(facts) for facts in (before, after))
+    found = [
+        f"{name} {old[name]} in the run, {new.get(name, 'none')} here" for name in old if old[name] != new.get(name)
+    ]
+    sources = before.get("source_digest"), after.get("source_digest")
+    if all(sources) and sources[0] != sources[1] and not code_is_restored and old.get("hpcdist") == new.get("hpcdist"):
+        found.append(f"hpcdist {old['hpcdist']} has other source files here than in the run")
+    return found
+
+
+def _versions(facts: Mapping[str, Any]) -> dict[str, str]:
+    versions = facts.get("versions")
+    found = {"Python": facts.get("python"), **(versions if isinstance(versions, dict) else {})}
+    found["platform"] = facts.get("platform")
+    return {name: text for name, text in found.items() if isinstance(text, str) and text}
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

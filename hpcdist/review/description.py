@@ -1,20 +1,243 @@
-"""The description of a run in MLflow: its facts and its costs as Markdown."""
+"""The description of a run in Markdown, for MLflow and the terminal: result, setup, and the commands to continue."""
 
 from __future__ import annotations
 
+import re
+import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
-from hpcdist.config.redaction import REDACTED, redact_text
-from hpcdist.review.attempts import AttemptFacts
-from hpcdist.review.causes import CAUSES, MEANINGS
-from hpcdist.review.checkpoints import CheckpointFacts
-from hpcdist.review.commands import load_checkpoint, load_final_model, rerun_command, run_again_command, wrapped
-from hpcdist.review.facts import RunFacts
-from hpcdist.review.ledger import Ledger, percent
-from hpcdist.review.markdown import code_block, escaped, link, models_page, table
-from hpcdist.review.setup_section import setup_rows
-from hpcdist.review.text import artifact_page, clock, duration, more, nodes_text
+from hpcdist.config.redaction import REDACTED, is_redacted, redact_text
+from hpcdist.review.facts import AttemptFacts, CheckpointFacts, RunFacts
+from hpcdist.review.ledger import CAUSES, MEANINGS, Ledger, percent
+from hpcdist.review.text import (
+    PATCH,
+    artifact_page,
+    clock,
+    code_block,
+    duration,
+    escaped,
+    image_text,
+    link,
+    models_page,
+    more,
+    nodes_text,
+    table,
+)
+from hpcdist.run.folder import DATABASE, own_place
+from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord
+from hpcdist.run.sweeps import text_of
+
+# The section Setup of a run's description: what ran, on what, from which code.
+
+#: Words for `launch.device`; nothing for `auto`.
+_DEVICES = {"cpu": " on the CPU", "cuda": " on GPUs"}
+#: Overrides beyond these are counted.
+_MAX_OVERRIDES = 30
+
+
+def setup_rows(facts: RunFacts) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of the section as Markdown."""
+    if facts.config_name:
+        profile = f", cluster profile {escaped(facts.cluster_name)}" if facts.cluster_name else ""
+        yield "Config", escaped(facts.config_name) + profile
+    if facts.overrides:
+        shown = [
+            f"{escaped(key)} = **{escaped(text_of(item.after), 100)}** (config: {escaped(text_of(item.before), 100)})"
+            for key, item in list(facts.overrides.items())[:_MAX_OVERRIDES]
+        ]
+        yield "Overrides", "<br>".join([*shown, *more(len(facts.overrides) - _MAX_OVERRIDES)])
+    elif facts.config_name:
+        yield "Overrides", "none"
+    if facts.rerun is not None:
+        known_as = f" (MLflow run {escaped(facts.rerun.run_id)})" if facts.rerun.run_id else ""
+        yield "Repeats", escaped(facts.rerun.name) + known_as
+        yield "Not restored", "<br>".join(escaped(text, 300) for text in facts.rerun.missing) or "nothing"
+        yield "Values", escaped(facts.rerun.result, 600) or "not compared yet"
+    if facts.sweep:
+        yield "Sweep", escaped(facts.sweep)
+    yield "Trainer", escaped(facts.trainer)
+    model = [escaped(facts.model)] if facts.model else []
+    if facts.num_parameters is not None:
+        model.append(f"{facts.num_parameters:,} trainable parameters")
+    if model:
+        yield "Model", ", ".join(model)
+    if facts.datasets:
+        yield "Data", "<br>".join(map(_dataset, facts.datasets))
+    if code := _code(facts):
+        yield "Code", code
+    if image := image_text(facts):
+        yield "Image", escaped(image, 600)
+    device = _DEVICES.get(str(facts.config.get("launch.device")), "")
+    yield "Ranks", f"{facts.state.world_size}{device}{_where(facts)}"
+    if versions := _versions(facts):
+        yield "Versions", versions
+    started = facts.attempts[0].started if facts.attempts else None
+    yield (
+        "Created" if started is None else "Started",
+        clock(started or facts.state.created) + (f" by {escaped(facts.user)}" if facts.user else ""),
+    )
+    yield "Folder", escaped(f"{facts.host}:{facts.folder}" if facts.host else str(facts.folder))
+
+
+def _code(facts: RunFacts) -> str:
+    """Return the commit of the code, what it does not contain, and code that later edits change."""
+    parts = []
+    if not facts.config.get("trainer.script") and ":" not in str(facts.config.get("trainer.target", ":")):
+        parts.append(f"hpcdist {escaped(facts.versions.get('hpcdist', ''))}".rstrip())
+    if facts.git_commit:
+        changes = link("uncommitted changes", artifact_page(facts, PATCH)) if facts.has_patch else "uncommitted changes"
+        parts.append(f"commit {escaped(facts.git_commit)}" + (f" with {changes}" if facts.git_dirty else ""))
+    elif facts.code_copied:
+        parts.append("no commit, since it was not in a git repository; the run folder has a copy in `code`")
+    if facts.git_commit and (number := facts.num_untracked):
+        parts.append(f"{number} file{'s' * (number > 1)} of the copy {'are' if number > 1 else 'is'} not in git")
+    if facts.live_code:
+        parts.append(f"imported without a copy, so later edits change the run: {nodes_text(facts.live_code)}")
+    return "; ".join(parts)
+
+
+def _versions(facts: RunFacts) -> str:
+    """Return the versions that the ranks use, then those of the machine on which the run was created."""
+    names = {"hpcdist": "hpcdist", "torch": "torch", "python": "Python", "cuda": "CUDA"}
+
+    def listed(versions: Mapping[str, str]) -> str:
+        return escaped(", ".join(f"{name} {versions[key]}" for key, name in names.items() if versions.get(key)))
+
+    own, inside = listed(facts.versions), listed(facts.rank_versions)
+    if not facts.rank_python:
+        return own
+    place = "in the container" if facts.rank_python == "container" else "in the environment of the ranks"
+    texts = [f"{inside} {place}" if inside else f"those {place} are recorded when the job starts"]
+    return "; ".join([*texts, *([f"{own} on {escaped(facts.host)}"] if own else [])])
+
+
+def _where(facts: RunFacts) -> str:
+    job = f", Slurm job {escaped(facts.job_id)}" if facts.job_id else ""
+    nodes = facts.attempts[-1].nodes if facts.attempts else ()
+    earlier = [node for attempt in facts.attempts for node in attempt.nodes if node not in nodes]
+    others = f" (earlier attempts: {nodes_text(list(dict.fromkeys(earlier)))})" if earlier else ""
+    return (f" on {nodes_text(nodes)}" if nodes else "") + others + job
+
+
+def _dataset(dataset: DatasetRecord) -> str:
+    words = [f"{escaped(dataset.name)} ({escaped(dataset.split)})"]
+    if dataset.num_samples is not None:
+        words.append(f"{dataset.num_samples:,} samples")
+    if dataset.digest:
+        words.append(f"digest {escaped(dataset.digest)}")
+    return ", ".join(words)
+
+
+# Commands for the reviewers of a run: how to load its model, and how to run it again.
+
+#: Maximum length of a line of a command. MLflow's page of a run does not wrap code: a long line moves the section
+#: `About this run` out of the window.
+MAX_LINE = 80
+#: Length of the parts of a longer word, which get quotes, an indent or the name of an option.
+MAX_PART = 60
+#: A word of a command with its quotes; an option together with its value.
+_WORD = re.compile(r"""(?:--[\w-]+ (?=[^-]))?(?:'[^']*'|"[^"]*"|\\.|\S)+""")
+
+
+def load_final_model(facts: RunFacts) -> str:
+    """Return lines of Python that load the final model from MLflow; empty before its upload."""
+    if not facts.has_model or not facts.run_id:
+        return ""
+    return f'import mlflow\n\nmodel = mlflow.pytorch.load_model("runs:/{facts.run_id}/model")'
+
+
+def load_checkpoint(facts: RunFacts, checkpoint: CheckpointFacts) -> str:
+    """Return lines of Python that load the weights of a checkpoint, from MLflow if it has them, or from its folder."""
+    if checkpoint is facts.best and facts.has_uploaded_best:
+        lines = ["import mlflow", "from hpcdist.checkpoint.state import load_weights", ""]
+        lines.append(f'uri = "runs:/{facts.run_id}/checkpoints/best"')
+        lines.append("state_dict = load_weights(mlflow.artifacts.download_artifacts(uri))")
+    else:
+        lines = ["from hpcdist.checkpoint.state import load_weights", ""]
+        lines += [f"folder = {str(checkpoint.path)!r}", "state_dict = load_weights(folder)"]
+    return "\n".join(lines)
+
+
+def run_again_command(facts: RunFacts) -> str:
+    """Return the command that starts a run with the same config in the same store; empty if it is not recorded.
+
+    A value that is a secret is `***`.
+    """
+    if not facts.config_name or not facts.overrides_known:
+        words = facts.command
+    else:
+        verb = "submit" if facts.launcher == "slurm" else "run"
+        profile = ["--cluster", facts.cluster_name] if facts.cluster_name else []
+        changed = [f"{key}={text_of(item.after)}" for key, item in facts.overrides.items()]
+        named, script = [facts.config_name], []
+        if facts.config_name == PLAIN_SCRIPT:
+            named, script = [], facts.config["trainer.script"]
+        words = shlex.join(["hpcdist", verb, *named, *profile, *changed, *_location(facts), *script])
+    return _in_folder(facts, words)
+
+
+def rerun_command(facts: RunFacts) -> str:
+    """Return the command that repeats a run with its own code and compares the values; empty before its upload."""
+    if not facts.run_id:
+        return ""
+    words = ["hpcdist", "rerun", facts.run_id]
+    for word in _location(facts):
+        key, _, value = word.partition("=")
+        words += [f"--{key.replace('.', '-').replace('_', '-')}", value]
+    return _in_folder(facts, shlex.join(words))
+
+
+def wrapped(command: str) -> str:
+    """Return a command of the shell on lines of at most MAX_LINE characters, as far as possible."""
+    if len(command) <= MAX_LINE:
+        return command
+    lines = [""]
+    for word in map(_divided, _WORD.findall(command)):
+        if lines[-1].endswith(" &&"):  # the shell reads on without a backslash
+            lines.append(word)
+        elif lines[-1] and len(lines[-1]) + len(word) + len("  \\") > MAX_LINE and word != "&&":
+            lines[-1] += " \\"
+            lines.append(f"    {word}")
+        else:
+            lines[-1] += f" {word}" if lines[-1] else word
+        lines += lines.pop().split("\n")
+    return "\n".join(lines)
+
+
+def _divided(word: str) -> str:
+    """Return a long word as parts that the shell joins: a backslash at the end of a line removes the line break."""
+    if len(word) + len("     \\") <= MAX_LINE:
+        return word
+    try:
+        *option, text = shlex.split(word)
+    except ValueError:  # a quote without its end, in a command that was recorded without quotes
+        return word
+    parts = []
+    while text:
+        ends = [text.rfind(mark, MAX_PART // 2, MAX_PART) + 1 for mark in "/, "] if len(text) > MAX_PART else []
+        end = max(ends, default=0) or MAX_PART
+        parts.append(shlex.quote(text[:end]))
+        text = text[end:]
+    return " ".join([*option, "\\\n".join(parts)])
+
+
+def _location(facts: RunFacts) -> list[str]:
+    """Return the overrides for the folder and the store of the run, if they are not the default ones of its folder."""
+    runs_dir = facts.folder.parent.parent.absolute()
+    words = [f"runs_dir={runs_dir}"] if Path(facts.cwd, "runs") != runs_dir else []
+    # A redacted password makes the URI useless.
+    default = f"sqlite:///{own_place(runs_dir) / DATABASE}"
+    is_default = facts.tracking_uri in ("", default) or is_redacted(facts.tracking_uri)
+    return words if is_default else [*words, f"tracking.uri={facts.tracking_uri}"]
+
+
+def _in_folder(facts: RunFacts, command: str) -> str:
+    return f"cd {shlex.quote(facts.cwd)} && {command}" if command and facts.cwd else command
+
+
+# The description of a run in MLflow: its facts and its costs as Markdown.
 
 #: Rows of a table beyond these are left out, in the middle of the attempts.
 _MAX_METRICS = 12

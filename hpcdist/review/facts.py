@@ -1,29 +1,297 @@
-"""The facts of a run that its reviewers ask for, read from the run folder."""
+"""What a run folder says about a run: its attempts, checkpoints, metric series and results."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hpcdist.config.monitor import monitor_of
 from hpcdist.config.schema import find_trainer
 from hpcdist.config.tree import flat
-from hpcdist.config.written import plain_tree
+from hpcdist.config.written import Monitor, monitor_of, plain_tree
 from hpcdist.errors import ConfigError, RunFolderError
-from hpcdist.files.atomic import read_json
-from hpcdist.review.attempts import AttemptFacts, newest_beat, read_attempts
-from hpcdist.review.causes import Cause
-from hpcdist.review.checkpoints import CheckpointFacts, best_checkpoint, read_checkpoints
-from hpcdist.review.rank_times import read_account
-from hpcdist.run.folder import ENDED, RunDir, State
-from hpcdist.run.origin import Override, overrides, read_origin
-from hpcdist.run.parameters import parameters
-from hpcdist.run.rerun_record import RerunRecord, read_rerun
-from hpcdist.run.saved_checkpoints import script_files
-from hpcdist.run.slurm_job import all_job_starts
-from hpcdist.run.training_record import Dataset, TrainingRecord, read_training
+from hpcdist.host.files import read_json
+from hpcdist.review.ledger import Cause, read_account
+from hpcdist.run.folder import ENDED, Attempt, Request, RunDir, State
+from hpcdist.run.records import (
+    MANIFEST_FILE,
+    AttemptTimes,
+    DatasetRecord,
+    Override,
+    RerunRecord,
+    TrainingRecord,
+    complete_checkpoints,
+    end_of,
+    overrides,
+    parameters,
+    read_origin,
+    read_rerun,
+    read_times,
+    read_training,
+    script_files,
+)
+from hpcdist.run.slurm_job import JobStart, all_job_starts
+
+# The checkpoints in a run folder, from their manifests; reads no tensors.
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFacts:
+    """One complete checkpoint."""
+
+    path: Path
+    step: int
+    created: float | None = None  #: seconds since the epoch
+    metrics: Mapping[str, float]  #: finite metrics of an evaluation at this step; empty without one
+
+
+def read_checkpoints(run: RunDir) -> tuple[CheckpointFacts, ...]:
+    """Return the checkpoints with a manifest, oldest first."""
+    found = (_read_checkpoint(path, step) for step, path in complete_checkpoints(run))
+    return tuple(facts for facts in found if facts is not None)
+
+
+def best_checkpoint(checkpoints: Iterable[CheckpointFacts], monitor: Monitor) -> CheckpointFacts | None:
+    """Return the checkpoint with the best monitored metric, the newest of equal ones; None if none has the metric."""
+    sign, key = -1.0 if monitor.mode == "min" else 1.0, monitor.metric
+    scored = [(sign * one.metrics[key], one.step, one) for one in checkpoints if key in one.metrics]
+    return max(scored, key=lambda item: item[:2])[2] if scored else None
+
+
+def _read_checkpoint(path: Path, step: int) -> CheckpointFacts | None:
+    try:
+        manifest = read_json(path / MANIFEST_FILE)
+    except (RunFolderError, OSError):
+        return None
+    if manifest is None:
+        return None
+    metrics = manifest.get("metrics")
+    named = metrics.items() if isinstance(metrics, dict) else ()
+    values = {name: number for name, value in named if (number := finite_number(value)) is not None}
+    return CheckpointFacts(path=path, step=step, created=finite_number(manifest.get("created")), metrics=values)
+
+
+def finite_number(value: Any) -> float | None:
+    """Return a number of a manifest as float; None for NaN, infinity and anything else."""
+    if type(value) not in (int, float) or abs(value) > sys.float_info.max or math.isnan(value):
+        return None
+    return float(value)
+
+
+# The attempts of a run as its reviewers see them: start, end, nodes, cause of the end, and lost steps.
+
+#: Cause of an attempt whose end nobody recorded.
+UNRECORDED = "the supervisor was killed, or its node failed: no end was recorded"
+#: States of Slurm's accounting that explain the end of the last attempt of a start of the job.
+_CAUSES = {
+    "PREEMPTED": "preempted by a job of higher priority",
+    "TIMEOUT": "the job reached its time limit (Slurm: TIMEOUT)",
+    "OUT_OF_MEMORY": "the job used more memory than it requested (Slurm: OUT_OF_MEMORY)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptFacts:
+    """One start of all ranks. Times are seconds since the epoch."""
+
+    number: int
+    started: float
+    ended: float | None  #: None while the attempt is live; the last sign of life if no end was recorded
+    status: str  #: `running`, `finished`, `stopped`, `cancelled` or `failed`
+    cause: str  #: one sentence: why the attempt ended; empty while it is live
+    nodes: tuple[str, ...] = ()
+    num_ranks: int = 0
+    time_limit: float | None = None  #: end of the allocation; None without a time limit
+    training_began: float | None = None
+    first_step: int | None = None  #: steps done when the attempt began; None if it did not begin to train
+    last_step: int | None = None  #: None if it did not begin to train, or is a script that reports no steps
+    steps_lost: int | None = None  #: steps of this attempt that were, or have to be, done again; None if unknown
+
+    @property
+    def logs(self) -> str:
+        """Path of the logs among the artifacts of the MLflow run."""
+        return f"logs/attempt-{self.number:03d}"
+
+
+def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFacts]) -> tuple[AttemptFacts, ...]:
+    """Return the attempts of a run, the first one first."""
+    found: list[AttemptFacts] = []
+    resumed: int | None = checkpoints[-1].step if checkpoints else 0
+    ends = ends_by_slurm(run)
+    for attempt in reversed(run.attempts()):
+        facts = _read_attempt(attempt, state, resumed_at=resumed, by_slurm=_cause(ends.get(attempt.number)))
+        if facts.first_step is not None:
+            resumed = facts.first_step
+        elif facts.last_step:  # of an older version, which did not record the first step
+            resumed = None
+        found.append(facts)
+    return tuple(reversed(found))
+
+
+def _cause(start: JobStart | None) -> str:
+    """Return why Slurm ended a start of the job; empty if it did not, or for a reason that the attempt records."""
+    if start is None or start.state != "NODE_FAIL":
+        return _CAUSES.get(start.state, "") if start is not None else ""
+    nodes = start.failed_nodes.split(",") if start.failed_nodes else []
+    return f"{_failed(nodes)} (Slurm: NODE_FAIL)"
+
+
+def _failed(nodes: Sequence[str]) -> str:
+    """Return `node n2 failed` for the names of some nodes."""
+    return f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)} failed" if nodes else "a node failed"
+
+
+def interruptions(attempts: Sequence[AttemptFacts], max_chars: int) -> str:
+    """Return the causes of the attempts that did not finish, such as `1: rank 3 on n2 was killed; 2: preempted`.
+
+    Attempts in the middle are left out of a text of more than `max_chars` characters.
+    """
+    texts = [f"{one.number}: {one.cause}" for one in attempts if one.cause and one.status != "finished"]
+    num_chars, num_left_out = sum(len(text) + 2 for text in texts), 0
+    while num_chars > max_chars - 20 and len(texts) > 2:
+        num_chars -= len(texts.pop(len(texts) // 2)) + 2
+        num_left_out += 1
+    if num_left_out:
+        texts.insert((len(texts) + 1) // 2, f"{num_left_out} more")
+    return "; ".join(texts)[:max_chars]
+
+
+def ends_by_slurm(run: RunDir) -> dict[int, JobStart]:
+    """Return the starts of the job that Slurm has ended, by the number of the last attempt of each.
+
+    An attempt that finished has none.
+    """
+    try:
+        starts = all_job_starts(run)
+    except (RunFolderError, OSError):
+        return {}
+    known = [(attempt.number, times) for attempt in run.attempts() if (times := _times(attempt)) is not None]
+    last = {}
+    for number, times in known:
+        # The newest one: a start may begin in the second in which the one before ends.
+        start = next((start for start in reversed(starts) if start.contains(times.supervised)), None)
+        if start is not None:
+            last[start] = number
+    finished = {number for number, times in known if times.status == "finished"}
+    return {number: start for start, number in last.items() if start.state and number not in finished}
+
+
+def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_slurm: str) -> AttemptFacts:
+    beat, training, times = newest_beat(attempt), read_training(attempt), _times(attempt)
+    started = times.began if times is not None else _started(attempt, beat)
+    status, cause, ended = (times.status, times.reason, times.ended) if times is not None else ("", "", None)
+    request = _request(attempt) if status in ("stopped", "cancelled") else None
+    # The state in Slurm's accounting says more than that Slurm ended the job.
+    if request is not None and request.ends_run and not (by_slurm and request.cause == "preemption"):
+        cause = request.after(cause)
+    is_last = attempt.number >= state.attempt
+    if not status and is_last and state.status in ENDED:
+        status, cause, ended = state.status, state.reason, ended or state.ended
+    elif not status and is_last and state.status == "running":
+        status = "running"
+    elif not status:
+        status, cause, ended = "failed", "", _last_sign(attempt, times, beat, started)
+    if by_slurm and status not in ("running", "finished"):
+        cause = f"{by_slurm}: {cause}" if cause else by_slurm
+    last_step = _last_step(attempt, beat)
+    is_script = times is not None and not times.measured
+    if is_script and training is None:
+        last_step = None  # it has only logged values without a step
+    if is_script and is_last:
+        resumed_at = None  # only its next start shows where it continues
+    steps_lost = None
+    if status == "finished" and last_step is not None:
+        steps_lost = 0
+    elif status != "running" and last_step is not None and resumed_at is not None:
+        steps_lost = max(0, last_step - resumed_at)
+    return AttemptFacts(
+        number=attempt.number,
+        started=started,
+        ended=ended,
+        status=status,
+        cause=cause or UNRECORDED * (status == "failed"),
+        nodes=tuple(node for node in times.nodes if node not in times.idle)
+        if times is not None
+        else _hosts(attempt, beat),
+        num_ranks=(times.num_ranks if times is not None else 0) or state.world_size,
+        time_limit=times.time_limit if times is not None else None,
+        training_began=training.began if training else None,
+        first_step=training.first_step if training and training.began else None,
+        last_step=last_step,
+        steps_lost=steps_lost,
+    )
+
+
+def _times(attempt: Attempt) -> AttemptTimes | None:
+    try:
+        return read_times(attempt)
+    except (RunFolderError, OSError):
+        return None
+
+
+def _request(attempt: Attempt) -> Request | None:
+    try:
+        return attempt.read_request()
+    except (RunFolderError, OSError):
+        return None
+
+
+def _started(attempt: Attempt, beat: Mapping[str, Any] | None) -> float:
+    """Return about when an attempt started whose times are not recorded."""
+    changed = (attempt.key if attempt.key.is_file() else attempt.path).stat().st_mtime
+    return min(changed, float(beat["time"])) if beat is not None else changed
+
+
+def _hosts(attempt: Attempt, beat: Mapping[str, Any] | None) -> tuple[str, ...]:
+    found = [one.get("host") for one in (beat or {}, *_outcomes(attempt))]
+    return tuple(dict.fromkeys(host for host in found if isinstance(host, str)))
+
+
+def _last_sign(attempt: Attempt, times: AttemptTimes | None, beat: Mapping[str, Any] | None, started: float) -> float:
+    """Return about when an attempt ended; from the heartbeat of rank 0 alone if those of all ranks are unknown."""
+    ended = float(beat["time"]) if beat is not None else started
+    with suppress(RunFolderError, OSError):
+        ended = end_of(attempt, times) if times is not None else ended
+    return max(started, ended)
+
+
+def _last_step(attempt: Attempt, beat: Mapping[str, Any] | None) -> int | None:
+    steps = [one.get("step") for one in (beat or {}, *_outcomes(attempt))]
+    return max((step for step in steps if type(step) is int), default=None)
+
+
+def newest_beat(attempt: Attempt) -> dict[str, Any] | None:
+    """Return the last heartbeat of rank 0; None if there is none or it cannot be read."""
+    try:
+        return attempt.read_beat(0)
+    except (RunFolderError, OSError):
+        return None
+
+
+def last_beat(run: RunDir) -> dict[str, Any]:
+    """Return rank 0's last heartbeat in the last attempt; empty if there is none or it cannot be read."""
+    try:
+        attempts = run.attempts()
+    except (RunFolderError, OSError):
+        return {}
+    return (newest_beat(attempts[-1]) or {}) if attempts else {}
+
+
+def _outcomes(attempt: Attempt) -> list[dict[str, Any]]:
+    """Return the outcome file of rank 0; other ranks may stop before the last step."""
+    try:
+        found = read_json(attempt.outcome(0))
+    except (RunFolderError, OSError):
+        return []
+    return [found] if found is not None else []
+
+
+# The facts of a run that its reviewers ask for, read from the run folder.
 
 #: Where the ranks have a Python of their own; empty if they use that of `host`.
 RankPython = Literal["", "container", "environment"]
@@ -91,7 +359,7 @@ class RunFacts:
     sweep: str = ""  #: name of the sweep that this run is a cell of
     model: str = ""  #: `model.name` of a trainer that uses that section; else empty
     num_parameters: int | None = None
-    datasets: tuple[Dataset, ...] = ()
+    datasets: tuple[DatasetRecord, ...] = ()
     monitor: str = ""  #: the primary metric, `checkpoint.monitor`
     monitor_mode: str = "max"
     metrics: Mapping[str, float] = field(default_factory=dict)  #: last values of the metrics of rank 0
@@ -310,3 +578,93 @@ def _texts(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
+
+
+# Series: the points of one metric, thinned to the number that a chart can show, extremes kept.
+
+#: Points are kept exactly up to this number; above it, two remain of each of NUM_BINS ranges of steps.
+MAX_POINTS = 4096
+NUM_BINS = 512
+
+
+class Series:
+    """Points of one metric, added in any order, in at most 64 KiB of memory.
+
+    Of each range of steps the lowest and the highest value remain. Values that are not finite are counted only.
+    """
+
+    def __init__(self) -> None:
+        self.num_points = 0  #: added, including those that are not kept
+        self.num_not_finite = 0
+        self.first_not_finite: int | None = None  #: its step
+        self._steps = array("q")
+        self._values = array("d")
+        self._last: tuple[int, float] | None = None
+        self._first: tuple[int, float] | None = None
+
+    def add(self, step: int, value: float) -> None:
+        """Add a point; points may arrive in any order."""
+        self.num_points += 1
+        if not math.isfinite(value):
+            self.num_not_finite += 1
+            if self.first_not_finite is None or step < self.first_not_finite:
+                self.first_not_finite = step
+            return
+        if self._last is None or step >= self._last[0]:
+            self._last = (step, value)
+        if self._first is None or step < self._first[0]:
+            self._first = (step, value)
+        self._steps.append(step)
+        self._values.append(value)
+        if len(self._steps) > MAX_POINTS:
+            kept = thinned(sorted(zip(self._steps, self._values, strict=True)), NUM_BINS)
+            self._steps = array("q", (step for step, _ in kept))
+            self._values = array("d", (value for _, value in kept))
+
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """The kept points in the order of their steps; the first, last, lowest and highest ones are among them."""
+        ends = {point for point in (self._first, self._last) if point is not None}
+        return sorted(ends | set(zip(self._steps, self._values, strict=True)))
+
+    @property
+    def last(self) -> float | None:
+        """The value of the highest step; None without a finite value."""
+        return self._last[1] if self._last is not None else None
+
+    @property
+    def lowest(self) -> float | None:
+        """The smallest finite value."""
+        return min(self._values, default=None)
+
+    @property
+    def highest(self) -> float | None:
+        """The largest finite value."""
+        return max(self._values, default=None)
+
+
+def thinned(points: list[tuple[int, float]], num_bins: int) -> list[tuple[int, float]]:
+    """Return the lowest and the highest point of each of `num_bins` ranges of steps; `points` are sorted by step."""
+    return [point for bin_ in _bins(points, num_bins) for point in _extremes(bin_)]
+
+
+def _bins(points: list[tuple[int, float]], num_bins: int) -> Iterator[list[tuple[int, float]]]:
+    """Yield the points of each range of steps that holds any."""
+    if not points:
+        return
+    first, last = points[0][0], points[-1][0]
+    width = max(1, -(-(last - first + 1) // num_bins))
+    current: list[tuple[int, float]] = []
+    number = 0
+    for point in points:
+        if (own := (point[0] - first) // width) != number:
+            if current:
+                yield current
+            current, number = [], own
+        current.append(point)
+    yield current
+
+
+def _extremes(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    low, high = min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1])
+    return sorted({low, high})

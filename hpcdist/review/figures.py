@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.errors import RunFolderError
-from hpcdist.files import formats
-from hpcdist.files.atomic import write_atomic
-from hpcdist.files.bounded_json import read_json_value
-from hpcdist.files.retry import retry
+from hpcdist.host import files
+from hpcdist.host.files import read_json_value, write_atomic
+from hpcdist.host.retry import retry
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +112,7 @@ def write_figure(artifacts: Path, name: str, figure: Figure, step: int | None = 
     path = artifacts / FOLDER / f"{name}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(formats.stamped(content)) + "\n")
+        write_atomic(path, json.dumps(files.stamped(content)) + "\n")
     except OSError as error:
         log.warning("the figure %s cannot be written: %s", path, error.strerror)
 
@@ -136,7 +135,7 @@ def _read(path: Path) -> Figure:
     raw = retry(lambda: read_json_value(path, MAX_BYTES), path)
     if not isinstance(raw, dict) or raw.get("kind") not in KINDS:
         raise ValueError(f"its kind must be one of {', '.join(KINDS)}")
-    figure: Figure = formats.fill(KINDS[raw["kind"]], formats.unstamped(raw, path), path)
+    figure: Figure = files.fill(KINDS[raw["kind"]], files.unstamped(raw, path), path)
     if not _is_regular(figure):
         raise ValueError("its numbers do not fit its names")
     return figure

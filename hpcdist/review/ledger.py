@@ -1,17 +1,266 @@
-"""The ledger of a run: the cause of every second of every allocated GPU, or CPU core where a run uses no GPU."""
+"""The ledger: every second of every allocated GPU or core has one cause, and what a run has cost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
-from hpcdist.review.allocation_times import AllocationTimes, allocations_of
-from hpcdist.review.causes import CAUSES, Cause
-from hpcdist.review.rank_times import Phase, TimedAttempt, attempt_seconds, measured_energy, read_account, read_phases
-from hpcdist.run.folder import RunDir
+from hpcdist.errors import RunFolderError
+from hpcdist.host.files import LARGEST, read_json, read_json_lines
+from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.lease import holder
+from hpcdist.run.records import AttemptTimes, end_of, read_times
+from hpcdist.run.slurm_job import JobStart, all_job_starts
 
-__all__ = ["CAUSES", "Cause", "Entry", "Interval", "Ledger", "percent", "read_ledger"]
+# The causes of the ledger: each second of an allocated GPU or core has exactly one of them.
+
+Cause = Literal[
+    "start",
+    "compile",
+    "data",
+    "compute",
+    "communication",
+    "checkpoint",
+    "evaluation",
+    "redone",
+    "idle",
+    "down",
+]
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+#: One line for each cause; docs/concepts/ledger.md has the whole definitions.
+MEANINGS: dict[Cause, str] = {
+    "start": "from the allocation to the first step: preflight, imports, connection of the ranks, restore",
+    "compile": "the first step of each attempt",
+    "data": "waiting for the next batch",
+    "compute": "training steps, or the whole running time of a script that reports none",
+    "communication": "waiting for other ranks in training steps",
+    "checkpoint": "training blocked by saves, and export of the model",
+    "evaluation": "evaluation",
+    "redone": "steps that were lost and done again",
+    "idle": "ranks without work, after attempts that did not fail, and the end of the job",
+    "down": "no running ranks after a failure",
+}
+
+
+# The time of the ranks of one attempt by cause, from the accounts in their heartbeats.
+
+Phase = Literal["start", "compile", "train", "evaluate", "save", "down"]
+#: Names of recorded phases on the time axis of a run.
+PHASES: dict[str, Phase] = {"start": "start", "compile": "compile", "evaluation": "evaluate", "checkpoint": "save"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankAccount:
+    """The last account that a rank has written, see `TimeAccount.report`. Times are seconds since the epoch."""
+
+    began: float
+    until: float
+    cause: Cause
+    closed: bool
+    seconds: Mapping[Cause, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedAttempt:
+    """An attempt with known times."""
+
+    attempt: Attempt
+    times: AttemptTimes
+    began: float
+    ended: float  #: the recorded end, now for a live attempt, or the last sign of a killed one
+    is_live: bool
+
+    @property
+    def number(self) -> int:
+        """Number of the attempt, from 1."""
+        return self.attempt.number
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the attempt failed, or its supervisor was killed."""
+        return self.times.failed or (self.times.ended is None and not self.is_live)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it is known which time was useful; of a plain script only if it reports steps."""
+        return self.times.measured or read_account(self.attempt, 0) is not None
+
+    @property
+    def nodes(self) -> dict[str, float]:
+        """The allocated GPUs or cores of each node."""
+        return {node: share.allocated for node, share in self.times.shares.items()}
+
+
+def attempt_seconds(timed: TimedAttempt) -> dict[tuple[str, Cause], float]:
+    """Return the resource-seconds of an attempt by node and cause. They add up to its duration × resources."""
+    sums: dict[tuple[str, Cause], float] = {}
+    window = timed.ended - timed.began
+    for node, share in timed.times.shares.items():
+        unused = share.allocated - share.share * len(share.ranks)
+        sums[node, "idle"] = sums.get((node, "idle"), 0.0) + max(0.0, unused) * window
+        for rank in share.ranks:
+            for cause, seconds in rank_seconds(timed, rank).items():
+                sums[node, cause] = sums.get((node, cause), 0.0) + seconds * share.share
+    return sums
+
+
+def rank_seconds(timed: TimedAttempt, rank: int) -> dict[Cause, float]:
+    """Return the seconds of a rank by cause; they add up to the duration of the attempt.
+
+    Time before the first account is `start`. Time after the last one is `idle` if the rank had done its work, and
+    otherwise `down`: the rank was killed, or did not answer any more. A plain script has an account if it reports
+    steps, perhaps on rank 0 only; it continues after its last report.
+    """
+    began, ended = timed.began, timed.ended
+    is_script = not timed.times.measured
+    account = read_account(timed.attempt, rank) or (read_account(timed.attempt, 0) if is_script else None)
+    if account is None:
+        return {"compute" if is_script else "start": ended - began}
+    # Clocks of nodes differ, and an account must not contain more time than the attempt.
+    first = min(max(account.began, began), ended)
+    last = min(max(account.until, first), ended)
+    known = sum(account.seconds.values())
+    scale = (last - first) / known if known > 0 else 0.0
+    sums = {cause: seconds * scale for cause, seconds in account.seconds.items()}
+    sums["start"] = sums.get("start", 0.0) + first - began + (last - first if known <= 0 else 0.0)
+    goes_on = timed.is_live or (is_script and not account.closed)
+    after: Cause = account.cause if goes_on else "idle" if account.closed else "down"
+    sums[after] = sums.get(after, 0.0) + ended - last
+    return sums
+
+
+def read_account(attempt: Attempt, rank: int) -> RankAccount | None:
+    """Return the last account of a rank; None before the first one, and if it is damaged."""
+    found = (attempt.read_beat(rank) or {}).get("account")
+    if not isinstance(found, dict) or not isinstance(found.get("seconds"), dict):
+        return None
+    numbers = [found.get("began"), found.get("until"), *found["seconds"].values()]
+    if not all(_is_time(number) for number in numbers) or not {found.get("cause"), *found["seconds"]} <= set(CAUSES):
+        return None
+    return RankAccount(
+        began=found["began"],
+        until=found["until"],
+        cause=found["cause"],
+        closed=found.get("closed") is True,
+        seconds=found["seconds"],
+    )
+
+
+def measured_energy(attempt: Attempt, ranks: Iterable[int]) -> dict[str, float]:
+    """Return the joules that the ranks of a node have measured, by sensor; several ranks may share a GPU."""
+    found: dict[str, float] = {}
+    for rank in ranks:
+        energy = (attempt.read_beat(rank) or {}).get("energy_j")
+        for sensor, joules in energy.items() if isinstance(energy, dict) else ():
+            if _is_time(joules):
+                found[sensor] = max(found.get(sensor, 0.0), joules)
+    return found
+
+
+def read_phases(attempt: Attempt) -> list[tuple[Phase, float, float]]:
+    """Return the recorded phases of rank 0 in order: name of the phase, begin and end, without damaged lines."""
+    found = [phase for record in read_json_lines(attempt.phases) if (phase := _parse_phase(record)) is not None]
+    return sorted(found, key=lambda phase: phase[1])
+
+
+def _parse_phase(found: Mapping[str, Any]) -> tuple[Phase, float, float] | None:
+    if found.get("cause") not in PHASES:
+        return None
+    began, ended = found.get("began", -1.0), found.get("ended", -1.0)
+    if not (_is_time(began) and _is_time(ended) and began <= ended):
+        return None
+    return PHASES[found["cause"]], began, ended
+
+
+def _is_time(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value <= LARGEST  # type: ignore[operator]
+
+
+# The allocations of a run: each supervision of a local run, and each start of a Slurm job.
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocationTimes:
+    """A time in which resources were allocated to a run. Times are seconds since the epoch."""
+
+    began: float
+    ended: float
+    attempts: Sequence[TimedAttempt]
+    nodes: dict[str, float] = field(default_factory=dict)  #: allocated GPUs or cores of each node
+    queue_s: float = 0.0
+    energy_j: float | None = None
+
+
+def timed_attempts(run: RunDir, now: float) -> list[TimedAttempt]:
+    """Return the attempts of a run whose times are known, oldest first."""
+    known = [(attempt, times) for attempt in run.attempts() if (times := read_times(attempt)) is not None]
+    is_held = run.read_state().status == "running" and holder(run) is not None
+    found = []
+    for index, (attempt, times) in enumerate(known):
+        is_live = times.ended is None and is_held and index == len(known) - 1
+        ended = now if is_live else end_of(attempt, times)
+        if index + 1 < len(known):
+            ended = min(ended, known[index + 1][1].began)
+        ended = max(ended, times.began)
+        found.append(TimedAttempt(attempt=attempt, times=times, began=times.began, ended=ended, is_live=is_live))
+    return found
+
+
+def allocations_of(run: RunDir, now: float | None = None) -> list[AllocationTimes]:
+    """Return the allocations of a run until now, oldest first; none for a run of an older hpcdist."""
+    now = time.time() if now is None else now
+    attempts = timed_attempts(run, now)
+    starts = all_job_starts(run)
+    # A supervisor that was killed is restarted in the same start of its job.
+    groups: dict[JobStart | float, list[TimedAttempt]] = {}
+    for attempt in attempts:
+        supervised = attempt.times.supervised
+        own = next((start for start in reversed(starts) if start.contains(supervised)), supervised)
+        groups.setdefault(own, []).append(attempt)
+    is_gpu = any(attempt.times.unit == "GPU" for attempt in attempts)
+    found = [_without_attempts(start, is_gpu) for start in starts if start not in groups and start.ended is not None]
+    for key, group in groups.items():
+        began = group[0].times.supervised
+        own_time = AllocationTimes(began=began, ended=group[-1].ended, attempts=group, nodes=group[0].nodes)
+        found.append(_with_start(own_time, key) if isinstance(key, JobStart) else own_time)
+    return sorted(found, key=lambda one: one.began)
+
+
+def _with_start(own: AllocationTimes, start: JobStart) -> AllocationTimes:
+    # Between the recorded end and Slurm's, Slurm ends the job.
+    ended = max(start.began, own.ended if start.ended is None else start.ended)
+    return replace(
+        own,
+        began=start.began,
+        ended=ended,
+        attempts=[_clipped(attempt, start.began, ended) for attempt in own.attempts],
+        queue_s=start.queue_s,
+        energy_j=start.energy_j,
+    )
+
+
+def _clipped(timed: TimedAttempt, began: float, ended: float) -> TimedAttempt:
+    first = min(max(timed.began, began), ended)
+    return replace(timed, began=first, ended=min(max(timed.ended, first), ended))
+
+
+def _without_attempts(start: JobStart, is_gpu: bool) -> AllocationTimes:
+    """Return a start of a job that ended before its first attempt."""
+    assert start.ended is not None
+    allocated = start.gpus if is_gpu else start.cores
+    return AllocationTimes(
+        began=start.began,
+        ended=start.ended,
+        attempts=(),
+        nodes={start.nodes: allocated} if allocated else {},
+        queue_s=start.queue_s,
+        energy_j=start.energy_j,
+    )
+
+
+# The ledger of a run: the cause of every second of every allocated GPU, or CPU core where a run uses no GPU.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,3 +430,74 @@ def _joined(phases: list[tuple[Phase, float, float]]) -> list[tuple[Phase, float
         else:
             found.append((phase, began, ended))
     return found
+
+
+# The cost of runs, by user, month, experiment or run.
+
+Group = Literal["user", "month", "experiment", "run"]
+GROUPS: tuple[Group, ...] = get_args(Group)
+
+
+@dataclass(kw_only=True)
+class Cost:
+    """The sum of the ledgers of some runs, in hours."""
+
+    unit: str  #: GPU or core
+    num_runs: int = 0
+    hours: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))  #: GPU- or core-hours by cause
+    queue_hours: float = 0.0  #: wall time
+    energy_kwh: float | None = None  #: of the runs whose energy is known
+    is_measured: bool = True  #: False with a plain script that reports no steps
+
+    @property
+    def allocated(self) -> float:
+        """GPU-hours or core-hours that were allocated."""
+        return sum(self.hours.values())
+
+    @property
+    def goodput(self) -> float | None:
+        """Share of the allocated GPU-hours or core-hours in which steps were computed; None if it is not measured."""
+        if not self.is_measured:
+            return None
+        return self.hours["compute"] / self.allocated if self.allocated else 0.0
+
+    def add(self, ledger: Ledger) -> None:
+        """Add the hours and the energy of a run."""
+        self.num_runs += 1
+        self.is_measured = self.is_measured and ledger.is_measured
+        self.queue_hours += ledger.queue_s / 3600
+        for entry in ledger.entries:
+            self.hours[entry.cause] += entry.seconds / 3600
+        if ledger.energy_kwh is not None:
+            self.energy_kwh = (self.energy_kwh or 0.0) + ledger.energy_kwh
+
+
+def costs(runs: Iterable[RunDir], by: Sequence[Group]) -> tuple[dict[tuple[str, ...], Cost], list[RunDir], list[str]]:
+    """Return the costs of runs by group and unit, in order, the runs without a ledger, and notes on unreadable runs.
+
+    The keys are the values of `by` and the unit, because GPU-hours and core-hours cannot be added. A run belongs to the
+    month in which it was created.
+    """
+    found: dict[tuple[str, ...], Cost] = {}
+    without: list[RunDir] = []
+    problems: list[str] = []
+    for run in runs:
+        try:
+            ledger = read_ledger(run)
+            key = (*(_value(run, group) for group in by), ledger.unit)
+        except (RunFolderError, OSError) as error:
+            problems.append(f"run {run.name} is left out: {error}")
+            continue
+        if not ledger.entries:
+            without.append(run)
+            continue
+        found.setdefault(key, Cost(unit=ledger.unit)).add(ledger)
+    return dict(sorted(found.items())), without, problems
+
+
+def _value(run: RunDir, group: Group) -> str:
+    if group == "user":
+        return str((read_json(run.environment) or {}).get("user") or "unknown")
+    if group == "month":
+        return time.strftime("%Y-%m", time.localtime(run.read_state().created))
+    return run.experiment if group == "experiment" else f"{run.experiment}/{run.name}"

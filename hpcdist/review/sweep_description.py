@@ -7,16 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpcdist.config.monitor import Monitor, first_monitor
+from hpcdist.config.written import Monitor, first_monitor
 from hpcdist.errors import RunFolderError
-from hpcdist.files.atomic import read_json
-from hpcdist.review.attempts import last_beat
-from hpcdist.review.checkpoints import best_checkpoint, read_checkpoints
-from hpcdist.review.markdown import escaped, link, run_page, table
-from hpcdist.review.metric_charts import is_hidden, is_read, ranked
+from hpcdist.host.files import read_json
+from hpcdist.review.charts import is_hidden, is_read, ranked
+from hpcdist.review.facts import best_checkpoint, last_beat, read_checkpoints
+from hpcdist.review.text import escaped, link, run_page, table
 from hpcdist.run.folder import RunDir, State
-from hpcdist.run.sweep import text_of
-from hpcdist.run.sweep_folder import SweepDir
+from hpcdist.run.sweeps import SweepDir, text_of
 
 _KEPT_CELLS = (1000, 100, 60, 40, 20, 10, 5)
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from hpcdist.config.schema import Config, find_trainer, new_run_problems, trainer_names
 from hpcdist.config.written import run_yaml, secrets_of
 from hpcdist.errors import ConfigError, suggestion
-from hpcdist.files import retry
-from hpcdist.files.atomic import write_atomic
-from hpcdist.run import secret_file, snapshot
+from hpcdist.host import retry
+from hpcdist.host.files import write_atomic
+from hpcdist.run import records, snapshot
 from hpcdist.run.folder import RunDir
-from hpcdist.run.origin import Origin, write_origin
-from hpcdist.run.work_tree import find_module
+from hpcdist.run.records import Origin, write_origin
+from hpcdist.run.snapshot import find_module
 
 #: End of a generated name: date, time and random characters.
 _GENERATED = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{4}$")
@@ -150,5 +150,5 @@ def create_run(
 
 def write_config(run: RunDir, config: Config) -> None:
     """Write a run's config without its secrets, and the secrets to `secrets.json`."""
-    secret_file.keep(run, secrets_of(config))
+    records.keep(run, secrets_of(config))
     write_atomic(run.config, run_yaml(config), durable=True)

@@ -10,7 +10,7 @@ from hpcdist.config.loading import load_run_config
 from hpcdist.config.schema import Config
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import RunFolderError, UserMistake
-from hpcdist.files.ownership import require_trusted
+from hpcdist.host.files import require_trusted
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import is_held
 from hpcdist.run.lookup import find_runs

@@ -1,61 +1,322 @@
-"""The run folder: its layout and its state file.
-
-    runs/<experiment>/<run>/
-        config.yaml  secrets.json  environment.json  code/  code.patch  state.json  lease  mlflow.json
-        identity                                 see run/folder_identity.py
-        slurm.json  job.json                     the Slurm job, and its starts
-        cell.json                                sweep and values, if the run is a cell of a sweep
-        origin.json                              the config of the command line, before its overrides
-        supervisor.log  shipper.log              output of a supervisor in the background, and of the shipper
-        notifier.log                             failed deliveries of notifications, output of `notify.command`
-        rerun.json                               the run that this run repeats, and the result of the comparison
-        config.next.yaml                         changed config of a resume, until its first completed step
-        container.json                           runtime, image and digest of the ranks' containers
-        rank_environment.json                    archive and versions of the ranks' environment (cluster.environment)
-        journal/attempt-001.rank-00000.jsonl     metrics, one record per line
-        journal/attempt-001.rank-00000.events.jsonl   parameters, tags and models that the code of a rank has logged
-        journal/shipped.json                     offsets of the records that MLflow has received
-        journal/names.json                       original names of renamed metrics, parameters and tags
-        checkpoints/step-00000100/               see checkpoint/checkpoint_folder.py
-        model/                                   the final model in MLflow's layout
-        artifacts/                               files of the trainer, such as plots and samples
-        logged_models/m-…/                       models that the code of a rank has logged with MLflow
-        report.html                              report of the run as one page, written by the shipper
-        attempts/rank-parent.log                 output of the process that forks the ranks, see rank/parent.py
-        attempts/rank-parent-NODE.log            the same on a node of a Slurm job; rank-parent.log is that of srun
-        attempts/001/                            one per start of the ranks, see run/attempt.py
-            key                                  secret of the attempt; readable by the owner alone
-            rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
-            command-001.json  command-001.rank-00000.json   a command to save or profile, and what a rank has done
-            times.json                           begin and end with its cause, resources of the ranks
-            training.json                        first step, datasets and model size
-            phases.jsonl                         phases of rank 0: start, evaluations, saves
-            preflight.json  preflight.txt        preflight report; in the first attempt of each start of a Slurm job
-            srun.log                             output of srun
-            network.json                         result of the collective check
-            stacks.txt  rank-00000.stacks.txt  rank-00000.flight.json      stack traces and collectives of a hang
-            silence.txt                          stack traces of a run that makes no progress, but was not ended
-            stragglers.jsonl                     straggler events
-
-Supervisor, ranks and shipper are separate processes, possibly on separate hosts; they share only these files.
-`files/formats.py` describes the format number in the JSON files.
+"""The run folder and the folders of its attempts: layout, state file, requests to stop, outcomes and heartbeats; the
+folder of runs above; and the identity that shows a replaced folder.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import re
 import secrets
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Container, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hpcdist.errors import RunFolderError
-from hpcdist.files import formats, retry
-from hpcdist.files.atomic import read_json, write_json
-from hpcdist.run.attempt import KEY_BYTES, Attempt, Request
-from hpcdist.run.runs_dir import claim_experiment
+from hpcdist.host import files, retry
+from hpcdist.host.files import read_json, read_json_lines, write_json, write_private
+
+# The folder of one attempt: names of its files, requests to stop, outcomes and heartbeats of its ranks.
+
+KEY_BYTES = 32
+#: Why an attempt is to end. `signal`: a signal to a supervisor outside of a job. `preemption`: Slurm ends the job, also
+#: for a requeue or a cancellation. `growth`: the ranks are restarted on more nodes. `config`: `stop.pause_at_step`.
+Cause = Literal["user", "signal", "time_limit", "preemption", "growth", "config"]
+_SENTENCES: dict[Cause, str] = {
+    "user": "{by}",
+    "signal": "{by} to the supervisor",
+    "time_limit": "time limit",
+    "preemption": "Slurm ends the job",
+    "growth": "to restart on more nodes: {by} answers again",
+    "config": "{by}",
+}
+_OUTCOME = re.compile(r"rank-([0-9]{1,9})\.outcome\.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A request to end an attempt."""
+
+    action: Literal["stop", "cancel"] = "stop"
+    cause: Cause  #: decides about restarts and requeues
+    by: str = ""  #: for messages only: the command and its user, a signal, nodes, or a key
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether the run ends with the attempt."""
+        return self.cause != "growth"
+
+    @property
+    def sentence(self) -> str:
+        """Cause and author."""
+        return _SENTENCES[self.cause].format(by=self.by)
+
+    def after(self, how: str) -> str:
+        """Return how an attempt ended, if that is known, and this request as the cause."""
+        return f"{how} ({self.sentence})" if how else self.sentence
+
+
+class Attempt:
+    """`attempts/NNN/`: one start of all ranks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.number = int(path.name)
+        #: Secret of this attempt, 32 random bytes, that authenticates its processes (`rank/rendezvous_store.py`).
+        self.key = path / "key"
+        #: The request to stop or cancel this attempt, see `Request`.
+        self.request = path / "request.json"
+        #: The first failure of this attempt (`supervisor/restart_policy.py`).
+        self.failure = path / "failure.json"
+        #: Result of the preflight check on the nodes of a Slurm job (`slurm/job/preflight_step.py`).
+        self.preflight = path / "preflight.json"
+        #: Begin and end of this attempt, and the resources of its ranks (`run/records.py`).
+        self.times = path / "times.json"
+        #: Phases of rank 0 with begin and end, one JSON line each (`rank/telemetry.py`).
+        self.phases = path / "phases.jsonl"
+        #: Result of the collective check before training (`rank/collective_check.py`).
+        self.network = path / "network.json"
+        #: Straggler events, one JSON line each (`supervisor/stragglers.py`).
+        self.stragglers = path / "stragglers.jsonl"
+        #: Summary of the stack traces of a hang; the first line is one sentence.
+        self.stacks_summary = path / "stacks.txt"
+        #: The same of a run that made no progress but was not ended.
+        self.silence = path / "silence.txt"
+
+    def log(self, rank: int) -> Path:
+        """Return the file with a rank's output."""
+        return self.path / f"rank-{rank:05d}.log"
+
+    def read_key(self) -> bytes:
+        """Return the content of `key`. Raises RunFolderError if it cannot be read or has another length."""
+        try:
+            content = retry.retry(self.key.read_bytes, self.key)
+        except OSError as error:
+            raise RunFolderError(f"{self.key}: the attempt's key cannot be read: {error.strerror}") from error
+        if len(content) != KEY_BYTES:
+            raise RunFolderError(f"{self.key}: the attempt's key has {len(content)} bytes, not {KEY_BYTES}")
+        return content
+
+    def write_key(self, key: bytes) -> None:
+        """Write the key, mode 0600; repeating a write that failed half-way replaces the file."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with open(os.open(self.key, flags, 0o600), "wb") as file:
+            file.write(key)
+
+    def beat(self, rank: int) -> Path:
+        """Return the file with a rank's newest heartbeat."""
+        return self.path / f"rank-{rank:05d}.beat.json"
+
+    def read_beat(self, rank: int) -> dict[str, Any] | None:
+        """Return the last heartbeat of a rank; None before the first one, or if it is damaged or half written."""
+        found = read_json(self.beat(rank)) if self.beat(rank).is_file() else None
+        return found if found is not None and _is_beat(found) else None
+
+    def outcome(self, rank: int) -> Path:
+        """Return the file with a rank's result."""
+        return self.path / f"rank-{rank:05d}.outcome.json"
+
+    def stacks(self, rank: int) -> Path:
+        """Stack traces of all threads of a hung rank, and the state of its process."""
+        return self.path / f"rank-{rank:05d}.stacks.txt"
+
+    def flight(self, rank: int) -> Path:
+        """The last collectives of a rank (`rank/telemetry.py`), written on request."""
+        return self.path / f"rank-{rank:05d}.flight.json"
+
+    def command(self, number: int) -> Path:
+        """A command to the ranks that does not end the attempt (`run/commands.py`)."""
+        return self.path / f"command-{number:03d}.json"
+
+    def command_result(self, number: int, rank: int) -> Path:
+        """What a rank has done on a command."""
+        return self.path / f"command-{number:03d}.rank-{rank:05d}.json"
+
+    def node_stacks(self, node: str) -> Path:
+        """Snapshots of the ranks on one node, for the supervisor (`supervisor/hang`)."""
+        return self.path / f"node-{node}.stacks.json"
+
+    def straggler_events(self) -> list[dict[str, Any]]:
+        """Return all straggler events in order, without damaged lines."""
+        texts = ("role", "name", "event", "text")
+        return [
+            event for event in read_json_lines(self.stragglers) if all(isinstance(event.get(key), str) for key in texts)
+        ]
+
+    def current_stragglers(self) -> list[str]:
+        """Return the last message about each node or rank that is a straggler now, or was at the end."""
+        last = {(event["role"], event["name"]): event for event in self.straggler_events()}
+        return [event["text"] for event in last.values() if event["event"] == "slow"]
+
+    def send_request(self, request: Request, *, within_s: float | None = None) -> None:
+        """Write a request file. Rank 0 checks for it once a second, the supervisor more often."""
+        write_json(self.request, asdict(request) | {"time": time.time()}, within_s=within_s)
+
+    def read_request(self, *, within_s: float | None = None) -> Request | None:
+        """Return the request to this attempt, or None.
+
+        A damaged file is a request to stop, because ranks only check whether the file exists.
+
+        Args:
+            within_s: how long to retry transient errors, see `retry.retry`.
+        """
+        if not retry.retry(self.request.exists, self.request, within_s=within_s):
+            return None
+        try:
+            return files.fill(Request, read_json(self.request, within_s=within_s) or {}, self.request)
+        except RunFolderError:
+            return Request(cause="user", by="unreadable request file")
+
+    def outcomes(self, *, skip: Container[int] = ()) -> dict[int, dict[str, Any]]:
+        """Return the outcome files of the ranks, by rank, without the ranks in `skip`."""
+        found = {}
+        try:
+            names = retry.retry(lambda: os.listdir(self.path), self.path)
+        except NotADirectoryError:
+            return {}
+        matches = [match for name in names if (match := _OUTCOME.fullmatch(name))]
+        for rank, name in sorted((int(match[1]), match[0]) for match in matches):
+            if rank not in skip and (outcome := read_json(self.path / name)) is not None:
+                found[rank] = outcome
+        return found
+
+
+def _is_beat(found: Mapping[str, Any]) -> bool:
+    metrics, total = found.get("metrics"), found.get("total_steps", 0)
+    return (
+        isinstance(metrics, dict)
+        and all(type(value) is float or _is_count(value) for value in metrics.values())
+        and _is_count(found.get("step"))
+        and (total is None or _is_count(total))
+        and type(found.get("time")) in (int, float)
+        and 0 <= found["time"] <= files.LARGEST
+    )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and abs(value) <= files.LARGEST
+
+
+# The folder of runs and the database in it, which belong to one user.
+#
+# Two users of one folder would lock each other out of the sqlite database and of the experiments' folders, and a
+# group-writable folder would let each member change the code that other members' runs execute. Users share results
+# through a tracking server. Folders of root are accepted, too: container images have one that all users can write to,
+# and root can change every file anyway.
+
+DATABASE = "mlflow.db"
+_PRIVATE = 0o600
+
+
+def claim(runs_dir: Path) -> None:
+    """Create the folder of runs, mode 0700, if it is missing.
+
+    Raises:
+        RunFolderError: another user owns the folder or the database in it, or could replace them.
+        OSError: the folder cannot be created.
+    """
+    files.require_safe(runs_dir)  # nothing is created if it is refused
+    # The mode applies to the last folder only.
+    retry.retry(lambda: runs_dir.mkdir(mode=0o700, parents=True, exist_ok=True), runs_dir)
+    files.require_safe(runs_dir)
+    if (place := own_place(runs_dir)) != runs_dir:
+        files.make_private(place)
+    files.require_safe(place / DATABASE)
+
+
+def own_place(runs_dir: Path) -> Path:
+    """Return the folder of the database, its artifacts and packed environments.
+
+    It is a folder of this user in `runs_dir` if others may write there and could make one of the files first.
+    """
+    try:
+        is_shared = files.is_shared(runs_dir.stat())
+    except OSError:  # `claim` will make it
+        return runs_dir
+    return runs_dir / f".hpcdist-{os.geteuid()}" if is_shared else runs_dir
+
+
+def claim_experiment(folder: Path) -> None:
+    """Create the folders of runs and of an experiment, mode 0700, if they are missing.
+
+    Raises:
+        RunFolderError: another user owns one of them, or could replace it.
+        OSError: one of them cannot be created.
+    """
+    claim(folder.parent)
+    retry.retry(lambda: folder.mkdir(mode=0o700, exist_ok=True), folder)
+    files.require_safe(folder)
+
+
+def make_database(path: Path) -> None:
+    """Create an empty sqlite database, or restrict an existing one to its owner (mode 0600).
+
+    sqlite creates its journals with the mode of the database.
+
+    Raises:
+        RunFolderError: the database belongs to another user, or others may write to its folder.
+        OSError: the database cannot be created.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files.require_safe(path)
+    if files.is_shared(path.parent.stat()):
+        raise RunFolderError(
+            f"others may write to {path.parent}, so that they can put a journal beside the database {path.name}:"
+            f" `chmod go-w {path.parent}`, or use a database in a folder of your own (tracking.uri)"
+        )
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid == os.geteuid() and found.st_mode & 0o077:  # created by an older version with the umask's mode
+            os.fchmod(descriptor, _PRIVATE)
+    finally:
+        os.close(descriptor)
+
+
+# The run folder: its layout and its state file.
+#
+#     runs/<experiment>/<run>/
+#         config.yaml  secrets.json  environment.json  code/  code.patch  state.json  lease  mlflow.json
+#         identity                                 see run/folder.py
+#         slurm.json  job.json                     the Slurm job, and its starts
+#         cell.json                                sweep and values, if the run is a cell of a sweep
+#         origin.json                              the config of the command line, before its overrides
+#         supervisor.log  shipper.log              output of a supervisor in the background, and of the shipper
+#         notifier.log                             failed deliveries of notifications, output of `notify.command`
+#         rerun.json                               the run that this run repeats, and the result of the comparison
+#         config.next.yaml                         changed config of a resume, until its first completed step
+#         container.json                           runtime, image and digest of the ranks' containers
+#         rank_environment.json                    archive and versions of the ranks' environment (cluster.environment)
+#         journal/attempt-001.rank-00000.jsonl     metrics, one record per line
+#         journal/attempt-001.rank-00000.events.jsonl   parameters, tags and models that the code of a rank has logged
+#         journal/shipped.json                     offsets of the records that MLflow has received
+#         journal/names.json                       original names of renamed metrics, parameters and tags
+#         checkpoints/step-00000100/               see checkpoint/folder.py
+#         model/                                   the final model in MLflow's layout
+#         artifacts/                               files of the trainer, such as plots and samples
+#         logged_models/m-…/                       models that the code of a rank has logged with MLflow
+#         report.html                              report of the run as one page, written by the shipper
+#         attempts/rank-parent.log                 output of the process that forks the ranks, see rank/parent.py
+#         attempts/rank-parent-NODE.log            the same on a node of a Slurm job; rank-parent.log is that of srun
+#         attempts/001/                            one per start of the ranks, see run/folder.py
+#             key                                  secret of the attempt; readable by the owner alone
+#             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
+#             command-001.json  command-001.rank-00000.json   a command to save or profile, and what a rank has done
+#             times.json                           begin and end with its cause, resources of the ranks
+#             training.json                        first step, datasets and model size
+#             phases.jsonl                         phases of rank 0: start, evaluations, saves
+#             preflight.json  preflight.txt        preflight report; in the first attempt of each start of a Slurm job
+#             srun.log                             output of srun
+#             network.json                         result of the collective check
+#             stacks.txt  rank-00000.stacks.txt  rank-00000.flight.json      stack traces and collectives of a hang
+#             silence.txt                          stack traces of a run that makes no progress, but was not ended
+#             stragglers.jsonl                     straggler events
+#
+# Supervisor, ranks and shipper are separate processes, possibly on separate hosts; they share only these files.
+# `host/files.py` describes the format number in the JSON files.
 
 Status = Literal["created", "queued", "running", "stopped", "finished", "failed", "cancelled"]
 #: Final states: no supervisor is at work.
@@ -133,7 +394,7 @@ class RunDir:
         self.config = path / "config.yaml"
         #: Values that `config.yaml` shows as `***`; removed when the run is finished or cancelled.
         self.secrets = path / "secrets.json"
-        #: The config of a resume that changes keys, until its first step (`run/pending_config.py`).
+        #: The config of a resume that changes keys, until its first step (`run/records.py`).
         self.next_config = path / "config.next.yaml"
         self.environment = path / "environment.json"
         #: Runtime, image, digest and versions of the ranks' containers; only for runs in containers.
@@ -148,7 +409,7 @@ class RunDir:
         self.model = path / "model"
         #: Models that the code of a rank has logged with MLflow, by id; exists once there is one.
         self.logged_models = path / "logged_models"
-        #: The page that `review/html_report.py` writes.
+        #: The page that `review/report.py` writes.
         self.report = path / "report.html"
         #: Files of the trainer for the user; exists once the trainer has written one.
         self.artifacts = path / "artifacts"
@@ -220,7 +481,7 @@ class RunDir:
     def read_state(self) -> State:
         """Return the content of `state.json`. Raises RunFolderError, with a repair, if it cannot be read."""
         path = self.path / "state.json"
-        found = formats.fill(State, require_record(path), path)
+        found = files.fill(State, require_record(path), path)
         # A reason may quote file names with bytes that terminals reject.
         return replace(found, reason=found.reason.encode(errors="replace").decode())
 
@@ -264,3 +525,41 @@ class RunDir:
     def attempt(self, number: int) -> Attempt:
         """Return an attempt, which may not exist."""
         return Attempt(self.path / "attempts" / f"{number:03d}")
+
+
+# The identity of a run folder, by which processes notice that the folder has been replaced by another one.
+#
+# The file `identity` holds random bytes, which only the owner of the folder can read. The supervisor passes their
+# SHA-256 to its processes. Another user cannot give a folder this file, and links are not followed. Unlike device,
+# inode and owner, it is the same on all nodes, in containers, in user namespaces and after a move of the folder.
+
+VARIABLE = "HPCDIST_FOLDER_IDENTITY"
+
+
+def identity(folder: Path) -> str:
+    """Return the identity of a run folder, which gets one if it has none."""
+    if not _read(folder):
+        write_private(folder / "identity", secrets.token_hex(32))
+    return _read(folder)
+
+
+def require_same(folder: Path, env: Mapping[str, str]) -> None:
+    """Raise RunFolderError if a folder is not the one whose identity is in the environment of this process."""
+    if VARIABLE in env and _read(folder) != env[VARIABLE]:
+        raise RunFolderError(
+            f"the run folder {folder} has been replaced by another one since this run was started: find out who may"
+            " write to the folders above it, move the right one back, and continue with `hpcdist resume`"
+        )
+
+
+def _read(folder: Path) -> str:
+    """Return the digest of the random bytes; empty if the file is missing, damaged or another user's."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        with open(retry.retry(lambda: os.open(folder / "identity", flags), folder), "rb") as file:
+            content = file.read(65)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP):
+            raise
+        return ""
+    return hashlib.sha256(content).hexdigest() if len(content) == 64 else ""

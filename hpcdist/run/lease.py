@@ -24,10 +24,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from hpcdist.errors import LeaseLostError, RunFolderError
-from hpcdist.files import retry
-from hpcdist.files.atomic import read_json, write_json
-from hpcdist.files.formats import LARGEST
-from hpcdist.files.lock import exclusive
+from hpcdist.host import retry
+from hpcdist.host.files import LARGEST, read_json, write_json
+from hpcdist.host.lock import exclusive
 from hpcdist.run.folder import RunDir
 
 log = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcdist.errors import RunFolderError, suggestion
-from hpcdist.files.ownership import is_mine
+from hpcdist.host.files import is_mine
 from hpcdist.run.folder import RunDir
-from hpcdist.run.sweep_folder import SweepDir
+from hpcdist.run.sweeps import SweepDir
 
 _LONGEST = 1024
 

@@ -9,14 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hpcdist.errors import HpcdistError, RunFolderError
-from hpcdist.files.atomic import read_json, write_json
-from hpcdist.files.formats import LARGEST, fill
+from hpcdist.host.files import LARGEST, fill, read_json, write_json
+from hpcdist.host.nodelist import expand
 from hpcdist.run.folder import RunDir, read_record
-from hpcdist.slurm import client, job_snapshot
-from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm import client
+from hpcdist.slurm.client import JobRef, SlurmError
 from hpcdist.slurm.current_job import job_id_of
-from hpcdist.slurm.job_snapshot import JobRef
-from hpcdist.slurm.nodelist import expand
 
 #: Slurm's controller and its accounting report the begin of a job to the second.
 _SAME_S = 2.0
@@ -94,7 +92,7 @@ def record_job_start(run: RunDir, env: Mapping[str, str]) -> None:
     of earlier starts and of earlier jobs.
     """
     job_id = job_id_of(env)
-    facts = job_snapshot.take_snapshot(JobRef(id=job_id)).info
+    facts = client.take_snapshot(JobRef(id=job_id)).info
     if facts is None or facts.started is None:
         return
     record = _read(run)

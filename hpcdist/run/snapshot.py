@@ -1,4 +1,6 @@
-"""Snapshot of a run's code in its folder, and the description of its origin in `environment.json`."""
+"""The code of a run: the tree that holds it, its snapshot in the run folder with a description of its origin, and its
+restoration for a rerun.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +10,138 @@ import os
 import platform
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import hpcdist
 from hpcdist.config.redaction import redact_words
 from hpcdist.config.schema import Config
 from hpcdist.config.written import redacted_argument
 from hpcdist.errors import RunFolderError, UserMistake
-from hpcdist.files.atomic import write_atomic, write_json
-from hpcdist.files.formats import fill
-from hpcdist.machine.facts import num_cores, source_digest
+from hpcdist.host.files import fill, parse_json, write_atomic, write_json
+from hpcdist.host.machine import num_cores, source_digest
 from hpcdist.run.folder import RunDir, read_record
 from hpcdist.run.lease import user_name
 from hpcdist.run.snapshot_filter import IGNORE_FILE, clean_patch, foreign, without_secrets
-from hpcdist.run.work_tree import (
-    UNTRACKED,
-    CodeTree,
-    editable_projects,
-    find_tree,
-    git_output,
-    git_paths,
-    import_roots,
-    is_own,
-    trainer_place,
-)
+
+# The tree that holds the code of a run: git commands, the place of the trainer, and what Python imports from it.
+
+#: Options of `git ls-files` for files that git neither tracks nor ignores.
+UNTRACKED = ("--others", "--exclude-standard")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeTree:
+    """The tree that holds the trainer of a run."""
+
+    top: Path  #: top of the code; the ranks' working directory if the code is not copied
+    root: Path | None  #: top of the git work tree, whose commit is that of the code; None outside of git
+    copied: bool  #: whether the run folder gets a copy
+
+
+def git_output(folder: Path, *arguments: str) -> str:
+    """Return the output of a git command; empty if git is missing or fails (no commit yet, another owner)."""
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.decode(errors="surrogateescape") if done.returncode == 0 else ""
+
+
+def git_root(cwd: Path) -> Path | None:
+    """Return the top of the git work tree around a folder, or None."""
+    top = git_output(cwd, "rev-parse", "--show-toplevel").strip()
+    return Path(top) if top else None
+
+
+def git_paths(top: Path, *options: str, place: Sequence[str] = ()) -> list[Path]:
+    """Return the paths that `git ls-files` lists. `place` are options that name the repository."""
+    listing = git_output(top, *place, "ls-files", "-z", *options)
+    return [top / name for name in listing.split("\0") if name]
+
+
+def find_module(name: str, path: Sequence[str]) -> ModuleSpec | None:
+    """Return the spec of a top-level module: from `path`, else from this Python, with finders of editable installs."""
+    try:
+        return PathFinder.find_spec(name, path) or find_spec(name)
+    except ValueError:  # `__main__` and other modules without a spec
+        return None
+
+
+def trainer_place(config: Config, path: Sequence[str]) -> Path | None:
+    """Return the script of a user, or the file or folder of the trainer's top-level module.
+
+    None if it is not found, or if it is installed in a folder of packages.
+
+    Args:
+        path: where Python looks for the module first.
+    """
+    script = config.trainer.script
+    if script and script[0] != "-m":
+        return Path(script[0]).parent.resolve() / Path(script[0]).name
+    module = script[1] if script else config.trainer.target
+    spec = find_module(module.partition(":")[0].partition(".")[0], path)
+    if spec is None:
+        return None
+    folders = list(spec.submodule_search_locations or ())
+    place = Path(folders[0] if folders else spec.origin or "").resolve()
+    return None if {"site-packages", "dist-packages"} & {*place.parts} or not place.exists() else place
+
+
+def is_own(config: Config) -> bool:
+    """Return whether the trainer is the user's: a script, or a function of a module."""
+    return bool(config.trainer.script) or ":" in config.trainer.target
+
+
+def find_tree(config: Config, cwd: Path) -> CodeTree:
+    """Return the git work tree that holds the trainer, else `cwd`; for a shipped trainer the tree of hpcdist."""
+    if is_own(config):
+        place = trainer_place(config, [str(cwd)])
+        root = (git_root(place.parent) if place is not None else None) or git_root(cwd)
+        return CodeTree(top=root or cwd, root=root, copied=True)
+    package = Path(hpcdist.__file__).resolve()
+    root = git_root(package.parent) if git_paths(package.parent, "--cached", *UNTRACKED, package.name) else None
+    copied = root is not None and cwd.is_relative_to(root)
+    return CodeTree(top=root if copied and root else cwd, root=root, copied=copied)
+
+
+def import_roots(top: Path, files: Collection[Path]) -> list[str]:
+    """Return the folders below `top` in which this Python finds modules: `src` of an editable install, for example.
+
+    Args:
+        files: the files of the tree.
+    """
+    folders = {folder for file in files for folder in file.parents if top in folder.parents}
+    found = [Path(entry).resolve() for entry in sys.path if entry]
+    packages = {file.parent for file in files if file.name == "__init__.py"}
+    for package in sorted(packages):
+        if package.parent not in packages and (spec := find_module(package.name, [])) is not None and spec.origin:
+            found += [package.parent] * (Path(spec.origin).resolve() == package / "__init__.py")
+    return [folder.relative_to(top).as_posix() for folder in dict.fromkeys(found) if folder in folders]
+
+
+def editable_projects() -> Iterator[Path]:
+    """Yield the folders of editable installs in this Python, without hpcdist."""
+    from importlib import metadata  # slow to import
+
+    for distribution in metadata.distributions():
+        if text := distribution.read_text("direct_url.json"):
+            with suppress(ValueError, KeyError, TypeError, AttributeError):
+                origin = parse_json(text.encode())
+                if origin["dir_info"]["editable"] and distribution.name != "hpcdist":
+                    yield Path(unquote(urlsplit(origin["url"]).path))
+
+
+# Snapshot of a run's code in its folder, and the description of its origin in `environment.json`.
 
 _PACKAGES = ("torch", "torchvision", "numpy", "mlflow", "omegaconf", "submitit")
 MB = 2**20
@@ -316,3 +420,135 @@ def _copy(top: Path, files: list[Path], target: Path, config: Config) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError, NotADirectoryError):
             shutil.copy2(path, copy, follow_symlinks=False)
+
+
+# Restore the code of a recorded run into the folder of a new one: from its copy, or from git and its patch.
+
+#: Characters of a commit in messages.
+SHORT = 12
+#: Untracked files that a message names.
+_SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeSource:
+    """Where the code of a recorded run is taken from."""
+
+    recorded: CodeState
+    patch: bytes = b""  #: uncommitted changes of the recorded run
+    copy: Path | None = None  #: the copy in its run folder
+    repository: Path | None = None  #: a git work tree with its commit
+    text: str  #: where the code comes from, for messages
+    missing: tuple[str, ...] = ()  #: what cannot be restored, one sentence each
+
+    def restore(self, run: RunDir, config: Config) -> CodeState:
+        """Write code and patch into the folder of a new run. Returns the origin of the code, that of the recorded run.
+
+        Raises:
+            UserMistake: git cannot check out the commit, the patch does not fit it, or the code is too large.
+        """
+        if self.copy is not None:
+            shutil.copytree(self.copy, run.code, symlinks=True)
+        elif self.repository is not None:
+            _check_out(self, self.repository, run, config)
+        if self.patch:
+            write_atomic(run.path / "code.patch", self.patch)
+        return self.recorded
+
+
+def find_code(recorded: CodeState, patch: bytes, folder: RunDir | None, places: Sequence[Path]) -> CodeSource:
+    """Return the source of a recorded run's code: the copy in its folder, else the first place with its commit.
+
+    Args:
+        recorded: the origin of its code.
+        folder: its run folder, if that can be read here.
+        places: folders in git work trees.
+
+    Raises UserMistake if the code is in none of them.
+    """
+    if not recorded.copied:
+        return CodeSource(recorded=recorded, patch=patch, text="the installed hpcdist, which contains the trainer")
+    if folder is not None and folder.code.is_dir():
+        return CodeSource(
+            recorded=recorded,
+            patch=patch,
+            copy=folder.code,
+            text=f"copied from {folder.code}",
+            missing=_left_out(recorded),
+        )
+    advice = "`--with-current-code` runs the code of the current folder instead"
+    if recorded.git_commit is None:
+        raise UserMistake(
+            f"the code of the run cannot be restored: it was not in git, and its run folder is not here: {advice}"
+        )
+    for place in places:
+        if (root := git_root(place)) is not None and _has_commit(root, recorded.git_commit):
+            changes = " with code.patch" if patch else ""
+            return CodeSource(
+                recorded=recorded,
+                patch=patch,
+                repository=root,
+                text=f"commit {recorded.git_commit[:SHORT]} of {root}{changes}",
+                missing=(*_untracked(recorded), *_left_out(recorded)),
+            )
+    looked = ", ".join(dict.fromkeys(map(str, places)))
+    raise UserMistake(
+        f"commit {recorded.git_commit[:SHORT]} of the run is not in a git repository at {looked}:"
+        f" name one with --repository, or `git fetch` it; {advice}"
+    )
+
+
+def _left_out(recorded: CodeState) -> tuple[str, ...]:
+    if not recorded.left_out:
+        return ()
+    return (f"likely secrets, which the run's record left out: {_listed(recorded.left_out, len(recorded.left_out))}",)
+
+
+def _untracked(recorded: CodeState) -> tuple[str, ...]:
+    if not recorded.num_untracked:
+        return ()
+    return (f"files that were not in git: {_listed(recorded.untracked, recorded.num_untracked)}",)
+
+
+def _listed(names: Sequence[str], number: int) -> str:
+    more = number - min(number, _SHOWN)
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more else "")
+
+
+def _check_out(source: CodeSource, repository: Path, run: RunDir, config: Config) -> None:
+    """Check out the commit with the patch in a temporary clone, and take a snapshot of that."""
+    recorded = source.recorded
+    assert recorded.git_commit is not None
+    with tempfile.TemporaryDirectory(prefix="hpcdist-rerun-") as folder:
+        clone = Path(folder) / "code"
+        _git(["clone", "--quiet", "--shared", "--no-checkout", str(repository), str(clone)])
+        _git(["-C", str(clone), "checkout", "--quiet", "--detach", recorded.git_commit])
+        if source.patch:
+            # With the index, so that new files of the patch are not untracked ones.
+            _git(["-C", str(clone), "apply", "--index", "--whitespace=nowarn", "-"], source.patch)
+        # The clone is below no `runs_dir`: the files of a run are chosen by name alone.
+        take(replace(config, runs_dir=str(run.path)), run, Path(recorded.cwd), clone)
+
+
+def _has_commit(root: Path, commit: str) -> bool:
+    try:
+        _git(["-C", str(root), "cat-file", "-e", f"{commit}^{{commit}}"])
+    except UserMistake:
+        return False
+    return True
+
+
+def _git(arguments: Sequence[str], data: bytes = b"") -> None:
+    """Run a git command. Raises UserMistake with the last line of its message if it fails."""
+    # Variables such as GIT_DIR, which a hook of git sets, would name another repository.
+    env = {
+        name: value for name, value in os.environ.items() if name not in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
+    }
+    try:
+        done = subprocess.run(["git", *arguments], input=data, capture_output=True, check=False, env=env)
+    except FileNotFoundError:
+        raise UserMistake("the code of the run is in git, and git is not installed here: install it") from None
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
+        command = next(word for word in arguments if word in ("clone", "checkout", "apply", "cat-file"))
+        raise UserMistake(f"git {command} failed: {' '.join((lines or ['no message'])[-1].split())}")

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from hpcdist.config.redaction import holds_secret
-from hpcdist.run.runs_dir import DATABASE
+from hpcdist.run.folder import DATABASE
 
 #: Read at the top of the code, in the syntax of `.gitignore`.
 IGNORE_FILE = ".hpcdistignore"

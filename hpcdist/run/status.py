@@ -1,4 +1,6 @@
-"""Status of runs and sweeps: the state file, checked against the lease and against Slurm's view of the job."""
+"""Status of runs and sweeps: the state file, checked against the lease and against Slurm's view of the job; and how
+often run folders are read and written.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpcdist.errors import RunFolderError
-from hpcdist.files import retry
-from hpcdist.files.atomic import read_json
+from hpcdist.host import retry
+from hpcdist.host.files import read_json
 from hpcdist.run.folder import ENDED, RunDir, State, Status, sentence_of
 from hpcdist.run.lease import hold, holder, last_renewal
 from hpcdist.run.slurm_job import job_of
-from hpcdist.slurm import client, job_snapshot
-from hpcdist.slurm.client import SlurmError
-from hpcdist.slurm.job_info import JobInfo
-from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot
+from hpcdist.slurm import client
+from hpcdist.slurm.client import JobRef, JobSnapshot, SlurmError
+from hpcdist.slurm.output import JobInfo
+
+# Status of runs and sweeps: the state file, checked against the lease and against Slurm's view of the job.
 
 #: Status of a run whose job ended in this Slurm state before its supervisor recorded one; `failed` for all others.
 _CLOSED_AS: dict[str, Status] = {"CANCELLED": "cancelled", "PREEMPTED": "stopped"}
@@ -53,7 +56,7 @@ class RunStatus:
 def query_job(run: RunDir, *, history: bool = False) -> JobSnapshot | None:
     """Query Slurm for a run's job. Returns None for a local run."""
     job = job_of(run)
-    return job_snapshot.take_snapshot(job, history=history) if job is not None else None
+    return client.take_snapshot(job, history=history) if job is not None else None
 
 
 def query_jobs(runs: Iterable[RunDir], *, skip_ended: bool = False) -> dict[Path, JobSnapshot]:
@@ -79,7 +82,7 @@ def query_jobs(runs: Iterable[RunDir], *, skip_ended: bool = False) -> dict[Path
         elif ended and len(jobs) > 1:
             found[path] = JobSnapshot()
         else:  # squeue does not know jobs of another cluster, nor jobs that ended some minutes ago
-            found[path] = job_snapshot.take_snapshot(job)
+            found[path] = client.take_snapshot(job)
     return found
 
 
@@ -251,3 +254,42 @@ def close_if_lost(run: RunDir) -> str:
     with hold(run, job_id=lease.get("job_id") if snapshot is not None else None):
         run.write_state(replace(found.state, status=status, reason=reason, ended=ended or last_sign, lost=True))
     return reason
+
+
+# Intervals of reads and writes in a run folder, which limit the load of the shared file system at any scale.
+#
+# Small runs read and write about once a second; with more than WRITES_PER_S ranks, each rank does so less often. The
+# limits are exceeded only if hangs could not be detected otherwise: with more ranks than a quarter of
+# `launch.hang_timeout_s` × WRITES_PER_S, 28,800 by default. `benchmarks/scale.py` measures the resulting load.
+
+#: Heartbeats of all ranks together; also system metrics of all nodes together.
+WRITES_PER_S = 64.0
+#: Step-time points of all nodes together.
+TIMES_PER_S = 8.0
+#: Files that the supervisor, or the shipper, checks.
+CHECKS_PER_S = 64.0
+BEAT_EVERY_S = 1.0
+#: Limit of the heartbeat interval, as a share of the hang timeout.
+_SHARE_OF_HANG = 0.25
+
+
+def beat_interval_s(rank: int, num_ranks: int, hang_timeout_s: float) -> float:
+    """Return the seconds between heartbeats of a rank. Rank 0, which shows the progress, keeps the short interval."""
+    interval_s = BEAT_EVERY_S if rank == 0 else max(BEAT_EVERY_S, num_ranks / WRITES_PER_S)
+    return min(interval_s, _SHARE_OF_HANG * hang_timeout_s)
+
+
+def num_due_ranks(num_ranks: int, since_last_s: float, hang_timeout_s: float) -> int:
+    """Return the number of ranks to check, `since_last_s` seconds after the last check."""
+    per_s = max(CHECKS_PER_S, num_ranks / (_SHARE_OF_HANG * hang_timeout_s))
+    return min(num_ranks, max(1, round(per_s * since_last_s)))
+
+
+def system_interval_s(configured_s: float, num_nodes: int) -> float:
+    """Return the seconds between system metrics of a node; 0 means none."""
+    return max(configured_s, num_nodes / WRITES_PER_S) if configured_s > 0 else 0.0
+
+
+def times_interval_s(num_nodes: int) -> float:
+    """Return the minimum seconds between step times of a node; 0 for few nodes, which log at each interval."""
+    return num_nodes / TIMES_PER_S if num_nodes > TIMES_PER_S else 0.0

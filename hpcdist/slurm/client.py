@@ -1,8 +1,5 @@
-"""The client of Slurm: the only module that runs scontrol, squeue, sacct, sinfo, scancel, sacctmgr and sbatch.
-
-(`submitit` calls sbatch for a submission; `slurm.job` starts steps with srun.) All commands run through `run`, with one
-time limit for queries that a user waits for and one for commands of a job. Each function returns a typed result of
-the parsers in `command_output`, `cluster_nodes` and `job_info`, and raises SlurmError without an answer.
+"""The client of Slurm, the only module that runs scontrol, squeue, sacct, sinfo, scancel, sacctmgr and sbatch; and
+snapshots of a run's job.
 """
 
 from __future__ import annotations
@@ -11,24 +8,38 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from subprocess import CompletedProcess
 
 from hpcdist.errors import HpcdistError
-from hpcdist.machine.timed_command import last_line, run_within
-from hpcdist.slurm.accounting import START_FIELDS, AccountedStart, parse_starts
-from hpcdist.slurm.cluster_nodes import (
+from hpcdist.host.commands import last_line, run_within
+from hpcdist.slurm.output import (
     NODE_FORMAT,
     PARTITION_FORMAT,
+    SACCT_FIELDS,
+    SQUEUE_FIELDS,
+    START_FIELDS,
+    AccountedStart,
+    JobInfo,
     NodeState,
     Partition,
     parse_boot_times,
     parse_node_features,
     parse_node_states,
     parse_partitions,
+    parse_records,
+    parse_sacct,
+    parse_scontrol,
+    parse_settings,
+    parse_squeue,
+    parse_starts,
 )
-from hpcdist.slurm.command_output import parse_records, parse_settings
-from hpcdist.slurm.job_info import SACCT_FIELDS, SQUEUE_FIELDS, JobInfo, parse_sacct, parse_scontrol, parse_squeue
+
+# The client of Slurm: the only module that runs scontrol, squeue, sacct, sinfo, scancel, sacctmgr and sbatch.
+#
+# (`submitit` calls sbatch for a submission; `slurm.job` starts steps with srun.) All commands run through `run`, with
+# one time limit for queries that a user waits for and one for commands of a job. Each function returns a typed result
+# of the parsers in `command_output`, `cluster_nodes` and `job_info`, and raises SlurmError without an answer.
 
 #: Time limit of a query that a user waits for.
 QUERY_TIMEOUT_S = 15.0
@@ -296,3 +307,42 @@ def option_error(program: str, options: Mapping[str, str | bool]) -> str | None:
         lines = [line for line in error.stderr.splitlines() if not line.startswith("Try ")]
         return "; ".join(line.removeprefix(f"{program}: ").removeprefix("error: ") for line in lines)
     return None
+
+
+# Snapshots of the job that a run was submitted as.
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRef:
+    """The job that a run was submitted as. Ids are unique within one installation of a cluster only."""
+
+    id: str
+    name: str = ""  #: Slurm's name of the job, if known
+    cluster: str = ""  #: Slurm's name of the cluster, if known
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSnapshot:
+    """The state of a job at one time, or the reason why Slurm did not answer."""
+
+    info: JobInfo | None = None  #: None also if Slurm does not know the job (any more)
+    error: str = ""  #: why Slurm did not answer
+    installed: bool = True  #: whether Slurm's commands exist on this machine
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job neither runs nor will run, by Slurm's answer."""
+        return not self.error and (self.info is None or not self.info.alive)
+
+
+def take_snapshot(job: JobRef, *, history: bool = False) -> JobSnapshot:
+    """Query a job; see `client.query_job`. A job of the same id with another name is not taken for it."""
+    try:
+        info = query_job(job.id, history=history)
+        if info is not None and (not job.name or info.name == job.name):
+            return JobSnapshot(info=info)
+        if job.cluster and (here := cluster_name()) != job.cluster:
+            return JobSnapshot(error=f"job {job.id} is on cluster {job.cluster}, this is {here}")
+        return JobSnapshot()
+    except SlurmError as error:
+        return JobSnapshot(error=str(error), installed=error.installed)

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpcdist.errors import HpcdistError
+from hpcdist.host.nodelist import expand
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
-from hpcdist.slurm.command_output import parse_count, parse_minutes, parse_text, parse_time
-from hpcdist.slurm.nodelist import expand
+from hpcdist.slurm.output import parse_count, parse_minutes, parse_text, parse_time
 
 #: States of a job whose batch step keeps running.
 _RUNNING = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT")

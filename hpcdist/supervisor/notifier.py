@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
+from hpcdist.config.launch_schema import NotifyConfig
 from hpcdist.config.redaction import redact_text
-from hpcdist.config.schema import NotifyConfig
 from hpcdist.errors import HpcdistError
-from hpcdist.files.atomic import read_json
-from hpcdist.files.private_file import read_private
+from hpcdist.host.files import read_json, read_private
 from hpcdist.run.folder import RunDir, State
 
 URL = "HPCDIST_NOTIFY_WEBHOOK"

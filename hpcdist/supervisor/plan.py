@@ -10,14 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from hpcdist.config.launch_schema import MAX_PER_NODE
 from hpcdist.config.schema import Config, role_device
-from hpcdist.config.schema.checks import MAX_PER_NODE
+from hpcdist.config.topology import DEFAULT_ROLE, Roles, port_for
 from hpcdist.errors import ConfigError
-from hpcdist.machine.facts import num_cores
-from hpcdist.machine.gpus import count_gpus, selected_gpus
-from hpcdist.machine.process_record import PARENT_MODULE, RANK_MODULE, TASK_MODULE
-from hpcdist.rank.roles import DEFAULT_ROLE, Roles
-from hpcdist.rank.topology import port_for
+from hpcdist.host.machine import count_gpus, num_cores, selected_gpus
+from hpcdist.rank.processes import PARENT_MODULE, RANK_MODULE, TASK_MODULE
 
 #: All ranks of a local run communicate over the loopback interface; SECURITY.md lists the listening sockets.
 LOOPBACK = "127.0.0.1"
@@ -60,7 +58,7 @@ class Plan:
         return self.device if self.roles is None else self.devices[self.roles.of_rank(rank)[0]]
 
     def rank_env(self, rank: int, *, job_id: str, attempt: int, master_port: int) -> dict[str, str]:
-        """Return `env` and the variables that define the rank's topology (`rank/topology.py`)."""
+        """Return `env` and the variables that define the rank's topology (`config/topology.py`)."""
         topology = {
             "RANK": rank,
             "WORLD_SIZE": self.num_ranks,

@@ -1,4 +1,4 @@
-"""Progress of the ranks of one attempt, from their heartbeats: hung ranks, stragglers, and the last known steps."""
+"""Progress of the ranks of one attempt, from their heartbeats, and the reporters that show the events of a run."""
 
 from __future__ import annotations
 
@@ -6,22 +6,93 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, Protocol
 
 from hpcdist.config.schema import Config, find_trainer
-from hpcdist.files.atomic import read_json
-from hpcdist.files.bounded_json import parse_json
-from hpcdist.files.log_text import LogTail
-from hpcdist.files.regular_file import open_regular
-from hpcdist.logs import RANK_LINE
-from hpcdist.rank.roles import Roles
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.polling import BEAT_EVERY_S, beat_interval_s, num_due_ranks
+from hpcdist.config.topology import Roles
+from hpcdist.host.files import open_regular, parse_json, read_json
+from hpcdist.host.log_files import RANK_LINE, LogTail
+from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.records import adopt, newest_step, reached_before, resume_point
+from hpcdist.run.status import BEAT_EVERY_S, beat_interval_s, num_due_ranks
 from hpcdist.supervisor.launcher import Ranks
-from hpcdist.supervisor.reporter import Reporter
+from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.stragglers import StragglerEvent, Stragglers
+
+# Reporters receive the events of a supervised run.
+
+
+class Reporter(Protocol):
+    """Receives the events of a run, such as `RunView` in `cli/render.py`, which shows them to a user."""
+
+    def attempt(self, attempt: Attempt, num_ranks: int) -> None:
+        """An attempt begins."""
+
+    def progress(self, beat: Mapping[str, Any]) -> None:
+        """A heartbeat of a rank has arrived."""
+
+    def note(self, text: str) -> None:
+        """The supervisor has a message for the user."""
+
+    def output(self, text: str) -> None:
+        """A script or an own trainer has printed lines."""
+
+    def failure(self, failure: Failure, log: Path) -> None:
+        """An attempt has failed; `log` is that of the first failed rank."""
+
+
+class AdoptingReporter:
+    """Forwards all events, notes where an attempt continues, and adopts the pending config at the first completed step.
+
+    Args:
+        is_script: a plain script has no steps: its first output counts as one.
+    """
+
+    def __init__(self, run: RunDir, report: Reporter, *, is_script: bool = False) -> None:
+        self._is_script = is_script
+        self._run = run
+        self._report = report
+        self._pending = run.next_config.is_file()
+        self.first_step = newest_step(run) or 0
+
+    def attempt(self, attempt: Attempt, num_ranks: int) -> None:
+        self.first_step = newest_step(self._run) or 0
+        self._report.attempt(attempt, num_ranks)
+        if attempt.number > 1:
+            self._report.note(resume_point(self._run, reached_before(attempt), is_script=self._is_script))
+
+    def progress(self, beat: Mapping[str, Any]) -> None:
+        self._progressed(beat.get("step", 0) > self.first_step)
+        self._report.progress(beat)
+
+    def note(self, text: str) -> None:
+        self._report.note(text)
+
+    def output(self, text: str) -> None:
+        self._progressed(self._is_script)
+        self._report.output(text)
+
+    def failure(self, failure: Failure, log: Path) -> None:
+        self._report.failure(failure, log)
+
+    def _progressed(self, has_step: bool) -> None:
+        if self._pending and has_step:
+            adopt(self._run)
+            self._pending = False
+
+
+def log_of(attempt: Attempt, failure: Failure) -> Path:
+    """Return the log file with the details of a failure."""
+    if failure.kind == "unfit":
+        return attempt.preflight.with_suffix(".txt")
+    srun = attempt.path / "srun.log"  # on Slurm only
+    return srun if failure.kind == "not_started" and srun.exists() else attempt.log(failure.rank)
+
+
+# Progress of the ranks of one attempt, from their heartbeats: hung ranks, stragglers, and the last known steps.
 
 log = logging.getLogger(__name__)
 

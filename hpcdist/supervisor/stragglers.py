@@ -1,6 +1,6 @@
 """Straggler detection: nodes, or ranks on a single machine, with a longer data or compute time than the median.
 
-The input is the step timing in the ranks' heartbeats (`rank/telemetry/step_timing.py`). Only ranks of one role are
+The input is the step timing in the ranks' heartbeats (`rank/step_timing.py`). Only ranks of one role are
 compared. Only data time and compute time count, because all ranks of a synchronous step wait for the slowest one, so
 that their step times are equal. A node is as slow as its slowest rank. A straggler is reported after it was slow in
 every window of one minute, because short fluctuations are normal on busy machines.

@@ -1,38 +1,96 @@
-"""The supervisor: starts the attempts of a run and records its final state. Runs on the host, never imports torch.
-
-An attempt is one start of all ranks. The supervisor watches exit codes, heartbeats and requests in the attempt's
-folder, and restarts the ranks from the newest checkpoint after a failure. A separate process ships the journal to
-MLflow; ranks never wait for it.
+"""The supervisor: starts the attempts of a run and records its final state, or obeys a signal to stop. Runs on the
+host, never imports torch.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Protocol
+from types import FrameType
+from typing import Literal, Protocol
 
 from hpcdist.config.schema import Config
+from hpcdist.config.topology import Roles
 from hpcdist.errors import HpcdistError, LeaseLostError, UserMistake
-from hpcdist.files import retry
-from hpcdist.files.atomic import write_json
-from hpcdist.files.log_limit import limit_log
-from hpcdist.rank.roles import Roles
-from hpcdist.run.attempt import Attempt, Request
-from hpcdist.run.attempt_times import AttemptTimes, begin, reached_step, write_times
-from hpcdist.run.folder import RunDir, State, Status
-from hpcdist.run.folder_identity import require_same
-from hpcdist.run.pending_config import settle
-from hpcdist.run.saved_checkpoints import how_stopped
+from hpcdist.host import retry
+from hpcdist.host.files import write_json
+from hpcdist.host.log_files import limit_log
+from hpcdist.run.folder import Attempt, Cause, Request, RunDir, State, Status, require_same
+from hpcdist.run.records import AttemptTimes, begin, how_stopped, reached_step, settle, write_times
+from hpcdist.supervisor.children import ShipperProcess
 from hpcdist.supervisor.launcher import Launcher, NodeChanges
 from hpcdist.supervisor.notifier import Notifier
-from hpcdist.supervisor.reporter import AdoptingReporter, Reporter, log_of
+from hpcdist.supervisor.progress import AdoptingReporter, Reporter, log_of
 from hpcdist.supervisor.restart_policy import Failure, decide, error_text, failed_start, first_failure
-from hpcdist.supervisor.shipper_process import ShipperProcess
-from hpcdist.supervisor.signal_requests import SignalRequests
 from hpcdist.supervisor.watch import Allocation, Watch, none_started
-from hpcdist.tracking.client.uri import redact_uri
+from hpcdist.tracking.uri import redact_uri
+
+# Requests to stop or cancel a run by signals to its supervisor.
+
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class SignalRequests:
+    """Ctrl-C, SIGTERM (docker stop) and SIGHUP (closed terminal) stop a run; a second Ctrl-C cancels it.
+
+    The handler only records the signal; `Watch` writes the request, because file operations do not belong in a signal
+    handler.
+
+    Args:
+        in_job: whether SIGTERM means that Slurm ends the job.
+    """
+
+    def __init__(self, *, in_job: bool = False) -> None:
+        self._in_job = in_job
+        self._name: str | None = None
+        self._num_interrupts = 0
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Install the handlers inside the block. A handler that is replaced meanwhile is not restored."""
+        before = [signal.signal(number, self.on_signal) for number in _NUMBERS]
+        try:
+            yield
+        finally:
+            for number, handler in zip(_NUMBERS, before, strict=True):
+                if signal.getsignal(number) == self.on_signal:
+                    signal.signal(number, handler)
+
+    def request(self) -> Request | None:
+        """Return the request of the signals so far, or None."""
+        if self._name is None:
+            return None
+        action: Literal["stop", "cancel"] = "cancel" if self._num_interrupts > 1 else "stop"
+        cause: Cause = "preemption" if self._in_job and self._name == "SIGTERM" else "signal"
+        return Request(action=action, cause=cause, by=self._name)
+
+    def on_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Note a signal, as its handler; `request` returns the request for it."""
+        self._num_interrupts += number == signal.SIGINT
+        if number == signal.SIGHUP:
+            self._leave_terminal()
+        self._name = signal.Signals(number).name
+        if self._num_interrupts > 1:
+            retry.give_up()
+
+    def _leave_terminal(self) -> None:
+        """Redirect output from the closed terminal to /dev/null: failed writes must not end the run."""
+        with open(os.devnull, "wb") as null:
+            for descriptor in self._terminals:
+                os.dup2(null.fileno(), descriptor)
+
+
+# The supervisor: starts the attempts of a run and records its final state. Runs on the host, never imports torch.
+#
+# An attempt is one start of all ranks. The supervisor watches exit codes, heartbeats and requests in the attempt's
+# folder, and restarts the ranks from the newest checkpoint after a failure. A separate process ships the journal to
+# MLflow; ranks never wait for it.
 
 #: Free disk space that a restart needs for the logs and reports of an attempt.
 ROOM_FOR_RESTART_BYTES = 2**20

@@ -10,14 +10,11 @@ from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 from hpcdist.config.schema import Config
-from hpcdist.run.attempt import Attempt, Request
-from hpcdist.supervisor.hang.activity import Activity, busy_ranks, read_activities
-from hpcdist.supervisor.hang.collect import collect
-from hpcdist.supervisor.hang.flight_records import ranks_text
-from hpcdist.supervisor.hang.summary import Summary
+from hpcdist.run.folder import Attempt, Request
+from hpcdist.supervisor.hang import Activity, Summary, busy_ranks, collect, read_activities
+from hpcdist.supervisor.hang_node import ranks_text
 from hpcdist.supervisor.launcher import NodeChanges, Ranks
-from hpcdist.supervisor.progress import ProgressMonitor
-from hpcdist.supervisor.reporter import Reporter
+from hpcdist.supervisor.progress import ProgressMonitor, Reporter
 from hpcdist.supervisor.restart_policy import Failure, not_started
 
 log = logging.getLogger(__name__)

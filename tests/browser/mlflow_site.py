@@ -13,8 +13,8 @@ from pathlib import Path
 
 from hpcdist_runs import HPCDIST, Runs, finish, unused_port, wait_for
 
-from hpcdist.files.atomic import read_json
-from hpcdist.tracking.client.mlflow_client import open_client
+from hpcdist.host.files import read_json
+from hpcdist.tracking.mlflow_client import open_client
 
 #: Two epochs of 45 steps.
 FINISHED = ["data.batch_size=16", "stop.max_epochs=2", "tracking.register_as=digits-model", "tracking.tags.team=vision"]

@@ -10,9 +10,9 @@ import pytest
 from mlflow_site import Site
 from playwright.sync_api import Locator, Page, expect
 
-from hpcdist.review.causes import CAUSES
+from hpcdist.review.ledger import CAUSES
 from hpcdist.run.lookup import find_runs
-from hpcdist.tracking.pages import links
+from hpcdist.tracking import links
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")

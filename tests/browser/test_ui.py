@@ -14,7 +14,7 @@ from mlflow_site import Site, request_status
 from playwright.sync_api import Locator, Page, expect
 
 import hpcdist
-from hpcdist.files.atomic import read_json
+from hpcdist.host.files import read_json
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")

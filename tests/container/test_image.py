@@ -16,7 +16,7 @@ from containers import BASE, CHECKOUT, UNKNOWN_UID, Containers, last_lines, runs
 from hpcdist_runs import wait_for
 
 import hpcdist
-from hpcdist.files.atomic import read_json
+from hpcdist.host.files import read_json
 from hpcdist.run.folder import RunDir
 
 #: The first test that needs an image builds it.

@@ -19,7 +19,7 @@ import pytest
 from containers import UNKNOWN_UID, Containers, runs_of_other_users
 from postgres_cluster import postgres_cluster
 
-from hpcdist.files.atomic import read_json
+from hpcdist.host.files import read_json
 
 #: The first test that needs an image builds it.
 pytestmark = pytest.mark.timeout(1200)

@@ -13,7 +13,7 @@ from fault_table import Cell
 from hpcdist_runs import TRAINING_METRICS, Descendants, Runs, assert_states_equal, finish, wait_for
 from mlflow_server import Server
 
-from hpcdist.files.atomic import read_json
+from hpcdist.host.files import read_json
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "ddp_mnist.yaml"
 DATA = os.environ.get("HPCDIST_DATA_DIR", "")

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from hpcdist.config.schema import describe
+from hpcdist.config.describe import describe
 
 ROWS = [(path.replace("ROLE", "trainer"), kind) for path, kind, _, _ in describe()]
 KEYS = [path for path, _ in ROWS]

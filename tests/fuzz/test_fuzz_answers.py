@@ -11,10 +11,9 @@ from fuzzing import check_message, fuzz
 from hypothesis import strategies as st
 
 import hpcdist
-from hpcdist.containers.image_probe import probe_outcome
-from hpcdist.containers.images.base_digest import _of
-from hpcdist.containers.images.engine import Engine
-from hpcdist.containers.images.labels import inspected, parse, require_fit
+from hpcdist.containers.images import _of, inspected, parse, require_fit
+from hpcdist.containers.probe import probe_outcome
+from hpcdist.containers.steps import Engine
 from hpcdist.environments.node_copy import _MARK, parse_answers
 from hpcdist.errors import ImageError
 

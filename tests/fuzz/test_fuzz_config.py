@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.written import secrets_of, to_yaml
 from hpcdist.errors import ConfigError
-from hpcdist.run.sweep import make_sweep, parse_axes
+from hpcdist.run.sweeps import make_sweep, parse_axes
 
 
 @pytest.fixture(scope="module")

@@ -15,21 +15,21 @@ from config_strategies import values
 from fuzzing import check_message, fuzz
 from hypothesis import strategies as st
 
-from hpcdist.checkpoint.checkpoint_folder import read_manifest
+from hpcdist.checkpoint.folder import read_manifest
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import HpcdistError
-from hpcdist.files.atomic import read_json, write_json
-from hpcdist.preflight.probe import answer_lines, read_answers
-from hpcdist.preflight.protocol import Link, UnknownPeerError
+from hpcdist.host.files import read_json, write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import holder
 from hpcdist.run.slurm_job import job_of
 from hpcdist.run.status import status_of
-from hpcdist.run.sweep_folder import SweepDir
+from hpcdist.run.sweeps import SweepDir
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
-from hpcdist.tracking.journal.reader import read_records
+from hpcdist.slurm.preflight.mesh import Link, UnknownPeerError
+from hpcdist.slurm.preflight.probe import answer_lines, read_answers
+from hpcdist.tracking.journal import read_records
 
 DEEP = "[" * 3000  # beyond the recursion limit
 JSON_NOISE = st.sampled_from(

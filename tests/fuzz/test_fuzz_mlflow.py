@@ -14,16 +14,15 @@ from fuzzing import check_message, fuzz
 from hypothesis import strategies as st
 from mlflow_replies import Fault, Replies, faults, recording, replayed
 
+from hpcdist.checks.storage import MlflowStore, store_checks
 from hpcdist.config.loading import load_config
 from hpcdist.config.written import to_yaml
-from hpcdist.diagnostics.doctor.mlflow_store import MlflowStore, store_checks
 from hpcdist.errors import TrackingError
-from hpcdist.files.atomic import read_json
+from hpcdist.host.files import read_json
 from hpcdist.run.folder import RunDir
-from hpcdist.run.sweep import make_sweep, parse_axes
-from hpcdist.run.sweep_folder import mark, write_sweep
-from hpcdist.tracking.journal.shipping_state import ShippingState
-from hpcdist.tracking.shipping.shipper import sync
+from hpcdist.run.sweeps import make_sweep, mark, parse_axes, write_sweep
+from hpcdist.tracking.points import ShippingState
+from hpcdist.tracking.shipper import sync
 
 pytestmark = [
     # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates, and its server imports a deprecated module.

@@ -7,13 +7,25 @@ from pathlib import Path
 from fuzzing import check_message, fuzz
 from hypothesis import strategies as st
 
+from hpcdist.config.topology import Topology, port_for
 from hpcdist.errors import TopologyError
+from hpcdist.host.nodelist import expand, expand_tasks
 from hpcdist.rank.device import ranks_on_node
-from hpcdist.rank.topology import Topology, port_for
-from hpcdist.slurm.cluster_nodes import parse_boot_times, parse_node_features, parse_node_states, parse_partitions
-from hpcdist.slurm.command_output import parse_memory_mb, parse_minutes, parse_record, parse_seconds, parse_settings
-from hpcdist.slurm.job_info import JobInfo, parse_sacct, parse_scontrol, parse_squeue
-from hpcdist.slurm.nodelist import expand, expand_tasks
+from hpcdist.slurm.output import (
+    JobInfo,
+    parse_boot_times,
+    parse_memory_mb,
+    parse_minutes,
+    parse_node_features,
+    parse_node_states,
+    parse_partitions,
+    parse_record,
+    parse_sacct,
+    parse_scontrol,
+    parse_seconds,
+    parse_settings,
+    parse_squeue,
+)
 
 RECORDED = sorted(Path(__file__).parents[1].glob("unit/**/slurm_[0-9]*_[0-9]*/*.txt"))
 LINES = [line for path in RECORDED for line in path.read_text().splitlines()]

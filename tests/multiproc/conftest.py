@@ -15,7 +15,7 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database with empty tables."""
     path = tmp_path_factory.mktemp("ready") / "mlflow.db"
     # In a separate process, because the import of MLflow takes seconds and causes warnings.
-    code = "import sys; from hpcdist.tracking.client.mlflow_client import open_client; open_client(sys.argv[1])"
+    code = "import sys; from hpcdist.tracking.mlflow_client import open_client; open_client(sys.argv[1])"
     subprocess.run([sys.executable, "-c", code, f"sqlite:///{path}"], check=True)
     return path
 

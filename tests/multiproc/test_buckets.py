@@ -13,7 +13,7 @@ from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcdist.rank.ddp_buckets import settle_buckets
+from hpcdist.rank.training_loop import settle_buckets
 
 NUM_RANKS = 4
 STEPS = 8

@@ -12,14 +12,14 @@ from hpcdist_runs import assert_states_equal
 from spawn import Rank, spawn_ranks
 from torch import Tensor
 
-from hpcdist.checkpoint.rng_state import rng_state
+from hpcdist.checkpoint.state import rng_state
+from hpcdist.config.topology import Topology
 from hpcdist.errors import PreflightError
-from hpcdist.files.atomic import read_json
+from hpcdist.host.files import read_json
 from hpcdist.rank import collective_check
-from hpcdist.rank.network.collective_timing import Stopwatch
-from hpcdist.rank.network.process_group import Groups
-from hpcdist.rank.topology import Topology
-from hpcdist.run.attempt import Attempt
+from hpcdist.rank.collective_check import Stopwatch
+from hpcdist.rank.process_group import Groups
+from hpcdist.run.folder import Attempt
 
 NUM_RANKS = 3
 CPU = torch.device("cpu")

@@ -13,21 +13,28 @@ import torch.distributed as dist
 from context_scene import new_run, open_context
 from spawn import Rank, spawn_ranks
 
-from hpcdist.bench import overlap
-from hpcdist.bench.comm_config import CommConfig
-from hpcdist.bench.correctness import OperationVariant, check
-from hpcdist.bench.groups import WORLD, Team, make_teams
-from hpcdist.bench.measurement_plan import points
-from hpcdist.bench.operation import Works, run_together
-from hpcdist.bench.operations import OPERATIONS, AllReduce, AllToAll, Barrier, Broadcast
-from hpcdist.bench.patterns import REDUCTIONS
+from hpcdist.bench import CommConfig, measurement_plan
+from hpcdist.bench.measurement_plan import OperationVariant, check, points
+from hpcdist.bench.operations import (
+    OPERATIONS,
+    REDUCTIONS,
+    WORLD,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Ring,
+    Team,
+    Works,
+    make_teams,
+    run_together,
+)
 from hpcdist.bench.results import CheckResult, read_results
-from hpcdist.bench.ring import Ring
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.errors import CommError
-from hpcdist.rank.network.collective_timing import Stopwatch, measure
-from hpcdist.rank.network.process_group import Groups
-from hpcdist.rank.stop_signals import StopFlag
+from hpcdist.rank.collective_check import Stopwatch, measure
+from hpcdist.rank.process_group import Groups
+from hpcdist.rank.processes import StopFlag
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.comm import train
 
@@ -232,7 +239,7 @@ CONFIG = Config(
 def run_benchmark(here: Rank, path: Path, stop_after: int | None = None) -> tuple[int, str]:
     """Run until `stop_after` points or the end; return the number of points and the reason of the end."""
     flag = StopFlag()
-    overlap.SIZES = (4096,)  # within max_bytes
+    measurement_plan.OVERLAP_SIZES = (4096,)  # within max_bytes
     with open_context(here, RunDir(path), CONFIG, flag) as ctx:
         do, count = train.Bench.do, 0
 
@@ -260,7 +267,7 @@ def run_with_wrong_all_reduce(here: Rank, path: Path) -> str:
 
 @pytest.mark.faults
 def test_stopped_benchmark_resumes_with_the_next_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "SIZES", (4096,))
+    monkeypatch.setattr(measurement_plan, "OVERLAP_SIZES", (4096,))
     run = new_run(tmp_path)
     first = spawn_ranks(run_benchmark, 3, path=run.path, stop_after=40)
     assert len({count for count, _ in first}) == 1

@@ -25,12 +25,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from hpcdist.checkpoint.weights import load_weights
-from hpcdist.config.schema import CheckpointConfig, Config, DataConfig, ElasticConfig, LaunchConfig
+from hpcdist.checkpoint.state import load_weights
+from hpcdist.config.launch_schema import CheckpointConfig, LaunchConfig
+from hpcdist.config.schema import Config, DataConfig, ElasticConfig
 from hpcdist.errors import CheckpointError, ConfigError
-from hpcdist.rank.stop_signals import StopFlag
+from hpcdist.rank.processes import StopFlag
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal.reader import read_records
+from hpcdist.tracking.journal import read_records
 
 CONFIG = Config(seed=5, checkpoint=CheckpointConfig(every_steps=4))
 

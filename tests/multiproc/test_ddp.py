@@ -16,9 +16,9 @@ from spawn import Rank, spawn_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from hpcdist.checkpoint.weights import load_weights
+from hpcdist.checkpoint.state import load_weights
+from hpcdist.config.launch_schema import CheckpointConfig, TrackingConfig
 from hpcdist.config.schema import (
-    CheckpointConfig,
     Config,
     DataConfig,
     ModelConfig,
@@ -26,16 +26,14 @@ from hpcdist.config.schema import (
     PrecisionConfig,
     ScheduleConfig,
     StopConfig,
-    TrackingConfig,
 )
-from hpcdist.data.batches import PreloadedSplit
-from hpcdist.data.loading import ImageData, load_datasets
-from hpcdist.models.image import SimpleCNN
+from hpcdist.data.loading import ImageData, PreloadedSplit, load_datasets
+from hpcdist.data.models import SimpleCNN
 from hpcdist.rank.context import Context
-from hpcdist.rank.optimizer import build_optimizer, lr_factor, set_lr
-from hpcdist.rank.seeding import seed_everything
+from hpcdist.rank.device import seed_everything
+from hpcdist.rank.training_loop import build_optimizer, lr_factor, set_lr
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal.reader import read_records
+from hpcdist.tracking.journal import read_records
 from hpcdist.trainers.ddp import train
 
 #: For two ranks. One rank with twice the batch size has the same samples in each step.

@@ -22,21 +22,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from hpcdist.checkpoint.weights import load_weights
-from hpcdist.config.schema import (
-    Config,
-    DataConfig,
-    ElasticConfig,
-    OptimConfig,
-    PrecisionConfig,
-    StopConfig,
-    TrackingConfig,
-)
-from hpcdist.rank.elastic.division import Division
-from hpcdist.rank.elastic.micro_batches import MicroBatches, sum_over_ranks
-from hpcdist.rank.elastic.summation import Exchange, PartialSums
+from hpcdist.checkpoint.state import load_weights
+from hpcdist.config.launch_schema import TrackingConfig
+from hpcdist.config.schema import Config, DataConfig, ElasticConfig, OptimConfig, PrecisionConfig, StopConfig
+from hpcdist.rank.elastic import Division, Exchange, MicroBatches, PartialSums, sum_over_ranks
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal.reader import read_records
+from hpcdist.tracking.journal import read_records
 from hpcdist.trainers.ddp import train
 
 #: In the last step of an epoch only one of eight micro-batches has samples, so that two of three ranks have none.

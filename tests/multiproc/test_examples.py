@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hpcdist_runs import Runs
 
-from hpcdist.checkpoint.weights import load_weights
+from hpcdist.checkpoint.state import load_weights
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -22,17 +22,15 @@ from hpcdist_runs import Runs, assert_states_equal, finish
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
+from hpcdist.checkpoint.state import load_weights
 from hpcdist.checkpoint.store import CheckpointStore
-from hpcdist.checkpoint.weights import load_weights
-from hpcdist.config.schema import CheckpointConfig, Config, OptimConfig, StopConfig, TrackingConfig
+from hpcdist.config.launch_schema import CheckpointConfig, TrackingConfig
+from hpcdist.config.schema import Config, OptimConfig, StopConfig
 from hpcdist.run.folder import RunDir
-from hpcdist.trainers.hybrid import train
+from hpcdist.trainers.hybrid import HybridConfig, train
 from hpcdist.trainers.hybrid.click_logs import Clicks, batches
-from hpcdist.trainers.hybrid.click_model import ClickModel
-from hpcdist.trainers.hybrid.data_shares import load_clicks
-from hpcdist.trainers.hybrid.schema import HybridConfig
-from hpcdist.trainers.hybrid.tables import Layout, TableShard, fill_initial
-from hpcdist.trainers.hybrid.units import LookupPlan
+from hpcdist.trainers.hybrid.tables import Layout, LookupPlan, TableShard, fill_initial
+from hpcdist.trainers.hybrid.train import ClickModel, load_clicks
 
 TABLES = {"user": 50, "item": 7, "tag": 1}
 #: Few rows of two batches are equal.
@@ -309,7 +307,7 @@ def test_run_learns_and_exports_a_plain_model(runs: Runs, control: str) -> None:
     model = runs.run_dir(control).model
     code = (
         "import sys, torch, mlflow\n"
-        "from hpcdist.checkpoint.weights import load_weights\n"
+        "from hpcdist.checkpoint.state import load_weights\n"
         "model, weights = mlflow.pytorch.load_model(sys.argv[1]), load_weights(sys.argv[2])\n"
         "assert {name: tuple(value.shape) for name, value in weights.items()} == "
         "{name: tuple(value.shape) for name, value in model.state_dict().items()}\n"

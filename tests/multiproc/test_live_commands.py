@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from hpcdist_runs import HPCDIST, Runs, finish, unused_port, wait_for
 
-from hpcdist.files.atomic import read_json
+from hpcdist.host.files import read_json
 
 COMMANDS = "tracking.commands=[stop,save,profile]"
 #: Limit of each wait: on a loaded machine, a pass of the shipper takes minutes.
@@ -50,7 +50,7 @@ def step_of(runs: Runs, name: str, rank: int = 0) -> int:
 def set_tag(database: Path, run_id: str, value: str) -> None:
     """Set the tag in a database, as MLflow's UI on it does."""
     code = (
-        "import sys; from hpcdist.tracking.client.mlflow_client import open_client;"
+        "import sys; from hpcdist.tracking.mlflow_client import open_client;"
         " open_client(sys.argv[1]).set_tag(sys.argv[2], 'hpcdist.command', sys.argv[3])"
     )
     subprocess.run([HPCDIST.with_name("python"), "-c", code, f"sqlite:///{database}", run_id, value], check=True)

@@ -18,8 +18,8 @@ import pytest
 import torch
 from hpcdist_runs import LAST_STEP, Runs, unused_port, wait_for
 
-from hpcdist.checkpoint.weights import load_weights
-from hpcdist.models.image import build_model
+from hpcdist.checkpoint.state import load_weights
+from hpcdist.data.models import build_model
 
 pytestmark = pytest.mark.processes
 

@@ -17,20 +17,18 @@ from context_scene import new_run, open_context
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
-from hpcdist.checkpoint.weights import load_weights
+from hpcdist.checkpoint.state import load_weights
 from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, TrainerConfig
+from hpcdist.data.models import build_model
 from hpcdist.errors import PeerLost, RemoteError
-from hpcdist.models.image import build_model
 from hpcdist.rank.context import Context
-from hpcdist.rank.network.rpc import rpc_group
+from hpcdist.rank.rpc import rpc_group
 from hpcdist.run.folder import RunDir
-from hpcdist.trainers.pipeline import train, tuning
-from hpcdist.trainers.pipeline.engines import RpcEngine
-from hpcdist.trainers.pipeline.schema import PipelineConfig
-from hpcdist.trainers.pipeline.setup import open_stage
-from hpcdist.trainers.pipeline.stage_checkpoint import stage_shard
+from hpcdist.trainers.pipeline import PipelineConfig, train
+from hpcdist.trainers.pipeline import stages as pipeline_stages
+from hpcdist.trainers.pipeline.engine import Inbox, RpcEngine, Wire
 from hpcdist.trainers.pipeline.stages import Stage, cut_after, unit_names, use_onednn_for_pointwise
-from hpcdist.trainers.pipeline.wire import Inbox, Wire
+from hpcdist.trainers.pipeline.train import open_stage, stage_shard
 
 SIZE, NUM_MICRO_BATCHES = 8, 4
 CUTS = {2: ["layer2"], 3: ["layer1.0", "layer3"]}
@@ -225,7 +223,7 @@ def choose_twice(here: Rank, path: Path) -> tuple[int, int, list[str]]:
             shard=stage_shard(setup.stage, setup.optimizer),
         )
         ctx.close()
-    tuning.CANDIDATES = (chosen % 8 * 2 or 1,)
+    pipeline_stages.CANDIDATES = (chosen % 8 * 2 or 1,)
     with open_context(here, RunDir(path), AUTO) as ctx, open_stage(ctx, AUTO) as setup:
         return chosen, train.select_micro_batches(ctx, AUTO, setup), changed
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hpcdist_runs import TRAINING_METRICS, Runs, assert_states_equal, finish
 
-from hpcdist.checkpoint.weights import load_weights
-from hpcdist.models.image import build_model
+from hpcdist.checkpoint.state import load_weights
+from hpcdist.data.models import build_model
 
 #: 22 steps per epoch; checkpoints at 15, 22, 30 and 44.
 SMALL = [

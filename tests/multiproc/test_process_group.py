@@ -19,11 +19,12 @@ import torch.distributed as dist
 from hpcdist_runs import unused_port
 from spawn import Rank, rank_env, spawn_ranks
 
-from hpcdist.config.schema import Config, LaunchConfig
+from hpcdist.config.launch_schema import LaunchConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.topology import Topology
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import RendezvousError
-from hpcdist.rank.network.process_group import deadline, open_store, process_groups
-from hpcdist.rank.topology import Topology
+from hpcdist.rank.process_group import deadline, open_store, process_groups
 from hpcdist.run.folder import RunDir
 
 CPU = torch.device("cpu")

@@ -15,18 +15,18 @@ from context_scene import new_run, open_context
 from hpcdist_runs import Runs, assert_states_equal, finish
 from spawn import Rank, spawn_ranks
 
+from hpcdist.checkpoint.state import load_weights
 from hpcdist.checkpoint.store import CheckpointStore
-from hpcdist.checkpoint.weights import load_weights
-from hpcdist.config.schema import CheckpointConfig, Config, OptimConfig, StopConfig
-from hpcdist.rank.optimizer import build_optimizer
-from hpcdist.rank.seeding import seed_everything
+from hpcdist.config.launch_schema import CheckpointConfig
+from hpcdist.config.schema import Config, OptimConfig, StopConfig
+from hpcdist.rank.device import seed_everything
+from hpcdist.rank.training_loop import build_optimizer
 from hpcdist.run.folder import RunDir
-from hpcdist.trainers.rl import train
+from hpcdist.trainers.rl import RlConfig, train
 from hpcdist.trainers.rl.environments import Problem
+from hpcdist.trainers.rl.observers import Collector, Rollout
 from hpcdist.trainers.rl.policy import Actor
-from hpcdist.trainers.rl.ppo import learn
-from hpcdist.trainers.rl.rollouts import Collector, Rollout
-from hpcdist.trainers.rl.schema import RlConfig
+from hpcdist.trainers.rl.train import learn
 
 NUM_UPDATES = 4
 

@@ -18,15 +18,16 @@ from hpcdist_runs import Runs, assert_no_ports, assert_states_equal, finish, lis
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
-from hpcdist.checkpoint.weights import load_weights
-from hpcdist.config.schema import CheckpointConfig, Config, OptimConfig, StopConfig, TrackingConfig
-from hpcdist.rank.optimizer import build_optimizer
+from hpcdist.checkpoint.state import load_weights
+from hpcdist.config.launch_schema import CheckpointConfig, TrackingConfig
+from hpcdist.config.schema import Config, OptimConfig, StopConfig
+from hpcdist.rank.training_loop import build_optimizer
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal.reader import read_records
+from hpcdist.tracking.journal import read_records
+from hpcdist.trainers.rnn import RnnConfig
 from hpcdist.trainers.rnn import train as rnn
-from hpcdist.trainers.rnn.language_model import LanguageModel
-from hpcdist.trainers.rnn.schema import RnnConfig
 from hpcdist.trainers.rnn.text import Columns, Corpus, load_corpus
+from hpcdist.trainers.rnn.train import LanguageModel
 
 TESTS = Path(__file__).resolve().parents[1]
 ATTACKER = str(TESTS / "support" / "attacker.py")

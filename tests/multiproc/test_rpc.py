@@ -17,10 +17,11 @@ import torch
 from context_scene import new_run, open_context
 from spawn import Rank, spawn_ranks
 
-from hpcdist.config.schema import Config, LaunchConfig
+from hpcdist.config.launch_schema import LaunchConfig
+from hpcdist.config.schema import Config
 from hpcdist.errors import PeerLost, RemoteError
 from hpcdist.rank.context import Context
-from hpcdist.rank.network.rpc import RpcGroup, rpc_group
+from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.run.folder import RunDir
 
 NAMES = ["agent:0", "observer:0", "observer:1"]

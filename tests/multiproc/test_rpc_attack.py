@@ -21,10 +21,11 @@ from context_scene import SINGLE_RANK, new_run, open_context
 from hpcdist_runs import listening
 from spawn import Rank, spawn_ranks
 
-from hpcdist.config.schema import Config, LaunchConfig
+from hpcdist.config.launch_schema import LaunchConfig
+from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError, HpcdistError
-from hpcdist.rank.network.curve import CurveKeys
-from hpcdist.rank.network.rpc import rpc_group
+from hpcdist.rank.rendezvous_store import CurveKeys
+from hpcdist.rank.rpc import rpc_group
 from hpcdist.run.folder import RunDir
 
 NOBODY = 65534
@@ -179,7 +180,7 @@ def open_torch_rpc(here: Rank, path: Path) -> None:
 
 def load_unsigned(here: Rank, path: Path) -> str:
     """Start torch's RPC with a pickler that checks nothing, as after a change in torch; return the error."""
-    from hpcdist.rank.network import rpc_torch
+    from hpcdist.rank import rpc_torch
 
     rpc_torch._SignedPickler = lambda _: rpc_torch.internal._InternalRPCPickler()  # type: ignore[assignment,misc]
     with open_context(here, RunDir(path), Config(launch=LaunchConfig(rpc="torch"))) as ctx:

@@ -13,14 +13,15 @@ import torch
 from context_scene import new_run, open_context
 from spawn import Rank, spawn_ranks
 
+from hpcdist.checkpoint.state import load_weights
 from hpcdist.checkpoint.store import CheckpointStore
-from hpcdist.checkpoint.weights import load_weights
-from hpcdist.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, OptimConfig, StopConfig
+from hpcdist.config.launch_schema import CheckpointConfig
+from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, StopConfig
 from hpcdist.run.folder import RunDir
-from hpcdist.trainers.hybrid.schema import HybridConfig
-from hpcdist.trainers.pipeline.schema import PipelineConfig
-from hpcdist.trainers.rl.schema import RlConfig
-from hpcdist.trainers.rnn.schema import RnnConfig
+from hpcdist.trainers.hybrid import HybridConfig
+from hpcdist.trainers.pipeline import PipelineConfig
+from hpcdist.trainers.rl import RlConfig
+from hpcdist.trainers.rnn import RnnConfig
 
 SERVERS = {"trainer": 2, "parameter_server": 2}
 RL: dict[str, Any] = {"num_envs": 4, "num_rollout_steps": 32, "num_eval_episodes": 3}

@@ -14,10 +14,10 @@ import pytest
 from hpcdist_runs import HOLD_OVERRIDES, TRAINING, Runs, assert_equals_control, finish, unused_port, wait_for
 
 from hpcdist.checkpoint.store import CheckpointStore
-from hpcdist.files.atomic import read_json
+from hpcdist.host.files import read_json
 from hpcdist.review.facts import read_facts
 from hpcdist.review.ledger import read_ledger
-from hpcdist.supervisor.hang.node import py_spy
+from hpcdist.supervisor.hang_node import py_spy
 
 COUNTING = ["trainer=counting:train", "checkpoint.every_steps=10"]
 #: Do not wait for the shipper.

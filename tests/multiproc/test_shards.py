@@ -12,8 +12,7 @@ from spawn import Rank, spawn_ranks
 from torch import nn
 from torch.distributed import HashStore, PrefixStore
 
-from hpcdist.checkpoint.shards import Shard, ShardExchange, merge
-from hpcdist.checkpoint.weights import load_weights
+from hpcdist.checkpoint.state import Shard, ShardExchange, load_weights, merge
 from hpcdist.config.schema import Config
 from hpcdist.errors import CheckpointError
 from hpcdist.run.folder import RunDir

@@ -23,14 +23,12 @@ from hpcdist_runs import unused_port
 from spawn import Rank, spawn_ranks
 from torch.distributed import DistStoreError, FileStore, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
+from hpcdist.config.topology import Topology
 from hpcdist.errors import HpcdistError, RendezvousError
-from hpcdist.rank.network import own_sockets, peer_admission
-from hpcdist.rank.network.curve import CurveKeys
-from hpcdist.rank.network.peer_admission import _AdmittingGloo, admit_group, guard_gloo
-from hpcdist.rank.network.process_group import open_store
-from hpcdist.rank.network.rendezvous_store import SOCKET_NAME, Meeting, RendezvousStore
-from hpcdist.rank.network.rpc_torch import _SignedPickler
-from hpcdist.rank.topology import Topology
+from hpcdist.rank import process_group
+from hpcdist.rank.process_group import _AdmittingGloo, admit_group, guard_gloo, open_store
+from hpcdist.rank.rendezvous_store import SOCKET_NAME, CurveKeys, Meeting, RendezvousStore
+from hpcdist.rank.rpc_torch import _SignedPickler
 
 KEY, OTHER = bytes(32), bytes([1] * 32)
 HERE = "127.0.0.1"
@@ -63,12 +61,12 @@ def use_plain_socket(endpoint: str) -> bool:
 
 
 def test_store_of_one_machine_has_no_port_and_one_user() -> None:
-    before = own_sockets.inodes()
+    before = process_group.inodes()
     folder = Path(tempfile.mkdtemp(dir="/tmp"))  # its parent folder is open to all users
     ours, theirs = (store_at(folder, 1, rank=rank, num_nodes=1) for rank in range(2))
     ours.set("key", "value" * 100_000)
     assert theirs.get("key") == b"value" * 100_000
-    with own_sockets.tcp_sockets() as found:
+    with process_group.tcp_sockets() as found:
         assert not [own for own in found if own.inode not in before]
     path = str(folder / SOCKET_NAME)
     assert as_other_user(lambda: socket.socket(socket.AF_UNIX).connect(path)).startswith("PermissionError")
@@ -153,11 +151,11 @@ def survive_connections(here: Rank) -> tuple[int, float]:
     ports: set[int] = set()
 
     def note_ports(store: Store, rank: int, size: int, before: frozenset[int], error: str) -> None:
-        with own_sockets.tcp_sockets() as found:
+        with process_group.tcp_sockets() as found:
             ports.update(own.local[1] for own in found if own.peer is None and own.inode not in before)
         admit_group(store, rank, size, before, error)
 
-    peer_admission.admit_group = note_ports
+    process_group.admit_group = note_ports
     first, second = (dist.new_group(backend="gloo") for _ in range(2))
 
     def attack() -> int:
@@ -191,7 +189,7 @@ class AttackedStore(Store):
 
     def __init__(self, inner: Store, attacks: list[list[bytes]]) -> None:
         super().__init__()
-        self.inner, self.attacks, self.known = inner, attacks, own_sockets.inodes()
+        self.inner, self.attacks, self.known = inner, attacks, process_group.inodes()
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork() == 0:
             self.control.close()
@@ -201,7 +199,7 @@ class AttackedStore(Store):
         self.num_sent = 0
 
     def set(self, key: str, value: Any) -> None:
-        with own_sockets.tcp_sockets() as found:
+        with process_group.tcp_sockets() as found:
             ports = {own.local[1]: own.inode for own in found if own.peer is None and own.inode not in self.known}
         if ports and self.attacks:
             self.known |= set(ports.values())
@@ -243,8 +241,8 @@ NUMBERS = [number.to_bytes(8, "little") for number in range(4)]
 
 def create_attacked_groups(here: Rank) -> tuple[float, list[int], list[int]]:
     """Create a group that is attacked three times, and one that is attacked each time."""
-    peer_admission.NUM_ATTEMPTS = 4
-    before, sums, num_sent, num_sockets = own_sockets.inodes(), [], [], []
+    process_group.NUM_ATTEMPTS = 4
+    before, sums, num_sent, num_sockets = process_group.inodes(), [], [], []
     shared = FileStore(str(here.folder / "store"), here.world_size)
     wrong, occupying, longer = [b"12345678"], NUMBERS, [number + b"\xff" * 56 for number in NUMBERS]
     for name, attacks in (("three", [wrong, occupying, longer]), ("always", [[b"x"]] * 5)):
@@ -254,7 +252,7 @@ def create_attacked_groups(here: Rank) -> tuple[float, list[int], list[int]]:
             group.allreduce(total := torch.ones(1)).wait()
             sums.append(total.item())
         num_sent.append(store.num_sent)
-        num_sockets.append(len(own_sockets.inodes() - before))
+        num_sockets.append(len(process_group.inodes() - before))
     dist.barrier()  # a rank that ends closes the connections of the others
     assert len(sums) == 1
     return sums[0], num_sent, num_sockets
@@ -282,7 +280,7 @@ def test_foreign_connection_to_a_group_is_refused_and_fails_it_after_sending_dat
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for data in (b"", b"12345678"):
-        before = own_sockets.inodes()
+        before = process_group.inodes()
         with socket.create_server((HERE, 0)) as listener, socket.socket() as peer, socket.socket() as foreign:
             peer.connect(address := listener.getsockname())
             accepted = [listener.accept()[0]]

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from spawn import Rank, spawn_ranks
 
-from hpcdist.rank.stop_agreement import REQUEST_INTERVAL_S, StopAgreement
-from hpcdist.rank.stop_signals import StopFlag
+from hpcdist.rank.processes import StopFlag
+from hpcdist.rank.stopping import REQUEST_INTERVAL_S, StopAgreement
 
 REQUEST_AT = 6
 MAX_STEPS = 200_000

@@ -14,10 +14,11 @@ from context_scene import new_run, open_context
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
-from hpcdist.config.schema import Config, TrackingConfig
-from hpcdist.files.atomic import read_json
+from hpcdist.config.launch_schema import TrackingConfig
+from hpcdist.config.schema import Config
+from hpcdist.host.files import read_json
 from hpcdist.rank.context import Context
-from hpcdist.rank.telemetry.step_timing import Totals
+from hpcdist.rank.step_timing import Totals
 from hpcdist.run.folder import RunDir
 
 SLOW_S = 0.1

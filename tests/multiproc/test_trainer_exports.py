@@ -14,11 +14,11 @@ import torch
 from hpcdist_runs import Runs
 from torch import nn
 
-from hpcdist.checkpoint.weights import load_weights
-from hpcdist.models.image import build_model
-from hpcdist.trainers.hybrid.click_model import ClickModel
+from hpcdist.checkpoint.state import load_weights
+from hpcdist.data.models import build_model
+from hpcdist.trainers.hybrid.train import ClickModel
 from hpcdist.trainers.rl.policy import Policy
-from hpcdist.trainers.rnn.language_model import LanguageModel
+from hpcdist.trainers.rnn.train import LanguageModel
 
 #: Half a minute each.
 pytestmark = pytest.mark.faults

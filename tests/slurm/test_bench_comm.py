@@ -11,9 +11,8 @@ import pytest
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
-from hpcdist.bench.bottleneck import bottleneck
-from hpcdist.bench.results import read_results
-from hpcdist.devcluster.nodes import slow_node
+from hpcdist.bench.results import bottleneck, read_results
+from hpcdist.devcluster.cluster import slow_node
 
 FOUR_NODES = ("--cluster", "devcluster", "cluster.nodes=4", "cluster.tasks_per_node=1", "preflight=off")
 SLOW = "n3"

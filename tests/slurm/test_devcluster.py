@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from slurm_cluster import DevCluster
 
-from hpcdist.devcluster import argv, cgroups, cluster, host, nodes, processes, render
+from hpcdist.devcluster import cluster, host, settings
 from hpcdist.devcluster.settings import HOST, LINK
 
 NAMES = ["n1", "n2", "n3", "n4"]
@@ -140,7 +140,7 @@ def test_killed_node_is_marked_down_and_can_be_restarted(devcluster: DevCluster)
     devcluster.wait_job_state(job, "RUNNING")
     done = devcluster.hpcdist("devcluster", "node", "kill", "n4")
     assert done.returncode == 0, done.stderr
-    assert processes.node_members(devcluster.layout, devcluster.settings)["n4"] == []
+    assert host.node_members(devcluster.layout, devcluster.settings)["n4"] == []
     assert cluster.status(devcluster.layout).dead == ("slurmd-n4",)
     devcluster.wait_until(lambda: state() == "down*", "Slurm marks the node as down")
     assert devcluster.job(job)["JobState"] == "NODE_FAIL"
@@ -160,7 +160,7 @@ def send_to_node(devcluster: DevCluster, name: str, num_bytes: int) -> float:
         "import socket, sys, time; s = socket.create_connection((sys.argv[1], 9999)); start = time.monotonic()\n"
         f"s.sendall(bytes({num_bytes})); s.recv(1); print(time.monotonic() - start)"
     )
-    command = argv.on_node(devcluster.layout, name, [sys.executable, "-c", receive])
+    command = settings.on_node(devcluster.layout, name, [sys.executable, "-c", receive])
     with subprocess.Popen(command, stdout=subprocess.PIPE) as receiver:
         assert receiver.stdout is not None
         receiver.stdout.readline()
@@ -168,12 +168,12 @@ def send_to_node(devcluster: DevCluster, name: str, num_bytes: int) -> float:
 
 
 def test_slow_node_limits_the_bandwidth_of_one_node_and_restores_it(devcluster: DevCluster) -> None:
-    nodes.slow_node(devcluster.layout, "n2", rate_mbit=2)
+    cluster.slow_node(devcluster.layout, "n2", rate_mbit=2)
     try:
         slow_s = send_to_node(devcluster, "n2", 600_000)
         other_s = send_to_node(devcluster, "n3", 600_000)
     finally:
-        nodes.slow_node(devcluster.layout, "n2")
+        cluster.slow_node(devcluster.layout, "n2")
     full_s = send_to_node(devcluster, "n2", 600_000)
     assert slow_s > 1.5  # 600 kB less the burst, at 2 Mbit/s
     assert full_s < slow_s / 2
@@ -249,14 +249,14 @@ def test_down_removes_everything_even_with_running_jobs(devcluster: DevCluster) 
 
 @pytest.mark.slow
 def test_cluster_that_tracks_processes_by_cgroups(devcluster: DevCluster) -> None:
-    if not cgroups.are_usable():
+    if not host.are_usable():
         pytest.skip("root cannot create cgroups of version 1 on this machine")
     layout = devcluster.layout
     cluster.down(layout)
     try:
         cluster.up(layout, {"num_nodes": 1}, env={})
         assert "proctrack/cgroup" in devcluster.run("scontrol", "show", "config"), "the default"
-        own = cgroups.ROOT / cgroups.FREEZER / layout.cgroup_name.read_text()
+        own = host.ROOT / host.FREEZER / layout.cgroup_name.read_text()
         devcluster.sbatch("sleep 600")
         devcluster.wait_until(lambda: list(own.rglob("step_batch")), "the batch step has a cgroup")
         cluster.down(layout)
@@ -283,7 +283,7 @@ def test_down_cleans_up_after_killed_daemons_and_an_interrupted_up(devcluster: D
                 time.sleep(0.01)
             up.kill()
         assert left_behind(devcluster) != []
-        assert render.BEGIN not in host.HOSTS.read_text(), "up was killed before it changed /etc/hosts"
+        assert settings.BEGIN not in host.HOSTS.read_text(), "up was killed before it changed /etc/hosts"
         cluster.down(layout)
         assert left_behind(devcluster) == []
     finally:

@@ -15,7 +15,7 @@ from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 from test_devcluster import left_behind
 
-from hpcdist.devcluster import cluster, nodes
+from hpcdist.devcluster import cluster
 
 #: Runtime, the form of the image, and the further options of `up`.
 CASES = {
@@ -77,8 +77,8 @@ def test_run_in_containers(
     slurm_runs.assert_finished_as(name, job, slurm_control)
     assert slurm_runs.hosts(name) == ["n1", "n1", "n2", "n2"]
 
-    nodes.kill_node(stopped.layout, "n2")
-    nodes.start_node(stopped.layout, "n2")
+    cluster.kill_node(stopped.layout, "n2")
+    cluster.start_node(stopped.layout, "n2")
     stopped.restore_nodes()
     job = slurm_runs.submit(f"{name}-again", *container)
     slurm_runs.assert_finished_as(f"{name}-again", job, slurm_control)

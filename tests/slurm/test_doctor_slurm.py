@@ -13,7 +13,7 @@ from slurm_runs import SlurmRuns
 
 from hpcdist.config.loading import load_config
 from hpcdist.devcluster import cluster
-from hpcdist.files.atomic import write_json
+from hpcdist.host.files import write_json
 from hpcdist.run import create
 
 DRAINED = "bad DIMM in slot 4"

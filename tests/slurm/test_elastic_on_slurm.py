@@ -13,10 +13,10 @@ from sample_audit import assert_each_sample_counts_once
 from slurm_cluster import WAIT_S
 from slurm_runs import SlurmRuns
 
-from hpcdist.devcluster import nodes
-from hpcdist.files.atomic import read_json
-from hpcdist.run.attempt_times import read_times
+from hpcdist.devcluster import cluster as devcluster_cluster
+from hpcdist.host.files import read_json
 from hpcdist.run.folder import ENDED
+from hpcdist.run.records import read_times
 
 #: One rank on each node; one epoch of 60 steps. A step takes at least `pace_s`, so that the run outlasts the faults.
 ELASTIC = [
@@ -91,7 +91,7 @@ def hosts(runs: SlurmRuns, name: str) -> list[list[str]]:
 
 def kill(runs: SlurmRuns, *names: str) -> None:
     for name in names:
-        nodes.kill_node(runs.cluster.layout, name)
+        devcluster_cluster.kill_node(runs.cluster.layout, name)
 
 
 def assert_finished(runs: SlurmRuns, name: str, job: str, control: str, cell: Cell) -> None:
@@ -163,7 +163,7 @@ def test_run_shrinks_and_grows_with_its_nodes(runs: SlurmRuns, control: str, cel
     kill(runs, "n3")
     wait_step(runs, name, 2, 1)
     assert cluster.job(job)["NumNodes"] == "4", "Slurm has not noticed it"
-    nodes.start_node(cluster.layout, "n3")
+    devcluster_cluster.start_node(cluster.layout, "n3")
     wait_step(runs, name, 3, 3)
     assert cluster.job(job)["Restarts"] == "0", "the same allocation"
     high = cluster.sbatch("sleep 3600", "--partition=high", "--exclusive", "--nodelist=n1,n2")
@@ -197,7 +197,7 @@ def test_run_goes_back_into_the_queue_if_too_few_nodes_remain(runs: SlurmRuns, c
     kill(runs, "n2", "n3", "n4")
     runs.wait_requeued(name)
     for node in ("n2", "n3", "n4"):
-        nodes.start_node(runs.cluster.layout, node)
+        devcluster_cluster.start_node(runs.cluster.layout, node)
     runs.start_now(job)
     assert_finished(runs, name, job, control, cell)
     assert len(hosts(runs, name)[-1]) >= 2
@@ -243,7 +243,7 @@ def test_node_that_is_lost_twice_is_not_used_again(runs: SlurmRuns, control: str
     for attempt in (2, 4):
         kill(runs, "n3")
         wait_step(runs, name, attempt, 1)
-        nodes.start_node(runs.cluster.layout, "n3")
+        devcluster_cluster.start_node(runs.cluster.layout, "n3")
         if attempt == 2:
             wait_step(runs, name, 3, 3)
     assert_finished(runs, name, job, control, cell)

@@ -15,9 +15,8 @@ from hpcdist_runs import wait_for
 from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, SlurmRuns
 
-from hpcdist.environments.loaded_modules import has_modules
-from hpcdist.environments.rank_environment import user_folder
-from hpcdist.files.atomic import read_json
+from hpcdist.environments.rank_environment import has_modules, user_folder
+from hpcdist.host.files import read_json
 
 pytestmark = [
     pytest.mark.faults,

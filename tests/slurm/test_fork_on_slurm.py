@@ -10,7 +10,7 @@ import psutil
 import pytest
 from slurm_faults import FaultScene
 
-from hpcdist.machine.process_record import PARENT_MODULE
+from hpcdist.rank.processes import PARENT_MODULE
 
 FORK = "cluster.fork=true"
 #: The GPUs of the dev cluster are not real.

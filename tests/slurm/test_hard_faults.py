@@ -11,7 +11,7 @@ import pytest
 from hpcdist_runs import wait_for
 from slurm_faults import FaultScene
 
-from hpcdist.devcluster import nodes
+from hpcdist.devcluster import cluster
 
 #: A short timeout, but long enough for four ranks to import torch on two cores.
 SHORT_TIMEOUT = "launch.hang_timeout_s=60"
@@ -133,7 +133,7 @@ def test_run_waits_for_the_dead_node_where_no_spare_exists(scene: FaultScene) ->
     scene.submit_held("node dead, comes back", SHORT_TIMEOUT)
     scene.kill_node("n2")
     scene.cluster.wait_until(lambda: scene.num_starts() == 2, "the job is queued again")
-    nodes.start_node(scene.cluster.layout, "n2")
+    cluster.start_node(scene.cluster.layout, "n2")
     scene.wait_restarted()
     scene.assert_recovered_from_checkpoint()
     assert scene.runs.hosts(scene.name, 2) == ["n1", "n1", "n2", "n2"]

@@ -13,10 +13,10 @@ from hpcdist_runs import HOLD_STEP, wait_for
 from slurm_cluster import WAIT_S
 from slurm_runs import NUM_RANKS, SlurmRuns
 
-from hpcdist.devcluster import nodes
-from hpcdist.files.atomic import read_json
+from hpcdist.devcluster import cluster as devcluster_cluster
+from hpcdist.host.files import read_json
 from hpcdist.review.ledger import Entry
-from hpcdist.run.attempt_times import read_times
+from hpcdist.run.records import read_times
 
 NAME = "three-faults"
 
@@ -55,7 +55,7 @@ def test_ledger_of_a_run_with_three_faults_equals_accounting(runs: SlurmRuns) ->
     first = runs.state(NAME).attempt
     wait_step(runs, first, HOLD_STEP + 60)
 
-    nodes.kill_node(cluster.layout, "n2")
+    devcluster_cluster.kill_node(cluster.layout, "n2")
     cluster.wait_until(lambda: int(cluster.job(job)["Restarts"]) >= 2, "the job is queued again")
     if cluster.job(job)["JobState"] == "PENDING":
         runs.start_now(job)

@@ -17,7 +17,7 @@ from slurm_faults import FaultScene
 
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.devcluster.settings import HOST
-from hpcdist.files.atomic import read_json
+from hpcdist.host.files import read_json
 
 DOWN_S = 60.0
 #: Minimum duration of a step, so that the run outlasts the outage.

@@ -16,8 +16,8 @@ from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
 import hpcdist
-from hpcdist.devcluster import argv, nodes, processes
-from hpcdist.files.atomic import read_json
+from hpcdist.devcluster import cluster, host, settings
+from hpcdist.host.files import read_json
 from hpcdist.run.folder import State
 
 BAD = "n3"
@@ -35,7 +35,7 @@ class Faults:
 
     def on_node(self, *command: str) -> str:
         """Run a command with the network and the mounts of the bad node."""
-        pid = processes.pid_of(self._layout, argv.slurmd(BAD))
+        pid = host.pid_of(self._layout, settings.slurmd(BAD))
         assert pid is not None
         line = ["nsenter", f"--target={pid}", "--mount", "--net", *command]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
@@ -43,12 +43,12 @@ class Faults:
         return done.stdout
 
     def _start_again(self, *, own_mounts: bool = False) -> None:
-        nodes.kill_node(self._layout, BAD, keep_link=True)
-        nodes.start_node(self._layout, BAD, own_mounts=own_mounts)
+        cluster.kill_node(self._layout, BAD, keep_link=True)
+        cluster.start_node(self._layout, BAD, own_mounts=own_mounts)
 
     def slow_link(self, rate_mbit: float) -> None:
-        self._undo.callback(nodes.slow_node, self._layout, BAD)
-        nodes.slow_node(self._layout, BAD, rate_mbit=rate_mbit)
+        self._undo.callback(cluster.slow_node, self._layout, BAD)
+        cluster.slow_node(self._layout, BAD, rate_mbit=rate_mbit)
         assert "tbf" in self.on_node("tc", "qdisc", "show", "dev", "eth0")
 
     def close_ports(self, ports: str) -> None:

@@ -22,7 +22,7 @@ from slurm_runs import SlurmRuns
 from small_image import mismatch
 
 from hpcdist.devcluster import cluster
-from hpcdist.files.atomic import read_json
+from hpcdist.host.files import read_json
 
 #: One form of image of each runtime, for `make test`.
 COUNTING = ("podman", "docker", "apptainer-sif", "charliecloud", "enroot-sqsh", "pyxis")

@@ -13,7 +13,7 @@ from mlflow_server import Server
 from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
-from hpcdist.devcluster.processes import node_members
+from hpcdist.devcluster.host import node_members
 
 NAME = "secretive"
 SECRETS = {"MY_A": "cluster-s3cret-value", "MY_B": "launch-s3cret-value", "MY_C": "params-s3cret-value"}

@@ -16,7 +16,7 @@ from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, LAST_STEP, wait_for
 from slurm_cluster import DevCluster
 from slurm_runs import JOB_ENDED, SlurmRuns
 
-from hpcdist.files.atomic import read_json
+from hpcdist.host.files import read_json
 
 RUNTIMES = ("podman", "charliecloud")
 #: Containers end at most this long after their job.

@@ -12,8 +12,8 @@ from hpcdist_runs import assert_states_equal
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
-from hpcdist.devcluster import nodes
-from hpcdist.files.atomic import read_json
+from hpcdist.devcluster import cluster
+from hpcdist.host.files import read_json
 
 STEPS, SAVED_AT, HOLD_STEP = 40, 20, 25
 NUM_RANKS = 5
@@ -213,7 +213,7 @@ def test_heterogeneous_job_restarts_without_its_dead_node(
     """
     name = f"het-dead-{victim}"
     job, _ = submit_held(slurm_runs, name, *HET)
-    nodes.kill_node(devcluster.layout, victim)
+    cluster.kill_node(devcluster.layout, victim)
     slurm_runs.release(name)
     slurm_runs.wait_restarted(job)
     assert_recovered(slurm_runs, name, job, control, SAVED_AT)

@@ -10,7 +10,7 @@ from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 from sweep_results import mlflow_runs, repair_trainer
 
-from hpcdist.files.atomic import read_json
+from hpcdist.host.files import read_json
 
 SMALL = ["launch.max_restarts=0", "cluster.nodes=1", "cluster.tasks_per_node=1"]
 

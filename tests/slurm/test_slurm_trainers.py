@@ -21,8 +21,8 @@ from hpcdist_runs import assert_states_equal, listening, wait_for
 from slurm_cluster import WAIT_S, DevCluster
 from slurm_runs import JOB_ENDED, SlurmRuns
 
-from hpcdist.devcluster import argv
-from hpcdist.files.atomic import read_json
+from hpcdist.devcluster import settings
+from hpcdist.host.files import read_json
 from hpcdist.run.folder import RunDir
 
 ATTACKER = Path(__file__).resolve().parents[1] / "support" / "attacker.py"
@@ -167,7 +167,7 @@ def attack(cluster: DevCluster, marker: Path, runs: Path, sockets: set[tuple[str
     """Attack sockets as another user on another node; return the attacker's results and its error output."""
     targets = [f"{host}:{port}" for host, port in sorted(sockets)]
     done = subprocess.run(
-        argv.inside(cluster.layout, "n4", [sys.executable, str(ATTACKER), str(marker), *targets]),
+        settings.inside(cluster.layout, "n4", [sys.executable, str(ATTACKER), str(marker), *targets]),
         env={**os.environ, "HPCDIST_RUNS_DIR": str(runs)},
         capture_output=True,
         text=True,

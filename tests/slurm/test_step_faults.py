@@ -11,7 +11,7 @@ from hpcdist_runs import wait_for
 from slurm_cluster import WAIT_S
 from slurm_faults import FaultScene
 
-from hpcdist.devcluster import nodes
+from hpcdist.devcluster import cluster
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,8 @@ def test_job_is_requeued_after_unnoticed_node_reboot(scene: FaultScene, victim: 
     n1 is the batch host: the supervisor dies, too; Slurm misses the batch step and requeues the job.
     """
     scene.submit_held("batch host reboots within seconds" if victim == "n1" else "node reboots within seconds")
-    nodes.kill_node(scene.cluster.layout, victim)
-    nodes.start_node(scene.cluster.layout, victim)
+    cluster.kill_node(scene.cluster.layout, victim)
+    cluster.start_node(scene.cluster.layout, victim)
     if victim == "n2":
         assert "attempt-001" in scene.steps(), "Slurm has noticed the reboot"
     scene.release()

@@ -11,7 +11,7 @@ from mlflow_server import Server
 from slurm_cluster import WAIT_S, DevCluster
 from slurm_runs import SlurmRuns
 
-from hpcdist.slurm.command_output import parse_time
+from hpcdist.slurm.output import parse_time
 
 #: Until a command ends them. Such ranks start in a third of the time of ranks that train.
 TWO_COUNTING_RANKS = (

@@ -13,7 +13,7 @@ from hpcdist_runs import HOLD_OVERRIDES, finish
 from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
-from hpcdist.files.atomic import read_json, write_json
+from hpcdist.host.files import read_json, write_json
 
 WAITING = "cluster.sbatch.begin=now+1hour"
 

@@ -14,7 +14,7 @@ from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 from webhook import SECRET, Webhook, listening_webhook
 
 from hpcdist.devcluster.settings import HOST
-from hpcdist.files.atomic import read_json
+from hpcdist.host.files import read_json
 
 NAME = "notified"
 

@@ -165,7 +165,7 @@ def main(marker: str, targets: list[Target]) -> None:
 
     # Only root may be able to read the interpreter, so modules that are imported at first use are imported now.
     connects(Target("127.0.0.1", 1))
-    import hpcdist.rank.network.rpc  # noqa: F401
+    import hpcdist.rank.rpc  # noqa: F401
 
     os.setgroups([])
     os.setgid(NOBODY)

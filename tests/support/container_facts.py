@@ -8,7 +8,7 @@ from typing import Any
 
 import hpcdist
 from hpcdist.containers.spec import ContainerSpec
-from hpcdist.machine.facts import source_digest
+from hpcdist.host.machine import source_digest
 
 IMAGE = "localhost/hpcdist:0.1.0"
 SPEC = ContainerSpec(runtime="podman", image=IMAGE, run=Path("/runs/e/r"), mounts=(), workdir=Path("/p"))

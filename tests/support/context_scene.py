@@ -11,15 +11,15 @@ import torch.distributed as dist
 from spawn import Rank
 
 from hpcdist.config.schema import Config
+from hpcdist.config.topology import Topology
 from hpcdist.rank.context import Context
-from hpcdist.rank.network.process_group import Groups
-from hpcdist.rank.seeding import seed_everything
-from hpcdist.rank.stop_agreement import StopAgreement
-from hpcdist.rank.stop_signals import StopFlag
-from hpcdist.rank.telemetry.heartbeat import Heartbeat
-from hpcdist.rank.topology import Topology
+from hpcdist.rank.device import seed_everything
+from hpcdist.rank.process_group import Groups
+from hpcdist.rank.processes import StopFlag
+from hpcdist.rank.stopping import StopAgreement
+from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal.writer import JournalWriter
+from hpcdist.tracking.journal import JournalWriter
 
 #: A single rank without a process group.
 SINGLE_RANK = Rank(0, 1, Path())

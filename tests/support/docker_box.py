@@ -23,7 +23,7 @@ import psutil
 from containers import CHECKOUT, RUNTIMES
 from hpcdist_runs import wait_for
 
-from hpcdist.supervisor.process_guard import Guard
+from hpcdist.supervisor.launcher import Guard
 
 STORE = Path("/var/tmp/hpcdist-tests/docker")
 RECIPES = CHECKOUT / "scripts" / "runtimes"

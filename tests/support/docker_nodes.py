@@ -16,7 +16,7 @@ from hpcdist_runs import wait_for
 from slurm_cluster import DevCluster
 from small_image import SmallImage
 
-from hpcdist.devcluster import argv
+from hpcdist.devcluster import settings
 
 #: Leaves out limits that root may not raise, which would fail every start in a container like CI's.
 RUNC = CHECKOUT / "hpcdist/devcluster/runc_within_limits.sh"
@@ -76,7 +76,7 @@ class DockerNodes:
             "--bridge=none", "--storage-driver=overlay2", f"--add-runtime=here={RUNC}", "--default-runtime=here",
         ]  # fmt: skip
         with at.with_suffix(".log").open("ab") as log:
-            command = ["setsid", "--fork", *argv.on_node(self.cluster.layout, node, daemon)]
+            command = ["setsid", "--fork", *settings.on_node(self.cluster.layout, node, daemon)]
             subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True)
         try:
             wait_for(lambda: self.docker(node, "version").returncode == 0, "dockerd to answer", timeout_s=60)

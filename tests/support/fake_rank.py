@@ -25,7 +25,7 @@ STEP = 0
 
 
 def beat(step: int) -> None:
-    """Write a heartbeat, as rank/telemetry/heartbeat.py does."""
+    """Write a heartbeat, as rank/telemetry.py does."""
     global STEP
     STEP = step
     value = {"time": time.time(), "step": step, "total_steps": 100, "metrics": {"train/loss": 1 / (step + 1)}}

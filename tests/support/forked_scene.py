@@ -12,12 +12,12 @@ import psutil
 from named_pipe import NamedPipe
 
 import hpcdist
-from hpcdist.config.schema import Config, LaunchConfig, TrainerConfig
+from hpcdist.config.launch_schema import LaunchConfig
+from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.config.written import to_yaml
-from hpcdist.machine.process_record import PARENT_MODULE
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.folder import RunDir
-from hpcdist.supervisor.local_launcher import LocalLauncher, LocalRanks
+from hpcdist.rank.processes import PARENT_MODULE
+from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.supervisor.local import LocalLauncher, LocalRanks
 from hpcdist.supervisor.plan import Plan
 
 SOON_S = 20.0

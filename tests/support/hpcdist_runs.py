@@ -23,9 +23,8 @@ import pytest
 import torch
 from process_stacks import kill_with_stacks
 
-from hpcdist.files.atomic import read_json
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.folder import RunDir
+from hpcdist.host.files import read_json
+from hpcdist.run.folder import Attempt, RunDir
 
 HPCDIST = Path(sys.executable).with_name("hpcdist")
 USER_CODE = Path(__file__).resolve().parent / "user_code"

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import hpcdist
-from hpcdist.run.attempt import Attempt
-from hpcdist.supervisor.local_launcher import LocalRanks
+from hpcdist.run.folder import Attempt
+from hpcdist.supervisor.launcher import Guard
+from hpcdist.supervisor.local import LocalRanks
 from hpcdist.supervisor.plan import rank_command
-from hpcdist.supervisor.process_guard import Guard
 
 #: Rank 1 has a child and computes; rank 0 waits in a collective that rank 1 has not called.
 WORKER = """
@@ -23,7 +23,7 @@ import json, os, signal, socket, sys, threading, time
 from pathlib import Path
 from types import SimpleNamespace
 from hpcdist.run.folder import RunDir
-from hpcdist.rank.telemetry.flight_recorder import dump_on_signal
+from hpcdist.rank.telemetry import dump_on_signal
 
 def train(rank):
     if rank == 1:

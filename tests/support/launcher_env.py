@@ -5,7 +5,7 @@ The variables of Slurm are as srun 22.05 sets them on three nodes, without those
 
 from __future__ import annotations
 
-from hpcdist.rank.topology import Topology
+from hpcdist.config.topology import Topology
 
 Env = dict[str, str]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-from hpcdist.tracking.client.mlflow_client import open_client
+from hpcdist.tracking.mlflow_client import open_client
 
 Application = Callable[..., Iterable[bytes]]
 

@@ -17,7 +17,9 @@ import pytest
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
-from hpcdist.devcluster import argv, cluster, nodes, processes
+from hpcdist.devcluster import cluster, host
+from hpcdist.devcluster import cluster as devcluster_cluster
+from hpcdist.devcluster import settings as devcluster_settings
 
 #: An account of every Debian, without rights and without a home folder.
 USER = pwd.getpwnam("daemon")
@@ -126,9 +128,9 @@ def user_nodes(devcluster: DevCluster, folder: Path) -> Iterator[list[str]]:
     enter: list[str] = []
     try:
         for node in settings.nodes:
-            nodes.kill_node(layout, node, keep_link=True)
-            nodes.start_node(layout, node, own_mounts=True)
-            pid = processes.pid_of(layout, argv.slurmd(node))
+            devcluster_cluster.kill_node(layout, node, keep_link=True)
+            devcluster_cluster.start_node(layout, node, own_mounts=True)
+            pid = host.pid_of(layout, devcluster_settings.slurmd(node))
             there = ["nsenter", "--mount", f"--target={pid}"]
             subprocess.run([*there, "sh", "-c", _MOUNT, str(folder / "dev"), str(sub_ids)], check=True)
             enter = enter or there
@@ -136,5 +138,5 @@ def user_nodes(devcluster: DevCluster, folder: Path) -> Iterator[list[str]]:
     finally:
         devcluster.cancel_all()
         for node in settings.nodes:
-            nodes.kill_node(layout, node, keep_link=True)
+            devcluster_cluster.kill_node(layout, node, keep_link=True)
         devcluster.restore_nodes()

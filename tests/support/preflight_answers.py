@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from hpcdist.machine.check import Check
-from hpcdist.preflight.node_checks import check_nodes
-from hpcdist.preflight.probe import Request
+from hpcdist.host.machine import Check
+from hpcdist.slurm.preflight.node_checks import check_nodes
+from hpcdist.slurm.preflight.probe import Request
 
 Answers = dict[str, dict[str, Any]]
 

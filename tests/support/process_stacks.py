@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import psutil
 
-from hpcdist.supervisor.hang.node import py_spy
+from hpcdist.supervisor.hang_node import py_spy
 
 #: Frames of each thread; the innermost ones come first.
 MAX_FRAMES = 6

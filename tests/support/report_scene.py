@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from hpcdist.files.atomic import write_json
+from hpcdist.host.files import write_json
 from hpcdist.review.figures import Figure, write_figure
 from hpcdist.review.ledger import Entry, Interval, Ledger
 from hpcdist.run.folder import RunDir, State

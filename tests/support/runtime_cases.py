@@ -20,7 +20,9 @@ from hpcdist_runs import wait_for
 from slurm_cluster import WAIT_S, DevCluster
 from slurm_runs import SlurmRuns
 
-from hpcdist.devcluster import argv, nodes, processes
+from hpcdist.devcluster import cluster as devcluster_cluster
+from hpcdist.devcluster import host
+from hpcdist.devcluster import settings as devcluster_settings
 
 #: enroot's state of all nodes, see scripts/runtimes/enroot.sh.
 ENROOT_STATE = Path("/tmp/enroot-state")
@@ -175,7 +177,9 @@ def pyxis_plugin(cluster: DevCluster) -> Iterator[None]:
     conf = cluster.layout.conf / "plugstack.conf"
     conf.write_text(f"required {PYXIS}\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(argv.BARE_ENV, "PATH", f"{RUNTIMES / 'enroot/bin'}:{argv.BARE_ENV['PATH']}")
+        patch.setitem(
+            devcluster_settings.BARE_ENV, "PATH", f"{RUNTIMES / 'enroot/bin'}:{devcluster_settings.BARE_ENV['PATH']}"
+        )
         try:
             _restart(cluster)
             yield
@@ -186,9 +190,9 @@ def pyxis_plugin(cluster: DevCluster) -> Iterator[None]:
 
 def _restart(cluster: DevCluster) -> None:
     for node in cluster.settings.nodes:
-        nodes.kill_node(cluster.layout, node, keep_link=True)
+        devcluster_cluster.kill_node(cluster.layout, node, keep_link=True)
     for node in cluster.settings.nodes:
-        nodes.start_node(cluster.layout, node)
+        devcluster_cluster.start_node(cluster.layout, node)
     cluster.restore_nodes()
 
 
@@ -197,7 +201,7 @@ def _restart(cluster: DevCluster) -> None:
 
 def left_on_nodes(cluster: DevCluster, dead: str = "") -> list[str]:
     """Return what is left of containers: processes on the nodes, and enroot's containers on those that are not dead."""
-    members = processes.node_members(cluster.layout, cluster.settings)
+    members = host.node_members(cluster.layout, cluster.settings)
     names = [_name(pid) for pids in members.values() for pid in pids]
     return [*(name for name in names if name and name not in _DAEMONS), *map(str, enroot_state(cluster, dead))]
 
@@ -207,7 +211,7 @@ def container_mounts(cluster: DevCluster) -> set[str]:
 
     Those in the store of the container tests, which may run at the same time, are left out.
     """
-    members = processes.node_members(cluster.layout, cluster.settings)
+    members = host.node_members(cluster.layout, cluster.settings)
     found = set()
     for pid in ("self", *(pid for pids in members.values() for pid in pids)):
         with suppress(OSError):  # the process has ended

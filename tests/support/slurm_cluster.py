@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.devcluster import cluster, host, nodes
+from hpcdist.devcluster import cluster, host
 from hpcdist.devcluster.settings import Layout, Settings
 from hpcdist.errors import DevClusterError
 
@@ -106,7 +106,7 @@ class DevCluster:
         """Cancel all jobs, start the nodes that are down, and wait until all nodes are idle."""
         self.cancel_all()
         for name in cluster.status(self.layout).dead:
-            nodes.start_node(self.layout, name.removeprefix("slurmd-"))
+            cluster.start_node(self.layout, name.removeprefix("slurmd-"))
         self.wait_until(
             lambda: {node.state for node in cluster.status(self.layout).nodes} == {"idle"}, "all nodes are idle"
         )

@@ -12,8 +12,8 @@ from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, LAST_STEP, TRAINING_METRICS,
 from slurm_cluster import WAIT_S, DevCluster
 from slurm_runs import NUM_RANKS, SlurmRuns
 
-from hpcdist.devcluster import argv, cluster, nodes, processes, system
-from hpcdist.files.atomic import read_json
+from hpcdist.devcluster import cluster, host, settings
+from hpcdist.host.files import read_json
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class FaultScene:
 
     def kill_node(self, node: str) -> None:
         """Simulate a power failure of a node, then release the ranks, so that the other ranks notice it."""
-        nodes.kill_node(self.cluster.layout, node)
-        assert processes.node_members(self.cluster.layout, self.cluster.settings)[node] == []
+        cluster.kill_node(self.cluster.layout, node)
+        assert host.node_members(self.cluster.layout, self.cluster.settings)[node] == []
         self.release()
 
     def steps(self) -> str:
@@ -96,16 +96,16 @@ class FaultScene:
         """Kill the slurmstepd of the ranks on a node, but not the ranks."""
         (number,) = [line.split()[0] for line in self.steps().splitlines() if "attempt-001" in line]
         step = f"slurmstepd: [{number}]".encode()
-        members = processes.node_members(self.cluster.layout, self.cluster.settings)[node]
+        members = host.node_members(self.cluster.layout, self.cluster.settings)[node]
         (pid,) = [pid for pid in members if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(step)]
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not Path(f"/proc/{pid}/cmdline").exists(), "the slurmstepd to end")
 
-    def _daemon(self, name: str) -> argv.Daemon:
-        return next(d for d in argv.daemons(self.cluster.settings, self.cluster.layout) if d.name == name)
+    def _daemon(self, name: str) -> settings.Daemon:
+        return next(d for d in settings.daemons(self.cluster.settings, self.cluster.layout) if d.name == name)
 
     def pid_of_daemon(self, name: str) -> int | None:
-        return processes.pid_of(self.cluster.layout, self._daemon(name))
+        return host.pid_of(self.cluster.layout, self._daemon(name))
 
     def kill_daemon(self, name: str) -> int:
         """Kill one of Slurm's daemons, but not its children; return its process id."""
@@ -117,11 +117,11 @@ class FaultScene:
 
     def start_daemon(self, name: str) -> None:
         """Start a daemon and wait until it responds."""
-        system.start(self.cluster.layout, self._daemon(name))
+        host.start(self.cluster.layout, self._daemon(name))
         wait_for(lambda: self.pid_of_daemon(name) is not None, f"{name} to run")
         if name == "slurmctld":
             ping = ["scontrol", "ping"]
-            wait_for(lambda: system.succeeds(ping, env=cluster.client_env(self.cluster.layout)), f"{name} to respond")
+            wait_for(lambda: host.succeeds(ping, env=cluster.client_env(self.cluster.layout)), f"{name} to respond")
         else:
             layout, node = self.cluster.layout, name.removeprefix("slurmd-")
             cluster.wait_for_node(self.cluster.settings, layout, node, self._daemon(name))

@@ -13,8 +13,8 @@ import pytest
 from hpcdist_runs import HOLD_OVERRIDES, TRAINING, Runs, assert_equals_control, wait_for
 from slurm_cluster import WAIT_S, DevCluster
 
-from hpcdist.devcluster.processes import node_members
-from hpcdist.files.atomic import read_json
+from hpcdist.devcluster.host import node_members
+from hpcdist.host.files import read_json
 from hpcdist.review.ledger import Ledger, read_ledger
 from hpcdist.run.folder import ENDED, State
 
@@ -28,7 +28,7 @@ JOB_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMP
 def create_database(path: Path) -> Path:
     """Create an empty MLflow database."""
     # In a subprocess: importing MLflow takes seconds and emits warnings of its dependencies.
-    code = "import sys; from hpcdist.tracking.client.mlflow_client import open_client; open_client(sys.argv[1])"
+    code = "import sys; from hpcdist.tracking.mlflow_client import open_client; open_client(sys.argv[1])"
     subprocess.run([sys.executable, "-c", code, f"sqlite:///{path}"], check=True)
     return path
 

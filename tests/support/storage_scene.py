@@ -20,7 +20,7 @@ from typing import Any
 from io_faults import Fault, Preloaded
 from supervisor_scene import DONE, STOP_ON_REQUEST, Scene, fails
 
-from hpcdist.files import retry
+from hpcdist.host import retry
 from hpcdist.run import lease
 from hpcdist.run.folder import RunDir
 

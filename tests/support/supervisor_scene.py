@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import hpcdist.supervisor.local_launcher as local_module
+import hpcdist.supervisor.local as local_module
 import hpcdist.supervisor.supervisor as supervisor_module
 import hpcdist.supervisor.watch as watch_module
-from hpcdist.config.schema import Config, LaunchConfig, NotifyConfig, TrackingConfig, TrainerConfig
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.folder import RunDir, State, sentence_of
+from hpcdist.config.launch_schema import LaunchConfig, NotifyConfig, TrackingConfig
+from hpcdist.config.schema import Config, TrainerConfig
+from hpcdist.run.folder import Attempt, RunDir, State, sentence_of
+from hpcdist.supervisor.children import ShipperProcess
 from hpcdist.supervisor.launcher import NodeChanges
-from hpcdist.supervisor.local_launcher import LocalLauncher
+from hpcdist.supervisor.local import LocalLauncher
 from hpcdist.supervisor.plan import Plan
 from hpcdist.supervisor.restart_policy import Failure
-from hpcdist.supervisor.shipper_process import ShipperProcess
 from hpcdist.supervisor.supervisor import Supervisor
 from hpcdist.supervisor.watch import Allocation
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hpcdist.files.atomic import write_json
-from hpcdist.run.attempt_times import AttemptTimes, NodeShare, Resources, begin
+from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
+from hpcdist.run.records import AttemptTimes, NodeShare, Resources, begin
 
 BEGAN = 1_795_000_000.0
 TWO_NODES = Resources(

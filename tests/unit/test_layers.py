@@ -22,51 +22,30 @@ PACKAGE = Path(hpcdist.__file__).parent
 #: A module belongs to the longest name that fits it. Names in one line are independent of each other.
 LAYERS = """
 errors
-logs
-files network
-machine
+host
+config devcluster slurm.preflight
 slurm
-rank.variables
-rank.roles rank.topology
-config.redaction config.document
-config.schema
-config
-slurm.job_components slurm.extra_flags slurm.exposed_secrets
 run
-containers
-environments
-preflight devcluster
-diagnostics.failure_patterns
-review.checkpoints
-review.attempts
-diagnostics.explain
-review
-tracking.journal
-tracking.client
-tracking.server tracking.artifacts tracking.pages
-tracking tracking.mlflow_plugin tracking.shipping
+checkpoint containers environments review
+tracking
+rank
 supervisor
 slurm.job
-slurm.submit
-checkpoint
-rank
-data models
-bench
+data bench checks
 trainers
-diagnostics
 cli
 """
 
 #: Imports against the order: module → imported module, with the reason.
 EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("config.schema.declaration", "trainers"): "imports the declaration of a trainer when a config names that trainer",
+    ("config.schema", "trainers"): "imports the declaration of a trainer when a config names that trainer",
 }
 
 #: May be imported where torch is not installed, such as on a login node.
 NO_TORCH = """
-errors logs files network machine slurm config run containers environments preflight devcluster review tracking
-supervisor diagnostics cli rank.variables rank.roles rank.topology
-bench.results bench.report bench.compare bench.bottleneck bench.plots
+errors host config devcluster slurm run containers environments review tracking supervisor checks cli
+bench.results bench.report
+rank.processes rank.forked_task rank.node_parent rank.rank_info rank.private_network
 """.split()  # noqa: SIM905
 
 ORDER = {name: number for number, line in enumerate(LAYERS.strip().splitlines()) for name in line.split()}
@@ -137,12 +116,12 @@ def f():
     from ..i import j
     importlib.import_module("k.l")
 """
-    found = imports_of(source, "hpcdist.slurm.job_snapshot")
+    found = imports_of(source, "hpcdist.slurm.client")
     assert found >= {"a.b", "c", "c.d", "e", "hpcdist.slurm.h", "hpcdist.i", "hpcdist.i.j", "k.l"}
 
 
 def test_every_module_has_a_layer() -> None:
-    assert {"cli.app", "supervisor.watch", "trainers.ddp.train", "tracking.shipping.shipper"} <= set(IMPORTS)
+    assert {"cli.app", "supervisor.watch", "trainers.ddp.train", "tracking.shipper"} <= set(IMPORTS)
     assert "torch" in IMPORTS["trainers.ddp.train"]
     assert [module for module in IMPORTS if module not in ("", "__main__") and not layer(module)] == []
 
@@ -180,7 +159,7 @@ def test_omegaconf_is_used_by_config_alone() -> None:
 
 
 def test_submitit_is_used_by_the_submission_alone() -> None:
-    assert users_of("submitit") <= {"slurm.submit.submission", "slurm.submit.batch_script", "slurm.job.submitit_entry"}
+    assert users_of("submitit") <= {"slurm.job.submit", "slurm.job.submitit_entry"}
 
 
 def test_mlflow_is_used_by_tracking_and_the_export_alone() -> None:
@@ -190,7 +169,7 @@ def test_mlflow_is_used_by_tracking_and_the_export_alone() -> None:
 @pytest.mark.processes
 def test_a_login_node_needs_no_torch() -> None:
     found = {module for module in users_of("torch", "torchvision") if within(module, *NO_TORCH)}
-    assert found == {"containers.images.self_test"}, "which is piped into a container and runs there"
+    assert found == {"containers.self_test"}, "which is piped into a container and runs there"
     declarations = [module for module in IMPORTS if within(module, "trainers") and module.count(".") <= 1]
     modules = [*(module for module in IMPORTS if within(module, *NO_TORCH)), *declarations]
     code = (
@@ -212,7 +191,7 @@ def test_a_login_node_needs_no_torch() -> None:
             {"omegaconf", "mlflow", "numpy", "typer", "rich", "tarfile", "importlib.metadata"},
         ),
         (
-            "import hpcdist.slurm.submit.submission",
+            "import hpcdist.slurm.job.submit",
             {"omegaconf", "mlflow", "numpy", "rich", "submitit", "tarfile"},
         ),
     ],
@@ -238,7 +217,7 @@ def test_a_job_is_submitted_before_the_imports_of_its_display() -> None:
     code = (
         "import sys\n"
         "from hpcdist.cli import submit\n"
-        "from hpcdist.slurm.submit import submission\n"
+        "from hpcdist.slurm.job import submit as submission\n"
         "submission.submit = lambda *_: sys.exit('rich' in sys.modules)\n"
         "submit.enqueue(None, None, {}, follow=True)"
     )
@@ -249,24 +228,18 @@ def test_a_job_is_submitted_before_the_imports_of_its_display() -> None:
     "package",
     [
         "errors",
-        "logs",
-        "files.atomic",
-        "files.bounded_json",
-        "files.formats",
-        "files.retry",
+        "host.files",
+        "host.retry",
+        "host.network",
+        "host.nodelist",
         "config.redaction",
         "config.schema",
-        "run.runs_dir",
-        "run.attempt",
+        "config.topology",
         "run.folder",
-        "slurm.nodelist",
-        "rank.roles",
-        "rank.topology",
         "tracking.journal",
         "supervisor.restart_policy",
-        "supervisor.local_launcher",
-        "preflight",
-        "network",
+        "supervisor.local",
+        "slurm.preflight",
     ],
 )
 def test_packages_that_need_the_standard_library_alone(package: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpcdist import logs
+from hpcdist.host import log_files
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +27,8 @@ def logging_as_before() -> Iterator[None]:
 
 
 def test_a_ranks_lines_say_which_one_and_where(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.configure(rank=3)
-    logs.configure(rank=3)
+    log_files.configure(rank=3)
+    log_files.configure(rank=3)
     logging.getLogger("hpcdist.rank").info("resumed at step %d", 7)
     out, err = capsys.readouterr()
     assert out == ""
@@ -37,7 +37,7 @@ def test_a_ranks_lines_say_which_one_and_where(capsys: pytest.CaptureFixture[str
 
 
 def test_elsewhere_a_line_is_just_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.configure()
+    log_files.configure()
     logging.getLogger("hpcdist").warning("careful")
     logging.getLogger("hpcdist").debug("not this")
     logging.getLogger("someone.else").info("nor this")
@@ -45,7 +45,7 @@ def test_elsewhere_a_line_is_just_a_line(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_warnings_become_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.configure()
+    log_files.configure()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.warn("old API", stacklevel=1)
@@ -54,10 +54,10 @@ def test_warnings_become_lines(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_in_a_rank_all_loggers_but_ours_belong_to_the_user(capsys: pytest.CaptureFixture[str]) -> None:
     logging.getLogger().handlers[:] = []
-    logs.configure(rank=0)
+    log_files.configure(rank=0)
     logging.basicConfig(level=logging.INFO, format="mine: %(message)s")
     logging.getLogger("someone.else").info("shown")
     logging.getLogger("hpcdist.rank").info("once")
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "mine: shown"
-    assert [logs.RANK_LINE.sub("", line) for line in lines[1:]] == ["once"]
+    assert [log_files.RANK_LINE.sub("", line) for line in lines[1:]] == ["once"]

@@ -1,9 +1,13 @@
-"""The supervisor in the batch step of a job, on the first node of the allocation. Called by submitit."""
+"""The supervisor of a job: in the batch step that submitit starts, or in a batch script written by the user (`hpcdist
+in-job`).
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
+import shutil
 import signal
 import time
 from collections.abc import Mapping
@@ -11,36 +15,35 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpcdist import logs
+from hpcdist.config.launch_schema import ClusterConfig
 from hpcdist.config.loading import load_run_config
-from hpcdist.config.schema import ClusterConfig
+from hpcdist.config.schema import Config
 from hpcdist.config.written import secrets_of
-from hpcdist.containers.rank_container import rank_container
-from hpcdist.environments.rank_environment import rank_environment
-from hpcdist.environments.torch_checks import require_torch
-from hpcdist.errors import HpcdistError, LeaseLostError, UserMistake
-from hpcdist.files import retry
-from hpcdist.files.atomic import read_json
-from hpcdist.files.ownership import require_trusted
-from hpcdist.run import snapshot
-from hpcdist.run.attempt import Attempt, Cause
-from hpcdist.run.folder import ENDED, RunDir, State
-from hpcdist.run.folder_identity import VARIABLE, identity
+from hpcdist.containers.steps import rank_container
+from hpcdist.environments.rank_environment import rank_environment, require_torch
+from hpcdist.errors import ConfigError, HpcdistError, LeaseLostError, RunFolderError, UserMistake
+from hpcdist.host import log_files, retry
+from hpcdist.host.files import read_json, require_trusted, write_json
+from hpcdist.host.nodelist import expand_tasks
+from hpcdist.run import create, snapshot
+from hpcdist.run.folder import ENDED, VARIABLE, Attempt, Cause, RunDir, State, identity, read_record
 from hpcdist.run.lease import Held, hold
-from hpcdist.run.pending_config import settle
-from hpcdist.run.saved_checkpoints import newest_step
-from hpcdist.run.secret_file import kept
+from hpcdist.run.records import Origin, kept, newest_step, settle
 from hpcdist.run.slurm_job import record_job_start
+from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.components import rank_table_lines
 from hpcdist.slurm.current_job import CurrentJob
-from hpcdist.slurm.job.slurm_launcher import SlurmLauncher
+from hpcdist.slurm.flags import exposed_secrets
+from hpcdist.slurm.job.launcher import SlurmLauncher
 from hpcdist.slurm.job.srun import rank_env
-from hpcdist.slurm.job_components import rank_table_lines
 from hpcdist.supervisor.launcher import NodeChanges
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
 from hpcdist.supervisor.watch import Allocation
-from hpcdist.tracking.client.uri import is_server, resolve_uri
+from hpcdist.tracking.uri import is_server, resolve_uri
+
+# The supervisor in the batch step of a job, on the first node of the allocation. Called by submitit.
 
 log = logging.getLogger(__name__)
 #: Minimum time between the request for a requeue and the end of the batch step. A job that Slurm kills and starts
@@ -118,7 +121,7 @@ def supervise(run_dir: str) -> State:
         signal.signal(number, signal.SIG_DFL)
     # Slurm sends SIGUSR2 to the ranks ahead of the time limit. The supervisor knows the limit without it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    logs.configure()
+    log_files.configure()
     job = CurrentJob.from_env(os.environ)
     with retry.patient(retry.UNATTENDED_S), hold(run := _open(Path(run_dir)), job_id=job.id) as held:
         state = run.read_state()
@@ -260,3 +263,103 @@ def _is_over(run: RunDir, state: State, job: CurrentJob) -> bool:
         return False
     by_slurm = _stop_cause(run, state) in ("preemption", "time_limit", None)
     return not (job.restart_count > 0 and state.status in ("stopped", "failed") and by_slurm)
+
+
+# `hpcdist in-job`: the supervisor in a job with a batch script written by the user, such as `slurm/run.sbatch`.
+#
+# The `#SBATCH` lines of the script are the request, so the config's `cluster` section is taken from the job.
+
+
+def run_in_job(config: Config, env: Mapping[str, str], cwd: Path, origin: Origin | None = None) -> State:
+    """Supervise a run in the current job; returns its last state.
+
+    The run folder is created at the first start of the job and found by the job's id after a requeue.
+    Raises ConfigError outside of a job, RunFolderError if another run has the name.
+    """
+    try:
+        job = CurrentJob.from_env(env)
+    except HpcdistError as error:
+        raise ConfigError([f"{error}: use `sbatch slurm/run.sbatch CONFIG`, or `hpcdist submit CONFIG`"]) from error
+    if not job.may_requeue:
+        log.warning(
+            "Slurm will not requeue this job: without `#SBATCH --requeue` the run saves at the time limit and ends"
+        )
+    if not config.name:
+        # The same name after a requeue.
+        config = replace(config, name=f"{create.label_of(config)}-job{job.id}")
+    run = RunDir(Path(config.runs_dir) / config.experiment / config.name)
+    if (read_record(run.slurm) or {}).get("job_id") != job.id:
+        if _is_incomplete(run, job.id):
+            shutil.rmtree(run.path)
+        cluster = cluster_from_job(config.cluster, env, job.time_limit_min)
+        if cluster.outlives_nodes and not _has_no_kill(job, env):
+            log.warning(
+                "cluster.min_nodes and cluster.spare_nodes have no effect in this job once Slurm notices a failed node:"
+                " Slurm then kills the job, unless the batch script has `#SBATCH --no-kill`"
+            )
+        run = _create(replace(config, cluster=cluster), cwd, job.id, origin)
+    return supervise(str(run.path))
+
+
+def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_min: float | None) -> ClusterConfig:
+    """Return the section `cluster` with the job's values, from Slurm's variables, in place of the config's.
+
+    Raises ConfigError if the nodes have different numbers of tasks.
+    """
+    # Without --ntasks-per-node only the second is set, and may count processors.
+    text = env.get("SLURM_NTASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"]
+    tasks = set(expand_tasks(text))
+    if len(tasks) != 1:
+        raise ConfigError(
+            [f"{text} tasks per node: request the same number for each node, with `#SBATCH --ntasks-per-node=N`"]
+        )
+    num_nodes = int(env["SLURM_JOB_NUM_NODES"]) - cluster.spare_nodes
+    # Slurm sets these only if the script requests GPUs.
+    gpus = env.get("SLURM_GPUS_PER_NODE") or env.get("SLURM_GPUS_ON_NODE") or "0"
+    return replace(
+        cluster,
+        # The job is heterogeneous if the script has `#SBATCH hetjob` lines.
+        het=int(env.get("SLURM_HET_SIZE") or 0) > 1 if cluster.roles else cluster.het,
+        partition=env.get("SLURM_JOB_PARTITION"),
+        account=env.get("SLURM_JOB_ACCOUNT"),
+        qos=env.get("SLURM_JOB_QOS"),
+        # A job with a range of nodes may get more of them after a requeue.
+        nodes=num_nodes if cluster.min_nodes is None else max(cluster.nodes, num_nodes),
+        tasks_per_node=tasks.pop(),
+        cpus_per_task=int(env.get("SLURM_CPUS_PER_TASK", "1")),
+        gpus_per_node=int(gpus.rpartition(":")[2]),
+        mem=env.get("SLURM_MEM_PER_NODE"),
+        time_limit_min=int(time_limit_min) if time_limit_min else cluster.time_limit_min,
+    )
+
+
+def _has_no_kill(job: CurrentJob, env: Mapping[str, str]) -> bool:
+    """Return whether the job's script or environment requests `--no-kill`; True if Slurm does not return the script.
+
+    Slurm does not show the flag of a job.
+    """
+    if "SBATCH_NO_KILL" in env:
+        return True
+    try:
+        lines = client.batch_script(job.id).splitlines()
+    except HpcdistError:
+        return True
+    return any(re.match(r"#SBATCH\b.*\s(--no-kill|-k)\b(?!=off)", line) for line in lines)
+
+
+def _is_incomplete(run: RunDir, job_id: str) -> bool:
+    """Return whether the job was killed while it created the folder. The folder's name is unique to the job."""
+    return run.name.endswith(f"-job{job_id}") and run.path.is_dir() and not (run.path / "slurm.json").exists()
+
+
+def _create(config: Config, cwd: Path, job_id: str, origin: Origin | None) -> RunDir:
+    create.check_trainer(config, cwd)
+    if problems := exposed_secrets(config):
+        raise ConfigError(problems)
+    try:
+        run = create.create_run(config, cwd, launcher="slurm", origin=origin)
+    except RunFolderError as error:
+        raise RunFolderError(f"{error} (or leave `name` out: then each job creates a new run)") from error
+    # Last: with this file the folder is complete, and a requeued job continues with it.
+    write_json(run.path / "slurm.json", {"job_id": job_id}, durable=True)
+    return run

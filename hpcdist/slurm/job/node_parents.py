@@ -12,15 +12,15 @@ from contextlib import suppress
 
 from hpcdist.config.schema import Config
 from hpcdist.containers.spec import ContainerSpec
-from hpcdist.files import retry
-from hpcdist.machine.process_record import CANNOT_FORK
+from hpcdist.host import retry
+from hpcdist.rank.processes import CANNOT_FORK
 from hpcdist.run.folder import RunDir
+from hpcdist.slurm.components import components
 from hpcdist.slurm.current_job import signal_named_steps
 from hpcdist.slurm.job.rank_step import ended_tasks
 from hpcdist.slurm.job.srun import PARENTS_STEP, parents_command
-from hpcdist.slurm.job_components import components
+from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.plan import forked_task_command, node_parent_command
-from hpcdist.supervisor.process_guard import Guard
 
 log = logging.getLogger(__name__)
 #: Time for a new parent to listen: until Slurm has started its step, and Python has been loaded.

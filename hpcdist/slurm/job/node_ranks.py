@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpcdist.supervisor.hang.processes import find_ranks
+from hpcdist.supervisor.hang_node import find_ranks
 
 #: A killed process ends within this time, unless it waits for a device or a file system.
 KILL_S = 5.0
@@ -50,7 +50,7 @@ def kill_ranks(run: Path, node: str) -> list[int]:
     return [process.rank for process in found]
 
 
-def parse_answers(text: str, nodes: Iterable[str]) -> Mapping[str, list[int]]:
+def parse_rank_answers(text: str, nodes: Iterable[str]) -> Mapping[str, list[int]]:
     """Return the ranks by node, for those of `nodes` that have answered."""
     wanted = set(nodes)
     rows = [line.split() for line in text.splitlines()]

@@ -1,7 +1,7 @@
 """The preflight check of a job's nodes, as one srun step before the ranks, and its consequences.
 
-It runs at each start of a job with more than one node. `hpcdist.preflight` defines the checks; this module runs them
-on the nodes, in the ranks' containers if there are any, and decides whether the ranks start.
+It runs at each start of a job with more than one node. `hpcdist.slurm.preflight` defines the checks; this module runs
+them on the nodes, in the ranks' containers if there are any, and decides whether the ranks start.
 """
 
 from __future__ import annotations
@@ -18,23 +18,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcdist.config.schema import Config, DataConfig
-from hpcdist.containers.image_probe import PROBE_TIMEOUT_S
-from hpcdist.containers.runtimes import outer_env
-from hpcdist.containers.spec import ContainerSpec
+from hpcdist.config.topology import port_for
+from hpcdist.containers.probe import PROBE_TIMEOUT_S
+from hpcdist.containers.spec import ContainerSpec, outer_env
 from hpcdist.errors import HpcdistError, PreflightError
-from hpcdist.files.atomic import write_atomic, write_json
-from hpcdist.machine.check import Check
-from hpcdist.machine.timed_command import last_line, run_within
-from hpcdist.preflight.node_checks import check_nodes
-from hpcdist.preflight.probe import Request, probe_command, probe_env, read_answers
-from hpcdist.rank.topology import port_for
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.folder import RunDir
-from hpcdist.run.saved_checkpoints import complete_checkpoints
+from hpcdist.host.commands import last_line, run_within
+from hpcdist.host.files import write_atomic, write_json
+from hpcdist.host.machine import Check
+from hpcdist.host.nodelist import expand
+from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.records import complete_checkpoints
+from hpcdist.slurm.components import allocations, components
 from hpcdist.slurm.current_job import CurrentJob, signal_named_steps
 from hpcdist.slurm.job.srun import PREFLIGHT_STEP, preflight_command
-from hpcdist.slurm.job_components import allocations, components
-from hpcdist.slurm.nodelist import expand
+from hpcdist.slurm.preflight.node_checks import check_nodes
+from hpcdist.slurm.preflight.probe import Request, probe_command, probe_env, read_answers
 
 log = logging.getLogger(__name__)
 #: Time limit for the start of the step and its containers and for the checks, in addition to the time in which nodes

@@ -13,16 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
-from hpcdist.containers.node_steps import ContainerSteps
-from hpcdist.files.atomic import read_json
-from hpcdist.files.log_text import PIECE_BYTES, last_lines
-from hpcdist.files.retry import retry
-from hpcdist.machine.timed_command import last_line
-from hpcdist.run.attempt import Attempt
+from hpcdist.containers.steps import ContainerSteps
+from hpcdist.host.commands import last_line
+from hpcdist.host.files import read_json
+from hpcdist.host.log_files import PIECE_BYTES, last_lines
+from hpcdist.host.nodelist import expand
+from hpcdist.host.retry import retry
+from hpcdist.run.folder import Attempt
 from hpcdist.slurm.current_job import signal_named_steps
 from hpcdist.slurm.job.srun import step_name
-from hpcdist.slurm.nodelist import expand
-from hpcdist.supervisor.process_guard import Guard
+from hpcdist.supervisor.launcher import Guard
 
 log = logging.getLogger(__name__)
 #: `srun: error: n2: tasks 2-3: Killed`, `srun: error: n1: task 0: Exited with exit code 1`

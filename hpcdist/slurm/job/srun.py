@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcdist.config.schema import ClusterConfig, Config
-from hpcdist.containers.runtimes import CONTAINERS_STEP, IGNORE_USR2, container_command
-from hpcdist.containers.spec import ContainerSpec
-from hpcdist.run.attempt import Attempt
-from hpcdist.slurm.extra_flags import option_value
-from hpcdist.slurm.job_components import JobComponent, allocations, component_cluster, components, is_het
+from hpcdist.config.launch_schema import ClusterConfig
+from hpcdist.config.schema import Config
+from hpcdist.containers.spec import CONTAINERS_STEP, IGNORE_USR2, ContainerSpec, container_command
+from hpcdist.run.folder import Attempt
+from hpcdist.slurm.components import JobComponent, allocations, component_cluster, components, is_het
+from hpcdist.slurm.flags import option_value
 from hpcdist.supervisor.plan import processor_env
 
 PREFLIGHT_STEP = "preflight"
@@ -170,7 +170,7 @@ def watchdog_command(job_id: str, node: str | None = None) -> list[str]:
         "--ntasks=1",
         "--cpus-per-task=1",
     ]
-    return ["srun", *flags, "--input=none", sys.executable, "-P", "-m", "hpcdist.slurm.job.job_watchdog", job_id]
+    return ["srun", *flags, "--input=none", sys.executable, "-P", "-m", "hpcdist.slurm.job.watchdog", job_id]
 
 
 def parents_command(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from hpcdist.bench.comm_config import CommConfig
+from hpcdist.bench import CommConfig
 from hpcdist.config.schema import Config, Trainer
 
 

@@ -21,11 +21,7 @@ from pathlib import Path
 
 import torch
 
-from hpcdist.bench import pairs, plots, rpc_calls
-from hpcdist.bench.bottleneck import bottleneck
-from hpcdist.bench.comm_config import MAX_ITERATION_S, MEASURE_S, CommConfig
-from hpcdist.bench.correctness import check
-from hpcdist.bench.groups import WORLD, choose_backend, make_teams
+from hpcdist.bench import MAX_ITERATION_S, MEASURE_S, CommConfig, measurement_plan, report
 from hpcdist.bench.measurement_plan import (
     BYTES,
     DEPTH,
@@ -36,20 +32,20 @@ from hpcdist.bench.measurement_plan import (
     Point,
     RpcPoint,
     Series,
+    check,
     elements,
+    measure_overlap,
     points,
 )
-from hpcdist.bench.operation import run_together
-from hpcdist.bench.overlap import measure_overlap
-from hpcdist.bench.patterns import DTYPES
+from hpcdist.bench.operations import DTYPES, WORLD, choose_backend, make_teams, run_together
 from hpcdist.bench.report import as_csv, as_text
-from hpcdist.bench.results import ARTIFACT, RankPlace, Results, Row
+from hpcdist.bench.results import ARTIFACT, RankPlace, Results, Row, bottleneck
 from hpcdist.config.schema import Config
 from hpcdist.errors import CommError
-from hpcdist.files.atomic import write_atomic
-from hpcdist.network.bandwidth import bandwidths
+from hpcdist.host.files import write_atomic
+from hpcdist.host.network import bandwidths
+from hpcdist.rank.collective_check import Stopwatch, measure
 from hpcdist.rank.context import Context
-from hpcdist.rank.network.collective_timing import Stopwatch, measure
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +77,7 @@ def write_files(results: Results, folder: Path) -> None:
     write_atomic(folder / "report.txt", as_text(results))
     write_atomic(folder / "results.csv", as_csv(results))
     try:
-        plots.draw(results, folder)
+        report.draw(results, folder)
     except ImportError as error:
         log.warning("no plots: %s (install matplotlib with the extra `train`)", error)
 
@@ -164,7 +160,7 @@ class Bench:
         elif isinstance(point, OverlapPoint):
             self._measure_overlap(point)
         elif isinstance(point, RpcPoint):
-            self.results.rpc += rpc_calls.measure_calls(self.ctx, self.results.ranks, self.gpus, cfg=self.cfg)
+            self.results.rpc += measurement_plan.measure_calls(self.ctx, self.results.ranks, self.gpus, cfg=self.cfg)
             self.write()
 
     def _check(self, point: CorrectnessCheck) -> None:
@@ -274,8 +270,8 @@ class Bench:
         if not self._is_there("send_recv", WORLD, BYTES):
             return
         if not self.results.pairs:  # warm-up: the first measurement is always slower
-            pairs.measure_round(point.links, self.teams[WORLD])
-        mine = pairs.measure_round(point.links, self.teams[WORLD])
+            measurement_plan.measure_round(point.links, self.teams[WORLD])
+        mine = measurement_plan.measure_round(point.links, self.teams[WORLD])
         self.results.pairs += filter(None, self.ctx.groups.all_gather(mine))
         if point.is_last:
             self.write()

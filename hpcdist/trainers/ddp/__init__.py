@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcdist.config.schema import Config, Trainer
-from hpcdist.models import model_name_problems
+from hpcdist.data import model_name_problems
 
 
 def _check(config: Config) -> list[str]:

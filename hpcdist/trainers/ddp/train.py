@@ -6,7 +6,7 @@ Source of the method: https://docs.pytorch.org/tutorials/intermediate/ddp_tutori
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,19 +19,40 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from hpcdist.config.schema import Config
-from hpcdist.data.batches import Batch, eval_indices
 from hpcdist.data.download import prepare
-from hpcdist.data.identity import log_image_data
-from hpcdist.data.loading import ImageData, load_datasets
-from hpcdist.models.image import build_model
+from hpcdist.data.loading import Batch, ImageData, eval_indices, load_datasets, log_image_data
+from hpcdist.data.models import build_model
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
-from hpcdist.rank.ddp_buckets import settle_buckets
-from hpcdist.rank.optimizer import build_optimizer, lr_factor, set_lr
-from hpcdist.rank.training_loop import Meter, run_epochs
-from hpcdist.rank.training_position import TrainingPosition
-from hpcdist.review.figures import MAX_CLASSES
-from hpcdist.trainers.ddp.figures import confusion_matrix
+from hpcdist.rank.training_loop import (
+    Meter,
+    TrainingPosition,
+    build_optimizer,
+    lr_factor,
+    run_epochs,
+    set_lr,
+    settle_buckets,
+)
+from hpcdist.review.figures import MAX_CLASSES, Matrix
+
+# Figures of trainer `ddp` in the report of a run.
+
+
+def confusion_matrix(counts: Sequence[float], class_names: Sequence[str] = ()) -> Matrix:
+    """Return the confusion matrix of the test set.
+
+    Args:
+        counts: numbers of samples by true and predicted class, row by row, [num_classes × num_classes].
+        class_names: names of the classes; their numbers by default.
+    """
+    size = math.isqrt(len(counts))
+    return Matrix(
+        title="confusion matrix of the test set",
+        row_label="true class",
+        column_label="predicted class",
+        names=list(class_names) or [str(index) for index in range(size)],
+        values=[list(counts[row * size : (row + 1) * size]) for row in range(size)],
+    )
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from pyarrow import csv, parquet
 from torch import Tensor
 
 from hpcdist.errors import DataError
+from hpcdist.trainers.hybrid import HybridConfig
 from hpcdist.trainers.hybrid.click_logs import Bags, Clicks
-from hpcdist.trainers.hybrid.schema import HybridConfig
 
 #: Exceptions of pyarrow for damaged content: its kernels document none.
 _DAMAGED = (

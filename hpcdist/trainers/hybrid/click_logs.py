@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hpcdist.data.identity import digest_of
+from hpcdist.data.loading import digest_of
 from hpcdist.errors import DataError
-from hpcdist.trainers.hybrid.schema import HybridConfig
+from hpcdist.trainers.hybrid import HybridConfig
 
 #: Number of samples of the synthetic log that are drawn together.
 BLOCK = 4096

@@ -32,26 +32,176 @@ import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcdist.checkpoint.shards import Shard
+from hpcdist.checkpoint.state import Shard
 from hpcdist.config.schema import Config
+from hpcdist.config.topology import share_of
+from hpcdist.errors import DataError
+from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
-from hpcdist.rank.ddp_buckets import settle_buckets
-from hpcdist.rank.network.rpc import RpcGroup, rpc_group
-from hpcdist.rank.optimizer import build_optimizer
-from hpcdist.rank.roles import share_of
-from hpcdist.rank.training_loop import Meter, run_epochs
-from hpcdist.rank.training_position import TrainingPosition
-from hpcdist.trainers.hybrid.click_logs import Clicks, batches, identity, padded
-from hpcdist.trainers.hybrid.click_model import ClickModel, auc, dense_part
-from hpcdist.trainers.hybrid.data_shares import load_clicks, num_shares_of, saved_sums
-from hpcdist.trainers.hybrid.figures import evaluation_figures
-from hpcdist.trainers.hybrid.lookups import Lookups
-from hpcdist.trainers.hybrid.schema import HybridConfig
-from hpcdist.trainers.hybrid.table_server import serve_tables
-from hpcdist.trainers.hybrid.tables import Layout, weight_name
-from hpcdist.trainers.hybrid.units import LookupPlan, Units, choose
+from hpcdist.rank.rpc import RpcGroup, rpc_group
+from hpcdist.rank.training_loop import Meter, TrainingPosition, build_optimizer, run_epochs, settle_buckets
+from hpcdist.review.figures import Curves
+from hpcdist.trainers.hybrid import HybridConfig
+from hpcdist.trainers.hybrid.click_logs import Clicks, SyntheticLog, batches, identity, padded
+from hpcdist.trainers.hybrid.exchange import Lookups, serve_tables
+from hpcdist.trainers.hybrid.tables import Layout, LookupPlan, Units, choose, weight_name
+
+# Click logs in shares of the samples, whose number stays when a run is resumed with fewer trainers.
 
 log = logging.getLogger(__name__)
+
+
+def load_clicks(cfg: HybridConfig, seed: int, *, shares: range, num_shares: int) -> tuple[Clicks, Clicks]:
+    """Return the training samples and the test samples of consecutive shares.
+
+    Training shares have equal size, so up to `num_shares` - 1 samples are left out; test shares have each test sample
+    once. Raises DataError for a file that is missing, damaged or does not match the config.
+    """
+    if cfg.file:
+        from hpcdist.trainers.hybrid.click_files import FileLog  # pyarrow takes 0.3 s
+
+        source: FileLog | SyntheticLog = FileLog(cfg)
+    else:
+        source = SyntheticLog(cfg, seed)
+    num_test = max(1, round(len(source) * cfg.eval_fraction))
+    num_train = (len(source) - num_test) // num_shares
+    if num_train < 1:
+        raise DataError(
+            f"{cfg.file or 'the synthetic log'} has {len(source)} samples: too few for {num_shares} trainers"
+        )
+    first_test = len(source) - num_test
+    bounds = [first_test + num_test * number // num_shares for number in (shares.start, shares.stop)]
+    return source.read(shares.start * num_train, shares.stop * num_train), source.read(bounds[0], bounds[1])
+
+
+def num_shares_of(saved: Restored | None, num_trainers: int) -> int:
+    """Return the number of shares of the samples: that of the checkpoint, unless there are more trainers."""
+    num_shares = num_trainers if saved is None else int(saved.trainer.get("num_shares", num_trainers))
+    if num_trainers <= num_shares:
+        return num_shares
+    log.warning(
+        "%d trainers continue a run with %d shares of the samples, which are divided anew: sample order and joint batch"
+        " differ from here on",
+        num_trainers,
+        num_shares,
+    )
+    return num_trainers
+
+
+def saved_sums(ctx: Context, saved: Restored | None) -> Mapping[str, Any] | None:
+    """Return the sums of this trainer's meter; after a change of their number, trainer 0 has those of all trainers."""
+    if saved is None or saved.local is not None or not ctx.is_main:
+        return saved.local if saved is not None else None
+    whole: dict[str, Any] = {}
+    for sums in saved.local_by_rank[: saved.trainer.get("num_trainers", 0)]:
+        for name, value in (sums or {}).items():
+            whole[name] = whole.get(name, 0.0) + value
+    return whole
+
+
+# Figures of trainer `hybrid` in the report of a run: ROC curve and calibration of the test set.
+
+NUM_BINS = 10
+_NUM_POINTS = 200
+_DIAGONAL = [[0.0, 0.0], [1.0, 1.0]]
+
+
+def evaluation_figures(scores: Tensor, labels: Tensor) -> dict[str, Curves]:
+    """Return the figures of an evaluation by name; none if all labels are equal.
+
+    Args:
+        scores: predicted probabilities of a click, [N].
+        labels: 1 for a click, else 0, [N].
+    """
+    if len(labels) == 0 or bool((labels == labels[0]).all()):
+        return {}
+    return {"calibration": calibration(scores, labels), "roc": roc(scores, labels)}
+
+
+def calibration(scores: Tensor, labels: Tensor) -> Curves:
+    """Return the observed share of clicks over the predicted one, of NUM_BINS equally large groups of samples."""
+    order = scores.argsort()
+    groups = zip(scores[order].tensor_split(NUM_BINS), labels[order].tensor_split(NUM_BINS), strict=True)
+    points = [[float(group.mean()), float(clicks.double().mean())] for group, clicks in groups if len(group)]
+    return Curves(
+        title=f"calibration of the test set, {NUM_BINS} groups of equal size",
+        x_label="predicted share of clicks",
+        y_label="observed share of clicks",
+        lines={"model": points, "calibrated": [[points[0][0]] * 2, [points[-1][0]] * 2]},
+    )
+
+
+def roc(scores: Tensor, labels: Tensor) -> Curves:
+    """Return true over false positive rates, at most about _NUM_POINTS of them; samples of equal score are one step."""
+    order = scores.argsort(descending=True)
+    sorted_scores, clicks = scores[order], labels[order].double()
+    ends = torch.cat([(sorted_scores[1:] != sorted_scores[:-1]).nonzero().flatten(), torch.tensor([len(clicks) - 1])])
+    hits, misses = clicks.cumsum(0)[ends], (1 - clicks).cumsum(0)[ends]
+    kept = torch.linspace(0, len(ends) - 1, min(_NUM_POINTS, len(ends))).round().long()
+    points = torch.stack([misses[kept] / misses[-1], hits[kept] / hits[-1]], dim=1).tolist()
+    return Curves(
+        title="ROC curve of the test set",
+        x_label="false positive rate",
+        y_label="true positive rate",
+        lines={"model": [[0.0, 0.0], *points], "chance": _DIAGONAL},
+    )
+
+
+# A click model: embedding bags of categorical features, numeric features, and an MLP on top.
+
+
+def dense_part(num_inputs: int, hidden: Sequence[int]) -> nn.Sequential:
+    """Return an MLP with ReLU that maps pooled embeddings and numeric features [B, num_inputs] to [B, 1]."""
+    layers: list[nn.Module] = []
+    for width in hidden:
+        layers += [nn.Linear(num_inputs, width), nn.ReLU()]
+        num_inputs = width
+    return nn.Sequential(*layers, nn.Linear(num_inputs, 1))
+
+
+class ClickModel(nn.Module):
+    """The whole model in one process, named as its checkpoints: `tables.<name>.weight`, `dense.<layer>.weight`.
+
+    The input is float64 [B, num_numeric + tables × bag_size] (exact for ids up to 2^53): numeric features, then the
+    ids of each table, padded with -1. The output is the probability of a click, [B].
+
+    Args:
+        tables: number of rows by name.
+        bag_size: maximum number of ids of a sample in one table.
+    """
+
+    def __init__(
+        self, tables: Mapping[str, int], *, dim: int, num_numeric: int, hidden: Sequence[int], bag_size: int
+    ) -> None:
+        super().__init__()
+        self.num_numeric = num_numeric
+        self.bag_size = bag_size
+        self.tables = nn.ModuleDict({name: nn.EmbeddingBag(rows, dim, mode="sum") for name, rows in tables.items()})
+        self.dense = dense_part(len(tables) * dim + num_numeric, hidden)
+
+    def forward(self, samples: Tensor) -> Tensor:
+        numeric = samples[:, : self.num_numeric].float()
+        ids = samples[:, self.num_numeric :].long().unflatten(1, (len(self.tables), self.bag_size))
+        pooled = []
+        for number, table in enumerate(self.tables.values()):
+            bags = ids[:, number]
+            pooled.append(table(bags.clamp(min=0), per_sample_weights=(bags >= 0).float()))
+        logits: Tensor = self.dense(torch.cat([*pooled, numeric], dim=1))
+        return logits.squeeze(1).sigmoid()
+
+
+def auc(scores: Tensor, labels: Tensor) -> float:
+    """Return the area under the ROC curve of scores and labels, [N] each; ties count half.
+
+    It is NaN if all labels are equal. Computed from ranks (Mann and Whitney, 1947).
+    """
+    _, place, counts = scores.unique(return_inverse=True, return_counts=True)  # sorted
+    rank = (counts.cumsum(0) - (counts - 1) / 2.0)[place]
+    clicks = labels > 0.5
+    num, others = int(clicks.sum()), int((~clicks).sum())
+    if num == 0 or others == 0:
+        return float("nan")
+    return float((rank[clicks].double().sum() - num * (num + 1) / 2) / (num * others))
 
 
 @dataclass(frozen=True)

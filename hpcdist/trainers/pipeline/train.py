@@ -18,8 +18,9 @@ Source of the method: https://docs.pytorch.org/tutorials/intermediate/dist_pipel
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -27,18 +28,136 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor, nn
 
+from hpcdist.checkpoint.state import Shard
 from hpcdist.config.schema import Config
-from hpcdist.data.loading import ImageData
+from hpcdist.data.download import prepare
+from hpcdist.data.loading import ImageData, load_datasets, log_image_data
+from hpcdist.data.models import build_model
+from hpcdist.errors import ConfigError
+from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
-from hpcdist.rank.optimizer import lr_factor, set_lr
-from hpcdist.rank.training_loop import Meter, run_epochs
-from hpcdist.rank.training_position import TrainingPosition
-from hpcdist.trainers.pipeline.schedules import ideal_bubble
-from hpcdist.trainers.pipeline.schema import PipelineConfig
-from hpcdist.trainers.pipeline.setup import StageSetup, build_whole_model, open_stage
-from hpcdist.trainers.pipeline.stage_checkpoint import stage_shard
-from hpcdist.trainers.pipeline.stages import Stage
-from hpcdist.trainers.pipeline.tuning import choose_micro_batches
+from hpcdist.rank.rpc import rpc_group
+from hpcdist.rank.training_loop import Meter, TrainingPosition, build_optimizer, lr_factor, run_epochs, set_lr
+from hpcdist.trainers.pipeline import PipelineConfig
+from hpcdist.trainers.pipeline.engine import Inbox, RpcEngine, Wire, ideal_bubble
+from hpcdist.trainers.pipeline.stages import Stage, choose_cut, choose_micro_batches, use_onednn_for_pointwise
+
+# A stage's part of a checkpoint: weights, running statistics and optimizer states under the whole model's names.
+
+
+def stage_shard(stage: Stage, optimizer: torch.optim.Optimizer) -> Shard:
+    """Return the shard that a stage saves."""
+    names = [name for name, _ in stage.named_parameters()]
+    states = optimizer.state_dict()["state"]
+    return Shard(
+        model=stage.state_dict(),
+        trainer={"optimizer": {names[index]: state for index, state in states.items()}},
+    )
+
+
+def load_stage(
+    stage: Stage, optimizer: torch.optim.Optimizer, saved: Restored, units: Sequence[Sequence[str]], rank: int
+) -> None:
+    """Load the part of a checkpoint that belongs to a stage. The checkpoint may be of other stages.
+
+    Args:
+        units: the units of every stage of this attempt.
+        rank: the rank of `stage`.
+    """
+    is_same_split = saved.trainer["units"] == [list(names) for names in units]
+    weights: dict[str, Tensor] = {}
+    states: dict[str, Any] = {}
+    for owner in [rank] if is_same_split else range(saved.world_size):
+        shard = saved.shard(owner)
+        assert shard is not None, "every stage owns parameters"
+        weights |= shard["model"]
+        states |= shard["trainer"]["optimizer"]
+    stage.load_state_dict({name: weights[name] for name in stage.state_dict()})
+    names = [name for name, _ in stage.named_parameters()]
+    state_dict = optimizer.state_dict()
+    state_dict["state"] = {index: states[name] for index, name in enumerate(names) if name in states}
+    optimizer.load_state_dict(state_dict)
+
+
+# Set-up of the pipeline trainer: data, split of the model, engine, and the state of a checkpoint.
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSetup:
+    """This rank's stage, ready to train."""
+
+    data: ImageData
+    engine: RpcEngine
+    optimizer: torch.optim.Optimizer
+    saved: Restored | None  #: the checkpoint that the stage has been loaded from
+    units: list[tuple[str, ...]]  #: of every stage
+    parameter_slots: range  #: indices of this stage's parameters among those of the whole model
+    num_parameters: int  #: of the whole model
+
+    @property
+    def stage(self) -> Stage:
+        """The part of the model on this rank."""
+        return self.engine.stage
+
+
+@contextmanager
+def open_stage(ctx: Context, cfg: Config) -> Iterator[StageSetup]:
+    """Build and restore this rank's stage and connect it to the others; call it on every rank."""
+    if ctx.topology.local_rank == 0:
+        prepare(cfg.data)
+    ctx.barrier()  # the other ranks of the node wait for the download
+    # Only the first stage reads images, so nothing is preloaded for the others.
+    data = load_datasets(cfg.data if ctx.rank == 0 else replace(cfg.data, preload="never"), cfg.seed)
+    if len(data.train) < cfg.data.batch_size:
+        raise ConfigError([f"data.batch_size={cfg.data.batch_size}, but there are {len(data.train)} training images"])
+    log_image_data(ctx, cfg.data, data, cfg.seed)
+    model = build_whole_model(cfg, data)
+    ctx.log_model_size(sum(parameter.numel() for parameter in model.parameters()))
+    if ctx.device.type == "cpu":
+        use_onednn_for_pointwise(model)
+    if cfg.model.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    saved = ctx.restore()
+    example = _example_images(cfg, data)
+    units = choose_cut(ctx, model, example, saved)
+    stage = Stage(model, units[ctx.rank], checkpointing=cfg.section(PipelineConfig).activation_checkpointing)
+    names = [name for name, _ in model.named_parameters()]
+    own = [name for name, _ in stage.named_parameters()]
+    first = names.index(own[0]) if own else 0
+    del model  # frees the other stages
+    stage, inbox, schedule = stage.to(ctx.device), Inbox(), cfg.section(PipelineConfig).schedule
+    with rpc_group(ctx, inbox.functions) as group:
+        wire = Wire(ctx, group, inbox)
+        engine = RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size, schedule=schedule)
+        optimizer = build_optimizer(stage.parameters(), cfg.optim)
+        if saved is not None:
+            load_stage(stage, optimizer, saved, units, ctx.rank)
+        yield StageSetup(
+            data=data,
+            engine=engine,
+            optimizer=optimizer,
+            saved=saved,
+            units=units,
+            parameter_slots=range(first, first + len(own)),
+            num_parameters=len(names),
+        )
+
+
+def build_whole_model(cfg: Config, data: ImageData) -> nn.Module:
+    """Return the unsplit model, initialised from torch's global generator: before training equal on all ranks.
+
+    It takes three channels: grey images become three equal ones.
+    """
+    return build_model(cfg.model.name, num_classes=data.num_classes, in_channels=3, image_size=data.image_size)
+
+
+def _example_images(cfg: Config, data: ImageData) -> Tensor:
+    """Return random images, as many as a micro-batch has (a quarter of the batch if the number is to be measured)."""
+    number = cfg.section(PipelineConfig).num_micro_batches
+    size = max(2, cfg.data.batch_size // (number if isinstance(number, int) else 4))
+    shape = (size, 3, data.image_size, data.image_size)
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return images.contiguous(memory_format=torch.channels_last) if cfg.model.channels_last else images
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,74 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hpcdist.config.launch_schema import above, at_least, check
 from hpcdist.config.schema import Trainer
-from hpcdist.trainers.rl.schema import RlConfig
+
+# The config section of trainer `rl`.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlConfig:
+    """Reinforcement learning with one agent and several observers (`trainer: rl`).
+
+    An optimizer step of the run (`stop.max_steps`, `checkpoint.every_steps`, `tracking.log_every_steps`) is one PPO
+    update: the agent learns from one rollout of each observer.
+    """
+
+    env_id: str = "CartPole-v1"
+    """Gymnasium environment with vector observations and discrete or box actions; `module:Name-v0` imports a module."""
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the environment."""
+    max_episode_steps: int | None = None
+    """Truncate episodes after this many steps; null keeps the environment's own limit."""
+    num_envs: int = 8
+    """Environments per collector, stepped together; at the first start of a run each observer has one collector."""
+    num_rollout_steps: int = 128
+    """Steps of each environment in one rollout, between two updates."""
+    updates_per_epoch: int = 10
+    """Updates between two evaluations; `stop.max_epochs` and `stop.patience` count evaluations."""
+    num_eval_episodes: int = 100
+    """Greedy episodes per evaluation. If `stop.threshold` is null, the environment's reward threshold ends the run."""
+    mode: Literal["sync", "async"] = "sync"
+    """`async` overlaps rollouts with learning: faster, deterministic, but the weights are one update old."""
+    hidden_sizes: list[int] = field(default_factory=lambda: [64])
+    """Sizes of the hidden layers of the policy network and of the value network."""
+    activation: Literal["tanh", "relu"] = "tanh"
+    """Activation of the hidden layers; `relu` is faster, `tanh` usually learns better with box actions."""
+    normalize_observations: bool = False
+    """Scale observations by their running mean and standard deviation, which are saved with the model."""
+    gamma: float = 0.99
+    """Discount factor per step."""
+    gae_lambda: float = 0.95
+    """Lambda of generalised advantage estimation: 1 is the Monte Carlo return, 0 the one-step TD error."""
+    clip_range: float = 0.2
+    """PPO clipping parameter: the maximum deviation of the probability ratio from 1."""
+    update_epochs: int = 4
+    """Passes over the rollouts in each update; 1, with num_minibatches=1, is A2C."""
+    num_minibatches: int = 4
+    """Minibatches, and therefore optimizer steps, per pass."""
+    value_coef: float = 0.5
+    """Coefficient of the value loss."""
+    entropy_coef: float = 0.01
+    """Coefficient of the entropy bonus, which encourages exploration."""
+
+    def __post_init__(self) -> None:
+        check(
+            at_least(self, 1, "max_episode_steps", "num_envs", "num_rollout_steps", "updates_per_epoch")
+            + at_least(self, 1, "num_eval_episodes", "update_epochs", "num_minibatches")
+            + at_least(self, 0, "value_coef", "entropy_coef")
+            + above(self, 0, "clip_range")
+            + [
+                f"{name} must be from 0 to 1, got {value}"
+                for name, value in (("gamma", self.gamma), ("gae_lambda", self.gae_lambda))
+                if not 0 <= value <= 1
+            ]
+            + [f"hidden_sizes must hold sizes >= 1, got {size}" for size in self.hidden_sizes if size < 1]
+        )
+
 
 TRAINER = Trainer(
     section=RlConfig,

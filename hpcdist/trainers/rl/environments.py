@@ -8,7 +8,7 @@ a truncated episode is bootstrapped from it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -266,3 +266,26 @@ def _to_tensor(value: Any) -> Any:
 
 def _to_array(value: Any) -> Any:
     return value.numpy().copy() if isinstance(value, Tensor) else value
+
+
+# Returns of a policy over full greedy episodes.
+
+
+def greedy_returns(
+    problem: Problem, envs: Environments, act: Callable[[Floats], Floats], alive: Callable[[], None] = lambda: None
+) -> NDArray[np.float64]:
+    """Play one full greedy episode in each environment; return their returns, [n].
+
+    Args:
+        act: returns a policy's outputs [n, num_outputs] for observations [n, num_inputs].
+        alive: called after every step, since steps may be slow.
+    """
+    envs.reset()
+    returns = np.zeros(envs.num_envs)
+    over = np.zeros(envs.num_envs, np.bool_)
+    while not over.all():
+        step = envs.step(problem.greedy(act(envs.observations)), skip=over)
+        returns += np.where(over, 0.0, step.rewards)
+        over |= step.terminated | step.truncated
+        alive()
+    return returns

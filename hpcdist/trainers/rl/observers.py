@@ -4,21 +4,130 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hpcdist.config.schema import Config
+from hpcdist.config.topology import share_of
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
-from hpcdist.rank.network.rpc import RpcGroup, rpc_group
-from hpcdist.rank.roles import share_of
-from hpcdist.trainers.rl.environments import Problem
-from hpcdist.trainers.rl.policy import Actor
-from hpcdist.trainers.rl.rollouts import Collector, Rollout
-from hpcdist.trainers.rl.schema import RlConfig
+from hpcdist.rank.rpc import RpcGroup, rpc_group
+from hpcdist.trainers.rl import RlConfig
+from hpcdist.trainers.rl.environments import Floats, Problem, make_environments
+from hpcdist.trainers.rl.policy import Actor, log_prob
+
+# Rollouts: recorded steps of many environments, and the collector that records them.
+
+
+class Rollout(NamedTuple):
+    """T steps of n environments. Steps that only reset an environment have `valid` false: they are no transitions."""
+
+    observations: Tensor  #: float [T + 1, n, num_inputs], including the one after the last step
+    actions: Tensor  #: int64 [T, n], or float [T, n, num_outputs] in the unit box
+    log_probs: Tensor  #: float [T, n], under the policy that acted
+    rewards: Tensor  #: float [T, n]
+    terminated: Tensor  #: bool [T, n]
+    truncated: Tensor  #: bool [T, n]
+    valid: Tensor  #: bool [T, n]
+    returns: Tensor  #: float64 [episodes], full returns of the episodes that ended in this rollout
+
+    @classmethod
+    def join(cls, rollouts: Sequence[Rollout]) -> Rollout:
+        """Join rollouts along the environments, in the given order."""
+        fields = zip(cls._fields, zip(*rollouts, strict=True), strict=True)
+        return cls(**{name: torch.cat(parts, dim=0 if name == "returns" else 1) for name, parts in fields})
+
+
+def random_numbers(seed: int, *stream: int) -> np.random.Generator:
+    """Return the generator of one rollout or evaluation. It depends on its place only, so no state has to be saved."""
+    return np.random.default_rng([seed, *stream])
+
+
+class Collector:
+    """Steps environments; episodes continue from rollout to rollout.
+
+    Args:
+        index: unique among the collectors; random numbers depend on it, the seed and the number of the rollout.
+    """
+
+    def __init__(self, problem: Problem, num_envs: int, *, seed: int, index: int) -> None:
+        self._problem, self._seed, self._index = problem, seed, index
+        self._envs = make_environments(problem, num_envs, random_numbers(seed, 0, index, 0))
+        self._returns = np.zeros(num_envs)
+
+    def collect(
+        self, number: int, num_steps: int, infer: Callable[[Floats], Floats], log_std: Tensor | None = None
+    ) -> Rollout:
+        """Collect rollout `number`: `num_steps` steps of all environments.
+
+        Args:
+            infer: returns the policy's outputs [n, num_outputs] for observations [n, num_inputs].
+            log_std: logarithms of the standard deviations of a policy for box actions; None for discrete ones.
+        """
+        problem, envs = self._problem, self._envs
+        rng = random_numbers(self._seed, 0, self._index, 1 + number)
+        steps = (num_steps, envs.num_envs)
+        shape = (*steps, problem.num_outputs)
+        # Drawn for all steps at once: one call per step would cost as much as the step, tens of microseconds.
+        if log_std is None:  # the argmax of logits + Gumbel noise is a sample of their softmax
+            noise = -np.log(np.maximum(rng.standard_exponential(shape, np.float32), np.float32(1e-30)))
+            actions: NDArray[Any] = np.empty(steps, np.int64)
+        else:
+            noise = rng.standard_normal(shape, np.float32) * log_std.exp().numpy()
+            actions = np.empty(shape, np.float32)
+        envs.begin(rng)
+        outputs = np.empty(shape, np.float32)
+        observations = np.empty((num_steps + 1, envs.num_envs, problem.num_inputs), np.float32)
+        rewards = np.empty(steps, np.float32)
+        terminated, truncated, valid = (np.empty(steps, np.bool_) for _ in range(3))
+        observations[0] = envs.observations
+        for t in range(num_steps):
+            outputs[t] = output = infer(observations[t])
+            if log_std is None:
+                np.argmax(output + noise[t], axis=1, out=actions[t])
+            else:
+                np.add(output, noise[t], out=actions[t])
+            np.logical_not(envs.over, out=valid[t])
+            observations[t + 1], rewards[t], terminated[t], truncated[t] = envs.step(problem.to_env(actions[t]))
+        ends = terminated | truncated
+        returns, self._returns = _per_episode(self._returns + np.cumsum(rewards, axis=0, dtype=np.float64), ends)
+        log_probs, _ = log_prob(torch.from_numpy(outputs), torch.from_numpy(actions), log_std)
+        further = (rewards, terminated, truncated, valid, returns)
+        return Rollout(
+            torch.from_numpy(observations), torch.from_numpy(actions), log_probs, *map(torch.from_numpy, further)
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for `load_state`."""
+        return {"envs": self._envs.state(), "returns": torch.from_numpy(self._returns.copy())}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore a state, so that the next rollout is the same as without an interruption."""
+        self._envs.load_state(state["envs"])
+        self._returns = state["returns"].numpy().copy()
+
+
+def _per_episode(sums: NDArray[Any], ends: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the sum over each episode that ended, by environment, and over the current episode of each [n].
+
+    Args:
+        sums: cumulative sums over the steps of each environment, [T, n].
+        ends: whether an episode ended at a step, [T, n].
+    """
+    env, step = np.nonzero(ends.T)
+    at_end = sums[step, env]
+    ended = at_end.copy()
+    ended[1:] -= np.where(env[1:] == env[:-1], at_end[:-1], 0)
+    before = np.zeros_like(sums[-1])
+    before[env] = at_end  # of several ends, the assignment keeps the last
+    return ended, sums[-1] - before
+
 
 log = logging.getLogger(__name__)
 

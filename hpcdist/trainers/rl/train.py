@@ -20,29 +20,117 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import cast
 
 import gymnasium
+import numpy as np
 import torch
+from torch import Tensor, nn
 
 from hpcdist.config.schema import Config
-from hpcdist.data.identity import digest_of
+from hpcdist.data.loading import digest_of
 from hpcdist.errors import ConfigError
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
-from hpcdist.rank.network.rpc import RpcGroup, rpc_group
-from hpcdist.rank.optimizer import build_optimizer, lr_factor, set_lr
-from hpcdist.rank.training_loop import Meter, run_epochs
-from hpcdist.rank.training_position import TrainingPosition
-from hpcdist.trainers.rl.environments import Environments, Problem, make_environments
-from hpcdist.trainers.rl.episodes import greedy_returns
-from hpcdist.trainers.rl.figures import returns_curves, returns_histogram
-from hpcdist.trainers.rl.observers import ObserverGroup, num_collectors_of, serve_rollouts
-from hpcdist.trainers.rl.policy import Actor, Policy
-from hpcdist.trainers.rl.ppo import learn
-from hpcdist.trainers.rl.rollouts import Rollout, random_numbers
-from hpcdist.trainers.rl.schema import RlConfig
+from hpcdist.rank.rpc import RpcGroup, rpc_group
+from hpcdist.rank.training_loop import Meter, TrainingPosition, build_optimizer, lr_factor, run_epochs, set_lr
+from hpcdist.review.figures import MAX_POINTS, Curves, Histogram, histogram
+from hpcdist.trainers.rl import RlConfig
+from hpcdist.trainers.rl.environments import Environments, Problem, greedy_returns, make_environments
+from hpcdist.trainers.rl.observers import ObserverGroup, Rollout, num_collectors_of, random_numbers, serve_rollouts
+from hpcdist.trainers.rl.policy import Actor, Floats, Policy, log_prob
+
+# Proximal policy optimisation (https://arxiv.org/abs/1707.06347) with generalised advantage estimation.
+
+
+def learn(
+    policy: Policy, optimizer: torch.optim.Optimizer, rollout: Rollout, cfg: Config, device: torch.device
+) -> tuple[Tensor, int]:
+    """Update the policy by PPO's clipped surrogate objective; one epoch of one minibatch is A2C.
+
+    Returns:
+        Sums over optimizer steps of policy loss, value loss, entropy and KL divergence from the policy that acted, [4]
+        on `device`, and the number of optimizer steps.
+    """
+    rl = cfg.section(RlConfig)
+    with torch.no_grad():
+        values = policy.value(rollout.observations.to(device)).cpu()
+    gains = torch.from_numpy(advantages(rollout, values.numpy(), rl.gamma, rl.gae_lambda))
+    valid = rollout.valid
+    gains, values = gains[valid], values[:-1][valid]
+    targets = (gains + values).to(device)
+    gains = ((gains - gains.mean()) / (gains.std(correction=0) + 1e-8)).to(device)
+    further = (rollout.observations[:-1][valid], rollout.actions[valid], rollout.log_probs[valid])
+    data = (gains, targets, *(tensor.to(device) for tensor in further))
+    parameters = list(policy.parameters())
+    sums, num_steps = torch.zeros(4, device=device), 0
+    for _ in range(rl.update_epochs):
+        order = torch.randperm(len(gains)).to(
+            device
+        )  # drawn on the CPU, so that it does not depend on the kind of device
+        for gain, target, observations, actions, acted in zip(
+            *(tensor[order].chunk(rl.num_minibatches) for tensor in data), strict=True
+        ):
+            outputs, estimates = policy.both(observations)
+            log_probs, entropies = log_prob(outputs, actions, policy.log_std)
+            change = log_probs - acted
+            ratio = change.exp()
+            policy_loss = -torch.minimum(ratio * gain, ratio.clamp(1 - rl.clip_range, 1 + rl.clip_range) * gain).mean()
+            value_loss = nn.functional.mse_loss(estimates, target)
+            entropy = entropies.mean()
+            optimizer.zero_grad()
+            (policy_loss + rl.value_coef * value_loss - rl.entropy_coef * entropy).backward()
+            if cfg.optim.max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(parameters, cfg.optim.max_grad_norm)
+            optimizer.step()
+            sums += torch.stack((policy_loss, value_loss, entropy, -change.mean())).detach()
+            num_steps += 1
+    return sums, num_steps
+
+
+def advantages(rollout: Rollout, values: Floats, discount: float, gae_lambda: float) -> Floats:
+    """Return the advantage of each action [T, n] by generalised advantage estimation.
+
+    The value after the end of a terminated episode is zero, after a truncated one that of its last observation. Sums
+    do not cross the end of an episode. The result of a step that is not valid is undefined.
+
+    Args:
+        values: of all observations, [T + 1, n].
+    """
+    rewards, terminated = rollout.rewards.numpy(), rollout.terminated.numpy()
+    delta = rewards + discount * values[1:] * ~terminated - values[:-1]
+    carries = np.float32(discount * gae_lambda) * ~(terminated | rollout.truncated.numpy())
+    for t in range(len(delta) - 2, -1, -1):
+        delta[t] += carries[t] * delta[t + 1]
+    return cast(Floats, delta)
+
+
+# Figures of trainer `rl` in the report of a run.
+
+
+def returns_curves(environment: str, evaluations: Sequence[tuple[int, float, float, float]]) -> Curves:
+    """Return the returns of all evaluations; of many, every n-th and the last one.
+
+    Args:
+        evaluations: environment steps and mean, smallest and largest return of each evaluation.
+    """
+    every = -(-len(evaluations) // (MAX_POINTS - 1)) or 1
+    shown = [*evaluations[:-1:every], *evaluations[-1:]]
+    names = ("mean", "smallest", "largest")
+    return Curves(
+        title=f"returns of greedy episodes of {environment}",
+        x_label="environment steps",
+        y_label="return",
+        lines={name: [[float(one[0]), float(one[index])] for one in shown] for index, name in enumerate(names, 1)},
+    )
+
+
+def returns_histogram(returns: Sequence[float]) -> Histogram:
+    """Return the distribution of the returns of the last evaluation."""
+    return histogram("returns of the last evaluation", returns, x_label="return", y_label="episodes")
+
 
 log = logging.getLogger(__name__)
 #: Valid values of `checkpoint.monitor`.

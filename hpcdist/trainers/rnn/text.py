@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.errors import ConfigError
-from hpcdist.trainers.rnn.schema import RnnConfig
+from hpcdist.trainers.rnn import RnnConfig
 
 UNKNOWN = "<unk>"
 #: A word or separators with the space before, or a line end with the indentation of the next line. Joined, the pieces

@@ -14,7 +14,7 @@ import time
 
 from hpcdist.config.schema import Config
 from hpcdist.rank.context import Context
-from hpcdist.rank.stop_agreement import REQUEST_INTERVAL_S
+from hpcdist.rank.stopping import REQUEST_INTERVAL_S
 
 #: Longer than tests wait for the last of several runs to be held.
 HOLD_AT_MOST_S = 900.0

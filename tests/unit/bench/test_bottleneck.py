@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 from sample_comm import Factor, row, sample, with_links
 
-from hpcdist.bench.bottleneck import bottleneck
-from hpcdist.bench.results import RankPlace, Results
+from hpcdist.bench.results import RankPlace, Results, bottleneck
 
 
 def at_node(node: str, factor: float = 6.0) -> Factor:

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from sample_comm import row, sample
 
-from hpcdist.bench.compare import changes, differences, facts, label, sentences, slower
-from hpcdist.bench.results import Results, Row
+from hpcdist.bench.results import Results, Row, changes, differences, facts, label, sentences, slower
 
 
 def slow_all_reduce(factor: float, powers: range) -> Results:

@@ -7,14 +7,19 @@ from collections import Counter
 import pytest
 import torch
 
-from hpcdist.bench import rpc_calls
-from hpcdist.bench.comm_config import COMM_DTYPES, COMM_OPERATIONS, CommConfig, parse_bytes
-from hpcdist.bench.groups import cuts
-from hpcdist.bench.measurement_plan import CorrectnessCheck, Measurement, elements, points, sizes
-from hpcdist.bench.operations import OPERATIONS
-from hpcdist.bench.pairs import MAX_ALL_PAIRS, rounds, tournament_links
-from hpcdist.bench.patterns import DTYPES, NEVER, REDUCTIONS, contribution, message, reduced
-from hpcdist.rank.network.collective_timing import Timing
+from hpcdist.bench import COMM_DTYPES, COMM_OPERATIONS, CommConfig, measurement_plan, parse_bytes
+from hpcdist.bench.measurement_plan import (
+    MAX_ALL_PAIRS,
+    CorrectnessCheck,
+    Measurement,
+    elements,
+    pair_rounds,
+    points,
+    sizes,
+    tournament_links,
+)
+from hpcdist.bench.operations import DTYPES, NEVER, OPERATIONS, REDUCTIONS, contribution, cuts, message, reduced
+from hpcdist.rank.collective_check import Timing
 
 # --- settings
 
@@ -127,26 +132,26 @@ def test_tournament_measures_each_link_once_and_each_rank_once_at_a_time(num: in
 
 
 def test_few_ranks_measure_each_link_alone() -> None:
-    assert rounds(["n1"]) == []
-    found = rounds(["n1"] * MAX_ALL_PAIRS)
+    assert pair_rounds(["n1"]) == []
+    found = pair_rounds(["n1"] * MAX_ALL_PAIRS)
     assert len(found) == MAX_ALL_PAIRS * (MAX_ALL_PAIRS - 1)
     assert all(len(links) == 1 for links in found)
 
 
 def test_many_ranks_measure_between_the_first_ranks_of_nodes_and_within_the_first_node() -> None:
     nodes = [f"n{rank // 4}" for rank in range(64)]
-    links = {link for found in rounds(nodes) for link in found}
+    links = {link for found in pair_rounds(nodes) for link in found}
     between = {link for link in links if nodes[link[0]] != nodes[link[1]]}
     assert between == {(a, b) for a in range(0, 64, 4) for b in range(0, 64, 4) if a != b}
     assert links - between == {(a, b) for a in range(4) for b in range(4) if a != b}
-    assert len(rounds([f"n{rank}" for rank in range(64)])) == 2 * 63
+    assert len(pair_rounds([f"n{rank}" for rank in range(64)])) == 2 * 63
 
 
 def test_rpc_calls_the_first_rank_of_each_node_before_other_ranks() -> None:
-    assert rpc_calls.targets(["n1"]) == []
-    assert rpc_calls.targets(["n1", "n1", "n2", "n2"]) == [1, 2, 3]
-    assert rpc_calls.targets([f"n{rank // 4}" for rank in range(64)]) == [4, 8, 12, 16, 20, 24, 28, 32]
-    assert rpc_calls.targets([f"n{rank // 8}" for rank in range(16)]) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert measurement_plan.targets(["n1"]) == []
+    assert measurement_plan.targets(["n1", "n1", "n2", "n2"]) == [1, 2, 3]
+    assert measurement_plan.targets([f"n{rank // 4}" for rank in range(64)]) == [4, 8, 12, 16, 20, 24, 28, 32]
+    assert measurement_plan.targets([f"n{rank // 8}" for rank in range(16)]) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 # --- points

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sample_comm import sample, with_links
 
-from hpcdist.bench import plots
+from hpcdist.bench import report
 from hpcdist.bench.results import Results
 from hpcdist.trainers.comm.train import write_files
 
@@ -33,18 +33,18 @@ def width(path: Path) -> int:
     ids=["healthy", "two equal nodes", "many ranks", "large differences", "one mode", "one point"],
 )
 def test_all_plots_are_drawn_without_warnings(results: Results, tmp_path: Path) -> None:
-    plots.draw(results, tmp_path)
+    report.draw(results, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"bandwidth.png", "latency.png", "pairs.png"}
     assert all(700 <= width(path) <= 2000 for path in tmp_path.iterdir())
 
 
 def test_no_plots_without_measurements(tmp_path: Path) -> None:
-    plots.draw(replace(sample(1), rows=[]), tmp_path)
+    report.draw(replace(sample(1), rows=[]), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_fourteen_operations_and_the_ring_have_distinct_line_styles() -> None:
-    styles = [plots._style(number, ring=False) for number in range(14)] + [plots._style(0, ring=True)]
+    styles = [report._style(number, ring=False) for number in range(14)] + [report._style(0, ring=True)]
     colours = {(style["color"], style["linestyle"]) for style in styles}
     markers = {(style["marker"], style["linestyle"]) for style in styles}
     assert (len(colours), len(markers)) == (15, 15)

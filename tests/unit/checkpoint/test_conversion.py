@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from hpcdist.checkpoint import checkpoint_folder, conversion
-from hpcdist.checkpoint.checkpoint_folder import FileRecord, Snapshot
-from hpcdist.checkpoint.shards import Shard
+from hpcdist.checkpoint import export
+from hpcdist.checkpoint import folder as checkpoint_folder
+from hpcdist.checkpoint.folder import FileRecord, Snapshot
+from hpcdist.checkpoint.state import Shard
 from hpcdist.checkpoint.store import CheckpointStore
-from hpcdist.config.monitor import Monitor
+from hpcdist.config.written import Monitor
 from hpcdist.errors import CheckpointError, ExportError
 from hpcdist.run.folder import RunDir
 
@@ -37,7 +38,7 @@ def save(store: CheckpointStore, step: int, model: dict[str, Any], metrics: dict
 
 
 def find(run: RunDir, which: str, metric: str = METRIC, mode: Any = "max") -> int:
-    return conversion.find_checkpoint(run, which, Monitor(metric, mode)).step
+    return export.find_checkpoint(run, which, Monitor(metric, mode)).step
 
 
 def test_checkpoint_is_found_by_metric_order_or_step(run: RunDir) -> None:
@@ -81,9 +82,9 @@ def test_weights_of_all_ranks_are_written_with_the_names_of_the_whole_model(
 
     tied = torch.arange(6.0).view(2, 3)
     save(CheckpointStore(run.checkpoints), 5, {"a": tied, "b": tied.t()}, {}, collect_shards=collect)
-    chosen = conversion.find_checkpoint(run, "final", Monitor(METRIC))
+    chosen = export.find_checkpoint(run, "final", Monitor(METRIC))
     file = tmp_path / "weights"
-    assert conversion.write_model(run, chosen, kind, file) == [file]
+    assert export.write_model(run, chosen, kind, file) == [file]
     if kind == "torch":
         found = torch.load(file, weights_only=True)
     else:
@@ -103,7 +104,7 @@ def test_weights_of_all_ranks_are_written_with_the_names_of_the_whole_model(
 
 
 def write(run: RunDir, kind: Any, file: Path) -> None:
-    conversion.write_model(run, conversion.find_checkpoint(run, "best", Monitor(METRIC)), kind, file)
+    export.write_model(run, export.find_checkpoint(run, "best", Monitor(METRIC)), kind, file)
 
 
 def test_existing_files_and_missing_folders_are_errors(run: RunDir, tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_failed_conversion_names_the_other_formats(
     def refuse(*_: Any, **__: Any) -> None:
         raise NotImplementedError("no such operator\nmore lines")
 
-    monkeypatch.setattr(conversion, "_exported_program", lambda *_: nn.Linear(1, 1))
+    monkeypatch.setattr(export, "_exported_program", lambda *_: nn.Linear(1, 1))
     monkeypatch.setattr(nn.Linear, "state_dict", {}, raising=False)
     monkeypatch.setattr(torch.onnx, "export", refuse)
     with pytest.raises(

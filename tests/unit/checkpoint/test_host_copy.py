@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcdist.checkpoint.host_copy import HostBuffers
+from hpcdist.checkpoint.saver import HostBuffers
 from hpcdist.errors import CheckpointError
 
 
@@ -97,12 +97,12 @@ def test_unchanged_state_allocates_no_memory(monkeypatch: pytest.MonkeyPatch) ->
     buffers = HostBuffers()
     state = {"a": torch.zeros(4), "b": [torch.zeros(2, 2)]}
     buffers.copy(state)
-    monkeypatch.setattr("hpcdist.checkpoint.host_copy._allocate", pytest.fail)
+    monkeypatch.setattr("hpcdist.checkpoint.saver._allocate", pytest.fail)
     buffers.copy(state)
 
 
 def test_buffers_of_any_sizes_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcdist.checkpoint.host_copy._SLAB_BYTES", 1000)
+    monkeypatch.setattr("hpcdist.checkpoint.saver._SLAB_BYTES", 1000)
     generator = torch.Generator().manual_seed(0)
     dtypes = [torch.uint8, torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64]
     state = {

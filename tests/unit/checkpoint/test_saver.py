@@ -17,15 +17,12 @@ import pytest
 import torch
 from torch import nn
 
-from hpcdist.checkpoint import checkpoint_folder
-from hpcdist.checkpoint.host_copy import HostBuffers
-from hpcdist.checkpoint.rng_state import rng_state, set_rng_state
-from hpcdist.checkpoint.saver import AsyncSaver
-from hpcdist.checkpoint.state_dict import clean_state_dict
+from hpcdist.checkpoint import folder
+from hpcdist.checkpoint.saver import AsyncSaver, HostBuffers
+from hpcdist.checkpoint.state import clean_state_dict, load_weights, rng_state, set_rng_state
 from hpcdist.checkpoint.store import CheckpointStore
-from hpcdist.checkpoint.weights import load_weights
 from hpcdist.errors import CheckpointError, HpcdistError
-from hpcdist.files import retry
+from hpcdist.host import retry
 
 
 @pytest.fixture
@@ -45,14 +42,14 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
         self.reached = threading.Event()
-        write = checkpoint_folder.write_checkpoint
+        write = folder.write_checkpoint
 
         def held(*args: Any, **kwargs: Any) -> None:
             self.reached.set()
             assert self.open.wait(30)
             write(*args, **kwargs)
 
-        monkeypatch.setattr(checkpoint_folder, "write_checkpoint", held)
+        monkeypatch.setattr(folder, "write_checkpoint", held)
 
 
 def save(saver: AsyncSaver, step: int, **options: Any) -> None:
@@ -107,13 +104,13 @@ def test_next_save_waits_for_the_previous_one(
 
 def test_saves_reuse_host_buffers(saver: AsyncSaver, monkeypatch: pytest.MonkeyPatch) -> None:
     pointers: list[int] = []
-    write = checkpoint_folder.write_checkpoint
+    write = folder.write_checkpoint
 
     def spy(*args: Any, **kwargs: Any) -> None:
         pointers.append(args[1].model["w"].data_ptr())
         write(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoint_folder, "write_checkpoint", spy)
+    monkeypatch.setattr(folder, "write_checkpoint", spy)
     for step in (1, 2, 3):
         save(saver, step, block=True)
     assert len(pointers) == 3
@@ -334,7 +331,7 @@ KILLED = '''
 import json, os, signal, sys
 from pathlib import Path
 import torch
-from hpcdist.checkpoint import checkpoint_folder
+from hpcdist.checkpoint import folder as checkpoint_folder
 from hpcdist.checkpoint.saver import AsyncSaver
 from hpcdist.checkpoint.store import CheckpointStore
 

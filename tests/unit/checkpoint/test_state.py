@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcdist.checkpoint.rng_state import rng_state, set_rng_state
-from hpcdist.checkpoint.state_dict import clean_state_dict
+from hpcdist.checkpoint.state import clean_state_dict, rng_state, set_rng_state
 
 CPU = torch.device("cpu")
 

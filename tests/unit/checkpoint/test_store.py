@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpcdist.checkpoint.checkpoint_folder import FileRecord, _HashingFile
-from hpcdist.checkpoint.store import CheckpointStore, Snapshot
+from hpcdist.checkpoint.folder import FileRecord, Snapshot, _HashingFile
+from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.errors import CheckpointError
 
 

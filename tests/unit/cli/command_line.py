@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from hpcdist.slurm.job_info import JobInfo
-from hpcdist.slurm.job_snapshot import JobSnapshot
+from hpcdist.slurm.client import JobSnapshot
+from hpcdist.slurm.output import JobInfo
 
 
 class Result(NamedTuple):

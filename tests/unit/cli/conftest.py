@@ -15,8 +15,8 @@ from hpcdist.cli import app
 from hpcdist.config.loading import load_config
 from hpcdist.run import create
 from hpcdist.run.folder import RunDir, State
-from hpcdist.slurm.job_snapshot import JobSnapshot
-from hpcdist.supervisor import local_run
+from hpcdist.slurm.client import JobSnapshot
+from hpcdist.supervisor import local
 
 
 @pytest.fixture
@@ -68,8 +68,8 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
             pass
         return state
 
-    monkeypatch.setattr(local_run, "supervise", supervise)
-    monkeypatch.setattr("hpcdist.logs.configure", lambda: None)
+    monkeypatch.setattr(local, "supervise", supervise)
+    monkeypatch.setattr("hpcdist.host.log_files.configure", lambda: None)
     return seen  # type: ignore[return-value]
 
 
@@ -77,5 +77,5 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot], None]:
     """Set the snapshot that Slurm returns for every job."""
     snapshots: list[JobSnapshot] = []
-    monkeypatch.setattr("hpcdist.slurm.job_snapshot.take_snapshot", lambda job, history=False: snapshots[-1])
+    monkeypatch.setattr("hpcdist.slurm.client.take_snapshot", lambda job, history=False: snapshots[-1])
     return snapshots.append

@@ -17,7 +17,7 @@ from hpcdist.bench.results import ARTIFACT, Results
 from hpcdist.config.loading import load_config
 from hpcdist.run import create
 from hpcdist.run.folder import RunDir
-from hpcdist.supervisor import local_run
+from hpcdist.supervisor import local as supervisor_local
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -148,7 +148,7 @@ def test_bench_rejects_unknown_runs_and_runs_without_results(bench: Cli, make_be
 
 
 def test_detached_benchmark_prints_the_report_command(bench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_run, "detach", lambda run, env: 4711)
+    monkeypatch.setattr(supervisor_local, "detach", lambda run, env: 4711)
     result = bench("comm", "--detach", "name=first")
     assert (result.code, result.err) == (0, "")
     assert result.out.endswith("report after the end of the run: hpcdist bench show first\n")

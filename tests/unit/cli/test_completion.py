@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hpcdist.cli import completion
+from hpcdist.cli import options
 
 BIN = Path(sys.executable).parent
 #: Completes the words as readline does after it has split the line at COMP_WORDBREAKS, and prints the candidates.
@@ -103,7 +103,7 @@ def test_zsh_and_fish_complete_config_keys(folder: Path, shell: str) -> None:
 @pytest.mark.processes
 def test_completion_imports_no_heavy_modules(folder: Path) -> None:
     code = (
-        "import sys; from hpcdist.cli import app, completion\n"
+        "import sys; from hpcdist.cli import app, options as completion\n"
         "app.make_app()\n"
         "from types import SimpleNamespace\n"
         "print(completion.runs(SimpleNamespace(params={}), 'fi'))\n"
@@ -118,28 +118,28 @@ def complete(completer: Any, incomplete: str, **params: Any) -> list[str]:
 
 
 def test_completion_is_bounded_in_time_on_a_hanging_file_system(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = completion._folders
+    listed = options._folders
 
     def slow(path: Path) -> Any:
         if path.name == "digits":
             time.sleep(30)
         return listed(path)
 
-    monkeypatch.setattr(completion, "_folders", slow)
-    monkeypatch.setattr(completion, "LIMIT_S", 0.2)
+    monkeypatch.setattr(options, "_folders", slow)
+    monkeypatch.setattr(options, "LIMIT_S", 0.2)
     began = time.monotonic()
-    assert complete(completion.runs, "", runs_dir=folder / "runs") == ["sweep-a"]
+    assert complete(options.runs, "", runs_dir=folder / "runs") == ["sweep-a"]
     assert time.monotonic() - began < 5
 
 
 def test_completers_return_experiments_profiles_keys_and_configs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    assert complete(completion.experiments, "") == ["digits"]
-    assert complete(completion.runs_or_last, "") == ["last", "sweep-a", "second", "first"]
-    assert complete(completion.profiles, "dev") == ["devcluster"]
-    assert complete(completion.one_of("docker", "podman"), "p") == ["podman"]
-    assert complete(completion.keys, "data.name=") == [
+    assert complete(options.experiments, "") == ["digits"]
+    assert complete(options.runs_or_last, "") == ["last", "sweep-a", "second", "first"]
+    assert complete(options.profiles, "dev") == ["devcluster"]
+    assert complete(options.one_of("docker", "podman"), "p") == ["podman"]
+    assert complete(options.keys, "data.name=") == [
         f"data.name={name}" for name in ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic")
     ]
-    assert "launch.max_restarts=" in complete(completion.keys, "launch.m")
-    assert complete(completion.configs, f"{folder}/mi") == [f"{folder}/mine.yaml"]
+    assert "launch.max_restarts=" in complete(options.keys, "launch.m")
+    assert complete(options.configs, f"{folder}/mi") == [f"{folder}/mine.yaml"]

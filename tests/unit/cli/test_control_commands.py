@@ -9,12 +9,11 @@ from dataclasses import replace
 import pytest
 from command_line import Cli, Result, one_line
 
-from hpcdist.cli import control
-from hpcdist.files.atomic import write_json
-from hpcdist.run.attempt import Request
-from hpcdist.run.folder import RunDir
+from hpcdist.cli import runs
+from hpcdist.host.files import write_json
+from hpcdist.run.commands import CommandResult, read_command, write_result
+from hpcdist.run.folder import Request, RunDir
 from hpcdist.run.lease import hold
-from hpcdist.run.live_command import CommandResult, read_command, write_result
 
 #: These tests may start processes.
 pytestmark = pytest.mark.processes
@@ -32,7 +31,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             def sleep(seconds: float) -> None:
                 action()
 
-        monkeypatch.setattr(control, "time", Clock)
+        monkeypatch.setattr(runs, "time", Clock)
 
     return act
 

@@ -13,13 +13,13 @@ import pytest
 from command_line import Cli, one_line
 from timed_runs import BEGAN, account, add_attempt
 
-from hpcdist.files.atomic import write_json
-from hpcdist.review.causes import CAUSES
-from hpcdist.run.attempt_times import NodeShare, Resources
+from hpcdist.host.files import write_json
+from hpcdist.review.ledger import CAUSES
 from hpcdist.run.folder import RunDir
-from hpcdist.run.sweep_folder import SweepDir
+from hpcdist.run.records import NodeShare, Resources
+from hpcdist.run.sweeps import SweepDir
 from hpcdist.slurm import client
-from hpcdist.slurm.accounting import AccountedStart
+from hpcdist.slurm.output import AccountedStart
 
 pytestmark = pytest.mark.processes  # runs are created with the commit that git reports
 
@@ -77,9 +77,9 @@ def test_narrow_terminal_shows_the_largest_losses(
 ) -> None:
     from rich.console import Console
 
-    from hpcdist.cli import cost
+    from hpcdist.cli import review
 
-    monkeypatch.setattr(cost, "console", lambda: Console(width=100))
+    monkeypatch.setattr(review, "console", lambda: Console(width=100))
     assert "down 40%, idle 20%" in hpcdist("cost", "--by", "run").out
 
 
@@ -88,12 +88,12 @@ def test_cells_of_a_sweep_are_told_apart_on_a_narrow_terminal(
 ) -> None:
     from rich.console import Console
 
-    from hpcdist.cli import cost
+    from hpcdist.cli import review
 
     for rate in ("0.1", "0.01"):
         run = make(f"ddp-20261122-121700-1a2b-optim.lr_{rate}-seed_1")
         add_attempt(run, 1, 3601, [account(1, 3601)] * 4)
-    monkeypatch.setattr(cost, "console", lambda: Console(width=80))
+    monkeypatch.setattr(review, "console", lambda: Console(width=80))
     out = hpcdist("cost", "--by", "run").out
     assert "…" not in out
     text = "".join(line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│"))

@@ -15,26 +15,25 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.cli import diagnose, runs
+from hpcdist.checks.run import run_sections
+from hpcdist.cli import doctor as cli_doctor
+from hpcdist.cli import runs
 from hpcdist.config.loading import load_run_config
-from hpcdist.diagnostics.doctor.run_report import run_sections
 from hpcdist.errors import HpcdistError
-from hpcdist.files.atomic import read_json
+from hpcdist.host.files import read_json
 from hpcdist.review.ledger import read_ledger
 from hpcdist.run.find_by_config import find_unfinished
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs
-from hpcdist.run.saved_checkpoints import newest_step
+from hpcdist.run.records import newest_step
 from hpcdist.run.slurm_job import update_job_starts
 from hpcdist.run.snapshot import code_state
-from hpcdist.run.sweep_folder import SweepDir, sweep_of
+from hpcdist.run.sweeps import SweepDir, sweep_of
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
-from hpcdist.slurm.submit.submission_checks import longest_save
-from hpcdist.tracking.artifacts import run_files
-from hpcdist.tracking.journal.shipping_state import ShippingState
-from hpcdist.tracking.journal.tail import JournalTail
-from hpcdist.tracking.pages import links, run_metadata
+from hpcdist.slurm.job.submit_checks import longest_save
+from hpcdist.tracking import artifacts, links, pages
+from hpcdist.tracking.points import JournalTail, ShippingState
 
 FORMATS = Path(__file__).parents[1] / "formats"
 EXTRA = {
@@ -183,21 +182,21 @@ def undamaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sync_without_mlflow(run: RunDir) -> None:
     """Read the files that the shipper reads."""
-    state, config = run.read_state(), run_metadata.read_config(run)
-    run_metadata.params(run, config)
-    run_metadata.fixed_tags(run, config)
-    run_metadata.job_tags(run)
-    run_metadata.state_tags(state)
+    state, config = run.read_state(), pages.read_config(run)
+    pages.params(run, config)
+    pages.fixed_tags(run, config)
+    pages.job_tags(run)
+    pages.state_tags(state)
     sweep_of(run)
     progress = ShippingState.load(run.journal / "shipped.json")
     progress.offsets = {}
     tail = JournalTail(run.journal, progress)
     tail.new_points(tail.next_chunks(1, over=True))
-    list(run_files.documents(run))
-    list(run_files.preflight(run))
-    list(run_files.trainer_artifacts(run))
-    list(run_files.reports(run, ended=True))
-    list(run_files.checkpoints(run, config))
+    list(artifacts.documents(run))
+    list(artifacts.preflight(run))
+    list(artifacts.trainer_artifacts(run))
+    list(artifacts.reports(run, ended=True))
+    list(artifacts.checkpoints(run, config))
 
 
 def doctor(run: RunDir) -> None:
@@ -265,7 +264,7 @@ def test_commands_report_a_damaged_file_in_one_line(
         for act in (
             lambda: runs.status("half", runs_dir=runs_dir),
             lambda: runs.logs("half", 0, None, False, runs_dir),
-            lambda: diagnose.explain("half", runs_dir),
+            lambda: cli_doctor.explain("half", runs_dir),
         ):
             code, output = command(act)
             if code == 2:

@@ -14,9 +14,10 @@ import pytest
 from command_line import Cli
 from hpcdist_runs import unused_port
 
+from hpcdist.checks import doctor as checks_doctor
+from hpcdist.checks import machine, slurm, storage
+from hpcdist.checks.storage import migrations
 from hpcdist.config.loading import load_config
-from hpcdist.diagnostics.doctor import machine_report, rank_startup, runs_folder, slurm_checks
-from hpcdist.diagnostics.doctor.mlflow_store import migrations
 from hpcdist.run import create
 from hpcdist.run.folder import RunDir
 
@@ -30,19 +31,19 @@ def doctor(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     stages = ("torch", "torchvision", "compute", "meet", "all-reduce")
-    rank = rank_startup.Trial(
+    rank = machine.Trial(
         stages=tuple({"stage": s, "seconds": 0.1, "version": "2.15", "cuda": ""} for s in stages), code=0
     )
-    monkeypatch.setattr(rank_startup, "try_ranks", lambda device, backend, ranks: [rank] * ranks)
-    monkeypatch.setattr(machine_report, "read_slurm", lambda: slurm_checks.SlurmFacts(missing=slurm_checks.NEEDED))
+    monkeypatch.setattr(machine, "try_ranks", lambda device, backend, ranks: [rank] * ranks)
+    monkeypatch.setattr(checks_doctor, "read_slurm", lambda: slurm.SlurmFacts(missing=slurm.NEEDED))
     which = shutil.which
 
     def without_slurm(name: str, *more: Any, **named: Any) -> str | None:
         return None if name == "sbatch" else which(name, *more, **named)
 
     monkeypatch.setattr(shutil, "which", without_slurm)
-    monkeypatch.setattr(machine_report.gpus, "gpu_device_files", lambda: 0)
-    monkeypatch.setattr(machine_report, "container_runtime", lambda: "")
+    monkeypatch.setattr(checks_doctor.host_machine, "gpu_device_files", lambda: 0)
+    monkeypatch.setattr(checks_doctor, "container_runtime", lambda: "")
     return functools.partial(hpcdist, "doctor")
 
 
@@ -84,9 +85,9 @@ def test_doctor_prints_json(doctor: Cli, tmp_path: Path) -> None:
 
 
 def test_doctor_exits_with_1_if_a_run_would_fail(doctor: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    access = runs_folder.os.access
+    access = storage.os.access
     # Root can write everywhere.
-    monkeypatch.setattr(runs_folder.os, "access", lambda path, mode: path != tmp_path and access(path, mode))
+    monkeypatch.setattr(storage.os, "access", lambda path, mode: path != tmp_path and access(path, mode))
     code, out, _ = doctor()
     assert code == 1
     # A long path is never cut, so the line may break around it.

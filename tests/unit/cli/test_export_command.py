@@ -10,7 +10,7 @@ import pytest
 import torch
 from command_line import Cli, one_line
 
-from hpcdist.checkpoint.checkpoint_folder import Snapshot
+from hpcdist.checkpoint.folder import Snapshot
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.run.folder import RunDir
 

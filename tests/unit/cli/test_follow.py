@@ -13,17 +13,17 @@ import pytest
 from command_line import job
 from rich.console import Console
 
-from hpcdist.cli import follow as following
-from hpcdist.cli.follow import follow, stream_log
-from hpcdist.diagnostics.doctor.run_report import status_check
+from hpcdist.checks.run import status_check
+from hpcdist.cli import run_views as following
+from hpcdist.cli.run_views import follow, stream_log
 from hpcdist.errors import RunFolderError
-from hpcdist.files.atomic import write_json
+from hpcdist.host.files import write_json
 from hpcdist.run import status
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
-from hpcdist.slurm import job_snapshot
-from hpcdist.slurm.job_info import JobInfo
-from hpcdist.slurm.job_snapshot import JobSnapshot
+from hpcdist.slurm import client
+from hpcdist.slurm.client import JobSnapshot
+from hpcdist.slurm.output import JobInfo
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def lines_of(console: Console) -> list[str]:
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot], None]:
     """Set the job snapshot that Slurm returns; each poll returns a new one."""
     now: list[JobSnapshot] = []
-    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: replace(now[-1]))
+    monkeypatch.setattr(client, "take_snapshot", lambda job, history=False: replace(now[-1]))
     monkeypatch.setattr(status, "QUERY_EVERY_S", 0.0)
     monkeypatch.setattr(status, "QUERY_UNAVAILABLE_S", 0.0)
     return now.append
@@ -290,7 +290,7 @@ def test_follow_continues_with_a_resubmitted_job(
     run = submitted(make(status="queued"))
     states = {"7": "CANCELLED", "8": "PENDING"}
     monkeypatch.setattr(
-        job_snapshot,
+        client,
         "take_snapshot",
         lambda job, history=False: JobSnapshot(info=JobInfo(id=job.id, state=states[job.id])),
     )

@@ -15,10 +15,10 @@ from command_line import Cli, Result
 from hpcdist_runs import unused_port
 
 from hpcdist.errors import TrackingError
-from hpcdist.files.atomic import write_json
+from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
-from hpcdist.tracking.server import ui
+from hpcdist.tracking import ui
 
 #: These tests may start processes.
 pytestmark = pytest.mark.processes
@@ -35,7 +35,7 @@ def test_sync_uploads_runs_that_have_no_shipper(
         shipped.append((run.name, uri))
         return "3 points shipped"
 
-    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipping.shipper", SimpleNamespace(sync=ship))
+    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipper", SimpleNamespace(sync=ship))
     make("first")
     second = make("second", "tracking.uri=http://ada:s3cret@mlflow", "launch.env.API_KEY=s3cret")
     assert hpcdist("sync", "second").code == 0
@@ -67,7 +67,7 @@ def ship_all(monkeypatch: pytest.MonkeyPatch, *new: str) -> None:
     def ship(run: RunDir, uri: str) -> str:
         return "3 points shipped" if run.name in new else "0 points and 0 artifacts uploaded"
 
-    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipping.shipper", SimpleNamespace(sync=ship))
+    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipper", SimpleNamespace(sync=ship))
 
 
 def test_sync_of_all_runs_prints_news_and_a_summary(
@@ -162,7 +162,7 @@ def test_ui_asks_a_server_that_does_not_answer_only_once(
     def ship(run: RunDir, uri: str) -> str:
         raise TrackingError("the server does not answer")
 
-    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipping.shipper", SimpleNamespace(sync=ship))
+    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipper", SimpleNamespace(sync=ship))
     for name in ("first", "second"):
         make(name, status="finished")
     result = hpcdist("ui", "--tracking-uri", "http://mlflow")

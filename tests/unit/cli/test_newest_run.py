@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import Cli, one_line
 
-from hpcdist.files.atomic import read_json, write_json
+from hpcdist.host.files import read_json, write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 

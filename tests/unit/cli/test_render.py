@@ -19,18 +19,18 @@ from rich.console import Console
 
 from hpcdist.cli import render
 from hpcdist.cli.render import RunView, format_metrics, show_end, show_plan
-from hpcdist.cli.run_tables import read_rows, read_status, show_runs, show_status
-from hpcdist.config.schema import Config, LaunchConfig, TrackingConfig, TrainerConfig
-from hpcdist.files.atomic import write_json
-from hpcdist.rank.roles import Roles
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.attempt_times import AttemptTimes, write_times
-from hpcdist.run.folder import RunDir, State
+from hpcdist.cli.run_views import read_rows, read_status, show_runs, show_status
+from hpcdist.config.launch_schema import LaunchConfig, TrackingConfig
+from hpcdist.config.schema import Config, TrainerConfig
+from hpcdist.config.topology import Roles
+from hpcdist.host.files import write_json
+from hpcdist.run.folder import Attempt, RunDir, State
 from hpcdist.run.lease import hold, holder
 from hpcdist.run.lookup import Listing
-from hpcdist.slurm import client, job_snapshot
-from hpcdist.slurm.job_info import JobInfo
-from hpcdist.slurm.job_snapshot import JobSnapshot
+from hpcdist.run.records import AttemptTimes, write_times
+from hpcdist.slurm import client
+from hpcdist.slurm.client import JobSnapshot
+from hpcdist.slurm.output import JobInfo
 from hpcdist.supervisor.plan import Plan, rank_command
 from hpcdist.supervisor.restart_policy import Failure
 
@@ -474,7 +474,7 @@ def test_status_of_a_queued_run_shows_the_expected_start(
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     facts = JobInfo(id="7", state="PENDING", reason="Resources", submitted=time.time() - 60, started=4e9)
-    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: JobSnapshot(info=facts))
+    monkeypatch.setattr(client, "take_snapshot", lambda job, history=False: JobSnapshot(info=facts))
     show_status(console, run)
     monkeypatch.undo()
     time.tzset()
@@ -493,7 +493,7 @@ def test_status_of_a_queued_run_shows_the_expected_start(
 def test_status_without_an_answer_of_slurm(
     console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, snapshot: JobSnapshot, row: str
 ) -> None:
-    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: snapshot)
+    monkeypatch.setattr(client, "take_snapshot", lambda job, history=False: snapshot)
     show_status(console, waiting(make(status="finished"), monkeypatch))
     assert row in rows_of(console)
 
@@ -514,7 +514,7 @@ def test_table_of_runs_queries_slurm_once(
         return {"7": JobInfo(id="7", name="exp/first", state="PENDING", reason="Priority")}
 
     monkeypatch.setattr(client, "query_jobs", query_jobs)
-    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: queries.append(job.id) or JobSnapshot())
+    monkeypatch.setattr(client, "take_snapshot", lambda job: queries.append(job.id) or JobSnapshot())
     show_runs(console, *read_rows(listed(*runs, gone)), runs_dir)
     assert queries == [["7", "8"], "8"]
     text = text_of(console)
@@ -526,7 +526,7 @@ def test_table_of_runs_reports_an_unavailable_slurm(
     make: Callable[..., RunDir], runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     console = Console(file=io.StringIO(), width=120)
-    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: JobSnapshot(error="no squeue here"))
+    monkeypatch.setattr(client, "take_snapshot", lambda job: JobSnapshot(error="no squeue here"))
     show_runs(console, *read_rows(listed(waiting(make(status="queued"), monkeypatch))), runs_dir)
     assert "queued" in text_of(console)
     assert rows_of(console)[-1] == "Slurm does not report the states of jobs (no squeue here)"

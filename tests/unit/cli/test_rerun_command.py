@@ -15,17 +15,15 @@ import yaml
 from command_line import Cli, one_line
 
 from hpcdist.cli import rerun
-from hpcdist.files.atomic import read_json, write_json
-from hpcdist.machine.facts import num_cores
-from hpcdist.run.code_restore import CodeSource
+from hpcdist.host.files import read_json, write_json
+from hpcdist.host.machine import num_cores
 from hpcdist.run.folder import RunDir, State
-from hpcdist.run.rerun_record import read_rerun
-from hpcdist.run.snapshot import code_of
-from hpcdist.supervisor import local_run
-from hpcdist.tracking.client import recorded_run
-from hpcdist.tracking.client.recorded_run import RecordedRun
-from hpcdist.tracking.journal.writer import JournalWriter
-from hpcdist.tracking.shipping import sync_runs
+from hpcdist.run.records import read_rerun
+from hpcdist.run.snapshot import CodeSource, code_of
+from hpcdist.supervisor import local
+from hpcdist.tracking import recorded_run, sync_runs
+from hpcdist.tracking.journal import JournalWriter
+from hpcdist.tracking.recorded_run import RecordedRun
 
 pytestmark = pytest.mark.processes  # runs are created with the commit that git reports
 
@@ -62,8 +60,8 @@ def trains(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         state: State = seen["state"]
         return state
 
-    monkeypatch.setattr(local_run, "supervise", supervise)
-    monkeypatch.setattr("hpcdist.logs.configure", lambda: None)
+    monkeypatch.setattr(local, "supervise", supervise)
+    monkeypatch.setattr("hpcdist.host.log_files.configure", lambda: None)
     monkeypatch.setattr(sync_runs, "sync_run", lambda run, env: seen["uploaded"].append(run.name))
     return seen
 

@@ -13,12 +13,12 @@ import pytest
 import yaml
 from command_line import Cli, job, one_line
 
-from hpcdist.files.atomic import read_json, write_json
+from hpcdist.host.files import read_json, write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
-from hpcdist.run.secret_file import kept
-from hpcdist.slurm.job_snapshot import JobSnapshot
-from hpcdist.supervisor import local_run
+from hpcdist.run.records import kept
+from hpcdist.slurm.client import JobSnapshot
+from hpcdist.supervisor import local
 
 #: These tests may start processes.
 pytestmark = pytest.mark.processes
@@ -39,7 +39,7 @@ def test_resume_uses_the_config_of_the_run(
 def test_detached_resume_prints_where_it_continues(
     hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_run, "detach", lambda run, env: 4711)
+    monkeypatch.setattr(local, "detach", lambda run, env: 4711)
     run = make("first", status="failed", attempt=1)
     (run.checkpoints / "step-00000190").mkdir(parents=True)
     (run.checkpoints / "step-00000190" / "manifest.json").write_text("{}")

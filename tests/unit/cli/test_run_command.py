@@ -13,7 +13,7 @@ from absent_torch import hide_torch
 from command_line import Cli, one_line
 
 from hpcdist.run.folder import RunDir, State
-from hpcdist.supervisor import local_run
+from hpcdist.supervisor import local
 
 #: These tests may start processes.
 pytestmark = pytest.mark.processes
@@ -109,7 +109,7 @@ def test_detached_run_prints_the_follow_command(
     hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, supervised: dict[str, Any]
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(local_run, "detach", lambda run, env: seen.append(run.name) or 4711)
+    monkeypatch.setattr(local, "detach", lambda run, env: seen.append(run.name) or 4711)
     result = hpcdist("run", "ddp_digits", "name=first", "--detach")
     assert result.code == 0
     assert result.out.splitlines()[-1] == (

@@ -14,7 +14,7 @@ from command_line import Cli
 
 from hpcdist import __version__
 from hpcdist.config.loading import load_config
-from hpcdist.containers.local_container import without_secrets
+from hpcdist.containers.steps import without_secrets
 from hpcdist.errors import UserMistake
 from hpcdist.run import create
 from tests.support.fake_nvml import gpu, install_fake_nvml

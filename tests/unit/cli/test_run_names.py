@@ -16,10 +16,10 @@ from hpcdist.cli.app import make_app
 from hpcdist.config.loading import load_config
 from hpcdist.config.written import run_yaml
 from hpcdist.errors import RunFolderError
-from hpcdist.files.atomic import write_json
+from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs, list_runs, resolve, resolve_run
-from hpcdist.run.sweep_folder import SweepDir
+from hpcdist.run.sweeps import SweepDir
 
 Command = Callable[..., tuple[int, str]]
 

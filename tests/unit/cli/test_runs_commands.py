@@ -10,7 +10,7 @@ import pytest
 from command_line import Cli, Result, one_line
 from rich.console import Console
 
-from hpcdist.cli import diagnose
+from hpcdist.cli import doctor
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 
@@ -43,7 +43,7 @@ def test_explanation_is_indented_on_a_terminal(
     hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make("first", status="stopped", attempt=1, reason="a reason that is longer than a line of this narrow terminal")
-    monkeypatch.setattr(diagnose, "console", lambda: Console(width=40, force_terminal=True, color_system=None))
+    monkeypatch.setattr(doctor, "console", lambda: Console(width=40, force_terminal=True, color_system=None))
     lines = hpcdist("explain", "first").out.splitlines()
     assert lines[0].startswith("status:   stopped: a reason")
     assert {line[:10] for line in lines} >= {" " * 10, "cause:    "}
@@ -55,7 +55,7 @@ def test_ambiguous_name_is_an_error_with_the_matches(
     hpcdist: Cli, make: Callable[..., RunDir], command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The real module imports mlflow, which takes seconds.
-    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipping.shipper", SimpleNamespace(sync=None))
+    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipper", SimpleNamespace(sync=None))
     make("first")
     make("fire")
     assert one_line(hpcdist(command, "fir")) == (
@@ -90,7 +90,7 @@ def test_follow_leaves_the_run_running_on_ctrl_c(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hpcdist.cli.follow.Event", lambda: SimpleNamespace(wait=interrupt))
+    monkeypatch.setattr("hpcdist.cli.run_views.Event", lambda: SimpleNamespace(wait=interrupt))
     with hold(run):
         result = hpcdist("follow", "first", "--wait")
     assert result.code == 130

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from command_line import Cli, Result, job, one_line
 
-from hpcdist.files.atomic import read_json, write_json
+from hpcdist.host.files import read_json, write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold, user_name
-from hpcdist.slurm.job_snapshot import JobSnapshot
+from hpcdist.slurm.client import JobSnapshot
 
 #: These tests may start processes.
 pytestmark = pytest.mark.processes
@@ -109,7 +109,7 @@ def test_stop_sends_a_request_if_the_job_starts_meanwhile(
         run.write_state(replace(run.read_state(), status="running", attempt=1))
         holding.__enter__()
 
-    monkeypatch.setattr("hpcdist.run.stop.time.sleep", supervisor_starts)
+    monkeypatch.setattr("hpcdist.run.commands.time.sleep", supervisor_starts)
     assert hpcdist("stop", "first").out.startswith("first will save and stop")
     holding.__exit__(None, None, None)
     assert (read_json(run.attempt(1).request) or {})["action"] == "stop"

@@ -18,11 +18,10 @@ from command_line import Cli
 from hpcdist.config.written import plain_tree
 from hpcdist.errors import UserMistake
 from hpcdist.review.sweep_description import describe_sweep, read_sweep_facts
-from hpcdist.run.attempt import Request
-from hpcdist.run.folder import RunDir, State
-from hpcdist.run.parameters import parameters
-from hpcdist.run.sweep_folder import SweepDir
-from hpcdist.supervisor import local_run
+from hpcdist.run.folder import Request, RunDir, State
+from hpcdist.run.records import parameters
+from hpcdist.run.sweeps import SweepDir
+from hpcdist.supervisor import local
 
 #: These tests may start processes.
 pytestmark = pytest.mark.processes
@@ -40,8 +39,8 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[RunDir], State
         run.write_state(state)
         return state
 
-    monkeypatch.setattr(local_run, "supervise", supervise)
-    monkeypatch.setattr("hpcdist.logs.configure", lambda: None)
+    monkeypatch.setattr(local, "supervise", supervise)
+    monkeypatch.setattr("hpcdist.host.log_files.configure", lambda: None)
     monkeypatch.setattr("hpcdist.cli.sweep._close_parent_run", lambda run, uri: print("closed the parent run"))
     return ends
 

@@ -17,12 +17,12 @@ import pytest
 from command_line import Cli
 
 import hpcdist
-from hpcdist import logs
 from hpcdist.cli import app
 from hpcdist.errors import TrackingError
-from hpcdist.files.atomic import read_json, write_json
+from hpcdist.host import log_files
+from hpcdist.host.files import read_json, write_json
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.shipping import sync_runs
+from hpcdist.tracking import sync_runs
 
 #: Sets the title, clears the screen, C1 forms of the same, overwrites a line, and reverses the order of characters.
 EVIL = "\x1b]0;PWNED\x07\x1b[2J\x1b]8;;http://e\x1b\\\x9b2J\x9d0;x\x9c\x08\u202e\u2066"
@@ -35,20 +35,20 @@ PRINTING = {"print", "sys.stdout", "sys.stderr"}
 CALLED = {"Console", "input", "pprint", "typer.echo", "typer.secho", "typer.prompt", "typer.confirm", "click.echo"}
 #: Modules that print otherwise, none of them to the terminal of a command: module → reader of their output.
 PRINTERS = {
-    "logs": "the one place that prints",
+    "host.log_files": "the one place that prints",
     "cli.app": "sets the error handler of the streams",
     "cli.rerun": "asks for a confirmation, if standard input and output are a terminal",
     "cli.runs": "asks whether standard output is a terminal",
-    "rank.process_end": "flushes the streams",
+    "rank.outcome": "flushes the streams",
     "bench.report": "a console that writes a file",
-    "containers.images.convert": "the standard output of a tool of the engine goes to standard error",
+    "containers.images": "the standard output of a tool of the engine goes to standard error",
 }
 #: Processes of hpcdist whose output is a log file or is read by a program.
 PROGRAMS = """
-containers.images.self_test containers.pid1 environments.node_copy preflight.probe rank.forked_task rank.forking
-rank.node_parent rank.startup_check rank.worker slurm.job.job_watchdog slurm.job.node_ranks
-supervisor.hang.activity supervisor.notifier
-diagnostics.doctor.mlflow_store
+containers.self_test containers.pid1 environments.node_copy slurm.preflight.probe rank.forked_task rank.processes
+rank.node_parent rank.startup_check rank.worker slurm.job.watchdog slurm.job.node_ranks
+supervisor.hang supervisor.notifier
+checks.storage
 """.split()  # noqa: SIM905
 
 
@@ -176,7 +176,7 @@ def test_log_records_are_clean(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(logging, "captureWarnings", lambda _: None)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     level, ours = root.level, logging.getLogger("hpcdist").level
-    logs.configure()
+    log_files.configure()
     try:
         raise ValueError(EVIL)
     except ValueError:

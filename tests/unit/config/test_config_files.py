@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from config_files import Write, problems
 
+from hpcdist.config.describe import describe
+from hpcdist.config.launch_schema import RoleRequest
 from hpcdist.config.loading import load_config
-from hpcdist.config.schema import Config, RoleRequest, describe
-from hpcdist.config.schema.declaration import trainer_sections
+from hpcdist.config.schema import Config, trainer_sections
 from hpcdist.config.shipped import find_config, shipped_configs
 from hpcdist.errors import ConfigError
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from config_files import Write, problems
 
+from hpcdist.config.describe import describe
+from hpcdist.config.launch_schema import RoleRequest
 from hpcdist.config.loading import load_config, load_run_config
-from hpcdist.config.schema import RoleRequest, describe, role_device
+from hpcdist.config.schema import role_device
 from hpcdist.config.written import to_yaml
 
 ROLES = "roles: {server: 1, worker: 4}\ncluster:\n  roles:\n    worker: {gpus_per_node: 2, nodes: 2}\n"

@@ -12,7 +12,7 @@ from config_files import Write, problems
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.written import redacted_argument, secrets_of, to_yaml
 from hpcdist.errors import ConfigError
-from hpcdist.slurm.exposed_secrets import exposed_secrets
+from hpcdist.slurm.flags import exposed_secrets
 
 SECRETS = """
 tracking:

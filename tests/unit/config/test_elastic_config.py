@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
+from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig
 from hpcdist.config.schema import (
-    ClusterConfig,
     Config,
     DataConfig,
     ElasticConfig,
-    LaunchConfig,
     ModelConfig,
     OptimConfig,
     TrainerConfig,

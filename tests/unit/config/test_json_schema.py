@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hpcdist.config.json_schema import json_schema
-from hpcdist.config.schema import describe
+from hpcdist.config.describe import describe, json_schema
 from hpcdist.config.shipped import shipped_configs
 
 ROOT = Path(__file__).parents[3]

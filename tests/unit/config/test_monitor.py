@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpcdist.config.loading import load_config
-from hpcdist.config.monitor import Monitor, first_monitor, monitor_of
+from hpcdist.config.written import Monitor, first_monitor, monitor_of
 
 DEFAULT = Monitor("eval/accuracy", "max")
 

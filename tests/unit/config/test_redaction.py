@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from hpcdist.config.describe import describe
 from hpcdist.config.redaction import (
     REDACTED,
     REDACTED_NUMBER,
@@ -16,7 +17,6 @@ from hpcdist.config.redaction import (
     redact_tree,
     redact_words,
 )
-from hpcdist.config.schema import describe
 
 SECRET_NAMES = """
     token TOKEN hf_token HfToken accessToken apitoken auth_token HF-TOKEN team.token token2

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import pytest
 
 from hpcdist.config.loading import load_config
-from hpcdist.config.schema.training import TrainerConfig
-from hpcdist.config.trainer_params import arguments_of, build, declaration, describe_trainer
+from hpcdist.config.schema import TrainerConfig
+from hpcdist.config.written import arguments_of, build, declaration, describe_trainer
 from hpcdist.errors import ConfigError
-from hpcdist.run.sweep import make_sweep
+from hpcdist.run.sweeps import make_sweep
 
 MODULE = '''
 import torch_that_no_login_node_has

@@ -10,8 +10,9 @@ import pytest
 import yaml
 from config_files import Write
 
+from hpcdist.config.conversion import exact
 from hpcdist.config.loading import load_config, load_run_config
-from hpcdist.config.schema import Config, exact
+from hpcdist.config.schema import Config
 from hpcdist.config.shipped import shipped_configs
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import ConfigError

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hpcdist.containers.images.base_digest import Base, default_base, look_up, repository
-from hpcdist.containers.images.engine import Engine
+from hpcdist.containers.images import Base, default_base, look_up, repository
+from hpcdist.containers.steps import Engine
 from hpcdist.errors import ImageError
 
 DIGEST, ID = f"sha256:{'ab' * 32}", f"sha256:{'cd' * 32}"

@@ -14,11 +14,10 @@ from container_facts import IMAGE, PYXIS_CORRUPT_LOG, PYXIS_LOG, PYXIS_OTHER_TAS
 from supervisor_scene import Scene
 
 import hpcdist
-from hpcdist.containers.node_steps import ContainerSteps
+from hpcdist.containers.steps import ContainerSteps
 from hpcdist.errors import HpcdistError, UserMistake
-from hpcdist.files.atomic import read_json
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.folder import RunDir
+from hpcdist.host.files import read_json
+from hpcdist.run.folder import Attempt, RunDir
 
 
 def test_container_of_pyxis_that_slurm_interrupts_is_no_failure_of_the_rank(tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 import hpcdist
-from hpcdist.containers.images.base_digest import Base
-from hpcdist.containers.images.build import Build, argv, default_tag, find_checkout, revision_of, run
-from hpcdist.containers.images.engine import Engine
+from hpcdist.containers.images import Base, Build, build_argv, default_tag, find_checkout, revision_of, run
+from hpcdist.containers.steps import Engine
 from hpcdist.errors import ImageError, UserMistake
 
 LOCAL = Base(name="base:1", id="sha256:cd")
@@ -23,7 +22,7 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 def test_docker_command() -> None:
     base = Base(name="debian:12", digest="sha256:ab")
     build = Build(checkout=Path("/src"), tag="hpcdist", base=base, revision="abc", created="2026-11-20T08:00:00+00:00")
-    assert shlex.join(argv("docker", build)) == (
+    assert shlex.join(build_argv("docker", build)) == (
         "docker build --file /src/docker/Dockerfile --tag hpcdist --target default"
         " --build-arg BASE_IMAGE=debian@sha256:ab --build-arg BASE_NAME=debian:12 --build-arg BASE_DIGEST=sha256:ab"
         " --build-arg REVISION=abc --build-arg CREATED=2026-11-20T08:00:00+00:00 /src"
@@ -34,7 +33,7 @@ def test_podman_command_with_all_options() -> None:
     build = Build(
         checkout=Path("/src"), tag="mine:1", target="slim", base=LOCAL, uid=0, gid=7, options=("--network=host",)
     )
-    assert shlex.join(argv("podman", build)) == (
+    assert shlex.join(build_argv("podman", build)) == (
         "podman build --format docker --file /src/docker/Dockerfile --tag mine:1 --target slim"
         " --build-arg BASE_IMAGE=base:1 --build-arg BASE_NAME=base:1 --build-arg BASE_ID=sha256:cd"
         " --build-arg UID=0 --build-arg GID=7 --network=host /src"
@@ -43,7 +42,7 @@ def test_podman_command_with_all_options() -> None:
 
 def test_mlflow_image_has_a_separate_dockerfile() -> None:
     build = Build(checkout=Path("/src"), tag=default_tag("mlflow"), base=Base(name="debian:12"), target="mlflow")
-    assert shlex.join(argv("buildah", build)) == (
+    assert shlex.join(build_argv("buildah", build)) == (
         "buildah build --format docker --file /src/docker/mlflow.Dockerfile --tag hpcdist-mlflow"
         " --build-arg BASE_IMAGE=debian:12 --build-arg BASE_NAME=debian:12 /src"
     )

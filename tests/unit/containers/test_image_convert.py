@@ -11,12 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcdist.containers.image_probe import image_digest
-from hpcdist.containers.images import convert as module
-from hpcdist.containers.images.convert import Form, argv, convert, target_of
-from hpcdist.containers.images.engine import Engine, EngineName
-from hpcdist.containers.images.labels import ImageFacts
+from hpcdist.containers import images as module
+from hpcdist.containers.images import Form, ImageFacts, convert, convert_argv, target_of
+from hpcdist.containers.probe import image_digest
 from hpcdist.containers.spec import ContainerSpec
+from hpcdist.containers.steps import Engine, EngineName
 from hpcdist.errors import ImageError, UserMistake
 
 FACTS = ImageFacts(
@@ -40,11 +39,11 @@ FACTS = ImageFacts(
     ],
 )
 def test_conversion_commands(engine: str, form: str, command: str) -> None:
-    assert " ".join(argv(engine, "hpcdist", form, Path("/i/x"))) == command  # type: ignore[arg-type]
+    assert " ".join(convert_argv(engine, "hpcdist", form, Path("/i/x"))) == command  # type: ignore[arg-type]
 
 
 def test_podman_saves_an_archive_for_apptainer() -> None:
-    command = " ".join(argv("podman", "hpcdist", "sif", Path("/i/x"), Path("/i/x.tar")))
+    command = " ".join(convert_argv("podman", "hpcdist", "sif", Path("/i/x"), Path("/i/x.tar")))
     assert command == "apptainer build /i/x docker-archive:/i/x.tar"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.containers.images.engine import Engine, find_engine
+from hpcdist.containers.steps import Engine, find_engine
 from hpcdist.errors import ImageError, UserMistake
 
 #: All tests of this file may start processes.
@@ -85,6 +85,6 @@ def test_podman_check_does_not_open_the_store(install: Install) -> None:
 
 def test_hanging_engine_is_reported(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install("docker", "exec /bin/sleep 60")
-    monkeypatch.setattr("hpcdist.containers.images.engine.ANSWER_S", 0.1)
+    monkeypatch.setattr("hpcdist.containers.steps.ANSWER_S", 0.1)
     with pytest.raises(UserMistake, match="docker does not answer; podman is not installed"):
         find_engine(None, ALL)

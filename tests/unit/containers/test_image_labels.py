@@ -10,10 +10,18 @@ from typing import Any
 import pytest
 
 import hpcdist
-from hpcdist.containers.images.base_digest import look_up
-from hpcdist.containers.images.engine import Engine
-from hpcdist.containers.images.image_check import _sbom, _self_test
-from hpcdist.containers.images.labels import ImageFacts, inspect, parse, read_sbom, require_driver, require_fit
+from hpcdist.containers.images import (
+    ImageFacts,
+    _sbom,
+    _self_test,
+    inspect,
+    look_up,
+    parse,
+    read_sbom,
+    require_driver,
+    require_fit,
+)
+from hpcdist.containers.steps import Engine
 from hpcdist.errors import ImageError
 
 LABELS = {"org.opencontainers.image.title": "hpcdist", "org.opencontainers.image.version": hpcdist.__version__}

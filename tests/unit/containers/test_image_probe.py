@@ -14,7 +14,7 @@ import pytest
 from container_facts import IMAGE, SPEC, install_podman, probe_output
 
 import hpcdist
-from hpcdist.containers.image_probe import (
+from hpcdist.containers.probe import (
     DIGEST_BYTES,
     check_image_on_nodes,
     image_digest,
@@ -24,7 +24,7 @@ from hpcdist.containers.image_probe import (
 )
 from hpcdist.containers.spec import Mount
 from hpcdist.errors import HpcdistError, UserMistake
-from hpcdist.machine.facts import source_digest
+from hpcdist.host.machine import source_digest
 
 
 def test_source_digest_depends_on_code_alone(tmp_path: Path) -> None:

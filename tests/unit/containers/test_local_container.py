@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpcdist.config.loading import load_config
-from hpcdist.containers.local_container import folder_overrides, for_config, host_container
-from hpcdist.containers.runtimes import RUNTIMES
-from hpcdist.containers.spec import ContainerSpec
+from hpcdist.containers.spec import RUNTIMES, ContainerSpec
+from hpcdist.containers.steps import folder_overrides, for_config, host_container
 
 DIGEST = "sha256:" + "0" * 64
 HERE = Path("/home/ada/project")
@@ -129,7 +128,7 @@ def test_podman_locks_memory_if_its_caller_may(
     status = tmp_path / "status"
     status.write_text(f"Name:\tpython\nCapEff:\t{capabilities:>016}\n")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    monkeypatch.setattr("hpcdist.machine.capabilities.STATUS", status)
+    monkeypatch.setattr("hpcdist.host.machine.STATUS", status)
     assert host_container("podman", "hpcdist", DIGEST, "ada", {}).ulimits == (
         ("memlock=-1",) if is_allowed else ("host",)
     )
@@ -139,7 +138,7 @@ def test_podman_locks_memory_if_its_caller_may(
 def test_user_is_root_in_containers_of_a_rootless_daemon(monkeypatch: pytest.MonkeyPatch, may_lock: bool) -> None:
     """Root of such a container is the caller outside; the daemon cannot raise limits."""
     monkeypatch.setattr(Path, "is_dir", lambda path: path == Path("/dev/infiniband"))
-    monkeypatch.setattr("hpcdist.containers.local_container._may_lock_memory", lambda: may_lock)
+    monkeypatch.setattr("hpcdist.containers.steps._may_lock_memory", lambda: may_lock)
     spec = host_container("docker", "hpcdist", DIGEST, "ada", {}, rootless_daemon=True)
     assert spec.user == "0:0"
     assert spec.ulimits == (("memlock=-1",) if may_lock else ())

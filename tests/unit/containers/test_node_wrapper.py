@@ -18,7 +18,7 @@ import psutil
 import pytest
 from hpcdist_runs import wait_for
 
-from hpcdist.containers.runtimes import SCRIPT
+from hpcdist.containers.spec import SCRIPT
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from container_facts import IMAGE, SPEC, install_podman, probe_output
 
-from hpcdist.config.schema import ClusterConfig, Config, ContainerConfig, DataConfig, LaunchConfig, TrainerConfig
-from hpcdist.containers.rank_container import container_problems, make_mount_points, rank_container
+from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, LaunchConfig
+from hpcdist.config.schema import Config, DataConfig, TrainerConfig
 from hpcdist.containers.spec import PASSED, ContainerSpec, Mount
+from hpcdist.containers.steps import container_problems, make_mount_points, rank_container
 from hpcdist.errors import UserMistake
 from hpcdist.run.folder import RunDir
 

@@ -7,10 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.config.schema import ClusterConfig, Config, RoleRequest
-from hpcdist.containers import runtimes as container
-from hpcdist.containers.runtimes import SCRIPT, container_command, outer_env, remove_command
-from hpcdist.containers.spec import ContainerSpec, Mount, without_nested
+from hpcdist.config.launch_schema import ClusterConfig, RoleRequest
+from hpcdist.config.schema import Config
+from hpcdist.containers import spec as container
+from hpcdist.containers.spec import (
+    SCRIPT,
+    ContainerSpec,
+    Mount,
+    container_command,
+    outer_env,
+    remove_command,
+    without_nested,
+)
 from hpcdist.errors import UserMistake
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm.job.srun import step_command

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 from container_facts import PYXIS_CORRUPT_LOG, PYXIS_DEVICES_LOG, PYXIS_LOG, PYXIS_MOUNT_LOG, PYXIS_PROGRESS
 
-from hpcdist.containers.image_probe import (
-    start_failure,
-)
+from hpcdist.containers.probe import start_failure
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hpcdist.data.augment import CROP_PADDING, crop_image, crop_params, random_resized_box, sample_hashes
+from hpcdist.data.images import CROP_PADDING, crop_image, crop_params, random_resized_box, sample_hashes
 
 
 def splitmix64(x: int) -> int:

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcdist.data import batches as batches_module
-from hpcdist.data.augment import crop_image, sample_hashes
-from hpcdist.data.batches import PreloadedSplit, Split, StreamingSplit, eval_indices
-from hpcdist.data.images import FolderImages, TensorImages
+from hpcdist.data import loading as batches_module
+from hpcdist.data.images import FolderImages, TensorImages, crop_image, sample_hashes
+from hpcdist.data.loading import PreloadedSplit, Split, StreamingSplit, eval_indices
 from hpcdist.errors import DataError
 
 CPU = torch.device("cpu")

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from hpcdist.config.schema import DataConfig
-from hpcdist.data import identity
-from hpcdist.data.batches import PreloadedSplit, StreamingSplit
-from hpcdist.data.identity import digest_of, log_image_data
+from hpcdist.data import loading
 from hpcdist.data.images import FolderImages, ImageSource, TensorImages
-from hpcdist.data.loading import load_datasets
+from hpcdist.data.loading import PreloadedSplit, StreamingSplit, digest_of, load_datasets, log_image_data
 
 NORMAL: dict[str, Any] = {"mean": (0.5,), "std": (0.5,)}
 
@@ -36,7 +34,7 @@ def logged(data: DataConfig, seed: int = 0) -> dict[str, dict[str, Any]]:
 
 
 def digest(source: ImageSource) -> str:
-    return identity._digest_of_split(StreamingSplit(source, **NORMAL), 0, "train")
+    return loading._digest_of_split(StreamingSplit(source, **NORMAL), 0, "train")
 
 
 def test_both_splits_are_declared_by_rank_0_alone() -> None:
@@ -63,10 +61,10 @@ def test_synthetic_images_depend_on_the_seed() -> None:
 @pytest.mark.parametrize("part", ["image", "label"])
 def test_changed_image_or_label_changes_the_digest(part: str) -> None:
     images, labels = torch.zeros(5, 1, 4, 4, dtype=torch.uint8), torch.arange(5)
-    before = identity._digest_of_split(PreloadedSplit(images, labels, **NORMAL), 0, "train")
+    before = loading._digest_of_split(PreloadedSplit(images, labels, **NORMAL), 0, "train")
     assert before == digest(TensorImages(images, labels, image_size=4, flip=False)), "preloaded or not"
     (images[3, 0, 1] if part == "image" else labels[3:4]).fill_(9)
-    assert identity._digest_of_split(PreloadedSplit(images, labels, **NORMAL), 0, "train") != before
+    assert loading._digest_of_split(PreloadedSplit(images, labels, **NORMAL), 0, "train") != before
 
 
 def test_digest_of_image_files_covers_names_and_sizes(tmp_path: Path) -> None:
@@ -93,6 +91,6 @@ def test_digest_depends_on_type_shape_and_values() -> None:
 
 
 def test_large_splits_are_sampled_evenly() -> None:
-    assert list(identity._spread(10, 3)) == [0, 4, 8]
-    assert list(identity._spread(3, 10)) == [0, 1, 2]
-    assert list(identity._spread(0, 10)) == []
+    assert list(loading._spread(10, 3)) == [0, 4, 8]
+    assert list(loading._spread(3, 10)) == [0, 1, 2]
+    assert list(loading._spread(0, 10)) == []

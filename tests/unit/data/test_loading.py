@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 
 from hpcdist.config.schema import DataConfig
-from hpcdist.data import DATASETS, loading, readers
-from hpcdist.data.batches import PreloadedSplit, StreamingSplit
+from hpcdist.data import DATASETS, loading
+from hpcdist.data import images as data_images
 from hpcdist.data.download import CIFAR10_MD5, IDX_FILES
-from hpcdist.data.loading import load_datasets
+from hpcdist.data.loading import PreloadedSplit, StreamingSplit, load_datasets
 from hpcdist.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")
@@ -119,7 +119,7 @@ def test_cifar10_joins_the_training_files_in_order(
         content = cifar_pickle(torch.full((1, 3072), number, dtype=torch.uint8), [number])
         (folder / name).write_bytes(content)
         sums[name] = hashlib.md5(content).hexdigest()
-    monkeypatch.setattr(readers, "CIFAR10_MD5", sums)
+    monkeypatch.setattr(data_images, "CIFAR10_MD5", sums)
     data = load_datasets(params("cifar10", root=str(tmp_path)), seed=0)
     assert isinstance(data.train, PreloadedSplit)
     assert data.train.images.shape == (5, 3, 32, 32)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcdist.data import readers
-from hpcdist.data.readers import read_cifar10_batch, read_digits, read_idx, read_idx_pair
+from hpcdist.data import images as data_images
+from hpcdist.data.images import read_cifar10_batch, read_digits, read_idx, read_idx_pair
 from hpcdist.errors import DataError
 
 
@@ -66,8 +66,8 @@ def test_idx_file_that_does_not_match_its_header_is_damaged(tmp_path: Path) -> N
 def test_unpacked_size_of_a_gz_file_is_limited(tmp_path: Path) -> None:
     path = tmp_path / "digits.csv.gz"
     path.write_bytes(gzip.compress(bytes(100_000_000)))
-    assert len(readers.read_bytes(path, max_bytes=1000)) == 1000
-    assert len(readers.read_bytes(path)) == readers.MAX_BYTES
+    assert len(data_images.read_bytes(path, max_bytes=1000)) == 1000
+    assert len(data_images.read_bytes(path)) == data_images.MAX_BYTES
 
 
 def test_idx_file_without_values_is_damaged(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_digits_are_loaded_by_scikit_learn_if_their_file_has_moved(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     expected = read_digits()
-    monkeypatch.setattr(readers, "digits_path", lambda: tmp_path / "nowhere")
+    monkeypatch.setattr(data_images, "digits_path", lambda: tmp_path / "nowhere")
     images, labels = read_digits()
     assert torch.equal(images, expected[0])
     assert torch.equal(labels, expected[1])
@@ -153,13 +153,13 @@ def test_digits_are_loaded_by_scikit_learn_if_their_file_has_moved(
 def test_damaged_digits_raise_data_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "digits.csv"
     path.write_text("0,1,x\n")
-    monkeypatch.setattr(readers, "digits_path", lambda: path)
+    monkeypatch.setattr(data_images, "digits_path", lambda: path)
     with pytest.raises(DataError, match=rf"{path} is damaged .*: reinstall scikit-learn"):
         read_digits()
 
 
 def test_digits_without_scikit_learn_raise_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DataError, match="digits is part of scikit-learn, which is not installed"):
         read_digits()
 
@@ -167,7 +167,7 @@ def test_digits_without_scikit_learn_raise_data_error(monkeypatch: pytest.Monkey
 def cifar_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> Path:
     path = tmp_path / "test_batch"
     path.write_bytes(content)
-    monkeypatch.setattr(readers, "CIFAR10_MD5", {"test_batch": hashlib.md5(content).hexdigest()})
+    monkeypatch.setattr(data_images, "CIFAR10_MD5", {"test_batch": hashlib.md5(content).hexdigest()})
     return path
 
 
@@ -190,7 +190,7 @@ def test_read_cifar10_batch_returns_images_and_labels(
 def test_cifar10_checksums_equal_those_of_torchvision() -> None:
     from torchvision.datasets import CIFAR10
 
-    assert dict(readers.CIFAR10_MD5) == dict(CIFAR10.train_list + CIFAR10.test_list)
+    assert dict(data_images.CIFAR10_MD5) == dict(CIFAR10.train_list + CIFAR10.test_list)
 
 
 def test_crafted_cifar10_file_is_not_unpickled(tmp_path: Path) -> None:

@@ -19,13 +19,14 @@ import pytest
 from typer.testing import CliRunner
 
 from hpcdist.cli import devcluster
-from hpcdist.devcluster import argv, cgroups, cluster, host, node_runtimes, nodes, processes, provision, render, system
+from hpcdist.devcluster import cluster, host
+from hpcdist.devcluster import settings as devcluster_settings
 from hpcdist.devcluster.settings import LINK, Layout, Settings
 from hpcdist.errors import DevClusterError
-from hpcdist.files import lock
+from hpcdist.host import lock
 
 Patch = pytest.MonkeyPatch
-LOCK = system.LOCK
+LOCK = host.LOCK
 TWO = Settings(num_nodes=2)
 
 
@@ -40,7 +41,7 @@ def layout() -> Iterator[Layout]:
 @pytest.fixture(autouse=True)
 def own_lock(tmp_path: Path, monkeypatch: Patch) -> None:
     """A separate lock: a dev cluster may be starting on this machine."""
-    monkeypatch.setattr(system, "LOCK", tmp_path / "lock")
+    monkeypatch.setattr(host, "LOCK", tmp_path / "lock")
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def as_root(monkeypatch: Patch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
 
 
-def own_namespace() -> processes.Namespace:
+def own_namespace() -> host.Namespace:
     found = os.stat("/proc/self/ns/net")
     return found.st_dev, found.st_ino
 
@@ -118,9 +119,9 @@ def test_status_and_error_without_a_cluster(layout: Layout) -> None:
     [
         lambda layout: cluster.up(layout, {}, env={}),
         cluster.down,
-        lambda layout: nodes.kill_node(layout, "n1"),
-        lambda layout: nodes.start_node(layout, "n1"),
-        lambda layout: nodes.slow_node(layout, "n1"),
+        lambda layout: cluster.kill_node(layout, "n1"),
+        lambda layout: cluster.start_node(layout, "n1"),
+        lambda layout: cluster.slow_node(layout, "n1"),
     ],
 )
 def test_commands_that_need_root_report_it(
@@ -138,20 +139,20 @@ def test_missing_commands_are_reported_with_the_install_option(monkeypatch: Patc
 
 
 def test_missing_container_runtime_is_an_error(layout: Layout, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setitem(argv.BARE_ENV, "PATH", str(tmp_path))
+    monkeypatch.setitem(devcluster_settings.BARE_ENV, "PATH", str(tmp_path))
     env = {"PATH": f"{layout.bin}:{tmp_path}"}
     docker = replace(TWO, runtime="docker")
     put_command(tmp_path / "docker", "true")
     with pytest.raises(
         DevClusterError, match=r"--runtime docker: dockerd, containerd, runc not found on PATH: install"
     ):
-        node_runtimes.find_programs(docker, layout, env)
+        host.find_programs(docker, layout, env)
     for name in ("dockerd", "containerd", "runc"):
         put_command(tmp_path / name, "true")
-    assert node_runtimes.find_programs(docker, layout, env)["docker"] == tmp_path / "docker"
+    assert host.find_programs(docker, layout, env)["docker"] == tmp_path / "docker"
     layout.bin.mkdir(parents=True)
     put_command(layout.bin / "docker", "true")
-    found = node_runtimes.find_programs(docker, layout, env)
+    found = host.find_programs(docker, layout, env)
     assert found["docker"] == tmp_path / "docker", "the script of an earlier `up` is no program"
 
 
@@ -159,9 +160,9 @@ def test_missing_plugin_of_pyxis_is_an_error(layout: Layout, tmp_path: Path) -> 
     put_command(tmp_path / "enroot", "true")
     settings = replace(TWO, runtime="pyxis", pyxis_plugin=f"{tmp_path}/spank_pyxis.so")
     with pytest.raises(DevClusterError, match=r"--pyxis-plugin .*spank_pyxis.so: no such file: build pyxis"):
-        node_runtimes.find_programs(settings, layout, {"PATH": str(tmp_path)})
+        host.find_programs(settings, layout, {"PATH": str(tmp_path)})
     (tmp_path / "spank_pyxis.so").touch()
-    assert node_runtimes.find_programs(settings, layout, {"PATH": str(tmp_path)}) == {"enroot": tmp_path / "enroot"}
+    assert host.find_programs(settings, layout, {"PATH": str(tmp_path)}) == {"enroot": tmp_path / "enroot"}
 
 
 @pytest.mark.processes
@@ -171,7 +172,7 @@ def test_another_slurm_on_this_machine_is_an_error(layout: Layout, tmp_path: Pat
     shutil.copy(sleep, tmp_path / "slurmctld")
     with subprocess.Popen([tmp_path / "slurmctld", "60"]) as daemon:
         try:
-            assert (daemon.pid, "slurmctld") in processes.foreign_slurm(layout)
+            assert (daemon.pid, "slurmctld") in host.foreign_slurm(layout)
             with pytest.raises(DevClusterError, match="cannot run beside another Slurm"):
                 host.refuse_beside_slurm(layout)
         finally:
@@ -196,16 +197,16 @@ def test_missing_permission_for_namespaces_is_an_error(monkeypatch: Patch) -> No
 def test_version_1_of_cgroups_is_usable(
     files: tuple[str, ...], usable: bool, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(cgroups, "ROOT", tmp_path)
+    monkeypatch.setattr(host, "ROOT", tmp_path)
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert cgroups.are_usable() == usable
+    assert host.are_usable() == usable
 
 
 def test_cluster_without_usable_cgroups(layout: Layout, tmp_path: Path, monkeypatch: Patch) -> None:
     """In a container, for example. Then linuxproc is the default."""
-    monkeypatch.setattr(cgroups, "ROOT", tmp_path / "absent")
+    monkeypatch.setattr(host, "ROOT", tmp_path / "absent")
     assert cluster._choose(layout, {}).proctrack == "linuxproc"
     host.require_cgroups(Settings(proctrack="linuxproc"))
     with pytest.raises(
@@ -215,13 +216,13 @@ def test_cluster_without_usable_cgroups(layout: Layout, tmp_path: Path, monkeypa
 
 
 def test_removed_cgroup_includes_those_below_it(recorded: Layout, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(cgroups, "ROOT", tmp_path)
+    monkeypatch.setattr(host, "ROOT", tmp_path)
     recorded.cgroups.mkdir()
     recorded.cgroup_name.write_text("own")
     for name in ("own/slurm_n1/uid_0/job_1", "own/slurm_n2", "other/slurm_n1"):
-        (tmp_path / cgroups.FREEZER / name).mkdir(parents=True)
-    cgroups.remove(recorded)
-    assert os.listdir(tmp_path / cgroups.FREEZER) == ["other"]
+        (tmp_path / host.FREEZER / name).mkdir(parents=True)
+    host.remove(recorded)
+    assert os.listdir(tmp_path / host.FREEZER) == ["other"]
 
 
 def test_state_folder_with_other_files_is_rejected(layout: Layout) -> None:
@@ -257,7 +258,7 @@ def test_node_name_in_etc_hosts_is_an_error(layout: Layout, tmp_path: Path, monk
 
 def test_interface_of_another_cluster_is_an_error(layout: Layout, monkeypatch: Patch) -> None:
     monkeypatch.setattr(host, "LINK", "lo")
-    monkeypatch.setattr(render, "taken_names", lambda text, settings: [])
+    monkeypatch.setattr(devcluster_settings, "taken_names", lambda text, settings: [])
     with pytest.raises(DevClusterError, match=r"interface lo already exists: .* with its own --state"):
         host.require_free_network(TWO, layout)
 
@@ -276,7 +277,7 @@ def test_overlapping_network_is_an_error(layout: Layout, monkeypatch: Patch) -> 
     assert host.overlapping_route(vpn, TWO) == "10.0.0.0/8 (tun0)"
     assert host.overlapping_route(json.dumps([{"dst": "10.213.77.9", "type": "blackhole"}]), TWO) is not None
     monkeypatch.setattr(host, "run", lambda command: vpn)
-    monkeypatch.setattr(render, "taken_names", lambda text, settings: [])
+    monkeypatch.setattr(devcluster_settings, "taken_names", lambda text, settings: [])
     monkeypatch.setattr(host, "Path", lambda name: layout.state / "no such interface")
     with pytest.raises(DevClusterError, match=r"--subnet 10.213.77.0/24 overlaps 10.0.0.0/8 \(tun0\)"):
         host.require_free_network(TWO, layout)
@@ -297,7 +298,7 @@ def bare_machine(monkeypatch: Patch, tmp_path: Path) -> Path:
     monkeypatch.setattr(host, "COMMANDS", ("no-such-command",))
     monkeypatch.setattr(host, "SITE_CONF", tmp_path / "slurm.conf")
     monkeypatch.setattr(host, "POLICY", tmp_path / "policy-rc.d")
-    monkeypatch.setitem(argv.BARE_ENV, "PATH", str(tmp_path))
+    monkeypatch.setitem(devcluster_settings.BARE_ENV, "PATH", str(tmp_path))
     return tmp_path
 
 
@@ -357,25 +358,25 @@ def test_down_removes_the_policy_of_a_killed_install(bare_machine: Path) -> None
 @pytest.mark.processes
 def test_failed_command_is_reported_with_its_last_line() -> None:
     with pytest.raises(DevClusterError, match=r"^`sh -c 'echo first; echo last >&2; exit 3'` failed: last$"):
-        system.run(["sh", "-c", "echo first; echo last >&2; exit 3"])
+        host.run(["sh", "-c", "echo first; echo last >&2; exit 3"])
     with pytest.raises(DevClusterError, match=r"`false` failed: exit code 1$"):
-        system.run(["false"])
+        host.run(["false"])
     with pytest.raises(DevClusterError, match=r"^no-such-command not found: is the package"):
-        system.run(["no-such-command"])
+        host.run(["no-such-command"])
 
 
 @pytest.mark.processes
 def test_command_is_killed_after_a_timeout(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(system, "COMMAND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(host, "COMMAND_TIMEOUT_S", 0.05)
     with pytest.raises(DevClusterError, match=r"`sleep 9` did not end within 0.05 s"):
-        system.run(["sleep", "9"])
+        host.run(["sleep", "9"])
 
 
 @pytest.mark.processes
 def test_commands_do_not_inherit_the_callers_slurm_variables(monkeypatch: Patch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert "SLURM" not in system.run(["env"])
-    assert "SLURM_CONF=/x\n" in system.run(["env"], env={"SLURM_CONF": "/x"})
+    assert "SLURM" not in host.run(["env"])
+    assert "SLURM_CONF=/x\n" in host.run(["env"], env={"SLURM_CONF": "/x"})
 
 
 def test_only_root_can_hold_the_lock() -> None:
@@ -384,19 +385,19 @@ def test_only_root_can_hold_the_lock() -> None:
 
 
 def test_exclusive_lock_allows_one_command_at_a_time(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(system, "LOCK_WITHIN_S", 0.1)
-    with system.exclusive(), pytest.raises(DevClusterError, match="another `hpcdist devcluster` is at work"):
-        system.exclusive().__enter__()
-    with system.exclusive():
+    monkeypatch.setattr(host, "LOCK_WITHIN_S", 0.1)
+    with host.exclusive(), pytest.raises(DevClusterError, match="another `hpcdist devcluster` is at work"):
+        host.exclusive().__enter__()
+    with host.exclusive():
         pass
 
 
 def test_exclusive_lock_is_awaited_while_a_killed_command_still_holds_it(monkeypatch: Patch) -> None:
     with ExitStack() as killed:
-        killed.enter_context(system.exclusive())
+        killed.enter_context(host.exclusive())
         waits: list[float] = []
         monkeypatch.setattr(time, "sleep", lambda seconds: (waits.append(seconds), killed.close()))
-        with system.exclusive():
+        with host.exclusive():
             assert waits == [lock._POLL_S]
 
 
@@ -404,7 +405,7 @@ def test_timeout_of_a_daemon_is_reported_with_its_last_output(recorded: Layout) 
     recorded.logs.mkdir()
     recorded.output("slurmctld").write_text("starting\nfatal: no such thing\n")
     with pytest.raises(DevClusterError, match=r"^it is silent within 0 s; .*slurmctld.out ends with: fatal: no such"):
-        system.wait_until(lambda: False, "it is silent", recorded, argv.slurmctld(), 0)
+        host.wait_until(lambda: False, "it is silent", recorded, devcluster_settings.slurmctld(), 0)
 
 
 @pytest.mark.processes
@@ -416,46 +417,46 @@ def test_wait_fails_at_once_if_the_daemon_ends(recorded: Layout) -> None:
     ended.wait()
     recorded.pid_file("slurmctld").write_text(str(ended.pid))
     with pytest.raises(DevClusterError, match=r"^slurmctld ended at once; .* ends with: nothing"):
-        system.wait_until(lambda: False, "it is silent", recorded, argv.slurmctld(), 60)
+        host.wait_until(lambda: False, "it is silent", recorded, devcluster_settings.slurmctld(), 60)
 
 
 def test_members_are_the_processes_of_a_namespace() -> None:
-    assert os.getpid() in processes.members([own_namespace()])
-    assert processes.members([(0, 0)]) == []
+    assert os.getpid() in host.members([own_namespace()])
+    assert host.members([(0, 0)]) == []
 
 
 def test_processes_that_survive_sigkill_are_an_error(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(processes, "members", lambda namespaces: [2**22 + 1])  # no process can have this id
-    monkeypatch.setattr(processes, "KILL_WITHIN_S", 0.0)
+    monkeypatch.setattr(host, "members", lambda namespaces: [2**22 + 1])  # no process can have this id
+    monkeypatch.setattr(host, "KILL_WITHIN_S", 0.0)
     with pytest.raises(DevClusterError, match=r"processes 4194305 do not end after SIGKILL"):
-        processes.kill_members([(0, 0)])
+        host.kill_members([(0, 0)])
 
 
 def test_stale_pid_file_is_ignored(recorded: Layout, monkeypatch: Patch, as_root: None) -> None:
     recorded.run.mkdir()
     recorded.pid_file("slurmctld").write_text(str(os.getpid()))
-    assert not processes.is_running(recorded, argv.slurmctld())
-    monkeypatch.setattr(processes, "mounted_namespaces", lambda layout: {"devcluster-head": own_namespace()})
-    assert processes.is_running(recorded, argv.slurmctld())
+    assert not host.is_running(recorded, devcluster_settings.slurmctld())
+    monkeypatch.setattr(host, "mounted_namespaces", lambda layout: {"devcluster-head": own_namespace()})
+    assert host.is_running(recorded, devcluster_settings.slurmctld())
 
 
 def test_plain_file_is_not_a_namespace(recorded: Layout) -> None:
     recorded.namespaces.mkdir()
     recorded.namespace("n1").touch()
-    assert processes.mounted_namespaces(recorded) == {}
+    assert host.mounted_namespaces(recorded) == {}
 
 
 def test_namespace_that_cannot_be_unmounted_is_an_error(recorded: Layout, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(processes, "mounted_namespaces", lambda layout: {"n1": (0, 0)})
-    monkeypatch.setattr(provision, "succeeds", lambda command: False)
-    monkeypatch.setattr(provision, "LINK", "no-such-link")
-    monkeypatch.setattr(provision, "UNMOUNT_ATTEMPTS", 1)
+    monkeypatch.setattr(host, "mounted_namespaces", lambda layout: {"n1": (0, 0)})
+    monkeypatch.setattr(cluster, "succeeds", lambda command: False)
+    monkeypatch.setattr(cluster, "LINK", "no-such-link")
+    monkeypatch.setattr(cluster, "UNMOUNT_ATTEMPTS", 1)
     with pytest.raises(DevClusterError, match=r"n1 in .*/netns cannot be unmounted: see `findmnt`"):
-        provision.remove_network(recorded)
+        cluster.remove_network(recorded)
 
 
 def test_changed_settings_of_a_running_cluster_are_rejected(recorded: Layout, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(processes, "members", lambda namespaces: [1])
+    monkeypatch.setattr(host, "members", lambda namespaces: [1])
     assert cluster._choose(recorded, {"num_nodes": 2}) == TWO
     assert cluster._choose(recorded, {}) == TWO
     with pytest.raises(DevClusterError, match=r"is running with --nodes 2, not 8: `hpcdist devcluster down` first"):
@@ -466,36 +467,36 @@ def test_remains_of_a_crash_are_replaced(recorded: Layout) -> None:
     recorded.conf.mkdir()
     eight = cluster._choose(recorded, {"num_nodes": 8})
     assert eight == Settings(num_nodes=8)
-    provision.begin(eight, recorded)
+    cluster.begin(eight, recorded)
     assert cluster.recorded_settings(recorded) == eight
     assert not recorded.conf.exists()
 
 
 def test_unknown_node_and_stopped_cluster_are_errors(recorded: Layout, as_root: None) -> None:
     with pytest.raises(DevClusterError, match="no node 'n3' in the dev cluster: it has n1, n2"):
-        nodes.kill_node(recorded, "n3")
+        cluster.kill_node(recorded, "n3")
     with pytest.raises(DevClusterError, match=r"the dev cluster in .* is not running: `hpcdist devcluster up`"):
-        nodes.start_node(recorded, "n1")
+        cluster.start_node(recorded, "n1")
 
 
 @pytest.mark.parametrize(("option", "name"), [("--rate-mbit", "rate_mbit"), ("--delay-ms", "delay_ms")])
 def test_rate_and_delay_must_be_positive(option: str, name: str, recorded: Layout, as_root: None) -> None:
     with pytest.raises(DevClusterError, match=f"{option} must be > 0, got 0"):
-        nodes.slow_node(recorded, "n1", **{name: 0.0})
+        cluster.slow_node(recorded, "n1", **{name: 0.0})
 
 
 def test_kernel_without_netem_is_reported(recorded: Layout, monkeypatch: Patch, as_root: None) -> None:
     def fail(command: list[str]) -> str:
         raise DevClusterError(message)
 
-    monkeypatch.setattr(processes, "mounted_namespaces", lambda layout: {"n1": (0, 0)})
-    monkeypatch.setattr(nodes, "run", fail)
+    monkeypatch.setattr(host, "mounted_namespaces", lambda layout: {"n1": (0, 0)})
+    monkeypatch.setattr(cluster, "run", fail)
     message = "`tc` failed: Error: Specified qdisc kind is unknown."
     with pytest.raises(DevClusterError, match=r"the kernel has no netem \(module sch_netem\)"):
-        nodes.slow_node(recorded, "n1", delay_ms=5)
+        cluster.slow_node(recorded, "n1", delay_ms=5)
     message = "`tc` failed: something else"
     with pytest.raises(DevClusterError, match="something else"):
-        nodes.slow_node(recorded, "n1", delay_ms=5)
+        cluster.slow_node(recorded, "n1", delay_ms=5)
 
 
 @pytest.mark.processes

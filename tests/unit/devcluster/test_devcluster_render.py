@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.devcluster import argv, node_runtimes, render
-from hpcdist.devcluster.cluster import NodeStatus, Status
+from hpcdist.devcluster import host
+from hpcdist.devcluster import settings as devcluster_settings
+from hpcdist.devcluster.cluster import NodeStatus, Status, describe
 from hpcdist.devcluster.settings import HEAD, Layout, Settings
-from hpcdist.devcluster.view import describe
 
 LAYOUT = Layout(Path("/var/lib/dc"))
 TWO = Settings(num_nodes=2, cpus_per_node=4, gpus_per_node=2, memory_mb=1000, grace_time_s=20)
@@ -20,7 +20,7 @@ BARE = Settings(num_nodes=3, gpus_per_node=0)
 
 def test_slurm_conf() -> None:
     assert (
-        render.slurm_conf(TWO, LAYOUT)
+        devcluster_settings.slurm_conf(TWO, LAYOUT)
         == """\
 # Written by `hpcdist devcluster up`; changes are lost.
 ClusterName=hpcdist
@@ -65,31 +65,33 @@ PartitionName=high Nodes=n[1-2] PriorityTier=10 PreemptMode=OFF DefaultTime=01:0
 
 
 def test_single_node_is_not_a_range() -> None:
-    text = render.slurm_conf(ONE, LAYOUT)
+    text = devcluster_settings.slurm_conf(ONE, LAYOUT)
     assert "NodeName=n1 CPUs=8 RealMemory=32768 Gres=gpu:1\n" in text
     assert "PartitionName=main Nodes=n1 Default=YES" in text
 
 
 def test_gres_conf_names_a_device_for_each_gpu() -> None:
-    assert render.gres_conf(TWO, LAYOUT) == "NodeName=n[1-2] Name=gpu File=/var/lib/dc/gpus/gpu[0-1]\n"
-    assert render.gres_conf(ONE, LAYOUT) == "NodeName=n1 Name=gpu File=/var/lib/dc/gpus/gpu0\n"
+    assert devcluster_settings.gres_conf(TWO, LAYOUT) == "NodeName=n[1-2] Name=gpu File=/var/lib/dc/gpus/gpu[0-1]\n"
+    assert devcluster_settings.gres_conf(ONE, LAYOUT) == "NodeName=n1 Name=gpu File=/var/lib/dc/gpus/gpu0\n"
 
 
 def test_configuration_without_gpus() -> None:
-    assert render.gres_conf(BARE, LAYOUT) == ""
-    assert "NodeName=n[1-3] CPUs=8 RealMemory=32768\n" in render.slurm_conf(BARE, LAYOUT)
+    assert devcluster_settings.gres_conf(BARE, LAYOUT) == ""
+    assert "NodeName=n[1-3] CPUs=8 RealMemory=32768\n" in devcluster_settings.slurm_conf(BARE, LAYOUT)
 
 
 def test_cgroup_conf() -> None:
-    assert render.cgroup_conf(TWO, LAYOUT) == "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/var/lib/dc/cgroup\n"
+    assert (
+        devcluster_settings.cgroup_conf(TWO, LAYOUT) == "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/var/lib/dc/cgroup\n"
+    )
     without = Settings(num_nodes=2, proctrack="linuxproc")
-    assert "ProctrackType=proctrack/linuxproc\n" in render.slurm_conf(without, LAYOUT)
-    assert render.cgroup_conf(without, LAYOUT) == "CgroupPlugin=cgroup/v1\n"
+    assert "ProctrackType=proctrack/linuxproc\n" in devcluster_settings.slurm_conf(without, LAYOUT)
+    assert devcluster_settings.cgroup_conf(without, LAYOUT) == "CgroupPlugin=cgroup/v1\n"
 
 
 def test_slurmdbd_conf() -> None:
     assert (
-        render.slurmdbd_conf(TWO, LAYOUT, "secret")
+        devcluster_settings.slurmdbd_conf(TWO, LAYOUT, "secret")
         == """\
 AuthType=auth/munge
 AuthInfo=socket=/var/lib/dc/munge/socket
@@ -111,7 +113,7 @@ StorageLoc=slurm
 
 def test_database_sql() -> None:
     assert (
-        render.database_sql("secret")
+        devcluster_settings.database_sql("secret")
         == """\
 CREATE DATABASE IF NOT EXISTS slurm;
 CREATE USER IF NOT EXISTS slurm@localhost IDENTIFIED BY 'secret';
@@ -132,31 +134,31 @@ BLOCK = """
 
 @pytest.mark.parametrize("text", ["", "127.0.0.1 localhost\n", "127.0.0.1 localhost", "127.0.0.1 a\n\n", "\n"])
 def test_removed_hosts_block_restores_the_original_text(text: str) -> None:
-    added = render.with_hosts_block(text, TWO)
+    added = devcluster_settings.with_hosts_block(text, TWO)
     assert added == text + BLOCK
-    assert render.without_hosts_block(added) == text
-    assert render.without_hosts_block(text) == text
+    assert devcluster_settings.without_hosts_block(added) == text
+    assert devcluster_settings.without_hosts_block(text) == text
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1 localhost\n", "127.0.0.1 localhost"])
 def test_removed_hosts_block_keeps_later_lines(text: str) -> None:
-    extended = render.with_hosts_block(text, TWO) + "10.0.0.1 other\n"
-    assert render.without_hosts_block(extended) == "127.0.0.1 localhost\n10.0.0.1 other\n"
+    extended = devcluster_settings.with_hosts_block(text, TWO) + "10.0.0.1 other\n"
+    assert devcluster_settings.without_hosts_block(extended) == "127.0.0.1 localhost\n10.0.0.1 other\n"
 
 
 def test_hosts_block_replaces_an_older_one() -> None:
-    once = render.with_hosts_block("127.0.0.1 localhost\n", Settings(num_nodes=7))
-    assert render.with_hosts_block(once, TWO) == "127.0.0.1 localhost\n" + BLOCK
+    once = devcluster_settings.with_hosts_block("127.0.0.1 localhost\n", Settings(num_nodes=7))
+    assert devcluster_settings.with_hosts_block(once, TWO) == "127.0.0.1 localhost\n" + BLOCK
 
 
 def test_taken_names_are_those_outside_the_block() -> None:
     text = "10.0.0.7 n2 n9 # n1\n# 10.0.0.8 n1\n10.0.0.9 devcluster-head.\n"
-    assert render.taken_names(render.with_hosts_block(text, TWO), TWO) == ["n2"]
+    assert devcluster_settings.taken_names(devcluster_settings.with_hosts_block(text, TWO), TWO) == ["n2"]
 
 
 def test_links_of_the_head() -> None:
     assert (
-        argv.head_batch(TWO, LAYOUT)
+        devcluster_settings.head_batch(TWO, LAYOUT)
         == """\
 link set lo up
 link add br0 type bridge
@@ -173,14 +175,17 @@ link set n2 master br0 up
 
 def test_links_of_host_and_node() -> None:
     assert (
-        argv.host_batch(TWO, LAYOUT)
+        devcluster_settings.host_batch(TWO, LAYOUT)
         == """\
 link add hpcdist0 type veth peer name host netns /var/lib/dc/netns/devcluster-head
 addr add 10.213.77.253/24 dev hpcdist0
 link set hpcdist0 up
 """
     )
-    assert argv.node_batch(TWO, "n2") == "link set lo up\naddr add 10.213.77.2/24 dev eth0\nlink set eth0 up\n"
+    assert (
+        devcluster_settings.node_batch(TWO, "n2")
+        == "link set lo up\naddr add 10.213.77.2/24 dev eth0\nlink set eth0 up\n"
+    )
 
 
 def test_daemon_has_the_network_and_host_name_of_its_node() -> None:
@@ -189,43 +194,43 @@ def test_daemon_has_the_network_and_host_name_of_its_node() -> None:
         'hostname "$0" && cd / && umask 022 && echo $$ > "$1" && shift && exec "$@"',
         *("n2", "/var/lib/dc/run/slurmd-n2.pid", "slurmd", "-D", "-N", "n2"),
     ]
-    assert argv.daemon(LAYOUT, argv.slurmd("n2")) == command
+    assert devcluster_settings.daemon(LAYOUT, devcluster_settings.slurmd("n2")) == command
     command[6:6] = ["--mount", "--propagation=slave"]
-    assert argv.daemon(LAYOUT, argv.slurmd("n2", own_mounts=True)) == command
+    assert devcluster_settings.daemon(LAYOUT, devcluster_settings.slurmd("n2", own_mounts=True)) == command
 
 
 def test_daemons_start_after_their_dependencies() -> None:
-    found = argv.daemons(TWO, LAYOUT)
+    found = devcluster_settings.daemons(TWO, LAYOUT)
     assert [(daemon.name, daemon.node) for daemon in found] == [
         *(("munged", HEAD), ("mariadbd", HEAD), ("slurmdbd", HEAD), ("slurmctld", HEAD)),
         *(("slurmd-n1", "n1"), ("slurmd-n2", "n2")),
     ]
-    with_docker = argv.daemons(replace(TWO, runtime="docker"), LAYOUT)
+    with_docker = devcluster_settings.daemons(replace(TWO, runtime="docker"), LAYOUT)
     assert [daemon.name for daemon in with_docker[4:]] == ["dockerd-n1", "dockerd-n2", "slurmd-n1", "slurmd-n2"]
 
 
 def test_munge_and_mariadb_use_only_files_of_the_cluster() -> None:
-    assert argv.munged(LAYOUT).argv == (
+    assert devcluster_settings.munged(LAYOUT).argv == (
         *("setpriv", "--reuid=munge", "--regid=munge", "--init-groups"),
         *("munged", "--foreground", "--num-threads=10", "--socket", "/var/lib/dc/munge/socket"),
         *("--key-file", "/var/lib/dc/munge/key", "--pid-file", "/var/lib/dc/munge/pid"),
         *("--seed-file", "/var/lib/dc/munge/seed"),
     )
-    assert argv.mariadbd(LAYOUT).argv == (
+    assert devcluster_settings.mariadbd(LAYOUT).argv == (
         *("mariadbd", "--no-defaults", "--user=mysql", "--skip-networking", "--datadir=/var/lib/dc/mariadb"),
         *("--socket=/var/lib/dc/mariadb-run/socket", "--pid-file=/var/lib/dc/mariadb-run/pid"),
         *("--init-file=/var/lib/dc/mariadb-run/init.sql", "--innodb-buffer-pool-size=64M"),
         *("--innodb-log-file-size=8M", "--innodb-lock-wait-timeout=900", "--innodb-flush-log-at-trx-commit=0"),
         *("--innodb-flush-method=nosync", "--skip-innodb-doublewrite"),
     )
-    assert argv.install_database(Path("/var/lib/dc/mariadb-new")) == [
+    assert devcluster_settings.install_database(Path("/var/lib/dc/mariadb-new")) == [
         *("mariadb-install-db", "--no-defaults", "--datadir=/var/lib/dc/mariadb-new", "--user=mysql"),
         *("--auth-root-authentication-method=socket", "--skip-test-db", "--skip-name-resolve"),
     ]
 
 
 def test_environment_of_daemons() -> None:
-    assert argv.daemon_env(LAYOUT) == {
+    assert devcluster_settings.daemon_env(LAYOUT) == {
         "PATH": "/var/lib/dc/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "LANG": "C.UTF-8",
         "SLURM_CONF": "/var/lib/dc/conf/slurm.conf",
@@ -234,7 +239,7 @@ def test_environment_of_daemons() -> None:
 
 
 def test_command_on_a_node() -> None:
-    assert argv.on_node(LAYOUT, "n1", ["hostname", "-i"]) == [
+    assert devcluster_settings.on_node(LAYOUT, "n1", ["hostname", "-i"]) == [
         *("nsenter", "--net=/var/lib/dc/netns/n1", "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', "n1"),
         *("hostname", "-i"),
     ]
@@ -249,7 +254,7 @@ def test_command_on_a_node() -> None:
     ],
 )
 def test_slow_link(rate_mbit: float | None, delay_ms: float | None, expected: str) -> None:
-    assert " ".join(argv.slow_link(rate_mbit, delay_ms)) == expected
+    assert " ".join(devcluster_settings.slow_link(rate_mbit, delay_ms)) == expected
 
 
 def test_describe_status() -> None:
@@ -274,7 +279,7 @@ def test_describe_status() -> None:
 
 
 def test_docker_daemon_of_a_node() -> None:
-    assert argv.dockerd(LAYOUT, "n2").argv == (
+    assert devcluster_settings.dockerd(LAYOUT, "n2").argv == (
         *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount", "--propagation=slave"),
         *("/var/lib/dc/bin/dockerd", "--host=unix:///var/lib/dc/docker/n2.sock", "--pidfile=/var/lib/dc/docker/n2.pid"),
         *("--exec-root=/var/lib/dc/docker/n2", "--data-root=/var/lib/dc/docker-images/n2", "--bridge=none"),
@@ -288,7 +293,7 @@ HEADER = "#!/bin/sh\n# Written by `hpcdist devcluster up`; changes are lost.\n"
 def scripts(runtime: str, *names: str, may_raise_limits: bool = True) -> dict[str, str]:
     programs = {name: Path("/opt/bin", name) for name in names}
     settings = replace(TWO, runtime=runtime)
-    found = node_runtimes.scripts(settings, LAYOUT, programs, may_raise_limits=may_raise_limits)
+    found = host.scripts(settings, LAYOUT, programs, may_raise_limits=may_raise_limits)
     assert all(text.startswith("#!/bin/sh\n") for text in found.values())
     return {name: text.removeprefix(HEADER) for name, text in found.items()}
 
@@ -327,7 +332,7 @@ def test_script_of_enroot_keeps_the_containers_of_nodes_and_users_apart() -> Non
     assert scripts("pyxis", "enroot") == {"enroot": script}
     settings = replace(TWO, runtime="pyxis", pyxis_plugin="/opt/spank_pyxis.so")
     expected = "required /opt/spank_pyxis.so runtime_path=/var/lib/dc/pyxis\n"
-    assert node_runtimes.plugstack_conf(settings, LAYOUT) == expected
+    assert host.plugstack_conf(settings, LAYOUT) == expected
 
 
 @pytest.mark.parametrize(

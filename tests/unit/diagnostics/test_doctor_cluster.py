@@ -6,19 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.diagnostics.doctor.job_endings import job_end_checks
-from hpcdist.diagnostics.doctor.slurm_checks import (
-    NEEDED,
-    SlurmFacts,
-    client_checks,
-    partition_checks,
-    read_slurm,
-)
-from hpcdist.machine.check import Check
+from hpcdist.checks.slurm import NEEDED, SlurmFacts, client_checks, job_end_checks, partition_checks, read_slurm
+from hpcdist.host.machine import Check
 from hpcdist.slurm import client as slurm_client
 from hpcdist.slurm.client import SlurmError
-from hpcdist.slurm.cluster_nodes import parse_partitions
-from hpcdist.slurm.command_output import parse_seconds, parse_settings
+from hpcdist.slurm.output import parse_partitions, parse_seconds, parse_settings
 
 RECORDED = parse_settings((Path(__file__).parent / "slurm_22_05" / "config.txt").read_text())
 PARTITIONS = """\

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.diagnostics.doctor.environment_report import program_checks, run_checks
-from hpcdist.files.atomic import write_json
+from hpcdist.checks.containers import program_checks, run_checks
+from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
 
 MODULES = "module() { echo 'Modules Release 5.2.0 (2022-11-08)' >&2; }"

@@ -9,14 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.diagnostics.doctor import software
-from hpcdist.diagnostics.doctor.container_checks import container_checks
-from hpcdist.diagnostics.doctor.gpu_checks import gpu_checks
-from hpcdist.diagnostics.doctor.host_name import host_name_checks
-from hpcdist.diagnostics.doctor.resource_limits import ResourceLimits, resource_checks
-from hpcdist.diagnostics.doctor.runs_folder import GIB
-from hpcdist.machine.check import Check
-from hpcdist.machine.gpus import Gpu
+from hpcdist.checks import machine
+from hpcdist.checks.containers import container_checks
+from hpcdist.checks.machine import ResourceLimits, gpu_checks, host_name_checks, resource_checks
+from hpcdist.checks.storage import GIB
+from hpcdist.host.machine import Check, Gpu
 
 
 def levels(checks: Sequence[Check]) -> dict[str, str]:
@@ -217,28 +214,28 @@ def test_slow_reverse_lookup_is_a_warning() -> None:
 
 @pytest.mark.processes
 def test_installed_python_and_checkout_are_ok() -> None:
-    found = software.software_checks(torch_required=True, cuda="", driver="")
+    found = machine.software_checks(torch_required=True, cuda="", driver="")
     assert levels(found) == {"Python": "ok", "hpcdist": "ok"}
 
 
 @pytest.mark.processes
 def test_old_python_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "OLDEST_PYTHON", (3, 99))
-    assert software.software_checks(torch_required=True, cuda="", driver="")[0].level == "failure"
+    monkeypatch.setattr(machine, "OLDEST_PYTHON", (3, 99))
+    assert machine.software_checks(torch_required=True, cuda="", driver="")[0].level == "failure"
 
 
 def set_installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], requires: dict[str, list[str]]) -> None:
-    monkeypatch.setattr(software, "version_of", lambda name: versions.get(name, ""))
-    monkeypatch.setattr(software.metadata, "requires", lambda name: requires.get(name))
+    monkeypatch.setattr(machine, "version_of", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(machine.metadata, "requires", lambda name: requires.get(name))
 
 
 @pytest.mark.processes
 def test_missing_torch_fails_except_on_login_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     set_installed(monkeypatch, {}, {})
-    check = software.software_checks(torch_required=True, cuda="", driver="")[-1]
+    check = machine.software_checks(torch_required=True, cuda="", driver="")[-1]
     assert (check.name, check.level) == ("torch", "failure")
     assert check.fix == "`pip install '.[train]'` in a checkout of hpcdist"
-    check = software.software_checks(torch_required=False, cuda="", driver="")[-1]
+    check = machine.software_checks(torch_required=False, cuda="", driver="")[-1]
     assert (check.level, check.fix) == ("note", "`pip install '.[train]'` in a checkout of hpcdist")
     assert check.text.startswith("not installed: ranks need container.image or cluster.environment")
 
@@ -247,20 +244,20 @@ def test_missing_torch_fails_except_on_login_nodes(monkeypatch: pytest.MonkeyPat
 def test_torchvision_for_another_torch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.15.0+cpu", "torchvision": "0.28.0"}
     set_installed(monkeypatch, versions, {"torchvision": ["numpy", "torch==2.14.1", "pillow!=8.3.*,>=5.3.0"]})
-    check = software.software_checks(torch_required=True, cuda="", driver="")[-1]
-    assert (check.level, check.fix) == ("failure", software.TOGETHER)
+    check = machine.software_checks(torch_required=True, cuda="", driver="")[-1]
+    assert (check.level, check.fix) == ("failure", machine.TOGETHER)
     assert check.text == "2.15.0+cpu beside a torchvision 0.28.0 built for 2.14.1, which cannot be imported"
     set_installed(monkeypatch, versions, {"torchvision": ["torch (==2.15.0)"]})
-    assert "torch" not in levels(software.software_checks(torch_required=True, cuda="", driver=""))
+    assert "torch" not in levels(machine.software_checks(torch_required=True, cuda="", driver=""))
 
 
 @pytest.mark.processes
 def test_driver_is_compared_with_the_cuda_version_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     set_installed(monkeypatch, {"torch": "2.15.0+cu132"}, {})
-    old = software.software_checks(torch_required=True, cuda="13.2", driver="550.54.15")[-1]
+    old = machine.software_checks(torch_required=True, cuda="13.2", driver="550.54.15")[-1]
     assert (old.name, old.level) == ("driver", "failure")
     assert "needs driver 580.65 or newer for its CUDA 13.2, found 550.54.15" in old.text
-    new = software.software_checks(torch_required=True, cuda="13.2", driver="580.82.07")[-1]
+    new = machine.software_checks(torch_required=True, cuda="13.2", driver="580.82.07")[-1]
     assert new.sentence() == "driver: 580.82.07, supports CUDA 13.2"
-    cpu = software.software_checks(torch_required=True, cuda="", driver="580.82.07")[-1]
+    cpu = machine.software_checks(torch_required=True, cuda="", driver="580.82.07")[-1]
     assert (cpu.name, cpu.level, "built without CUDA" in cpu.text) == ("torch", "warning", True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from hpcdist.diagnostics.doctor.page import document, section_lines, summary_lines, would_fail
-from hpcdist.diagnostics.doctor.section import Section, execute
-from hpcdist.machine.check import Check
+from hpcdist.checks.doctor import Section, document, execute, section_lines, summary_lines, would_fail
+from hpcdist.host.machine import Check
 
 OK = Check(name="cores", level="ok", text="16")
 FAILURE = Check(name="space", level="failure", text="0.0 GiB free of 100.0: a run would fail", fix="remove old runs")

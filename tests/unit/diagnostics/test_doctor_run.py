@@ -11,18 +11,17 @@ from typing import Any
 
 import pytest
 
+from hpcdist.checks import run as checks_run
+from hpcdist.checks.run import attempts, node_checks, preflight, run_sections
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
-from hpcdist.diagnostics.doctor import job_nodes, run_report
-from hpcdist.diagnostics.doctor.run_report import attempts, node_checks, preflight, run_sections
-from hpcdist.files.atomic import write_json
-from hpcdist.machine.check import Check
-from hpcdist.preflight.probe import Request
+from hpcdist.host.files import write_json
+from hpcdist.host.machine import Check
 from hpcdist.run.folder import RunDir
-from hpcdist.slurm import client, job_snapshot
-from hpcdist.slurm.cluster_nodes import parse_node_states
-from hpcdist.slurm.job_info import JobInfo
-from hpcdist.slurm.job_snapshot import JobSnapshot
+from hpcdist.slurm import client
+from hpcdist.slurm.client import JobSnapshot
+from hpcdist.slurm.output import JobInfo, parse_node_states
+from hpcdist.slurm.preflight.probe import Request
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         write_json(run.path / "slurm.json", {"job_id": "7"})
         facts = JobInfo(id="7", state=state, nodes=nodes)
         snapshot = JobSnapshot(error=error) if error else JobSnapshot(info=facts)
-        monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: snapshot)
+        monkeypatch.setattr(client, "take_snapshot", lambda job, history=False: snapshot)
         monkeypatch.setattr(client, "node_states", lambda names: parse_node_states(sinfo))
 
     return set_answers
@@ -174,9 +173,9 @@ class Srun:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers: dict[str, dict[str, Any]] = {}
         self.errors, self.hangs, self.command, self.token = "", False, [""], ""
-        monkeypatch.setattr(job_nodes, "run_within", self)
-        monkeypatch.setattr(job_nodes, "read_answers", lambda text: self.answers)
-        monkeypatch.setattr(run_report.shutil, "which", lambda name: name)
+        monkeypatch.setattr(checks_run, "run_within", self)
+        monkeypatch.setattr(checks_run, "read_answers", lambda text: self.answers)
+        monkeypatch.setattr(checks_run.shutil, "which", lambda name: name)
 
     def __call__(self, command: list[str], limit_s: float, *, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
         self.command = command
@@ -202,7 +201,7 @@ def test_preflight_step_runs_beside_the_ranks(
         checked.update(answers)
         return [Check(name="network", level="warning", text="n1 → n2 is slow")]
 
-    monkeypatch.setattr(job_nodes, "check_nodes", check_nodes)
+    monkeypatch.setattr(checks_run, "check_nodes", check_nodes)
     config = load_config("ddp_digits", ["cluster.nodes=2", "cluster.gpus_per_node=4"])
     slow, beside = checks_of(run, config)["Node preflight"]
     assert (slow.level, beside.level) == ("warning", "note")

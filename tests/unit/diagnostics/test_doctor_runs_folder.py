@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.diagnostics.doctor import runs_folder as folder
-from hpcdist.diagnostics.doctor.runs_folder import GIB, folder_checks
-from hpcdist.machine.check import Check
+from hpcdist.checks import storage as folder
+from hpcdist.checks.storage import GIB, folder_checks
+from hpcdist.host.machine import Check
 
 
 def levels(checks: Sequence[Check]) -> dict[str, str]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.diagnostics.doctor import container_runtimes
-from hpcdist.diagnostics.doctor.container_runtimes import Host
-from hpcdist.machine.check import Check
+from hpcdist.checks import containers
+from hpcdist.checks.containers import Host
+from hpcdist.host.machine import Check
 
 ADA = Host(uid=1000, user="ada", has_gpus=False, subuid="ada:100000:65536\n")
 
@@ -35,7 +35,7 @@ WORKING = {
 def checks_of_runtimes(host: Host, *installed: str, **changed: subprocess.CompletedProcess[str]) -> list[Check]:
     """Return the results for the installed commands, which all work except for the changed answers."""
     answers = WORKING | changed
-    return container_runtimes.runtime_checks(
+    return containers.runtime_checks(
         host, which=lambda name: name in installed, query=lambda command: answers[command[0]]
     )
 
@@ -57,7 +57,7 @@ def test_each_installed_runtime_has_a_line_with_findings_of_this_machine_only() 
 def test_missing_runtimes_are_a_note_and_missing_pyxis_is_not_reported() -> None:
     (none,) = checks_of_runtimes(ADA, "srun", srun=answer("--help"))
     assert (none.name, none.level) == ("runtimes", "note")
-    assert container_runtimes.runtime_checks(ADA, expected=False, which=lambda name: None) == []
+    assert containers.runtime_checks(ADA, expected=False, which=lambda name: None) == []
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,9 @@ def test_failing_and_hanging_runtimes_are_reported(tmp_path: Path, monkeypatch: 
     (tmp_path / "enroot").write_text("#!/bin/sh\nread -r line\n")
     (tmp_path / "enroot").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(container_runtimes, "TIMEOUT_S", 0.01)
-    hanging = container_runtimes.run_command(["/bin/sleep", "60"])
+    monkeypatch.setattr(containers, "TIMEOUT_S", 0.01)
+    hanging = containers.run_command(["/bin/sleep", "60"])
     assert (hanging.returncode, hanging.stderr.strip()) == (-1, "no answer within 0.01 s")
-    assert container_runtimes.run_command(["podman"]).returncode == -1
+    assert containers.run_command(["podman"]).returncode == -1
     (check,) = checks_of_runtimes(ADA, "apptainer", apptainer=answer(errors="libsubid.so.4: cannot open\n", code=127))
     assert (check.level, check.text) == ("warning", "installed, but fails: libsubid.so.4: cannot open")

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from hpcdist_runs import unused_port
 
-from hpcdist.diagnostics.doctor import mlflow_store as module
-from hpcdist.diagnostics.doctor.mlflow_store import MlflowStore, migrations, store_checks
-from hpcdist.machine.check import Check
-from hpcdist.tracking.client.uri import redact_uri, sqlite_path
+from hpcdist.checks import storage as module
+from hpcdist.checks.storage import MlflowStore, migrations, store_checks
+from hpcdist.host.machine import Check
+from hpcdist.tracking.uri import redact_uri, sqlite_path
 
 KNOWN = migrations()
 (HEAD,) = KNOWN.keys() - {*KNOWN.values()}

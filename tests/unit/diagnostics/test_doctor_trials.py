@@ -10,9 +10,8 @@ import sys
 
 import pytest
 
-from hpcdist.diagnostics.doctor import rank_startup
-from hpcdist.diagnostics.doctor.rank_startup import Trial, rank_checks, torch_checks, try_ranks
-from hpcdist.diagnostics.doctor.software import TOGETHER
+from hpcdist.checks import machine
+from hpcdist.checks.machine import TOGETHER, Trial, rank_checks, torch_checks, try_ranks
 from hpcdist.rank import startup_check
 
 PASSED = (
@@ -109,7 +108,7 @@ def test_hanging_rank_is_killed_and_its_output_kept() -> None:
         start_new_session=True,
     )
     select.select([process.stdout], [], [])
-    assert rank_startup._finish(process, deadline=0.0) == Trial(stages=(PASSED[0],))
+    assert machine._finish(process, deadline=0.0) == Trial(stages=(PASSED[0],))
     assert process.returncode == -signal.SIGKILL
 
 

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 import hpcdist
-from hpcdist.diagnostics.explain import explain, explain_attempt
-from hpcdist.files.atomic import write_json
-from hpcdist.run.attempt_times import AttemptTimes, write_times
+from hpcdist.host.files import write_json
+from hpcdist.review.explain import explain, explain_attempt
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
+from hpcdist.run.records import AttemptTimes, write_times
 from hpcdist.run.status import close_if_lost
-from hpcdist.slurm import job_snapshot
-from hpcdist.slurm.job_info import JobInfo
-from hpcdist.slurm.job_snapshot import JobSnapshot
+from hpcdist.slurm import client
+from hpcdist.slurm.client import JobSnapshot
+from hpcdist.slurm.output import JobInfo
 
 GLOO_PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:18064"
 
@@ -41,7 +41,7 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def set_state(state: str, **facts: Any) -> None:
         write_json(run.path / "slurm.json", {"job_id": "7"})
         snapshot = JobSnapshot(info=JobInfo(id="7", state=state, **facts))
-        monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: snapshot)
+        monkeypatch.setattr(client, "take_snapshot", lambda job, history=False: snapshot)
 
     return set_state
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpcdist.diagnostics.failure_patterns import PATTERNS, QUOTE_CHARS, cause_of, first_match, quote
+from hpcdist.review.explain import PATTERNS, QUOTE_CHARS, cause_of, first_match, quote
 
 
 def pattern_name(text: str) -> str:

@@ -14,9 +14,9 @@ from generators import commands, config, environment, findings, messages, runtim
 from typer.testing import CliRunner
 
 from hpcdist.cli.app import make_app
-from hpcdist.config.schema import describe
-from hpcdist.containers.runtimes import RUNTIMES
-from hpcdist.diagnostics.failure_patterns import PATTERNS, WAITING
+from hpcdist.config.describe import describe
+from hpcdist.containers.spec import RUNTIMES
+from hpcdist.review.explain import PATTERNS, WAITING
 
 
 def test_every_marker_has_a_generator() -> None:

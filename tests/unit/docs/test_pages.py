@@ -112,7 +112,7 @@ def test_named_config_keys_exist(page: Path) -> None:
 
 
 def _known_keys() -> set[str]:
-    from hpcdist.config.schema.describe import describe
+    from hpcdist.config.describe import describe
 
     keys = {row[0] for row in describe()}
     return keys | {key.partition(".")[0] for key in keys}
@@ -123,13 +123,13 @@ LOOKUPS = [
     ("requeue decision", "slurm/job/batch_step"),
     ("signal forwarding", "containers/pid1"),
     ("lease", "run/lease"),
-    ("nodelist parsing", "slurm/nodelist"),
-    ("MLflow retry", "tracking/shipping/shipper"),
-    ("checkpoint manifest", "checkpoint/checkpoint_folder"),
-    ("stop agreement", "rank/stop_agreement"),
+    ("nodelist parsing", "host/nodelist"),
+    ("MLflow retry", "tracking/shipper"),
+    ("checkpoint manifest", "checkpoint/folder"),
+    ("stop agreement", "rank/stopping"),
     ("straggler rule", "supervisor/stragglers"),
-    ("PPO update", "trainers/rl/ppo"),
-    ("parameter-server exchange", "trainers/hybrid/lookups"),
+    ("PPO update", "trainers/rl/train"),
+    ("parameter-server exchange", "trainers/hybrid/exchange"),
 ]
 
 

@@ -16,13 +16,22 @@ from typing import Any
 import pytest
 
 import hpcdist
-from hpcdist.config.schema.environment import EnvironmentConfig
-from hpcdist.environments import archive, node_copy, packed
-from hpcdist.environments.archive import Interpreter, interpreter, write_archive
-from hpcdist.environments.listing import fingerprint, first_difference, write_listing
+from hpcdist.config.launch_schema import EnvironmentConfig
+from hpcdist.environments import node_copy, packed
 from hpcdist.environments.node_copy import CopyError, NodeRequest, parse_answers, prepare, relocate, start_python
-from hpcdist.environments.own_sources import copy_sources
-from hpcdist.environments.packed import Packed, pack, store_of, touch
+from hpcdist.environments.packed import (
+    Interpreter,
+    Packed,
+    copy_sources,
+    fingerprint,
+    first_difference,
+    interpreter,
+    pack,
+    store_of,
+    touch,
+    write_archive,
+    write_listing,
+)
 from hpcdist.errors import UserMistake
 
 pytestmark = [
@@ -317,11 +326,11 @@ def test_archive_that_cannot_be_written_leaves_no_file(
     venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "a.tar.zst"
-    monkeypatch.setattr(archive, "_COMPRESS", ("sh", "-c", "echo disk is full >&2; exit 1"))
+    monkeypatch.setattr(packed, "_COMPRESS", ("sh", "-c", "echo disk is full >&2; exit 1"))
     with pytest.raises(OSError, match=r"cannot write .*a\.tar\.zst: disk is full"):
         write_archive(venv, interpreter(venv, "python3"), target)
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(archive.shutil, "which", lambda _: None)
+    monkeypatch.setattr(packed.shutil, "which", lambda _: None)
     with pytest.raises(UserMistake, match="packing needs the program zstd"):
         write_archive(venv, interpreter(venv, "python3"), target)
 

@@ -12,24 +12,26 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.config.schema import ClusterConfig, Config
-from hpcdist.config.schema.environment import EnvironmentConfig
+from hpcdist.config.launch_schema import ClusterConfig, EnvironmentConfig
+from hpcdist.config.schema import Config
 from hpcdist.environments import rank_environment as tested
-from hpcdist.environments.archive import Interpreter
-from hpcdist.environments.environment_checks import environment_problems, module_problems
-from hpcdist.environments.loaded_modules import has_modules, load_modules, modules_version, program
-from hpcdist.environments.packed import store_of
+from hpcdist.environments.packed import Interpreter, build, store_of, uv_fingerprint, uv_problems
 from hpcdist.environments.rank_environment import (
     activated,
+    environment_problems,
     expanded,
+    has_modules,
+    load_modules,
+    module_problems,
+    modules_version,
+    program,
     python_of,
     rank_environment,
     record_environment,
     user_folder,
 )
-from hpcdist.environments.uv_project import build, uv_fingerprint, uv_problems
 from hpcdist.errors import UserMistake
-from hpcdist.files.atomic import read_json
+from hpcdist.host.files import read_json
 from hpcdist.run.folder import RunDir
 
 pytestmark = [

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from absent_torch import hide_torch
 
-from hpcdist.config.schema import ClusterConfig, Config, ContainerConfig, LaunchConfig, TrainerConfig
-from hpcdist.config.schema.environment import EnvironmentConfig
-from hpcdist.environments.torch_checks import require_torch, torch_problems
+from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, EnvironmentConfig, LaunchConfig
+from hpcdist.config.schema import Config, TrainerConfig
+from hpcdist.environments.rank_environment import require_torch, torch_problems
 from hpcdist.errors import ConfigError
 
 PROBLEM = (

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.files import atomic
-from hpcdist.files.atomic import read_json, read_json_lines
-from hpcdist.files.bounded_json import parse_json, read_json_value
+from hpcdist.host import files
+from hpcdist.host.files import parse_json, read_json, read_json_lines, read_json_value
 
 
 @pytest.mark.parametrize(
@@ -49,6 +48,6 @@ def test_lines_above_the_limit_and_of_a_device_are_not_read(tmp_path: Path, monk
     path = tmp_path / "lines.jsonl"
     path.write_text('{"a": 1}\n')
     assert read_json_lines(path) == [{"a": 1}]
-    monkeypatch.setattr(atomic, "MAX_JSON_BYTES", 8)
+    monkeypatch.setattr(files, "MAX_JSON_BYTES", 8)
     assert read_json_lines(path) == []
     assert read_json_lines(Path("/dev/zero")) == []

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from hpcdist.errors import RunFolderError
-from hpcdist.files import lock
-from hpcdist.files.lock import exclusive, long_lock, open_lock
+from hpcdist.host import lock
+from hpcdist.host.lock import exclusive, long_lock, open_lock
 
 
 @pytest.fixture

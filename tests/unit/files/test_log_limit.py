@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.files.log_limit import is_log_of, shorten
+from hpcdist.host.log_files import is_log_of, shorten
 
 LIMITED = """
 import sys, time
 from pathlib import Path
-from hpcdist.files import log_limit
+from hpcdist.host import log_files as log_limit
 log_limit.CHECK_EVERY_S = 0.01
 assert log_limit.limit_log(Path(sys.argv[1]), 0.5) == (sys.argv[2] == "yes")
 for number in range(60_000):

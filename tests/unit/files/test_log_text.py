@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.files import log_text
-from hpcdist.files.log_text import MAX_LINE_CHARS, PIECE_BYTES, LogTail, last_lines
+from hpcdist.host import log_files
+from hpcdist.host.log_files import MAX_LINE_CHARS, PIECE_BYTES, LogTail, last_lines
 
 
 @contextmanager
@@ -91,9 +91,9 @@ def test_last_lines_have_their_numbers(tmp_path: Path, monkeypatch: pytest.Monke
     four = (4, "four \N{REPLACEMENT CHARACTER}")
     assert last_lines(path, 100) == [(1, "one"), (2, "two a"), (2, "two b"), (3, ""), four]
     assert last_lines(path, 2) == [(3, ""), four]
-    monkeypatch.setattr(log_text, "TAIL_BYTES", 9)
+    monkeypatch.setattr(log_files, "TAIL_BYTES", 9)
     assert last_lines(path, 100) == [(2, "b"), (3, ""), four]
-    monkeypatch.setattr(log_text, "COUNT_BYTES", 4)
+    monkeypatch.setattr(log_files, "COUNT_BYTES", 4)
     assert last_lines(path, 100)[-1] == (0, four[1])
     (tmp_path / "empty").touch()
     assert last_lines(tmp_path / "empty", 5) == []

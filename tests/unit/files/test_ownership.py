@@ -8,18 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from hpcdist.config.launch_schema import ClusterConfig, EnvironmentConfig
 from hpcdist.config.schema import Config
-from hpcdist.config.schema.cluster import ClusterConfig
-from hpcdist.config.schema.environment import EnvironmentConfig
-from hpcdist.environments.own_sources import copy_sources
+from hpcdist.environments.packed import copy_sources
 from hpcdist.environments.rank_environment import rank_environment
 from hpcdist.errors import RunFolderError
-from hpcdist.files import ownership
-from hpcdist.files.lock import long_lock
-from hpcdist.files.ownership import TRUSTED_GROUPS, make_private, require_safe
-from hpcdist.run import runs_dir as runs_dir_module
+from hpcdist.host import files
+from hpcdist.host.files import TRUSTED_GROUPS, make_private, require_safe
+from hpcdist.host.lock import long_lock
+from hpcdist.run import folder as runs_dir_module
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.client.uri import default_uri, sqlite_path
+from hpcdist.tracking.uri import default_uri, sqlite_path
 
 NOBODY = 65534
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
@@ -64,7 +63,7 @@ def test_folder_above_that_others_could_replace_is_refused(
     assert found.value.exit_code == 2
     run = above / "old" / "exp" / "first"
     run.mkdir(parents=True)
-    for require in (ownership.require_mine, ownership.require_trusted):
+    for require in (files.require_mine, files.require_trusted):
         with pytest.raises(RunFolderError, match=rf"{above} "):
             require(run, "resume")
     monkeypatch.setenv(TRUSTED_GROUPS, "staff,nogroup")
@@ -103,7 +102,7 @@ def test_group_of_one_user_is_that_user(tmp_path: Path, monkeypatch: pytest.Monk
     assert is_safe(tmp_path), "the group root has no other members"
     shared(tmp_path, 0o775)
     assert not is_safe(tmp_path)
-    monkeypatch.setattr(ownership, "user_of", lambda uid: "nogroup")
+    monkeypatch.setattr(files, "user_of", lambda uid: "nogroup")
     assert is_safe(tmp_path)
     os.chown(tmp_path, 0, 987654)  # without a name, as in a container
     assert not is_safe(tmp_path)

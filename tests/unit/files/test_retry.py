@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.files import retry as file_retry
-from hpcdist.files.retry import exists, give_up, make_folder, patient, rename, retry
+from hpcdist.host import retry as file_retry
+from hpcdist.host.retry import exists, give_up, make_folder, patient, rename, retry
 
 PATH = Path("/runs/exp/first/state.json")
 

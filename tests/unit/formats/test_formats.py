@@ -16,13 +16,12 @@ import yaml
 from hpcdist.config.loading import load_config
 from hpcdist.config.written import run_yaml
 from hpcdist.errors import RunFolderError
-from hpcdist.files import formats
-from hpcdist.files.atomic import read_json
+from hpcdist.host import files
+from hpcdist.host.files import read_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs
-from hpcdist.run.sweep_folder import SweepDir, sweep_of
-from hpcdist.tracking.journal.reader import read_records
-from hpcdist.tracking.journal.writer import JournalWriter
+from hpcdist.run.sweeps import SweepDir, sweep_of
+from hpcdist.tracking.journal import JournalWriter, read_records
 
 HERE = Path(__file__).parent
 #: The folder in which the runs of v0 and v1 were created; their files contain this path.
@@ -75,10 +74,10 @@ def test_run_folder_of_a_released_format_is_resumed(version: str, tmp_path: Path
     records, _ = read_records(run.journal / "attempt-002.rank-00000.jsonl")
     assert records[0].step == last - 14, "resumed from the checkpoint"
     assert records[-1].step == last
-    assert json.loads((run.path / "state.json").read_text())["format"] == formats.FORMAT
+    assert json.loads((run.path / "state.json").read_text())["format"] == files.FORMAT
     assert not run.next_config.exists()
     config = yaml.safe_load(run.config.read_text())
-    assert (config["format"], config["tracking"]["drain_timeout_s"]) == (formats.FORMAT, 0.01), (
+    assert (config["format"], config["tracking"]["drain_timeout_s"]) == (files.FORMAT, 0.01), (
         "the changed config is adopted"
     )
 
@@ -101,24 +100,24 @@ def test_sweep_of_format_0_is_read(tmp_path: Path) -> None:
 )
 def test_unknown_format_is_an_error(number: object, message: str) -> None:
     with pytest.raises(RunFolderError, match=message):
-        formats.unstamped({"format": number}, Path("a.json"))
+        files.unstamped({"format": number}, Path("a.json"))
 
 
 def test_content_without_a_format_number_has_format_0() -> None:
-    assert formats.unstamped({"a": 1}, Path("a.json")) == {"a": 1}
-    assert formats.unstamped(formats.stamped({"a": 1}), Path("a.json")) == {"a": 1}
+    assert files.unstamped({"a": 1}, Path("a.json")) == {"a": 1}
+    assert files.unstamped(files.stamped({"a": 1}), Path("a.json")) == {"a": 1}
 
 
 def test_fill_ignores_new_keys_and_names_invalid_values() -> None:
-    assert formats.fill(Sample, {"whole": 3, "later": "x"}, Path("a.json")) == Sample(whole=3)
+    assert files.fill(Sample, {"whole": 3, "later": "x"}, Path("a.json")) == Sample(whole=3)
     with pytest.raises(RunFolderError, match=r"^a\.json is damaged: it has no whole$"):
-        formats.fill(Sample, {}, Path("a.json"))
+        files.fill(Sample, {}, Path("a.json"))
     for value in (True, "3", None, -1, 10**400, 1.0):
         with pytest.raises(RunFolderError, match=r"^a\.json is damaged: whole cannot be '"):
-            formats.fill(Sample, {"whole": value}, Path("a.json"))
+            files.fill(Sample, {"whole": value}, Path("a.json"))
     for value in (float("nan"), float("inf"), 10**400, "1"):
         with pytest.raises(RunFolderError, match=r"^a\.json is damaged: ratio cannot be '"):
-            formats.fill(Sample, {"whole": 1, "ratio": value}, Path("a.json"))
+            files.fill(Sample, {"whole": 1, "ratio": value}, Path("a.json"))
 
 
 def test_journal_of_a_newer_format_is_an_error_and_without_format_is_read(tmp_path: Path) -> None:

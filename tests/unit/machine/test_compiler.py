@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import ConfigError
-from hpcdist.machine.compiler import cache_environment, require_compiler
+from hpcdist.host.machine import cache_environment, require_compiler
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from fake_nvml import gpu, install_fake_nvml
 
-from hpcdist.machine.energy import EnergyMeter
+from hpcdist.rank.system_metrics import EnergyMeter
 
 
 def write_domain(powercap: Path, folder: str, name: str, joules: float, limit: float = 1000.0) -> Path:

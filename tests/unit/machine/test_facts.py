@@ -15,14 +15,14 @@ import psutil
 import pytest
 
 import hpcdist
-from hpcdist.machine import facts
-from hpcdist.machine.facts import Lookups
+from hpcdist.host import machine
+from hpcdist.host.machine import Lookups
 
 
 def test_versions_equal_those_of_the_installed_packages() -> None:
-    found = facts.versions()
+    found = machine.versions()
     assert found["hpcdist"] == hpcdist.__version__
-    assert found["source"] == facts.source_digest(str(Path(hpcdist.__file__).parent))
+    assert found["source"] == machine.source_digest(str(Path(hpcdist.__file__).parent))
     # The version file is executed, because importing torch takes a second.
     torch = runpy.run_path(str(distribution("torch").locate_file("torch/version.py")))
     assert found["torch"] == torch["__version__"]
@@ -34,14 +34,14 @@ def test_versions_equal_those_of_the_installed_packages() -> None:
 def test_listener_of_a_port_is_identified() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert facts.listener(port).startswith(f"pid {os.getpid()} (")
-    assert facts.listener(port) == ""
+        assert machine.listener(port).startswith(f"pid {os.getpid()} (")
+    assert machine.listener(port) == ""
 
 
 def test_hidden_process_of_a_listener_leaves_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "net_connections", lambda kind: [])
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert facts.listener(server.getsockname()[1]) == f"a program of {psutil.Process().username()}"
+        assert machine.listener(server.getsockname()[1]) == f"a program of {psutil.Process().username()}"
 
 
 def test_lookups_have_address_time_or_error() -> None:
@@ -73,7 +73,7 @@ def test_interfaces_have_state_and_speed_and_exclude_loopback(monkeypatch: pytes
     states["ib0"] = SimpleNamespace(isup=False, speed=0)
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
     monkeypatch.setattr(psutil, "net_if_stats", lambda: states)
-    assert facts.interfaces() == [
+    assert machine.interfaces() == [
         {"name": "eth0", "address": "10.0.0.3", "up": True, "speed_mbit": 1000},
         {"name": "ib0", "address": "10.1.0.3", "up": False, "speed_mbit": None},
     ]
@@ -84,9 +84,9 @@ def test_interfaces_are_unknown_if_their_state_cannot_be_read(monkeypatch: pytes
         raise OSError(errno.ENOTTY, os.strerror(errno.ENOTTY))
 
     monkeypatch.setattr(psutil, "net_if_stats", fail)
-    assert facts.interfaces() == []
+    assert machine.interfaces() == []
 
 
 def test_network_variables_exclude_all_others() -> None:
     env = {"NCCL_DEBUG": "INFO", "HOME": "/root", "GLOO_SOCKET_IFNAME": "eth0", "SECRET_TOKEN": "x"}
-    assert facts.network_variables(env) == {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0"}
+    assert machine.network_variables(env) == {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0"}

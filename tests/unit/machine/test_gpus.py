@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from hpcdist.machine import gpus
-from hpcdist.machine.gpus import Gpu, count_gpus, driver_version, selected_gpus, visible_gpus
+from hpcdist.host import machine
+from hpcdist.host.machine import Gpu, count_gpus, driver_version, selected_gpus, visible_gpus
 from tests.support.fake_nvml import FakeNvml, gpu, install_fake_nvml, memory, processes
 
 IDLE = gpu(
@@ -34,12 +34,12 @@ IN_MIG_MODE = gpu("NVIDIA A100-SXM4-40GB")
 
 def test_without_nvml_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)  # an environment of ranks with torch, NumPy and psutil only
-    assert gpus.open_gpus() == {}
+    assert machine.open_gpus() == {}
 
 
 def test_gpus_have_memory_errors_throttling_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     install_fake_nvml(monkeypatch, IDLE, BROKEN)
-    idle, broken = gpus.gpus()
+    idle, broken = machine.gpus()
     assert idle == Gpu(index=0, name="NVIDIA H200", used_mb=4, total_mb=143771, uncorrected_errors=0)
     assert (broken.used_mb, broken.uncorrected_errors, broken.pids) == (90210, 2, (4711, 4712))
     assert broken.throttled == ("too hot (hardware slowdown)", "power brake"), "the power cap 0x04 is normal"
@@ -48,12 +48,12 @@ def test_gpus_have_memory_errors_throttling_and_processes(monkeypatch: pytest.Mo
 def test_gpu_that_computes_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     busy, idle = (gpu("H100", UtilizationRates=SimpleNamespace(gpu=percent)) for percent in (3, 0))
     install_fake_nvml(monkeypatch, busy, idle, IN_MIG_MODE)
-    assert [one.busy for one in gpus.gpus()] == [True, False, False]
+    assert [one.busy for one in machine.gpus()] == [True, False, False]
 
 
 def test_unsupported_queries_give_none(monkeypatch: pytest.MonkeyPatch) -> None:
     install_fake_nvml(monkeypatch, WITHOUT_ECC, IN_MIG_MODE)
-    without_ecc, in_mig_mode = gpus.gpus()
+    without_ecc, in_mig_mode = machine.gpus()
     assert (without_ecc.total_mb, without_ecc.uncorrected_errors) == (24564, None)
     assert (in_mig_mode.used_mb, in_mig_mode.total_mb, in_mig_mode.throttled, in_mig_mode.pids) == (None, None, (), ())
 
@@ -66,7 +66,7 @@ def test_old_driver_reports_throttling_and_memory_by_the_former_queries(monkeypa
 
     fake = install_fake_nvml(monkeypatch, gpu("Tesla V100", CurrentClocksThrottleReasons=0x20))
     object.__setattr__(fake, "nvmlDeviceGetMemoryInfo", memory_info)
-    (old,) = gpus.gpus()
+    (old,) = machine.gpus()
     assert (old.used_mb, old.total_mb, old.throttled) == (12, 24564, ("too hot (software slowdown)",))
 
 
@@ -79,12 +79,12 @@ def test_query_that_pynvml_has_not_gives_none(monkeypatch: pytest.MonkeyPatch) -
     original = FakeNvml.__getattr__
     monkeypatch.setattr(FakeNvml, "__getattr__", without)
     install_fake_nvml(monkeypatch, BROKEN)
-    assert [one.throttled for one in gpus.gpus()] == [()]
+    assert [one.throttled for one in machine.gpus()] == [()]
 
 
 def test_lost_gpus_are_not_listed_and_others_keep_their_index(monkeypatch: pytest.MonkeyPatch) -> None:
     install_fake_nvml(monkeypatch, IDLE, None, {}, BROKEN)
-    assert [one.index for one in gpus.gpus()] == [0, 3]
+    assert [one.index for one in machine.gpus()] == [0, 3]
     assert count_gpus() == 3, "the third GPU fails later than the second"
 
 
@@ -94,20 +94,20 @@ def test_machine_without_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(FakeNvml, "nvmlInit", fail)
     install_fake_nvml(monkeypatch, IDLE)
-    assert (gpus.gpus(), count_gpus(), driver_version()) == ([], 0, "")
+    assert (machine.gpus(), count_gpus(), driver_version()) == ([], 0, "")
 
 
 def test_driver_that_does_not_answer_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
     monkeypatch.setattr(FakeNvml, "nvmlInit", lambda self: answered.wait())
-    monkeypatch.setattr(gpus, "DRIVER_S", 0.01)
+    monkeypatch.setattr(machine, "DRIVER_S", 0.01)
     install_fake_nvml(monkeypatch, IDLE)
-    assert (gpus.gpus(), count_gpus()) == ([], 0)
+    assert (machine.gpus(), count_gpus()) == ([], 0)
     answered.set()
 
 
 def test_driver_version_comes_from_nvml_if_proc_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "versions", dict)
+    monkeypatch.setattr(machine, "versions", dict)
     install_fake_nvml(monkeypatch, IDLE, driver="550.54")
     assert driver_version() == "550.54"
 

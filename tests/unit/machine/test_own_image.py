@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.machine.own_image import container_runtime, image_facts
+from hpcdist.host.machine import container_runtime, image_facts
 
 
 def test_process_outside_of_an_image_has_no_facts(tmp_path: Path) -> None:

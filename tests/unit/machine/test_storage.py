@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from hpcdist.machine import storage
+from hpcdist.host import storage
 
 
 def set_mounts(monkeypatch: pytest.MonkeyPatch, *mounts: tuple[str, str, str]) -> None:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from hpcdist_runs import wait_for
 
-from hpcdist.machine.timed_command import last_line, run_within
+from hpcdist.host.commands import last_line, run_within
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from hpcdist.data import MODEL_NAMES, RESNET_NAMES, model_name_problems
+from hpcdist.data.models import build_model
 from hpcdist.errors import ConfigError
-from hpcdist.models import MODEL_NAMES, RESNET_NAMES, model_name_problems
-from hpcdist.models.image import build_model
 
 
 @pytest.mark.parametrize(("in_channels", "image_size"), [(1, 28), (3, 32), (1, 8), (3, 31), (2, 4)])
@@ -97,9 +97,9 @@ def test_too_small_image_size_raises_config_error() -> None:
 @pytest.mark.processes
 def test_names_do_not_import_torch_and_simple_cnn_does_not_import_torchvision() -> None:
     code = (
-        "import sys, hpcdist.models, hpcdist.data\n"
+        "import sys, hpcdist.data, hpcdist.data\n"
         "assert 'torch' not in sys.modules\n"
-        "from hpcdist.models.image import build_model\n"
+        "from hpcdist.data.models import build_model\n"
         "build_model('simple_cnn', num_classes=2, in_channels=1, image_size=28)\n"
         "assert 'torchvision' not in sys.modules\n"
     )

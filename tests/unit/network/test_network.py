@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcdist.network.bandwidth import bandwidths
-from hpcdist.network.slow_links import find_slow_links
-from hpcdist.network.tournament import tournament
-from hpcdist.network.units import amount, rate, seconds, times
+from hpcdist.host.network import amount, bandwidths, find_slow_links, rate, seconds, times, tournament
 
 
 @pytest.mark.parametrize("num_players", [2, 3, 4, 9, 16, 33, 64])

@@ -19,10 +19,9 @@ from typing import Any
 
 import pytest
 
-from hpcdist.preflight.mesh import ALL_PAIRS, MEASURED_ROUNDS, Mesh
-from hpcdist.preflight.node_checks import check_nodes
-from hpcdist.preflight.probe import Request, answer_lines, probe_command, probe_env, read_answers
-from hpcdist.preflight.protocol import connected
+from hpcdist.slurm.preflight.mesh import ALL_PAIRS, MEASURED_ROUNDS, Mesh, connected
+from hpcdist.slurm.preflight.node_checks import check_nodes
+from hpcdist.slurm.preflight.probe import Request, answer_lines, probe_command, probe_env, read_answers
 
 #: Far longer than a probe takes.
 LIMIT_S = 60
@@ -317,7 +316,7 @@ def test_incomplete_answer_is_omitted() -> None:
 def test_request_is_passed_on_the_command_line_without_the_token(tmp_path: Path) -> None:
     request = replace(request_for(tmp_path, 3), checkpoint_bytes=7, mode="full")
     command = probe_command(request, "python3")
-    assert command[:4] == ["python3", "-P", "-m", "hpcdist.preflight.probe"]
+    assert command[:4] == ["python3", "-P", "-m", "hpcdist.slurm.preflight.probe"]
     assert Request.from_json(command[4], request.token) == request
     assert request.token not in command[4], "other users can read command lines"
     assert json.loads(command[4])["nodes"] == ["n1", "n2", "n3"]
@@ -327,7 +326,7 @@ def test_request_is_passed_on_the_command_line_without_the_token(tmp_path: Path)
 def test_probe_imports_the_standard_library_only() -> None:
     """The probe must also run on nodes with a broken torch."""
     code = (
-        "import sys, hpcdist.preflight.probe, hpcdist.preflight.node_checks\n"
+        "import sys, hpcdist.slurm.preflight.probe, hpcdist.slurm.preflight.node_checks\n"
         "print([name for name in ('torch', 'psutil', 'numpy', 'omegaconf') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

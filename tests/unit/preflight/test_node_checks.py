@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from preflight_answers import findings, healthy, messages, request
 
-from hpcdist.preflight.node_checks import ORDER
+from hpcdist.slurm.preflight.node_checks import ORDER
 
 GPU = {
     "index": 0,

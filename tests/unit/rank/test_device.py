@@ -8,10 +8,11 @@ import pytest
 import torch
 from launcher_env import HET, OWN, STEP, Env
 
-from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
+from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
+from hpcdist.config.schema import Config
+from hpcdist.config.topology import Topology
 from hpcdist.errors import ConfigError, TopologyError
 from hpcdist.rank.device import cuda_index, place, ranks_on_node
-from hpcdist.rank.topology import Topology
 
 HYBRID = {"master": 1, "trainer": 2, "parameter_server": 1}
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from hpcdist.config.schema import Config, DataConfig, ElasticConfig, LaunchConfig
+from hpcdist.config.launch_schema import LaunchConfig
+from hpcdist.config.schema import Config, DataConfig, ElasticConfig
 from hpcdist.errors import ConfigError
-from hpcdist.rank.elastic.division import Division, SavedDivision, divide, micro_batch_seed
-from hpcdist.rank.elastic.summation import Exchange, PartialSums, nodes_within
+from hpcdist.rank.elastic import Division, Exchange, PartialSums, SavedDivision, divide, micro_batch_seed, nodes_within
 
 
 def division(rank: int, world_size: int, num_samples: int = 67, **changes: int) -> Division:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hpcdist.rank.elastic.buffers import BufferChanges
+from hpcdist.rank.elastic import BufferChanges
 
 
 class Inner(nn.Module):

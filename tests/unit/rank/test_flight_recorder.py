@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from hpcdist.files.atomic import read_json
-from hpcdist.rank.telemetry.flight_recorder import enable_flight_recorders, write_records
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.folder import RunDir
+from hpcdist.host.files import read_json
+from hpcdist.rank.telemetry import enable_flight_recorders, write_records
+from hpcdist.run.folder import Attempt, RunDir
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from forked_scene import HELD, SOON_S, TORCH, new_run, parents_of, write_package
 from hpcdist_runs import wait_for
 from named_pipe import NamedPipe
 
-from hpcdist.machine.process_record import CANNOT_FORK
-from hpcdist.rank import node_parent, task_server
-from hpcdist.rank.node_parent import SPACE_BYTES
+from hpcdist.rank import node_parent
+from hpcdist.rank import parent as rank_parent
+from hpcdist.rank.processes import CANNOT_FORK, SPACE_BYTES
 from hpcdist.slurm.job.node_ranks import kill_ranks
-from hpcdist.supervisor.hang.processes import find_ranks
+from hpcdist.supervisor.hang_node import find_ranks
 from hpcdist.supervisor.plan import forked_task_command, node_parent_command
 
 #: All tests of this file may start processes.
@@ -383,9 +383,9 @@ def test_rank_that_the_parent_cannot_watch_is_killed(monkeypatch: pytest.MonkeyP
     os.write(request, json.dumps({"env": {}, "affinity": sorted(os.sched_getaffinity(0)), "ignored": []}).encode())
     monkeypatch.setattr(os, "pidfd_open", lambda pid: os.open(f"/{pid}", os.O_RDONLY))
     with ours, theirs, os.fdopen(request), subprocess.Popen(["sleep", "600"]) as rank:
-        monkeypatch.setattr(task_server, "fork_rank", lambda *_: rank.pid)
-        task = task_server._Task(ours)
-        answer = task_server.TaskServer(ours, {}, os.getppid())._fork(task, [request, 1, 2])
+        monkeypatch.setattr(rank_parent, "fork_rank", lambda *_: rank.pid)
+        task = rank_parent._Task(ours)
+        answer = rank_parent.TaskServer(ours, {}, os.getppid())._fork(task, [request, 1, 2])
         is_left = psutil.pid_exists(rank.pid)
         rank.kill()
     assert answer == {"error": "its parent process cannot fork it: No such file or directory"}

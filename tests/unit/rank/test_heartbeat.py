@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from hpcdist.files.atomic import read_json
-from hpcdist.rank.telemetry import heartbeat
-from hpcdist.rank.telemetry.heartbeat import Heartbeat
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.folder import RunDir
+from hpcdist.host.files import read_json
+from hpcdist.rank import telemetry
+from hpcdist.rank.telemetry import Heartbeat
+from hpcdist.run.folder import Attempt, RunDir
 
 
 class Intervals:
@@ -51,7 +50,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(json.loads(data)["step"])
         return real(descriptor, data, offset)
 
-    monkeypatch.setattr(heartbeat.os, "pwrite", pwrite)
+    monkeypatch.setattr(telemetry.os, "pwrite", pwrite)
     return seen
 
 
@@ -161,11 +160,11 @@ def test_full_disk_is_logged_once_and_write_is_retried(
         raise OSError(28, "No space left on device")
 
     def fill_disk() -> None:
-        monkeypatch.setattr(heartbeat.os, "pwrite", full)
+        monkeypatch.setattr(telemetry.os, "pwrite", full)
         step(beat, 1)()
 
     def free_disk() -> None:
-        monkeypatch.setattr(heartbeat.os, "pwrite", real)
+        monkeypatch.setattr(telemetry.os, "pwrite", real)
 
     with caplog.at_level(logging.WARNING):
         run_intervals(beat, fill_disk, nothing, free_disk)
@@ -191,11 +190,11 @@ def test_stale_file_is_reopened_and_short_write_is_completed(attempt: Attempt, m
         opened.append(arguments[0])
         return real_open(*arguments)
 
-    monkeypatch.setattr(heartbeat.os, "open", counting)
-    monkeypatch.setattr(heartbeat.os, "pwrite", stale)
+    monkeypatch.setattr(telemetry.os, "open", counting)
+    monkeypatch.setattr(telemetry.os, "pwrite", stale)
     step(beat, 1)()
     beat._write()
-    monkeypatch.setattr(heartbeat.os, "pwrite", short)
+    monkeypatch.setattr(telemetry.os, "pwrite", short)
     beat._write()
     assert opened == [attempt.beat(0)]
     assert read(attempt)["step"] == 1
@@ -211,7 +210,7 @@ def test_number_of_metrics_and_length_of_names_are_limited(attempt: Attempt) -> 
     found = read_json(attempt.beat(0))
     assert found is not None
     assert found["metrics"]["loss"] == 0.25
-    assert len(found["metrics"]) == heartbeat.MAX_METRICS
-    assert max(map(len, found["metrics"])) == heartbeat.MAX_NAME
+    assert len(found["metrics"]) == telemetry.MAX_METRICS
+    assert max(map(len, found["metrics"])) == telemetry.MAX_NAME
     assert "late" not in found["metrics"]
     assert found["metric_steps"] == {"loss": 8}

@@ -14,15 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from hpcdist.files.atomic import write_json
-from hpcdist.rank import live_commands, stop_agreement
-from hpcdist.rank.live_commands import LiveCommands
-from hpcdist.rank.stop_agreement import StopAgreement
-from hpcdist.rank.stop_signals import StopFlag
-from hpcdist.run.command_sender import send_command
+from hpcdist.host.files import write_json
+from hpcdist.rank import stopping
+from hpcdist.rank.processes import StopFlag
+from hpcdist.rank.stopping import LiveCommands, StopAgreement
+from hpcdist.run.commands import CommandFiles, CommandResult, LiveCommand, read_result, send_command
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
-from hpcdist.run.live_command import CommandFiles, CommandResult, LiveCommand, read_result
 
 SAVE = LiveCommand(action="save")
 
@@ -63,9 +61,9 @@ class OneRank:
 
 @pytest.fixture
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OneRank:
-    monkeypatch.setattr(stop_agreement, "REQUEST_INTERVAL_S", 0.0)
-    monkeypatch.setattr(stop_agreement, "AGREEMENT_INTERVAL_S", 0.0)
-    monkeypatch.setattr(live_commands, "READ_INTERVAL_S", 0.0)
+    monkeypatch.setattr(stopping, "REQUEST_INTERVAL_S", 0.0)
+    monkeypatch.setattr(stopping, "AGREEMENT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(stopping, "READ_INTERVAL_S", 0.0)
     run = RunDir.create(tmp_path / "runs" / "e" / "r")
     run.config.write_text("trainer: {target: ddp, script: []}\n")
     run.new_attempt()
@@ -138,7 +136,7 @@ def test_command_that_is_not_visible_on_a_node_yet_is_read_later(
 
     rank.send(profile(1, 0))
     rank.agreement.newest_profile = 1
-    monkeypatch.setattr(live_commands, "read_command", read)
+    monkeypatch.setattr(stopping, "read_command", read)
     rank.agreement._commands = None
     for step in range(3):
         rank.commands.step_done(step)

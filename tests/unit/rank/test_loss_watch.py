@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpcdist.errors import TrainerError
-from hpcdist.rank.telemetry.loss_watch import LossWatch
+from hpcdist.rank.telemetry import LossWatch
 
 
 def test_loss_that_stays_nan_is_reported_once_with_its_first_step(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.rank.telemetry import nccl_log
-from hpcdist.rank.telemetry.nccl_log import NOT_SEEN, OTHER, SOCKETS, active_infiniband, judge, log_env, transport
-from hpcdist.rank.topology import Topology
-from hpcdist.run.attempt import Attempt
+from hpcdist.config.topology import Topology
+from hpcdist.rank import collective_check
+from hpcdist.rank.collective_check import NOT_SEEN, OTHER, SOCKETS, active_infiniband, judge, log_env, transport
+from hpcdist.run.folder import Attempt
 
 TOPOLOGY = Topology(
     rank=2,
@@ -85,4 +85,4 @@ def test_nccl_log_is_enabled_on_nodes_with_infiniband(tmp_path: Path) -> None:
     # Variables of the user take precedence, and only the first rank of a node writes a log.
     assert log_env(TOPOLOGY, attempt, {"NCCL_DEBUG": "WARN"}, tmp_path) == {}
     assert log_env(replace(TOPOLOGY, local_rank=1, rank=3), attempt, {}, tmp_path) == {}
-    assert nccl_log.file_of(attempt, 1).name == "nccl.node-00001.log"
+    assert collective_check.file_of(attempt, 1).name == "nccl.node-00001.log"

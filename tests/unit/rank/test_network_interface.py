@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from hpcdist.errors import TopologyError
-from hpcdist.rank.network.network_interface import INTERFACE_VARIABLES, interface_env
+from hpcdist.rank.private_network import INTERFACE_VARIABLES, interface_env
 
 
 def test_interface_with_the_route_to_the_master_is_selected() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcdist.config.schema import ScheduleConfig
-from hpcdist.rank.optimizer import lr_factor
+from hpcdist.rank.training_loop import lr_factor
 
 
 def test_learning_rate_warms_up_and_decays_as_a_cosine() -> None:

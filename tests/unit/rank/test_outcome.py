@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpcdist.errors import TrainerError
-from hpcdist.files.atomic import read_json, write_json
+from hpcdist.host.files import read_json, write_json
 from hpcdist.rank.outcome import Outcome
 from hpcdist.rank.worker import load_trainer
 from hpcdist.run.folder import RunDir

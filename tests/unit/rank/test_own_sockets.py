@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import socket
 
-from hpcdist.rank.network import own_sockets
-from hpcdist.rank.network.own_sockets import tcp_sockets
+from hpcdist.rank import process_group
+from hpcdist.rank.process_group import tcp_sockets
 
 HERE = "127.0.0.1"
 
 
 def test_connections_are_listed_with_both_addresses() -> None:
     with socket.create_server((HERE, 0)) as listener, socket.socket() as ours:
-        before = own_sockets.inodes()
+        before = process_group.inodes()
         ours.connect(listener.getsockname())
         local, peer = ours.getsockname(), listener.getsockname()
         server, _ = listener.accept()

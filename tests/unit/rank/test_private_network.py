@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hpcdist.config.schema import Config, DataConfig, TrainerConfig
-from hpcdist.rank.network import private_network
+from hpcdist.rank import private_network
 
 _PR_SET_DUMPABLE = 4
 

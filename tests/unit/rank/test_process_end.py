@@ -14,7 +14,7 @@ pytestmark = pytest.mark.processes
 PROGRAM = """\
 import atexit, os, signal, sys, threading
 from pathlib import Path
-from hpcdist.rank import process_end
+from hpcdist.rank import outcome as process_end
 folder, limit_s, process_end.ATEXIT_S, process_end._STUCK_S = Path(sys.argv[1]), *map(float, sys.argv[2:])
 forever = threading.Event().wait
 kept = open(folder / "buffer", "w")

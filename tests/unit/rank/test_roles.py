@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from hpcdist.config.topology import Roles, rank_table, span
 from hpcdist.errors import ConfigError
-from hpcdist.rank.roles import Roles, rank_table, span
 
 RL = {"agent": 1, "observer": 4}
 

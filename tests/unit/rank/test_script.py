@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.rank.roles import Roles
+from hpcdist.config.topology import Roles, Topology
 from hpcdist.rank.script import script_environment
-from hpcdist.rank.topology import Topology
 from hpcdist.run.folder import RunDir
 
 #: All tests of this file may start processes.

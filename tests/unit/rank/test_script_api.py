@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 
 import hpcdist
-from hpcdist.config.schema import CheckpointConfig, Config, StopConfig
+from hpcdist.config.launch_schema import CheckpointConfig
+from hpcdist.config.schema import Config, StopConfig
+from hpcdist.config.topology import Topology
 from hpcdist.errors import TrainerError, UserMistake
 from hpcdist.rank import script_api
 from hpcdist.rank.script_api import RunningScript, entered
-from hpcdist.rank.topology import Topology
-from hpcdist.run.command_sender import send_command
+from hpcdist.run.commands import CommandResult, LiveCommand, read_result, send_command
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
-from hpcdist.run.live_command import CommandResult, LiveCommand, read_result
-from hpcdist.run.training_record import read_training
-from hpcdist.tracking.journal.reader import read_records
-from hpcdist.tracking.mlflow_plugin import rank_records
-from hpcdist.tracking.mlflow_plugin.rank_records import RankRecords
+from hpcdist.run.records import read_training
+from hpcdist.tracking import script_records
+from hpcdist.tracking.journal import read_records
+from hpcdist.tracking.script_records import RankRecords
 
 CONFIG = Config()
 
@@ -51,15 +51,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run folder of which this process is rank 0."""
     made = RunDir.create(tmp_path / "runs" / "e" / "r")
     made.new_attempt()
-    monkeypatch.setattr(rank_records, "_own", None)
+    monkeypatch.setattr(script_records, "_own", None)
     monkeypatch.setattr(script_api, "_script", None)
-    rank_records.begin(RankRecords(made, attempt=1, rank=0, pid=os.getpid()))
+    script_records.begin(RankRecords(made, attempt=1, rank=0, pid=os.getpid()))
     return made
 
 
 @pytest.fixture
 def script(run: RunDir) -> Iterator[RunningScript]:
-    records = rank_records.current()
+    records = script_records.current()
     assert records is not None
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
     with entered(CONFIG, run.attempt(1), topology(1), records) as running:
@@ -70,7 +70,7 @@ def script(run: RunDir) -> Iterator[RunningScript]:
 
 
 def test_outside_of_a_run_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_records, "_own", None)
+    monkeypatch.setattr(script_records, "_own", None)
     monkeypatch.setattr(script_api, "_script", None)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -123,7 +123,7 @@ def test_metrics_steps_and_a_stop_signal_of_one_rank(run: RunDir, script: Runnin
 
 
 def test_a_script_pauses_at_the_step_of_its_config(run: RunDir) -> None:
-    records = rank_records.current()
+    records = script_records.current()
     assert records is not None
     attempt = run.attempt(1)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
@@ -151,7 +151,7 @@ def live(run: RunDir) -> RunDir:
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the ranks look for commands at every step."""
     for name in ("REQUEST_INTERVAL_S", "AGREEMENT_INTERVAL_S"):
-        monkeypatch.setattr(f"hpcdist.rank.stop_agreement.{name}", 0.0)
+        monkeypatch.setattr(f"hpcdist.rank.stopping.{name}", 0.0)
 
 
 def saved_at(script: RunningScript, first: int, last: int) -> list[int]:
@@ -198,7 +198,7 @@ def test_a_script_that_never_asks_to_save_refuses_the_command(run: RunDir) -> No
 
 
 def test_a_script_saves_at_the_interval_of_its_config_and_before_a_stop(run: RunDir) -> None:
-    records = rank_records.current()
+    records = script_records.current()
     assert records is not None
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
     config = replace(CONFIG, stop=StopConfig(pause_at_step=7), checkpoint=CheckpointConfig(every_steps=3))
@@ -263,7 +263,7 @@ def test_first_reported_step_shows_where_the_attempt_began(run: RunDir) -> None:
 
 def test_log_notes_the_step_of_ranks_that_record_no_metrics(run: RunDir) -> None:
     """Otherwise a failure of rank 1 has no step."""
-    records = rank_records.begin(RankRecords(run, attempt=1, rank=1, pid=os.getpid()))
+    records = script_records.begin(RankRecords(run, attempt=1, rank=1, pid=os.getpid()))
     with entered(CONFIG, run.attempt(1), replace(topology(2), rank=1, local_rank=1), records) as other:
         hpcdist.log({"loss": 1.0}, 37)
         assert other.last_step() == 37

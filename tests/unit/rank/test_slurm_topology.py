@@ -7,8 +7,8 @@ import re
 import pytest
 from launcher_env import ARBITRARY, BATCH, HET, OWN, STEP, Env, layout, without
 
+from hpcdist.config.topology import Topology, port_for
 from hpcdist.errors import TopologyError
-from hpcdist.rank.topology import Topology, port_for
 
 
 def test_rank_of_a_slurm_step() -> None:

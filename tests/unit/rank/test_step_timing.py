@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from hpcdist.rank.telemetry import step_timing
-from hpcdist.rank.telemetry.step_timing import CudaClock, HostClock, NodeTimes, StepTimer, Totals
-from hpcdist.rank.telemetry.timed_ddp import MAX_SEARCHES, LastGradient
-from hpcdist.rank.topology import Topology
-from hpcdist.run.polling import TIMES_PER_S
+from hpcdist.config.topology import Topology
+from hpcdist.rank import step_timing
+from hpcdist.rank.step_timing import MAX_SEARCHES, CudaClock, HostClock, LastGradient, NodeTimes, StepTimer, Totals
+from hpcdist.run.status import TIMES_PER_S
 
 
 class TimedTrainer:

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.rank import stop_agreement
-from hpcdist.rank.stop_agreement import StopAgreement
-from hpcdist.rank.stop_signals import STOP_SIGNALS, StopFlag
+from hpcdist.rank import stopping
+from hpcdist.rank.processes import STOP_SIGNALS, StopFlag
+from hpcdist.rank.stopping import StopAgreement
 
 
 def test_check_for_a_stop_request_is_retried_after_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stop_agreement, "REQUEST_INTERVAL_S", 0.0)
-    monkeypatch.setattr(stop_agreement, "AGREEMENT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(stopping, "REQUEST_INTERVAL_S", 0.0)
+    monkeypatch.setattr(stopping, "AGREEMENT_INTERVAL_S", 0.0)
     request = tmp_path / "request.json"
     request.touch()
     errors = [errno.ESTALE, errno.EIO]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from hpcdist.rank.telemetry.step_timing import HostClock, StepTimer
-from hpcdist.rank.telemetry.time_account import MAX_PHASES, TimeAccount
+from hpcdist.rank.step_timing import HostClock, StepTimer
+from hpcdist.rank.telemetry import MAX_PHASES, TimeAccount
 
 
 class Rank:

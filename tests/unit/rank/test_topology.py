@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from launcher_env import OWN, STEP, TORCHRUN, Env, layout, without
 
+from hpcdist.config.topology import Topology, port_for
 from hpcdist.errors import TopologyError
-from hpcdist.rank.topology import Topology, port_for
 
 VALID: dict[str, Any] = {
     "rank": 3,

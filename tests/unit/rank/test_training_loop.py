@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hpcdist.config.schema import CheckpointConfig, Config, StopConfig, TrackingConfig
-from hpcdist.rank.training_loop import Meter, run_epochs
-from hpcdist.rank.training_position import TrainingPosition
+from hpcdist.config.launch_schema import CheckpointConfig, TrackingConfig
+from hpcdist.config.schema import Config, StopConfig
+from hpcdist.rank.training_loop import Meter, TrainingPosition, run_epochs
 
 
 class RecordingContext:

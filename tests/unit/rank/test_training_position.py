@@ -6,9 +6,10 @@ from dataclasses import asdict
 
 import pytest
 
-from hpcdist.config.schema import CheckpointConfig, Config, StopConfig
+from hpcdist.config.launch_schema import CheckpointConfig
+from hpcdist.config.schema import Config, StopConfig
 from hpcdist.errors import ConfigError
-from hpcdist.rank.training_position import TrainingPosition
+from hpcdist.rank.training_loop import TrainingPosition
 
 
 def end_reasons(cfg: Config, values: list[float]) -> list[str]:

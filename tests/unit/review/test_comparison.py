@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from report_scene import ReportScene, some_ledger
 
-from hpcdist.files.atomic import write_json
+from hpcdist.host.files import write_json
 from hpcdist.review import comparison
 from hpcdist.review.comparison import MISSING, compare
 from hpcdist.review.ledger import Ledger
-from hpcdist.run.origin import Origin, write_origin
-from hpcdist.tracking.journal.metric_series import read_series
+from hpcdist.run.records import Origin, write_origin
+from hpcdist.tracking.points import read_series
 
 
 def compared(*scenes: ReportScene) -> dict[str, dict[str, tuple[str, ...]]]:

@@ -10,18 +10,13 @@ from typing import Any, cast
 
 import pytest
 
-from hpcdist.review.attempts import AttemptFacts
-from hpcdist.review.checkpoints import CheckpointFacts
-from hpcdist.review.commands import wrapped
-from hpcdist.review.description import describe
-from hpcdist.review.facts import Progress, RunFacts
+from hpcdist.review.description import describe, wrapped
+from hpcdist.review.facts import AttemptFacts, CheckpointFacts, Progress, RunFacts
 from hpcdist.review.ledger import Entry, Ledger
-from hpcdist.review.markdown import escaped
 from hpcdist.review.sweep_description import CellFacts, SweepFacts, describe_sweep
-from hpcdist.review.text import duration
+from hpcdist.review.text import duration, escaped
 from hpcdist.run.folder import State
-from hpcdist.run.origin import PLAIN_SCRIPT, Override
-from hpcdist.run.training_record import Dataset
+from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Override
 
 GAP = " &ensp;|"
 FIRST = AttemptFacts(
@@ -49,7 +44,7 @@ FACTS = RunFacts(
     overrides={"optim.lr": Override(before=0.1, after=0.01), "params.text": Override(before=None, after="x $y")},
     overrides_known=True,
     num_parameters=12345,
-    datasets=(Dataset(name="digits", num_samples=1437, digest="ab12"),),
+    datasets=(DatasetRecord(name="digits", num_samples=1437, digest="ab12"),),
     monitor="eval/loss",
     monitor_mode="min",
     metrics={"train/loss": 0.5, "samples": 358176.0, "system/cpu": 3.0},
@@ -133,7 +128,7 @@ def test_description_of_a_finished_run() -> None:
         " needs no hpcdist unless the code of the model does:\n\n```python\nimport mlflow\n\n"
         'model = mlflow.pytorch.load_model("runs:/abc/model")\n```\n\n'
         "The best checkpoint, step 100, eval/loss = 0.25, from MLflow:\n\n```python\nimport mlflow\n"
-        "from hpcdist.checkpoint.weights import load_weights\n\n"
+        "from hpcdist.checkpoint.state import load_weights\n\n"
         'uri = "runs:/abc/checkpoints/best"\n'
         "state_dict = load_weights(mlflow.artifacts.download_artifacts(uri))\n```"
     )

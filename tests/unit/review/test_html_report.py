@@ -13,16 +13,15 @@ from pathlib import Path
 import pytest
 from report_scene import ReportScene, failure, some_ledger
 
-from hpcdist.files.atomic import write_json
-from hpcdist.review import html_report
-from hpcdist.review.causes import CAUSES
-from hpcdist.review.drawing import PHASE_COLOURS
+from hpcdist.host.files import write_json
+from hpcdist.review import report
+from hpcdist.review.charts import PHASE_COLOURS
+from hpcdist.review.facts import Series
 from hpcdist.review.figures import Curves, Histogram, Matrix, Text
-from hpcdist.review.html_report import render_report, write_report
-from hpcdist.review.series import Series
-from hpcdist.run.origin import Origin, write_origin
-from hpcdist.run.rerun_record import RerunRecord, write_rerun
-from hpcdist.tracking.journal.metric_series import read_series
+from hpcdist.review.ledger import CAUSES
+from hpcdist.review.report import render_report, write_report
+from hpcdist.run.records import Origin, RerunRecord, write_origin, write_rerun
+from hpcdist.tracking.points import read_series
 
 HOSTILE = "</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 
@@ -85,7 +84,7 @@ def full(scene: ReportScene, monkeypatch: pytest.MonkeyPatch) -> ReportScene:
     scene.figure("curve", Curves(title="calibration", x_label="p", y_label="q", lines={"model": [[0, 0], [1, 0.9]]}))
     scene.figure("spread", Histogram(title="returns", x_label="r", y_label="episodes", edges=[0, 1, 2], counts=[3, 4]))
     scene.figure("text", Text(title="sample", text="once upon a time"))
-    monkeypatch.setattr(html_report, "read_ledger", lambda run: some_ledger())
+    monkeypatch.setattr(report, "read_ledger", lambda run: some_ledger())
     return scene
 
 
@@ -197,7 +196,7 @@ def test_report_of_a_run_without_git_and_without_a_container_says_so(full: Repor
 
 def test_colours_of_the_causes_differ() -> None:
     """No two colours of a legend are closer in the CIELAB space than those that readers could tell apart."""
-    style = (Path(html_report.__file__).parent / "templates" / "style.css").read_text()
+    style = (Path(report.__file__).parent / "templates" / "style.css").read_text()
     for scheme in (style.partition("@media")[0], style.partition("@media")[2]):
         colours = dict(re.findall(r"--c(\d+): (#[0-9a-f]{6});", scheme))
         numbers = {cause: number for number, cause in enumerate(CAUSES)} | {
@@ -250,7 +249,7 @@ def test_texts_of_the_user_do_not_become_markup(tmp_path: Path, monkeypatch: pyt
     scene.figure("d", Histogram(title=HOSTILE, x_label=HOSTILE, y_label=HOSTILE, edges=[0, 1], counts=[1]))
     scene.figure("e", Text(title=HOSTILE, text=HOSTILE))
     (scene.run.artifacts / "figures" / f"{HOSTILE.replace('/', '')}.json").write_text("{}")
-    monkeypatch.setattr(html_report, "read_ledger", lambda run: some_ledger())
+    monkeypatch.setattr(report, "read_ledger", lambda run: some_ledger())
     page = page_of(scene)
     found = Elements(page)
     assert not {tag for tag, _ in found.found} & {"script", "img"}

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from timed_runs import BEGAN, account, add_attempt
 
-from hpcdist.files.atomic import read_json, write_json
-from hpcdist.review import allocation_times
+from hpcdist.host.files import read_json, write_json
+from hpcdist.review import ledger as review_ledger
 from hpcdist.review.ledger import Entry, Ledger, read_ledger
-from hpcdist.run.attempt_times import NodeShare as Share
-from hpcdist.run.attempt_times import Resources, reached_step, read_times
 from hpcdist.run.folder import RunDir, State
+from hpcdist.run.records import NodeShare as Share
+from hpcdist.run.records import Resources, reached_step, read_times
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def test_end_of_a_killed_supervisor_is_its_last_heartbeat(run: RunDir) -> None:
 def test_running_attempt_counts_until_now(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     add_attempt(run, 1, None, [account(1, 21, closed=False)] * 4)
     run.write_state(State(status="running", attempt=1))
-    monkeypatch.setattr(allocation_times, "holder", lambda run: {"pid": 1})
-    monkeypatch.setattr(allocation_times.time, "time", lambda: BEGAN + 22)
+    monkeypatch.setattr(review_ledger, "holder", lambda run: {"pid": 1})
+    monkeypatch.setattr(review_ledger.time, "time", lambda: BEGAN + 22)
     ledger = read_ledger(run)
     assert sums(ledger, 1) == {"data": 4.0, "compute": 80.0, "idle": 21.0}
     assert max(interval.ended for interval in ledger.intervals) == BEGAN + 22

@@ -12,17 +12,25 @@ import pytest
 
 from hpcdist.config.loading import load_config
 from hpcdist.config.written import plain_tree, run_yaml
-from hpcdist.files.atomic import write_json
-from hpcdist.review.allocation_times import timed_attempts
-from hpcdist.review.attempts import UNRECORDED, AttemptFacts, interruptions
-from hpcdist.review.facts import RunFacts, read_facts
-from hpcdist.review.run_sections import read_faults
-from hpcdist.run.attempt import Request
-from hpcdist.run.attempt_times import AttemptTimes, NodeShare, Resources, begin, write_times
-from hpcdist.run.folder import RunDir
-from hpcdist.run.origin import Override, load_origin, write_origin
-from hpcdist.run.training_record import Dataset, TrainingRecord, write_training
-from hpcdist.tracking.artifacts import run_files
+from hpcdist.host.files import write_json
+from hpcdist.review.facts import UNRECORDED, AttemptFacts, RunFacts, interruptions, read_facts
+from hpcdist.review.ledger import timed_attempts
+from hpcdist.review.report import read_faults
+from hpcdist.run.folder import Request, RunDir
+from hpcdist.run.records import (
+    AttemptTimes,
+    DatasetRecord,
+    NodeShare,
+    Override,
+    Resources,
+    TrainingRecord,
+    begin,
+    load_origin,
+    write_origin,
+    write_times,
+    write_training,
+)
+from hpcdist.tracking import artifacts
 
 
 class Folder:
@@ -255,7 +263,7 @@ def test_monitor_of_an_edited_config_is_the_default(folder: Folder, edited: str)
     folder.run.config.write_text(edited)
     facts = folder.facts()
     assert (facts.monitor, facts.best_value) == ("eval/accuracy", 0.9)
-    assert [item.target for item in run_files.checkpoints(folder.run, plain_tree(folder.run.config))] == [
+    assert [item.target for item in artifacts.checkpoints(folder.run, plain_tree(folder.run.config))] == [
         "checkpoints/final",
         "checkpoints/best",
     ]
@@ -272,7 +280,7 @@ def test_overrides_are_the_differences_from_the_config_of_the_command_line(folde
 
 
 def test_model_and_datasets_are_those_of_the_newest_attempt_that_recorded_them(folder: Folder) -> None:
-    data = (Dataset(name="digits", num_samples=9, digest="ab"), Dataset(name="digits", split="test"))
+    data = (DatasetRecord(name="digits", num_samples=9, digest="ab"), DatasetRecord(name="digits", split="test"))
     folder.attempt(first_step=0, step=1)
     write_training(folder.run.attempt(1), TrainingRecord(num_parameters=12, datasets=data))
     folder.attempt(first_step=None, step=0)

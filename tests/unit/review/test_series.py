@@ -8,8 +8,8 @@ from pathlib import Path
 
 from report_scene import ReportScene
 
-from hpcdist.review.series import MAX_POINTS, NUM_BINS, Series, thinned
-from hpcdist.tracking.journal.metric_series import read_series
+from hpcdist.review.facts import MAX_POINTS, NUM_BINS, Series, thinned
+from hpcdist.tracking.points import read_series
 
 
 def test_short_series_are_exact() -> None:

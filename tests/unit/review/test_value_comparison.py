@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from hpcdist.review.rerun_result import RerunResult, data_differences, machine_differences
-from hpcdist.review.value_comparison import compare_values, is_measured
-from hpcdist.run.training_record import Dataset
+from hpcdist.review.comparison import RerunResult, compare_values, data_differences, is_measured, machine_differences
+from hpcdist.run.records import DatasetRecord
 
 LOSS = {step: 1 / step for step in range(1, 11)}
 
@@ -97,14 +96,14 @@ def test_measured_metrics_are_known_by_name(key: str, measured: bool) -> None:
 
 
 def test_data_with_another_digest_is_named() -> None:
-    before = [Dataset(name="digits", digest="1a"), Dataset(name="digits", split="test", digest="2b")]
+    before = [DatasetRecord(name="digits", digest="1a"), DatasetRecord(name="digits", split="test", digest="2b")]
     after = [
-        Dataset(name="digits", digest="1a"),
-        Dataset(name="digits", split="test", digest="3c"),
-        Dataset(name="more", digest="4d"),
+        DatasetRecord(name="digits", digest="1a"),
+        DatasetRecord(name="digits", split="test", digest="3c"),
+        DatasetRecord(name="more", digest="4d"),
     ]
     assert data_differences(before, after) == ["data: digits (test) had digest 2b, has 3c"]
-    assert data_differences(before, [Dataset(name="digits")]) == []
+    assert data_differences(before, [DatasetRecord(name="digits")]) == []
 
 
 def test_versions_and_sources_that_differ_are_named() -> None:

@@ -12,9 +12,8 @@ import pytest
 
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.errors import UserMistake
-from hpcdist.run.code_restore import find_code
 from hpcdist.run.folder import RunDir
-from hpcdist.run.snapshot import CodeState, take
+from hpcdist.run.snapshot import CodeState, find_code, take
 
 pytestmark = pytest.mark.processes
 

@@ -13,7 +13,7 @@ import pytest
 
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
-from hpcdist.files.atomic import write_json
+from hpcdist.host.files import write_json
 from hpcdist.run import lease
 from hpcdist.run.create import create_run
 from hpcdist.run.find_by_config import find_unfinished

@@ -11,9 +11,8 @@ from typing import get_args
 import pytest
 
 from hpcdist.errors import RunFolderError
-from hpcdist.files.atomic import read_json, write_atomic, write_json
-from hpcdist.run.attempt import Cause, Request
-from hpcdist.run.folder import RunDir, State, Status
+from hpcdist.host.files import read_json, write_atomic, write_json
+from hpcdist.run.folder import Cause, Request, RunDir, State, Status
 from hpcdist.run.lookup import find_runs, resolve_run
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import RunFolderError
-from hpcdist.run.folder import RunDir
-from hpcdist.run.folder_identity import VARIABLE, identity, require_same
+from hpcdist.run.folder import VARIABLE, RunDir, identity, require_same
 
 REPLACED = "has been replaced by another one"
 
@@ -59,9 +58,7 @@ SWAP = "import os\nos.rename({run!r}, {old!r})\nos.rename({planted!r}, {run!r})\
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("module", "code"), [("rank.worker", 2), ("rank.parent", 69), ("tracking.shipping.shipper", 2)]
-)
+@pytest.mark.parametrize(("module", "code"), [("rank.worker", 2), ("rank.parent", 69), ("tracking.shipper", 2)])
 def test_each_process_checks_the_folder_at_its_start(run: RunDir, tmp_path: Path, module: str, code: int) -> None:
     """The folder is swapped before the process starts; that of the parent of ranks while it imports torch."""
     env = {**os.environ, VARIABLE: identity(run.path), "HPCDIST_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}

@@ -10,8 +10,7 @@ import pytest
 from hpcdist.config.loading import load_config
 from hpcdist.config.written import plain_tree, run_yaml
 from hpcdist.run.folder import RunDir
-from hpcdist.run.origin import load_origin, write_origin
-from hpcdist.run.parameters import parameters, script_arguments
+from hpcdist.run.records import load_origin, parameters, script_arguments, write_origin
 
 
 def run_of(tmp_path: Path, yaml: str, *overrides: str, recorded: bool = True) -> RunDir:

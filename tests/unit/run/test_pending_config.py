@@ -14,11 +14,10 @@ from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.schema import Config
 from hpcdist.config.written import run_yaml
 from hpcdist.errors import ConfigError
-from hpcdist.files.atomic import write_json
-from hpcdist.run import pending_config
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.folder import RunDir, State, Status
-from hpcdist.supervisor.reporter import AdoptingReporter
+from hpcdist.host.files import write_json
+from hpcdist.run import records
+from hpcdist.run.folder import Attempt, RunDir, State, Status
+from hpcdist.supervisor.progress import AdoptingReporter
 from hpcdist.supervisor.restart_policy import Failure
 
 
@@ -60,7 +59,7 @@ def ended(run: RunDir, status: Status) -> State:
 
 
 def test_config_is_adopted_at_the_first_completed_step(run: RunDir, runs_dir: Path) -> None:
-    pending_config.propose(run, config(runs_dir, "optim.lr=0.5"))
+    records.propose(run, config(runs_dir, "optim.lr=0.5"))
     assert (lr(run.config), lr(run.effective_config)) == (0.002, 0.5)
     report = AdoptingReporter(run, SilentReporter())
     report.attempt(run.new_attempt(), 2)
@@ -73,8 +72,8 @@ def test_config_is_adopted_at_the_first_completed_step(run: RunDir, runs_dir: Pa
 
 
 def test_failure_before_the_first_step_discards_the_change(run: RunDir, runs_dir: Path) -> None:
-    pending_config.propose(run, config(runs_dir, "optim.lr=0.5", "data.batch_size=7"))
-    state = pending_config.settle(run, ended(run, "failed"), 40)
+    records.propose(run, config(runs_dir, "optim.lr=0.5", "data.batch_size=7"))
+    state = records.settle(run, ended(run, "failed"), 40)
     assert state.reason == (
         "rank 0 failed; config.yaml was restored, because no step was completed with the changed"
         " data.batch_size, optim.lr"
@@ -83,31 +82,31 @@ def test_failure_before_the_first_step_discards_the_change(run: RunDir, runs_dir
 
 
 def test_stop_before_the_first_step_keeps_the_pending_config(run: RunDir, runs_dir: Path) -> None:
-    pending_config.propose(run, config(runs_dir, "optim.lr=0.5"))
-    assert pending_config.settle(run, ended(run, "stopped"), 40).reason == "rank 0 failed"
+    records.propose(run, config(runs_dir, "optim.lr=0.5"))
+    assert records.settle(run, ended(run, "stopped"), 40).reason == "rank 0 failed"
     assert (lr(run.config), lr(run.effective_config)) == (0.002, 0.5)
 
 
 @pytest.mark.parametrize(("status", "step"), [("finished", 40), ("failed", 41), ("stopped", 41)])
 def test_unreported_step_adopts_the_config_at_the_end(run: RunDir, runs_dir: Path, status: Status, step: int) -> None:
-    pending_config.propose(run, config(runs_dir, "optim.lr=0.5"))
+    records.propose(run, config(runs_dir, "optim.lr=0.5"))
     write_json(run.attempt(1).beat(0), beat(step))
-    assert pending_config.settle(run, ended(run, status), 40).reason == "rank 0 failed"
+    assert records.settle(run, ended(run, status), 40).reason == "rank 0 failed"
     assert lr(run.config) == 0.5
 
 
 def test_output_of_a_plain_script_counts_as_a_step(run: RunDir, runs_dir: Path) -> None:
-    pending_config.propose(run, config(runs_dir, "optim.lr=0.5"))
+    records.propose(run, config(runs_dir, "optim.lr=0.5"))
     AdoptingReporter(run, SilentReporter(), is_script=True).output("epoch 1\n")
     assert lr(run.config) == 0.5
 
 
 def test_unchanged_config_and_run_without_attempts_have_no_pending_config(run: RunDir, runs_dir: Path) -> None:
-    pending_config.propose(run, config(runs_dir, "optim.lr=0.5"))
-    pending_config.propose(run, config(runs_dir))
+    records.propose(run, config(runs_dir, "optim.lr=0.5"))
+    records.propose(run, config(runs_dir))
     assert not run.next_config.exists()
     run.write_state(replace(run.read_state(), attempt=0))
-    pending_config.propose(run, config(runs_dir, "optim.lr=0.5"))
+    records.propose(run, config(runs_dir, "optim.lr=0.5"))
     assert lr(run.config) == 0.5
     assert not run.next_config.exists()
 
@@ -115,16 +114,16 @@ def test_unchanged_config_and_run_without_attempts_have_no_pending_config(run: R
 def test_change_incompatible_with_the_checkpoint_is_an_error(run: RunDir, runs_dir: Path) -> None:
     changed = config(runs_dir, "model.name=resnet18", "optim.name=sgd", "optim.lr=0.5")
     with pytest.raises(ConfigError) as found:
-        pending_config.check(run, changed)
+        records.check(run, changed)
     assert found.value.problems == (
         "model.name was 'simple_cnn' when the checkpoint of step 40 was written and cannot be 'resnet18' now: leave it"
         " out, or start a new run",
         "optim.name was 'adam' when the checkpoint of step 40 was written and cannot be 'sgd' now: leave it out, or"
         " start a new run",
     )
-    pending_config.check(run, config(runs_dir, "optim.lr=0.5", "stop.max_epochs=20"))
+    records.check(run, config(runs_dir, "optim.lr=0.5", "stop.max_epochs=20"))
     (run.checkpoints / "step-00000040" / "manifest.json").unlink()
-    pending_config.check(run, changed)
+    records.check(run, changed)
 
 
 # --- interpolations

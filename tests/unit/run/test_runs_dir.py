@@ -16,8 +16,8 @@ import pytest
 from mlflow_server import Server
 
 from hpcdist.errors import RunFolderError
-from hpcdist.files import ownership
-from hpcdist.run import runs_dir as runs_dir_module
+from hpcdist.host import files
+from hpcdist.run import folder as runs_dir_module
 from hpcdist.run.folder import RunDir
 
 ADA, BOB = 1234, 1235
@@ -61,7 +61,7 @@ def test_folder_of_root_is_accepted_and_of_another_user_rejected(
     RunDir.create(tmp_path / "runs" / "exp" / "first")
     monkeypatch.setattr(os, "geteuid", lambda: 987654)
     if me == 0:
-        ownership.require_safe(tmp_path)
+        files.require_safe(tmp_path)
     owned = os.stat_result((0o40755, 1, 1, 1, 987653, 0, 0, 0, 0, 0))
     monkeypatch.setattr(Path, "stat", lambda path, **_: owned)
     with pytest.raises(
@@ -71,7 +71,7 @@ def test_folder_of_root_is_accepted_and_of_another_user_rejected(
         r" start a container as the folder's owner with `--user \$\(id -u\):\$\(id -g\)`; if you trust the group root,"
         r" set HPCDIST_TRUSTED_GROUPS=root$",
     ):
-        ownership.require_safe(Path("/elsewhere"))
+        files.require_safe(Path("/elsewhere"))
 
 
 # --- two users
@@ -109,7 +109,7 @@ from hpcdist.run.folder import RunDir
 try:
     run = RunDir.create(Path(sys.argv[1]))
     if len(sys.argv) > 2:
-        from hpcdist.tracking.client.mlflow_run import MlflowRun
+        from hpcdist.tracking.mlflow_run import MlflowRun
         MlflowRun(run, sys.argv[2]).set_tags({"owner": run.path.parts[-4]})
     print("created")
 except HpcdistError as error:
@@ -179,7 +179,7 @@ def test_shared_folder_of_root_has_one_user_per_experiment(python: list[str], sh
 
 @pytest.mark.processes
 def test_root_outside_of_a_user_namespace_is_root(python: list[str]) -> None:
-    code = "import pathlib, hpcdist.files.ownership as found; print(found.require_safe(pathlib.Path('/usr')))"
+    code = "import pathlib, hpcdist.host.files as found; print(found.require_safe(pathlib.Path('/usr')))"
     command = ["unshare", "-U", f"--map-user={ADA}", *python, "-c", code]
     done = subprocess.run(command, user=ADA, group=ADA, capture_output=True, text=True, check=False, cwd="/")
     if "unshare failed" in done.stderr:

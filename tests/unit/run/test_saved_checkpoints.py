@@ -8,16 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.review.checkpoints import read_checkpoints
+from hpcdist.review.facts import read_checkpoints
 from hpcdist.run.folder import RunDir
-from hpcdist.run.saved_checkpoints import (
-    MANIFEST_FILE,
-    complete_checkpoints,
-    folder_name,
-    newest_step,
-    resume_point,
-    step_of,
-)
+from hpcdist.run.records import MANIFEST_FILE, complete_checkpoints, folder_name, newest_step, resume_point, step_of
 from hpcdist.slurm.job.preflight_step import newest_checkpoint_bytes
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import RunFolderError
-from hpcdist.run import secret_file
+from hpcdist.run import records
 from hpcdist.run.folder import RunDir, Status
-from hpcdist.run.secret_file import keep, kept
+from hpcdist.run.records import keep, kept
 
 VALUES = {"WANDB_API_KEY": "s3cret", "HPCDIST_PARAMS_X_KEY": "[1, 2]"}
 
@@ -73,7 +73,7 @@ def test_failed_write_leaves_no_file(run: RunDir, monkeypatch: pytest.MonkeyPatc
     def fail(*_: object) -> None:
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(secret_file.os, "fsync", fail)
+    monkeypatch.setattr(records.os, "fsync", fail)
     with pytest.raises(OSError, match="Invalid argument"):
         keep(run, VALUES)
     assert [path.name for path in run.path.iterdir() if path.is_file()] == ["state.json"]

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.files.atomic import read_json, write_json
-from hpcdist.review.allocation_times import allocations_of
+from hpcdist.host.files import read_json, write_json
+from hpcdist.review.ledger import allocations_of
 from hpcdist.run.folder import RunDir
 from hpcdist.run.slurm_job import all_job_starts, job_starts, keep_job, update_job_starts
 from hpcdist.slurm import client
-from hpcdist.slurm.accounting import AccountedStart
 from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.output import AccountedStart
 
 ONE = AccountedStart(
     name="exp/first",

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 import hpcdist
-from hpcdist.config.schema import Config, LaunchConfig, TrainerConfig
+from hpcdist.config.launch_schema import LaunchConfig
+from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.errors import UserMistake
-from hpcdist.files.atomic import read_json
+from hpcdist.host.files import read_json
 from hpcdist.run import snapshot
 from hpcdist.run.create import check_trainer
 from hpcdist.run.folder import RunDir

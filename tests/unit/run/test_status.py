@@ -12,23 +12,14 @@ from typing import Any
 
 import pytest
 
-from hpcdist.files.atomic import read_json, write_json
+from hpcdist.host.files import read_json, write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.slurm_job import all_job_starts, job_of, job_starts, record_job_start, update_job_starts
-from hpcdist.run.status import (
-    QUERY_EVERY_S,
-    QUERY_UNAVAILABLE_S,
-    StatusWatch,
-    close_if_lost,
-    query_jobs,
-    status_from,
-)
-from hpcdist.slurm import client, job_snapshot
-from hpcdist.slurm.accounting import AccountedStart
-from hpcdist.slurm.client import SlurmError
-from hpcdist.slurm.job_info import JobInfo
-from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot
+from hpcdist.run.status import QUERY_EVERY_S, QUERY_UNAVAILABLE_S, StatusWatch, close_if_lost, query_jobs, status_from
+from hpcdist.slurm import client
+from hpcdist.slurm.client import JobRef, JobSnapshot, SlurmError
+from hpcdist.slurm.output import AccountedStart, JobInfo
 
 PENDING = JobSnapshot(info=JobInfo(id="7", state="PENDING", reason="Priority"))
 RUNNING = JobSnapshot(info=JobInfo(id="7", state="RUNNING", nodes="n1"))
@@ -142,7 +133,7 @@ def jobs(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[RunDir],
         return answers.get(job.id, JobSnapshot())
 
     monkeypatch.setattr(client, "query_jobs", query_all)
-    monkeypatch.setattr(job_snapshot, "take_snapshot", take_snapshot)
+    monkeypatch.setattr(client, "take_snapshot", take_snapshot)
     return runs, queries, answers
 
 
@@ -207,7 +198,7 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot
     """Return a function that sets Slurm's answer about job 7, which is the run's job."""
     write_json(run.path / "slurm.json", {"job_id": "7"})
     answers: list[JobSnapshot] = []
-    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: answers[-1])
+    monkeypatch.setattr(client, "take_snapshot", lambda job, history=False: answers[-1])
     return answers.append
 
 
@@ -295,7 +286,7 @@ def test_each_start_of_a_job_is_recorded(run: RunDir, monkeypatch: pytest.Monkey
     def no_accounting(job_id: str) -> list[AccountedStart]:
         raise SlurmError("sacct: accounting is disabled")
 
-    monkeypatch.setattr(job_snapshot, "take_snapshot", take_snapshot)
+    monkeypatch.setattr(client, "take_snapshot", take_snapshot)
     monkeypatch.setattr(client, "accounted_starts", no_accounting)
     write_json(run.path / "slurm.json", {"job_id": "40_1"})
     env = {"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "1"}
@@ -368,6 +359,6 @@ def test_start_without_known_failed_nodes(
 
 
 def test_nothing_is_recorded_if_slurm_does_not_answer(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: NO_ANSWER)
+    monkeypatch.setattr(client, "take_snapshot", lambda job: NO_ANSWER)
     record_job_start(run, {"SLURM_JOB_ID": "41"})
     assert read_json(run.path / "job.json") is None

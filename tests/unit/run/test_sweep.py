@@ -10,7 +10,7 @@ import pytest
 
 from hpcdist.config.loading import load_config
 from hpcdist.errors import ConfigError
-from hpcdist.run.sweep import Sweep, changes, make_sweep, parse_axes, reordered, text_of
+from hpcdist.run.sweeps import Sweep, changes, make_sweep, parse_axes, reordered, text_of
 
 Make = Callable[..., Sweep]
 

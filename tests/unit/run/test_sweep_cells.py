@@ -9,19 +9,18 @@ from typing import Any
 
 import pytest
 
+from hpcdist.cli import sweep as cli_sweep
+from hpcdist.cli.sweep import Choice, choose, hold_sweep, prepare, verdict
 from hpcdist.config.loading import load_config
 from hpcdist.errors import RunFolderError, UserMistake
-from hpcdist.files.atomic import read_json, write_json
-from hpcdist.run import sweep_cells
+from hpcdist.host.files import read_json, write_json
 from hpcdist.run.create import create_run, label_of
 from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.lease import hold
-from hpcdist.run.sweep import Sweep, make_sweep, parse_axes
-from hpcdist.run.sweep_cells import Choice, choose, hold_sweep, prepare, verdict
-from hpcdist.run.sweep_folder import match
-from hpcdist.slurm import client, job_snapshot
-from hpcdist.slurm.job_info import JobInfo
-from hpcdist.slurm.job_snapshot import JobSnapshot
+from hpcdist.run.sweeps import Sweep, make_sweep, match, parse_axes
+from hpcdist.slurm import client
+from hpcdist.slurm.client import JobSnapshot
+from hpcdist.slurm.output import JobInfo
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -127,7 +126,7 @@ def test_slurm_is_queried_once_for_all_jobs(make: Make, project: Path, monkeypat
         return {"7_1": JobInfo(id="7_1", state="PENDING")}
 
     monkeypatch.setattr(client, "query_jobs", query_jobs)
-    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: JobSnapshot())
+    monkeypatch.setattr(client, "take_snapshot", lambda job: JobSnapshot())
     assert verdicts(sweep) == [(True, "lost"), (False, "queued (pending)")]
     assert queries == [["7_0", "7_1"]]
 
@@ -166,7 +165,7 @@ def test_no_new_folder_remains_on_errors(make: Make, project: Path, monkeypatch:
             raise UserMistake("disk full")
         return create_run(config, cwd, **options)
 
-    monkeypatch.setattr(sweep_cells, "create_run", create)
+    monkeypatch.setattr(cli_sweep, "create_run", create)
     with pytest.raises(UserMistake, match="disk full"):
         start(sweep, project)
     assert [path.name for path in sweep.folder.parent.iterdir()] == ["tune"]

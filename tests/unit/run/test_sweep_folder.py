@@ -11,12 +11,11 @@ import pytest
 
 from hpcdist.config.loading import load_config
 from hpcdist.errors import RunFolderError
-from hpcdist.files.atomic import read_json, write_json
+from hpcdist.host.files import read_json, write_json
 from hpcdist.run.folder import RunDir, Status
 from hpcdist.run.lease import hold
 from hpcdist.run.lookup import find_runs
-from hpcdist.run.sweep import Sweep, make_sweep, parse_axes
-from hpcdist.run.sweep_folder import SweepDir, mark, match, sweep_of, write_sweep
+from hpcdist.run.sweeps import Sweep, SweepDir, make_sweep, mark, match, parse_axes, sweep_of, write_sweep
 
 Make = Callable[..., Sweep]
 SEEDS = ["seed=1,2,3"]

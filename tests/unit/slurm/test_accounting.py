@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
-from hpcdist.run.attempt_times import NodeShare
-from hpcdist.slurm.accounting import AccountedStart, parse_starts
-from hpcdist.slurm.job.resources import job_resources
+from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
+from hpcdist.config.schema import Config
+from hpcdist.run.records import NodeShare
+from hpcdist.slurm.job.launcher import job_resources
+from hpcdist.slurm.output import AccountedStart, parse_starts
 
 SACCT = """\
 41|train|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-2]|8|billing=8,cpu=8,gres/gpu=4,node=2|0|PREEMPTED

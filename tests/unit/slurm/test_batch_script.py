@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from submitit.core.utils import DelayedSubmission
 
-from hpcdist.config.schema import ClusterConfig, Config, ContainerConfig, LaunchConfig, RoleRequest, TrackingConfig
+from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, LaunchConfig, RoleRequest, TrackingConfig
+from hpcdist.config.schema import Config
 from hpcdist.run.folder import RunDir
-from hpcdist.slurm.submit import batch_script
+from hpcdist.slurm.job import submit
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -65,7 +66,7 @@ SITE: dict[str, Any] = {
 
 
 def parameters(cluster: Mapping[str, Any]) -> dict[str, Any]:
-    return batch_script.sbatch_parameters(Config(cluster=ClusterConfig(**cluster)), RUN)
+    return submit.sbatch_parameters(Config(cluster=ClusterConfig(**cluster)), RUN)
 
 
 def test_default_parameters() -> None:
@@ -83,7 +84,7 @@ def test_range_of_nodes_and_spare_nodes() -> None:
     assert found == SMALL | {"nodes": 3, "additional_parameters": {"requeue": True, "no_kill": True}}
     assert parameters({"nodes": 8, "min_nodes": 8}) == SMALL | {"nodes": 8}
     config = Config(cluster=ClusterConfig(nodes=8, min_nodes=2))
-    lines = batch_script.render(config, RUN)[0].splitlines()
+    lines = submit.render(config, RUN)[0].splitlines()
     assert {"#SBATCH --nodes=2-8", "#SBATCH --no-kill"} <= set(lines)
     assert sum(line.startswith("#SBATCH --nodes") for line in lines) == 1
 
@@ -110,7 +111,7 @@ def test_parameters_of_a_site() -> None:
 def test_step_of_forked_ranks() -> None:
     """The parents start beside the ranks; an option of Slurm that prevents them is named."""
     site = SITE | {"srun": {}, "fork": True}
-    step = batch_script.render(Config(cluster=ClusterConfig(**site)), RUN)[1]
+    step = submit.render(Config(cluster=ClusterConfig(**site)), RUN)[1]
     parents, ranks = map(shlex.split, step.splitlines())
     assert parents[:5] == ["srun", "--job-name=rank-parents", "--overlap", "--whole", "--nodes=2"]
     assert f"--output={RUN.path}/attempts/rank-parent-%N.log" in parents
@@ -118,13 +119,13 @@ def test_step_of_forked_ranks() -> None:
     assert ranks[:2] == ["srun", "--job-name=attempt-001"]
     assert ranks[-5:] == ["hpcdist.rank.forked_task", "NAME", "20", "60", str(RUN.path)]
     bound = ClusterConfig(**(site | {"sbatch": {"gpus-per-task": "1"}}))
-    note, ranks_line = batch_script.render(Config(cluster=bound), RUN)[1].splitlines()
+    note, ranks_line = submit.render(Config(cluster=bound), RUN)[1].splitlines()
     assert note.startswith("cluster.fork has no effect: --gpus-per-task=1 gives each rank GPUs")
     assert shlex.split(ranks_line)[-2:] == ["hpcdist.rank.worker", str(RUN.path)]
 
 
 def test_script_and_step() -> None:
-    script, step = batch_script.render(Config(cluster=ClusterConfig(**SITE)), RUN)
+    script, step = submit.render(Config(cluster=ClusterConfig(**SITE)), RUN)
     lines = script.splitlines()
     folder = RUN.path / "submitit"
     assert lines[0] == "#!/bin/bash"
@@ -167,7 +168,7 @@ def test_script_and_step() -> None:
 
 def test_flags_of_a_submission_are_in_the_script() -> None:
     flags = {"dependency": "afterok:12", "begin": "now+1hour"}
-    script, _ = batch_script.render(Config(), RUN, flags)
+    script, _ = submit.render(Config(), RUN, flags)
     assert "\n#SBATCH --dependency=afterok:12\n" in script
     assert "\n#SBATCH --begin=now+1hour\n" in script
 
@@ -192,7 +193,7 @@ def with_roles(**cluster: Any) -> Config:
 
 def test_script_of_a_heterogeneous_job() -> None:
     """sbatch reads only #SBATCH lines before the first command, so those of all components come first."""
-    script, step = batch_script.render(with_roles(), RUN)
+    script, step = submit.render(with_roles(), RUN)
     folder = RUN.path / "submitit"
     assert [line for line in script.splitlines() if line] == [
         "#!/bin/bash",
@@ -235,7 +236,7 @@ def test_script_of_a_heterogeneous_job() -> None:
 
 def test_parameters_of_one_allocation_for_all_roles() -> None:
     roles = {"server": RoleRequest(cpus_per_task=8), "worker": RoleRequest(nodes=2, gpus_per_node=4, mem="64G")}
-    found = batch_script.sbatch_parameters(
+    found = submit.sbatch_parameters(
         Config(roles={"server": 1, "worker": 8}, cluster=ClusterConfig(roles=roles, het=False)), RUN
     )
     assert found == SMALL | {
@@ -297,7 +298,7 @@ def test_script_and_step_contain_no_secret() -> None:
         tracking=TrackingConfig(uri="http://u:s3cret@mlflow"),
         container=ContainerConfig(runtime="podman", image="i"),
     )
-    script, step = batch_script.render(config, RUN)
+    script, step = submit.render(config, RUN)
     assert "s3cret" not in script + step
     assert "# The supervisor sets WANDB_API_KEY from secrets.json in the run folder" in script
     assert "export PLAIN=visible" in script
@@ -312,7 +313,7 @@ def test_step_of_a_heterogeneous_job_contains_no_secret() -> None:
         cluster=ClusterConfig(roles=roles, env={"WANDB_API_KEY": "s3cret"}),
         launch=LaunchConfig(env={"A_TOKEN": "s3cret"}),
     )
-    script, step = batch_script.render(config, RUN)
+    script, step = submit.render(config, RUN)
     assert "hetjob" in script
     assert "env -u" in step
     assert "s3cret" not in script + step

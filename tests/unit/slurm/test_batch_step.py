@@ -11,19 +11,18 @@ from typing import Any, cast
 import pytest
 from absent_torch import hide_torch
 
+from hpcdist.config.launch_schema import ClusterConfig
 from hpcdist.config.loading import load_config
-from hpcdist.config.schema import ClusterConfig
 from hpcdist.errors import ConfigError, HpcdistError
-from hpcdist.files.atomic import write_json
-from hpcdist.run.attempt import Cause, Request
+from hpcdist.host.files import write_json
 from hpcdist.run.create import create_run
-from hpcdist.run.folder import RunDir, State, Status
+from hpcdist.run.folder import Cause, Request, RunDir, State, Status
 from hpcdist.run.lease import Held
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job import batch_step
 from hpcdist.slurm.job.batch_step import SupervisedJob
-from hpcdist.slurm.job.slurm_launcher import SlurmLauncher
+from hpcdist.slurm.job.launcher import SlurmLauncher
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.watch import Allocation
 

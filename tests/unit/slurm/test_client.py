@@ -10,8 +10,7 @@ from slurm_recordings import FakeCommands, recorded
 
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
-from hpcdist.slurm.cluster_nodes import NodeState
-from hpcdist.slurm.command_output import parse_time
+from hpcdist.slurm.output import NodeState, parse_time
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("utc")]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcdist.slurm.cluster_nodes import NodeGroup, NodeState, parse_node_states, parse_partitions
-from hpcdist.slurm.command_output import parse_time
+from hpcdist.slurm.output import NodeGroup, NodeState, parse_node_states, parse_partitions, parse_time
 
 PARTITIONS = (
     "PartitionName=gpu AllowGroups=ALL AllowAccounts=ada,bob DenyQos=long Default=YES MaxNodes=4 MinNodes=0"

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hpcdist.slurm.command_output import (
+from hpcdist.slurm.output import (
     parse_count,
     parse_memory_mb,
     parse_minutes,

@@ -15,7 +15,6 @@ from slurm_recordings import FakeCommands
 from hpcdist.errors import HpcdistError
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
-from hpcdist.slurm.command_output import parse_time
 from hpcdist.slurm.current_job import (
     CurrentJob,
     component_job_ids,
@@ -24,6 +23,7 @@ from hpcdist.slurm.current_job import (
     signal_named_steps,
     signal_steps,
 )
+from hpcdist.slurm.output import parse_time
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes

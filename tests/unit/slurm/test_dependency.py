@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import RunFolderError, UserMistake
-from hpcdist.files.atomic import write_json
+from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir, State, Status
-from hpcdist.slurm.submit.dependency import resolve
+from hpcdist.slurm.job.submit import resolve
 
 
 def make(runs_dir: Path, name: str, status: Status, job_id: str | None) -> None:

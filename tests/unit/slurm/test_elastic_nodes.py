@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 from hpcdist_runs import wait_for
 
-from hpcdist.config.schema import ClusterConfig, Config, DataConfig
+from hpcdist.config.launch_schema import ClusterConfig
+from hpcdist.config.schema import Config, DataConfig
 from hpcdist.errors import HpcdistError
-from hpcdist.files.atomic import write_json
+from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client
 from hpcdist.slurm.current_job import CurrentJob
-from hpcdist.slurm.job import elastic_nodes as module
-from hpcdist.slurm.job.elastic_nodes import ElasticNodes, elastic_nodes, kill_ranks
+from hpcdist.slurm.job import elastic as module
+from hpcdist.slurm.job.elastic import ElasticNodes, elastic_nodes, kill_ranks
 from hpcdist.supervisor.restart_policy import Failure
 
 #: All tests of this file may start processes.

@@ -14,10 +14,10 @@ import hpcdist
 from hpcdist.environments.node_copy import NodeRequest
 from hpcdist.environments.rank_environment import RankEnvironment
 from hpcdist.errors import HpcdistError, UserMistake
-from hpcdist.files.atomic import read_json
+from hpcdist.host.files import read_json
 from hpcdist.run.folder import RunDir
-from hpcdist.slurm.job import environment_step
-from hpcdist.slurm.job.environment_step import check_answers, prepare_nodes
+from hpcdist.slurm.job import launcher
+from hpcdist.slurm.job.launcher import check_answers, prepare_nodes
 
 FACTS = {"python": "3.12.3", "hpcdist": hpcdist.__version__, "torch": "2.15.0", "cuda": "13.2", "missing": []}
 REQUEST = NodeRequest(python="/tmp/e/bin/python3", sources="/runs/hpcdist-1", folder="/tmp/e", key="venv-1")
@@ -45,7 +45,7 @@ def test_nodes_are_prepared_in_one_step(
         ]
         return subprocess.CompletedProcess(command, 0, "".join(lines), "")
 
-    monkeypatch.setattr(environment_step, "run_within", fake_step)
+    monkeypatch.setattr(launcher, "run_within", fake_step)
     with caplog.at_level(logging.INFO):
         prepare_nodes(ENVIRONMENT, run, [("n1", "n2")], {}, het=False)
         copied.update(n1=False, n2=False)

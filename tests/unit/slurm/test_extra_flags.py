@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.config.schema import ClusterConfig
-from hpcdist.slurm.extra_flags import conflicting_flags, option_value, rejected_flags
+from hpcdist.config.launch_schema import ClusterConfig
+from hpcdist.slurm.flags import conflicting_flags, option_value, rejected_flags
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes

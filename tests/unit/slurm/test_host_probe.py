@@ -9,8 +9,8 @@ import time
 import pytest
 from hpcdist_runs import unused_port, wait_for
 
-from hpcdist.slurm.job import host_probe
-from hpcdist.slurm.job.host_probe import HostProbe, addresses_of
+from hpcdist.slurm.job import elastic
+from hpcdist.slurm.job.elastic import HostProbe, addresses_of
 
 #: Addresses of this machine, where connections are refused.
 HOSTS = {"n1": "127.0.0.1", "n2": "127.0.0.2"}
@@ -20,7 +20,7 @@ HOSTS = {"n1": "127.0.0.1", "n2": "127.0.0.2"}
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time of the probe in a list with one element."""
     now = [1000.0]
-    monkeypatch.setattr(host_probe.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(elastic.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -45,7 +45,7 @@ def test_node_that_stops_answering_is_silent_and_one_that_never_answered_is_not(
         return errno.EHOSTUNREACH if address[0] in lost else real(connection, address)
 
     lost = {never[0].address[0]}
-    monkeypatch.setattr(host_probe.socket, "socket", type("Socket", (socket.socket,), {"connect_ex": connect_ex}))
+    monkeypatch.setattr(elastic.socket, "socket", type("Socket", (socket.socket,), {"connect_ex": connect_ex}))
     for _ in range(20):
         assert probe.silent() == []
         clock[0] += 0.5
@@ -55,10 +55,10 @@ def test_node_that_stops_answering_is_silent_and_one_that_never_answered_is_not(
         clock[0] += 0.5
         assert clock[0] < began + 10
     assert probe.silent() == ["n2"]
-    assert host_probe.SILENT_S <= clock[0] - began <= host_probe.SILENT_S + 2 * host_probe.PROBE_EVERY_S
+    assert elastic.SILENT_S <= clock[0] - began <= elastic.SILENT_S + 2 * elastic.PROBE_EVERY_S
     assert probe.silent(30.0) == []
     lost.discard(HOSTS["n2"])
-    clock[0] += host_probe.PROBE_EVERY_S
+    clock[0] += elastic.PROBE_EVERY_S
     probe.silent()
     assert probe.silent() == [], "it answers again"
     # After a pause of this process nothing is known about the nodes.
@@ -66,7 +66,7 @@ def test_node_that_stops_answering_is_silent_and_one_that_never_answered_is_not(
     assert probe.silent() == []
     lost.add(HOSTS["n2"])
     for _ in range(10):  # calls that are far apart detect it as well, only later
-        clock[0] += 2 * host_probe.PAUSE_S
+        clock[0] += 2 * elastic.PAUSE_S
         silent = probe.silent()
     assert silent == ["n2"]
     probe.close()

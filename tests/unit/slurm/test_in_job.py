@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from hpcdist.config.launch_schema import ClusterConfig, RoleRequest
 from hpcdist.config.loading import load_config
-from hpcdist.config.schema import ClusterConfig, Config, RoleRequest
+from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError, RunFolderError
-from hpcdist.files.atomic import read_json
+from hpcdist.host.files import read_json
 from hpcdist.run.folder import RunDir, State
-from hpcdist.slurm.job import in_job
-from hpcdist.slurm.job.in_job import cluster_from_job, run_in_job
+from hpcdist.slurm.job import batch_step
+from hpcdist.slurm.job.batch_step import cluster_from_job, run_in_job
 
 JOB = {
     "SLURM_JOB_ID": "41",
@@ -57,7 +58,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> list[RunDir]:
         found.append(RunDir.open(Path(run_dir)))
         return State(status="finished")
 
-    monkeypatch.setattr(in_job, "supervise", supervise)
+    monkeypatch.setattr(batch_step, "supervise", supervise)
     return found
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from hpcdist.config.schema import ClusterConfig, Config, ElasticConfig, LaunchConfig, RoleRequest
+from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
+from hpcdist.config.schema import Config, ElasticConfig
 from hpcdist.errors import ConfigError, HpcdistError
-from hpcdist.slurm.job_components import (
+from hpcdist.slurm.components import (
     JobComponent,
     allocations,
     assign_nodes,

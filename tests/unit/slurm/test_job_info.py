@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from slurm_recordings import recorded
 
-from hpcdist.slurm.command_output import parse_time
-from hpcdist.slurm.job_info import JobInfo, parse_sacct, parse_scontrol, parse_squeue
+from hpcdist.slurm.output import JobInfo, parse_sacct, parse_scontrol, parse_squeue, parse_time
 
 pytestmark = pytest.mark.usefixtures("utc")
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpcdist.slurm import client
-from hpcdist.slurm.client import SlurmError
-from hpcdist.slurm.job_info import JobInfo
-from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot, take_snapshot
+from hpcdist.slurm.client import JobRef, JobSnapshot, SlurmError, take_snapshot
+from hpcdist.slurm.output import JobInfo
 
 RUNNING = JobInfo(id="1", name="timeout", state="RUNNING")
 

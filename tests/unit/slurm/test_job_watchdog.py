@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcdist.slurm.job.job_watchdog import has_lost_batch_host, is_partly_requeued
+from hpcdist.slurm.job.watchdog import has_lost_batch_host, is_partly_requeued
 
 
 @pytest.mark.parametrize(

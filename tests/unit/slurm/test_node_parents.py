@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from hpcdist_runs import wait_for
 
-from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest, TrainerConfig
+from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
+from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm.job import node_parents
 from hpcdist.slurm.job.node_parents import CONNECT_S, ParentSteps, obstacle_to_fork
-from hpcdist.supervisor.process_guard import Guard
+from hpcdist.supervisor.launcher import Guard
 
 NODES = ("n1", "n2")
 

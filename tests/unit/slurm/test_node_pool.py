@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcdist.slurm.job.node_pool import MAX_LOSSES, NodePool
+from hpcdist.slurm.job.elastic import MAX_LOSSES, NodePool
 
 FOUR = ("n1", "n2", "n3", "n4")
 

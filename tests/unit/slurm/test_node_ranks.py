@@ -11,10 +11,9 @@ import pytest
 from hpcdist_runs import wait_for
 from hung_ranks import hung_ranks
 
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.folder import RunDir
+from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.slurm.job import node_ranks
-from hpcdist.slurm.job.node_ranks import kill_ranks, main, parse_answers
+from hpcdist.slurm.job.node_ranks import kill_ranks, main, parse_rank_answers
 
 
 @pytest.fixture
@@ -68,4 +67,4 @@ class Survivor:
 
 def test_lines_of_other_nodes_are_ignored() -> None:
     output = "srun: something\nn2 0 5\n\nn9 1\nn1\n"
-    assert parse_answers(output, ["n1", "n2", "n3"]) == {"n1": [], "n2": [0, 5]}
+    assert parse_rank_answers(output, ["n1", "n2", "n3"]) == {"n1": [], "n2": [0, 5]}

@@ -13,7 +13,7 @@ import pytest
 from slurm_cluster import REQUIRE
 
 from hpcdist.errors import TopologyError
-from hpcdist.slurm.nodelist import MAX_HOSTS, expand, expand_tasks
+from hpcdist.host.nodelist import MAX_HOSTS, expand, expand_tasks
 
 
 @pytest.mark.parametrize(

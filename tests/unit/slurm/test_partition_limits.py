@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from hpcdist.config.schema import ClusterConfig
-from hpcdist.slurm.cluster_nodes import NodeGroup, Partition
-from hpcdist.slurm.submit import partition_limits
-from hpcdist.slurm.submit.partition_limits import Findings, check_partitions, requested_partitions
+from hpcdist.config.launch_schema import ClusterConfig
+from hpcdist.slurm.job import submit_checks
+from hpcdist.slurm.job.submit_checks import Findings, check_partitions, requested_partitions
+from hpcdist.slurm.output import NodeGroup, Partition
 
 BIG = NodeGroup(partition="gpu", num_nodes=2, cpus=64, memory_mb=256000, gpus=4, usable=True, names="n[1-2]")
 SMALL = NodeGroup(partition="gpu", num_nodes=2, cpus=16, memory_mb=64000, gpus=0, usable=True, names="n[3-4]")
@@ -124,7 +124,7 @@ def test_partition_without_visible_nodes_is_not_checked() -> None:
 
 def test_partition_reserved_for_groups_or_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 1000)
-    monkeypatch.setattr(partition_limits, "_own_groups", lambda: ["users"])
+    monkeypatch.setattr(submit_checks, "_own_groups", lambda: ["users"])
     assert found(of(AllowGroups="users,staff")) == Findings()
     (line,) = found(of(AllowGroups="staff")).errors
     assert line == "cluster.partition=gpu is reserved for groups staff, and you are in none of them: choose another"
@@ -134,7 +134,7 @@ def test_partition_reserved_for_groups_or_root(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_current_user_has_groups() -> None:
-    assert partition_limits._own_groups()
+    assert submit_checks._own_groups()
 
 
 def test_requested_partitions_default_and_unknown_names() -> None:

@@ -10,20 +10,21 @@ from typing import Any, cast
 
 import pytest
 
-from hpcdist.config.schema import ClusterConfig, Config, DataConfig, PreflightConfig, RoleRequest
-from hpcdist.containers.image_probe import PROBE_TIMEOUT_S
+from hpcdist.config.launch_schema import ClusterConfig, PreflightConfig, RoleRequest
+from hpcdist.config.schema import Config, DataConfig
+from hpcdist.containers.probe import PROBE_TIMEOUT_S
 from hpcdist.containers.spec import ContainerSpec
 from hpcdist.errors import HpcdistError, PreflightError
-from hpcdist.files.atomic import read_json
-from hpcdist.machine.check import Check
-from hpcdist.preflight.probe import Request
-from hpcdist.run import attempt as attempts
+from hpcdist.host.files import read_json
+from hpcdist.host.machine import Check
+from hpcdist.run import folder as attempts
 from hpcdist.run.folder import RunDir
+from hpcdist.slurm.components import components
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job import preflight_step
 from hpcdist.slurm.job.preflight_step import Preflight, loaders, newest_checkpoint_bytes
 from hpcdist.slurm.job.srun import preflight_command
-from hpcdist.slurm.job_components import components
+from hpcdist.slurm.preflight.probe import Request
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -219,9 +220,11 @@ def test_failures_after_a_stop_request_are_ignored(scene: Scene) -> None:
 
 
 def test_missing_answer_is_requested_twice_and_reported_with_the_error(scene: Scene) -> None:
-    scene.set_answers("n1", "n2", errors="srun: error: n3: task 2\n2: No module named hpcdist.preflight\n1: fine\n")
+    scene.set_answers(
+        "n1", "n2", errors="srun: error: n3: task 2\n2: No module named hpcdist.slurm.preflight\n1: fine\n"
+    )
     scene.set_checks([Check(name="answer", level="failure", text="did not answer", node="n3")])
-    error = r"^preflight: n3: answer: did not answer: No module named hpcdist\.preflight$"
+    error = r"^preflight: n3: answer: did not answer: No module named hpcdist\.slurm\.preflight$"
     with pytest.raises(PreflightError, match=error):
         scene.run_preflight()
     assert len(scene.calls) == 2

@@ -11,9 +11,15 @@ from hpcdist.config.loading import load_config
 from hpcdist.errors import UserMistake
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
-from hpcdist.slurm.cluster_nodes import parse_boot_times, parse_node_features, parse_partitions
-from hpcdist.slurm.command_output import parse_records, parse_seconds, parse_settings
-from hpcdist.slurm.submit.submission import estimate_start, why_no_het_jobs
+from hpcdist.slurm.job.submit import estimate_start, why_no_het_jobs
+from hpcdist.slurm.output import (
+    parse_boot_times,
+    parse_node_features,
+    parse_partitions,
+    parse_records,
+    parse_seconds,
+    parse_settings,
+)
 
 RELEASES = ["22_05", "24_11", "26_05"]
 pytestmark = pytest.mark.parametrize("release", RELEASES)

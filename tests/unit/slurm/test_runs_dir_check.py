@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.slurm.submit.runs_dir_check import runs_dir_problems
+from hpcdist.slurm.job.submit_checks import runs_dir_problems
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "lustre", "gpfs", "beegfs", "fuse.juicefs", ""])

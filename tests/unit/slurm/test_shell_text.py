@@ -13,7 +13,7 @@ from hpcdist.cli.submit import submission_flags
 from hpcdist.config.loading import load_config
 from hpcdist.errors import ConfigError, UserMistake
 from hpcdist.run.folder import RunDir
-from hpcdist.slurm.submit import batch_script
+from hpcdist.slurm.job import submit
 
 PIECES = ("\n", "\r", "\x1b", "\u2028", "'", '"', "`touch x`", "$(touch x)", "; touch x;", "&& touch x", "|| touch x")
 PIECES += (
@@ -60,12 +60,10 @@ def rendered(path: Path, tree: dict[str, object]) -> tuple[str, dict[str, str]] 
     overrides = ["container.runtime=podman", *(["container.image=i"] if "container" not in tree else [])]
     try:
         config = load_config(path, overrides)
-        script, step = batch_script.render(
-            config, RunDir(Path(config.runs_dir) / config.experiment / (config.name or "r"))
-        )
+        script, step = submit.render(config, RunDir(Path(config.runs_dir) / config.experiment / (config.name or "r")))
     except UserMistake:
         return None
-    return f"{script}\n# then:\n{batch_script.commented(step)}\n", dict(config.cluster.env)
+    return f"{script}\n# then:\n{submit.commented(step)}\n", dict(config.cluster.env)
 
 
 @pytest.mark.processes
@@ -143,4 +141,4 @@ def test_flag_of_a_submission_must_be_one_line() -> None:
 
 
 def test_every_line_of_a_comment_is_commented() -> None:
-    assert batch_script.commented("srun 'a\nb'") == "# srun 'a\n# b'"
+    assert submit.commented("srun 'a\nb'") == "# srun 'a\n# b'"

@@ -14,20 +14,20 @@ from container_facts import SPEC
 from hpcdist_runs import wait_for
 from supervisor_scene import Recorder
 
-from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
-from hpcdist.containers.node_steps import ContainerSteps
+from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
+from hpcdist.config.schema import Config
+from hpcdist.containers.steps import ContainerSteps
 from hpcdist.errors import HpcdistError, PreflightError
-from hpcdist.files.atomic import write_json
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.folder import RunDir
+from hpcdist.host.files import write_json
+from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.slurm import client
 from hpcdist.slurm.current_job import CurrentJob
-from hpcdist.slurm.job import orphaned_steps, rank_step
-from hpcdist.slurm.job.component_nodes import nodes_of
+from hpcdist.slurm.job import launcher as job_launcher
+from hpcdist.slurm.job import rank_step
+from hpcdist.slurm.job.launcher import SlurmLauncher, nodes_of
 from hpcdist.slurm.job.preflight_step import Preflight
 from hpcdist.slurm.job.rank_step import RankStep
-from hpcdist.slurm.job.slurm_launcher import SlurmLauncher
-from hpcdist.supervisor.process_guard import Guard
+from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.restart_policy import Failure, first_failure
 from hpcdist.supervisor.supervisor import Supervisor
 
@@ -286,7 +286,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the time limits for the end of steps to 0."""
     for name in ("END_S", "UNKILLABLE_S"):
-        monkeypatch.setattr(orphaned_steps, name, 0.0)
+        monkeypatch.setattr(job_launcher, name, 0.0)
     monkeypatch.setattr(client, "JOB_RETRY_S", 0.0)
 
 
@@ -374,7 +374,7 @@ def test_step_that_ends_late_is_no_reason_to_requeue(
     (slurm / "srun").write_text(
         f'#!/bin/sh\ncd {slurm}\ncase "$*" in *node_ranks*) echo "n1 0"; echo n2; rm stubborn;; *) cat nodes;; esac\n'
     )
-    monkeypatch.setattr(orphaned_steps, "UNKILLABLE_S", 30.0)
+    monkeypatch.setattr(job_launcher, "UNKILLABLE_S", 30.0)
     assert launcher_of(slurm, runs_dir).broken() == ""
 
 

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
-from hpcdist.run.attempt import Attempt
+from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
+from hpcdist.config.schema import Config
+from hpcdist.run.folder import Attempt
 from hpcdist.slurm.job.srun import (
     StepNodes,
     node_names_command,
@@ -147,7 +148,7 @@ def test_watchdog_runs_on_a_node_of_the_second_component() -> None:
             "--ntasks=1",
             "--cpus-per-task=1",
         ),
-        *("--input=none", sys.executable, "-P", "-m", "hpcdist.slurm.job.job_watchdog", "41"),
+        *("--input=none", sys.executable, "-P", "-m", "hpcdist.slurm.job.watchdog", "41"),
     ]
 
 

@@ -9,10 +9,11 @@ import pytest
 from absent_torch import hide_torch
 from slurm_recordings import FakeCommands
 
-from hpcdist.config.schema import ClusterConfig, Config, ContainerConfig, DataConfig, RoleRequest, TrainerConfig
+from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, RoleRequest
+from hpcdist.config.schema import Config, DataConfig, TrainerConfig
 from hpcdist.errors import ConfigError, UserMistake
-from hpcdist.files.atomic import write_json
-from hpcdist.slurm.submit.submission_checks import check_config, check_submission, longest_save
+from hpcdist.host.files import write_json
+from hpcdist.slurm.job.submit_checks import check_config, check_submission, longest_save
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcdist.supervisor.hang.flight_records import Calls, absences, calls_of, mismatches, ranks_text
+from hpcdist.supervisor.hang_node import Calls, absences, calls_of, mismatches, ranks_text
 
 
 def entry(

@@ -11,8 +11,8 @@ import pytest
 from forked_scene import HELD, SOON_S, Scene, wait_for_fork
 from named_pipe import NamedPipe
 
-from hpcdist.machine import process_record
-from hpcdist.supervisor.hang.processes import find_ranks
+from hpcdist.rank import processes
+from hpcdist.supervisor.hang_node import find_ranks
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -85,12 +85,12 @@ def test_ps_shows_the_rank_but_not_its_parent(scene: Scene, pipe: NamedPipe) -> 
 def test_shown_variables_may_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then they are not shown, because they would overwrite other memory."""
     overwritten: list[bytes] = []
-    monkeypatch.setattr(process_record, "_overwrite", lambda start, end, old, new: overwritten.append(new))
-    process_record.show_variables({"HPCDIST_JOB_ID": "x" * process_record.SPACE_BYTES})
+    monkeypatch.setattr(processes, "_overwrite", lambda start, end, old, new: overwritten.append(new))
+    processes.show_variables({"HPCDIST_JOB_ID": "x" * processes.SPACE_BYTES})
     assert overwritten == []
-    process_record.show_variables({"HPCDIST_JOB_ID": "x" * 100})
+    processes.show_variables({"HPCDIST_JOB_ID": "x" * 100})
     (new,) = overwritten
-    assert len(new) == len(process_record.SPACE) + 1 + process_record.SPACE_BYTES
+    assert len(new) == len(processes.SPACE) + 1 + processes.SPACE_BYTES
 
 
 def test_signals_reach_forked_ranks(scene: Scene, pipe: NamedPipe) -> None:
@@ -121,11 +121,8 @@ def test_stop_before_the_ranks_are_forked(scene: Scene) -> None:
 
 
 def test_parent_imports_for_a_restart_what_the_first_ranks_have_imported(scene: Scene, tmp_path: Path) -> None:
-    module = "hpcdist.rank.telemetry.timed_ddp"
-    package = tmp_path / "code" / "hpcdist" / "rank" / "telemetry"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "timed_ddp.py").touch()
+    module = "hpcdist.rank.step_timing"
+    (tmp_path / "code" / "hpcdist" / "rank" / "step_timing.py").touch()
     code = f"import sys; sys.exit({module!r} in sys.modules)"
     assert scene.finish(code, code)[1] == {0: 0, 1: 0}
     assert scene.finish(code, code)[1] == {0: 1, 1: 1}

@@ -14,16 +14,13 @@ from pathlib import Path
 import pytest
 from hung_ranks import hung_ranks
 
-from hpcdist.files.atomic import read_json
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.folder import RunDir
-from hpcdist.supervisor.hang import collect as collect_module
-from hpcdist.supervisor.hang import node
-from hpcdist.supervisor.hang.activity import busy_ranks, read_activities
-from hpcdist.supervisor.hang.collect import collect
-from hpcdist.supervisor.hang.node import py_spy
-from hpcdist.supervisor.hang.processes import find_ranks, state_of
-from hpcdist.supervisor.process_guard import Guard
+from hpcdist.host.files import read_json
+from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.supervisor import hang as collect_module
+from hpcdist.supervisor import hang_node
+from hpcdist.supervisor.hang import busy_ranks, collect, read_activities
+from hpcdist.supervisor.hang_node import find_ranks, py_spy, state_of
+from hpcdist.supervisor.launcher import Guard
 
 NOT_ALLOWED = """#!/bin/sh
 printf 'Error: Failed to get process executable\\n\\nCaused by:\\n    Permission denied (os error 13)\\n' >&2
@@ -127,8 +124,8 @@ def test_py_spy_reads_the_stack_of_a_stopped_rank(
         stop(processes[2].pid)
         summary = collect(attempt, ranks, limit_s=20, interrupted=not_interrupted)
         # A stopped rank cannot print its stacks, so this must return without a wait for them.
-        monkeypatch.setattr(node, "PRINT_S", 10_000.0)
-        snapshots = node.take_snapshots(processes, attempt, "n1", time.monotonic() + 10_000)
+        monkeypatch.setattr(hang_node, "PRINT_S", 10_000.0)
+        snapshots = hang_node.take_snapshots(processes, attempt, "n1", time.monotonic() + 10_000)
         assert [snapshot.process.state for snapshot in snapshots] == ["S", "R", "T"]
     assert summary is not None
     assert summary.suspects == (2,)
@@ -191,7 +188,7 @@ def test_files_of_at_most_max_ranks_are_kept_suspects_first(attempt: Attempt, mo
             time.sleep(timeout_s)
 
         def examine(self, command: list[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
-            assert [sys.executable, "-P", "-m", "hpcdist.supervisor.hang.node", str(attempt.path)] == command[:-1]
+            assert [sys.executable, "-P", "-m", "hpcdist.supervisor.hang_node", str(attempt.path)] == command[:-1]
             facts = {"state": "S", "wchan": "", "threads": 1, "cpu_s": 0.0, "half_closed": []}
             for number in range(2):
                 snapshots = []

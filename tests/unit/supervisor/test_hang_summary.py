@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 
-from hpcdist.supervisor.hang.flight_records import Calls
-from hpcdist.supervisor.hang.frames import Frame
-from hpcdist.supervisor.hang.processes import ProcessState
-from hpcdist.supervisor.hang.rank_snapshot import RankSnapshot
-from hpcdist.supervisor.hang.summary import MAX_RANKS, summarize
+from hpcdist.supervisor.hang import MAX_RANKS, summarize
+from hpcdist.supervisor.hang_node import Calls, Frame, ProcessState, RankSnapshot
 
 WAITS = (Frame("all_reduce", "/v/lib/python3.11/site-packages/torch/c10d.py", 41), Frame("train", "/me/ddp.py", 190))
 LOADS = (Frame("read", "/v/lib/python3.11/queue.py", 7), Frame("load", "/me/loading.py", 44))

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from named_pipe import NamedPipe
 
-from hpcdist.supervisor.local_launcher import LocalRanks
-from hpcdist.supervisor.process_guard import Guard
+from hpcdist.supervisor.launcher import Guard
+from hpcdist.supervisor.local import LocalRanks
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -232,8 +232,8 @@ def test_guard_runs_in_its_own_session() -> None:
 SUPERVISOR = """
 import os, sys
 from pathlib import Path
-from hpcdist.supervisor.process_guard import Guard
-from hpcdist.supervisor.local_launcher import LocalRanks
+from hpcdist.supervisor.launcher import Guard
+from hpcdist.supervisor.local import LocalRanks
 folder = Path(sys.argv[1])
 guard = Guard()
 command = ["sh", "-c", sys.argv[2]]

@@ -15,18 +15,19 @@ from typing import Any
 
 import pytest
 
-from hpcdist.bench.comm_config import CommConfig
+from hpcdist.bench import CommConfig
+from hpcdist.config.launch_schema import ContainerConfig, LaunchConfig, TrackingConfig
 from hpcdist.config.loading import load_config, load_run_config
-from hpcdist.config.schema import Config, ContainerConfig, LaunchConfig, TrackingConfig, TrainerConfig
+from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
-from hpcdist.files.atomic import read_json
-from hpcdist.run import create, folder_identity, snapshot
+from hpcdist.host.files import read_json
+from hpcdist.run import create, folder, snapshot
 from hpcdist.run.create import check_trainer, create_run, with_name
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold
-from hpcdist.run.secret_file import kept
-from hpcdist.supervisor import local_run, supervisor
-from hpcdist.supervisor.local_run import supervise
+from hpcdist.run.records import kept
+from hpcdist.supervisor import local, supervisor
+from hpcdist.supervisor.local import supervise
 from hpcdist.supervisor.plan import Plan
 
 #: All tests of this file may start processes.
@@ -213,7 +214,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         def __exit__(self, *_: object) -> None:
             arguments_of.pop("entered")
 
-    monkeypatch.setattr(local_run, "LocalLauncher", StubLauncher)
+    monkeypatch.setattr(local, "LocalLauncher", StubLauncher)
     monkeypatch.setattr(supervisor, "Supervisor", StubSupervisor)
     return arguments_of
 
@@ -230,7 +231,7 @@ def test_supervise_holds_the_run_and_passes_code_and_secrets(
     assert supervised["cwd"] == project
     assert supervised["import_path"] == [str(run.code)]
     assert supervised["tracking_uri"] == "sqlite:///x"
-    identity = {"HPCDIST_FOLDER_IDENTITY": folder_identity.identity(run.path)}
+    identity = {"HPCDIST_FOLDER_IDENTITY": folder.identity(run.path)}
     assert supervised["env"] == {"HOME": "/home/ada", "HPCDIST_PARAMS_HF_TOKEN": "s3cret", **identity}
     assert load_run_config(run.config, [], supervised["env"]) == config
 
@@ -294,7 +295,7 @@ def test_detach_starts_a_supervisor_in_a_new_session(
             started.append(self)
 
     monkeypatch.setattr(subprocess, "Popen", Recorded)
-    pid = local_run.detach(run, {"HOME": "/home/ada", "PATH": "/usr/bin:/bin"})
+    pid = local.detach(run, {"HOME": "/home/ada", "PATH": "/usr/bin:/bin"})
     assert started[0].wait(20) == 0
     assert (run.path / "supervisor.log").read_text().splitlines() == [
         f"-P -m hpcdist supervise {run.path}",

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from supervisor_scene import DONE, STOP_ON_REQUEST, Scene, ScriptedJob, fails
 
-from hpcdist.run.attempt import Attempt
-from hpcdist.run.attempt_times import read_times
-from hpcdist.run.folder import RunDir
+from hpcdist.run.commands import end
+from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import hold
-from hpcdist.run.stop import end
-from hpcdist.supervisor.local_launcher import LocalRanks
+from hpcdist.run.records import read_times
+from hpcdist.supervisor.local import LocalRanks
 
 EXIT_0: list[list[Any]] = []
 #: All tests of this file may start processes.

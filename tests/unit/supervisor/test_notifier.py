@@ -11,8 +11,8 @@ import pytest
 from supervisor_scene import DONE, Scene, fails
 from webhook import PATH, SECRET, Webhook, listening_webhook
 
+from hpcdist.config.launch_schema import NotifyConfig
 from hpcdist.config.loading import load_config, load_run_config
-from hpcdist.config.schema import NotifyConfig
 from hpcdist.config.written import run_yaml, secrets_of
 from hpcdist.errors import ConfigError
 from hpcdist.run.folder import RunDir

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from hpcdist.config.schema import ClusterConfig, Config, DataConfig, ElasticConfig, LaunchConfig, RoleRequest
+from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
+from hpcdist.config.schema import Config, DataConfig, ElasticConfig
+from hpcdist.config.topology import Topology, port_for
 from hpcdist.errors import ConfigError
-from hpcdist.rank.topology import Topology, port_for
 from hpcdist.supervisor import plan as plans
 from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan, note_on_fewer_ranks, rank_command
 from tests.support.fake_nvml import gpu, install_fake_nvml

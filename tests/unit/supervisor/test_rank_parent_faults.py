@@ -13,7 +13,7 @@ import pytest
 from forked_scene import HELD, SOON_S, TORCH, Scene, wait_for_fork
 from named_pipe import NamedPipe
 
-from hpcdist.machine.process_record import PARENT_MODULE
+from hpcdist.rank.processes import PARENT_MODULE
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes

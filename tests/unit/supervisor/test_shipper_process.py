@@ -11,9 +11,9 @@ from hpcdist_runs import wait_for
 from supervisor_scene import DONE, EXIT_0, Scene
 
 from hpcdist.run.folder import RunDir
-from hpcdist.supervisor import shipper_process
-from hpcdist.supervisor.shipper_process import ShipperProcess
-from hpcdist.tracking.journal.shipping_state import ShippingState
+from hpcdist.supervisor import children
+from hpcdist.supervisor.children import ShipperProcess
+from hpcdist.tracking.points import ShippingState
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -36,7 +36,7 @@ def test_shipper_gets_run_folder_and_uri_with_password(scene: Scene, monkeypatch
     assert shipper.drain(60)
     monkeypatch.undo()
     assert (scene.run.path / "shipper.log").read_text().splitlines() == [
-        f"-P -m hpcdist.tracking.shipping.shipper {scene.run.path}",
+        f"-P -m hpcdist.tracking.shipper {scene.run.path}",
         "http://ada:s3cret@mlflow:5000",
         str(min(os.nice(0) + 10, 19)),
         "err",
@@ -78,8 +78,8 @@ def test_final_state_is_written_before_the_wait_for_the_shipper(scene: Scene) ->
 
 
 def test_progress_of_a_longer_upload_is_noted(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shipper_process, "FIRST_NOTE_S", 0.01)
-    monkeypatch.setattr(shipper_process, "NOTE_EVERY_S", 0.01)
+    monkeypatch.setattr(children, "FIRST_NOTE_S", 0.01)
+    monkeypatch.setattr(children, "NOTE_EVERY_S", 0.01)
     released = scene.run.path / "released"
     scene.tracking = {"drain_timeout_s": 60.0}
     scene.shipper = ["sh", "-c", f"until [ -e '{released}' ]; do sleep 0.01; done"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcdist.supervisor.hang.frames import Frame, location_of, parse_faulthandler, parse_py_spy
+from hpcdist.supervisor.hang_node import Frame, location_of, parse_faulthandler, parse_py_spy
 
 SPIED = """\
 Process 24: /opt/v/bin/python -P -m hpcdist.rank.worker /runs/digits/hangs
@@ -88,7 +88,7 @@ def test_log_without_stacks(log: str) -> None:
     ("files", "expected"),
     [
         (
-            ["/v/lib/python3.11/site-packages/torch/a.py", "/src/hpcdist/rank/stop_agreement.py", "/home/me/net.py"],
+            ["/v/lib/python3.11/site-packages/torch/a.py", "/src/hpcdist/rank/stopping.py", "/home/me/net.py"],
             "f0 (torch/a.py:0), called by f2 (net.py:2)",
         ),
         (["/home/me/net.py"], "f0 (net.py:0)"),
@@ -102,8 +102,8 @@ def test_log_without_stacks(log: str) -> None:
             "f0 (torch/a.py:0), called by f1 (hpcdist/trainers/ddp/train.py:1)",
         ),
         (
-            ["/src/hpcdist/rank/stop_agreement.py", "/src/hpcdist/trainers/ddp/train.py"],
-            "f0 (stop_agreement.py:0), called by f1 (train.py:1)",
+            ["/src/hpcdist/rank/stopping.py", "/src/hpcdist/trainers/ddp/train.py"],
+            "f0 (stopping.py:0), called by f1 (train.py:1)",
         ),
         # The worker has not called the trainer yet.
         (

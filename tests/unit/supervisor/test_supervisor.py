@@ -15,9 +15,8 @@ from named_pipe import NamedPipe
 from supervisor_scene import DONE, EXIT_0, FOREVER, STOP_ON_REQUEST, STUBBORN, Scene, ScriptedJob, fails
 
 from hpcdist.errors import LeaseLostError
-from hpcdist.run.attempt import Request
-from hpcdist.run.attempt_times import read_times
-from hpcdist.run.folder import RunDir, State
+from hpcdist.run.folder import Request, RunDir, State
+from hpcdist.run.records import read_times
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes

@@ -17,7 +17,7 @@ from named_pipe import NamedPipe
 from supervisor_scene import DONE, EXIT_0, STOP_ON_REQUEST, STUBBORN, Scene
 
 from hpcdist.run.folder import RunDir
-from hpcdist.supervisor.signal_requests import SignalRequests
+from hpcdist.supervisor.supervisor import SignalRequests
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes

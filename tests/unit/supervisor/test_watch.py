@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from hpcdist.config.schema import Config, LaunchConfig, TrainerConfig
-from hpcdist.files.atomic import read_json
-from hpcdist.run.attempt import Attempt, Request
-from hpcdist.run.folder import RunDir
-from hpcdist.run.polling import CHECKS_PER_S
+from hpcdist.config.launch_schema import LaunchConfig
+from hpcdist.config.schema import Config, TrainerConfig
+from hpcdist.host.files import read_json
+from hpcdist.run.folder import Attempt, Request, RunDir
+from hpcdist.run.status import CHECKS_PER_S
 from hpcdist.supervisor import progress as progress_module
 from hpcdist.supervisor import watch as watch_module
-from hpcdist.supervisor.hang.activity import Activity
-from hpcdist.supervisor.hang.summary import Summary
+from hpcdist.supervisor.hang import Activity, Summary
 from hpcdist.supervisor.progress import ProgressMonitor
 from hpcdist.supervisor.stragglers import StragglerEvent
 from hpcdist.supervisor.watch import POLL_S, REST_S, STACKS_S, Allocation, Watch

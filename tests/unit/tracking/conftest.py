@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tracking_scene import Scene
 
-from hpcdist.tracking.client.mlflow_client import open_client
+from hpcdist.tracking.mlflow_client import open_client
 
 
 @pytest.fixture(scope="session")

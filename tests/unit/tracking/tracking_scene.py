@@ -12,9 +12,9 @@ import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowEntity
 
-from hpcdist.files.atomic import write_json
+from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir, State
-from hpcdist.tracking.shipping.delivery import Delivery
+from hpcdist.tracking.delivery import Delivery
 
 CONFIG: dict[str, Any] = {
     "experiment": "exp",

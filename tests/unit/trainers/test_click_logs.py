@@ -13,10 +13,9 @@ import torch
 from pyarrow import csv, parquet
 
 from hpcdist.errors import DataError
+from hpcdist.trainers.hybrid import HybridConfig
 from hpcdist.trainers.hybrid.click_logs import Bags, Clicks, batches, padded
-from hpcdist.trainers.hybrid.click_model import auc
-from hpcdist.trainers.hybrid.data_shares import load_clicks
-from hpcdist.trainers.hybrid.schema import HybridConfig
+from hpcdist.trainers.hybrid.train import auc, load_clicks
 
 COLUMNS: dict[str, Any] = {
     "label": [0, 1, 1, 0, 1, 0],

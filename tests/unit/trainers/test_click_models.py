@@ -7,7 +7,7 @@ import math
 import torch
 from sklearn.metrics import roc_auc_score
 
-from hpcdist.trainers.hybrid.click_model import ClickModel, auc
+from hpcdist.trainers.hybrid.train import ClickModel, auc
 
 
 def test_auc_equals_the_one_of_scikit_learn() -> None:

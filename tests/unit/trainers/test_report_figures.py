@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from hpcdist.review.figures import MAX_POINTS
-from hpcdist.trainers.ddp.figures import confusion_matrix
-from hpcdist.trainers.hybrid.figures import NUM_BINS, calibration, evaluation_figures, roc
-from hpcdist.trainers.rl.figures import returns_curves, returns_histogram
+from hpcdist.trainers.ddp.train import confusion_matrix
+from hpcdist.trainers.hybrid.train import NUM_BINS, calibration, evaluation_figures, roc
+from hpcdist.trainers.rl.train import returns_curves, returns_histogram
 
 
 def test_confusion_matrix_has_a_row_per_true_class() -> None:

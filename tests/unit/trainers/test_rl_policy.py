@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from hpcdist.config.schema import Config, OptimConfig
-from hpcdist.rank.optimizer import build_optimizer
+from hpcdist.rank.training_loop import build_optimizer
+from hpcdist.trainers.rl import RlConfig
 from hpcdist.trainers.rl.environments import Problem
+from hpcdist.trainers.rl.observers import Collector, Rollout
 from hpcdist.trainers.rl.policy import Actor, Policy, log_prob
-from hpcdist.trainers.rl.ppo import advantages, learn
-from hpcdist.trainers.rl.rollouts import Collector, Rollout
-from hpcdist.trainers.rl.schema import RlConfig
+from hpcdist.trainers.rl.train import advantages, learn
 
 HOST = torch.device("cpu")
 

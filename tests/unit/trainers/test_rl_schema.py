@@ -8,7 +8,7 @@ import pytest
 
 from hpcdist.config.loading import load_config
 from hpcdist.errors import ConfigError
-from hpcdist.trainers.rl.schema import RlConfig
+from hpcdist.trainers.rl import RlConfig
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from hpcdist.trainers.rnn.language_model import DECODER, ENCODER, LanguageModel, first_rows, sample
+from hpcdist.trainers.rnn.train import DECODER, ENCODER, LanguageModel, first_rows, sample
 
 
 def small(**options: object) -> LanguageModel:

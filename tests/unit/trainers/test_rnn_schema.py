@@ -6,7 +6,7 @@ import pytest
 
 from hpcdist.config.loading import load_config
 from hpcdist.errors import ConfigError
-from hpcdist.trainers.rnn.schema import RnnConfig
+from hpcdist.trainers.rnn import RnnConfig
 
 
 def test_shipped_config_is_valid_and_paths_are_expanded() -> None:

@@ -14,10 +14,17 @@ from gymnasium import spaces
 
 from hpcdist.errors import ConfigError
 from hpcdist.trainers.rl import environments
-from hpcdist.trainers.rl.environments import Environments, Floats, Problem, Separate, Vectorized, make_environments
-from hpcdist.trainers.rl.episodes import greedy_returns
+from hpcdist.trainers.rl.environments import (
+    Environments,
+    Floats,
+    Problem,
+    Separate,
+    Vectorized,
+    greedy_returns,
+    make_environments,
+)
+from hpcdist.trainers.rl.observers import Collector, Rollout, _per_episode, random_numbers
 from hpcdist.trainers.rl.policy import Actor, Policy, log_prob
-from hpcdist.trainers.rl.rollouts import Collector, Rollout, _per_episode, random_numbers
 
 
 class Corridor(gymnasium.Env[Floats, int]):

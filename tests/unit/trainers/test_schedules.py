@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from hpcdist.trainers.pipeline.schedules import Action, gpipe, ideal_bubble, one_f_one_b
+from hpcdist.trainers.pipeline.engine import Action, gpipe, ideal_bubble, one_f_one_b
 
 Schedule = Callable[[int, int, int], list[Action]]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from hpcdist.data.models import build_model
 from hpcdist.errors import ConfigError
-from hpcdist.models.image import build_model
 from hpcdist.trainers.pipeline.stages import (
     Stage,
     cut_after,

@@ -8,10 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcdist.checkpoint.shards import merge
+from hpcdist.checkpoint.state import merge
 from hpcdist.errors import CheckpointError
-from hpcdist.trainers.hybrid.tables import Coalesced, Layout, TableShard, put_rows, unit_of_row
-from hpcdist.trainers.hybrid.units import choose, rows_as_units, sums_as_units
+from hpcdist.trainers.hybrid.tables import (
+    Coalesced,
+    Layout,
+    TableShard,
+    choose,
+    put_rows,
+    rows_as_units,
+    sums_as_units,
+    unit_of_row,
+)
 
 TABLES = {"a": 3000, "b": 7, "c": 1}
 

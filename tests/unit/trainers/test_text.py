@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpcdist.errors import ConfigError
-from hpcdist.trainers.rnn.schema import RnnConfig
+from hpcdist.trainers.rnn import RnnConfig
 from hpcdist.trainers.rnn.text import UNKNOWN, ByteTokenizer, Columns, WordTokenizer, load_corpus, read_texts
 
 CODE = "def f(x):\n    return x + 1  # größer\n\n\nclass A:\n    pass\n"

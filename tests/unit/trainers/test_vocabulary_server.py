@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 
 from hpcdist.config.schema import OptimConfig
-from hpcdist.trainers.rnn.vocabulary import VocabularyShard, join_scores, row_bounds
-from hpcdist.trainers.rnn.vocabulary_checkpoint import load_server, server_shard
-from hpcdist.trainers.rnn.vocabulary_server import VocabularyServer
+from hpcdist.trainers.rnn.vocabulary import (
+    VocabularyServer,
+    VocabularyShard,
+    join_scores,
+    load_server,
+    row_bounds,
+    server_shard,
+)
 
 VOCAB_SIZE, WIDTH, CPU = 23, 4, torch.device("cpu")
 
@@ -85,7 +90,7 @@ def overlaps(content: dict[str, Any], server: VocabularyServer) -> bool:
 
 
 def test_error_of_a_background_task_is_raised_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcdist.trainers.rnn.vocabulary_server.MIN_BACKGROUND_SIZE", 0)
+    monkeypatch.setattr("hpcdist.trainers.rnn.vocabulary.MIN_BACKGROUND_SIZE", 0)
     (server,) = servers(1, OptimConfig())
     hidden, targets, ids = torch.randn(3, WIDTH), torch.tensor([0, 1, 2]), torch.tensor([0])
     server.decode(0, 0, hidden, targets, 1.0)

@@ -13,11 +13,11 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import ENDPOINT_NOT_FOUND
 from tracking_scene import CONFIG, Scene
 
-from hpcdist.config.monitor import Monitor
+from hpcdist.config.written import Monitor
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.artifacts.best_version import move_best
-from hpcdist.tracking.client.mlflow_run import MlflowRun
-from hpcdist.tracking.shipping.delivery import Delivery
+from hpcdist.tracking.artifacts import move_best
+from hpcdist.tracking.delivery import Delivery
+from hpcdist.tracking.mlflow_run import MlflowRun
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")

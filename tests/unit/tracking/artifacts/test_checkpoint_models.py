@@ -18,8 +18,7 @@ from mlflow.protos.databricks_pb2 import ENDPOINT_NOT_FOUND
 from tracking_scene import Scene
 
 from hpcdist.errors import TrackingError
-from hpcdist.tracking.artifacts import checkpoint_models
-from hpcdist.tracking.shipping import delivery
+from hpcdist.tracking import artifacts, delivery
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -223,7 +222,7 @@ def test_unreadable_manifest_is_an_error_and_deletes_no_model(scene: Scene, monk
         raise PermissionError(13, "Permission denied", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_models, "read_json_value", refuse)
+        patch.setattr(artifacts, "read_json_value", refuse)
         with pytest.raises(TrackingError, match=r"a checkpoint of first cannot be read: .*Permission denied"):
             live.ship_once()
     assert set(models(scene)) == {"step-00000010"}

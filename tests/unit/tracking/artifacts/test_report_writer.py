@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 from report_scene import ReportScene
 
-from hpcdist.review import html_report
+from hpcdist.review import report
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.artifacts.report_writer import ReportWriter
-from hpcdist.tracking.journal.shipping_state import ShippingState
+from hpcdist.tracking.delivery import ReportWriter
+from hpcdist.tracking.points import ShippingState
 
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the list of the runs whose report was written, which grows."""
     found: list[str] = []
-    monkeypatch.setattr(html_report, "write_report", lambda run, series: found.append(run.name))
+    monkeypatch.setattr(report, "write_report", lambda run, series: found.append(run.name))
     return found
 
 
@@ -54,7 +54,7 @@ def test_a_running_run_gets_a_new_report_now_and_then(
     run: RunDir, written: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr("hpcdist.tracking.artifacts.report_writer.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("hpcdist.tracking.delivery.time.monotonic", lambda: now[0])
     writer, progress = ReportWriter(run), ShippingState()
     for seconds, expected in ((0, 1), (299, 1), (2, 2), (299, 2), (2, 3)):
         now[0] += seconds
@@ -68,7 +68,7 @@ def test_failure_of_a_report_is_logged_once(
     def fail(run: RunDir, series: object) -> None:
         raise ZeroDivisionError("in a chart")
 
-    monkeypatch.setattr(html_report, "write_report", fail)
+    monkeypatch.setattr(report, "write_report", fail)
     writer, progress = ReportWriter(run), ShippingState()
     ReportScene.state_of(run, status="failed")
     for _ in range(3):

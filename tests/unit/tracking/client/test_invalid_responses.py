@@ -13,8 +13,8 @@ from mlflow_application import mlflow_application, serving
 from tracking_scene import Scene
 
 from hpcdist.errors import TrackingError
-from hpcdist.tracking.shipping.delivery import Delivery
-from hpcdist.tracking.shipping.shipper import sync
+from hpcdist.tracking.delivery import Delivery
+from hpcdist.tracking.shipper import sync
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = [

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.tracking.client.mlflow_client import open_client
+from hpcdist.tracking.mlflow_client import open_client
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 #: Kills itself before alembic's last migrations: some tables exist, others are missing.
 KILLED = """
 import os, signal, sys
 from alembic.runtime import migration
-from hpcdist.tracking.client.mlflow_client import open_client
+from hpcdist.tracking.mlflow_client import open_client
 
 number = 0
 update = migration.HeadMaintainer.update_to_step
@@ -53,7 +53,7 @@ def test_failure_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.Monke
     def fail(uri: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hpcdist.tracking.client.mlflow_client._connected", fail)
+    monkeypatch.setattr("hpcdist.tracking.mlflow_client._connected", fail)
     with pytest.raises(Exception, match="No space left on device"):
         open_client(f"sqlite:///{tmp_path}/mlflow.db")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mlflow.db", "mlflow.db.lock"]

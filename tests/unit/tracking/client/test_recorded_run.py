@@ -11,12 +11,12 @@ import pytest
 from tracking_scene import Scene
 
 from hpcdist.errors import RunFolderError, TrackingError, UserMistake
-from hpcdist.files.atomic import read_json, write_json
+from hpcdist.host.files import read_json, write_json
+from hpcdist.run.records import DatasetRecord, TrainingRecord, write_training
 from hpcdist.run.snapshot import CodeState
-from hpcdist.run.training_record import Dataset, TrainingRecord, write_training
-from hpcdist.tracking.client.mlflow_client import open_client
-from hpcdist.tracking.client.recorded_run import RecordedRun, find_recorded
-from hpcdist.tracking.shipping.shipper import sync
+from hpcdist.tracking.mlflow_client import open_client
+from hpcdist.tracking.recorded_run import RecordedRun, find_recorded
+from hpcdist.tracking.shipper import sync
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
@@ -30,7 +30,7 @@ def shipped(scene: Scene) -> str:
     write_json(scene.run.environment, {**facts, "image": "img", "image_digest": "sha256:1a"})
     scene.file("code.patch", "+x\n")
     scene.run.new_attempt()
-    write_training(scene.run.attempt(1), TrainingRecord(datasets=(Dataset(name="digits", digest="1a2b"),)))
+    write_training(scene.run.attempt(1), TrainingRecord(datasets=(DatasetRecord(name="digits", digest="1a2b"),)))
     scene.log(range(1, 4))
     scene.log(range(1, 4), key="train/samples_per_s", attempt=1)
     scene.state(status="finished", ended=9e8, world_size=2)

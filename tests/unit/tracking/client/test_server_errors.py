@@ -14,8 +14,8 @@ from urllib3 import HTTPResponse
 from urllib3.util.retry import Retry
 
 from hpcdist.errors import TrackingError, UserMistake
-from hpcdist.tracking.client.credentials import read_credentials
-from hpcdist.tracking.client.mlflow_client import open_client
+from hpcdist.tracking.mlflow_client import open_client
+from hpcdist.tracking.uri import read_credentials
 
 Answer = tuple[int, bytes, dict[str, str]]
 PAGE = b"<!DOCTYPE html><html><body>Please log in.</body></html>"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import TrackingError
-from hpcdist.tracking.client.uri import choose_uri, default_uri, redact_uri, sqlite_path
+from hpcdist.tracking.uri import choose_uri, default_uri, redact_uri, sqlite_path
 
 
 @pytest.mark.parametrize(

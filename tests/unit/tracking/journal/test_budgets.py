@@ -14,15 +14,13 @@ import pytest
 from tracking_scene import Scene
 
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal import node_charts, point_budget
-from hpcdist.tracking.journal import reader as journal_reader
-from hpcdist.tracking.journal import tail as journal_tail
-from hpcdist.tracking.journal.batches import Batches
-from hpcdist.tracking.journal.node_charts import without_node
-from hpcdist.tracking.journal.point_budget import PointBudget
-from hpcdist.tracking.journal.shipping_state import ShippingState
-from hpcdist.tracking.journal.tail import Point
-from hpcdist.tracking.shipping.shipper import sync
+from hpcdist.tracking import journal
+from hpcdist.tracking import journal as journal_reader
+from hpcdist.tracking import points as journal_tail
+from hpcdist.tracking import points as tracking_points
+from hpcdist.tracking.journal import without_node
+from hpcdist.tracking.points import Batches, Point, PointBudget, ShippingState
+from hpcdist.tracking.shipper import sync
 
 LIMIT = 40
 #: 64 nodes with 4 GPUs are 1,792 charts of system metrics.
@@ -43,7 +41,7 @@ SYSTEM = [
 
 @pytest.fixture(autouse=True)
 def _limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(point_budget, "EXACT_POINTS", LIMIT)
+    monkeypatch.setattr(tracking_points, "EXACT_POINTS", LIMIT)
 
 
 def points(values: list[float], key: str = "loss") -> list[Point]:
@@ -194,7 +192,7 @@ class Store:
 def test_complete_intervals_have_the_statistics_of_all_nodes_through_crashes(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(point_budget, "EXACT_POINTS", 1000)
+    monkeypatch.setattr(tracking_points, "EXACT_POINTS", 1000)
     monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(journal_tail, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(journal_tail, "BATCH_BYTES", 9000)
@@ -223,7 +221,7 @@ def test_complete_intervals_have_the_statistics_of_all_nodes_through_crashes(
 def test_live_run_with_random_crashes_sends_each_point_once(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(point_budget, "FIRST_BUCKET", 8)
+    monkeypatch.setattr(tracking_points, "FIRST_BUCKET", 8)
     run, draw = make_run(tmp_path), random.Random(seed)
     store = Store(run, seed)
     losses: list[Point] = []
@@ -269,7 +267,7 @@ def test_silent_node_does_not_delay_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_sync_reports_points_beyond_the_limit(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(point_budget, "EXACT_POINTS", 10)
+    monkeypatch.setattr(tracking_points, "EXACT_POINTS", 10)
     scene.log(range(100))
     scene.state(status="finished", ended=2e9)
     report = sync(scene.run, scene.uri)
@@ -302,4 +300,4 @@ def test_charts_of_64_nodes_with_4_gpus(scene: Scene) -> None:
     name = "gpu_3_power_usage_watts"
     assert [metrics[f"system/nodes_{kind}/{name}"] for kind in ("min", "mean", "max")] == [30.0, 66.5, 103.0]
     assert metrics["time/nodes_max/step_s"] == pytest.approx(0.63)
-    assert node_charts.SILENT_MS >= 1000 * journal_tail.LATE_S, "lines of a network file system arrive within that time"
+    assert journal.SILENT_MS >= 1000 * journal_tail.LATE_S, "lines of a network file system arrive within that time"

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.tracking.journal import reader as journal_reader
-from hpcdist.tracking.journal import tail as journal_tail
-from hpcdist.tracking.journal.names import clean_metric_name
-from hpcdist.tracking.journal.shipping_state import ShippingState
-from hpcdist.tracking.journal.tail import JournalTail, Point
+from hpcdist.tracking import journal as journal_reader
+from hpcdist.tracking import points as journal_tail
+from hpcdist.tracking.journal import clean_metric_name
+from hpcdist.tracking.points import JournalTail, Point, ShippingState
 
 #: Names that become equal if invalid characters are replaced or the end is cut.
 KEYS = ["loss", "acc%", "acc#", "acc_", "k" * 300 + "a", "k" * 300 + "b", "attempt"]

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from hpcdist.errors import HpcdistError, UserMistake
-from hpcdist.tracking.journal import reader as journal_reader
-from hpcdist.tracking.journal import writer as journal_writer
-from hpcdist.tracking.journal.reader import journal_files, read_chunk, read_range, read_records
-from hpcdist.tracking.journal.writer import JournalWriter
+from hpcdist.tracking import journal as journal_reader
+from hpcdist.tracking import journal as journal_writer
+from hpcdist.tracking.journal import JournalWriter, journal_files, read_chunk, read_range, read_records
 
 
 def line(step: int, value: float = 0.5) -> bytes:

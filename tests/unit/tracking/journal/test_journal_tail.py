@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import TrackingError
-from hpcdist.tracking.journal import reader as journal_reader
-from hpcdist.tracking.journal import tail as journal_tail
-from hpcdist.tracking.journal.shipping_state import ShippingState
-from hpcdist.tracking.journal.tail import JournalTail, Point
+from hpcdist.tracking import journal as journal_reader
+from hpcdist.tracking import points as journal_tail
+from hpcdist.tracking.points import JournalTail, Point, ShippingState
 
 
 def write(folder: Path, attempt: int, steps: list[int], *, rank: int = 0, key: str = "loss", time_ms: int = 0) -> None:

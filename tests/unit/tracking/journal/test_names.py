@@ -10,8 +10,7 @@ import pytest
 from mlflow.utils.validation import _validate_metric_name, _validate_tag_name
 
 from hpcdist.errors import TrackingError
-from hpcdist.tracking.journal.names import MAX_NAME, clean_metric_name, clean_name, is_allowed
-from hpcdist.tracking.shipping.changed_names import ChangedNames
+from hpcdist.tracking.journal import MAX_NAME, ChangedNames, clean_metric_name, clean_name, is_allowed
 
 
 @pytest.mark.parametrize("name", ["train/loss", "a b:c-d_e.f", "größe", "k" * 250, "a/...", ".x", "a--b", "client-0a"])

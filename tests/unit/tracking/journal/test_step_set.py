@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from hpcdist.tracking.journal import step_set
-from hpcdist.tracking.journal.step_set import StepSet
+from hpcdist.tracking import points
+from hpcdist.tracking.points import StepSet
 
 
 def sequences() -> dict[str, list[int]]:
@@ -31,7 +31,7 @@ def sequences() -> dict[str, list[int]]:
 @pytest.mark.parametrize("name", sequences())
 @pytest.mark.parametrize("max_array", [4, 64, 1024])
 def test_step_set_equals_a_set(name: str, max_array: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_set, "MAX_ARRAY", max_array)
+    monkeypatch.setattr(points, "MAX_ARRAY", max_array)
     found, expected = StepSet(), set[int]()
     for step in sequences()[name]:
         assert (step in found) == (step in expected)
@@ -59,4 +59,4 @@ def test_irregular_steps_are_in_few_arrays() -> None:
     found = StepSet()
     for _ in range(50_000):
         found.add(generator.randrange(10**9))
-    assert len(found._chunks) < 4 * 50_000 / step_set.MAX_ARRAY
+    assert len(found._chunks) < 4 * 50_000 / points.MAX_ARRAY

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hpcdist.files.atomic import write_json
+from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir, State
-from hpcdist.tracking.pages import links
+from hpcdist.tracking import links
 
 IDS = {"uri": "http://mlflow:5000", "experiment_id": "7", "run_id": "ab"}
 

@@ -15,13 +15,12 @@ from mlflow.entities import Run as MlflowEntity
 from hpcdist.config.loading import load_config
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import TrackingError
-from hpcdist.files.atomic import read_json
+from hpcdist.host.files import read_json
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold
-from hpcdist.run.sweep import make_sweep, parse_axes
-from hpcdist.run.sweep_folder import SweepDir, mark, write_sweep
-from hpcdist.tracking.pages.parent_run import ParentRun
-from hpcdist.tracking.shipping.delivery import Delivery
+from hpcdist.run.sweeps import SweepDir, make_sweep, mark, parse_axes, write_sweep
+from hpcdist.tracking.delivery import Delivery
+from hpcdist.tracking.pages import ParentRun
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -84,7 +83,7 @@ def test_cells_are_child_runs_named_by_their_values(sweep: SweepScene) -> None:
     assert set(found) == {"tune", "seed=1", "seed=2"}
     for name in ("seed=1", "seed=2"):
         assert found[name].data.tags["mlflow.parentRunId"] == found["tune"].info.run_id
-        assert found[name].data.tags["hpcdist.run.sweep"] == "tune"
+        assert found[name].data.tags["hpcdist.run.sweeps"] == "tune"
         assert found[name].data.params["seed"] == name.removeprefix("seed=")
     parent = found["tune"].data
     assert parent.params == {"seed": "1, 2"}

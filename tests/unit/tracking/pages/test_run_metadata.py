@@ -8,12 +8,12 @@ import pytest
 import yaml
 
 from hpcdist.config.loading import load_config
-from hpcdist.config.schema.declaration import trainer_sections
+from hpcdist.config.schema import trainer_sections
 from hpcdist.config.written import to_yaml
-from hpcdist.files.atomic import write_json
+from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal.names import is_allowed
-from hpcdist.tracking.pages.run_metadata import fixed_tags, names, params
+from hpcdist.tracking.journal import is_allowed
+from hpcdist.tracking.pages import fixed_tags, names, params
 
 
 @pytest.mark.parametrize(

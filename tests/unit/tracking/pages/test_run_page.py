@@ -11,19 +11,20 @@ from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, PERMISSION_DENIED
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import TrackingError
-from hpcdist.files.atomic import write_json
+from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
-from hpcdist.run.origin import PLAIN_SCRIPT, Origin, write_origin
-from hpcdist.run.training_record import Dataset, TrainingRecord, write_training
-from hpcdist.tracking.pages import run_page
-from hpcdist.tracking.pages.run_metadata import MAX_RUN_NAME, run_name
-from hpcdist.tracking.pages.run_page import MARK, NOTE_TAG
+from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Origin, TrainingRecord, write_origin, write_training
+from hpcdist.tracking import pages
+from hpcdist.tracking.pages import MARK, MAX_RUN_NAME, NOTE_TAG, run_name
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
 PRIMARY = "mlflow.experiment.primaryMetric.name"
-DATA = (Dataset(name="digits", num_samples=9, digest="ab", source="/data"), Dataset(name="digits", split="test"))
+DATA = (
+    DatasetRecord(name="digits", num_samples=9, digest="ab", source="/data"),
+    DatasetRecord(name="digits", split="test"),
+)
 
 
 def note(scene: Scene) -> str:
@@ -61,7 +62,7 @@ def test_description_follows_the_state_and_is_final_at_the_end(scene: Scene) -> 
 
 
 def test_live_description_changes_after_a_minute(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_page, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(pages, "INTERVAL_S", 0.0)
     shipper = scene.shipper()
     for step in (10, 20):
         beat(scene, step)
@@ -95,7 +96,7 @@ def test_configured_description_precedes_the_generated_one(scene: Scene) -> None
 
 
 def test_datasets_are_inputs_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_page, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(pages, "INTERVAL_S", 0.0)
     attempt = scene.run.new_attempt()
     shipper = scene.shipper()
     shipper.ship_once()
@@ -120,7 +121,7 @@ def test_splits_with_one_digest_are_inputs_each(scene: Scene) -> None:
     write_training(
         scene.run.new_attempt(),
         TrainingRecord(
-            datasets=tuple(Dataset(name="clicks", digest="7e8e", split=split) for split in ("train", "test"))
+            datasets=tuple(DatasetRecord(name="clicks", digest="7e8e", split=split) for split in ("train", "test"))
         ),
     )
     scene.shipper().ship_once()

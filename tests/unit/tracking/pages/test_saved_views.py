@@ -15,14 +15,12 @@ import pytest
 from mlflow_application import mlflow_application, serving
 from tracking_scene import CONFIG, Scene
 
-from hpcdist.files.atomic import read_json, write_json
-from hpcdist.review.attempts import AttemptFacts
-from hpcdist.review.checkpoints import CheckpointFacts
-from hpcdist.review.facts import read_facts
+from hpcdist.host.files import read_json, write_json
+from hpcdist.review.facts import AttemptFacts, CheckpointFacts, read_facts
 from hpcdist.review.ledger import Entry, Ledger
-from hpcdist.tracking.client.mlflow_client import MlflowException
-from hpcdist.tracking.client.mlflow_run import MlflowRun
-from hpcdist.tracking.pages import run_page, saved_views
+from hpcdist.tracking import pages
+from hpcdist.tracking.mlflow_client import MlflowException
+from hpcdist.tracking.mlflow_run import MlflowRun
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = [
@@ -71,7 +69,7 @@ def as_cell(scene: Scene, *keys: str) -> None:
 
 def test_state_has_the_keys_and_types_of_a_view_that_the_ui_saved() -> None:
     saved = unpacked(OF_THE_UI)
-    for found in saved_views.prepared({"eval/accuracy": "max"}, ["optim.lr"]).values():
+    for found in pages.prepared({"eval/accuracy": "max"}, ["optim.lr"]).values():
         state = found.state()
         assert [key for key in state if key not in saved] == []
         wrong = [key for key, value in state.items() if value is not None and not isinstance(value, type(saved[key]))]
@@ -80,7 +78,7 @@ def test_state_has_the_keys_and_types_of_a_view_that_the_ui_saved() -> None:
             assert state["groupBy"].keys() == saved["groupBy"].keys()
             assert state["groupBy"]["groupByKeys"][0].keys() == saved["groupBy"]["groupByKeys"][0].keys()
         assert state["columnOrder"][:2] == saved["columnOrder"][:2]
-    assert unpacked(saved_views._packed(saved)) == saved
+    assert unpacked(pages._packed(saved)) == saved
 
 
 def test_views_of_a_run(scene: Scene) -> None:
@@ -145,8 +143,8 @@ def test_columns_of_tags_have_values(scene: Scene, monkeypatch: pytest.MonkeyPat
         Entry(cause="idle", attempt=1, node="n1", seconds=1.0),
     ]
     ledger = Ledger(unit="GPU", entries=tuple(entries))
-    monkeypatch.setattr(run_page, "read_facts", lambda run, state: facts)
-    monkeypatch.setattr(run_page, "read_ledger", lambda run: ledger)
+    monkeypatch.setattr(pages, "read_facts", lambda run, state: facts)
+    monkeypatch.setattr(pages, "read_ledger", lambda run: ledger)
     write_json(scene.run.path / "slurm.json", {"job_id": "12", "cluster": "c"})
     starts = {
         "0": {"began": 1.0, "nodes": "n[1-2]", "queue_s": 3.4},
@@ -155,8 +153,10 @@ def test_columns_of_tags_have_values(scene: Scene, monkeypatch: pytest.MonkeyPat
     write_json(scene.run.path / "job.json", {"job_id": "12", "starts": starts})
     scene.shipper().ship_once()
     tags = scene.entity.data.tags
-    shown = [column[6:-1] for view in saved_views.prepared({"m": "max"}, ["lr"]).values() for column in view.columns]
-    assert [key for key in shown if key.startswith("hpcdist.") and key != "hpcdist.run.sweep" and key not in tags] == []
+    shown = [column[6:-1] for view in pages.prepared({"m": "max"}, ["lr"]).values() for column in view.columns]
+    assert [
+        key for key in shown if key.startswith("hpcdist.") and key != "hpcdist.run.sweeps" and key not in tags
+    ] == []
     assert (tags["hpcdist.lost_steps"], tags["hpcdist.nodes"]) == ("10", "n[1-2],n[2-3]")
     assert tags["hpcdist.interruptions"] == "1: x; 2: x; 3: x"
     assert tags["hpcdist.best"] == "0.9824 at step 1,200"
@@ -186,8 +186,8 @@ def test_own_view_is_replaced_and_views_of_users_are_not_touched(scene: Scene) -
 def test_another_version_of_mlflow_gets_no_views(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(saved_views, "installed", "3.170.1")
-    with caplog.at_level(logging.DEBUG, saved_views.__name__):
+    monkeypatch.setattr(pages, "installed", "3.170.1")
+    with caplog.at_level(logging.DEBUG, pages.__name__):
         scene.shipper().ship_once()
     assert "no views are written: MLflow 3.170.1 is not one of the tested versions" in caplog.text
     assert tags(scene) == {}
@@ -229,7 +229,7 @@ def test_rejected_view_delays_nothing_and_is_tried_again_at_the_end(
     monkeypatch.setattr("mlflow.MlflowClient.set_experiment_tag", reject)
     scene.log([1, 2])
     shipper = scene.shipper()
-    with caplog.at_level(logging.DEBUG, saved_views.__name__):
+    with caplog.at_level(logging.DEBUG, pages.__name__):
         shipper.ship_once()
         shipper.ship_once()
     assert scene.steps() == [1, 2]

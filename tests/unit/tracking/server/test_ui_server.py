@@ -18,8 +18,8 @@ import pytest
 from hpcdist_runs import unused_port
 
 from hpcdist.errors import UserMistake
-from hpcdist.tracking.server import ui, ui_gate
-from hpcdist.tracking.server.ui_gate import Scope, TokenGate
+from hpcdist.tracking import ui
+from hpcdist.tracking.ui import Scope, TokenGate
 
 TOKEN = "s3cret"
 COOKIE = ("cookie", f"other=1; hpcdist-ui-5000={TOKEN}")
@@ -82,7 +82,7 @@ def test_requests_without_the_token_are_rejected(headers: list[tuple[str, str]],
     status, found, body, reached = request(*headers, path=path)
     assert (status, reached) == (401, 0)
     assert found[b"www-authenticate"] == b"Bearer"
-    assert json.loads(body) == {"error_code": "UNAUTHENTICATED", "message": ui_gate.HELP}
+    assert json.loads(body) == {"error_code": "UNAUTHENTICATED", "message": ui.HELP}
 
 
 def test_browser_without_the_token_gets_a_help_page() -> None:
@@ -127,7 +127,7 @@ def test_cookie_is_rejected_for_pages_of_other_servers(headers: list[tuple[str, 
     response = request(HOST, COOKIE, *headers)
     assert response[0] == status
     if status == 403:
-        assert json.loads(response[2])["message"] == ui_gate.FOREIGN_ORIGIN
+        assert json.loads(response[2])["message"] == ui.FOREIGN_ORIGIN
         assert response[3] == 0
 
 

@@ -12,14 +12,14 @@ import pytest
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import TrackingError, UserMistake
-from hpcdist.files.atomic import read_json
+from hpcdist.host.files import read_json
+from hpcdist.run.commands import CommandResult, LiveCommand, read_command, write_result
 from hpcdist.run.lease import hold
-from hpcdist.run.live_command import CommandResult, LiveCommand, read_command, write_result
-from hpcdist.tracking.client.mlflow_run import MlflowRun
-from hpcdist.tracking.journal.shipping_state import ShippingState
-from hpcdist.tracking.shipping import command_tag
-from hpcdist.tracking.shipping.command_tag import parse
-from hpcdist.tracking.shipping.delivery import Delivery
+from hpcdist.tracking import command_tag
+from hpcdist.tracking.command_tag import parse
+from hpcdist.tracking.delivery import Delivery
+from hpcdist.tracking.mlflow_run import MlflowRun
+from hpcdist.tracking.points import ShippingState
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -164,7 +164,7 @@ def test_crash_after_the_tag_was_read(live: Live, monkeypatch: pytest.MonkeyPatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hpcdist.tracking.client.mlflow_run.MlflowRun.delete_tag", crash)
+        patch.setattr("hpcdist.tracking.mlflow_run.MlflowRun.delete_tag", crash)
         with pytest.raises(KeyboardInterrupt):
             live.obey("save")
     live.shipper = live.scene.shipper()
@@ -172,7 +172,7 @@ def test_crash_after_the_tag_was_read(live: Live, monkeypatch: pytest.MonkeyPatc
     assert live.result() == "save: sent to the ranks"
     assert live.attempt.command(1).exists()
     with monkeypatch.context() as patch:
-        patch.setattr("hpcdist.tracking.client.mlflow_run.MlflowRun.delete_tag", crash)
+        patch.setattr("hpcdist.tracking.mlflow_run.MlflowRun.delete_tag", crash)
         with pytest.raises(KeyboardInterrupt):
             live.obey("stop")
     live.scene.state(attempt=2)
@@ -250,7 +250,7 @@ def test_unavailable_tag_does_not_stop_the_upload(live: Live, monkeypatch: pytes
     def fail(*_: object) -> str:
         raise TrackingError("no tags today")
 
-    monkeypatch.setattr("hpcdist.tracking.client.mlflow_run.MlflowRun.tag", fail)
+    monkeypatch.setattr("hpcdist.tracking.mlflow_run.MlflowRun.tag", fail)
     live.scene.log(range(3))
     with pytest.raises(TrackingError, match="no tags today"):
         live.ship()

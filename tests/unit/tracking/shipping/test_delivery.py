@@ -17,13 +17,11 @@ from timed_runs import BEGAN, add_attempt
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import TrackingError
-from hpcdist.files.atomic import write_json
+from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
-from hpcdist.run.polling import CHECKS_PER_S
-from hpcdist.tracking.artifacts import run_files
-from hpcdist.tracking.journal.shipping_state import upload_progress
-from hpcdist.tracking.journal.tail import Point
-from hpcdist.tracking.shipping import delivery
+from hpcdist.run.status import CHECKS_PER_S
+from hpcdist.tracking import artifacts, delivery
+from hpcdist.tracking.points import Point, upload_progress
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -142,9 +140,9 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.shipping import delivery
-from hpcdist.tracking.client import mlflow_run
-from hpcdist.tracking.journal import shipping_state
+from hpcdist.tracking import delivery
+from hpcdist.tracking import mlflow_run
+from hpcdist.tracking import points as shipping_state
 {trap}
 shipper = delivery.Delivery(RunDir(Path(sys.argv[1])), sys.argv[2])
 shipper.ship_once()
@@ -333,39 +331,39 @@ def test_artifacts_of_a_trainer_are_uploaded_during_training(scene: Scene) -> No
 
 
 def test_logs_of_the_first_outcomes_are_uploaded_with_many_ranks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_files, "MAX_RANKS", 3)
+    monkeypatch.setattr(artifacts, "MAX_RANKS", 3)
     for rank in range(6):
         scene.file(f"attempts/001/rank-{rank:05d}.log", "a line\n")
     for time_s, rank in enumerate((4, 1, 5, 3)):
         os.utime(scene.file(f"attempts/001/rank-{rank:05d}.outcome.json", "{}"), (time_s, time_s))
     uploaded = [
-        item.target.removeprefix("logs/attempt-001/rank-0000") for item in run_files.reports(scene.run, ended=True)
+        item.target.removeprefix("logs/attempt-001/rank-0000") for item in artifacts.reports(scene.run, ended=True)
     ]
     assert uploaded == ["1.log", "1.outcome.json", "4.log", "4.outcome.json", "5.log", "5.outcome.json"]
     for rank in (1, 3, 5):
         scene.run.attempt(1).outcome(rank).unlink()
     uploaded = [
-        item.target.removeprefix("logs/attempt-001/rank-0000") for item in run_files.reports(scene.run, ended=True)
+        item.target.removeprefix("logs/attempt-001/rank-0000") for item in artifacts.reports(scene.run, ended=True)
     ]
     assert uploaded == ["0.log", "1.log", "4.log", "4.outcome.json"]
 
 
 def test_straggler_reports_are_uploaded_with_the_logs(scene: Scene) -> None:
     scene.file("attempts/001/stragglers.jsonl", "{}\n")
-    assert "logs/attempt-001/stragglers.jsonl" in {item.target for item in run_files.reports(scene.run, ended=False)}
+    assert "logs/attempt-001/stragglers.jsonl" in {item.target for item in artifacts.reports(scene.run, ended=False)}
 
 
 def test_bounded_number_of_stack_traces_is_uploaded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_files, "MAX_RANKS", 2)
-    monkeypatch.setattr(run_files, "LIVE_LOG_BYTES", 100)
+    monkeypatch.setattr(artifacts, "MAX_RANKS", 2)
+    monkeypatch.setattr(artifacts, "LIVE_LOG_BYTES", 100)
     for rank in range(3):
         scene.file(f"attempts/001/rank-{rank:05d}.stacks.txt", "a stack\n")
         scene.file(f"attempts/001/rank-{rank:05d}.flight.json", "{}")
         scene.file(f"attempts/001/flight-rank-{rank}", "x" * (99 + rank))
-    first = [item.target.removeprefix("logs/attempt-001/") for item in run_files.reports(scene.run, ended=True)]
+    first = [item.target.removeprefix("logs/attempt-001/") for item in artifacts.reports(scene.run, ended=True)]
     assert first == ["flight-rank-0", "flight-rank-1"], "stacks are uploaded after their collection"
     scene.file("attempts/001/stacks.txt", "rank 2 differs\n")
-    uploaded = [item.target.removeprefix("logs/attempt-001/") for item in run_files.reports(scene.run, ended=False)]
+    uploaded = [item.target.removeprefix("logs/attempt-001/") for item in artifacts.reports(scene.run, ended=False)]
     stacks = ["rank-00000.stacks.txt", "rank-00001.stacks.txt"]
     records = ["rank-00000.flight.json", "rank-00001.flight.json", "flight-rank-0", "flight-rank-1"]
     assert uploaded == ["stacks.txt", *stacks, *records]
@@ -395,9 +393,9 @@ def test_best_and_final_checkpoints_are_uploaded_at_the_end(scene: Scene) -> Non
         copy = scene.client.download_artifacts(scene.run_id, f"checkpoints/{name}/model.pt")
         assert Path(copy).read_text() == f"weights {step}"
     least = {"checkpoint": {"monitor": "eval/accuracy", "monitor_mode": "min"}}
-    assert [item.source.name for item in run_files.checkpoints(scene.run, least)] == ["step-00000030", "step-00000010"]
+    assert [item.source.name for item in artifacts.checkpoints(scene.run, least)] == ["step-00000030", "step-00000010"]
     other = {"checkpoint": {"monitor": "eval/loss"}}
-    assert [item.target for item in run_files.checkpoints(scene.run, other)] == ["checkpoints/final"]
+    assert [item.target for item in artifacts.checkpoints(scene.run, other)] == ["checkpoints/final"]
 
 
 def test_number_of_files_that_are_left_is_recorded_at_the_end(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,7 +472,7 @@ def test_newest_preflight_reports_are_uploaded(scene: Scene) -> None:
     first, second = scene.run.new_attempt(), scene.run.new_attempt()
     for path in (first.preflight, first.network, second.network):
         path.write_text("{}")
-    found = {item.target: item.source for item in run_files.preflight(scene.run)}
+    found = {item.target: item.source for item in artifacts.preflight(scene.run)}
     assert found == {"preflight.json": first.preflight, "network.json": second.network}
 
 

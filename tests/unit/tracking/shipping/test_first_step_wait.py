@@ -9,10 +9,10 @@ from typing import cast
 
 import pytest
 
-from hpcdist.files.atomic import write_json
+from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir, State
-from hpcdist.tracking.shipping import shipper
-from hpcdist.tracking.shipping.shipper import _Parent, _wait_for_first_step
+from hpcdist.tracking import shipper
+from hpcdist.tracking.shipper import _Parent, _wait_for_first_step
 
 
 class Parent:

@@ -7,11 +7,11 @@ from timed_runs import BEGAN, account, add_attempt
 from tracking_scene import Scene
 
 from hpcdist.errors import TrackingError
-from hpcdist.files.atomic import write_json
+from hpcdist.host.files import write_json
 from hpcdist.review.ledger import CAUSES
-from hpcdist.tracking.journal.shipping_state import ShippingState
-from hpcdist.tracking.shipping import ledger_metrics
-from hpcdist.tracking.shipping.ledger_metrics import LedgerMetrics
+from hpcdist.tracking import delivery
+from hpcdist.tracking.delivery import LedgerMetrics
+from hpcdist.tracking.points import ShippingState
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
@@ -36,7 +36,7 @@ def test_ledger_of_an_ended_run_is_logged_once(scene: Scene) -> None:
 
 def test_ledger_of_a_running_run_is_logged_in_intervals(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(ledger_metrics.time, "monotonic", lambda: now)
+    monkeypatch.setattr(delivery.time, "monotonic", lambda: now)
     mlflow, ledger, progress = scene.shipper().open_run(), new_metrics(scene), ShippingState()
     scene.state(created=BEGAN)
     numbers = []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tracking_scene import CONFIG, Scene
 
-from hpcdist.run.origin import Origin, write_origin
-from hpcdist.tracking.journal.rank_events import EventWriter
+from hpcdist.run.records import Origin, write_origin
+from hpcdist.tracking.journal import EventWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 

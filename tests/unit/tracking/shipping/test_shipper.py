@@ -21,13 +21,13 @@ import pytest
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import TrackingError
-from hpcdist.files.atomic import write_json
+from hpcdist.host.files import write_json
 from hpcdist.run import lease
-from hpcdist.slurm import job_snapshot
-from hpcdist.slurm.job_info import JobInfo
-from hpcdist.slurm.job_snapshot import JobSnapshot
-from hpcdist.supervisor.shipper_process import ShipperProcess
-from hpcdist.tracking.shipping.shipper import SyncReport, ship_forever, sync
+from hpcdist.slurm import client
+from hpcdist.slurm.client import JobSnapshot
+from hpcdist.slurm.output import JobInfo
+from hpcdist.supervisor.children import ShipperProcess
+from hpcdist.tracking.shipper import SyncReport, ship_forever, sync
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -94,7 +94,7 @@ def test_sync_closes_the_run_of_an_ended_job_with_the_reason_of_slurm(
     write_json(scene.run.path / "job.json", {"job_id": "12", "starts": starts})
     scene.state(status="queued", attempt=1)
     facts = JobInfo(id="12", state="PENDING", reason="BeginTime")
-    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: JobSnapshot(info=facts))
+    monkeypatch.setattr(client, "take_snapshot", lambda job, history=False: JobSnapshot(info=facts))
     assert sync(scene.run, scene.uri).closed == ""
     assert scene.entity.info.status == "SCHEDULED"
     facts = JobInfo(id="12", state=state, nodes="n2", ended=2e9)
@@ -211,8 +211,7 @@ def test_drain_ends_after_its_timeout(scene: Scene, caplog: pytest.LogCaptureFix
 @pytest.mark.processes
 def test_shipper_process_reports_a_missing_run_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = (
-        "import sys; from hpcdist.tracking.shipping.shipper import main\n"
-        "print(main([sys.argv[1]], {}), 'torch' in sys.modules)"
+        "import sys; from hpcdist.tracking.shipper import main\nprint(main([sys.argv[1]], {}), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout == "2 False\n"
@@ -262,7 +261,7 @@ def test_killed_server_causes_no_loss_and_no_duplicates(scene: Scene, tmp_path: 
     shipped = scene.run.journal / "shipped.json"
     scene.log(range(2000))
     scene.file("journal/attempt-001.rank-00001.jsonl", '{"t":5,"s":1,"m":{"nan":NaN,"up":Infinity}}\n')
-    command = [sys.executable, "-P", "-m", "hpcdist.tracking.shipping.shipper", str(scene.run.path)]
+    command = [sys.executable, "-P", "-m", "hpcdist.tracking.shipper", str(scene.run.path)]
     env = {**os.environ, "HPCDIST_TRACKING_URI": scene.uri}
     output = open(tmp_path / "shipper.log", "wb")  # noqa: SIM115 (closed below)
     with server(tmp_path, port):

@@ -17,9 +17,9 @@ from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import RunFolderError, UserMistake
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal.shipping_state import is_complete
-from hpcdist.tracking.shipping.shipper import sync
-from hpcdist.tracking.shipping.sync_runs import _only_watch
+from hpcdist.tracking.points import is_complete
+from hpcdist.tracking.shipper import sync
+from hpcdist.tracking.sync_runs import _only_watch
 
 pytestmark = [
     pytest.mark.processes,

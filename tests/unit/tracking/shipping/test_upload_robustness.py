@@ -15,9 +15,8 @@ from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import TrackingError
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.client import mlflow_run
-from hpcdist.tracking.journal.shipping_state import ShippingState
-from hpcdist.tracking.shipping import delivery
+from hpcdist.tracking import delivery, mlflow_run
+from hpcdist.tracking.points import ShippingState
 
 pytestmark = [
     # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates, and its server imports a deprecated module.
@@ -52,7 +51,7 @@ def test_two_runs_are_uploaded_at_the_same_time(scene: Scene) -> None:
     (second.journal / journal).write_text((scene.run.journal / journal).read_text())
     code = (
         "import sys; from pathlib import Path; from hpcdist.run.folder import RunDir\n"
-        "from hpcdist.tracking.shipping.delivery import Delivery\n"
+        "from hpcdist.tracking.delivery import Delivery\n"
         "Delivery(RunDir(Path(sys.argv[1])), sys.argv[2]).ship_once()"
     )
     both = [

@@ -1,0 +1,282 @@
+"""What checkpoints hold: state dicts under the names of the bare model, states of random number generators, weights for
+use outside of a run, shards that several ranks own.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch exports them at run time
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from hpcdist.checkpoint import folder as checkpoint_folder
+from hpcdist.checkpoint.folder import FileRecord
+from hpcdist.errors import CheckpointError
+from hpcdist.host import retry
+from hpcdist.host.files import fsync_folder, parse_json
+
+# State dicts under the names of the bare model, without the prefixes of DDP and `torch.compile`.
+
+
+def clean_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict of a module without the prefixes of DDP and `torch.compile` wrappers at any level.
+
+    The prefixes are derived from the wrapper modules, so a layer that a user calls `module` keeps its name. The tensors
+    share memory with the module.
+    """
+    prefixes = _wrapper_prefixes(module)
+    return {_clean(key, prefixes): value for key, value in module.state_dict().items()}
+
+
+class MaybeSharded:
+    """A state that may contain tensors sharded over ranks (DTensor), as those of FSDP2 and tensor parallelism."""
+
+    def __init__(self, state: Any) -> None:
+        self._values, self._structure = tree_flatten(state)
+        sharding = sys.modules.get("torch.distributed.tensor")  # its import takes long, and sharded models have done it
+        self._kind = sharding.DTensor if sharding is not None else ()
+        self.is_sharded = any(isinstance(value, self._kind) for value in self._values)
+
+    def gather(self, *, keep: bool) -> Any:
+        """Return the state with whole tensors in host memory; None unless `keep`. Call it on all ranks of the mesh."""
+        for number, value in enumerate(self._values):
+            if isinstance(value, self._kind):
+                whole = value.full_tensor()
+                self._values[number] = whole.cpu() if keep else None
+        return tree_unflatten(self._values, self._structure) if keep else None
+
+
+def _wrapper_prefixes(module: nn.Module) -> list[tuple[str, str]]:
+    """Return pairs of a wrapper's key prefix and its replacement, the longest prefix first."""
+    prefixes = []
+    for name, part in module.named_modules(remove_duplicate=False):
+        outer = f"{name}." if name else ""
+        if isinstance(part, DistributedDataParallel | DataParallel):
+            prefixes.append((f"{outer}module.", outer))
+        elif isinstance(part._modules.get("_orig_mod"), nn.Module):  # torch.compile's OptimizedModule
+            prefixes.append((f"{outer}_orig_mod.", outer))
+    return sorted(prefixes, key=lambda pair: len(pair[0]), reverse=True)
+
+
+def _clean(key: str, prefixes: list[tuple[str, str]]) -> str:
+    for prefix, outer in prefixes:
+        if key.startswith(prefix):
+            key = outer + key[len(prefix) :]
+    return key
+
+
+# The state of a rank's random number generators: save and restore.
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Return the states of this process's generators: torch (CPU, and `device` if CUDA), NumPy and Python.
+
+    The result consists of tensors, numbers and strings, so that `torch.load(weights_only=True)` can read it.
+    """
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    assert not isinstance(keys, str)
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": {
+            "name": name,
+            "keys": torch.from_numpy(keys.astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Restore a result of `rng_state`. A CUDA state is ignored if `device` is not a CUDA device."""
+    torch.set_rng_state(state["torch"])
+    numpy = state["numpy"]
+    np.random.set_state(
+        (
+            numpy["name"],
+            numpy["keys"].numpy().astype(np.uint32),
+            numpy["position"],
+            numpy["has_gauss"],
+            numpy["cached"],
+        )
+    )
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+# Shards: parts of a model that several ranks own. Each owner writes its own file, rank 0 collects them.
+#
+#     {"model": {name: tensor}, "rows": {name: [first row, total rows]}, "trainer": further state of the owner}
+#
+# Names are those of the whole model. A tensor with `rows` is a slice of a table, so that no rank has to hold the whole
+# table. Owners report to rank 0 through the store: both sides write in background threads, which must not call
+# collectives.
+
+POLL_INTERVAL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """The part of a model that one rank owns, for `Context.save`.
+
+    Attributes:
+        model: tensors by their name in the whole model.
+        rows: for each tensor that is a slice of a table: its first row and the total number of rows of the table.
+        trainer: further state that this rank needs to resume, such as optimizer state.
+    """
+
+    model: Mapping[str, Tensor] = field(default_factory=dict)
+    rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    trainer: Any = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the rank contributes nothing to the checkpoint."""
+        return not self.model and self.trainer is None
+
+    def content(self) -> dict[str, Any]:
+        """Return the content of the shard's file."""
+        rows = {name: list(span) for name, span in self.rows.items()}
+        return {"model": self.model, "rows": rows, "trainer": self.trainer}
+
+
+class ShardExchange:
+    """Reports from the owners to rank 0 that their shards of a step are on disk.
+
+    Args:
+        store: store of all ranks.
+        rank: this rank.
+        attempt: number of the attempt.
+        timeout_s: how long rank 0 waits for the last owner, in seconds; the death of an owner ends the attempt earlier.
+    """
+
+    def __init__(self, store: Store, *, rank: int, attempt: int, timeout_s: float = 3600.0) -> None:
+        self._store = PrefixStore(f"shards/{attempt}", store)
+        self._rank = rank
+        self._timeout_s = timeout_s
+
+    def write(self, content: Mapping[str, Any], step: int, staging: Path) -> None:
+        """Write the shard of this rank, and report the success or the error to rank 0.
+
+        Raises CheckpointError if the file cannot be written.
+        """
+        try:
+            retry.retry(lambda: staging.mkdir(parents=True, exist_ok=True), staging)
+            record = checkpoint_folder.save_file(dict(content), staging / checkpoint_folder.shard_name(self._rank))
+            report: dict[str, Any] = {"bytes": record.size_bytes, "sha256": record.sha256}
+        except OSError as error:
+            text = f"rank {self._rank} could not write its shard of step {step}: {error.strerror or error}"
+            may_pass = retry.is_away(error)
+            self._store.set(f"{step}/{self._rank}", json.dumps({"error": text, "may_pass": may_pass}))
+            raise CheckpointError(text, may_pass=may_pass) from error
+        self._store.set(f"{step}/{self._rank}", json.dumps(report))
+
+    def collect(self, step: int, owners: Sequence[int], staging: Path, into: Path) -> dict[str, FileRecord]:
+        """Wait on rank 0 for every owner, and move the shards into the checkpoint folder.
+
+        Raises CheckpointError if an owner has failed or exceeds the time limit.
+        """
+        try:
+            reports = {rank: self._report(step, rank) for rank in owners}
+            for rank in owners:
+                retry.rename(staging / checkpoint_folder.shard_name(rank), into / checkpoint_folder.shard_name(rank))
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        retry.retry(lambda: fsync_folder(into), into)
+        return {checkpoint_folder.shard_name(rank): record for rank, record in reports.items()}
+
+    def _report(self, step: int, rank: int) -> FileRecord:
+        key = f"{step}/{rank}"
+        end = time.monotonic() + self._timeout_s
+        # Not `Store.wait`, which blocks the store for all other threads of this process.
+        while not self._store.check([key]):
+            if time.monotonic() > end:
+                raise CheckpointError(f"rank {rank} has not written its shard of step {step} in {self._timeout_s:g} s")
+            time.sleep(POLL_INTERVAL_S)
+        text = self._store.get(key)
+        self._store.delete_key(key)
+        try:
+            report = parse_json(text)
+            failure = str(report["error"])[:1000] if "error" in report else ""
+            if not failure:
+                return FileRecord(size_bytes=int(report["bytes"]), sha256=str(report["sha256"]))
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            raise CheckpointError(f"rank {rank} reported its shard of step {step} as {text[:100]!r}") from error
+        raise CheckpointError(failure, may_pass=report.get("may_pass") is True)
+
+
+def merge(shards: Sequence[Mapping[str, Any]], source: str) -> dict[str, Tensor]:
+    """Return the tensors of the whole model from the contents of its shards.
+
+    Raises CheckpointError if rows are missing or a content is not that of a `Shard`.
+    """
+    try:
+        return _merged(shards, source)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise CheckpointError(f"{source}: a shard is damaged ({type(error).__name__}: {str(error)[:200]})") from error
+
+
+def _merged(shards: Sequence[Mapping[str, Any]], source: str) -> dict[str, Tensor]:
+    whole: dict[str, Tensor] = {}
+    pieces: dict[str, list[tuple[int, int, Tensor]]] = {}
+    for shard in shards:
+        for name, tensor in shard["model"].items():
+            if name in shard["rows"]:
+                first, total = shard["rows"][name]
+                pieces.setdefault(name, []).append((first, total, tensor))
+            else:
+                whole[name] = tensor
+    for name, found in pieces.items():
+        found.sort(key=lambda piece: piece[0])
+        next_row = 0
+        for first, _, tensor in found:
+            if first != next_row:
+                break
+            next_row += len(tensor)
+        if next_row != found[0][1]:
+            raise CheckpointError(f"{source}: rows of {name} are missing after row {next_row} of {found[0][1]}")
+        whole[name] = torch.cat([tensor for _, _, tensor in found])
+    return whole
+
+
+# Load a checkpoint's weights outside of a run, such as for inference.
+#
+# from hpcdist.checkpoint.state import load_weights
+# model.load_state_dict(load_weights("runs/digits/first/checkpoints/step-00001200"))
+
+
+def load_weights(path: Path | str) -> dict[str, Tensor]:
+    """Return the model's state dict from one checkpoint folder, in host memory, for use in a single process.
+
+    Keys are those of the bare model, whichever trainer saved it; shards of several ranks are merged.
+
+    Args:
+        path: a checkpoint folder, such as `runs/digits/first/checkpoints/step-00001200`, or a copy of one.
+
+    Raises CheckpointError if the checkpoint is incomplete, has changed, or contains anything other than plain data.
+    """
+    folder = Path(path)
+    manifest = checkpoint_folder.read_manifest(folder)
+    checkpoint_folder.verify_hashes(folder, manifest)
+    weights = checkpoint_folder.load_file(folder / checkpoint_folder.MODEL_FILE)
+    shards = [checkpoint_folder.load_file(folder / name) for name in sorted(manifest.shards)]
+    return weights | merge(shards, str(folder))

@@ -1,0 +1,1 @@
+"""What `hpcdist doctor` checks."""

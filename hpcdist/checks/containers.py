@@ -1,0 +1,376 @@
+"""Checks of container runtimes and of the programs that environments without containers need."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from glob import glob
+from pathlib import Path
+
+from hpcdist.environments.packed import uv_program
+from hpcdist.environments.rank_environment import modules_version
+from hpcdist.host.commands import last_line, run_within
+from hpcdist.host.files import read_json
+from hpcdist.host.machine import CAP_SYS_RESOURCE, Check, has_capability, note, ok, warning
+from hpcdist.run.folder import RunDir
+
+# The version of pyxis, which neither srun nor Slurm's settings contain.
+
+_SETTING = re.compile(r"^(SLURM_CONF|PluginDir)\s*=\s*(\S+)", re.MULTILINE)
+#: A text of the plugin, which slurmd logs at its start.
+_VERSION = re.compile(rb"pyxis: version v?(\d[\w.+-]*)")
+#: Files in which plugstack.conf may include further ones.
+_MAX_DEPTH = 4
+
+
+def pyxis_version(settings: str) -> str:
+    """Return the version in the file of the plugin that plugstack.conf names; empty if this machine has none.
+
+    Args:
+        settings: output of `scontrol show config`.
+    """
+    found = dict(_SETTING.findall(settings))
+    with suppress(OSError):
+        for plugin in _plugins(
+            Path(found.get("SLURM_CONF", "/etc/slurm/slurm.conf")).with_name("plugstack.conf"), _MAX_DEPTH
+        ):
+            if match := _VERSION.search((Path(found.get("PluginDir", "/")) / plugin).read_bytes()):
+                return match[1].decode()
+    return ""
+
+
+def _plugins(config: Path, depth: int) -> Iterator[str]:
+    """Yield the files of plugins whose names contain `pyxis`, also those of included files."""
+    for line in config.read_text().splitlines():
+        words = line.partition("#")[0].split()
+        if words[:1] == ["include"] and depth:
+            for path in sorted(glob(str(config.parent / words[1]))):
+                yield from _plugins(Path(path), depth - 1)
+        elif len(words) > 1 and "pyxis" in words[1]:
+            yield words[1]
+
+
+# Checks of the container runtimes on this machine: installed, and usable by this user.
+
+#: Limit for each command.
+TIMEOUT_S = 10.0
+#: Folders with descriptions of GPUs for containers (CDI).
+CDI_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
+#: Subordinate ids that a user needs, because an image's files belong to several users.
+_SUB_IDS = 65536
+
+#: Values of ProctrackType with which Slurm signals every process of a step.
+_SIGNALS_ALL = ("linuxproc", "pgid")
+#: Oldest major version of a runtime that has the options which hpcdist uses.
+_OLDEST = {"podman": 4, "apptainer": 1}
+
+RunCommand = Callable[[Sequence[str]], subprocess.CompletedProcess[str]]
+
+
+def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command with a short time limit; the return code is negative if it gives no answer or cannot be started."""
+    try:
+        return run_within(command, TIMEOUT_S, env={"USER": str(os.getuid()), **os.environ})  # ch-run requires USER
+    except OSError as error:
+        return subprocess.CompletedProcess(command, -1, "", str(error))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Facts of this machine that decide whether containers start."""
+
+    uid: int
+    user: str
+    has_gpus: bool
+    subuid: str = ""  #: text of /etc/subuid
+    cdi: bool = False  #: whether a CDI description of NVIDIA devices exists
+    lacks_capability: bool = False  #: whether root lacks CAP_SYS_RESOURCE, and APPTAINER_DROP_CAPS does not say so
+    opens_fuse: bool = True  #: whether the user may open /dev/fuse
+    squashfuse: bool = True  #: whether a program that mounts .sif and .sqsh files is installed
+    proctrack: str = ""  #: how Slurm finds the processes of a step: the plugin's name; empty without Slurm
+
+    @classmethod
+    def inspect(cls, user: str, has_gpus: bool, proctrack: str) -> Host:
+        """Return the facts of this machine."""
+        ranges = Path("/etc/subuid")
+        return cls(
+            uid=os.getuid(),
+            user=user,
+            has_gpus=has_gpus,
+            subuid=ranges.read_text() if ranges.is_file() else "",
+            cdi=any(folder.is_dir() and any(folder.glob("nvidia*")) for folder in CDI_FOLDERS),
+            lacks_capability=not has_capability(CAP_SYS_RESOURCE)
+            and "CAP_SYS_RESOURCE" not in os.environ.get("APPTAINER_DROP_CAPS", ""),
+            opens_fuse=os.access("/dev/fuse", os.R_OK | os.W_OK),
+            squashfuse=any(map(shutil.which, ("squashfuse_ll", "squashfuse"))),
+            proctrack=proctrack,
+        )
+
+
+def runtime_checks(
+    host: Host,
+    *,
+    expected: bool = True,
+    which: Callable[[str], object] = shutil.which,
+    query: RunCommand = run_command,
+) -> list[Check]:
+    """Return one result per installed runtime, or a note if there is none and one is `expected`."""
+    installed = [command for command in _RUNTIMES if which(command)]
+    if "apptainer" in installed and "singularity" in installed:
+        installed.remove("singularity")
+    with ThreadPoolExecutor() as pool:
+        results = pool.map(lambda command: _check(command, host, query), installed)
+        checks = [check for check in results if check is not None]
+    if any(check.level == "ok" for check in checks):
+        # One working runtime suffices, so a broken one is no warning.
+        return [replace(check, level="note") if check.level == "warning" else check for check in checks]
+    if not checks and expected:
+        fix = (
+            "for containers install podman or docker; on clusters apptainer, enroot or charliecloud, which need no root"
+        )
+        return [note("runtimes", "none installed: runs work without a container", fix)]
+    return checks
+
+
+def _check(command: str, host: Host, query: RunCommand) -> Check | None:
+    """Check a runtime that is installed; None for a Slurm without pyxis."""
+    name, arguments, further_problem = _RUNTIMES[command]
+    done = query([command, *arguments])
+    if name == "pyxis":
+        return _pyxis(query) if "--container-image" in done.stdout else None
+    if done.returncode != 0:
+        error = _last(done)
+        return warning(
+            name, f"installed, but fails: {error[:200]}", _docker_fix(host, error) if name == "docker" else ""
+        )
+    output = done.stdout + done.stderr
+    found = re.search(r"\d+(\.\d+)+\S*", output)
+    version = found[0].rstrip(",") if found else " ".join(output.split())[:60] or "answers"
+    if name == "singularity":
+        text = f"{version}; container.runtime=apptainer calls `apptainer`, which is not installed"
+        return note(name, text, 'create a link: `ln -s "$(command -v singularity)" ~/.local/bin/apptainer`')
+    if (problem := _too_old(name, version) or further_problem(host, query)) is not None:
+        text, fix = problem
+        return warning(name, f"{version}; {text}", fix)
+    gpus = ", GPUs by --nv" if name == "apptainer" and host.has_gpus else ""
+    return ok(name, f"{version}{gpus}{_remark(name, host)}")
+
+
+def _pyxis(query: RunCommand) -> Check:
+    version = pyxis_version(query(["scontrol", "show", "config"]).stdout)
+    return ok("pyxis", version or "srun has --container-image")
+
+
+def _too_old(name: str, version: str) -> tuple[str, str] | None:
+    major = re.match(r"\d+", version)
+    if name not in _OLDEST or major is None or int(major[0]) >= _OLDEST[name]:
+        return None
+    return f"hpcdist requires {name} {_OLDEST[name]} or newer", "install a newer one"
+
+
+def _remark(name: str, host: Host) -> str:
+    """Return a property of a runtime that differs on Slurm from the others'."""
+    if not host.proctrack:
+        return ""
+    return {
+        "docker": "; its containers are outside of Slurm's cgroups: limit them by container.extra_args on shared nodes",
+        "charliecloud": "; mounts are read-write, `:ro` is rejected",
+    }.get(name, "")
+
+
+def _last(done: subprocess.CompletedProcess[str]) -> str:
+    return " ".join(last_line(done.stderr or done.stdout).split()) or "no error message"
+
+
+def _docker_fix(host: Host, error: str) -> str:
+    if "permission denied" in error.lower():
+        return f"`sudo usermod -aG docker {host.user}` and log in again (equals root on this machine), or podman"
+    return "start its daemon (`sudo systemctl start docker`)"
+
+
+def _no_problem(host: Host, query: RunCommand) -> None:
+    return None
+
+
+def _docker_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
+    """Return a problem of a docker that answers, with its fix."""
+    if not host.has_gpus or host.cdi or "nvidia" in query(["docker", "info", "--format", "{{json .Runtimes}}"]).stdout:
+        return None
+    return _NO_TOOLKIT, "install nvidia-container-toolkit, then `sudo nvidia-ctk runtime configure --runtime=docker`"
+
+
+def _apptainer_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
+    """Return a problem of apptainer: root mounts a .sif by the kernel, a user needs namespaces and squashfuse."""
+    if host.uid == 0:
+        if not host.lacks_capability:
+            return None
+        text = "root lacks CAP_SYS_RESOURCE here, as in a container, and apptainer then starts no container"
+        return text, "`export APPTAINER_DROP_CAPS=CAP_SYS_RESOURCE`"
+    built = dict(line.partition("=")[::2] for line in query(["apptainer", "buildcfg"]).stdout.splitlines())
+    if built.get("APPTAINER_SUID_INSTALL") != "1" and (problem := _namespace_problem(host, query)):
+        return problem
+    fix = "or use a folder: `hpcdist image convert --to dir`"
+    if not host.opens_fuse:
+        return "this user may not open /dev/fuse and so cannot start a .sif", f"`sudo chmod 0666 /dev/fuse`, {fix}"
+    own = Path(built.get("LIBEXECDIR", "/")) / "apptainer/bin/squashfuse_ll"
+    if own.exists() and host.proctrack in _SIGNALS_ALL:
+        text = f"proctrack/{host.proctrack} signals {own}, which mounts a .sif: ranks lose their files while they save"
+        return text, f"`container.extra_args=[--unsquash]`, {fix}"
+    if not host.squashfuse and not own.exists():
+        return "without squashfuse every rank unpacks the .sif at its start", f"install squashfuse, {fix}"
+    return None
+
+
+def _enroot_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
+    """Return a problem of enroot, which mounts a .sqsh by squashfuse, also as root."""
+    if problem := _namespace_problem(host, query):
+        return problem
+    fix = "or use a folder: `hpcdist image convert --to dir`"
+    if not host.opens_fuse:
+        return "this user may not open /dev/fuse and so cannot start a .sqsh", f"`sudo chmod 0666 /dev/fuse`, {fix}"
+    if not host.squashfuse:
+        return "without squashfuse it cannot start a .sqsh (pyxis needs none)", f"install squashfuse, {fix}"
+    return None
+
+
+def _podman_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
+    rows = (line.split(":") for line in host.subuid.splitlines())
+    num_ids = sum(int(row[2]) for row in rows if len(row) == 3 and row[0] in (host.user, str(host.uid)))
+    if host.uid and num_ids < _SUB_IDS:
+        text = f"{host.user} has no {_SUB_IDS} subordinate ids in /etc/subuid, which images need"
+        fix = f"`sudo usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {host.user}`"
+        return text, f"{fix}, then `podman system migrate`"
+    if problem := _namespace_problem(host, query):
+        return problem
+    if host.has_gpus and not host.cdi:
+        fix = "`sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`"
+        return _NO_TOOLKIT, f"install nvidia-container-toolkit, then {fix}"
+    return None
+
+
+def _namespace_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
+    """Test whether the user can create user namespaces, because three settings may forbid it."""
+    if host.uid == 0:
+        return None
+    done = query(["unshare", "--user", "--map-root-user", "true"])
+    if done.returncode == 0 or "No such file" in done.stderr:
+        return None
+    return (
+        f"this user cannot create user namespaces ({_last(done)[:120]}), which it requires",
+        "an administrator can allow it: sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone,"
+        " kernel.apparmor_restrict_unprivileged_userns",
+    )
+
+
+_NO_TOOLKIT = "containers get no GPUs: neither a CDI description nor NVIDIA's runtime is installed"
+#: By command: name of the runtime, arguments that print its version, and the search for a problem with its fix.
+_RUNTIMES: dict[str, tuple[str, list[str], Callable[[Host, RunCommand], tuple[str, str] | None]]] = {
+    # docker's client answers without its daemon, so the server's version is requested.
+    "docker": ("docker", ["version", "--format", "{{.Server.Version}}"], _docker_problem),
+    "podman": ("podman", ["--version"], _podman_problem),
+    "apptainer": ("apptainer", ["--version"], _apptainer_problem),
+    "enroot": ("enroot", ["version"], _enroot_problem),
+    "ch-run": ("charliecloud", ["--version"], _namespace_problem),
+    "srun": ("pyxis", ["--help"], _no_problem),
+    "singularity": ("singularity", ["--version"], _no_problem),
+}
+
+
+# Checks of the container around this process.
+
+
+def container_checks(image: Mapping[str, str], env: Mapping[str, str], root: Path = Path("/")) -> list[Check]:
+    """Return the usual mistakes in containers that are started by hand.
+
+    Args:
+        image: result of `own_image.image_facts`.
+    """
+    build = image.get("image_build", "")[:12]
+    if named := " ".join(filter(None, [image.get("image", ""), f"build {build}" if build else ""])):
+        checks = [ok("image", named)]
+    else:
+        checks = [note("image", "not built by `hpcdist image build`")]
+    if (root / "proc/driver/nvidia/version").is_file() and not any((root / "dev").glob("nvidia[0-9]*")):
+        text = "the host has an NVIDIA driver, but no GPU is passed into the container: training uses the CPUs"
+        fix = "docker: --gpus all; podman: --device nvidia.com/gpu=all; apptainer: --nv; or `hpcdist run … --in docker`"
+        checks.append(warning("GPUs", text, fix))
+    home = env.get("HOME", "")
+    if not home or not os.access(home, os.W_OK):
+        text = f"{home} is not writable, and libraries keep caches there" if home else "HOME is not set"
+        checks.append(note("home", text, "--env HOME=/tmp"))
+    if not _has_name(env):
+        text = "the user has no name in the container, and some libraries require one"
+        checks.append(note("user", text, '--env USER="$USER"'))
+    return checks
+
+
+def _has_name(env: Mapping[str, str]) -> bool:
+    try:
+        return bool(env.get("USER") or env.get("LOGNAME") or pwd.getpwuid(os.getuid()).pw_name)
+    except KeyError:
+        return False
+
+
+# Checks of Python environments of ranks without containers (`cluster.environment`): programs, and those of a run.
+
+#: Versions in the record, with their names.
+_VERSIONS = {"python": "Python", "torch": "torch", "cuda": "CUDA"}
+
+
+def program_checks(env: Mapping[str, str]) -> list[Check]:
+    """Return which kinds of environments this machine can prepare; nodes need zstd, tar and unsquashfs, too."""
+    path = env.get("PATH")
+    checks = [_uv(env)]
+    if shutil.which("zstd", path=path):
+        checks.append(ok("zstd", "installed: copies of environments are packed (kind=venv, kind=uv)"))
+    else:
+        text = "not installed: environments are not copied to local disks (kind=venv, kind=uv)"
+        checks.append(note("zstd", text, "install zstd here and on the nodes, or set cluster.environment.stage=false"))
+    if shutil.which("unsquashfs", path=path):
+        checks.append(ok("unsquashfs", "installed: images are unpacked (kind=squashfs)"))
+    else:
+        text = "not installed here; nodes need it for kind=squashfs"
+        checks.append(note("unsquashfs", text, "install squashfs-tools on the nodes"))
+    found = modules_version(env)
+    if found is None:
+        return [*checks, note("modules", "the command `module` is not available: kind=module cannot be used")]
+    return [*checks, ok("modules", f"{found} (kind=module, cluster.environment.modules)")]
+
+
+def _uv(env: Mapping[str, str]) -> Check:
+    program = uv_program(env)
+    if program is None:
+        return note("uv", "not installed: locked projects cannot be built (kind=uv)", "`pip install uv`")
+    done = run_within([program, "--version"], TIMEOUT_S, env=env)
+    if done.returncode != 0:
+        return note(
+            "uv", f"installed, but fails: {last_line(done.stderr) or 'no error message'}", f"`{program} --version`"
+        )
+    return ok("uv", f"{done.stdout.removeprefix('uv ').split()[0]}: locked projects are built (kind=uv)")
+
+
+def run_checks(run: RunDir) -> list[Check]:
+    """Return the recorded environment of a run's ranks, and whether the next start can use it."""
+    record = read_json(run.rank_environment)
+    if record is None:
+        return []
+    path = Path(str(record.get("path", "")))
+    versions = [f"{title} {record[name]}" for name, title in _VERSIONS.items() if record.get(name)]
+    modules = record.get("modules")
+    parts = [f"kind={record.get('kind')}", *([str(path)] if record.get("path") else [])]
+    parts += [f"modules {' '.join(modules)}"] if modules else []
+    parts += versions or ["no node has prepared it yet"]
+    checks = [ok("environment", ", ".join(parts))]
+    if record.get("path") and not path.exists():
+        is_copy = path.suffix == ".zst" or record.get("kind") == "uv"
+        effect = "packs the present content of cluster.environment.path" if is_copy else "fails"
+        text = f"{path} does not exist any more: the next start of the job {effect}"
+        checks.append(warning("files", text, "restore it if the run must keep its versions"))
+    return checks

@@ -1,0 +1,502 @@
+"""Checks of this machine: software, GPUs, host name, resource limits, and a test with two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import hpcdist
+from hpcdist.host.machine import (
+    Check,
+    Gpu,
+    Level,
+    driver_problem,
+    failure,
+    install_command,
+    note,
+    num_cores,
+    ok,
+    warning,
+)
+
+# Checks of the installed software; nothing is imported for them.
+
+OLDEST_PYTHON = (3, 11)
+
+
+def software_checks(*, torch_required: bool, cuda: str, driver: str) -> list[Check]:
+    """Check Python, hpcdist and torch, and whether their versions are compatible.
+
+    Args:
+        torch_required: whether this Python would train; a login node needs no torch.
+        cuda: version that torch is built for, empty without CUDA.
+        driver: version of the NVIDIA driver, empty without one.
+    """
+    return [_python(), _own(), *_torch(torch_required, cuda, driver)]
+
+
+def _python() -> Check:
+    text = f"{'.'.join(map(str, sys.version_info[:3]))}, {sys.prefix}"
+    if sys.version_info < OLDEST_PYTHON:
+        fix = "create a virtual environment with a newer one: `python3.11 -m venv .venv`"
+        return failure("Python", f"{text}: hpcdist needs 3.11 or newer", fix)
+    return ok("Python", text)
+
+
+def _own() -> Check:
+    folder = Path(hpcdist.__file__).parent
+    checkout = folder.parent
+    if not (checkout / ".git").exists():
+        return ok("hpcdist", f"{hpcdist.__version__}, {folder}")
+    changed = 0
+    if shutil.which("git") is not None:
+        command = ["git", "-C", str(checkout), "status", "--porcelain", "--untracked-files=no"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        changed = len(done.stdout.splitlines())
+    state = f", {changed} file{'s' * (changed > 1)} changed since the last commit" if changed else ""
+    return ok("hpcdist", f"{hpcdist.__version__}, the checkout {checkout}{state}")
+
+
+def _torch(required: bool, cuda: str, driver: str) -> list[Check]:
+    version = version_of("torch")
+    if not version:
+        if not required:
+            text = (
+                "not installed: ranks need container.image or cluster.environment, since they use this Python otherwise"
+            )
+            return [note("torch", text, install_command("train"))]
+        return [failure("torch", "not installed: a run on this machine would fail", install_command("train"))]
+    checks = []
+    pinned = _pin("torchvision", "torch")
+    if pinned and pinned != version.partition("+")[0]:
+        text = (
+            f"{version} beside a torchvision {version_of('torchvision')} built for {pinned}, which cannot be imported"
+        )
+        checks.append(failure("torch", text, TOGETHER))
+    if problem := driver_problem(cuda, driver):
+        text = f"torch {version} needs {problem}"
+        fix = "update the driver, or install a torch for an older CUDA: https://pytorch.org/get-started/locally"
+        checks.append(failure("driver", text, fix))
+    elif driver:
+        checks.append(ok("driver", driver + (f", supports CUDA {cuda}" if cuda else "")))
+    if driver and not cuda:
+        text = f"torch {version} is built without CUDA, and this machine has GPUs: training uses the CPUs"
+        checks.append(warning("torch", text, f"install a build with CUDA; {TOGETHER}"))
+    return checks
+
+
+TOGETHER = "install both together from one index: `pip install --force-reinstall torch torchvision`"
+
+
+def version_of(distribution: str) -> str:
+    """Return the version of a distribution, empty if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _pin(distribution: str, requirement: str) -> str:
+    """Return the version of a requirement that a distribution pins exactly; empty if it pins none."""
+    if not version_of(distribution):
+        return ""
+    lines = metadata.requires(distribution) or []
+    matches = (re.match(rf"{requirement}\s*\(?==\s*([\w.]+)", line) for line in lines)
+    return next((match[1] for match in matches if match), "")
+
+
+# Checks of this machine's GPUs.
+
+#: Fraction of a GPU's memory; a display or a monitoring program uses less.
+_IN_USE = 0.1
+
+
+def gpu_checks(found: Sequence[Gpu], num_visible: int, num_devices: int, driver: str) -> list[Check]:
+    """Return one result per GPU, or one that explains why there are none.
+
+    Args:
+        num_visible: GPUs that a run would use according to CUDA_VISIBLE_DEVICES.
+        num_devices: GPUs with a device file.
+        driver: version of the kernel's driver, empty without one.
+    """
+    if not found:
+        if num_devices or driver:
+            text = f"NVML reports no GPU, although driver {driver} is loaded and {num_devices} device files exist"
+            fix = "see the error of `nvidia-smi`; in a container pass GPUs in (docker: --gpus all, podman: --device"
+            return [warning("GPUs", text, f"{fix} nvidia.com/gpu=all)")]
+        return [note("GPUs", "none: training uses the CPUs")]
+    checks = [_gpu(gpu) for gpu in found]
+    if num_visible < len(found):
+        text = f"{num_visible} of {len(found)} according to CUDA_VISIBLE_DEVICES"
+        checks.append(note("visible", text, "unset it to use all of them"))
+    return checks
+
+
+def _gpu(gpu: Gpu) -> Check:
+    name, text = f"GPU {gpu.index}", gpu.name
+    if gpu.total_mb:
+        text += f", {gpu.total_mb / 1024:.0f} GiB"
+    if gpu.uncorrected_errors:
+        text += f": {gpu.uncorrected_errors} uncorrected memory errors (ECC) since the driver was loaded"
+        fix = f"an administrator resets it: `nvidia-smi --gpu-reset -i {gpu.index}`; if errors return, the card is"
+        return warning(name, text, f"{fix} defective: exclude it by CUDA_VISIBLE_DEVICES")
+    if gpu.throttled:
+        text += f": throttled, {', '.join(gpu.throttled)}"
+        return warning(name, text, "report cooling or power supply to the administrators")
+    if gpu.used_mb and gpu.total_mb and gpu.used_mb > _IN_USE * gpu.total_mb:
+        user = f" by process {', '.join(map(str, gpu.pids))}" if gpu.pids else ""
+        text += f": {gpu.used_mb / 1024:.1f} GiB in use{user}"
+        fix = "`nvidia-smi` lists the processes; end leftover ones, or select other GPUs by CUDA_VISIBLE_DEVICES"
+        return warning(name, text, fix)
+    return ok(name, text)
+
+
+# Check of this machine's host name: address, lookup time, and reachability from other machines.
+
+#: Each rank pays this time at its start.
+SLOW_S = 1.0
+#: glibc queries each server twice for 5 s, forward and reverse.
+GIVE_UP_S = 15.0
+_SPEED_UP = "RES_OPTIONS='timeout:1 attempts:1' shortens it; names of all nodes in /etc/hosts avoid it"
+
+
+def host_name_checks(host: str, found: Mapping[str, Any], *, is_node: bool) -> list[Check]:
+    """Explain the effect of the resolver's answers on the start of ranks.
+
+    Args:
+        found: result of `facts.Lookups` for `host` with the reverse lookup.
+        is_node: whether this machine is a node of a cluster. Ranks of one machine use loopback and need no name.
+    """
+    level: Level = "warning" if is_node else "note"
+    note = "" if is_node else "; runs on this machine alone are not affected"
+    if "late" in found:
+        text = f"the resolver gave no answer for {host} within {found['late']:g} s{note}"
+        fix = f"{_SPEED_UP}; /etc/resolv.conf lists the DNS servers"
+        return [Check(name="own name", level=level, text=text, fix=fix)]
+    forward_s = found["forward_s"]
+    if "error" in found:
+        text = f"{host} does not resolve here ({found['error']}, {forward_s:.1f} s){note}"
+        fix = f"add {host} to DNS, or to /etc/hosts on all machines of a run"
+        return [Check(name="own name", level=level, text=text, fix=fix)]
+    address = found["address"]
+    if address.startswith("127."):
+        text = f"{host} resolves to {address}, which other machines use for themselves{note}"
+        fix = "set its reachable address in /etc/hosts (Debian's installer writes 127.0.1.1)"
+        return [Check(name="own name", level=level, text=text, fix=fix)]
+    if forward_s > SLOW_S:
+        text = f"{host} → {address} takes {forward_s:.1f} s, and each rank looks it up at its start{note}"
+        first = Check(name="own name", level=level, text=text, fix=_SPEED_UP)
+    else:
+        first = ok("own name", f"{host} → {address} ({1000 * forward_s:.0f} ms)")
+    return [first, _reverse(found, level, note)]
+
+
+def _reverse(found: Mapping[str, Any], level: Level, note: str) -> Check:
+    reverse_s, error = found["reverse_s"], found.get("reverse_error", "")
+    if reverse_s > SLOW_S:
+        took = f"takes {reverse_s:.1f} s" + (f" and fails ({error})" if error else "")
+        text = f"the reverse lookup of {found['address']} {took}: process groups start later by that time{note}"
+        return Check(name="reverse", level=level, text=text, fix=_SPEED_UP)
+    took = f"{1000 * reverse_s:.0f} ms"
+    if error:
+        return ok("reverse", f"{found['address']} has no name ({error}, {took}): fast, so harmless")
+    return ok("reverse", f"{found['address']} → {found['reverse']} ({took})")
+
+
+# Cores, memory, shared memory and limits that processes on this machine may use.
+
+GIB = 2**30
+#: Importing torch takes half a GiB per rank; two ranks with a small model need about this.
+_LITTLE_MEMORY = 2 * GIB
+#: docker's default of 64 MiB is the usual cause of `bus error` in data workers and NCCL.
+_LITTLE_SHM = 256 * 2**20
+#: Ranks, data workers and RPC open hundreds of sockets and files.
+_FEW_FILES = 1024
+_FEW_PROCESSES = 1024
+#: cgroups version 1 writes larger values for `no limit`.
+_NO_LIMIT = 2**60
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResourceLimits:
+    """Resources of this machine that a process may use."""
+
+    cores: int
+    quota: float | None  #: the cgroup's CPU quota in cores, which `nproc` does not show
+    memory_bytes: int
+    memory_limit_bytes: int | None  #: the cgroup's limit, if it is below the machine's memory
+    shm_bytes: int | None
+    shm_free_bytes: int
+    max_files: int
+    max_processes: int
+    locked_bytes: int
+    rdma: bool  #: whether there is an InfiniBand device, which must lock memory
+
+    @classmethod
+    def inspect(cls, root: Path = Path("/")) -> ResourceLimits:
+        """Read the limits; tests set another `root` for /proc, /sys and /dev."""
+        groups = list(_groups(root))
+        limits = [value for folder in groups if (value := _memory_limit(folder)) is not None]
+        quotas = [quota for folder in groups if (quota := _quota(folder)) is not None]
+        memory = psutil.virtual_memory().total
+        limit = min(limits, default=memory)
+        shm = root / "dev/shm"
+        size = os.statvfs(shm) if shm.is_dir() else None
+        return cls(
+            cores=num_cores(),
+            quota=min(quotas, default=None),
+            memory_bytes=memory,
+            memory_limit_bytes=limit if limit < memory else None,
+            shm_bytes=size.f_blocks * size.f_frsize if size else None,
+            shm_free_bytes=size.f_bavail * size.f_frsize if size else 0,
+            max_files=_soft(resource.RLIMIT_NOFILE),
+            max_processes=_soft(resource.RLIMIT_NPROC),
+            locked_bytes=_soft(resource.RLIMIT_MEMLOCK),
+            rdma=(root / "sys/class/infiniband").is_dir() and any((root / "sys/class/infiniband").iterdir()),
+        )
+
+
+def _soft(limit: int) -> int:
+    value = resource.getrlimit(limit)[0]
+    return _NO_LIMIT if value == resource.RLIM_INFINITY else value
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """Yield this process's cgroup folders and their parents, of both versions: the lowest limit of all applies."""
+    base = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        top = base if not controllers else base / controllers
+        own = top / path.lstrip("/")
+        # In a container the path is often the host's, and its folder does not exist.
+        while own.is_relative_to(top):
+            if own.is_dir():
+                yield own
+            if own == top:
+                break
+            own = own.parent
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _memory_limit(folder: Path) -> int | None:
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        if (value := _number(folder / name)) is not None and 0 < value < _NO_LIMIT:
+            return value
+    return None
+
+
+def _quota(folder: Path) -> float | None:
+    """Return the CPU quota in cores: version 2 has both numbers in one file, version 1 has a file for each."""
+    try:
+        time_us, period_us = (folder / "cpu.max").read_text().split()
+        return int(time_us) / int(period_us)
+    except (OSError, ValueError):
+        pass
+    time_us_1, period_us_1 = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    return time_us_1 / period_us_1 if time_us_1 and period_us_1 and time_us_1 > 0 else None
+
+
+def resource_checks(found: ResourceLimits) -> list[Check]:
+    """Compare cores, memory and limits with the needs of a run."""
+    return [_cores(found), _memory(found), *_shm(found), *_limits(found)]
+
+
+def _cores(found: ResourceLimits) -> Check:
+    if found.quota is not None and found.quota < found.cores - 0.5:
+        text = f"{found.cores} visible, but a CPU quota of {found.quota:.1f} cores: additional threads are throttled"
+        fix = f"launch.num_threads={max(1, int(found.quota) // 2)} for two ranks, or a larger --cpus for the container"
+        return warning("cores", text, fix)
+    if found.cores < 2:
+        return note("cores", "1: two ranks share it and take twice as long", "in a job request more (--cpus-per-task)")
+    return ok("cores", f"{found.cores}")
+
+
+def _memory(found: ResourceLimits) -> Check:
+    limit = found.memory_limit_bytes
+    text = f"{found.memory_bytes / GIB:.1f} GiB" if limit is None else f"{limit / GIB:.1f} GiB (cgroup limit)"
+    if (limit or found.memory_bytes) < _LITTLE_MEMORY:
+        fix = "fewer ranks (launch.num_ranks=1), or a larger --memory (container) or --mem (Slurm)"
+        return warning("memory", f"{text}: two ranks need about 2 GiB", fix)
+    return ok("memory", text)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def _shm(found: ResourceLimits) -> list[Check]:
+    if found.shm_bytes is None:
+        text = "there is no /dev/shm: data workers and NCCL would fail"
+        fix = "mount it (`mount -t tmpfs tmpfs /dev/shm`), or start the container with --ipc=host"
+        return [failure("shared memory", text, fix)]
+    text = f"{_size(found.shm_free_bytes)} of {_size(found.shm_bytes)} free in /dev/shm"
+    if found.shm_free_bytes < _LITTLE_SHM:
+        fix = "start the container with --ipc=host or --shm-size=8g; otherwise remove leftover files in /dev/shm"
+        text += ": data workers and NCCL need some hundred MiB"
+        return [warning("shared memory", text, fix)]
+    return [ok("shared memory", text)]
+
+
+def _limits(found: ResourceLimits) -> list[Check]:
+    checks = []
+    for name, value, least, flag in (
+        ("open files", found.max_files, _FEW_FILES, "ulimit -n 65536"),
+        ("processes", found.max_processes, _FEW_PROCESSES, "ulimit -u 65536"),
+    ):
+        if value < least:
+            text = f"at most {value} (ulimit): many ranks or data workers exceed it"
+            checks.append(warning(name, text, f"`{flag}`, or limits.conf (administrators)"))
+    if found.rdma and found.locked_bytes < _NO_LIMIT:
+        text = f"at most {found.locked_bytes // 1024} KiB may be locked, and InfiniBand locks its send buffers"
+        fix = "`ulimit -l unlimited` (limits.conf, slurmd's LimitMEMLOCK); containers: --ulimit memlock=-1"
+        checks.append(warning("locked memory", text, fix))
+    shown = "unlimited" if found.max_files >= _NO_LIMIT else str(found.max_files)
+    return checks or [ok("limits", f"{shown} open files")]
+
+
+# Test of torch and the start of ranks, in child processes: doctor never imports torch, and a hang cannot block it.
+
+#: On a slow network file system, the import of torch takes most of this time.
+TRIAL_S = 90.0
+#: The steps of `rank/startup_check.py` with their names in the report.
+_STAGES = {
+    "torch": "importing torch",
+    "torchvision": "importing torchvision",
+    "compute": "a small matrix product",
+    "meet": "the rendezvous on loopback",
+    "all-reduce": "an all-reduce",
+}
+_FIXES = {
+    "torch": f"run {install_command('train')}; if the import is slow, install on a local disk",
+    "meet": "check the loopback interface (`ip address show lo`) and its firewall; NCCL_DEBUG=INFO shows details",
+    "all-reduce": "NCCL_DEBUG=INFO shows details; usual causes: small /dev/shm, blocked peer access (IOMMU, ACS)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Output of one rank: its stages in order, and its errors."""
+
+    stages: tuple[Mapping[str, Any], ...]
+    errors: str = ""  #: the end of its standard error
+    code: int | None = None  #: None if it was still running at the timeout
+
+    def stage(self, name: str) -> Mapping[str, Any]:
+        """Return the result of a stage; empty if the trial did not reach it."""
+        return next((stage for stage in self.stages if stage["stage"] == name), {})
+
+
+def try_ranks(device: str, backend: str, ranks: int, *, within_s: float = TRIAL_S) -> list[Trial]:
+    """Start ranks that meet on loopback, as `hpcdist run` does, and return the output of each."""
+    loopback = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
+    env = {**os.environ, **loopback, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-P", "-m", "hpcdist.rank.startup_check", device, backend]
+    # The rendezvous uses a file of this user, because torch's own store would listen on all interfaces.
+    with tempfile.TemporaryDirectory(prefix="hpcdist-trial-") as folder:
+        running = [
+            subprocess.Popen(
+                [*command, str(rank), str(ranks), f"{folder}/meeting"],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            for rank in range(ranks)
+        ]
+        deadline = time.monotonic() + within_s
+        return [_finish(process, deadline) for process in running]
+
+
+def _finish(process: subprocess.Popen[str], deadline: float) -> Trial:
+    code: int | None = None
+    try:
+        output, errors = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    return Trial(stages=tuple(json.loads(line) for line in lines), errors=errors[-2000:], code=code)
+
+
+def rank_checks(trials: Sequence[Trial], name: str, *, within_s: float = TRIAL_S) -> list[Check]:
+    """Return one result: the times of all ranks, or the error of the first rank that failed.
+
+    Args:
+        name: name of the test, such as `2 ranks, gloo`.
+    """
+    for rank, trial in enumerate(trials):
+        if (problem := _problem(trial, within_s)) is not None:
+            text, fix = problem
+            # A timeout during imports is a slow file system, which makes no run fail.
+            level: Level = "warning" if trial.code is None and not trial.stage("torchvision") else "failure"
+            return [Check(name=name, level=level, text=f"rank {rank}: {text}", fix=fix)]
+    took = {name: max(trial.stage(name).get("seconds", 0.0) for trial in trials) for name in _STAGES}
+    text = f"import {took['torch']:.1f} s, rendezvous {took['meet']:.1f} s, all-reduce correct"
+    if nccl := trials[0].stage("compute").get("nccl"):
+        text += f", NCCL {nccl}"
+    return [ok(name, text)]
+
+
+def _problem(trial: Trial, within_s: float) -> tuple[str, str] | None:
+    failed = next((s for s in trial.stages if "error" in s and s["stage"] != "torchvision"), None)
+    if failed is not None:
+        return f"{_STAGES[failed['stage']]} fails: {failed['error']}", _fix(failed["stage"], failed["error"])
+    missing = next((stage for stage in _STAGES if not trial.stage(stage)), None)
+    if missing is None:
+        return None
+    if trial.code is None:
+        return f"{_STAGES[missing]} did not finish within {within_s:g} s", _fix(missing, "")
+    last = trial.errors.strip().splitlines()[-1:] or ["no error message"]
+    how = f"signal {-trial.code}" if trial.code < 0 else f"exit code {trial.code}"
+    return f"{_STAGES[missing]} ended the rank with {how}: {last[0][:300]}", _fix(missing, last[0])
+
+
+def _fix(stage: str, error: str) -> str:
+    if stage == "compute" and "cuda" in error.lower():
+        return "see `nvidia-smi`; the usual causes are CUDA_VISIBLE_DEVICES and an old driver"
+    return _FIXES.get(stage, "run it by hand: `python -m hpcdist.rank.startup_check cpu gloo 0 1 $(mktemp -u)`")
+
+
+def torch_checks(trials: Sequence[Trial]) -> list[Check]:
+    """Return the results of importing torch and torchvision."""
+    torch, vision = trials[0].stage("torch"), trials[0].stage("torchvision")
+    checks = []
+    if "version" in torch:
+        built = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "built without CUDA"
+        checks.append(ok("torch", f"{torch['version']}, {built}"))
+    if "No module named 'torchvision'" in vision.get("error", ""):
+        checks.append(warning("torchvision", "not installed: image trainers need it", TOGETHER))
+    elif "error" in vision:
+        text = f"cannot be imported with torch {torch.get('version', '')}: {vision['error']}"
+        checks.append(failure("torchvision", text, TOGETHER))
+    elif vision:
+        checks.append(ok("torchvision", vision["version"]))
+    return checks

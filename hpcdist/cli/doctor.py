@@ -1,0 +1,178 @@
+"""Commands that check a machine and explain failures: `hpcdist doctor` and `hpcdist explain`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpcdist.cli import options
+from hpcdist.cli.options import RUNS, Json, OptionalRunName, RunsDir, TrackingUri, argument, console, named, wrapped
+from hpcdist.host.log_files import say
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
+
+    from hpcdist.checks.doctor import Request, Section
+    from hpcdist.host.machine import Check
+    from hpcdist.run.folder import RunDir
+
+
+app = typer.Typer()
+
+#: Columns of the report at most, for readability and for output without a terminal.
+_MAX_WIDTH = 100
+#: Columns of the labels of `explain`, such as `evidence:`.
+_LABEL_WIDTH = 10
+_COLOURS = {"title": "bold", "ok": "green", "note": "cyan", "warning": "yellow", "failure": "bold red"}
+
+
+@app.command()
+def explain(run: OptionalRunName = None, runs_dir: RunsDir = RUNS) -> None:
+    """Explain why a run failed or waits: cause, evidence and fix.
+
+    Example:  hpcdist explain
+    """
+    from hpcdist.config.redaction import redact_text
+    from hpcdist.review.explain import explain
+    from hpcdist.run.lookup import resolve_run
+
+    for line in explain(resolve_run(named(run, runs_dir), runs_dir)):
+        say(wrapped(console(), redact_text(line), _LABEL_WIDTH))
+
+
+@app.command()
+def doctor(
+    run: Annotated[
+        str | None, argument("RUN", "Check the nodes of this run instead of this machine.", options.runs)
+    ] = None,
+    as_json: Json = False,
+    runs_dir: RunsDir = RUNS,
+    tracking_uri: TrackingUri = None,
+) -> int:
+    """Check this machine, or the nodes of a run; each finding comes with its fix.
+
+    The exit code is 1 if a run would fail.
+
+    Examples:
+
+        hpcdist doctor
+
+        hpcdist doctor ddp-2026
+
+        hpcdist doctor --json | jq '.checks[] | select(.level == "failure")'
+    """
+    import hpcdist
+    from hpcdist.checks.doctor import document, execute, would_fail
+    from hpcdist.host.files import require_trusted
+    from hpcdist.run.lookup import resolve_run
+
+    del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
+    found = resolve_run(run, runs_dir) if run is not None else None
+    if found is not None:
+        require_trusted(found.path, "doctor")  # the checks connect to the server and the nodes of the run's config
+    facts = {
+        "hpcdist": hpcdist.__version__,
+        "host": socket.gethostname(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "runs_dir": str(runs_dir.absolute()),
+        "run": str(found.path) if found is not None else None,
+    }
+    sections = _run_sections(found) if found is not None else _machine_sections(runs_dir)
+    if as_json:
+        page = [_redacted(*section) for section in execute(sections)]
+        say(json.dumps(document(page, facts), indent=2))
+    else:
+        page = _show_page(sections, facts)
+    return 1 if would_fail(page) else 0
+
+
+def _machine_sections(runs_dir: Path) -> list[Section]:
+    from hpcdist.checks.doctor import machine_sections
+
+    return machine_sections(_request(runs_dir, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir))
+
+
+def _run_sections(run: RunDir) -> list[Section]:
+    """Return the sections on a run and its nodes, and for a local run those on this machine."""
+    from hpcdist.checks.doctor import machine_sections
+    from hpcdist.checks.run import run_sections
+    from hpcdist.config.loading import load_run_config
+    from hpcdist.run.records import kept
+    from hpcdist.run.slurm_job import job_of
+
+    config = load_run_config(run.config, [], {**kept(run), **os.environ}, require_secrets=False)
+    sections = run_sections(run, config)
+    if job_of(run) is None:
+        sections += machine_sections(_request(Path(config.runs_dir), config.tracking.uri, run.path))
+    return sections
+
+
+def _request(runs_dir: Path, uri: str, folder: Path) -> Request:
+    """Return the environment, folder and MLflow store that a run would use; `folder` is the one written to."""
+    from hpcdist.checks.doctor import Request
+    from hpcdist.checks.storage import MlflowStore
+    from hpcdist.errors import TrackingError
+    from hpcdist.tracking.uri import choose_uri, redact_uri, sqlite_path
+
+    try:
+        chosen = choose_uri(os.environ, uri, runs_dir)
+    except TrackingError as error:
+        return Request(env=os.environ, folder=folder, store=None, store_problem=str(error))
+    store = MlflowStore(uri=chosen, shown=redact_uri(chosen), database=sqlite_path(chosen))
+    return Request(env=os.environ, folder=folder, store=store)
+
+
+def _redacted(title: str, checks: Sequence[Check]) -> tuple[str, list[Check]]:
+    """Return a section without secrets, since reports are pasted into tickets."""
+    from dataclasses import replace
+
+    from hpcdist.config.redaction import redact_text
+
+    return title, [replace(check, text=redact_text(check.text), fix=redact_text(check.fix)) for check in checks]
+
+
+def _show_page(sections: Sequence[Section], facts: dict[str, str | None]) -> list[tuple[str, list[Check]]]:
+    """Print the report section by section as the checks complete, and return it."""
+    from hpcdist.checks.doctor import execute, section_lines, summary_lines
+
+    out = console()
+    width = min(out.width, _MAX_WIDTH)
+    _print(out, [("title", f"hpcdist {facts['hpcdist']} on {facts['host']}, {time.strftime('%Y-%m-%d %H:%M')}")])
+    page = []
+    # The spinner shows the sections in progress at the bottom of a terminal.
+    with out.status("checking") if out.is_terminal else nullcontext() as status:
+        for section in execute(sections, lambda titles: _show_pending(status, titles)):
+            title, checks = _redacted(*section)
+            page.append((title, checks))
+            if lines := list(section_lines(title, checks, width)):
+                _print(out, [("", ""), *lines])
+    _print(out, [("", ""), *summary_lines(page, width)])
+    return page
+
+
+def _show_pending(status: Status | None, titles: Sequence[str]) -> None:
+    if status is not None and titles:
+        more = f" and {len(titles) - 1} more" if len(titles) > 1 else ""
+        status.update(f"checking {titles[0]}{more}")
+
+
+def _print(out: Console, lines: Iterable[tuple[str, str]]) -> None:
+    from rich.text import Text
+
+    for kind, line in lines:
+        text = Text(line)
+        if kind == "title":
+            text.stylize(_COLOURS[kind])
+        elif kind:
+            start = len(line) - len(line.lstrip())
+            text.stylize(_COLOURS[kind], start, start + len(line.split()[0]))
+        out.print(text, highlight=False, soft_wrap=True)

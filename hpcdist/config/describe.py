@@ -1,0 +1,143 @@
+"""All keys with type, default and documentation: as a list read from the source of the dataclasses, and as the JSON
+Schema with which editors complete a config.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import Field, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from hpcdist.config.launch_schema import RoleRequest
+from hpcdist.config.schema import Config, trainer_sections
+from hpcdist.config.tree import NODE_RANGE, SHORT_FORMS
+
+# The list of all keys with type, default and documentation, read from the source of the dataclasses.
+
+
+def all_keys(section: type = Config, prefix: str = "") -> Iterator[tuple[str, type, Field[Any]]]:
+    """Yield every key as (path, dataclass that declares it, its field), without reading any source."""
+    for key in fields(section):
+        if section is Config and key.name == "sections":
+            for name, own in trainer_sections().items():
+                yield from all_keys(own, f"{name}.")
+            continue
+        if section is Config and key.name == "secret_texts":
+            continue
+        nested = default_of(key)
+        if hasattr(nested, "__dataclass_fields__"):
+            yield from all_keys(type(nested), f"{prefix}{key.name}.")
+            continue
+        yield prefix + key.name, section, key
+        if key.type == f"dict[str, {RoleRequest.__name__}]":
+            yield from all_keys(RoleRequest, f"{prefix}{key.name}.ROLE.")
+
+
+def default_of(key: Field[Any]) -> Any:
+    """Return the default of a key."""
+    return key.default_factory() if callable(key.default_factory) else key.default
+
+
+def describe() -> list[tuple[str, str, Any, str]]:
+    """Return every key as (path, type, default, documentation)."""
+    sources: dict[type, dict[str, tuple[str, str]]] = {}
+    rows: list[tuple[str, str, Any, str]] = []
+    for path, section, key in all_keys():
+        if section not in sources:
+            sources[section] = _read_source(section)
+        kind, documentation = sources[section][key.name]
+        rows.append((path, kind, default_of(key), documentation))
+    return rows
+
+
+def _read_source(section: type) -> dict[str, tuple[str, str]]:
+    """Return annotation and docstring of every field of a dataclass, by its name."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    return documented(body)
+
+
+def documented(body: ast.ClassDef) -> dict[str, tuple[str, str]]:
+    """Return annotation and docstring of every field in the source of a dataclass, by its name."""
+    found: dict[str, tuple[str, str]] = {}
+    for statement, following in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            text = str(following.value.value) if is_text else ""  # type: ignore[attr-defined]
+            found[statement.target.id] = ast.unparse(statement.annotation), text
+    return found
+
+
+# The JSON Schema of a config file, with which editors complete and check keys (`hpcdist config --json-schema`).
+
+_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null"}
+_INTERPOLATION = {"$ref": "#/$defs/interpolation"}
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the schema as plain containers, with documentation, types, defaults and allowed values of every key."""
+    documentation = {path: text for path, _, _, text in describe()}
+    schema = _section(Config, "", documentation)
+    schema["properties"].pop("sections")
+    for name, section in trainer_sections().items():
+        schema["properties"][name] = _section(section, f"{name}.", documentation)
+    for name, key in SHORT_FORMS.items():
+        full = schema["properties"][name]
+        short = dict(full["properties"][key])
+        if "off" in short.get("anyOf", [{}])[0].get("enum", ()):
+            short["anyOf"] = [*short["anyOf"], {"const": False}]  # YAML 1.1 reads `off` as a boolean
+        schema["properties"][name] = {"description": full["description"], "anyOf": [short, full]}
+    schema["properties"]["cluster"]["properties"]["nodes"]["anyOf"].append({"type": "string", "pattern": NODE_RANGE})
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "hpcdist config",
+        **schema,
+        "$defs": {"interpolation": {"type": "string", "pattern": r"\$\{"}},
+    }
+
+
+def _section(kind: type[Any], prefix: str, documentation: dict[str, str]) -> dict[str, Any]:
+    types = get_type_hints(kind)
+    keys = [key for key in fields(kind) if key.name != "secret_texts"]
+    properties = {key.name: _key(key, types[key.name], prefix + key.name, documentation) for key in keys}
+    description = " ".join((kind.__doc__ or "").split())
+    # The generated signature of a dataclass without a docstring documents nothing.
+    documented = {} if description.startswith(f"{kind.__name__}(") else {"description": description}
+    return {**documented, "type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _key(key: Field[Any], declared: Any, path: str, documentation: dict[str, str]) -> dict[str, Any]:
+    if is_dataclass(declared):
+        assert isinstance(declared, type)
+        return {"description": "", **_section(declared, f"{path}.", documentation)}
+    return {
+        "description": documentation.get(path, ""),
+        "default": default_of(key),
+        **_value(declared, path, documentation),
+    }
+
+
+def _value(declared: Any, path: str, documentation: dict[str, str]) -> dict[str, Any]:
+    origin, arguments = get_origin(declared), get_args(declared)
+    if declared is Any:
+        return {}
+    if is_dataclass(declared):
+        assert isinstance(declared, type)
+        return _section(declared, f"{path}.ROLE.", documentation)
+    if origin is list:
+        found = {"type": "array", "items": _value(arguments[0], path, documentation)}
+    elif origin is dict:
+        found = {"type": "object", "additionalProperties": _value(arguments[1], path, documentation)}
+    elif origin is Literal:
+        found = {"enum": list(arguments)}
+    else:
+        kinds = arguments if origin is UnionType else (declared,)
+        found = {"type": [_TYPES[kind] for kind in kinds] if len(kinds) > 1 else _TYPES[kinds[0]]}
+        if str in kinds:
+            # A number or boolean is converted to text.
+            return {"type": sorted({*map(_TYPES.__getitem__, kinds), "string", "number", "boolean"})}
+    return {"anyOf": [found, _INTERPOLATION]}

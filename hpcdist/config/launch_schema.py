@@ -1,0 +1,482 @@
+"""The sections of a config on where and how ranks run: cluster, container, environment, checkpoints, tracking, launch,
+notifications, preflight; with the checks that sections share.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar, cast
+
+# Checks that several sections use. Each returns a list with one line per mistake.
+
+#: Valid names of shell variables.
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: Long options of Slurm. Leading dashes are reported later, together with options that cannot be set.
+_FLAG = re.compile(r"-{0,2}[A-Za-z0-9][A-Za-z0-9_-]*")
+#: Ranks of a run, and ranks, threads or cores on one machine: beyond any cluster, and far below what exhausts one.
+MAX_RANKS, MAX_PER_NODE = 262_144, 1024
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
+
+
+def check(problems: list[str]) -> None:
+    """Raise one ValueError with a line per mistake, to which config/merging.py adds the section's name."""
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def at_least(section: object, low: float, *names: str, strictly: bool = False) -> list[str]:
+    """Return the mistakes in numbers with a lower bound; NaN is one, null is not."""
+    values = {name: getattr(section, name) for name in names}
+    return [
+        f"{name} must be {'>' if strictly else '>='} {low:g}, got {value}"
+        for name, value in values.items()
+        if value is not None and not (value > low or (value == low and not strictly))
+    ]
+
+
+def at_most(section: object, high: int, *names: str) -> list[str]:
+    """Return the mistakes in numbers with an upper bound; null is none."""
+    values = {name: getattr(section, name) for name in names}
+    return [f"{name} must be <= {high}, got {value}" for name, value in values.items() if (value or 0) > high]
+
+
+def above(section: object, low: float, *names: str) -> list[str]:
+    """Return a problem for each value that is not greater than `low`."""
+    return at_least(section, low, *names, strictly=True)
+
+
+def variables(section: object, name: str) -> list[str]:
+    """Return the invalid names of environment variables."""
+    return [
+        f"{name}: {_short(key)} is not a valid variable name: use letters, digits and '_', not starting with a digit"
+        for key in getattr(section, name)
+        if not _VARIABLE.fullmatch(str(key))
+    ]
+
+
+def flags(section: object, *names: str) -> list[str]:
+    """Return the names that are not options of Slurm, which would change the meaning of a script or command."""
+    return [
+        f"{name}: {_short(key)} is not an option: use its long name, such as mail-type"
+        for name in names
+        for key in getattr(section, name)
+        if not _FLAG.fullmatch(str(key))
+    ]
+
+
+def one_line(section: object, *names: str) -> list[str]:
+    """Return the texts with a control character; a newline would end a line of the batch script."""
+    values = {name: getattr(section, name) for name in names}
+    return [
+        f"{key} must be one line without control characters, got {_short(text)}"
+        for name, value in values.items()
+        for key, text in _texts(name, value)
+        if _CONTROL.search(text)
+    ]
+
+
+def _texts(name: str, value: object) -> list[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        return [(f"{name}.{key}", str(text)) for key, text in value.items()]
+    return [(name, str(text)) for text in (value if isinstance(value, list) else [value])]
+
+
+def _short(text: object) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= 80 else f"{shown[:77]}…"
+
+
+# Keys that hold paths.
+
+S = TypeVar("S")
+#: The metadata of a field that holds a path or a list of paths. Loading a config makes them absolute.
+IS_PATH = {"is_path": True}
+
+
+def map_paths(section: S, prefix: str, absolute: Callable[[str, str], str]) -> S:
+    """Return a section in which `absolute(key, path)` replaces each path that is not empty."""
+    changes: dict[str, str | list[str]] = {}
+    for one in fields(cast(Any, section)):
+        value = getattr(section, one.name)
+        if not one.metadata.get("is_path") or not value:
+            continue
+        key = f"{prefix}{one.name}"
+        changes[one.name] = [absolute(key, path) for path in value] if isinstance(value, list) else absolute(key, value)
+    return cast(S, replace(cast(Any, section), **changes))
+
+
+# The section `cluster.environment`: the Python environment of ranks on Slurm that run without a container.
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    """The Python environment of the ranks of a submitted run. A copy of hpcdist is added to it."""
+
+    kind: Literal["none", "venv", "uv", "module", "squashfs"] = "none"
+    """Source of the environment; `none` starts ranks with the Python that runs hpcdist."""
+    path: str = field(default="", metadata=IS_PATH)
+    """A virtual environment (venv), a folder with a `uv.lock` (uv), or an image of an environment (squashfs)."""
+    modules: list[str] = field(default_factory=list)
+    """Modules to load for the ranks, such as `cuda/13.0`; with `kind: module` they contain the ranks' Python."""
+    python: str = "python3"
+    """Name of the Python, for an environment that has several, such as `python3.12`."""
+    uv_args: list[str] = field(default_factory=list)
+    """Additional options of `uv sync`, such as `--extra=train` or `--python=3.12`."""
+    stage: bool = True
+    """Copy the environment to each node's local disk; false uses a venv or uv environment from its shared folder."""
+    local_dir: str = "/tmp"  # noqa: S108  # the copies are in a folder of the user's own
+    """Folder on each node's local disk; variables of the job, such as `$SLURM_TMPDIR`, are expanded."""
+    max_age_days: float = 14
+    """Days without use after which copies on the nodes and packed environments in `runs_dir` are removed."""
+
+    def problems(self, time_limit_min: int) -> list[str]:
+        """Return the mistakes by key, which `ClusterConfig` reports.
+
+        Args:
+            time_limit_min: time limit of the job in minutes, for which its environment must not be removed.
+        """
+        shortest = time_limit_min / (24 * 60)
+        return (
+            at_least(self, shortest if self.kind != "none" else 0, "max_age_days", strictly=True)
+            + one_line(self, "path", "modules", "python", "uv_args", "local_dir")
+            + self._missing_keys()
+            + [
+                f"modules must hold names such as cuda/13.0, got {name!r}"
+                for name in self.modules
+                if not name or name.startswith("-")
+            ]
+            + ([f"python must be the name of a command, got {self.python!r}"] if "/" in self.python else [])
+            + ([] if self.python else ["python must not be empty"])
+            + (
+                [f"local_dir must be an absolute path or begin with a variable, got {self.local_dir!r}"]
+                if not self.local_dir.startswith(("/", "$"))
+                else []
+            )
+        )
+
+    def _missing_keys(self) -> list[str]:
+        found = []
+        if self.kind in ("venv", "uv", "squashfs") and not self.path:
+            meaning = {"venv": "a virtual environment", "uv": "a folder with a uv.lock", "squashfs": "an image file"}
+            found.append(f"path must name {meaning[self.kind]} for kind={self.kind}")
+        if self.kind == "module" and not self.modules:
+            found.append("modules must name the modules that contain Python for kind=module")
+        if self.kind == "none" and self.modules:
+            found.append("modules are not loaded with kind=none: set kind, or use cluster.setup")
+        if self.kind == "squashfs" and not self.stage:
+            found.append(
+                "stage=false is not possible with kind=squashfs, which is unpacked on each node: set it to true"
+            )
+        if self.uv_args and self.kind != "uv":
+            found.append(f"uv_args are options of `uv sync`, but kind={self.kind}: remove them, or set kind=uv")
+        return found
+
+
+# The section `cluster`: the resources that a run requests from Slurm.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleRequest:
+    """Resources of one role's ranks that differ from those of `cluster`; null keeps the value of `cluster`."""
+
+    nodes: int | None = None
+    """Number of nodes for this role; null derives it from its number of ranks and tasks_per_node."""
+    tasks_per_node: int | None = None
+    """Ranks of this role on each of its nodes; null derives it from its number of ranks and nodes."""
+    gpus_per_node: int | None = None
+    """GPUs on each of its nodes; 0 also hides the GPUs of a shared machine from its ranks."""
+    cpus_per_task: int | None = None
+    """CPU cores per rank."""
+    mem: str | None = None
+    """Memory on each of its nodes."""
+    partition: str | None = None
+    """Partition of its nodes."""
+    constraint: str | None = None
+    """Required features of its nodes."""
+    sbatch: dict[str, str] = field(default_factory=dict)
+    """Additional options of sbatch for its component of a heterogeneous job, by their long names."""
+
+    def problems(self) -> list[str]:
+        """Return the mistakes by key. `ClusterConfig` reports them, because the role's name is known there only."""
+        return (
+            at_least(self, 1, "nodes", "tasks_per_node", "cpus_per_task")
+            + at_least(self, 0, "gpus_per_node")
+            + at_most(self, MAX_RANKS, "nodes")
+            + at_most(self, MAX_PER_NODE, "tasks_per_node")
+            + one_line(self, "mem", "partition", "constraint", "sbatch")
+            + flags(self, "sbatch")
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Resources to request from Slurm. `configs/cluster/NAME.yaml` holds a site's values for `--cluster NAME`."""
+
+    partition: str | None = None
+    """Slurm partition; null uses Slurm's default."""
+    account: str | None = None
+    """Slurm account to charge."""
+    qos: str | None = None
+    """Quality of service."""
+    nodes: int = 1
+    """Number of nodes. A range, `2-8`, also sets min_nodes."""
+    min_nodes: int | None = None
+    """Minimum number of nodes to start or continue; null requires all of them."""
+    spare_nodes: int = 0
+    """Additional nodes of the allocation that stay idle until they replace a failed node."""
+    tasks_per_node: int = 1
+    """Ranks on each node; with GPUs, usually one per GPU."""
+    gpus_per_node: int = 0
+    """GPUs on each node."""
+    cpus_per_task: int = 1
+    """CPU cores per rank."""
+    mem: str | None = None
+    """Memory per node in Slurm's notation, `64G`; null uses the partition's default."""
+    time_limit_min: int = 60
+    """Time limit of the job in minutes; a longer run saves a checkpoint, requeues itself and continues."""
+    signal_lead_s: int = 120
+    """Seconds before the end of the allocation at which the ranks are asked to save and exit."""
+    max_requeues: int = 50
+    """Maximum number of requeues for time limits and lost nodes."""
+    constraint: str | None = None
+    """Required node features (`sbatch --constraint`)."""
+    exclude: str | None = None
+    """Nodes to exclude (`sbatch --exclude`)."""
+    shared_runs: bool = False
+    """Skip the check that all nodes share `runs_dir`, whose file system type does not show it."""
+    roles: dict[str, RoleRequest] = field(default_factory=dict)
+    """Resources of single roles; roles without an entry use the values of this section."""
+    het: bool | None = None
+    """Submit a heterogeneous job instead of one allocation; null does so if roles request different hardware."""
+    sbatch: dict[str, str] = field(default_factory=dict)
+    """Additional options of sbatch by their long names: `mail-type: FAIL`, or `exclusive: true` without a value."""
+    srun: dict[str, str] = field(default_factory=dict)
+    """Additional options of srun, in the same form."""
+    fork: bool = False
+    """Import torch once per node, in a process that forks its ranks in all attempts (not for scripts or containers)."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the job and its ranks. Secrets are not written to the batch script."""
+    setup: list[str] = field(default_factory=list)
+    """Shell commands at the start of the batch script, such as `module load cuda`, without the secrets of `env`."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+
+    def __post_init__(self) -> None:
+        check(
+            at_least(self, 1, "nodes", "min_nodes", "tasks_per_node", "cpus_per_task", "time_limit_min")
+            + at_least(self, 0, "spare_nodes", "gpus_per_node", "signal_lead_s", "max_requeues")
+            + at_most(self, MAX_RANKS, "nodes", "spare_nodes")
+            + at_most(self, MAX_PER_NODE, "tasks_per_node", "gpus_per_node")
+            + self._range_problems()
+            + one_line(self, "partition", "account", "qos", "mem", "constraint", "exclude", "sbatch", "srun")
+            + flags(self, "sbatch", "srun")
+            + variables(self, "env")
+            + ["setup must not contain a NUL character" for line in self.setup if "\0" in line]
+            + [f"environment.{line}" for line in self.environment.problems(self.time_limit_min)]
+            + [f"roles.{role}.{line}" for role, request in self.roles.items() for line in request.problems()]
+        )
+
+    @property
+    def outlives_nodes(self) -> bool:
+        """Whether the run continues in its allocation after the loss of a node."""
+        return self.spare_nodes > 0 or self.fewest_nodes < self.nodes
+
+    @property
+    def fewest_nodes(self) -> int:
+        """The least number of nodes with which the run may start or continue."""
+        return self.nodes if self.min_nodes is None else self.min_nodes
+
+    def _range_problems(self) -> list[str]:
+        if self.fewest_nodes <= self.nodes:
+            return []
+        return [f"min_nodes must be at most nodes={self.nodes}, got {self.min_nodes}"]
+
+
+# The section `container`: the container in which ranks run.
+
+_MOUNT = re.compile(r"[/~][^:,]*(:/[^:,]*)?(:(ro|rw))?")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContainerConfig:
+    """The container of the ranks. A site's profile may contain this section as well."""
+
+    runtime: Literal["none", "docker", "podman", "apptainer", "charliecloud", "enroot", "pyxis"] = "none"
+    """Container runtime on the nodes; `none` starts ranks without a container."""
+    image: str = ""
+    """Name (docker, podman), `.sif` (apptainer), `.sqsh` (enroot, pyxis), folder (charliecloud, apptainer, enroot)."""
+    mounts: list[str] = field(default_factory=list)
+    """`SOURCE`, `SOURCE:TARGET` or `SOURCE:TARGET:ro`, in addition to the run folder, the code and `data.root`."""
+    env: list[str] = field(default_factory=list)
+    """Additional variables to pass, by name or as `NAME_*`; those of Slurm, NCCL and this config are passed."""
+    gpus: Literal["auto", "none", "all"] = "auto"
+    """GPUs in the container; `auto` passes those that Slurm allocates if `cluster.gpus_per_node` requests some."""
+    python: str = "python3"
+    """Python of the image with hpcdist installed: a command on the image's PATH, or a path in the image."""
+    extra_args: list[str] = field(default_factory=list)
+    """Additional options of the runtime (of srun with pyxis), which override those of hpcdist."""
+    check_image: bool = True
+    """Check the image before submission, if this machine can; false if only the nodes have it."""
+
+    def __post_init__(self) -> None:
+        check(
+            [
+                f"mounts must be SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with absolute paths, got {mount!r}"
+                for mount in self.mounts
+                if not _MOUNT.fullmatch(mount)
+            ]
+            + [
+                f"env must hold names such as WANDB_MODE or UCX_*, never values, got {name.partition('=')[0]!r}"
+                for name in self.env
+                if not _NAME.fullmatch(name)
+            ]
+            + one_line(self, "image", "python", "mounts", "extra_args")
+            + (["image must name the image to start"] if self.runtime != "none" and not self.image else [])
+        )
+
+
+# The sections on checkpoints, tracking and the start of ranks.
+
+COMMANDS = ("stop", "save", "profile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are saved, and which are kept."""
+
+    every_steps: int | None = None
+    """Save after every so many optimizer steps, in addition to the save at the end of each epoch."""
+    keep_last: int = 2
+    """Number of newest checkpoints to keep; the best one is always kept."""
+    monitor: str = "eval/accuracy"
+    """Metric that determines the best checkpoint; empty, the default for code of your own: the newest is the best."""
+    monitor_mode: Literal["max", "min"] = "max"
+    """Whether a higher or a lower value of `monitor` is better."""
+
+    def __post_init__(self) -> None:
+        check(at_least(self, 1, "every_steps") + at_least(self, 2, "keep_last"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """What is logged to MLflow, and how often."""
+
+    uri: str = "${oc.env:MLFLOW_TRACKING_URI,''}"
+    """URI of the MLflow server or database; empty means the SQLite file `<runs_dir>/mlflow.db`."""
+    register_as: str | None = None
+    """Name of the final model in MLflow's model registry, where the alias `best` follows `monitor`; null: none."""
+    log_every_steps: int = 50
+    """Optimizer steps between two values of the training metrics; the last step is logged as well."""
+    system_interval_s: float = 10.0
+    """Seconds between two values of each node's system metrics; 0 disables them."""
+    drain_timeout_s: float = 60.0
+    """Seconds that the end of a run waits for MLflow; `hpcdist sync` ships the rest later."""
+    commands: list[str] = field(default_factory=list)
+    """Commands to obey from the tag `hpcdist.command` in MLflow: stop, save, profile. Needs EDIT permission there."""
+    tags: dict[str, str] = field(default_factory=dict)
+    """Additional tags of the MLflow run."""
+
+    def __post_init__(self) -> None:
+        check(
+            at_least(self, 1, "log_every_steps")
+            + at_least(self, 0, "system_interval_s", "drain_timeout_s")
+            + [
+                f"commands: {name!r} must be one of {', '.join(COMMANDS)}"
+                for name in self.commands
+                if name not in COMMANDS
+            ]
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """How ranks are started, supervised and restarted."""
+
+    num_ranks: int = 0
+    """Ranks on this machine; 0 means one per visible GPU, or two without a GPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the ranks; `auto` uses GPUs if there are any."""
+    devices: dict[str, str] = field(default_factory=dict)
+    """Device by role, if it is not launch.device: `parameter_server: cpu` leaves the GPUs to the other roles."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Backend of torch.distributed; `auto` is nccl if all ranks have GPUs, else gloo."""
+    rpc: Literal["zmq", "torch"] = "zmq"
+    """RPC of the trainers with roles: ZeroMQ, or torch.distributed.rpc, whose sockets are not authenticated."""
+    rpc_trusted_nodes: bool = False
+    """Whether `rpc: torch` may open its sockets on nodes where every user and program is trusted."""
+    num_threads: int = 0
+    """CPU threads per rank (OMP_NUM_THREADS); 0 divides the cores evenly, or uses one with elastic.exact."""
+    fork: bool = True
+    """Whether a local run imports torch once, in a process that forks the ranks of all attempts (not for scripts)."""
+    private_network: bool = True
+    """Whether forked ranks of hpcdist's trainers get a network namespace of their own, if no data is downloaded."""
+    init_timeout_s: float = 120.0
+    """Timeout of the start of the ranks, of the imports before they are forked, and of their rendezvous."""
+    hang_timeout_s: float | None = None
+    """Time without progress after which a hung run is ended; null: 1800 for trainers, scripts are only warned about."""
+    stop_grace_s: float = 120.0
+    """Time that ranks have to save and exit after a stop request; half of it for their threads and atexit functions."""
+    max_restarts: int = 3
+    """Maximum number of restarts from the newest checkpoint after failures."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Additional environment variables of the ranks; they override those of hpcdist."""
+    log_max_mb: float = 1000.0
+    """Maximum size of each log in MB, beyond which its middle is removed within a second; 0 means no limit."""
+    code_max_mb: float = 50.0
+    """Maximum size of the code snapshot in MB."""
+
+    @property
+    def hang_s(self) -> float:
+        """`hang_timeout_s`, or its default."""
+        return 1800.0 if self.hang_timeout_s is None else self.hang_timeout_s
+
+    def __post_init__(self) -> None:
+        check(
+            at_least(self, 0, "num_ranks", "num_threads", "max_restarts", "log_max_mb")
+            + at_most(self, MAX_PER_NODE, "num_ranks", "num_threads")
+            + above(self, 0, "init_timeout_s", "hang_timeout_s", "stop_grace_s", "code_max_mb")
+            + variables(self, "env")
+            + [
+                f"devices.{role} must be auto, cpu or cuda, got {device!r}"
+                for role, device in self.devices.items()
+                if device not in ("auto", "cpu", "cuda")
+            ]
+        )
+
+
+# The section `notify`: notifications about the start, restarts and end of a run.
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotifyConfig:
+    """The webhook or the command that receives the events of a run."""
+
+    webhook_file: str = field(default="", metadata=IS_PATH)
+    """File with mode 0600 that holds the URL to which events are posted as JSON; empty for none."""
+    webhook: str = ""
+    """The URL instead of a file, as '${oc.env:MY_WEBHOOK}'; it is a secret and is shown as `***`."""
+    command: str = field(default="", metadata=IS_PATH)
+    """Executable file that is called with event, run and status, and reads the JSON from its standard input."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.webhook and not self.webhook.startswith(("http://", "https://", "***")):
+            problems.append("webhook must be an address that begins with https:// or http://")  # without the secret
+        if sum(map(bool, (self.webhook_file, self.webhook, self.command))) > 1:
+            problems.append("webhook_file, webhook and command exclude each other: set one of them")
+        check(problems)
+
+
+# The section `preflight`: checks of the nodes before the ranks start.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreflightConfig:
+    """`preflight: full` is short for `preflight: {mode: full}`."""
+
+    mode: Literal["off", "quick", "full"] = "quick"
+    """Extent of the checks of a Slurm run's nodes; runs on one machine are not checked."""
+    on_failure: Literal["stop", "exclude"] = "stop"
+    """Reaction to a failed node: end the run, or requeue its Slurm job without that node."""

@@ -1,0 +1,461 @@
+"""Rank, world size, role and master address of a rank, read from the environment variables of the launcher, and the
+roles of a run's ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from hpcdist.errors import ConfigError, TopologyError, shortened
+from hpcdist.host.nodelist import expand, expand_tasks
+
+# Environment variables of the launchers, and a strict reader of them whose error messages end with a fix.
+
+T = TypeVar("T")
+
+OWN_PLACE = (
+    "HPCDIST_RANK",
+    "HPCDIST_WORLD_SIZE",
+    "HPCDIST_LOCAL_RANK",
+    "HPCDIST_LOCAL_WORLD_SIZE",
+    "HPCDIST_NODE_RANK",
+    "HPCDIST_NUM_NODES",
+)
+OWN_MEETING = (
+    "HPCDIST_MASTER_ADDR",
+    "HPCDIST_MASTER_PORT",
+    "HPCDIST_JOB_ID",
+    "HPCDIST_ATTEMPT",
+)
+TORCHRUN_CORE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN_PLACE = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+SLURM_COUNTS = (
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_NNODES",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_HET_SIZE",
+)
+"""In an allocation for one process each is at most 1; SLURM_TASKS_PER_NODE may be larger and is not in the list."""
+
+
+class Variables:
+    """Reads the variables of one launcher from `env`. Error messages end with `fix`.
+
+    An empty variable counts as not set. All methods that read a value raise TopologyError.
+    """
+
+    def __init__(self, env: Mapping[str, str], fix: str) -> None:
+        self.env = env
+        self.fix = fix
+
+    def has(self, name: str) -> bool:
+        """Return whether a variable is set and not empty."""
+        return bool(self.env.get(name))
+
+    def first(self, *names: str) -> str:
+        """Return the name of the first variable that is set."""
+        for name in names:
+            if self.has(name):
+                return name
+        raise self.error(f"{' or '.join(names)} must be set")
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """Return the text of a variable, or the default. Raises TopologyError if neither exists."""
+        if default is not None and not self.has(name):
+            return default
+        return self.env[self.first(name)]
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """Return a whole number >= 0 of at most ten digits, which covers all numbers of Slurm."""
+        if default is not None and not self.has(name):
+            return default
+        value = self.text(name)
+        if re.fullmatch(r"[0-9]{1,10}", value) is None:
+            raise self.error(f"{name} must be a whole number, got {shortened(value)!r}")
+        return int(value)
+
+    def parsed(self, name: str, parse: Callable[[str], T]) -> T:
+        """Return the result of `parse` for a variable's text; name the variable in its TopologyError."""
+        try:
+            return parse(self.text(name))
+        except TopologyError as error:
+            raise self.error(f"{name}: {error}") from error
+
+    def shown(self, names: Iterable[str]) -> str:
+        """Return `NAME=value` of the variables that are set, for a message."""
+        return ", ".join(f"{name}={shortened(self.env[name])}" for name in names if self.has(name))
+
+    def missing(self, names: Iterable[str]) -> str:
+        """Return the names of the variables that are not set, for a message."""
+        return ", ".join(name for name in names if not self.has(name))
+
+    def error(self, problem: str) -> TopologyError:
+        """Return an error with the problem and the fix."""
+        return TopologyError(f"{problem}; {self.fix}")
+
+
+# The topology of a run as seen from one rank, read once from the environment variables of the launcher.
+#
+# `Topology.from_env` uses the first of these sets of variables that is present:
+#
+# 1. the ten variables of hpcdist; 2. those of torchrun, if TORCHELASTIC_RUN_ID or all of RANK, WORLD_SIZE, MASTER_ADDR
+# and MASTER_PORT are set; 3. those of Slurm in a task of an srun step; STEP variables take precedence over those of the
+# job; 4. none: a single rank, unless a variable indicates more ranks.
+#
+# HPCDIST_MASTER_ADDR, HPCDIST_MASTER_PORT, HPCDIST_JOB_ID and HPCDIST_ATTEMPT also override the values of torchrun and
+# Slurm individually; a supervisor that restarts a step sets HPCDIST_ATTEMPT. An empty variable counts as not set.
+# Incomplete or contradictory variables are an error, because a rank with a wrong topology makes all other ranks hang.
+
+# Neither privileged nor ephemeral (32768-60999 on Linux), so that no client socket uses such a port.
+_PORTS_START = 20480
+_NUM_PORTS = 12281  # prime, so that multiples of _PORTS_PER_JOB cover all ports
+_PORTS_PER_JOB = 16
+
+_LOOPBACK = "127.0.0.1"  # used only for a single rank
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # the batch, extern and interactive steps of Slurm are directly below 2**32
+
+_OWN_FIX = "let `hpcdist run` or `hpcdist submit` start the ranks, or unset these variables"
+_TORCHRUN_FIX = "start the ranks with torchrun, set the variables for every rank, or unset them all"
+SLURM_FIX = "start the ranks with srun and pass its SLURM_ variables on unchanged, also into containers"
+_NO_STEP_FIX = "put srun before the command or use `hpcdist submit`; pass srun's variables on into containers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """The position of a rank in the run. Inconsistent values raise TopologyError, which names the fields."""
+
+    rank: int
+    """0 to world_size - 1; ranks are not always ordered by node (srun --distribution)."""
+    world_size: int
+    """Number of ranks on all nodes."""
+    local_rank: int
+    """0 to local_world_size - 1, among the ranks of this node."""
+    local_world_size: int
+    """Number of ranks on this node; it may differ between nodes."""
+    node_rank: int
+    """0 to num_nodes - 1."""
+    num_nodes: int
+    """Number of nodes, each with at least one rank."""
+    hosts: tuple[str, ...] = ()
+    """Names of all nodes in node order; empty if they are not known."""
+    master_addr: str
+    """Host name or address of rank 0."""
+    master_port: int
+    """TCP port of the store, used for the rendezvous of the process group and RPC."""
+    launcher: Literal["hpcdist", "torchrun", "slurm", "single"]
+    """The launcher whose variables were used; "single" is one rank without a launcher."""
+    job_id: str
+    """Slurm's job id, or the id of the run in another launcher."""
+    attempt: int
+    """Number of the attempt; each restart increases it by one."""
+
+    def __post_init__(self) -> None:
+        alone = self.num_nodes == 1
+        for holds, rule in (
+            (0 <= self.rank < self.world_size, "0 <= rank < world_size"),
+            (0 <= self.local_rank < self.local_world_size, "0 <= local_rank < local_world_size"),
+            (0 <= self.node_rank < self.num_nodes, "0 <= node_rank < num_nodes"),
+            (
+                not alone or self.local_world_size == self.world_size,
+                "local_world_size == world_size if num_nodes == 1",
+            ),
+            (
+                self.local_world_size + self.num_nodes <= self.world_size + 1,
+                "local_world_size + num_nodes <= world_size + 1",
+            ),
+            (len(self.hosts) in (0, self.num_nodes), "num_nodes names in hosts, or none"),
+            (len(set(self.hosts)) == len(self.hosts), "distinct names in hosts"),
+            (re.fullmatch(r"\S+", self.master_addr) is not None, "a name or address in master_addr"),
+            (1 <= self.master_port <= 65535, "1 <= master_port <= 65535"),
+            (re.fullmatch(r"\S+", self.job_id) is not None, "a job_id without spaces"),
+            (self.attempt >= 0, "attempt >= 0"),
+            (self.launcher != "single" or self.world_size == 1, "world_size == 1 if launcher is 'single'"),
+        ):
+            if not holds:
+                names = [name for name in self.__dataclass_fields__ if re.search(rf"\b{name}\b", rule)]
+                values = ", ".join(f"{name}={shortened(repr(getattr(self, name)))}" for name in names)
+                raise TopologyError(f"a topology requires {rule}, got {values}")
+
+    @property
+    def token(self) -> str:
+        """Identifier of the attempt, which ranks compare when they connect; it is not secret."""
+        return f"hpcdist/{self.job_id}/{self.attempt}"
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Topology:
+        """Return the topology described by environment variables, with the precedence documented in this module.
+
+        Raises TopologyError, whose message names the variables, their values and a fix.
+        """
+        if any(env.get(name) for name in OWN_PLACE):
+            return _from_own(Variables(env, _OWN_FIX))
+        if env.get("TORCHELASTIC_RUN_ID") or all(env.get(name) for name in TORCHRUN_CORE):
+            return _from_torchrun(Variables(env, _TORCHRUN_FIX))
+        if _in_slurm_step(env):
+            return _from_slurm(Variables(env, SLURM_FIX))
+        return _from_nothing(env)
+
+
+def port_for(job_id: str, attempt: int) -> int:
+    """Return the TCP port of an attempt in 20480-32760, which every rank computes independently.
+
+    Consecutive attempts have different ports. The first 16 attempts of two jobs have different ports if the trailing
+    numbers of their ids differ by 1 (1234 and 1235, run-1 and run-2), and the first attempts if they differ by less
+    than 12281. Two other jobs have the same port with a probability of 1 in 12281.
+    """
+    match = re.fullmatch(r"(.*?)([0-9]{0,18})", job_id, re.DOTALL)
+    assert match is not None, "the pattern matches any text"
+    digest = hashlib.sha256(match[1].encode(errors="surrogateescape")).digest()
+    job = int.from_bytes(digest[:8]) + int(match[2] or 0)
+    return _PORTS_START + (job * _PORTS_PER_JOB + attempt) % _NUM_PORTS
+
+
+def _build(variables: Variables, names: Iterable[str], **fields: Any) -> Topology:
+    """Create the topology; add the variables to the message of an error."""
+    try:
+        return Topology(**fields)
+    except TopologyError as error:
+        raise variables.error(f"{error} (from {variables.shown((*names, *OWN_MEETING))})") from error
+
+
+def _meeting(variables: Variables, addr: str, job_id: str, attempt: int, port: int | None = None) -> dict[str, Any]:
+    """Return the rendezvous fields of the launcher, overridden by the variables of hpcdist."""
+    job_id = variables.text("HPCDIST_JOB_ID", job_id)
+    attempt = variables.number("HPCDIST_ATTEMPT", attempt)
+    return {
+        "master_addr": variables.text("HPCDIST_MASTER_ADDR", addr),
+        "master_port": variables.number("HPCDIST_MASTER_PORT", port_for(job_id, attempt) if port is None else port),
+        "job_id": job_id,
+        "attempt": attempt,
+    }
+
+
+def _from_own(variables: Variables) -> Topology:
+    if missing := variables.missing((*OWN_PLACE, *OWN_MEETING)):
+        raise variables.error(f"{variables.shown((*OWN_PLACE, *OWN_MEETING))} set, but {missing} not")
+    place = {name.removeprefix("HPCDIST_").lower(): variables.number(name) for name in OWN_PLACE}
+    return _build(variables, OWN_PLACE, **place, **_meeting(variables, "", "", 0), launcher="hpcdist")
+
+
+def _from_torchrun(variables: Variables) -> Topology:
+    number = variables.number
+    rank, world_size, port = number("RANK"), number("WORLD_SIZE"), number("MASTER_PORT")
+    # torchrun sets all variables. If only the first four are set, the others must follow from them.
+    local_world_size = number("LOCAL_WORLD_SIZE", 1 if world_size == 1 else None)
+    num_nodes, rest = divmod(world_size, max(local_world_size, 1))
+    num_nodes = number("GROUP_WORLD_SIZE", None if rest else num_nodes)
+    attempt = number("TORCHELASTIC_RESTART_COUNT", 0)
+    # All runs without --rdzv-id have the id "none", so the port is appended.
+    job_id = f"{variables.text('TORCHELASTIC_RUN_ID', 'torchrun')}-{port}"
+    return _build(
+        variables,
+        (*TORCHRUN_PLACE, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+        rank=rank,
+        world_size=world_size,
+        local_rank=number("LOCAL_RANK", 0 if world_size == 1 else None),
+        local_world_size=local_world_size,
+        node_rank=number("GROUP_RANK", 0 if num_nodes == 1 else None),
+        num_nodes=num_nodes,
+        **_meeting(variables, variables.text("MASTER_ADDR"), job_id, attempt, port),
+        launcher="torchrun",
+    )
+
+
+def _in_slurm_step(env: Mapping[str, str]) -> bool:
+    """Return whether srun started this process as a task. SLURM_PROCID alone is also set in the shell of sbatch."""
+    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
+    is_number = re.fullmatch(r"[0-9]{1,10}", step) is not None
+    return bool(env.get("SLURM_PROCID")) and is_number and int(step) < _FIRST_SPECIAL_STEP
+
+
+def _from_slurm(variables: Variables) -> Topology:
+    count_name = variables.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    nodes_name = variables.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    tasks_name = variables.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    rank, node_rank = variables.number("SLURM_PROCID"), variables.number("SLURM_NODEID")
+    hosts, tasks = variables.parsed(nodes_name, expand), variables.parsed(tasks_name, expand_tasks)
+    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", count_name, nodes_name, tasks_name)
+    seen = variables.shown(names)
+    if len(hosts) != len(tasks):
+        raise variables.error(f"{nodes_name} names {len(hosts)} nodes, {tasks_name} counts {len(tasks)} ({seen})")
+    hosts, tasks = _in_component_order(variables, hosts, tasks)
+    if sum(tasks) != variables.number(count_name):
+        raise variables.error(f"{tasks_name} adds up to {sum(tasks)} tasks, but {count_name} differs ({seen})")
+    if node_rank >= len(hosts):
+        raise variables.error(
+            f"SLURM_NODEID is not less than the number of nodes in {nodes_name}, {len(hosts)} ({seen})"
+        )
+    if rank == 0 and node_rank > 0 and not variables.has("HPCDIST_MASTER_ADDR"):
+        problem = f"rank 0 is expected on {hosts[0]}, but it is on {hosts[node_rank]} ({seen})"
+        fix = f"set HPCDIST_MASTER_ADDR={hosts[node_rank]} for all ranks, or remove --distribution=arbitrary"
+        raise TopologyError(f"{problem}; {fix}")
+    job_id, attempt = variables.text("SLURM_JOB_ID"), variables.number("SLURM_RESTART_COUNT", 0)
+    return _build(
+        variables,
+        (*names, "SLURM_JOB_ID"),
+        rank=rank,
+        world_size=sum(tasks),
+        local_rank=variables.number("SLURM_LOCALID"),
+        local_world_size=tasks[node_rank],
+        node_rank=node_rank,
+        num_nodes=len(hosts),
+        hosts=tuple(hosts),
+        **_meeting(variables, hosts[0], job_id, attempt),
+        launcher="slurm",
+    )
+
+
+def _in_component_order(variables: Variables, hosts: list[str], tasks: list[int]) -> tuple[list[str], list[int]]:
+    """Return the nodes of a heterogeneous step in the order of SLURM_NODEID, which is by component, not by name."""
+    size = variables.number("SLURM_HET_SIZE", 0)
+    groups = [name for index in range(size) if variables.has(name := f"SLURM_JOB_NODELIST_HET_GROUP_{index}")]
+    counts = dict(zip(hosts, tasks, strict=True))
+    ordered = [host for name in groups for host in variables.parsed(name, expand) if host in counts]
+    if sorted(ordered) != sorted(hosts):  # another step, or incomplete environment variables
+        return hosts, tasks
+    return ordered, [counts[host] for host in ordered]
+
+
+def _from_nothing(env: Mapping[str, str]) -> Topology:
+    """Return the topology of a single rank. Raises TopologyError if a variable indicates more ranks."""
+    slurm, own, torchrun = (Variables(env, fix) for fix in (_NO_STEP_FIX, _OWN_FIX, _TORCHRUN_FIX))
+    hints = [name for name in SLURM_COUNTS if slurm.number(name, 1) > 1]
+    if slurm.number("SLURM_PROCID", 0) > 0:
+        hints.append("SLURM_PROCID")
+    if slurm.has("SLURM_JOB_NODELIST") and len(slurm.parsed("SLURM_JOB_NODELIST", expand)) > 1:
+        hints.append("SLURM_JOB_NODELIST")
+    if hints:
+        raise slurm.error(
+            f"the Slurm job has several tasks ({slurm.shown(hints)}), but this process is not an srun task"
+        )
+    if given := own.shown(OWN_MEETING):
+        raise own.error(f"{given} set, but {', '.join(OWN_PLACE)} not")
+    given = torchrun.shown(TORCHRUN_PLACE)
+    all_zero = all(torchrun.number(name, 0) == 0 for name in TORCHRUN_PLACE if name.endswith("RANK"))
+    if given and not (all_zero and torchrun.number("WORLD_SIZE", 0) == 1):
+        raise torchrun.error(f"{given} set, but {torchrun.missing(TORCHRUN_CORE)} not")
+    job_id, attempt = slurm.text("SLURM_JOB_ID", "single"), slurm.number("SLURM_RESTART_COUNT", 0)
+    place = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "node_rank": 0, "num_nodes": 1}
+    return _build(slurm, ("SLURM_JOB_ID",), **place, **_meeting(slurm, _LOOPBACK, job_id, attempt), launcher="single")
+
+
+# Roles of ranks, such as agent, observer, parameter server or trainer.
+#
+# Ranks are assigned in the order of the roles: `{agent: 1, observer: 4}` makes rank 0 the agent and ranks 1 to 4 the
+# observers. In a run without roles all ranks have the role `trainer`.
+
+DEFAULT_ROLE = "trainer"
+
+
+def share_of(index: int, num_owners: int, num_items: int) -> range:
+    """Return the consecutive items that an owner has; the numbers of items of two owners differ by at most one."""
+    return range(num_items * index // num_owners, num_items * (index + 1) // num_owners)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The roles and their numbers of ranks, in rank order. Create it with `Roles.of`."""
+
+    counts: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, counts: Mapping[str, int], world_size: int) -> Roles:
+        """Return the roles of a run; without counts all ranks are trainers.
+
+        Raises ConfigError if the counts do not add up to the world size.
+        """
+        if not counts:
+            return cls(((DEFAULT_ROLE, world_size),))
+        roles = cls(tuple(counts.items()))
+        if roles.world_size != world_size:
+            raise ConfigError([f"roles add up to {roles.world_size} ranks ({roles}), but {world_size} were started"])
+        return roles
+
+    def __str__(self) -> str:
+        return ", ".join(f"{role} {count}" for role, count in self.counts)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The roles in the order of their ranks."""
+        return tuple(role for role, _ in self.counts)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of all roles."""
+        return sum(count for _, count in self.counts)
+
+    def count(self, role: str) -> int:
+        """Return the number of ranks with a role; 0 for an unknown role."""
+        return dict(self.counts).get(role, 0)
+
+    def ranks_of(self, role: str) -> range:
+        """Return the ranks of a role, ordered by index. Raises ConfigError if no rank has this role."""
+        first = 0
+        for name, count in self.counts:
+            if name == role:
+                return range(first, first + count)
+            first += count
+        raise ConfigError([f"no rank has the role {role!r}: the roles are {self}"])
+
+    def of_rank(self, rank: int) -> tuple[str, int]:
+        """Return the role of a rank and its index within the role."""
+        first = 0
+        for name, count in self.counts:
+            if first <= rank < first + count:
+                return name, rank - first
+            first += count
+        raise IndexError(f"rank {rank} of {self.world_size}")
+
+    def name_of(self, rank: int) -> str:
+        """Return `role:index`, which is also the rank's name in RPC."""
+        role, index = self.of_rank(rank)
+        return f"{role}:{index}"
+
+    def require(self, **counts: int | None) -> None:
+        """Raise ConfigError unless the run has exactly these roles.
+
+        For example `ctx.roles.require(agent=1, observer=None)`.
+
+        Args:
+            **counts: number of ranks by role; None stands for one or more.
+        """
+        wrong = set(self.names) != set(counts) or any(
+            self.count(role) != count for role, count in counts.items() if count is not None
+        )
+        if wrong:
+            wanted = ", ".join(f"{role} {'1 or more' if count is None else count}" for role, count in counts.items())
+            example = ", ".join(f"{role}: {count or 1}" for role, count in counts.items())
+            raise ConfigError([f"this trainer needs the roles {wanted}, got {self}: set roles='{{{example}}}'"])
+
+
+def rank_table(roles: Roles, groups: Iterable[tuple[range, str]], devices: Mapping[str, str]) -> list[str]:
+    """Return a table of ranks, roles, devices and places: a header, and a line for each role in each place.
+
+    Args:
+        roles: the roles of the run.
+        groups: ranks and their common place (a host or a Slurm request), in rank order.
+        devices: device by role, if known.
+    """
+    places = list(groups)
+    rows = [("rank", "role", "device", "place" if any(place for _, place in places) else "")]
+    for role, _ in roles.counts:
+        mine = roles.ranks_of(role)
+        for ranks, place in places:
+            both = range(max(mine.start, ranks.start), min(mine.stop, ranks.stop))
+            if both:
+                index = range(both.start - mine.start, both.stop - mine.start)
+                rows.append((span(both), f"{role}:{span(index)}", devices.get(role, ""), place))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def span(numbers: range) -> str:
+    """Format a range as `3` or `3-7`."""
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"

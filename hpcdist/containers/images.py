@@ -1,0 +1,564 @@
+"""Images: build, conversion to the format of a site's runtime, check, labels, and the digest of the base image."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import hpcdist
+from hpcdist.containers.steps import Engine, EngineName, error_line
+from hpcdist.errors import ImageError, UserMistake
+from hpcdist.host.commands import last_line
+from hpcdist.host.files import is_shared, parse_json, parse_object, user_of
+from hpcdist.host.lock import long_lock
+from hpcdist.host.log_files import say
+from hpcdist.host.machine import Check, driver_problem
+
+# An image's labels and other facts, and whether it fits this machine and this version of hpcdist.
+
+TITLE = "org.opencontainers.image.title"
+VERSION = "org.opencontainers.image.version"
+CUDA = "hpcdist.cuda"
+BASE_NAME = "org.opencontainers.image.base.name"
+BASE_DIGEST = "org.opencontainers.image.base.digest"
+BASE_ID = "hpcdist.base.id"
+#: Label with the path of the bill of materials in the image.
+SBOM = "hpcdist.sbom"
+ENTRYPOINT = ("tini", "--", "hpcdist")
+#: Processor architectures: the kernel's name, and the name in images.
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "ppc64le": "ppc64le"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFacts:
+    """An image as reported by `image inspect`."""
+
+    name: str
+    digest: str  #: `sha256:…` of its config: the same in every registry and before a push
+    architecture: str
+    entrypoint: tuple[str, ...]
+    user: str
+    labels: Mapping[str, str]
+    env: tuple[str, ...]  #: `NAME=value`
+    size_bytes: int
+
+    @property
+    def version(self) -> str:
+        """Version of hpcdist in the image; empty if the labels name none."""
+        return self.labels.get(VERSION, "") if self.labels.get(TITLE) == "hpcdist" else ""
+
+    @property
+    def base(self) -> str:
+        """The base image with its digest, or its id if it has no digest; empty if the labels name none."""
+        pinned = self.labels.get(BASE_DIGEST) or self.labels.get(BASE_ID, "")
+        return " ".join(filter(None, [self.labels.get(BASE_NAME, ""), pinned]))
+
+
+def inspect(engine: Engine, image: str) -> ImageFacts:
+    """Read the facts of a local image. Raises ImageError if there is no image of that name."""
+    done = engine.run("image", "inspect", image)
+    if done.returncode:
+        error = error_line(done.stderr)
+        if any(words in error.lower() for words in ("no such image", "image not known", "no such object")):
+            raise ImageError(
+                f"{engine.name} has no image {image!r}: `hpcdist image build` makes one here,"
+                f" `{engine.name} pull {image}` fetches one"
+            )
+        raise ImageError(f"{engine.name} cannot inspect image {image!r}: {error}")
+    return parse(image, inspected(engine, image, done.stdout))
+
+
+def inspected(engine: Engine, image: str, answer: str) -> Mapping[str, Any]:
+    """Return the description in the answer of `image inspect`. Raises ImageError if it is not one."""
+    try:
+        (found,) = parse_json(answer)
+        if isinstance(found["Id"], str) and isinstance(found.get("Config") or {}, dict):
+            return dict(found)
+        raise ValueError("its Id or Config has another type")
+    except (ValueError, TypeError, LookupError) as error:
+        raise ImageError(f"{engine.name} gives no valid description of image {image}: {error}") from error
+
+
+def parse(name: str, raw: Mapping[str, Any]) -> ImageFacts:
+    """Return the facts in one entry of `docker image inspect` or `podman image inspect`. Raises ImageError."""
+    config = raw.get("Config") or {}
+    labels, env, entrypoint = config.get("Labels") or {}, config.get("Env") or [], config.get("Entrypoint") or []
+    if not (isinstance(labels, dict) and isinstance(env, list) and isinstance(entrypoint, list)):
+        raise ImageError(f"the description of image {name} has labels, variables or an entrypoint of another type")
+    identity = str(raw["Id"])
+    return ImageFacts(
+        name=name,
+        digest=identity if ":" in identity else f"sha256:{identity}",
+        architecture=str(raw.get("Architecture", "")),
+        entrypoint=tuple(map(str, entrypoint)),
+        user=str(config.get("User") or ""),
+        labels={key: str(value) for key, value in labels.items()},
+        env=tuple(map(str, env)),
+        size_bytes=size if isinstance(size := raw.get("Size"), int) else 0,
+    )
+
+
+def read_sbom(engine: Engine, facts: ImageFacts) -> str:
+    """Return an image's bill of materials in CycloneDX's JSON. Raises ImageError when the image has none."""
+    path = facts.labels.get(SBOM)
+    if not path:
+        raise ImageError(
+            f"image {facts.name} has no bill of materials (no label {SBOM!r}): build it again with"
+            " `hpcdist image build`"
+        )
+    return engine.output("run", "--rm", "--entrypoint", "cat", facts.name, path)
+
+
+def require_fit(facts: ImageFacts, *, machine: str = "") -> None:
+    """Raise ImageError if an image is for another architecture or has another version of hpcdist."""
+    here = ARCHITECTURES.get(machine or platform.machine(), machine or platform.machine())
+    if facts.architecture != here:
+        raise ImageError(
+            f"image {facts.name} is for {facts.architecture}, this machine is {here}: build or pull it for {here}"
+        )
+    if not facts.version:
+        raise ImageError(
+            f"image {facts.name} holds no hpcdist (its label {TITLE!r} does not name it): build it with"
+            " `hpcdist image build`, or FROM an image that was"
+        )
+    if facts.version != hpcdist.__version__:
+        raise ImageError(
+            f"image {facts.name} holds hpcdist {facts.version}, and this is {hpcdist.__version__}: build it again with"
+            f" `hpcdist image build`, or use hpcdist {facts.version} here"
+        )
+
+
+def require_driver(facts: ImageFacts, driver: str) -> None:
+    """Raise ImageError if this machine's driver is too old for an image's CUDA."""
+    if problem := driver_problem(facts.labels.get(CUDA, ""), driver):
+        raise ImageError(
+            f"image {facts.name} needs {problem} here: update the driver, use an image with an older torch,"
+            " or launch.device=cpu"
+        )
+
+
+# The digest of a build's base image, so that a later build uses the same base.
+
+_DEFAULT = re.compile(r"^ARG BASE_IMAGE=(\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """A base image and its digest, if one was found."""
+
+    name: str  #: as the user or the Dockerfile names it, tag included
+    digest: str = ""  #: `sha256:…` of its manifest in a registry
+    id: str = ""  #: `sha256:…` of its config, for a local image without a registry digest
+    problem: str = ""  #: why there is no digest, in one line
+
+    @property
+    def reference(self) -> str:
+        """The name to build from, with the digest if it is known."""
+        return f"{repository(self.name)}@{self.digest}" if self.digest else self.name
+
+
+def default_base(dockerfile: Path) -> str:
+    """Return the base image that a Dockerfile names itself."""
+    found = _DEFAULT.search(dockerfile.read_text())
+    if found is None:
+        raise ImageError(f"{dockerfile} names no base image (no line `ARG BASE_IMAGE=…`): restore the file")
+    return found[1]
+
+
+def repository(name: str) -> str:
+    """Return the name of an image without tag and digest; a colon before a slash belongs to a port."""
+    name = name.partition("@")[0]
+    head, slash, tail = name.rpartition("/")
+    return f"{head}{slash}{tail.partition(':')[0]}"
+
+
+def look_up(engine: Engine, name: str, *, pull: bool) -> Base:
+    """Find the digest of a base image: in its name, in the engine's store, or by pulling the image as the build would.
+
+    Args:
+        pull: whether the image may be pulled; a dry run pulls nothing.
+    """
+    _, _, digest = name.partition("@")
+    if digest:
+        return Base(name=name, digest=digest)
+    if engine.name == "buildah":
+        return Base(name=name, problem="buildah reports no digests; docker and podman do")
+    found = _inspect(engine, name)
+    if found is None and pull:
+        done = engine.run("pull", "--quiet", name)
+        if done.returncode:
+            return Base(name=name, problem=f"{engine.name} cannot pull it: {error_line(done.stderr)}")
+        found = _inspect(engine, name)
+    if found is None:
+        return Base(name=name, problem=f"{engine.name} does not have it here, and a dry run pulls nothing")
+    return _of(name, found)
+
+
+def _inspect(engine: Engine, name: str) -> Mapping[str, object] | None:
+    done = engine.run("image", "inspect", name)
+    return None if done.returncode else inspected(engine, name, done.stdout)
+
+
+def _of(name: str, found: Mapping[str, object]) -> Base:
+    """Return the Base of an image that the engine has in its store.
+
+    podman lists a digest of its own for images that were never in a registry, under `localhost`.
+    """
+    listed = found.get("RepoDigests")
+    digests = [str(entry).partition("@") for entry in listed] if isinstance(listed, list) else []
+    own = _full(repository(name))
+    for repo, _, digest in digests:
+        if _full(repo) == own and not own.startswith("localhost/"):
+            return Base(name=name, digest=digest)
+    identity = str(found["Id"])
+    return Base(
+        name=name,
+        id=identity if ":" in identity else f"sha256:{identity}",
+        problem="a local image without a digest of a registry",
+    )
+
+
+def _full(repo: str) -> str:
+    """Return a repository with the registry and the folder that docker leaves out: `debian`, `nvidia/cuda`."""
+    if "/" not in repo:
+        return f"docker.io/library/{repo}"
+    first = repo.partition("/")[0]
+    if "." not in first and ":" not in first and first != "localhost":
+        return f"docker.io/{repo}"
+    return repo
+
+
+# `hpcdist image build`: build hpcdist's images from a checkout.
+
+Target = Literal["default", "slim", "mlflow"]
+TARGETS: tuple[Target, ...] = get_args(Target)
+_DOCKERFILES = {"default": "Dockerfile", "slim": "Dockerfile", "mlflow": "mlflow.Dockerfile"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """One build of one image."""
+
+    checkout: Path
+    tag: str
+    base: Base
+    target: Target = "default"
+    uid: int | None = None
+    gid: int | None = None
+    revision: str = ""
+    created: str = ""
+    options: tuple[str, ...] = ()  #: further arguments for the engine
+
+
+def find_checkout(start: Path) -> Path:
+    """Return the checkout to build: the one around `start`, or that of an editable installation."""
+    for folder in (start, *start.parents, Path(hpcdist.__file__).parents[1]):
+        if (folder / "docker" / "Dockerfile").is_file() and (folder / "hpcdist" / "__init__.py").is_file():
+            return folder
+    raise UserMistake(f"no docker/Dockerfile of hpcdist in {start} or above: run this command in a checkout")
+
+
+def dockerfile_of(checkout: Path, target: Target) -> Path:
+    """Return the path of a target's Dockerfile."""
+    return checkout / "docker" / _DOCKERFILES[target]
+
+
+def default_tag(target: Target) -> str:
+    """Return the default tag of a target, such as `hpcdist:slim`."""
+    return {"default": "hpcdist", "slim": "hpcdist:slim", "mlflow": "hpcdist-mlflow"}[target]
+
+
+def revision_of(checkout: Path) -> tuple[str, str]:
+    """Return the commit, marked `-dirty` if files differ, and its time, for the labels; empty without git."""
+    found = []
+    for arguments in (["describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"], ["log", "-1", "--format=%cI"]):
+        try:
+            done = subprocess.run(["git", "-C", checkout, *arguments], capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            return "", ""
+        found.append(done.stdout.strip() if done.returncode == 0 else "")
+    return found[0], found[1]
+
+
+def build_argv(engine: EngineName, build: Build) -> list[str]:
+    """Return the argv of a build."""
+    command: list[str] = [engine, "build"]
+    if engine != "docker":
+        command += ["--format", "docker"]  # the OCI format has no health checks
+    command += ["--file", str(dockerfile_of(build.checkout, build.target)), "--tag", build.tag]
+    if build.target != "mlflow":
+        command += ["--target", build.target]
+    arguments = {
+        "BASE_IMAGE": build.base.reference,
+        "BASE_NAME": build.base.name,
+        "BASE_DIGEST": build.base.digest or None,
+        "BASE_ID": build.base.id or None,
+        "UID": build.uid,
+        "GID": build.gid,
+        "REVISION": build.revision or None,
+        "CREATED": build.created or None,
+    }
+    for name, value in arguments.items():
+        if value is not None:
+            command += ["--build-arg", f"{name}={value}"]
+    return [*command, *build.options, str(build.checkout)]
+
+
+def run(engine: Engine, command: Sequence[str]) -> None:
+    """Run a build with the engine's output on the terminal. Raises ImageError if it fails."""
+    # Debian 12's docker builds without BuildKit unless asked, and the Dockerfiles' mounts need it.
+    code = subprocess.run(command, env={**os.environ, "DOCKER_BUILDKIT": "1"}, check=False).returncode
+    if code:
+        raise ImageError(f"{engine.name} could not build the image (exit code {code}); see its output above")
+
+
+# `hpcdist image convert`: write an image in the format of a site's runtime, in a file named by the image's digest.
+
+Form = Literal["sqsh", "sif", "dir"]
+FORMS: tuple[Form, ...] = get_args(Form)
+#: The runtimes that read each format, and the program that writes it.
+_READERS = {"sqsh": "enroot and pyxis", "sif": "apptainer", "dir": "charliecloud and enroot"}
+_TOOLS = {"sqsh": "enroot", "sif": "apptainer", "dir": "tar"}
+#: Variables that name the folder in which a tool unpacks the image, instead of TMPDIR.
+_TEMPORARY = {"sqsh": "ENROOT_TEMP_PATH", "sif": "APPTAINER_TMPDIR"}
+#: Space that a conversion needs in the folder of the file and in the temporary folder, in sizes of the unpacked image.
+#: An engine's archive and enroot's file, whose data is not compressed by default, count as 1, apptainer's file as 0.5;
+#: apptainer writes it in the temporary folder and copies it.
+_NUM_IMAGES = {
+    ("sqsh", "podman"): (1.0, 1.0),
+    ("sqsh", "docker"): (1.0, 1.0),
+    ("sif", "podman"): (1.5, 1.5),
+    ("sif", "docker"): (0.5, 2.5),
+}
+#: `enroot import podman://…` removes its container with `docker`, and fails after writing the file if docker does not
+#: answer. enroot is a bash script, in which an exported function replaces a program.
+_REMOVE_BY_PODMAN = {"BASH_FUNC_docker%%": '() { podman "$@"; }'}
+
+
+def target_of(facts: ImageFacts, form: Form, folder: Path) -> Path:
+    """Return the output path, such as `hpcdist-0.1.0-0123456789ab.sqsh`; a directory has no suffix."""
+    stem = f"hpcdist-{facts.version}-{facts.digest.removeprefix('sha256:')[:12]}"
+    return folder / (stem if form == "dir" else f"{stem}.{form}")
+
+
+def convert_argv(engine: EngineName, image: str, form: Form, target: Path, archive: Path | None = None) -> list[str]:
+    """Return the command that writes an image in another format; `archive` is podman's saved image for apptainer."""
+    if form == "sqsh":
+        return [
+            "enroot",
+            "import",
+            "--output",
+            str(target),
+            f"{'dockerd' if engine == 'docker' else 'podman'}://{image}",
+        ]
+    if form == "sif":
+        source = f"docker-archive:{archive}" if archive is not None else f"docker-daemon:{image}"
+        return ["apptainer", "build", str(target), source]
+    return ["tar", "--extract", "--no-same-owner", "--exclude=./dev/*", "--exclude=dev/*", "--directory", str(target)]
+
+
+def convert(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> tuple[Path, bool]:
+    """Write an image in another format unless the file exists; return its path and whether it was written now.
+
+    A lock makes concurrent conversions of one image wait for the first. An unfinished file is in a private folder.
+
+    Raises:
+        UserMistake: the conversion program is missing, the disk has too little space, or the file is another user's.
+    """
+    target = target_of(facts, form, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with long_lock(target.with_name(f".{target.name}.lock")):
+        if os.path.lexists(target):
+            _require_own(target)
+            return target, False
+        _require_room(engine, facts, form, folder)
+        if shutil.which(_TOOLS[form]) is None:
+            raise UserMistake(
+                f"{_TOOLS[form]} is not installed here; it writes .{form} for {_READERS[form]}:"
+                f" convert on a machine that has it, into a shared folder"
+            )
+        for left in folder.glob(f".{target.name}.part*"):  # of killed conversions
+            _remove(left)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.part", dir=folder) as private:
+            part = Path(private, target.name)
+            _write(engine, facts, form, part)
+            os.replace(part, target)
+    return target, True
+
+
+def _require_own(target: Path) -> None:
+    """Raise UserMistake if another user could have written an image: its name says nothing about its content."""
+    about = target.lstat()
+    if stat.S_ISLNK(about.st_mode) or about.st_uid not in (os.geteuid(), 0) or is_shared(about):
+        raise UserMistake(
+            f"{target} exists, and {user_of(about.st_uid)} or others who may write to it could have changed it: choose"
+            " another folder with --into, or name the file in container.image if you trust it"
+        )
+
+
+def _write(engine: Engine, facts: ImageFacts, form: Form, part: Path) -> None:
+    if form == "dir":
+        part.mkdir()
+        _unpack(engine, facts, convert_argv(engine.name, facts.name, form, part))
+        _describe(facts, part)
+        return
+    archive = part.with_name(f"{part.name}.tar") if form == "sif" and engine.name == "podman" else None
+    if archive is not None:
+        engine.output("save", "--format", "docker-archive", "--output", str(archive), facts.name)
+    functions = _REMOVE_BY_PODMAN if form == "sqsh" and engine.name == "podman" else {}
+    _run(convert_argv(engine.name, facts.name, form, part, archive), functions)
+
+
+def _unpack(engine: Engine, facts: ImageFacts, command: Sequence[str]) -> None:
+    """Unpack the file system of a container that is created but never started."""
+    container = engine.output("create", facts.name, "true").strip()  # some images name no command
+    try:
+        with subprocess.Popen([engine.name, "export", container], stdout=subprocess.PIPE) as source:
+            done = subprocess.run(command, stdin=source.stdout, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode or source.returncode:
+            raise ImageError(f"image {facts.name} could not be unpacked: {error_line(done.stderr)}")
+    finally:
+        engine.output("rm", container)
+
+
+def _describe(facts: ImageFacts, root: Path) -> None:
+    """Write the image's variables for `ch-run --set-env` and enroot, and create the folders that bind mounts need."""
+    for name in ("ch", "etc"):
+        (root / name).mkdir(exist_ok=True)
+        (root / name / "environment").write_text("".join(f"{line}\n" for line in facts.env))
+    for name in ("dev", "proc", "sys", "tmp", "mnt", "home"):
+        (root / name).mkdir(exist_ok=True)
+
+
+def _run(command: Sequence[str], env: Mapping[str, str]) -> None:
+    """Run a command with additional variables, and show its messages: it takes minutes.
+
+    Raises ImageError with its last error line.
+    """
+    lines = []
+    with subprocess.Popen(
+        command, env={**os.environ, **env}, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, errors="replace"
+    ) as running:
+        assert running.stderr is not None
+        for line in running.stderr:
+            say(line, end="", error=True)
+            lines.append(line)
+    if running.returncode:
+        raise ImageError(f"`{' '.join(command[:2])}` failed: {error_line(''.join(lines))}")
+
+
+def _require_room(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> None:
+    """Raise UserMistake if a file system has too little space for the files that a conversion writes."""
+    if form == "dir":
+        images = {folder: 1.0}
+    else:
+        temporary = Path(os.environ.get(_TEMPORARY[form]) or os.environ.get("TMPDIR") or tempfile.gettempdir())
+        in_folder, in_temporary = _NUM_IMAGES[form, engine.name]
+        images = {folder: in_folder, temporary: in_temporary}
+    for place in images:
+        num = sum(count for other, count in images.items() if _device(other) == _device(place))
+        needed, free = num * facts.size_bytes, shutil.disk_usage(place).free
+        if free < needed:
+            option = "--into" if place == folder else f"the variable {_TEMPORARY[form]}"
+            raise UserMistake(
+                f"{place} has {free / 1e9:.1f} GB free, and the conversion of {facts.name} to .{form} may need"
+                f" {needed / 1e9:.1f} GB there: choose another folder with {option}"
+            )
+
+
+def _device(path: Path) -> int:
+    """Return the number of the file system of a folder."""
+    return path.stat().st_dev
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder of this user."""
+    about = path.lstat()
+    if about.st_uid == os.geteuid():
+        shutil.rmtree(path) if stat.S_ISDIR(about.st_mode) else path.unlink()
+
+
+# `hpcdist image check`: start an image and verify its contents.
+
+#: Runs inside the image and prints one JSON object. It imports hpcdist's modules and its declared dependencies.
+SELF_TEST = Path(__file__).with_name("self_test.py")
+_KEYS = ("uid", "versions", "num_imports", "failed_imports", "cuda", "rdma", "compile")
+#: Two ranks on CPUs, so that the check means the same on a machine with any number of GPUs.
+TRAINING = (
+    "ddp_digits",
+    "stop.max_steps=20",
+    "launch.num_ranks=2",
+    "launch.device=cpu",
+    "runs_dir=/tmp/check",
+    "name=check",
+)
+
+
+def check_image(engine: Engine, image: str) -> Iterator[Check]:
+    """Yield the result of each check as soon as it is known.
+
+    Raises:
+        ImageError: the image cannot be started.
+    """
+    facts = inspect(engine, image)
+    require_fit(facts)
+    yield _result("digest", facts.digest)
+    yield _result("architecture", facts.architecture)
+    yield _result("base", facts.base or "its labels name none")
+    yield _sbom(engine, facts)
+    yield _result("entrypoint", " ".join(facts.entrypoint), facts.entrypoint == ENTRYPOINT)
+    yield from _inside(facts, _self_test(engine, image))
+    yield _training(engine, image)
+
+
+def _result(name: str, text: str, good: bool = True) -> Check:
+    return Check(name=name, level="ok" if good else "failure", text=text)
+
+
+def _sbom(engine: Engine, facts: ImageFacts) -> Check:
+    try:
+        components = parse_object(read_sbom(engine, facts), "components")["components"]
+    except (ImageError, ValueError) as error:
+        return _result("bill of materials", str(error), False)
+    return _result("bill of materials", f"{len(components)} components, `hpcdist image sbom` prints it")
+
+
+def _self_test(engine: Engine, image: str) -> dict[str, Any]:
+    command = ("run", "--rm", "--interactive", "--entrypoint", "python3", image, "-")
+    done = engine.run(*command, stdin=SELF_TEST.read_text())
+    if done.returncode:
+        raise ImageError(f"image {image} cannot be started: {error_line(done.stderr)}")
+    try:
+        return parse_object(done.stdout.strip().rpartition("\n")[2], *_KEYS)
+    except ValueError as error:
+        raise ImageError(f"the self-test of image {image} gives no valid answer: {error}") from error
+
+
+def _inside(facts: ImageFacts, found: dict[str, Any]) -> Iterator[Check]:
+    yield _result("user", f"uid {found['uid']}", found["uid"] != 0)
+    versions = found["versions"]
+    yield _result("hpcdist", versions["hpcdist"], versions["hpcdist"] == hpcdist.__version__ == facts.version)
+    failed = found["failed_imports"]
+    errors = "; ".join(f"{name}: {error}" for name, error in failed.items())
+    yield _result("imports", errors or f"{found['num_imports']} modules", not failed)
+    yield _result("versions", ", ".join(f"{name} {version}" for name, version in sorted(versions.items())))
+    yield _result("CUDA", found["cuda"] or "torch is built without it")
+    missing = [name for name, loads in found["rdma"].items() if not loads]
+    yield _result("RDMA", f"missing: {', '.join(missing)}" if missing else ", ".join(found["rdma"]), not missing)
+    yield _result("torch.compile", found["compile"] or "can be used")
+
+
+def _training(engine: Engine, image: str) -> Check:
+    done = engine.run("run", "--rm", "--ipc=host", image, "run", *TRAINING)
+    good = done.returncode == 0 and "finished" in last_line(done.stdout)
+    return _result("training on 2 ranks", last_line(done.stdout if good else done.stdout + done.stderr), good)

@@ -1,1 +1,0 @@
-"""Build, inspect, check and convert images of hpcdist."""

@@ -1,1 +1,0 @@
-"""Explanation of failed and hanging runs, and checks of machines."""

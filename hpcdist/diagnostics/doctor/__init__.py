@@ -1,1 +1,0 @@
-"""`hpcdist doctor`: checks of this machine, of a run, and of its nodes."""

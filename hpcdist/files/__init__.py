@@ -1,1 +1,0 @@
-"""Files on shared file systems: atomic writes, retries, locks, ownership, format numbers, bounded parsing."""

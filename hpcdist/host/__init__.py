@@ -1,0 +1,1 @@
+"""Files on shared file systems, facts about this machine, commands with a time limit."""

@@ -1,0 +1,130 @@
+"""Commands and calls with a time limit."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TypeVar
+
+# Commands with a time limit.
+
+#: Time between SIGTERM and SIGKILL, in which srun ends its tasks.
+KILL_DELAY_S = 1.0
+#: Polling interval for the output of a command that may end early.
+POLL_S = 0.05
+
+
+def run_within(
+    command: Sequence[str], limit_s: float, *, env: Mapping[str, str] | None = None, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run a command and return its output; end it after `limit_s` seconds.
+
+    The output goes to files, because a leftover child process may keep pipes open for any time. After a timeout, the
+    return code is negative and the last line of stderr names the limit.
+
+    Raises:
+        FileNotFoundError: the command does not exist.
+    """
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        given.write(stdin.encode())
+        given.seek(0)
+        process = subprocess.Popen(command, env=env, stdin=given, stdout=output, stderr=errors, start_new_session=True)
+        late = ""
+        try:
+            if not _ends_within(process, limit_s):
+                late = f"\nno answer within {limit_s:g} s\n"
+                process.terminate()
+                _ends_within(process, KILL_DELAY_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        texts = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+        return subprocess.CompletedProcess(command, -1 if late else process.returncode, texts[0], texts[1] + late)
+
+
+def _ends_within(process: subprocess.Popen[bytes], limit_s: float) -> bool:
+    """Wait for a process, and return whether it has ended within the limit.
+
+    `process.wait` with a limit polls, and returns up to 50 ms after the end.
+    """
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(max(0.0, limit_s) * 1000))  # a negative limit would be none
+    finally:
+        os.close(descriptor)
+
+
+def run_until(command: Sequence[str], is_enough: Callable[[str], bool], *, env: Mapping[str, str] | None = None) -> str:
+    """Run a command until it ends or `is_enough` is true for its output so far; return the output.
+
+    Raises:
+        FileNotFoundError: the command does not exist.
+    """
+    with tempfile.TemporaryFile() as output:
+        null = subprocess.DEVNULL
+        process = subprocess.Popen(command, env=env, stdin=null, stdout=output, stderr=null, start_new_session=True)
+        try:
+            while True:
+                ended = process.poll() is not None
+                # Not `read`, which would move the position at which the command writes.
+                text = os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode(errors="replace")
+                if ended or is_enough(text):
+                    return text
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def last_line(text: str, limit_chars: int = 200) -> str:
+    """Return the last non-empty line, cut to a length; empty if there is none."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:limit_chars] if lines else ""
+
+
+# Time limits for calls that may block for ever, such as access to a dead file server: they run in daemon threads.
+
+T = TypeVar("T")
+
+
+def start(work: Callable[[], T]) -> Future[T]:
+    """Start a call in a daemon thread, which does not keep the process alive."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # a running thread cannot be cancelled
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def within(limit_s: float, work: Callable[[], T]) -> T:
+    """Return or raise the result of `work`; raise TimeoutError after the limit, while the thread continues."""
+    return start(work).result(limit_s)
+
+
+def done_within(limit_s: float, future: Future[T], otherwise: T) -> T:
+    """Return the result of a started call, or `otherwise` after the limit."""
+    try:
+        return future.result(limit_s)
+    except TimeoutError:
+        return otherwise

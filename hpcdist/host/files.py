@@ -1,0 +1,461 @@
+"""Files on file systems that others share: atomic writes, bounded JSON with a format number, private and regular files,
+and the owner of folders.
+"""
+
+from __future__ import annotations
+
+import errno
+import grp
+import io
+import json
+import os
+import pwd
+import secrets
+import shlex
+import stat
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, fields
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, BinaryIO, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from hpcdist.errors import RunFolderError, UserMistake
+from hpcdist.host import retry
+
+# Opening of files that must be regular: a pipe blocks its reader, and a device such as /dev/zero has no end.
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Raises:
+        io.UnsupportedOperation: it is a pipe, a device or a socket. This is an OSError and a ValueError.
+        OSError: it cannot be opened.
+    """
+    file = open(path, "rb", opener=_open)  # noqa: SIM115  # closed below or by the caller
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise io.UnsupportedOperation(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
+def _open(path: str, flags: int) -> int:
+    # Without O_NONBLOCK, a pipe that nobody writes to would block; regular files do not know the flag.
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a regular file. Raises ValueError if it is longer than `max_bytes`, and OSError."""
+    with open_regular(path) as file:
+        data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise ValueError(f"{os.fstat(file.fileno()).st_size} bytes, more than {max_bytes}")
+    return data
+
+
+# Parse untrusted JSON with limits on size, depth and digits; every failure is a ValueError.
+#
+# An integer of 20,000 digits, 100,000 nested brackets or a file of 100 GB must neither exhaust memory nor raise an
+# unexpected exception.
+
+#: The largest JSON files of a run folder, such as the cells of a sweep, have a few MB.
+MAX_JSON_BYTES = 64 << 20
+#: Limit for integers: 64 bits have 19 digits, and every integer with up to 300 digits fits a float.
+_MAX_DIGITS = 300
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON document. Raises ValueError for every invalid document."""
+    try:
+        return _DECODER.decode(text if isinstance(text, str) else text.decode())
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+
+
+def parse_object(text: str | bytes, *keys: str) -> dict[str, Any]:
+    """Return the object in a JSON document. Raises ValueError for any other document, and if it lacks one of `keys`."""
+    found = parse_json(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"it is a {type(found).__name__} instead of an object")
+    if missing := set(keys) - found.keys():
+        raise ValueError(f"it has no {min(missing)!r}")
+    return found
+
+
+def read_json_value(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Return the value in a JSON file. Raises ValueError if the file is too large or not JSON, and OSError."""
+    return parse_json(read_regular(path, max_bytes))
+
+
+def _int(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+_DECODER = json.JSONDecoder(parse_int=_int)
+
+
+# Format number of the JSON files in a run folder, and type-checked reading of them.
+#
+# Each file holds an integer `format`; a missing number means format 0, which is otherwise equal to format 1. The number
+# rises when an older hpcdist would misread the file. New keys do not raise it, because readers ignore unknown keys.
+
+FORMAT = 1
+KEY = "format"
+#: Limit for counts, sizes and times (in seconds since 1970: the year 33658).
+LARGEST = 10**12
+T = TypeVar("T")
+
+
+def stamped(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `value` with the current format number."""
+    return {KEY: FORMAT, **value}
+
+
+def unstamped(value: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the content of a file without its format number.
+
+    Raises:
+        RunFolderError: the format is newer than this hpcdist supports, or not an integer.
+    """
+    number = value.get(KEY, 0)
+    if type(number) is not int or number < 0:
+        raise RunFolderError(f"{path} is damaged: its format is {str(number)[:20]!r}, not an integer")
+    if number > FORMAT:
+        raise RunFolderError(
+            f"{path} was written by a newer hpcdist (format {str(number)[:20]}; this version reads up to {FORMAT}):"
+            " upgrade hpcdist"
+        )
+    return {key: item for key, item in value.items() if key != KEY}
+
+
+def fill(kind: type[T], raw: Mapping[str, Any], path: Path) -> T:
+    """Return a dataclass with the values of a file; unknown keys are ignored.
+
+    Raises:
+        RunFolderError: a key is missing or its value has the wrong type; the message names file, key and value.
+    """
+    values = {}
+    hints = _hints(cast(Hashable, kind))
+    for field in fields(kind):  # type: ignore[arg-type]
+        if field.name in raw:
+            if not _fits(hints[field.name], raw[field.name]):
+                given = str(raw[field.name])[:40]
+                raise RunFolderError(f"{path} is damaged: {field.name} cannot be {given!r}")
+            values[field.name] = raw[field.name]
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise RunFolderError(f"{path} is damaged: it has no {field.name}")
+    return kind(**values)
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _fits(declared: Any, value: Any) -> bool:
+    if isinstance(declared, UnionType):
+        return any(_fits(one, value) for one in get_args(declared))
+    if get_origin(declared) is Literal:
+        return isinstance(value, str) and value in get_args(declared)
+    if declared is NoneType:
+        return value is None
+    if declared is float:
+        return type(value) in (int, float) and abs(value) <= LARGEST  # which NaN is not
+    if declared is int:
+        return type(value) is int and 0 <= value <= LARGEST
+    return type(value) is (get_origin(declared) or declared)
+
+
+# Atomic file writes, and JSON files with a format number.
+
+
+def write_atomic(
+    path: Path, data: bytes | str, *, durable: bool = False, mode: int = 0o666, within_s: float | None = None
+) -> None:
+    """Replace a file atomically: a reader sees either the old or the new content.
+
+    Args:
+        durable: also wait until content and name are on disk (fsync).
+        mode: permissions of the new file, reduced by the umask.
+        within_s: how long to retry transient errors, see `retry.retry`.
+    """
+    raw = data.encode() if isinstance(data, str) else data
+    retry.retry(lambda: _write_once(path, raw, durable=durable, mode=mode), path, within_s=within_s)
+
+
+def _write_once(path: Path, raw: bytes, *, durable: bool, mode: int) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(temporary, flags, mode), "wb") as file:
+            file.write(raw)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        retry.discard(temporary)
+        raise
+    if durable:
+        fsync_folder(path.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Flush a folder to disk, so that renames inside it survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = False, within_s: float | None = None) -> None:
+    """Write a JSON file with the current format number, atomically."""
+    text = json.dumps(stamped(value), indent=2, sort_keys=True) + "\n"
+    write_atomic(path, text, durable=durable, within_s=within_s)
+
+
+def read_json(path: Path, *, within_s: float | None = None) -> dict[str, Any] | None:
+    """Return the object in a JSON file, or None if the file is missing, not regular, or does not hold an object.
+
+    Args:
+        within_s: how long to retry transient errors, see `retry.retry`.
+
+    Raises:
+        RunFolderError: a newer hpcdist has written the file.
+    """
+    try:
+        value = retry.retry(lambda: read_json_value(path), path, within_s=within_s)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
+        return None
+    return unstamped(value, path) if isinstance(value, dict) else None
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects in the complete lines of a file, without damaged lines; empty like `read_json` is None."""
+    try:
+        lines = retry.retry(lambda: read_regular(path, MAX_JSON_BYTES), path).split(b"\n")[:-1]
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
+        return []
+    found = []
+    for line in lines:
+        with suppress(ValueError):
+            found.append(parse_json(line))
+    return [value for value in found if isinstance(value, dict)]
+
+
+def read_if_valid(kind: type[T], path: Path) -> T | None:
+    """Return a dataclass with the values of a JSON file; None if the file is missing, damaged or cannot be read."""
+    try:
+        raw = read_json(path)
+        return None if raw is None else fill(kind, raw, path)
+    except (RunFolderError, OSError):
+        return None
+
+
+# Files that hold passwords or tokens: readable by their owner alone.
+
+#: Such a file holds one line or a few; more is a mistake, such as the path of a log.
+MAX_BYTES = 64 * 1024
+
+
+def require_private(path: Path) -> None:
+    """Raise UserMistake when group or others may read or write a file, or when it belongs to another user."""
+    try:
+        about = path.stat()
+    except OSError as error:
+        raise UserMistake(f"{path} cannot be read: {error.strerror}") from error
+    if about.st_uid not in (os.geteuid(), 0):
+        raise UserMistake(f"{path} belongs to user {about.st_uid}: use a file of your own with mode 0600")
+    if mode := stat.S_IMODE(about.st_mode) & 0o077:
+        raise UserMistake(
+            f"{path} has mode {stat.S_IMODE(about.st_mode):04o}, so that other users can"
+            f" {'read' if mode & 0o044 else 'change'} the credentials in it: `chmod 600 {shlex.quote(str(path))}`"
+        )
+
+
+def read_private(path: Path) -> str:
+    """Return the text of a private file without surrounding white space.
+
+    Raises UserMistake when it is missing, empty, too large or not private.
+    """
+    require_private(path)
+    try:
+        text = read_regular(path, MAX_BYTES).decode(errors="replace").strip()
+    except OSError as error:
+        raise UserMistake(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError:
+        raise UserMistake(f"{path} is larger than 64 KiB: it must hold one secret") from None
+    if not text:
+        raise UserMistake(f"{path} is empty: it must hold one secret")
+    return text
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file with mode 0600, atomically; its temporary file has this mode, too."""
+    write_atomic(path, text, durable=True, mode=0o600)
+
+
+# Paths in the output of commands.
+
+
+def short_path(path: str | Path) -> str:
+    """Return a path relative to the current folder if it is below it, else the absolute path."""
+    full = os.path.abspath(path)
+    try:
+        return os.path.relpath(full) if Path(full).is_relative_to(os.getcwd()) else full
+    except OSError:  # the current folder was deleted
+        return full
+
+
+# Ownership and permission checks of run folders.
+#
+# Several users may share a `runs_dir`. A run's config selects a server, its `slurm.json` a job, and its code is
+# executed. Therefore commands act only on run folders that belong to the effective user and that no other user can
+# write to. Root is no exception: the code of another user's run would execute with root's rights. Nor may other users
+# be able to replace a folder by one of theirs, so that the folders above it are checked, too, as sshd does with
+# StrictModes.
+
+_WRITABLE = stat.S_IWGRP | stat.S_IWOTH
+_ENTERABLE = stat.S_IXGRP | stat.S_IXOTH
+#: Groups of this site whose members may change the folders above a user's runs: names, separated by commas.
+TRUSTED_GROUPS = "HPCDIST_TRUSTED_GROUPS"
+#: Shown for users without an id in a user namespace.
+_NO_ID = 65534
+_FIX = (
+    "set `runs_dir` to a folder of your own, such as '${oc.env:HOME}/runs', and share results through a tracking"
+    " server (`tracking.uri`); start a container as the folder's owner with `--user $(id -u):$(id -g)`"
+)
+
+
+def is_mine(folder: Path) -> bool:
+    """Return whether a folder belongs to the effective user, and so does the symbolic link if `folder` is one."""
+    try:
+        return os.lstat(folder).st_uid == os.stat(folder).st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def require_mine(folder: Path, action: str) -> None:
+    """Raise RunFolderError unless the folder of a run or sweep belongs to the effective user and is safe.
+
+    Args:
+        action: name of the command for the message, such as `sync`.
+    """
+    if not is_mine(folder):
+        raise RunFolderError(
+            f"run folder {folder} belongs to {_owner(folder)}, and `hpcdist {action}` acts only on your own runs,"
+            f" because a run's config and code act with your rights: ask {_owner(folder)}, or start a new run"
+        )
+    require_safe(folder)
+
+
+def require_trusted(folder: Path, action: str) -> None:
+    """Raise RunFolderError unless the folder belongs to the effective user, who alone can write to it.
+
+    Modes of files inside the folder are checked only if group or others can enter it.
+    """
+    for path in _checked(folder) if is_mine(folder) else ():
+        if path.lstat().st_mode & _WRITABLE and not path.is_symlink():
+            mode = stat.S_IMODE(path.stat().st_mode)
+            raise RunFolderError(
+                f"{path} is writable by group or others (mode {mode:04o}), and `hpcdist {action}` would execute"
+                f" their code: `chmod -R go-w {shlex.quote(str(folder))}`"
+            )
+    require_mine(folder, action)
+
+
+def require_safe(path: Path) -> None:
+    """Raise RunFolderError if another user could replace a folder or file; the message ends with `: ` and the fix.
+
+    All folders and symbolic links by which the kernel finds it must belong to this user or root, and only they may
+    write to the folders, except for those with the sticky bit. Members of TRUSTED_GROUPS count as this user.
+    """
+    trusted_groups, is_open = os.environ.get(TRUSTED_GROUPS, "").split(","), False
+    is_inside = Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]  # of a user namespace
+    known_ids = (os.geteuid(), 0, *[_NO_ID] * is_inside)  # there, root may have no id
+    for place, about in _way(path.absolute()):
+        group, mode, name = _group(about.st_gid), about.st_mode, shlex.quote(str(place))
+        is_trusted = bool(group) and group in trusted_groups
+        trust = f"; if you trust the group {group}, set {TRUSTED_GROUPS}={group}" if group else ""
+        # Anyone may have made a folder in an open one, whose setgid bit then gives it the group.
+        if about.st_uid not in known_ids and (is_open or not is_trusted):
+            owners = f"{user_of(about.st_uid)}, not to {user_of(os.geteuid())}"
+            raise RunFolderError(f"{place} belongs to {owners}: {_FIX}{trust}")
+        is_open = bool(mode & stat.S_IWOTH)
+        if stat.S_ISDIR(mode) and not mode & stat.S_ISVTX and (is_open if is_trusted else is_shared(about)):
+            raise RunFolderError(
+                f"others may write to {place} (mode {stat.S_IMODE(mode):04o}) and replace what your runs execute:"
+                f" `chmod go-w {name}`, or `chmod +t {name}` to keep it shared{trust}"
+            )
+
+
+def is_shared(about: os.stat_result) -> bool:
+    """Return whether other users may write to a folder. A group with the name of this user has no other members."""
+    group = _group(about.st_gid)
+    is_own = group == user_of(os.geteuid()) if group else about.st_gid == os.geteuid()  # no name in a container
+    return bool(about.st_mode & (stat.S_IWOTH if is_own else _WRITABLE))
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder of mode 0700. Raises RunFolderError if it exists and is shared, not safe or no folder."""
+    with suppress(FileExistsError):  # perhaps a link to nothing
+        folder.mkdir(mode=0o700, parents=True)
+    require_safe(folder)
+    if not folder.is_dir() or not is_mine(folder) or is_shared(folder.stat()):
+        raise RunFolderError(
+            f"{folder} is not a folder of {user_of(os.geteuid())} alone: remove it, or use another one"
+        )
+
+
+def _way(path: Path, num_links: int = 40) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield the folders and symbolic links by which the kernel finds a path, as far as they exist."""
+    for place in [*reversed(path.parents), path]:
+        try:
+            about = place.lstat()
+        except OSError:  # opening it reports the reason
+            return
+        yield place, about
+        if stat.S_ISLNK(about.st_mode) and num_links:
+            yield from _way(place.parent / os.readlink(place), num_links - 1)
+
+
+def _group(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return ""
+
+
+def _checked(folder: Path) -> Iterator[Path]:
+    yield folder
+    if folder.stat().st_mode & _ENTERABLE:
+        yield from sorted(folder.iterdir())
+        yield from sorted((folder / "attempts").glob("*"))
+
+
+def _owner(folder: Path) -> str:
+    try:  # also of a link of this user to a folder of another one
+        return user_of(max(os.lstat(folder).st_uid, os.stat(folder).st_uid, key=lambda uid: uid != os.geteuid()))
+    except OSError:
+        return "an unknown user"
+
+
+def user_of(uid: int) -> str:
+    """Return the name of a user, or such as `user 1234` if the id has no name, as in some containers."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def stays_inside(path: Path, folder: Path) -> bool:
+    """Return whether a path below `folder` stays below it when all symbolic links are resolved."""
+    try:
+        return path.resolve(strict=True).is_relative_to(folder.resolve(strict=True))
+    except (OSError, RuntimeError):  # a dangling link, or a loop of links
+        return False

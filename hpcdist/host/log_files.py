@@ -1,0 +1,246 @@
+"""Logs: the form of log lines and of output, the size limit of a log file, and reading logs of any size in bounded
+memory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import logging
+import os
+import re
+import socket
+import stat
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from hpcdist.errors import terminal_text
+from hpcdist.host.files import open_regular
+
+# Size limit of the log file that a process writes as its standard output and error.
+#
+# Ranks, supervisor and shipper write directly to files in the run folder, without a pipe. Each process checks the size
+# of its own log once a second, more often while it grows quickly, and at its end. Beyond the limit the middle of the
+# log is removed; the beginning and the end stay. The output of the second before a check, or before a kill, can exceed
+# the limit. The file must be open for appending, so that writers continue at its new end. Sparse files are not used,
+# because some network file systems do not support them. Lines that other processes write during the removal may be
+# lost.
+
+CHECK_EVERY_S = 1.0
+#: Time until the next check of a log that was just shortened; later checks return to CHECK_EVERY_S.
+_SOON_S = 0.05
+_COPY_BYTES = 1 << 20
+#: Head and tail keep 1/8 of the limit each, so that the log grows by six times the copied size between copies.
+_KEPT = 8
+
+
+def limit_log(run: Path, max_mb: float) -> bool:
+    """Limit the size of standard output if it is a log in a run folder.
+
+    Args:
+        run: the run folder; files elsewhere belong to the user and are not changed.
+        max_mb: the limit in units of 10^6 bytes; 0 means none.
+
+    Returns:
+        Whether standard output is such a log.
+    """
+    if max_mb <= 0 or not is_log_of(run, 1):
+        return False
+    max_bytes = int(max_mb * 1e6)
+    ending = threading.Event()
+    thread = threading.Thread(target=_keep_below, args=(max_bytes, ending), name="log limit", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        ending.set()
+        thread.join()
+
+    atexit.register(end)
+    return True
+
+
+def is_log_of(run: Path, descriptor: int) -> bool:
+    """Return whether a descriptor is a regular file below `run`, open for appending."""
+    with suppress(OSError):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        appends = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        return bool(appends) and is_file and path.is_relative_to(run.resolve())
+    return False
+
+
+def _keep_below(max_bytes: int, ending: threading.Event) -> None:
+    pause_s = CHECK_EVERY_S
+    while True:
+        is_last = ending.wait(pause_s)
+        pause_s = min(CHECK_EVERY_S, 2 * pause_s)
+        with suppress(OSError):  # the disk is full or not available: the next check tries again
+            if shorten(1, max_bytes):
+                pause_s = _SOON_S
+        if is_last:
+            return
+
+
+def shorten(descriptor: int, max_bytes: int) -> int:
+    """Remove the middle of a file that is open for appending and longer than `max_bytes`.
+
+    The first and the last eighth of `max_bytes` stay, with a note in between.
+
+    Returns:
+        The number of removed bytes.
+    """
+    size = os.fstat(descriptor).st_size
+    if size <= max_bytes:
+        return 0
+    kept = max_bytes // _KEPT
+    # A descriptor opened for appending ignores positions, so a second one writes in the middle.
+    with open(f"/proc/self/fd/{descriptor}", "r+b", buffering=0) as file:
+        begin = size - kept
+        note = f"\n[hpcdist: {begin - kept:,} bytes of this log were removed here, see launch.log_max_mb]\n".encode()
+        place = os.pwrite(file.fileno(), note, kept) + kept
+        # Up to the current end: the file may have grown since.
+        while data := os.pread(file.fileno(), _COPY_BYTES, begin):
+            place += os.pwrite(file.fileno(), data, place)
+            begin += len(data)
+        os.ftruncate(file.fileno(), place)
+    return begin - place
+
+
+# Read logs of any size and line length in bounded memory.
+
+#: Bytes per read. A longer line is shown truncated.
+PIECE_BYTES = 1 << 16
+#: Shown part of a line that is longer than a piece.
+SHOWN_BYTES = 2000
+#: Of more new text than this, only the last piece is shown.
+MAX_NEWS_BYTES = 1 << 20
+#: Limits of `last_lines`: bytes at the end of the log, and characters of one line.
+TAIL_BYTES = 8 << 20
+MAX_LINE_CHARS = 4096
+#: Lines are numbered only if the log before the tail is not longer than this.
+COUNT_BYTES = 256 << 20
+_READ_BYTES = 1 << 20
+
+
+class LogTail:
+    """New lines of a log file since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+        #: Whether the position is inside a truncated line.
+        self._in_line = False
+
+    def news(self) -> Iterator[str]:
+        """Yield the new text in pieces; an incomplete line waits for the next call."""
+        with open_regular(self._path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < self._position:  # shortened by `log_limit`
+                self._position, self._in_line = size, True
+            if size - self._position > MAX_NEWS_BYTES:
+                self._position, before, self._in_line = size - PIECE_BYTES, self._position, True
+                yield f"[{self._position - before:,} bytes not shown, see {self._path}]\n"
+            file.seek(self._position)
+            while data := file.read(PIECE_BYTES):
+                text, used = self._take(data)
+                if not used:
+                    return
+                self._position += used
+                if text:
+                    yield text.decode(errors="replace")
+                file.seek(self._position)
+
+    def _take(self, data: bytes) -> tuple[bytes, int]:
+        """Return the text of a piece to show, and the number of consumed bytes."""
+        begin = 0
+        if self._in_line:
+            ends = [end for mark in (b"\n", b"\r") if (end := data.find(mark)) >= 0]
+            if not ends:
+                return b"", len(data)
+            self._in_line, begin = False, min(ends) + 1
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if end == 0 and len(data) == PIECE_BYTES:
+            self._in_line = True
+            return data[:SHOWN_BYTES] + b" [line of more than %d bytes, truncated]\n" % PIECE_BYTES, len(data)
+        return data[begin:end], end
+
+
+def last_lines(path: Path, max_lines: int) -> list[tuple[int, str]]:
+    """Return the last lines of a log with their numbers, from 1; the number is 0 if the log is too long to count.
+
+    Carriage returns separate lines, too, which share a number. Long lines are truncated.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        begin = max(0, size - TAIL_BYTES)
+        number = (_count_lines(file, begin) + 1) if begin <= COUNT_BYTES else 0
+        file.seek(begin)
+        lines: deque[tuple[int, str]] = deque(maxlen=max_lines)
+        data = b""
+        while more := file.read(_READ_BYTES):
+            *whole, data = (data + more).split(b"\n")
+            for line in whole:
+                lines.extend(_parts(number, line))
+                number += number > 0
+            data = data[:MAX_LINE_CHARS] if len(data) > _READ_BYTES else data
+        lines.extend(_parts(number, data) if data else ())
+    return list(lines)
+
+
+def _count_lines(file: BinaryIO, end: int) -> int:
+    count, position = 0, 0
+    while position < end and (data := file.read(min(_READ_BYTES, end - position))):
+        count += data.count(b"\n")
+        position += len(data)
+    return count
+
+
+def _parts(number: int, line: bytes) -> Iterator[tuple[int, str]]:
+    for part in line.removesuffix(b"\r").split(b"\r"):
+        yield number, part[: 4 * MAX_LINE_CHARS].decode(errors="replace")[:MAX_LINE_CHARS]
+
+
+# The output of commands, and log lines with rank and host: both without control characters.
+
+#: The beginning of a line of hpcdist in the log of a rank.
+RANK_LINE = re.compile(r"\d\d:\d\d:\d\d (?P<level>[A-Z]+) rank \d+ on \S+: ")
+
+
+def say(text: object, *, end: str = "\n", error: bool = False, raw: bool = False) -> None:
+    """Print text without control characters.
+
+    Args:
+        error: to standard error.
+        raw: as it is.
+    """
+    print(str(text) if raw else terminal_text(str(text)), end=end, file=sys.stderr if error else None, flush=True)
+
+
+class _Clean(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return terminal_text(super().format(record))
+
+
+def configure(*, rank: int | None = None) -> None:
+    """Send log records to stderr: in a rank those of hpcdist, elsewhere also warnings of libraries.
+
+    The lines of a rank name the rank and its host. All other loggers of a rank, and Python's warnings, are left to the
+    script or trainer.
+    """
+    origin = f" rank {rank} on {socket.gethostname()}:" if rank is not None else ""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Clean(f"%(asctime)s %(levelname)s{origin} %(message)s", "%H:%M:%S"))
+    ours, root = logging.getLogger("hpcdist"), logging.getLogger()
+    ours.setLevel(logging.INFO)
+    if rank is not None:
+        ours.handlers[:] = [handler]
+        ours.propagate = False
+    else:
+        root.handlers[:] = [handler]
+        root.setLevel(logging.WARNING)
+        logging.captureWarnings(True)

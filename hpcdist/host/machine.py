@@ -1,0 +1,528 @@
+"""Facts about this machine: versions, network, GPUs and drivers, compiler, the container around this process, its
+capabilities; and the result of a check.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import logging
+import os
+import re
+import resource
+import shutil
+import socket
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from hpcdist.errors import ConfigError, RunFolderError
+from hpcdist.host.commands import done_within, start
+from hpcdist.host.files import make_private, user_of
+
+# Facts of this machine: software versions, network interfaces, name lookups. Unknown facts are empty or None.
+#
+# Only the functions that need psutil import it, so that the preflight probe starts with the standard library alone.
+# `versions` and `source_digest` are also executed as source text by an image's Python, so they contain their imports.
+
+#: Prefixes of variables that configure the ranks' communication.
+NETWORK_VARIABLES = ("NCCL_", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "UCX_", "FI_")
+
+
+def source_digest(folder: str) -> str:
+    """Return a 12-digit digest of a package's modules and scripts, because equal versions may have different code."""
+    import hashlib
+    import os
+
+    found = hashlib.sha256()
+    for path, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            if name.endswith((".py", ".sh")):
+                with open(os.path.join(path, name), "rb") as file:
+                    found.update(os.path.relpath(file.name, folder).encode() + b"\0" + file.read())
+    return found.hexdigest()[:12]
+
+
+def versions() -> dict[str, str]:
+    """Return installed versions: `python`, `hpcdist` and its `source` digest, `torch`, `cuda`, `nccl`, `driver`.
+
+    Torch is not imported. Missing packages are omitted.
+    """
+    import importlib.util
+    import os
+    import platform
+    import re
+
+    facts = {"python": platform.python_version()}
+    try:
+        import hpcdist
+
+        facts["hpcdist"] = hpcdist.__version__
+        facts["source"] = source_digest(os.path.dirname(hpcdist.__file__))
+    except ImportError:
+        pass
+    torch = importlib.util.find_spec("torch")
+    package = os.path.dirname(torch.origin) if torch and torch.origin else ""
+    for key, path, pattern in (
+        ("torch", os.path.join(package, "version.py"), r"__version__ = '(.+)'"),
+        ("cuda", os.path.join(package, "version.py"), r"(?m)^cuda\b[^=\n]*= '(.+)'"),
+        ("driver", "/proc/driver/nvidia/version", r"Kernel Module(?: for \S+)?\s+([0-9.]+)"),
+    ):
+        if (package or key == "driver") and os.path.exists(path):
+            with open(path) as file:
+                found = re.search(pattern, file.read())
+            if found:
+                facts[key] = found[1]
+    for name in sorted(os.listdir(os.path.dirname(package))) if package else ():
+        found = re.match(r"nvidia_nccl_cu\d+-([0-9.]+)\.dist-info", name)
+        if found:
+            facts["nccl"] = found[1]
+    return facts
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def interfaces() -> list[dict[str, Any]]:
+    """Return network interfaces with an IPv4 address, except loopback: `name`, `address`, `up`, `speed_mbit`."""
+    import psutil
+
+    try:
+        states = psutil.net_if_stats()
+    except OSError:  # a sandbox without some of the ioctls
+        return []
+    return [
+        {"name": name, "address": one.address, "up": states[name].isup, "speed_mbit": states[name].speed or None}
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if one.family == socket.AF_INET and not one.address.startswith("127.") and name in states
+    ]
+
+
+def infiniband() -> dict[str, Any]:
+    """Return active InfiniBand or RoCE `ports`, and whether programs can use them (`device`, `library`)."""
+    ports = []
+    for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
+        if "ACTIVE" in _read(str(port / "state")):
+            ports.append(f"{port.parts[-3]}:{port.name} ({_read(str(port / 'link_layer')).strip() or 'unknown'})")
+    if not ports:
+        return {}
+    return {
+        "ports": ports,
+        "device": any(Path("/dev/infiniband").glob("uverbs*")),
+        "library": ctypes.util.find_library("ibverbs") is not None,
+    }
+
+
+def locked_memory() -> int | None:
+    """Return the bytes that a process may lock in memory, as RDMA must; None without a limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def network_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that configure the ranks' communication."""
+    return {name: value for name, value in env.items() if name.startswith(NETWORK_VARIABLES)}
+
+
+class Lookups:
+    """Name lookups in background threads, because a broken resolver takes many seconds.
+
+    Args:
+        names: names to look up.
+        reverse: names to look up in reverse as well, by their addresses.
+    """
+
+    def __init__(self, names: Iterable[str], reverse: Iterable[str]) -> None:
+        self._began = time.monotonic()
+        reverse = set(reverse)
+        self._running: dict[str, Future[dict[str, Any]]] = {
+            name: start(partial(_look_up, name, name in reverse)) for name in names
+        }
+
+    def result(self, limit_s: float) -> dict[str, dict[str, Any]]:
+        """Return by name: `address` or `error`, `forward_s`; for reverse lookups also `reverse` and `reverse_s`.
+
+        Args:
+            limit_s: seconds since the start of the lookups. A lookup that takes longer has only `late`, the limit.
+        """
+        found = {}
+        for name, running in self._running.items():
+            try:
+                found[name] = running.result(max(0.0, self._began + limit_s - time.monotonic()))
+            except TimeoutError:
+                found[name] = {"late": limit_s}
+        return found
+
+
+def _look_up(name: str, reverse: bool) -> dict[str, Any]:
+    began = time.monotonic()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        return {"error": error.strerror or str(error), "forward_s": round(time.monotonic() - began, 3)}
+    found: dict[str, Any] = {"address": address, "forward_s": round(time.monotonic() - began, 3)}
+    if reverse:
+        began = time.monotonic()
+        try:
+            found["reverse"] = socket.gethostbyaddr(address)[0]
+        except OSError as error:
+            found["reverse_error"] = error.strerror or str(error)
+        found["reverse_s"] = round(time.monotonic() - began, 3)
+    return found
+
+
+def listener(port: int) -> str:
+    """Return the program that listens on a local TCP port, such as `pid 123 (python3) of ada`; empty if unknown."""
+    import psutil
+
+    # psutil does not report the owner of a socket, and the process of another user's socket is hidden.
+    for line in (_read("/proc/net/tcp") + _read("/proc/net/tcp6")).splitlines():
+        fields = line.split()
+        if len(fields) > 9 and fields[3] == "0A" and fields[1].rpartition(":")[2] == f"{port:04X}":
+            listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
+            pid = next((one.pid for one in listening if one.laddr[1:] == (port,)), None)
+            program = f"pid {pid} ({_read(f'/proc/{pid}/comm').strip()})" if pid else "a program"
+            return f"{program} of {user_of(int(fields[7]))}"
+    return ""
+
+
+def _read(path: str) -> str:
+    """Return a small file's text; empty if it cannot be read, as some drivers' files."""
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+# GPUs of this machine as reported by NVML, the library behind nvidia-smi. Unknown values are None.
+#
+# NVML instead of nvidia-smi: there is no text to parse, and telemetry reads it every few seconds without a new process.
+# pynvml is imported by the functions, because most commands need no GPU facts.
+
+log = logging.getLogger(__name__)
+
+#: Time limit for the answer of the driver, which takes seconds to load if nothing keeps it loaded.
+DRIVER_S = 8.0
+#: Bits of NVML's clock event reasons that mean throttling; other bits are harmless.
+#: Source: NVML API reference, nvmlClocksEventReasons
+THROTTLES = {
+    0x08: "hardware slowdown",
+    0x20: "too hot (software slowdown)",
+    0x40: "too hot (hardware slowdown)",
+    0x80: "power brake",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU; None for values that it does not report, as in MIG mode."""
+
+    index: int
+    name: str
+    used_mb: int | None
+    total_mb: int | None
+    uncorrected_errors: int | None  #: since the driver was loaded
+    throttled: tuple[str, ...] = ()
+    pids: tuple[int, ...] = ()  #: visible processes that use it
+    busy: bool = False  #: whether it has computed within the last second
+
+
+def open_gpus() -> dict[int, Any]:
+    """Return NVML's handle of each GPU that answers, by index; empty without a working driver."""
+    try:
+        import pynvml
+    except ModuleNotFoundError:  # an environment of ranks need not contain nvidia-ml-py
+        log.debug("no facts about GPUs: the package nvidia-ml-py is not installed")
+        return {}
+    found = {}
+    try:
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError as error:
+        log.debug("NVML is not available: %s", error)
+        return {}
+    for index in range(count):
+        with suppress(pynvml.NVMLError):  # the GPU is lost, or a cgroup denies access to it
+            found[index] = pynvml.nvmlDeviceGetHandleByIndex(index)
+    return found
+
+
+def gpus() -> list[Gpu]:
+    """Return this machine's GPUs, whatever CUDA_VISIBLE_DEVICES selects; none if the driver does not answer in time."""
+    return done_within(DRIVER_S, start(_read_gpus), [])
+
+
+def count_gpus() -> int:
+    """Return the number of this machine's GPUs, also those that CUDA_VISIBLE_DEVICES hides; MIG slices do not count."""
+    return len(done_within(DRIVER_S, start(open_gpus), {}))
+
+
+def _read_gpus() -> list[Gpu]:
+    import pynvml
+
+    def query(name: str, *arguments: object) -> Any:
+        try:
+            return getattr(pynvml, name)(*arguments)
+        except (pynvml.NVMLError, AttributeError):
+            return None  # GPUs in MIG mode, virtual GPUs, and other versions of driver or pynvml lack some queries
+
+    found = []
+    for index, handle in open_gpus().items():
+        # Version 2 as in nvidia-smi; drivers before 510 have only the first.
+        memory = query("nvmlDeviceGetMemoryInfo", handle, pynvml.nvmlMemory_v2)
+        memory = memory or query("nvmlDeviceGetMemoryInfo", handle)
+        uncorrected = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+        reasons = query("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if reasons is None:  # drivers before 535; CUDA 14 will remove this name
+            reasons = query("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+        rates = query("nvmlDeviceGetUtilizationRates", handle)
+        if (name := query("nvmlDeviceGetName", handle)) is not None:  # else the GPU is lost
+            found.append(
+                Gpu(
+                    index=index,
+                    name=name,
+                    used_mb=memory.used >> 20 if memory else None,
+                    total_mb=memory.total >> 20 if memory else None,
+                    uncorrected_errors=query("nvmlDeviceGetTotalEccErrors", handle, *uncorrected),
+                    throttled=tuple(text for bit, text in THROTTLES.items() if reasons & bit),
+                    pids=tuple(one.pid for one in query("nvmlDeviceGetComputeRunningProcesses", handle) or ()),
+                    busy=rates is not None and rates.gpu > 0,
+                )
+            )
+    return found
+
+
+def driver_version() -> str:
+    """Return the version of the NVIDIA driver, from NVML where /proc does not show it, as on WSL; empty if unknown."""
+    return versions().get("driver") or done_within(DRIVER_S, start(_nvml_driver_version), "")
+
+
+def _nvml_driver_version() -> str:
+    import pynvml
+
+    return str(pynvml.nvmlSystemGetDriverVersion()) if open_gpus() else ""
+
+
+def selected_gpus(env: Mapping[str, str]) -> list[str] | None:
+    """Return the GPUs and MIG slices that CUDA_VISIBLE_DEVICES lists; None if it is not set."""
+    listed = env.get("CUDA_VISIBLE_DEVICES")
+    return None if listed is None else [item for item in listed.split(",") if item.strip() not in ("", "-1")]
+
+
+def visible_gpus(num_gpus: int, env: Mapping[str, str]) -> int:
+    """Return the number of GPUs that CUDA_VISIBLE_DEVICES selects of those of this machine."""
+    selected = selected_gpus(env)
+    if selected is None:
+        return num_gpus
+    # A GPU may have several MIG slices.
+    return len(selected) if any(item.startswith("MIG-") for item in selected) else min(num_gpus, len(selected))
+
+
+def gpu_device_files() -> int:
+    """Return the number of GPUs with a device file, whether or not the driver works."""
+    return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])
+
+
+# Compatibility of NVIDIA drivers with CUDA versions.
+
+#: Oldest driver by major version of CUDA (minor versions are compatible with each other).
+#: Source: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
+
+
+def driver_problem(cuda: str, driver: str) -> str:
+    """Return e.g. `driver 580.65 or newer for its CUDA 13.2, found 550.54`; empty if compatible or unknown.
+
+    Args:
+        cuda: CUDA version of torch or an image, such as `13.2`; may be empty.
+        driver: version of the driver, such as `550.54.15`; may be empty.
+    """
+    line = re.match(r"\d+", cuda)
+    found = re.match(r"(\d+)\.(\d+)", driver)
+    oldest = OLDEST_DRIVER.get(int(line[0])) if line else None
+    if oldest is None or found is None or (int(found[1]), int(found[2])) >= oldest:
+        return ""
+    return f"driver {oldest[0]}.{oldest[1]} or newer for its CUDA {cuda}, found {driver}"
+
+
+# What torch.compile needs at run time: a compiler, headers, and a cache that no other user can write to.
+
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def require_compiler(device: str, env: Mapping[str, str]) -> None:
+    """Raise ConfigError if torch.compile cannot work for a device of this machine, before the run starts.
+
+    Triton builds a launcher for each GPU kernel with a C compiler, Inductor builds CPU kernels with a C++ compiler, and
+    both need Python's headers.
+    """
+    missing = []
+    if device == "cpu" and not _found(env, "CXX", "g++"):
+        missing.append("a C++ compiler (g++)")
+    if device != "cpu" and not _found(env, "CC", "gcc", "clang", "cc"):
+        missing.append("a C compiler (gcc)")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        missing.append("Python's headers (Python.h)")
+    if missing:
+        raise ConfigError(
+            [
+                f"model.compile=true needs {' and '.join(missing)}, not found here: install g++ and libpython3-dev,"
+                " use an image of the target `default` instead of `slim`, or set model.compile=false"
+            ]
+        )
+
+
+def _found(env: Mapping[str, str], variable: str, *names: str) -> bool:
+    chosen = env.get(variable, "").split()[:1]
+    return any(shutil.which(name, path=env.get("PATH", os.defpath)) for name in chosen or names)
+
+
+def cache_environment(env: Mapping[str, str], run: Path) -> dict[str, str]:
+    """Return the variables with which torch.compile executes no code that another user has put into its cache.
+
+    torch's default is a folder in /tmp whose name anyone can take first. `env` may have that default as a value, since
+    an import of torch sets it.
+
+    Args:
+        run: a run folder, in which the cache is if another user has taken the name that hpcdist uses.
+    """
+    default = str(Path(tempfile.gettempdir(), "torchinductor_"))
+    if not env.get(_CACHE, default).startswith(default):
+        return {}
+    folder = Path(f"{default}{os.geteuid()}")
+    try:
+        make_private(folder)
+    except RunFolderError as error:
+        log.warning("the cache of torch.compile is in the run folder: %s", error)
+        folder = run / "torchinductor"
+    return {_CACHE: str(folder)}
+
+
+# The container that this process runs in, and the identity of its image, recorded as tags of the MLflow run.
+
+#: Written by the image build: a hash of the build's inputs, because an image cannot contain its own digest.
+BUILD_ID = Path(sys.prefix) / "build-id"
+#: Written by the image build: the digest of the base image, else its id or name.
+BASE = Path(sys.prefix) / "base-image"
+#: Variables that the starter of a container sets to the image's name and digest.
+NAME, DIGEST = "HPCDIST_IMAGE", "HPCDIST_IMAGE_DIGEST"
+
+#: Files that runtimes leave in a container.
+_MARKS = {
+    ".dockerenv": "docker",
+    "run/.containerenv": "podman",
+    ".singularity.d": "apptainer",
+    "ch/environment": "charliecloud",
+}
+
+
+def container_runtime(root: Path = Path("/")) -> str:
+    """Return the runtime whose files are in this process's root file system; empty outside of a container.
+
+    The files alone prove nothing: the disk of a virtual machine may have been made of an image.
+    """
+    found = next((runtime for mark, runtime in _MARKS.items() if (root / mark).exists()), "")
+    return "" if found and _is_root_of_machine(root / "proc/self/mountinfo") else found
+
+
+def _is_root_of_machine(mounts: Path) -> bool:
+    """Return whether a process has a whole disk as its root."""
+    try:
+        fields = [line.split() for line in mounts.read_text().splitlines()]
+    except OSError:
+        return False
+    # The fields are described in proc(5): root within the file system, mount point, …, -, type, source, options.
+    source = next((mount[mount.index("-") + 2] for mount in fields if mount[3:5] == ["/", "/"]), "")
+    return source.startswith("/dev/") and not source.startswith("/dev/loop")
+
+
+def image_facts(
+    env: Mapping[str, str], build_id: Path = BUILD_ID, base: Path = BASE, root: Path = Path("/")
+) -> dict[str, str]:
+    """Return `image`, `image_digest`, `image_build`, `image_base` and `container_runtime` of this process's container.
+
+    Facts that are not recorded in the container are omitted; the result is empty outside of one.
+    """
+    found = {"image": env.get(NAME, ""), "image_digest": env.get(DIGEST, "")}
+    for key, file in (("image_build", build_id), ("image_base", base)):
+        if file.is_file():
+            found[key] = file.read_text().strip()
+    found["container_runtime"] = container_runtime(root)
+    return {key: value for key, value in found.items() if value}
+
+
+# The commands in messages that install optional dependencies of hpcdist.
+
+
+def install_command(*extras: str) -> str:
+    """Return the command that installs hpcdist with optional dependencies, and where to call it.
+
+    hpcdist is not on a package index: pip would find no package of that name, or that of a stranger.
+    """
+    return f"`pip install '.[{','.join(extras)}]'` in a checkout of hpcdist"
+
+
+# Capabilities of this process, see capabilities(7).
+
+CAP_SYS_RESOURCE = 24
+STATUS = Path("/proc/self/status")
+
+
+def has_capability(number: int) -> bool:
+    """Return whether this process has a capability in its effective set."""
+    lines = STATUS.read_text().splitlines()
+    effective = next((line.split()[1] for line in lines if line.startswith("CapEff:")), "0")
+    return bool(int(effective, 16) >> number & 1)
+
+
+# The result of one check.
+
+Level = Literal["ok", "note", "warning", "failure"]
+#: Ordered by severity.
+LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "failure")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """The result of one check, reported by `doctor`, `image check` and the preflight.
+
+    Attributes:
+        name: subject in one or two words: `disk`, `clock`, `network`.
+        level: `ok`; `note` for information; `warning` for a loss of time or a possible error; `failure` if a run would
+            fail.
+        text: one sentence with the values found.
+        fix: action of the user, empty if none is needed.
+        node: the node concerned, empty for this machine or all nodes.
+    """
+
+    name: str
+    level: Level
+    text: str
+    fix: str = ""
+    node: str = ""
+
+    def sentence(self) -> str:
+        """Return one line such as `n3: disk: 0 MB are free in /runs; remove old runs`."""
+        where = f"{self.node}: " if self.node else ""
+        return f"{where}{self.name}: {self.text}" + (f"; {self.fix}" if self.fix else "")
+
+
+def _check(level: Level, name: str, text: str, fix: str = "", *, node: str = "") -> Check:
+    return Check(name=name, level=level, text=text, fix=fix, node=node)
+
+
+ok = partial(_check, "ok")
+note = partial(_check, "note")
+warning = partial(_check, "warning")
+failure = partial(_check, "failure")

@@ -1,0 +1,179 @@
+"""Type, space and behaviour of the file system of a path, by its mount and by tests."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from hpcdist.host.commands import within
+
+#: File systems of one machine's disk or memory. All others (NFS, Lustre, GPFS, …) count as shared.
+LOCAL = frozenset(
+    ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "bcachefs", "vfat", "exfat", "overlay", "squashfs")
+) | {"tmpfs", "ramfs"}
+#: File systems in memory.
+IN_MEMORY = frozenset(("tmpfs", "ramfs"))
+#: Folders that each machine, or each job, has for itself.
+PRIVATE = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))  # noqa: S108 (nothing is written there)
+_CHUNK = 2**20
+_RENAMES = 200
+
+
+def file_system(path: Path) -> str:
+    """Return the type of the file system of a path, which may not exist yet; empty if unknown."""
+    return mount_of(path)[0]
+
+
+def mount_of(path: Path) -> tuple[str, str]:
+    """Return type and source (`server:/home`, `/dev/sda1`) of the file system of a path, both empty if unknown."""
+    import psutil
+
+    try:
+        mounts = psutil.disk_partitions(all=True)
+    except OSError:
+        return "", ""
+    path = path.resolve()
+    found, depth = ("", ""), -1
+    for mount in mounts:
+        point = Path(mount.mountpoint)
+        # The last mount on a folder hides earlier ones.
+        if path.is_relative_to(point) and len(point.parts) >= depth:
+            found, depth = (mount.fstype, mount.device), len(point.parts)
+    return found
+
+
+def existing(path: Path) -> Path:
+    """Return the path, or its nearest existing parent."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def space(path: Path) -> dict[str, int]:
+    """Return `free` and `total` bytes for this user, and `free_files` if the file system counts inodes.
+
+    Raises OSError.
+    """
+    status = os.statvfs(existing(path))
+    found = {"free": status.f_bavail * status.f_frsize, "total": status.f_blocks * status.f_frsize}
+    return found | ({"free_files": status.f_favail} if status.f_files else {})
+
+
+def write_speed(folder: Path, num_bytes: int, limit_s: float) -> float:
+    """Return the bytes per second of synced writes to a temporary file in `folder` or its nearest existing parent.
+
+    Writing stops after `limit_s` seconds.
+
+    Raises:
+        OSError: the file system is full or read-only, or the quota is exceeded.
+    """
+    path = existing(folder) / f".preflight-{os.uname().nodename}-{os.getpid()}"
+    block = os.urandom(_CHUNK)  # incompressible
+    began, written = time.perf_counter(), 0
+    try:
+        with open(path, "xb", buffering=0) as file:
+            while written < num_bytes and time.perf_counter() - began < limit_s:
+                written += file.write(block[: num_bytes - written])
+                os.fsync(file.fileno())
+        return written / (time.perf_counter() - began)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def sees(path: Path, content: str, limit_s: float) -> bool:
+    """Return whether another machine's new file appears with its content within a limit; network file systems lag."""
+    until = time.monotonic() + limit_s
+    while True:
+        try:
+            if path.read_text() == content:
+                return True
+        except (OSError, UnicodeDecodeError):
+            pass  # not visible yet
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+
+
+def lock_problem(folder: Path) -> str:
+    """Return why flock does not exclude a second process of this machine in a folder; empty if it does."""
+    path = folder / f".lock-{os.uname().nodename}-{os.getpid()}"
+    code = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    try:
+        with open(path, "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A second process, because some network file systems identify lock owners by process.
+            done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, check=False)
+        return "" if done.returncode else "two processes got the same lock"
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def rename_problem(folder: Path) -> str:
+    """Return why replacing a file is not atomic for readers in a folder; empty if it is."""
+    path = folder / f".rename-{os.uname().nodename}-{os.getpid()}"
+    temporary = path.with_name(f"{path.name}.new")
+    ended = threading.Event()
+    problems: list[str] = []
+
+    def watch() -> None:
+        while not ended.is_set() and not problems:
+            try:
+                if path.read_bytes() not in (b"old", b"new"):
+                    problems.append("a reader saw a partial file")
+            except OSError as error:
+                problems.append(f"a reader saw no file ({error.strerror})")
+
+    try:
+        path.write_bytes(b"old")
+        reader = threading.Thread(target=watch, daemon=True)
+        reader.start()
+        for _ in range(_RENAMES):
+            temporary.write_bytes(b"new")
+            os.replace(temporary, path)
+        ended.set()
+        reader.join()
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        ended.set()
+        temporary.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+    return problems[0] if problems else ""
+
+
+def exclusive_problem(folder: Path) -> str:
+    """Return why exclusive creation (O_EXCL) does not work in a folder; empty if it does."""
+    path = folder / f".exclusive-{os.uname().nodename}-{os.getpid()}"
+    try:
+        for expected in (None, errno.EEXIST):
+            try:
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            except OSError as error:
+                if error.errno != expected:
+                    return error.strerror or str(error)
+            else:
+                if expected is not None:
+                    return "the same file was created twice"
+        return ""
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def describe(folder: Path, limit_s: float) -> dict[str, Any]:
+    """Return `folder`, `kind`, `source` and space of a path's file system; `error` if it fails or does not answer."""
+    found: dict[str, Any] = {"folder": str(folder)}
+    try:
+        found["kind"], found["source"] = within(limit_s, lambda: mount_of(folder))
+        found |= within(limit_s, lambda: space(folder))
+    except TimeoutError:
+        found["error"] = f"no answer in {limit_s:g} s"
+    except OSError as error:
+        found["error"] = error.strerror or str(error)
+    return found

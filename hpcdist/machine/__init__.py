@@ -1,1 +1,0 @@
-"""Facts about this machine: hardware, drivers, file systems, the container image."""

@@ -1,1 +1,0 @@
-"""Checks of nodes and their network before a run starts."""

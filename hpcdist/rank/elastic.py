@@ -1,0 +1,586 @@
+"""Elastic data parallelism: global batches divided into logical micro-batches, whose gradients are summed in a fixed
+order on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from hpcdist.config.schema import Config, division_problems, largest_world_size
+from hpcdist.config.topology import share_of
+from hpcdist.errors import ConfigError
+from hpcdist.rank.device import seed_everything
+
+# Division of a training set into global batches, micro-batches, and shares of the ranks.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """Which samples belong to which micro-batch, and which micro-batches to this rank.
+
+    The order of the samples is a function of (seed, epoch), and their division one of the global batch and the number
+    of micro-batches. Only `share` depends on the number of ranks. The last global batch of an epoch is smaller if the
+    training set is no multiple of it: its last micro-batch may be smaller, and further ones are left out. The last
+    micro-batch takes one sample more instead of leaving a single one, on which batch normalisation cannot train.
+    """
+
+    num_samples: int
+    global_batch_size: int
+    num_micro_batches: int
+    seed: int
+    rank: int
+    world_size: int
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Number of samples of a full micro-batch."""
+        return self.global_batch_size // self.num_micro_batches
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of global batches of an epoch; the last one may be smaller."""
+        return math.ceil(self._num_in_epoch / self.num_micro_batches)
+
+    @property
+    def _num_in_epoch(self) -> int:
+        """Number of micro-batches with samples in an epoch."""
+        size = self.micro_batch_size
+        leaves_one = size > 1 and self.num_samples > 1 and self.num_samples % size == 1
+        return self.num_samples // size if leaves_one else math.ceil(self.num_samples / size)
+
+    def _begin(self, step_in_epoch: int, number: int) -> int:
+        """Return the place of a micro-batch's first sample in the order of the epoch."""
+        before = step_in_epoch * self.num_micro_batches + number
+        return before * self.micro_batch_size if before < self._num_in_epoch else self.num_samples
+
+    def batch_size(self, step_in_epoch: int) -> int:
+        """Return the number of samples of a global batch."""
+        return self._begin(step_in_epoch + 1, 0) - self._begin(step_in_epoch, 0)
+
+    def num_filled(self, step_in_epoch: int) -> int:
+        """Return the number of micro-batches with samples in a global batch."""
+        return min(self.num_micro_batches, self._num_in_epoch - step_in_epoch * self.num_micro_batches)
+
+    def share(self, step_in_epoch: int, rank: int | None = None) -> range:
+        """Return the numbers of the micro-batches of a rank, by default of this one; empty if none has samples.
+
+        Shares are contiguous, and their sizes differ by at most one before empty micro-batches are left out.
+        """
+        rank = self.rank if rank is None else rank
+        end = self.num_filled(step_in_epoch)
+        share = share_of(rank, self.world_size, self.num_micro_batches)
+        return range(min(share.start, end), min(share.stop, end))
+
+    def order(self, epoch: int) -> Tensor:
+        """Return the order of all samples in an epoch, int64 [num_samples]. Do not change it: it is kept."""
+        if epoch not in self._orders:
+            self._orders.clear()
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            self._orders[epoch] = torch.randperm(self.num_samples, generator=generator)
+        return self._orders[epoch]
+
+    @functools.cached_property
+    def _orders(self) -> dict[int, Tensor]:
+        """The order of the last epoch that was asked for, by epoch."""
+        return {}
+
+    def samples(self, order: Tensor, step_in_epoch: int, number: int) -> Tensor:
+        """Return the samples of a micro-batch, int64 [n], in the order of its epoch."""
+        return order[self._begin(step_in_epoch, number) : self._begin(step_in_epoch, number + 1)]
+
+    def rank_samples(self, epoch: int, first_step: int = 0) -> list[Tensor]:
+        """Return the samples of each of this rank's micro-batches from a step of the epoch on, int64 [n] each."""
+        order = self.order(epoch)
+        return [
+            self.samples(order, step, number)
+            for step in range(first_step, self.steps_per_epoch)
+            for number in self.share(step)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedDivision:
+    """The division with which a checkpoint was saved: it determines the samples of each step."""
+
+    num_micro_batches: int
+    global_batch_size: int | None = None  #: None in checkpoints of an hpcdist that did not save it
+    num_samples: tuple[int, ...] = ()  #: of all training sets of the trainer
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> SavedDivision | None:
+        """Return the division in the state of a rank; None if the run was not elastic."""
+        if state.get("num_micro_batches") is None:
+            return None
+        return cls(
+            num_micro_batches=state["num_micro_batches"],
+            global_batch_size=state.get("global_batch_size"),
+            num_samples=tuple(state.get("num_samples") or ()),
+        )
+
+    def problems(self, config: Config, num_samples: int) -> list[str]:
+        """Return the differences of a config and a training set from this division."""
+        problems = []
+        batch_size, number = config.data.global_batch_size, config.elastic.micro_batches
+        if self.global_batch_size not in (None, batch_size):
+            problems.append(
+                f"data.global_batch_size={batch_size}, but the checkpoint was saved with {self.global_batch_size}:"
+                " set that, or start a new run"
+            )
+        if number not in (None, self.num_micro_batches):
+            problems.append(
+                f"elastic.micro_batches={number}, but the checkpoint was saved with {self.num_micro_batches}:"
+                " set that, or start a new run"
+            )
+        if self.num_samples and num_samples not in self.num_samples:
+            problems.append(
+                f"the training set has {num_samples} samples, but the checkpoint was saved with"
+                f" {' and '.join(map(str, self.num_samples))}: use the same data, or start a new run"
+            )
+        return problems
+
+
+def divide(
+    config: Config, num_samples: int, rank: int, world_size: int, saved: SavedDivision | None = None
+) -> Division:
+    """Return the division of a training set.
+
+    Args:
+        saved: the division of the run's checkpoint. Its number of micro-batches holds unless the config sets one.
+
+    Raises ConfigError if the run is not elastic, or the global batch cannot be divided.
+    """
+    batch_size = config.data.global_batch_size
+    if batch_size is None:
+        raise ConfigError(["data.global_batch_size is not set: micro-batches need it, such as 256"])
+    default = saved.num_micro_batches if saved is not None else max(world_size, largest_world_size(config))
+    number = config.elastic.micro_batches or default
+    problems = division_problems(batch_size, number)
+    if world_size > number:
+        problems.append(
+            f"{world_size} ranks are more than the {number} micro-batches of a global batch (elastic.micro_batches):"
+            " use fewer ranks"
+        )
+    if config.elastic.min_ranks is not None and world_size < config.elastic.min_ranks:
+        problems.append(f"{world_size} ranks are fewer than elastic.min_ranks={config.elastic.min_ranks}: use more")
+    if problems:
+        raise ConfigError(problems)
+    return Division(
+        num_samples=num_samples,
+        global_batch_size=batch_size,
+        num_micro_batches=number,
+        seed=config.seed,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def micro_batch_seed(seed: int, step: int, number: int) -> int:
+    """Return the seed of the random numbers of a micro-batch; `number` -1 is for the time after a step."""
+    digest = hashlib.blake2b(f"{seed} {step} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+# Buffers of a model, such as running statistics of batch normalisation, over the micro-batches of a step.
+
+
+class BufferChanges:
+    """Changes of a model's buffers during one step.
+
+    At the start of each micro-batch the buffers are reset to their values at the beginning of the step. After the step
+    they have changed by the mean of the changes, weighted by the samples, as if there were one update with the mean
+    statistics. Values of type bool have changed if a micro-batch has changed them. So the buffers do not depend on
+    which rank computed which micro-batch.
+
+    A forward pass may change the buffers in place, or assign tensors of the same shape to them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._buffers = {name: buffer for name, buffer in module.named_buffers() if buffer.numel()}
+        self._before = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
+        self.size = sum(_real(buffer).numel() for buffer in self._buffers.values())
+
+    @torch.no_grad()
+    def take(self, weight: float, dtype: torch.dtype) -> list[Tensor]:
+        """Return the weighted changes by the last micro-batch as vectors, and undo them."""
+        changes = []
+        for name, buffer in self._buffers.items():
+            before, after = self._before[name], self._module.get_buffer(name)
+            changes.append(_change(_real(before), _real(after)).flatten().to(dtype) * weight)
+            buffer.copy_(before)
+            if after is not buffer:
+                owner, _, own_name = name.rpartition(".")
+                setattr(self._module.get_submodule(owner), own_name, buffer)
+        return changes
+
+    @torch.no_grad()
+    def apply(self, changes: Tensor) -> None:
+        """Change the buffers by the sum of all micro-batches' results of `take`, [size]."""
+        buffers = [_real(buffer) for buffer in self._buffers.values()]
+        for buffer, part in zip(buffers, torch.split(changes, [each.numel() for each in buffers]), strict=True):
+            change = part.view_as(buffer)
+            if buffer.dtype == torch.bool:
+                buffer ^= change > 0
+            else:
+                buffer += change.to(buffer.dtype) if buffer.is_floating_point() else change.round().to(buffer.dtype)
+
+
+def _real(buffer: Tensor) -> Tensor:
+    """Return a complex buffer as a view with real and imaginary parts."""
+    return torch.view_as_real(buffer) if buffer.is_complex() else buffer
+
+
+def _change(before: Tensor, after: Tensor) -> Tensor:
+    if before.dtype == torch.bool:
+        return after ^ before
+    # An infinite value that has not changed has no difference.
+    return torch.where(after == before, torch.zeros_like(before), after - before)
+
+
+# Sums over micro-batches in a fixed order: a binary tree whose shape depends on the number of micro-batches alone.
+#
+# Floating-point addition is not associative, so the order determines the rounding. A rank adds the nodes of the tree
+# that lie in its own share. The ranks then exchange these partial sums: each rank adds one part of the vector, and all
+# ranks gather the parts. With one micro-batch per rank, this transfers as much as a ring all-reduce.
+
+#: A node of the tree: its leaves, from the first one to before the second number.
+Node = tuple[int, int]
+
+
+def middle(low: int, high: int) -> int:
+    """Return where a node is cut: its left child is the largest complete tree with fewer leaves."""
+    return low + (1 << ((high - low - 1).bit_length() - 1))
+
+
+def nodes_within(share: range, node: Node) -> Iterator[Node]:
+    """Yield the largest nodes below `node` whose leaves all lie in `share`, from left to right."""
+    low, high = node
+    if share.start <= low and high <= share.stop:
+        yield node
+    elif max(low, share.start) < min(high, share.stop):
+        cut = middle(low, high)
+        yield from nodes_within(share, (low, cut))
+        yield from nodes_within(share, (cut, high))
+
+
+def total(node: Node, known: Mapping[Node, Tensor]) -> Tensor:
+    """Return the sum of a node from the sums of nodes below it."""
+    if node in known:
+        return known[node]
+    cut = middle(*node)
+    return total((node[0], cut), known) + total((cut, node[1]), known)
+
+
+class PartialSums:
+    """The sums of the nodes in one rank's share. Holds at most a logarithm of the number of leaves as vectors."""
+
+    def __init__(self, num_leaves: int, share: range) -> None:
+        self._owned = list(nodes_within(share, (0, num_leaves))) if share else []
+        self._sums: dict[Node, Tensor] = {}
+
+    def add(self, leaf: int, vector: Tensor) -> None:
+        """Add the vector of a leaf; call it from the first leaf of the share to the last one."""
+        node = (leaf, leaf + 1)
+        self._sums[node] = vector
+        for owned in self._owned:
+            if owned[0] <= leaf < owned[1]:
+                self._reduce(owned, leaf)
+
+    def _reduce(self, node: Node, leaf: int) -> Tensor | None:
+        """Add the sums of complete nodes on the way from `node` to `leaf`. Returns that of `node` if it is complete."""
+        if node in self._sums:
+            return self._sums[node]
+        low, high = node
+        cut = middle(low, high)
+        if leaf < cut:
+            self._reduce((low, cut), leaf)
+            return None
+        right = self._reduce((cut, high), leaf)
+        if right is None:
+            return None
+        left = self._sums.pop((low, cut))
+        self._sums.pop((cut, high))
+        self._sums[node] = left.add_(right)
+        return left
+
+    def vectors(self) -> list[Tensor]:
+        """Return the sums of the share's largest nodes, from left to right."""
+        return [self._sums[node] for node in self._owned]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The shares of all ranks in one sum, and the exchange of their partial sums.
+
+    Attributes:
+        num_leaves: number of micro-batches with samples.
+        shares: their numbers by rank.
+    """
+
+    num_leaves: int
+    shares: list[range]
+
+    def sum(self, vectors: list[Tensor], like: Tensor) -> Tensor:
+        """Return the sum of all leaves on every rank; call it on every rank.
+
+        Args:
+            vectors: `PartialSums.vectors` of this rank, [n] each.
+            like: a tensor with the length n, dtype and device of the vectors, for a rank without any.
+        """
+        nodes = [list(nodes_within(share, (0, self.num_leaves))) if share else [] for share in self.shares]
+        flat_nodes = [node for own in nodes for node in own]
+        world_size = len(self.shares)
+        if world_size == 1:
+            return total((0, self.num_leaves), dict(zip(flat_nodes, vectors, strict=True)))
+        part = -(-len(like) // world_size)
+        sent = like.new_zeros(world_size, len(vectors), part)
+        for number, vector in enumerate(vectors):
+            whole = len(vector) // part
+            sent[:whole, number] = vector[: whole * part].view(whole, part)
+            if whole < world_size:
+                sent[whole, number, : len(vector) - whole * part] = vector[whole * part :]
+        received = like.new_empty(len(flat_nodes), part)
+        dist.all_to_all_single(
+            received,
+            sent.view(-1, part),
+            output_split_sizes=[len(own) for own in nodes],
+            input_split_sizes=[len(vectors)] * world_size,
+        )
+        own_part = total((0, self.num_leaves), dict(zip(flat_nodes, received, strict=True)))
+        gathered = like.new_empty(world_size * part)
+        dist.all_gather_into_tensor(gathered, own_part.contiguous())
+        return gathered[: len(like)]
+
+    def sent_bytes(self, num_values: int, rank: int, *, size_bytes: int = 4) -> int:
+        """Return the bytes that a rank sends to others in one sum of vectors of `num_values`."""
+        world_size = len(self.shares)
+        part = -(-num_values // world_size)
+        share = self.shares[rank]
+        num_nodes = len(list(nodes_within(share, (0, self.num_leaves)))) if share else 0
+        return (num_nodes + 1) * (world_size - 1) * part * size_bytes
+
+
+# The micro-batches of one optimizer step on this rank, and the sum of their gradients over all ranks.
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One of the equal parts of a global batch.
+
+    Attributes:
+        number: its number in the global batch.
+        indices: its samples, int64 [n] on the CPU.
+        weight: n / samples of the global batch, the factor of the mean loss of the micro-batch.
+    """
+
+    number: int
+    indices: Tensor
+    weight: float
+
+
+class MicroBatches:
+    """The micro-batches of this rank. `exact`: the order of the sum does not depend on the number of ranks."""
+
+    def __init__(self, division: Division, *, exact: bool) -> None:
+        self.division = division
+        self._exact = exact
+
+    def of_step(self, model: DistributedDataParallel, step: int) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of a step; see `Context.micro_batches`."""
+        division = self.division
+        epoch, step_in_epoch = divmod(step, division.steps_per_epoch)
+        batch_size = division.batch_size(step_in_epoch)
+        gradients = self._gradients(model, step_in_epoch)
+        share = division.share(step_in_epoch)
+        order = division.order(epoch)
+        for number in share:
+            samples = division.samples(order, step_in_epoch, number)
+            seed_everything(micro_batch_seed(division.seed, step, number))
+            gradients.before(number)
+            yield MicroBatch(number, samples, len(samples) / batch_size)
+            gradients.after(number, len(samples) / batch_size)
+        gradients.reduce()
+        # All ranks draw the same numbers until the next step, and a checkpoint holds the same state of each rank.
+        seed_everything(micro_batch_seed(division.seed, step, -1))
+
+    def _gradients(self, model: DistributedDataParallel, step_in_epoch: int) -> _ExactGradients | _Gradients:
+        division = self.division
+        shares = [division.share(step_in_epoch, rank) for rank in range(division.world_size)]
+        if self._exact:
+            return _ExactGradients(model, Exchange(division.num_filled(step_in_epoch), shares), shares[division.rank])
+        return _Gradients(model, shares, shares[division.rank])
+
+
+class _Gradients:
+    """Gradients that DDP adds during the last backward pass of the step, if every rank has one."""
+
+    def __init__(self, model: DistributedDataParallel, shares: list[range], share: range) -> None:
+        self._model = model
+        self._last = share[-1] if share else None
+        self._is_alone = len(shares) == 1
+        self._by_ddp = all(shares) and not self._is_alone
+        self._buffers = BufferChanges(model.module)
+        self._changes: list[Tensor] | None = None
+        model.zero_grad(set_to_none=True)
+        if not share:
+            # The other ranks do it in their forward passes. It is a collective operation.
+            model.reducer._rebuild_buckets()
+
+    def before(self, number: int) -> None:
+        self._model.require_backward_grad_sync = self._by_ddp and number == self._last
+
+    def after(self, number: int, weight: float) -> None:
+        self._model.require_backward_grad_sync = True
+        new = self._buffers.take(weight, _sum_dtype(_trained(self._model.module)))
+        if self._changes is None:
+            self._changes = new
+        elif new:  # torch refuses empty lists, those of a model without buffers
+            torch._foreach_add_(self._changes, new)
+
+    def reduce(self) -> None:
+        parameters = _trained(self._model.module)
+        changes = self._changes if self._changes is not None else [_zeros(parameters, self._buffers.size)]
+        if self._by_ddp or self._is_alone:
+            flat = torch.cat(changes) if self._buffers.size else None
+        else:
+            flat = torch.cat([*_flat_gradients(parameters), *changes])
+        if flat is None:
+            return
+        if not self._is_alone:
+            dist.all_reduce(flat)
+        if not (self._by_ddp or self._is_alone):
+            _set_gradients(parameters, flat)
+        self._buffers.apply(flat[len(flat) - self._buffers.size :])
+
+
+class _ExactGradients:
+    """Gradients that are summed in a fixed tree over the micro-batches, together with the changes of the buffers."""
+
+    def __init__(self, model: DistributedDataParallel, exchange: Exchange, share: range) -> None:
+        self._model = model
+        self._exchange = exchange
+        self._parameters = _trained(model.module)
+        self._buffers = BufferChanges(model.module)
+        self._sums = PartialSums(exchange.num_leaves, share)
+        model.zero_grad(set_to_none=True)
+
+    def before(self, number: int) -> None:
+        self._model.require_backward_grad_sync = False
+
+    def after(self, number: int, weight: float) -> None:
+        self._model.require_backward_grad_sync = True
+        changes = self._buffers.take(weight, _sum_dtype(self._parameters))
+        vector = torch.cat([*_flat_gradients(self._parameters), *changes])
+        self._model.zero_grad(set_to_none=True)
+        self._sums.add(number, vector)
+
+    def reduce(self) -> None:
+        size = sum(parameter.numel() for parameter in self._parameters) + self._buffers.size
+        vectors = self._sums.vectors()
+        flat = self._exchange.sum(vectors, vectors[0] if vectors else _zeros(self._parameters, size))
+        _set_gradients(self._parameters, flat)
+        self._buffers.apply(flat[size - self._buffers.size :])
+
+
+def sum_over_ranks(_state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are text
+    """Add a bucket of gradients over the ranks; a communication hook of DDP, which otherwise averages them."""
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _sum_dtype(parameters: list[nn.Parameter]) -> torch.dtype:
+    """Return the dtype of sums: float32, or float64 for a model in double precision."""
+    return functools.reduce(torch.promote_types, {parameter.dtype for parameter in parameters}, torch.float32)
+
+
+def _zeros(parameters: list[nn.Parameter], size: int) -> Tensor:
+    return torch.zeros(size, device=parameters[0].device, dtype=_sum_dtype(parameters))
+
+
+def _flat_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients as vectors; zeros for parameters that have none."""
+    dtype = _sum_dtype(parameters)
+    return [
+        torch.zeros(parameter.numel(), device=parameter.device, dtype=dtype)
+        if parameter.grad is None
+        else parameter.grad.flatten().to(dtype)
+        for parameter in parameters
+    ]
+
+
+def _set_gradients(parameters: list[nn.Parameter], flat: Tensor) -> None:
+    """Set the gradients from the start of a flat vector, in the memory format of the parameters."""
+    begin = 0
+    for parameter in parameters:
+        part = flat[begin : begin + parameter.numel()].view(parameter.shape)
+        begin += parameter.numel()
+        if parameter.is_contiguous() and parameter.dtype == part.dtype:
+            parameter.grad = part
+        else:
+            parameter.grad = torch.empty_like(parameter).copy_(part)
+
+
+# The micro-batches of an elastic run, read from a dataset by torch's DataLoader.
+
+
+class MicroBatchLoader:
+    """Reads the samples of this rank's micro-batches; `Context.loader` creates it."""
+
+    def __init__(self, dataset: Dataset[Any], batches: Callable[[], MicroBatches], options: dict[str, Any]) -> None:
+        self._dataset = dataset
+        self._batches = batches
+        self._options = options
+        self._data: Iterator[Any] = iter(())
+        self._next_step = -1
+
+    def of_step(self, model: DistributedDataParallel, step: int) -> Iterator[tuple[MicroBatch, Any]]:
+        """Yield this rank's micro-batches of a step with their data; see `Context.loader`."""
+        batches = self._batches()
+        if step != self._next_step:
+            self._data = iter(self._from_step(batches.division, step))
+        self._next_step = step + 1
+        for micro in batches.of_step(model, step):
+            batch = next(self._data)
+            # Without workers, reading has seeded the generators of this process.
+            seed_everything(micro_batch_seed(batches.division.seed, step, micro.number))
+            yield micro, batch
+
+    def _from_step(self, division: Division, step: int) -> DataLoader[Any]:
+        """Return a loader for this step and all later ones, so that workers read ahead and live on between epochs."""
+        epoch, first_step = divmod(step, division.steps_per_epoch)
+        micro_batches = (
+            [(each, index) for index in samples.tolist()]
+            for each in itertools.count(epoch)
+            for samples in division.rank_samples(each, first_step if each == epoch else 0)
+        )
+        # A generator of its own: without it the loader draws a seed from the global one.
+        options = {"generator": torch.Generator(), **self._options}
+        return DataLoader(_SeededSamples(self._dataset, division.seed), batch_sampler=micro_batches, **options)
+
+
+class _SeededSamples(Dataset[Any]):
+    """A dataset whose random numbers, such as those of augmentation, follow from (seed, epoch, sample)."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        epoch, index = key
+        seed_everything(micro_batch_seed(self._seed, -1 - epoch, index))  # no step is negative
+        return self._dataset[index]

@@ -1,1 +1,0 @@
-"""Connections between the ranks: store, process groups and RPC, and their authentication."""

@@ -1,0 +1,125 @@
+"""The network of a rank: a namespace of its own on one machine, or the interface that reaches the master."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpcdist.config.schema import Config
+from hpcdist.errors import TopologyError
+
+# A network namespace of the ranks of a local run, whose loopback no other user of the machine reaches.
+#
+# References: https://man7.org/linux/man-pages/man7/network_namespaces.7.html, user_namespaces.7.html
+
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1
+_CAPABILITY_VERSION = 0x20080522
+#: The counters of this machine's network cards, opened before the namespace was entered.
+_host_counters = -1
+
+
+def is_wanted(config: Config) -> bool:
+    """Return whether the ranks need no other network: a trainer of hpcdist, whose data is not downloaded."""
+    is_own = not config.trainer.script and ":" not in config.trainer.target
+    may_download = config.data.download and config.data.name not in ("digits", "synthetic", "image_folder")
+    return config.launch.private_network and is_own and not may_download
+
+
+def is_private() -> bool:
+    """Return whether this process, or the parent that forked it, has entered a namespace of its own."""
+    return _host_counters >= 0
+
+
+def card_counters() -> str:
+    """Return /proc/net/dev of this machine."""
+    if not is_private():
+        return Path("/proc/net/dev").read_text()
+    return os.pread(_host_counters, 1 << 20, 0).decode()
+
+
+def why_refused() -> str:
+    """Return why the kernel or the container refuses the namespace to this user, or nothing."""
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            _unshare()
+        except OSError as error:
+            os.write(writer, (error.strerror or str(error)).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        reason = pipe.read()
+    os.waitpid(pid, 0)
+    return reason
+
+
+def enter() -> None:
+    """Move this process into a namespace of its own, if that is possible. It must have one thread."""
+    global _host_counters
+    if not why_refused():  # tried in another process: a namespace without loopback would be worse than none
+        counters = os.open("/proc/net/dev", os.O_RDONLY)
+        _unshare()
+        _host_counters = counters
+
+
+def _unshare() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    uid, gid = os.geteuid(), os.getegid()
+    needs_user = bool(libc.unshare(_CLONE_NEWNET))
+    if needs_user:
+        _check(libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET))
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        fcntl.ioctl(sock, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP))
+    if needs_user:
+        # The capabilities would let ranks write to their user's read-only files.
+        _check(libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24)))
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+# The network interface over which a node reaches rank 0.
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+def interface_env(master_addr: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that bind gloo, NCCL and TensorPipe to the interface that routes to the master.
+
+    By default these libraries look up their own host name, which may be slow or resolve to an interface that other
+    nodes cannot reach. Variables that are already set are left out.
+
+    Raises TopologyError if the master's name cannot be resolved or there is no route to it.
+    """
+    missing = [name for name in INTERFACE_VARIABLES if not env.get(name)]
+    if not missing:
+        return {}
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            # This sends no packet: connecting a datagram socket only looks up the route.
+            probe.connect((socket.gethostbyname(master_addr), 9))
+            address = probe.getsockname()[0]
+    except OSError as error:
+        raise TopologyError(
+            f"the master {master_addr!r} cannot be reached from {socket.gethostname()} ({error}): does its name resolve"
+            " on every node? HPCDIST_MASTER_ADDR can name an address instead"
+        ) from error
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.family == socket.AF_INET and entry.address == address for entry in addresses):
+            return dict.fromkeys(missing, name)
+    return {}

@@ -1,0 +1,402 @@
+"""torch.distributed for a rank: an authenticated rendezvous, and gloo connections that only ranks
+of this run may make.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import socket
+import stat
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
+
+from hpcdist.config.topology import Topology
+from hpcdist.errors import RendezvousError
+from hpcdist.rank.rendezvous_store import CurveKeys, Meeting, RendezvousStore, has_unix_sockets
+
+# The TCP sockets that libraries open in this process: list, compare and close them.
+#
+# gloo accepts any connection and has no interface to change that.
+
+#: Host and port.
+Address = tuple[str, int]
+
+_TCP_INFO = 11
+_BYTES_RECEIVED = 128  # offset in struct tcp_info
+
+
+@dataclass(frozen=True)
+class OwnSocket:
+    """A TCP socket of this process. `sock` is a duplicate of its descriptor; `tcp_sockets` closes it."""
+
+    descriptor: int
+    sock: socket.socket
+    inode: int
+    local: Address
+    peer: Address | None
+    """None for a listening socket."""
+
+    @property
+    def bytes_received(self) -> int:
+        """Number of bytes that the peer has sent, including those not read yet."""
+        info = self.sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256)
+        return int(struct.unpack_from("Q", info, _BYTES_RECEIVED)[0])
+
+    def stop_listening(self) -> None:
+        """Close a listening socket, whose descriptor becomes that of a socket to which nobody can connect.
+
+        gloo aborts the process if its socket is shut down, or if `accept` fails.
+        """
+        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as silent:
+            directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            silent.setblocking(False)
+            silent.bind(f"/proc/self/fd/{directory}/removed")
+            os.close(directory)
+            silent.listen()
+            self.sock.close()
+            os.dup2(silent.fileno(), self.descriptor, inheritable=False)
+
+    def refuse(self) -> None:
+        """Close the connection."""
+        with suppress(OSError):  # the peer has closed it already
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def tcp_sockets() -> Iterator[list[OwnSocket]]:
+    """Yield the listening and the connected TCP sockets of this process, including those opened by libraries."""
+    found: dict[int, OwnSocket] = {}
+    try:
+        for name in os.listdir("/proc/self/fd"):
+            if (own := _open(int(name), found)) is not None:
+                found[own.inode] = own
+        yield list(found.values())
+    finally:
+        for own in found.values():
+            own.sock.close()
+
+
+def _open(descriptor: int, known: Container[int]) -> OwnSocket | None:
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISSOCK(status.st_mode) or status.st_ino in known:
+            return None
+        sock = socket.socket(fileno=os.dup(descriptor))
+    except OSError:  # closed in the meantime
+        return None
+    try:
+        if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
+            sock.close()
+            return None
+        listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        peer = None if listens else _address(sock.getpeername())
+        return OwnSocket(descriptor, sock, os.fstat(sock.fileno()).st_ino, _address(sock.getsockname()), peer)
+    except OSError:  # neither listening nor connected: still connecting, or reset
+        sock.close()
+        return None
+
+
+def _address(raw: tuple[str, int]) -> Address:
+    return raw[0].removeprefix("::ffff:"), raw[1]
+
+
+def inodes() -> frozenset[int]:
+    """Return the inodes of the TCP sockets that are open now."""
+    with tcp_sockets() as found:
+        return frozenset(own.inode for own in found)
+
+
+# Admission of peers: only ranks of this run may connect to the sockets of gloo.
+#
+# gloo does not authenticate a peer. The ranks therefore exchange lists of their connections through their store, which
+# only ranks can access. A connection that a rank has accepted is genuine if another rank lists it too. gloo connects
+# all pairs in a group's constructor, and reads only a number from a connection before the first collective. The
+# connections are compared after the constructor, and the listening sockets are closed. A stranger that has sent data
+# may have taken the place of a rank: the ranks then agree through the store to create the group again.
+
+log = logging.getLogger(__name__)
+#: The local address and the peer's address of a connection.
+Connection = tuple[Address, Address]
+#: How often a group is created before its creation fails.
+NUM_ATTEMPTS = 100
+#: Time limit for the connections of a group whose ranks are all ready.
+CONNECT_TIMEOUT = timedelta(seconds=30)
+_Gloo = distributed_c10d.ProcessGroupGloo
+
+
+def _listing(sockets: Iterable[OwnSocket]) -> str:
+    return json.dumps([(own.local, own.peer) for own in sockets if own.peer is not None])
+
+
+def _accepted(listings: Iterable[bytes]) -> set[Connection]:
+    """Return all listed connections as seen from their other ends."""
+    found = set()
+    for listing in listings:
+        for local, peer in json.loads(listing):
+            found.add(((peer[0], peer[1]), (local[0], local[1])))
+    return found
+
+
+def admit_group(store: Store, rank: int, size: int, before: frozenset[int], error: str = "") -> None:
+    """Compare a new group's connections with the lists of its other ranks, and close its listening sockets.
+
+    Either all ranks of the group return or all raise.
+
+    Args:
+        store: a store that only this group uses.
+        rank: rank within the group.
+        size: number of ranks in the group.
+        before: inodes of the sockets that were open before the group was created.
+        error: why this rank could not create the group.
+
+    Raises RendezvousError if a rank has an error, or if a process that is not a rank has sent data to one.
+    """
+    with tcp_sockets() as found:
+        new = [own for own in found if own.inode not in before]
+        listening = [own for own in new if own.peer is None]
+        store.set(f"connections/{rank}", _listing(new))
+        known = _accepted(store.get(f"connections/{other}") for other in range(size))
+        for own in listening:
+            own.stop_listening()
+        store.set(f"error/{rank}", error or _refuse_strangers({own.local for own in listening}, known))
+    if errors := [text.decode() for other in range(size) if (text := store.get(f"error/{other}"))]:
+        raise RendezvousError(errors[0])
+
+
+def _refuse_strangers(listening: set[Address], known: set[Connection]) -> str:
+    """Close the connections of processes that are not ranks; return an error if one of them has sent data."""
+    error = ""
+    with tcp_sockets() as found:
+        for own in found:
+            if own.peer is None or own.local not in listening or (own.local, own.peer) in known:
+                continue
+            if own.bytes_received:
+                error = (
+                    f"{_name(own.peer)} has connected to {_name(own.local)} and sent data, but is not a rank of this"
+                    " run: it is another program, or the network translates addresses between the nodes"
+                )
+            else:
+                log.warning("refused a connection from %s, which is not a rank of this run", _name(own.peer))
+            own.refuse()
+    return error
+
+
+def _name(address: Address) -> str:
+    return f"{address[0]}:{address[1]}"
+
+
+class _AdmittingGloo(_Gloo):
+    """A gloo group that compares its connections before it is used.
+
+    If a stranger has disturbed the group, all ranks drop it and create it again with other sockets. The time in which
+    the sockets listen is short, since no rank begins before the others.
+    """
+
+    def __new__(cls, store: Store, rank: int, size: int, *arguments: Any, **options: Any) -> _AdmittingGloo:
+        # A C++ object cannot be initialised twice, so each attempt needs a new one, which only `__new__` can return.
+        timeout = options.get("timeout", distributed_c10d.default_pg_timeout)
+        if "timeout" in options:
+            options["timeout"] = min(timeout, CONNECT_TIMEOUT)
+        for attempt in itertools.count(1):
+            fresh = PrefixStore(f"admission/{attempt}", store)
+            if fresh.add("ready", 1) == size:
+                fresh.set("begin", "")
+            fresh.wait(["begin"], timeout)
+            try:
+                group = cls._admitted(fresh, rank, size, arguments, options)
+            except RendezvousError as error:
+                if attempt == NUM_ATTEMPTS:
+                    raise
+                if attempt == 1:
+                    log.warning("a process group is created again, up to %d times: %s", NUM_ATTEMPTS - 1, error)
+            else:
+                if "timeout" in options:
+                    group._set_default_timeout(timeout)
+                return group
+        raise AssertionError
+
+    @classmethod
+    def _admitted(cls, store: Store, rank: int, size: int, arguments: Any, options: Any) -> _AdmittingGloo:
+        before = inodes()
+        group: _AdmittingGloo = super().__new__(cls)
+        error = ""
+        try:
+            super().__init__(group, store, rank, size, *arguments, **options)
+        except RuntimeError as problem:
+            error = f"rank {rank} cannot create a process group: {problem}"
+        admit_group(store, rank, size, before, error)
+        return group
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """Do nothing: `__new__` has initialised the group."""
+
+
+def guard_gloo() -> None:
+    """Make every gloo group that this process creates from now on admit only its own ranks."""
+    # The listening sockets are closed after the constructor, so connections must not be deferred to the first use.
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
+    distributed_c10d.ProcessGroupGloo = _AdmittingGloo  # type: ignore[misc]
+    dist.ProcessGroupGloo = _AdmittingGloo  # type: ignore[misc]
+
+
+# Initialise torch.distributed for a rank: an authenticated rendezvous before, and a release on every path after.
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process group and the store that the ranks use besides the default group.
+
+    Attributes:
+        control: a gloo group of all ranks for small CPU tensors, which need not wait for the device; None if the world
+            size is 1.
+        store: the store of the rendezvous, which only ranks can access.
+    """
+
+    control: dist.ProcessGroup | None
+    store: Store
+
+    def barrier(self) -> None:
+        """Wait until every rank has called `barrier`."""
+        if self.control is not None:
+            dist.barrier(group=self.control)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return the sum of each value over all ranks, in double precision, on every rank."""
+        return self._all_reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Return the maximum of each value over all ranks, in double precision, on every rank."""
+        return self._all_reduce(values, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        if self.control is not None:
+            dist.all_reduce(tensor, op, group=self.control)
+        return [float(value) for value in tensor.tolist()]
+
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks by rank, on every rank."""
+        if self.control is None:
+            return [value]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value, group=self.control)
+        return found
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks by rank on rank 0, and an empty list on the other ranks."""
+        if self.control is None:
+            return [value]
+        is_main = dist.get_rank() == 0
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(value, found if is_main else None, dst=0, group=self.control)
+        return found if is_main else []
+
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's value on every rank."""
+        values = [value]
+        if self.control is not None:
+            dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]
+
+
+@contextmanager
+def deadline(seconds: float, on_expiry: Callable[[], None]) -> Iterator[None]:
+    """Call `on_expiry` from a thread if the block takes longer than `seconds`.
+
+    `on_expiry` must report the error and end the process: a connection to a port of another program blocks inside of
+    C++ for longer than any timeout that can be passed to torch (measured).
+    """
+    timer = threading.Timer(seconds, on_expiry)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def open_store(topology: Topology, key: bytes, timeout_s: float, folder: Path) -> Store:
+    """Return the store of all ranks, which only processes that know the attempt's key can access.
+
+    A single rank needs none. Ranks on one machine meet in `folder`, and no port is open.
+
+    Raises RendezvousError if the port is in use, no process listens on it, or the listener is not rank 0 of this
+    attempt.
+    """
+    if topology.world_size == 1:
+        return HashStore()
+    keys = None
+    if topology.num_nodes > 1 or not has_unix_sockets(folder):
+        keys = CurveKeys(key, topology.token)
+    meeting = Meeting(
+        token=topology.token,
+        folder=folder,
+        host=topology.master_addr,
+        port=topology.master_port,
+        keys=keys,
+        has_remote_ranks=topology.num_nodes > 1,
+    )
+    timeout = timedelta(seconds=max(timeout_s, 1.0))
+    try:
+        return RendezvousStore(meeting, timeout, serve=topology.rank == 0)
+    except OSError as error:
+        raise RendezvousError(f"rank {topology.rank} cannot reach the master at {meeting}: {error}") from error
+
+
+@contextmanager
+def process_groups(
+    topology: Topology,
+    device: torch.device,
+    backend: str,
+    key: bytes,
+    folder: Path,
+    *,
+    init_timeout_s: float,
+    timeout_s: float,
+    on_expiry: Callable[[], None],
+) -> Iterator[Groups]:
+    """Initialise torch.distributed for this rank, and destroy the process group after the block.
+
+    After an error inside the block nothing is destroyed: other ranks may have died, and the shutdown would wait for
+    them. The worker then ends the process.
+
+    Args:
+        key: key of the attempt.
+        folder: folder of the attempt; see `open_store`.
+        init_timeout_s: time limit for the rendezvous, in seconds.
+        timeout_s: time limit for one collective, in seconds.
+        on_expiry: called if the rendezvous exceeds its time limit; see `deadline`.
+    """
+    control: dist.ProcessGroup | int | None = None
+    with deadline(init_timeout_s, on_expiry):
+        store = open_store(topology, key, init_timeout_s, folder)
+        guard_gloo()
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("hpcdist", store),
+            rank=topology.rank,
+            world_size=topology.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+        if topology.world_size > 1:
+            control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="control")
+    assert control is None or isinstance(control, dist.ProcessGroup)
+    yield Groups(control, store)
+    dist.destroy_process_group()

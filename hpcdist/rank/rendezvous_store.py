@@ -1,0 +1,392 @@
+"""The store of the ranks: a server thread in rank 0, a client that torch's C++ code calls like its own stores, and the
+keys between them.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import ClassVar
+
+import zmq
+import zmq.utils.z85
+from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]  # torch exports them at run time
+from zmq.utils.monitor import recv_monitor_message
+
+from hpcdist.errors import PeerLost, RendezvousError
+
+# CURVE for ZeroMQ sockets between the ranks: both sides prove that they know the attempt's key; data is encrypted.
+#
+# Reference: https://rfc.zeromq.org/spec/26/ (CurveZMQ), https://rfc.zeromq.org/spec/27/ (ZAP)
+
+
+class CurveKeys:
+    """The key pairs of servers and clients for one purpose in one attempt. Both follow from the attempt's key."""
+
+    def __init__(self, key: bytes, purpose: str) -> None:
+        self._server, self._client = (
+            zmq.utils.z85.encode(hmac.digest(key, f"{purpose}/{side}".encode(), "sha256"))
+            for side in ("server", "client")
+        )
+        self._server_public, self._client_public = map(zmq.curve_public, (self._server, self._client))
+
+    def be_client(self, sock: zmq.Socket[bytes]) -> None:
+        """Let a socket connect only to servers that know the key. Call it before `connect`."""
+        sock.curve_serverkey = self._server_public
+        sock.curve_publickey, sock.curve_secretkey = self._client_public, self._client
+
+    def be_server(self, sock: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+        """Let a socket accept only clients that know the key. Call it before `bind`, once per context.
+
+        Returns the socket at which ZeroMQ asks about each client. Without an answer (`admit`) nobody is accepted.
+        """
+        sock.curve_server = True
+        sock.curve_secretkey = self._server
+        sock.zap_domain = b"hpcdist"
+        sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler, ZeroMQ would otherwise accept every key
+        zap: zmq.Socket[bytes] = sock.context.socket(zmq.REP)
+        zap.linger = 0
+        zap.bind("inproc://zeromq.zap.01")
+        return zap
+
+    def admit(self, zap: zmq.Socket[bytes]) -> None:
+        """Answer whether a client may connect."""
+        version, number, _, _, _, mechanism, *public = zap.recv_multipart()
+        knows_key = mechanism == b"CURVE" and zmq.utils.z85.encode(public[0]) == self._client_public
+        zap.send_multipart([version, number, b"200" if knows_key else b"400", b"", b"", b""])
+
+
+# The store of the ranks: a server thread in rank 0, and a client that torch's C++ code calls like its own stores.
+#
+# torch's `TCPStore` serves every client that connects. This store uses ZeroMQ instead. The ranks of one machine meet at
+# a Unix socket in the attempt folder, which only their user can reach. Ranks on several nodes meet at the rendezvous
+# address; CURVE authenticates both sides with keys that are derived from the attempt's key, and encrypts the
+# connection.
+#
+# A request is a list of frames: the operation and its arguments. The answer is a list of frames, of which the first is
+# `ok`, or an error message.
+
+log = logging.getLogger(__name__)
+SOCKET_NAME = "store.sock"
+_OK = b"ok"
+#: A request that waits has this much more time for its answer than for its keys, in seconds.
+_ANSWER_S = 20.0
+#: RPC waits without a limit, and a poll at most 2**31 ms.
+_LONGEST_S = 1e6
+#: Time limit of a connection without a proof of the key, in seconds.
+_PROOF_TIMEOUT_S = 20.0
+#: A client tries to connect again after this time, in milliseconds, and at last after a multiple.
+_RETRY_MS, _MAX_RETRY_MS = 5, 250
+_NO_PROOF = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where the ranks of one attempt meet: a Unix socket in `folder`, or a TCP port if `keys` is set."""
+
+    token: str
+    folder: Path
+    host: str = ""
+    port: int = 0
+    keys: CurveKeys | None = None
+    has_remote_ranks: bool = True
+
+    def __str__(self) -> str:
+        return str(self.folder / SOCKET_NAME) if self.keys is None else f"{self.host}:{self.port}"
+
+    def endpoint(self, *, to_bind: bool = False) -> str:
+        """Return the endpoint in ZeroMQ's notation. Raises OSError if the host name is not known."""
+        if self.keys is None:
+            # The path of a Unix socket is limited to 107 bytes. The descriptor stays open.
+            return f"ipc:///proc/self/fd/{os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)}/{SOCKET_NAME}"
+        _, *_, resolved = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+        address = str(resolved[0])
+        if to_bind and self.has_remote_ranks and address.startswith("127."):
+            # On Debian a host name resolves to loopback on its own host, and to an address elsewhere.
+            address = "*"
+        return f"tcp://[{address}]:{self.port}" if ":" in address else f"tcp://{address}:{self.port}"
+
+
+def has_unix_sockets(folder: Path) -> bool:
+    """Return whether the file system of a folder supports Unix sockets; some do not, such as FUSE and SMB."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    path = f"/proc/self/fd/{descriptor}/{os.getpid()}-{time.monotonic_ns()}.sock"
+    try:
+        with socket.socket(socket.AF_UNIX) as trial:
+            trial.bind(path)
+            os.unlink(path)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+@dataclass
+class _Waiting:
+    """A request whose keys do not exist yet."""
+
+    client: bytes
+    keys: list[bytes]
+    until: float
+    wants_values: bool
+
+
+class StoreServer(threading.Thread):
+    """Serves the store in rank 0 until the process ends. Raises RendezvousError if it cannot listen."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], meeting: Meeting) -> None:
+        super().__init__(name="hpcdist-store", daemon=True)
+        self._values: dict[bytes, bytes] = {}
+        self._waiting: list[_Waiting] = []
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, round(1000 * _PROOF_TIMEOUT_S))
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._meeting = meeting
+        self._zap: zmq.Socket[bytes] | None = None
+        self._refused = self._socket.get_monitor_socket(_NO_PROOF)
+        self._poller.register(self._refused, zmq.POLLIN)
+        if meeting.keys is not None:
+            self._zap = meeting.keys.be_server(self._socket)
+            self._poller.register(self._zap, zmq.POLLIN)
+        try:
+            self._socket.bind(meeting.endpoint(to_bind=True))
+        except (OSError, zmq.ZMQError) as error:
+            context.destroy(linger=0)
+            raise RendezvousError(f"rank 0 cannot listen on {meeting}: {os.strerror(error.errno or 0)}") from error
+
+    def run(self) -> None:
+        """Answer requests; the process ends this thread."""
+        while True:
+            next_end = min((one.until for one in self._waiting), default=math.inf) - time.monotonic()
+            ready = dict(self._poller.poll(None if next_end == math.inf else max(0, math.ceil(1000 * next_end))))
+            if self._zap in ready:
+                assert self._zap is not None
+                assert self._meeting.keys is not None
+                self._meeting.keys.admit(self._zap)
+            if self._refused in ready:
+                # Only once, so that an attacker cannot fill the log.
+                log.warning("refused a connection to %s without this attempt's key", self._meeting)
+                self._poller.unregister(self._refused)
+                self._socket.disable_monitor()
+                self._refused.close()
+            if self._socket in ready:
+                client, _, operation, *arguments = self._socket.recv_multipart()
+                try:
+                    answer = self._execute(client, operation.decode(), arguments)
+                except ValueError as error:
+                    answer = [str(error).encode()]
+                if answer is not None:
+                    self._socket.send_multipart([client, b"", *answer])
+            self._answer_waiting()
+
+    def _execute(self, client: bytes, operation: str, arguments: list[bytes]) -> list[bytes] | None:
+        """Return the answer, or None if the client must wait for keys."""
+        values = self._values
+        match operation, arguments:
+            case "set", pairs:
+                values.update(zip(pairs[::2], pairs[1::2], strict=True))
+                return [_OK]
+            case (("get" | "wait"), [limit_s, *keys]):
+                until = time.monotonic() + float(limit_s)
+                self._waiting.append(_Waiting(client, keys, until, operation == "get"))
+                return None
+            case "add", [key, amount]:
+                values[key] = b"%d" % (int(values.get(key, b"0")) + int(amount))
+                return [_OK, values[key]]
+            case "append", [key, value]:
+                values[key] = values.get(key, b"") + value
+                return [_OK]
+            case "check", keys:
+                return [_OK, b"1" * all(key in values for key in keys)]
+            case "compare_set", [key, expected, desired]:
+                if values.get(key, b"") == expected:
+                    values[key] = desired
+                return [_OK, values.get(key, expected)]
+            case "delete", [key]:
+                return [_OK, b"1" * (values.pop(key, None) is not None)]
+            case "count", []:
+                return [_OK, b"%d" % len(values)]
+        raise ValueError(f"the store has no operation {operation!r} with {len(arguments)} arguments")
+
+    def _answer_waiting(self) -> None:
+        now = time.monotonic()
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            missing = [key for key in one.keys if key not in self._values]
+            if not missing:
+                values = [self._values[key] for key in one.keys] if one.wants_values else []
+                self._socket.send_multipart([one.client, b"", _OK, *values])
+            elif now >= one.until:
+                text = f"no rank has set {missing[0].decode(errors='replace')!r} within the time limit"
+                self._socket.send_multipart([one.client, b"", text.encode()])
+            else:
+                self._waiting.append(one)
+
+
+class _Connection:
+    """One connection to the server, which one thread uses at a time."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], meeting: Meeting, endpoint: str) -> None:
+        self._meeting = meeting
+        self._socket = context.socket(zmq.REQ)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RETRY_MS)
+        if meeting.keys is not None:
+            meeting.keys.be_client(self._socket)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | _NO_PROOF)
+        self._was_connected = self._has_answered = False
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._socket.connect(endpoint)
+
+    def ask(self, request: Sequence[bytes], limit_s: float) -> list[bytes]:
+        """Return the answer to a request. Raises OSError if rank 0 cannot be reached, RendezvousError if it refuses."""
+        until = time.monotonic() + limit_s
+        self._socket.send_multipart(request)
+        foreign = f"the program at {self._meeting} is not rank 0 of this attempt ({self._meeting.token})"
+        while ready := dict(self._poller.poll(max(0, round(1000 * (until - time.monotonic()))))):
+            if self._socket in ready:
+                self._has_answered = True
+                return self._socket.recv_multipart()
+            self._was_connected = True
+            if recv_monitor_message(self._monitor)["event"] != zmq.EVENT_CONNECTED:
+                if self._has_answered or self._meeting.keys is None:
+                    raise PeerLost(f"rank 0 has ended, and with it the store at {self._meeting}")
+                raise RendezvousError(f"{foreign}: it does not know this attempt's key")
+        if self._has_answered:
+            raise PeerLost(f"rank 0 does not answer: it did not process a request within {limit_s:g} s")
+        if self._was_connected:
+            raise RendezvousError(f"{foreign}: it did not answer within {limit_s:g} s")
+        raise self._why_unreachable()
+
+    def _why_unreachable(self) -> OSError:
+        """Return why no connection was made, which ZeroMQ does not report."""
+        ours = self._meeting
+        try:
+            if ours.keys is None:
+                (ours.folder / SOCKET_NAME).lstat()
+            else:
+                socket.create_connection((ours.host, ours.port), timeout=1.0).close()
+        except OSError as error:
+            return error
+        return TimeoutError("timed out")
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+
+
+class RendezvousStore(Store):
+    """A client of rank 0's store. Any number of threads may use it, also those of torch.
+
+    torch's C++ code looks the methods up by name on the class, and `self.timeout` is its own.
+    """
+
+    #: torch keeps only the C++ part of a store, and its threads may call it until the process ends.
+    _all: ClassVar[list[RendezvousStore]] = []
+
+    def __init__(self, meeting: Meeting, timeout: timedelta, *, serve: bool) -> None:
+        """Connect to rank 0, or be it.
+
+        Raises RendezvousError if rank 0 cannot listen or the listener is another program, OSError if there is none.
+        """
+        super().__init__()
+        self._meeting = meeting
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        if serve:
+            StoreServer(self._context, meeting).start()
+        self._endpoint = meeting.endpoint()
+        #: Connections that no thread uses now.
+        self._idle: list[_Connection] = []
+        self.set_timeout(timeout)
+        try:
+            self._ask("count")
+        except BaseException:
+            if not serve:  # otherwise the thread uses it
+                self._context.destroy(linger=0)
+            raise
+        self._all.append(self)
+
+    def _limit_s(self, timeout: timedelta | None = None) -> float:
+        limit = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # torch's stubs lack it
+        return min(float(limit.total_seconds()), _LONGEST_S)
+
+    def _ask(self, operation: str, *arguments: str | bytes, wait_s: float | None = None) -> list[bytes]:
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = _Connection(self._context, self._meeting, self._endpoint)
+        frames = [one.encode() if isinstance(one, str) else one for one in (operation, *arguments)]
+        limit_s = self._limit_s() if wait_s is None else wait_s + _ANSWER_S
+        try:
+            status, *values = connection.ask(frames, limit_s)
+        except BaseException:
+            connection.close()
+            raise
+        self._idle.append(connection)
+        if status != _OK:
+            raise DistStoreError(status.decode(errors="replace"))
+        return values
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", key, value)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        self._ask("set", *itertools.chain.from_iterable(zip(keys, values, strict=True)))
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        limit_s = self._limit_s()
+        return self._ask("get", str(limit_s), *keys, wait_s=limit_s)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        limit_s = self._limit_s(timeout)
+        self._ask("wait", str(limit_s), *keys, wait_s=limit_s)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask("add", key, str(amount))[0])
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._ask("append", key, value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask("check", *keys)[0])
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self._ask("compare_set", key, expected, desired)[0]
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete", key)[0])
+
+    def num_keys(self) -> int:
+        return int(self._ask("count")[0])
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> RendezvousStore:
+        """Return a store that another thread may use: this one."""
+        return self
+
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815  # the names that torch's C++ code looks up

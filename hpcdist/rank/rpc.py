@@ -1,0 +1,224 @@
+"""RPC between the ranks of a run: start, a check of every pair, commands from rank 0, and a shutdown with a time limit.
+
+    with rpc_group(ctx, {"collect": observer.collect}) as group:
+        if ctx.is_main:
+            rollout = group.call("observer:0", "collect", weights).result()
+        else:
+            group.serve({"save": save_my_shard})  # until rank 0 leaves its block
+
+Rank 0 is the leader. The other ranks answer calls in threads, and execute the commands of rank 0 in their main thread.
+A command may contain collectives, because all ranks are in one process group as well.
+
+Messages are sent by ZeroMQ (`rpc_zmq.py`) or by torch.distributed.rpc (`rpc_torch.py`), see `launch.rpc`. Values are
+None, bool, int, float, str, tensors, and lists, tuples and dicts of these. Nothing received is unpickled.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from hpcdist.errors import HpcdistError, PeerLost, RemoteError
+from hpcdist.rank.context import Context
+from hpcdist.rank.rpc_zmq import Endpoint, Transport, ZmqTransport
+
+log = logging.getLogger(__name__)
+
+LEAVE = "leave"
+#: How often a serving rank updates its heartbeat and checks that rank 0 answers, in seconds.
+PULSE_INTERVAL_S = 1.0
+#: Time limit of the end of the shutdown, in seconds, when every rank has arrived.
+SHUTDOWN_TIMEOUT_S = 8.0
+
+
+class RpcGroup:
+    """All ranks of a run by their RPC names, `role:index`."""
+
+    def __init__(
+        self, ctx: Context, functions: Mapping[str, Callable[..., Any]], timeout_s: float, num_threads: int
+    ) -> None:
+        self._ctx = ctx
+        self._timeout_s = timeout_s
+        self._commands: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
+        self.names = tuple(ctx.roles.name_of(rank) for rank in range(ctx.world_size))
+        self._ranks = {name: rank for rank, name in enumerate(self.names)}
+        self._arrived: list[Future[None]] = []
+        self._gone = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        own: dict[str, Callable[..., Any]] = {
+            "_order": lambda command, arguments: self._commands.put((command, arguments)),
+            "_pulse": lambda stop: ctx.request_stop() if stop else None,
+            "_token": lambda: ctx.topology.token,
+            "_arrive": self._arrive,
+            "_bye": self._gone.release,
+        }
+        self.endpoint = Endpoint(ctx, self.names, {**functions, **own})
+        self.transport: Transport = _transport(self.endpoint, num_threads)
+
+    @property
+    def name(self) -> str:
+        """RPC name of this rank."""
+        return self.names[self._ctx.rank]
+
+    @property
+    def peers(self) -> list[str]:
+        """RPC names of the other ranks."""
+        return [name for name in self.names if name != self.name]
+
+    def of_role(self, role: str) -> list[str]:
+        """Return the RPC names of a role's ranks, ordered by index."""
+        return [name for name in self.names if name.partition(":")[0] == role]
+
+    def call(self, to: str | int, function: str, *arguments: Any, timeout_s: float | None = None) -> Future[Any]:
+        """Call a function of another rank, and return the future of its result.
+
+        The result raises RemoteError if the function failed there, and PeerLost if the rank has ended or has not
+        answered in time. A tensor must not be changed before the call is answered, because it is not copied.
+
+        Args:
+            to: RPC name or rank.
+            function: a key of the mapping that the rank passed to `rpc_group`.
+            timeout_s: time limit in seconds; None means that of the group.
+
+        Raises TypeError for an argument that cannot be sent.
+        """
+        rank = to if isinstance(to, int) else self._ranks.get(to, -1)
+        if not 0 <= rank < len(self.names):
+            raise HpcdistError(f"there is no rank {to!r}: the ranks are {', '.join(self.names)}")
+        return self.transport.call(rank, function, arguments, self._timeout_s if timeout_s is None else timeout_s)
+
+    def call_all(
+        self, role: str | Sequence[str], function: str, *arguments: Any, timeout_s: float | None = None
+    ) -> list[Future[Any]]:
+        """Call a function of all ranks of a role, or of the named ranks; see `call`."""
+        names = self.of_role(role) if isinstance(role, str) else role
+        return [self.call(name, function, *arguments, timeout_s=timeout_s) for name in names]
+
+    def order(self, command: str, *arguments: Any, to: Sequence[str] | None = None) -> None:
+        """Send a command from rank 0 to other ranks; does not wait for its execution.
+
+        Each rank executes its commands in its main thread, in the order in which they were sent.
+
+        Args:
+            command: a key of the mapping that the receiver passes to `serve`.
+            arguments: arguments of the receiver's function.
+            to: RPC names of the receivers; None means every other rank.
+        """
+        for future in self.call_all(self.peers if to is None else to, "_order", command, arguments):
+            future.result()
+
+    def serve(self, commands: Mapping[str, Callable[..., None]], background: Sequence[Future[None]] = ()) -> None:
+        """Execute the commands of rank 0 until it leaves its block. Stop signals are forwarded to rank 0.
+
+        Args:
+            commands: functions by command name.
+            background: futures of this rank's own threads; their exceptions are raised here.
+
+        Raises PeerLost if rank 0 does not answer.
+        """
+        is_stop_sent = False
+        while True:
+            for future in background:
+                if future.done():
+                    future.result()
+            try:
+                command, arguments = self._commands.get(timeout=PULSE_INTERVAL_S)
+            except queue.Empty:
+                self._ctx.alive()
+                self.call(0, "_pulse", self._ctx.stop_signalled and not is_stop_sent).result()
+                is_stop_sent = self._ctx.stop_signalled
+                continue
+            if command == LEAVE:
+                return
+            commands[command](*arguments)
+
+    def ping_all(self) -> None:
+        """Call every rank once and compare tokens. Raises PeerLost, which names the pair."""
+        for name, future in zip(self.names, self.call_all(self.names, "_token"), strict=True):
+            try:
+                token = future.result()
+            except (PeerLost, RemoteError) as error:
+                raise PeerLost(f"{self.endpoint.place} cannot call {name}: {error}") from error
+            if token != self._ctx.topology.token:
+                raise PeerLost(f"{name} belongs to {token!r}, this is {self._ctx.topology.token!r}")
+
+    def _arrive(self) -> Future[None]:
+        """Return a future for each caller; all of them complete when every rank has called (on rank 0)."""
+        with self._lock:
+            self._arrived.append(Future())
+            mine, waiting = self._arrived[-1], list(self._arrived)
+            if len(waiting) == len(self.names):
+                self._arrived = []
+        if len(waiting) == len(self.names):
+            for future in waiting:
+                future.set_result(None)
+        return mine
+
+    def meet(self, timeout_s: float) -> None:
+        """Wait until every rank has called `meet`. Raises PeerLost."""
+        self.call(0, "_arrive", timeout_s=timeout_s).result()
+
+    def close(self) -> None:
+        """Wait until no rank needs this one, and close the connections.
+
+        A rank may still evaluate, save or export. The supervisor ends the ranks if one of them has ended or hangs.
+        """
+        arrived = self.call(0, "_arrive", timeout_s=self._ctx.config.launch.hang_s)
+        try:
+            while not wait([arrived], PULSE_INTERVAL_S).done:
+                self._ctx.alive()
+            arrived.result()
+        except (PeerLost, RemoteError) as error:
+            raise PeerLost(f"{self.endpoint.place}: the other ranks did not shut down RPC: {error}") from error
+        # Rank 0 must not end before the others have their answers. It may end while they wait for that of `_bye`.
+        if self._ctx.is_main:
+            for _ in self.peers:
+                self._gone.acquire(timeout=SHUTDOWN_TIMEOUT_S)
+        else:
+            with suppress(PeerLost):
+                self.call(0, "_bye", timeout_s=SHUTDOWN_TIMEOUT_S).result()
+        self.transport.close()
+
+
+@contextmanager
+def rpc_group(
+    ctx: Context,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    *,
+    timeout_s: float = 60.0,
+    num_threads: int = 16,
+) -> Iterator[RpcGroup]:
+    """Start RPC on every rank, check every pair, and shut RPC down on all ranks after the block.
+
+    After an error inside the block there is no shutdown: other ranks may have died, and it would wait for them. The
+    worker then ends the process.
+
+    Args:
+        ctx: the context of this rank.
+        functions: what other ranks may call, by name. A function that returns a `concurrent.futures.Future` is answered
+            when that completes.
+        timeout_s: default time limit of a call, in seconds.
+        num_threads: number of calls that this rank answers at the same time.
+    """
+    group = RpcGroup(ctx, functions or {}, timeout_s, num_threads)
+    group.ping_all()
+    group.meet(timeout_s)
+    group.transport.connected()
+    log.info("RPC: %s is connected to %d peers", group.name, len(group.peers))
+    yield group
+    if ctx.is_main:
+        group.order(LEAVE)
+    group.close()
+
+
+def _transport(endpoint: Endpoint, num_threads: int) -> Transport:
+    if endpoint.ctx.config.launch.rpc == "torch":
+        from hpcdist.rank.rpc_torch import TorchTransport
+
+        return TorchTransport(endpoint, num_threads)
+    return ZmqTransport(endpoint, num_threads)

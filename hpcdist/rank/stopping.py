@@ -1,0 +1,398 @@
+"""Agreement of all ranks on the step at which they save, stop or obey another command, and the
+profile of some steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from hpcdist.rank.processes import StopFlag
+from hpcdist.run.commands import CommandFiles, CommandResult, LiveCommand, read_command, write_result
+from hpcdist.run.folder import Attempt, Request, RunDir
+from hpcdist.run.records import folder_name
+
+# Agreement of all ranks on the step at which they save and stop, or obey another command.
+#
+# A rank must not save alone, because others may be one step ahead or behind.
+
+log = logging.getLogger(__name__)
+#: Target interval between two agreements in seconds: a longer one delays a stop, a shorter one costs step time.
+AGREEMENT_INTERVAL_S = 0.1
+REQUEST_INTERVAL_S = 1.0
+
+
+class StopAgreement:
+    """Gives all ranks the same answer to `should_stop` at the same step boundary.
+
+    A round is one all-reduce of four floats on a CPU group. It starts at one boundary and its result is read at the
+    next, so that it overlaps with the step. It also carries the step's duration, from which all ranks derive the same
+    number of boundaries to skip until the next round, and the numbers of the newest commands.
+
+    Args:
+        group: a gloo group of all ranks, on which all ranks start collectives in the same order; None if the world size
+            is 1.
+        flag: the signal flag of this rank.
+        request: file whose existence requests a stop.
+        watch_request: whether this rank checks for the file, at most once a second; one rank is sufficient.
+        commands: the command files, for the rank that checks for the request; None for others.
+
+    Attributes:
+        agreed: whether the ranks stop.
+        newest_save: number of the newest command `save` that all ranks know; 0 before the first one.
+        newest_profile: number of the newest command `profile` that all ranks know.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        flag: StopFlag,
+        request: Path,
+        *,
+        watch_request: bool,
+        commands: CommandFiles | None = None,
+    ) -> None:
+        self._group = group
+        self.flag = flag
+        self._request = request
+        self.watches_request = watch_request
+        self._commands = commands
+        self._next_check = 0.0
+        self._is_unreachable = False
+        self._message = torch.zeros(4)
+        #: Numbers of the newest commands that this rank has found, by action.
+        self._found = {"save": 0, "profile": 0}
+        self._work: dist.Work | None = None
+        self._skip = 0
+        self._boundaries = 0
+        self._round_began = time.monotonic()
+        self.agreed = False
+        self.newest_save = self.newest_profile = 0
+
+    def agree_in(self, group: dist.ProcessGroup | None) -> None:
+        """Use another group from the next boundary on; None if this rank decides alone."""
+        self.close()
+        self._group = group
+
+    def at_boundary(self) -> bool:
+        """Return whether to stop now. Call it once for each step on every rank; it stays True once it is True.
+
+        Raises RuntimeError if another rank has died; then no agreement is possible, and nothing may be saved.
+        """
+        if self.agreed:
+            return True
+        self._boundaries += 1
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            wanted, step_s, save, profile = self._message.tolist()
+            self.agreed = wanted > 0
+            self.newest_save, self.newest_profile = int(save), int(profile)
+            self._skip_for(step_s)
+        elif self._skip > 0:
+            self._skip -= 1
+        else:
+            self._begin_round()
+        return self.agreed
+
+    def _begin_round(self) -> None:
+        now = time.monotonic()
+        step_s = (now - self._round_began) / self._boundaries
+        self._round_began, self._boundaries = now, 0
+        wanted = self._wanted(now)
+        if self._group is None:
+            self.agreed = wanted
+            self.newest_save, self.newest_profile = self._found["save"], self._found["profile"]
+            self._skip_for(step_s)
+            return
+        self._message = torch.tensor([float(wanted), step_s, self._found["save"], self._found["profile"]])
+        self._work = dist.all_reduce(self._message, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def _skip_for(self, step_s: float) -> None:
+        self._skip = min(int(AGREEMENT_INTERVAL_S / max(step_s, 1e-6)), 10_000)
+
+    def _wanted(self, now: float) -> bool:
+        if self.flag.is_set:
+            return True
+        if not self.watches_request or now < self._next_check:
+            return False
+        self._next_check = now + REQUEST_INTERVAL_S
+        try:
+            found = self._request.exists()
+            # One command a second, so that each number is part of a round.
+            if self._commands is not None and (command := self._commands.poll()) is not None:
+                self._found[command[1].action] = command[0]
+        except OSError as error:
+            if not self._is_unreachable:
+                log.warning("%s: %s; the next check for a stop request is in a second", self._request, error.strerror)
+            self._is_unreachable = True
+            return False
+        self._is_unreachable = False
+        return found
+
+    def close(self) -> None:
+        """Finish the round in progress, so that no other rank waits for this one."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+def stops_after(step: int, stop: StopAgreement, pause_at_step: int | None, attempt: Attempt) -> bool:
+    """Return whether the ranks stop after a step: by agreement, or because the config says so.
+
+    Call it instead of `at_boundary`. All ranks know `pause_at_step`, so they need no agreement on it. The rank that
+    watches for requests writes one, so that the end counts as a requested stop, after which nothing is started again.
+
+    Args:
+        pause_at_step: `stop.pause_at_step`.
+        attempt: receives the request.
+    """
+    if stop.at_boundary():
+        return True
+    if pause_at_step is None or step < pause_at_step:
+        return False
+    if stop.watches_request and not attempt.request.exists():
+        attempt.send_request(Request(cause="config", by=f"stop.pause_at_step={pause_at_step}"))
+    stop.agreed = True
+    return True
+
+
+# A rank's part in commands that do not end the attempt: `save` and `profile` (`run/commands.py`).
+#
+# Rank 0 finds the command files. The agreement on a stop tells all ranks the numbers of the newest commands at the same
+# step boundary, so that all ranks save at the same step.
+
+#: Folder of the traces among the artifacts of the run.
+PROFILES = "profiles"
+#: Interval of attempts to read a command file, in seconds.
+READ_INTERVAL_S = 1.0
+ENDED_BEFORE = "the ranks ended before the profile began"
+
+
+class LiveCommands:
+    """Obeys the commands on one rank.
+
+    Args:
+        stop: the agreement, which knows the numbers of the newest commands.
+        device: device of this rank.
+    """
+
+    def __init__(self, run: RunDir, attempt: Attempt, rank: int, stop: StopAgreement, device: torch.device) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._rank = rank
+        self._stop = stop
+        self._device = device
+        # Saves and profiles have numbers of one sequence.
+        self._last_save = 0  #: number of the last `save` command that was obeyed
+        self._last_profile = 0  #: number of the last `profile` command that was read
+        self._waiting: deque[tuple[int, LiveCommand]] = deque()
+        self._profiler: StepProfiler | None = None
+        self._first_step = 0
+        self._path = Path()
+        self._next_read = 0.0
+
+    # --- save
+
+    @property
+    def save_is_due(self) -> bool:
+        """Whether a `save` command has not been obeyed yet; equal on all ranks."""
+        return self._stop.newest_save > self._last_save
+
+    def saving(self, step: int, path: Path | None = None) -> Callable[[], None]:
+        """Note that a checkpoint of this step is being saved. Returns a function to call once it is on disk.
+
+        Args:
+            path: the checkpoint; by default that of the step in the folder of checkpoints.
+        """
+        saved = path or self._run.checkpoints / folder_name(step)
+        numbers = self._new_saves()
+        result = CommandResult(step=step, path=str(saved.relative_to(self._run.path)))
+        return partial(self._report_saves, numbers, result)
+
+    def refuse_save(self, error: str) -> None:
+        """Report that this run cannot obey the new commands `save`."""
+        self._report_saves(self._new_saves(), CommandResult(error=error))
+
+    def _new_saves(self) -> range:
+        """Return the numbers of the commands since the last save, and count them as obeyed."""
+        numbers = range(self._last_save + 1, self._stop.newest_save + 1)
+        self._last_save = self._stop.newest_save
+        return numbers
+
+    def _report_saves(self, numbers: range, result: CommandResult) -> None:
+        for number in numbers if self._rank == 0 else ():
+            try:
+                command = read_command(self._attempt, number)
+            except OSError as error:
+                log.warning("%s: %s", self._attempt.command(number), error.strerror)
+                continue
+            if command is not None and command.action == "save":
+                self._report(number, result)
+
+    # --- profile
+
+    @property
+    def profile_is_due(self) -> bool:
+        """Whether `step_done` has something to do."""
+        return self._profiler is not None or self._stop.newest_profile > self._last_profile
+
+    def step_done(self, step: int) -> None:
+        """Begin, continue or end a profile after a step."""
+        if self._stop.newest_profile > self._last_profile:
+            self._read_profiles()
+        if self._profiler is not None:
+            try:
+                if self._profiler.step_done():
+                    self._end()
+            except (OSError, RuntimeError) as error:
+                self._give_up(error)
+        if self._profiler is None and self._waiting:
+            self._begin(step)
+
+    def close(self) -> None:
+        """End a profile in progress with fewer steps; the next attempt does not continue it."""
+        if self._profiler is not None:
+            try:
+                self._profiler.stop()
+                self._end()
+            except (OSError, RuntimeError) as error:
+                self._give_up(error)
+        for number, _ in self._waiting:
+            self._report(number, CommandResult(error=ENDED_BEFORE))
+        self._waiting.clear()
+
+    def _read_profiles(self) -> None:
+        """Read all commands up to the newest profile: a node may see several at once."""
+        now = time.monotonic()
+        if now < self._next_read:
+            return
+        self._next_read = now + READ_INTERVAL_S
+        for number in range(self._last_profile + 1, self._stop.newest_profile + 1):
+            try:
+                command = read_command(self._attempt, number, within_s=0)
+            except OSError as error:
+                log.warning("%s: %s; trying again", self._attempt.command(number), error.strerror)
+                return
+            if command is None:
+                return  # the file system does not show it on this node yet
+            self._last_profile = number
+            if command.action == "profile" and self._rank in command.ranks:
+                self._waiting.append((number, command))
+
+    def _begin(self, step: int) -> None:
+
+        _, command = self._waiting[0]
+        self._first_step = step + 2  # `step` is done, and the next one is not recorded
+        name = f"rank-{self._rank:05d}.pt.trace.json.gz"
+        self._path = self._run.artifacts / PROFILES / f"step-{self._first_step:08d}" / name
+        try:
+            self._profiler = StepProfiler(self._path, command.num_steps, self._device)
+        except (OSError, RuntimeError) as error:  # such as a profiler that the script has started
+            self._give_up(error)
+            return
+        log.info("profiling %d steps from step %d on", command.num_steps, self._first_step)
+
+    def _end(self) -> None:
+        assert self._profiler is not None
+        number, _ = self._waiting.popleft()
+        profiler, self._profiler = self._profiler, None
+        if not profiler.num_steps:
+            self._report(number, CommandResult(error=ENDED_BEFORE))
+            return
+        path = str(self._path.relative_to(self._run.path))
+        self._report(number, CommandResult(step=self._first_step, num_steps=profiler.num_steps, path=path))
+        log.info("profiled %d steps, written in %.1f s: %s", profiler.num_steps, profiler.export_s, path)
+
+    def _give_up(self, error: OSError | RuntimeError) -> None:
+        self._profiler = None
+        number, _ = self._waiting.popleft()
+        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        log.warning("the profile cannot be made: %s", text)
+        self._report(number, CommandResult(error=" ".join(text.split())[:300]))
+
+    def _report(self, number: int, result: CommandResult) -> None:
+        try:
+            write_result(self._attempt, number, self._rank, result)
+        except OSError as error:
+            log.warning("%s: %s", self._attempt.command_result(number, self._rank), error.strerror)
+
+
+# A profile of some steps of a rank by torch.profiler, written as a trace for Perfetto.
+
+
+class StepProfiler:
+    """Profiles the next steps of this rank, after one step that is not recorded, because it starts the profiler.
+
+    The trace contains the operators of the training thread and of the backward pass, and on a GPU its kernels.
+
+    Args:
+        path: the trace to write. Its name ends with `.json.gz`; until it is complete it is a hidden file.
+        num_steps: steps to record.
+        device: device of the rank.
+    """
+
+    def __init__(self, path: Path, num_steps: int, device: torch.device) -> None:
+        self._path = path
+        self._limit = num_steps
+        self._num_done = 0
+        self._failure: OSError | None = None
+        #: Seconds that it took to write the trace.
+        self.export_s = 0.0
+        activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(
+            activities=activities,
+            schedule=schedule(wait=0, warmup=1, active=num_steps, repeat=1),
+            on_trace_ready=self._export,
+        )
+        self._profile.start()
+
+    @property
+    def num_steps(self) -> int:
+        """Number of recorded steps."""
+        return max(0, self._num_done - 1)
+
+    def step_done(self) -> bool:
+        """Record the end of a step. Returns whether the trace is complete.
+
+        Raises OSError if the trace cannot be written.
+        """
+        self._num_done += 1
+        self._profile.step()
+        self._raise_failure()
+        return self.num_steps >= self._limit
+
+    def stop(self) -> None:
+        """Write the trace of fewer steps. Raises OSError if that fails; writes nothing before the first one."""
+        self._profile.stop()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _export(self, finished: profile) -> None:
+        # Called by the profiler, which must be able to continue.
+        if not self.num_steps:
+            return
+        began = time.perf_counter()
+        partial = self._path.with_name(f".{self._path.name}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            finished.export_chrome_trace(str(partial))
+            os.replace(partial, self._path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            self._failure = error
+        self.export_s = time.perf_counter() - began

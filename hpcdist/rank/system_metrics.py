@@ -1,0 +1,198 @@
+"""System metrics and energy of one node, under the names of MLflow's own monitor."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hpcdist.host.machine import open_gpus
+from hpcdist.rank.private_network import card_counters
+from hpcdist.tracking.journal import JournalWriter
+
+# System metrics of one node, under the names of MLflow's own monitor, so that MLflow shows them in its metrics tab.
+
+log = logging.getLogger(__name__)
+MB = 1e6
+
+
+class NodeMonitor:
+    """A thread that records CPU, memory, disk, network and GPU usage. It runs in local rank 0 of each node.
+
+    Args:
+        journal: destination of the records.
+        interval_s: seconds between two records; 0 disables the monitor.
+        began: Unix time of the run's creation. The step of a record is the number of seconds since then, so that steps
+            keep increasing after a restart.
+        node: node name to include in the metric names, for runs on several nodes.
+        disk: a path on the disk to monitor.
+    """
+
+    def __init__(self, journal: JournalWriter, *, interval_s: float, began: float, node: str | None, disk: str) -> None:
+        self._journal = journal
+        self._interval_s = interval_s
+        self._began = began
+        self._prefix = f"system/{node}/" if node else "system/"
+        self._disk = disk
+        self._network = _network_bytes()
+        self._gpus = open_gpus()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
+
+    def __enter__(self) -> NodeMonitor:
+        if self._interval_s > 0:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        psutil.cpu_percent()  # the first call of a thread only sets the start of the next measurement
+        while not self._ended.wait(self._interval_s):
+            self._journal.log(self.sample(), int(time.time() - self._began))
+
+    def sample(self) -> dict[str, float]:
+        """Return the current metrics; units are in their names (a megabyte is 10⁶ bytes, as in MLflow)."""
+        memory = psutil.virtual_memory()
+        disk = psutil.disk_usage(self._disk)
+        received, sent = _network_bytes()
+        values = {
+            "cpu_utilization_percentage": psutil.cpu_percent(),
+            "system_memory_usage_megabytes": memory.used / MB,
+            "system_memory_usage_percentage": memory.percent,
+            "disk_usage_percentage": disk.percent,
+            "disk_usage_megabytes": disk.used / MB,
+            "disk_available_megabytes": disk.free / MB,
+            "network_receive_megabytes": (received - self._network[0]) / MB,
+            "network_transmit_megabytes": (sent - self._network[1]) / MB,
+        }
+        for index, handle in self._gpus.items():
+            values.update({f"gpu_{index}_{name}": value for name, value in _gpu_usage(handle).items()})
+        return {self._prefix + name: value for name, value in values.items()}
+
+
+def _network_bytes() -> tuple[int, int]:
+    """Return the bytes received and sent by this node, without the traffic between its own ranks on loopback."""
+    lines = [line.partition(":") for line in card_counters().splitlines()[2:]]
+    cards = [counts.split() for name, _, counts in lines if name.strip() != "lo"]
+    return sum(int(card[0]) for card in cards), sum(int(card[8]) for card in cards)
+
+
+def _gpu_usage(handle: object) -> dict[str, float]:
+    import pynvml
+
+    values: dict[str, float] = {}
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        values["memory_usage_megabytes"] = memory.used / MB
+        values["memory_usage_percentage"] = 100 * memory.used / memory.total
+        values["utilization_percentage"] = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
+        milliwatts = pynvml.nvmlDeviceGetPowerUsage(handle)
+        values["power_usage_watts"] = milliwatts / 1000
+        values["power_usage_percentage"] = 100 * milliwatts / pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)
+    except pynvml.NVMLError as error:
+        # MIG slices and virtual GPUs do not support all queries; the values read so far are kept.
+        log.debug("GPU metric is not available: %s", error)
+    return values
+
+
+# Energy counters of this machine: NVML for GPUs, RAPL for CPU packages and their memory.
+
+#: The kernel's power capping framework. Only root may read its counters on most systems.
+POWERCAP = Path("/sys/class/powercap")
+
+
+class EnergyMeter:
+    """The energy that sensors have counted since this object was created.
+
+    Args:
+        gpu_uuid: the GPU of this rank, as NVML writes it (`GPU-…`); its counter includes other programs. None to read
+            none.
+        env: environment of the process; None to leave out the CPU packages, of which one process per node is enough.
+        powercap: folder of the RAPL counters.
+    """
+
+    def __init__(self, gpu_uuid: str | None, env: Mapping[str, str] | None, *, powercap: Path = POWERCAP) -> None:
+        counters = dict(_package_counters(powercap)) if env is not None and _has_all_cores(env) else {}
+        if gpu_uuid is not None and (read := _gpu_counter(gpu_uuid)) is not None:
+            counters[gpu_uuid] = read
+        self._counters = {key: counter for key, read in counters.items() if (counter := _Sum.start(read)) is not None}
+
+    def joules(self) -> dict[str, float]:
+        """Return joules by sensor: the UUID of a GPU, or the name of a RAPL domain; empty without a sensor."""
+        return {key: round(counter.joules(), 3) for key, counter in self._counters.items()}
+
+
+class _Sum:
+    """Adds up the differences of a counter, which starts at 0 again after `limit` joules or a reset."""
+
+    def __init__(self, read: Callable[[], tuple[float, float]], first: float) -> None:
+        self._read, self._last, self._sum = read, first, 0.0
+
+    @classmethod
+    def start(cls, read: Callable[[], tuple[float, float]]) -> _Sum | None:
+        try:
+            return cls(read, read()[0])
+        except (OSError, ValueError, RuntimeError) as error:
+            log.debug("an energy counter cannot be read: %s", error)
+            return None
+
+    def joules(self) -> float:
+        with suppress(OSError, ValueError, RuntimeError):  # the next call includes the time of a failed one
+            now, limit = self._read()
+            self._sum += now - self._last if now >= self._last else max(0.0, limit - self._last) + now
+            self._last = now
+        return self._sum
+
+
+def _has_all_cores(env: Mapping[str, str]) -> bool:
+    """Return whether this step has all CPUs of its node, for all of which RAPL counts. Always true without Slurm."""
+    import psutil
+
+    return env.get("SLURM_CPUS_ON_NODE", str(psutil.cpu_count())) == str(psutil.cpu_count())
+
+
+def _package_counters(powercap: Path) -> Iterator[tuple[str, Callable[[], tuple[float, float]]]]:
+    """Yield the counters of the CPU packages and of their memory, which packages do not include."""
+    for folder in sorted(powercap.glob("*rapl:*")):
+        with suppress(OSError):
+            name = (folder / "name").read_text().strip()
+            if name.startswith("package") or name == "dram":
+                yield f"{folder.name} {name}", lambda folder=folder: _read_domain(folder)  # type: ignore[misc]
+
+
+def _read_domain(folder: Path) -> tuple[float, float]:
+    microjoules, limit = (int((folder / file).read_text()) for file in ("energy_uj", "max_energy_range_uj"))
+    return microjoules / 1e6, limit / 1e6
+
+
+def _gpu_counter(uuid: str) -> Callable[[], tuple[float, float]] | None:
+    try:
+        import pynvml
+    except ModuleNotFoundError:  # an environment of ranks need not contain nvidia-ml-py
+        return None
+
+    def read() -> tuple[float, float]:
+        try:
+            joules = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+        except pynvml.NVMLError as error:  # before Volta, MIG slices, virtual GPUs
+            raise RuntimeError(error) from error
+        return joules, 0.0  # counts from the load of the driver, without a limit
+
+    handle: Any
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    except pynvml.NVMLError as error:
+        log.debug("NVML does not know %s: %s", uuid, error)
+        return None
+    return read

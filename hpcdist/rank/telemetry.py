@@ -1,0 +1,426 @@
+"""What a rank reports about itself: heartbeat, time account, a loss that is no number, and its stacks and collectives
+when it hangs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from hpcdist.errors import TrainerError
+from hpcdist.host.files import write_atomic, write_json
+from hpcdist.review.ledger import CAUSES, Cause
+from hpcdist.run.folder import Attempt
+from hpcdist.run.status import beat_interval_s
+
+# Find a loss that has become NaN or infinite.
+
+log = logging.getLogger(__name__)
+#: Logged values in a row after which a loss is reported if `stop.nan_losses` is not set.
+REPORT_AFTER = 3
+
+
+class LossWatch:
+    """Reports the first loss that stays NaN or infinite: a metric whose name contains `loss`.
+
+    Args:
+        limit: number of logged values in a row that ends the training, `stop.nan_losses`; None only reports it.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
+        self._rows: dict[str, tuple[int, int]] = {}
+        #: The report; empty if all is well.
+        self.finding = ""
+
+    def note(self, metrics: Mapping[str, float], step: int) -> None:
+        """Note the metrics of a step. Raises TrainerError at the limit."""
+        for key, value in metrics.items():
+            if "loss" not in key.lower() or math.isfinite(value):
+                self._rows.pop(key, None)
+                continue
+            first, number = self._rows.get(key, (step, 0))
+            self._rows[key] = first, number + 1
+            if number + 1 < (self._limit or REPORT_AFTER) or self.finding:
+                continue
+            self.finding = f"{key} is {float(value)} since step {first} ({number + 1} logged values in a row)"
+            if self._limit is not None:
+                raise TrainerError(
+                    f"{self.finding}, which ends the run (stop.nan_losses={self._limit}): lower the learning"
+                    f" rate, clip the gradients, or check the data before step {first}"
+                )
+            log.info("%s", self.finding)  # a warning would repeat the message of the supervisor
+
+
+# The heartbeat of a rank: a small file from which the supervisor reads its progress.
+
+#: Maximum number of metrics in a heartbeat and maximum length of their names; the heartbeat is written every second and
+#: its metrics are only displayed.
+MAX_METRICS = 1000
+MAX_NAME = 250
+
+
+class Heartbeat:
+    """A file with the time and the step of this rank's last beat, written by a thread.
+
+    The trainer only sets values in memory, so that a slow file system does not delay a step. The thread writes the file
+    only after a new beat or step; the file of a hung rank therefore keeps the time of its last beat.
+
+    The file is overwritten in place: atomic replacements by every rank would load a shared file system, and a reader of
+    an incomplete line reads the file again. More ranks write less often, see `polling.beat_interval_s`.
+    """
+
+    def __init__(
+        self, attempt: Attempt, rank: int, num_ranks: int, hang_timeout_s: float, nan_losses: int | None = None
+    ) -> None:
+        self._path = attempt.beat(rank)
+        self._file: int | None = None
+        self._host = socket.gethostname()
+        self._noted = 0.0
+        #: Whether this rank reports each step, or calls `alive`: then it hangs if it does so no more.
+        self.is_regular = False
+        self.step = 0
+        self._written = (self._noted, self.step)
+        self.total_steps: int | None = None
+        self.metrics: dict[str, float] = {}
+        #: Steps of those of the metrics that were logged with one.
+        self.metric_steps: dict[str, int] = {}
+        self._losses = LossWatch(nan_losses)
+        #: What this rank does beside steps, for the user who watches the run.
+        self.doing = ""
+        #: Returns this rank's step times so far (`StepTimer.report`).
+        self.timing: Callable[[], dict[str, float]] = dict
+        #: Returns the time account of this rank (`TimeAccount.report`).
+        self.account: Callable[[], dict[str, Any]] = dict
+        #: Returns the joules that sensors have counted for this rank, by sensor (`EnergyMeter.joules`).
+        self.energy: Callable[[], dict[str, float]] = dict
+        #: Phases that have ended (`TimeAccount.phases`), which are appended to `phases.jsonl`.
+        self.phases: Sequence[tuple[str, float, float]] = ()
+        self._phases_file = attempt.phases
+        self._num_phases = 0
+        self._size = 1024
+        self._interval_s = beat_interval_s(rank, num_ranks, hang_timeout_s)
+        # Ranks that start at the same time must not write at the same time.
+        self._first_s = self._interval_s * (rank + 1) / num_ranks
+        self._failed = False
+        self._ended = threading.Event()
+        self.beat()
+        self._write()
+        self._thread = threading.Thread(target=self._keep_writing, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def beat(self, *, regular: bool = False) -> None:
+        """Record that this rank is alive, in memory; `regular` promises further beats."""
+        self._noted = time.time()
+        self.is_regular |= regular
+
+    def note_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Record the latest values of metrics; metrics beyond MAX_METRICS are ignored."""
+        for key, value in metrics.items():
+            if len(self.metrics) < MAX_METRICS or key in self.metrics:
+                self.metrics[key] = value
+
+    def note_logged(self, metrics: Mapping[str, float], step: int | None) -> None:
+        """Record metrics and, if they belong to a step, the step if it is the newest one."""
+        self.note_metrics(metrics)
+        if step is None:
+            return
+        self._losses.note(metrics, step)
+        self.metric_steps |= {key: step for key in metrics if key in self.metrics}
+        self.step = max(self.step, step)
+
+    def close(self) -> None:
+        """Write a last beat and stop the thread."""
+        self._ended.set()
+        self._thread.join()
+        self.beat()
+        self._write()
+
+    def _keep_writing(self) -> None:
+        wait_s = self._first_s
+        while not self._ended.wait(wait_s):
+            wait_s = self._interval_s
+            # A step may be noted after its beat: a killed rank would lose it.
+            if (self._noted, self.step) != self._written:
+                self._write()
+
+    def _write(self) -> None:
+        noted, step = self._noted, self.step
+        text = json.dumps(
+            {
+                "time": noted,
+                "host": self._host,
+                "regular": self.is_regular,
+                "step": step,
+                "total_steps": self.total_steps,
+                "doing": self.doing,
+                # Values may be NumPy or torch scalars, which JSON does not support.
+                "metrics": {key[:MAX_NAME]: float(value) for key, value in self.metrics.copy().items()},
+                "metric_steps": {key[:MAX_NAME]: int(step) for key, step in self.metric_steps.copy().items()},
+                "diverged": self._losses.finding,
+                "timing": self.timing(),
+                "account": self.account(),
+                "energy_j": self.energy(),
+            }
+        )
+        # A shorter text must overwrite the longer previous one completely.
+        self._size = max(self._size, len(text))
+        try:
+            self._overwrite(text.encode().ljust(self._size))
+        except OSError as error:
+            if not self._failed:
+                log.warning("the heartbeat %s cannot be written: %s", self._path, error.strerror)
+            self._failed = True
+            if self._file is not None:  # opened again by the next write: a stale handle does not recover
+                with suppress(OSError):
+                    os.close(self._file)
+                self._file = None
+            return
+        if self._failed:
+            log.warning("the heartbeat %s can be written again", self._path)
+        self._failed = False
+        self._written = (noted, step)
+        self._append_phases()
+
+    def _append_phases(self) -> None:
+        phases = self.phases[self._num_phases :]
+        if phases:
+            lines = [json.dumps({"cause": cause, "began": began, "ended": ended}) for cause, began, ended in phases]
+            with suppress(OSError), open(self._phases_file, "a") as file:  # the next call repeats a failed write
+                file.write("".join(line + "\n" for line in lines))
+                self._num_phases += len(phases)
+
+    def _overwrite(self, data: bytes) -> None:
+        if self._file is None:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        offset = 0
+        while offset < len(data):
+            offset += os.pwrite(self._file, data[offset:], offset)
+
+
+# The time account of a rank: each second from the start of the process to its end is booked to one cause.
+#
+# The causes are those of the ledger of a run (`review/ledger.py`), which sums the accounts of all ranks. The heartbeat
+# contains the account, so it costs no further file operations.
+
+#: Maximum number of phases of an attempt that are recorded with begin and end, for the timeline of a run.
+MAX_PHASES = 1000
+#: Causes of a rank between phases: before its first step, in its first step, and afterwards.
+_BEFORE_STEPS: tuple[Cause, ...] = ("start", "compile")
+
+
+class TimeAccount:
+    """Books the time of one rank. At any moment one cause is current.
+
+    A rank begins with `start`. Its first step is `compile`, because it includes compilation, kernel selection and the
+    allocation of memory. Afterwards its time is `compute`, except for phases (`phase`) and for parts of steps that are
+    known only after the step (`move`). Steps that an earlier attempt had done count as `redone` instead of `compute`,
+    `data` and `communication`.
+
+    Args:
+        now: clock, in seconds.
+    """
+
+    def __init__(self, *, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self.began = time.time()
+        self._first = self._since = now()
+        self._cause: Cause = "start"
+        self._seconds: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
+        #: Number of the last step that an earlier attempt had done.
+        self.reached = 0
+        #: Whether the rank has done its work; its remaining time is then `idle`, otherwise `down`.
+        self.is_closed = False
+        #: Phases that have ended: cause, begin and end in seconds since the epoch.
+        self.phases: list[tuple[Cause, float, float]] = []
+
+    # --- events
+
+    def training_begins(self, now: float | None = None) -> None:
+        """Record the begin of the first step."""
+        if self._cause == "start":
+            self._switch("compile", self._now() if now is None else now)
+
+    def step_done(self, step: int, now: float) -> None:
+        """Record the end of a step; `step` is the number of steps done."""
+        before = self._cause
+        if before in _BEFORE_STEPS or (before == "redone") != (step < self.reached):
+            self._switch("redone" if step < self.reached else "compute", now)
+        else:
+            self._seconds[before] += now - self._since
+            self._since = now
+
+    def move(self, data_s: float, communication_s: float) -> None:
+        """Book seconds of past `compute` as `data` and `communication`."""
+        booked = self._seconds
+        left = booked["compute"] - data_s - communication_s
+        if left < 0:  # parts of a step that are measured on a device may be longer than the step on the host
+            scale = booked["compute"] / (data_s + communication_s)
+            left, data_s, communication_s = 0.0, data_s * scale, communication_s * scale
+        booked["compute"] = left
+        booked["data"] += data_s
+        booked["communication"] += communication_s
+
+    @contextmanager
+    def phase(self, cause: Cause) -> Iterator[None]:
+        """Book the time inside the block to a cause. A phase inside another phase belongs to the outer one."""
+        if self._cause in ("checkpoint", "evaluation", "communication") or (
+            cause == "communication" and self._cause != "compute"
+        ):
+            yield
+            return
+        before = self._cause
+        self._switch(cause, self._now())
+        try:
+            yield
+        finally:
+            self._switch(before, self._now())
+
+    def wait_for_work(self) -> None:
+        """Record that this rank has no steps of its own: its time is `idle`, except for `work`."""
+        self._switch("idle", self._now())
+
+    def work(self, seconds: float) -> None:
+        """Book seconds of a rank without steps as `compute`."""
+        if self._cause == "idle":
+            now = self._now()
+            self._switch("idle", now)
+            seconds = min(seconds, self._seconds["idle"])
+            self._seconds["idle"] -= seconds
+            self._seconds["compute"] += seconds
+
+    @property
+    def is_redoing(self) -> bool:
+        """Whether the current step was done by an earlier attempt."""
+        return self._cause == "redone"
+
+    def _switch(self, cause: Cause, now: float) -> None:
+        before, since = self._cause, self._since
+        self._seconds[before] += now - since
+        self._since, self._cause = now, cause
+        if before in ("start", "compile", "checkpoint", "evaluation") and before != cause:
+            self._note_phase(before, since, now)
+
+    def _note_phase(self, cause: Cause, since: float, now: float) -> None:
+        if len(self.phases) < MAX_PHASES:
+            offset = self.began - self._first
+            self.phases.append((cause, offset + since, offset + now))
+
+    # --- for the heartbeat
+
+    def report(self) -> dict[str, Any]:
+        """Return the account until now.
+
+        The keys are `began` and `until` (seconds since the epoch), `cause` (the current one), `closed`, and `seconds`
+        by cause, which add up to `until` - `began`.
+        """
+        while True:
+            # Another thread may book meanwhile.
+            cause, since, seconds = self._cause, self._since, dict(self._seconds)
+            if self._since == since and self._cause == cause:
+                break
+        now = self._now()
+        seconds[cause] += max(0.0, now - since)
+        return {
+            "began": round(self.began, 3),
+            "until": round(self.began + now - self._first, 3),
+            "cause": cause,
+            "closed": self.is_closed,
+            "seconds": {name: round(value, 4) for name, value in seconds.items() if value},
+        }
+
+
+# Diagnostics of a hung rank at SIGUSR1: the stacks of its threads, and its last collectives.
+#
+# faulthandler prints the stacks to the log within the C signal handler, which works in any state of the rank. A
+# separate thread writes PyTorch's flight recorders, because the main thread may be inside a collective, where no Python
+# signal handler runs. This module does not import torch, so that it also works during torch's import.
+#
+# PyTorch can dump its recorder itself when a line is written to a pipe (TORCH_NCCL_DEBUG_INFO_PIPE_FILE). That supports
+# only NCCL, writes a pickle, and a rank whose pipe cannot be created does not start. The JSON written here also covers
+# gloo and is safe to read.
+#
+# Reference: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+
+#: Number of collectives that a recorder keeps, torch's default.
+_ENTRIES = 2000
+#: Number of latest entries that are written for each process group, and the limit including unfinished ones.
+_NUM_LAST = 20
+_NUM_UNFINISHED = 200
+#: Maximum world size for a complete NCCL dump, which is 1 MB for each rank; larger runs dump unfinished entries only.
+_MAX_FULL_DUMP = 64
+
+
+def dump_on_signal(attempt: Attempt, rank: int, world_size: int) -> None:
+    """Write stacks and flight records whenever this rank receives SIGUSR1."""
+    wake, waker = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(waker, False)
+    # Python's C handler writes the signal number to the pipe, also while the main thread is blocked.
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
+    threading.Thread(
+        target=_write_at_signals, args=(wake, attempt, rank, world_size), name="flight recorder", daemon=True
+    ).start()
+
+
+def enable_flight_recorders(attempt: Attempt, env: MutableMapping[str, str]) -> None:
+    """Enable the flight recorders, and make torch write its own dumps at an NCCL timeout to the attempt's folder.
+
+    Not every version of torch records by default. Variables that are set already, also by their older names, are kept.
+    """
+    for names, value in (
+        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), str(_ENTRIES)),
+        (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(attempt.path / "flight-rank-")),
+    ):
+        if not env.keys() & set(names):
+            env[names[0]] = value
+
+
+def _write_at_signals(wake: int, attempt: Attempt, rank: int, world_size: int) -> None:
+    while numbers := os.read(wake, 64):
+        if signal.SIGUSR1 in numbers:
+            try:
+                write_records(attempt, rank, world_size)
+            except (OSError, RuntimeError, ValueError) as error:
+                log.warning("the flight records cannot be written: %s", error)
+
+
+def write_records(attempt: Attempt, rank: int, world_size: int) -> None:
+    """Write the last collectives of each process group as JSON, and NCCL's own dump."""
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    found: dict[str, dict[str, Any]] = {}
+    # ProcessGroupNCCL has a recorder of its own, if torch is built with NCCL.
+    for backend, name in (("gloo", "_dump_fr_trace_json"), ("nccl", "_dump_nccl_trace_json")):
+        if (dump := getattr(c10d, name, None)) is not None:
+            recorded = json.loads(dump())
+            if recorded.get("entries"):
+                found[backend] = {**recorded, "entries": _newest(recorded["entries"])}
+    write_json(attempt.flight(rank), {"rank": rank, "time": time.time(), "recorders": found})
+    if c10d is not None and "nccl" in found:
+        only_active = world_size > _MAX_FULL_DUMP
+        # The input of torch's analyzer: `torchfrtrace FOLDER --prefix flight-rank-`.
+        write_atomic(attempt.path / f"flight-rank-{rank}", c10d._dump_nccl_trace(True, True, only_active))
+
+
+def _newest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the last entries of each process group, in their order."""
+    kept = []
+    counts: dict[str, int] = {}
+    for entry in reversed(entries):
+        group = str(entry["process_group"][0])
+        counts[group] = counts.get(group, 0) + 1
+        if counts[group] <= _NUM_LAST or not (entry["retired"] or counts[group] > _NUM_UNFINISHED):
+            kept.append(entry)
+    return kept[::-1]

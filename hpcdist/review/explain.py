@@ -1,0 +1,562 @@
+"""Why a run failed or waits: `hpcdist explain`, with the patterns of known failures."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import hpcdist
+from hpcdist.host.files import open_regular, read_json, stays_inside
+from hpcdist.host.log_files import MAX_LINE_CHARS, last_lines
+from hpcdist.review.facts import read_attempts, read_checkpoints
+from hpcdist.run.folder import Attempt, RunDir, State, sentence_of
+from hpcdist.run.records import continuation, read_times
+from hpcdist.run.status import RunStatus, status_of
+from hpcdist.slurm.output import JobInfo
+
+# Error messages of known failures, with cause and fix. Data and pure functions.
+
+#: Maximum length of a quoted line.
+QUOTE_CHARS = 160
+_FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+)')
+_LIBRARY = re.compile(r"^<|/(?:site|dist)-packages/|/lib(?:64)?/python3")
+_PACKAGE = Path(hpcdist.__file__).parent
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One known failure."""
+
+    name: str
+    texts: re.Pattern[str]
+    cause: str  #: `{0}` is replaced by the first matched group of `texts`
+    fix: str
+
+
+def _any(*texts: str) -> re.Pattern[str]:
+    return re.compile("|".join(texts))
+
+
+HOST_MEMORY_FIX = "request more (cluster.mem), or use less: smaller data.batch_size, fewer ranks per node"
+NODE_FIX = (
+    "cluster.exclude avoids the node; if the run has ended, `hpcdist resume` continues from the newest checkpoint"
+)
+TIME_FIX = (
+    "raise cluster.time_limit_min, or cluster.signal_lead_s so that the ranks can save; `hpcdist resume` continues"
+)
+HANG_FIX = "see the ranks' stack traces; if a step may take that long, raise the named timeout"
+
+#: Ordered: the first match is reported, so causes come before their consequences.
+PATTERNS = (
+    Pattern(
+        "cuda-out-of-memory",
+        _any(r"CUDA out of memory", r"torch\.(?:cuda\.)?OutOfMemoryError", r"CUDA error: out of memory"),
+        "the GPU's memory is full",
+        "reduce data.batch_size, set precision.dtype=bf16, or use GPUs with more memory (cluster.constraint)",
+    ),
+    Pattern(
+        "out-of-memory",
+        _any(
+            r"oom[-_]kill",
+            r"Out Of Memory",
+            r"Out of memory: Killed process",
+            r"exceeded (?:step|job) memory limit",
+            r"can't allocate memory",
+            r"Cannot allocate memory",
+            r"^MemoryError",
+            r": MemoryError",
+            r"OUT_OF_MEMORY",
+        ),
+        "the host's memory, or the job's share of it, is exhausted",
+        HOST_MEMORY_FIX,
+    ),
+    Pattern(
+        "shared-memory",
+        _any(r"DataLoader worker .*Bus error", r"insufficient shared memory", r"unable to (?:write|open).*/torch_\d+"),
+        "shared memory (/dev/shm) is too small for the data workers",
+        "set data.num_workers=0, or enlarge /dev/shm (a container's --shm-size or --ipc=host)",
+    ),
+    Pattern(
+        "disk-full",
+        _any(r"No space left on device", r"ENOSPC", r"Disk quota exceeded", r"unexpected pos \d+ vs \d+"),
+        "a disk is full, or a quota is exceeded",
+        "free space in the named folder (`df -h`, `quota`), then `hpcdist resume`; the last checkpoint is complete",
+    ),
+    Pattern(
+        "missing-module",
+        _any(r"ModuleNotFoundError: No module named '([\w.]+)'", r"ImportError: cannot import name '(\w+)'"),
+        "the ranks' Python does not find {0}",
+        "install it in the nodes' environment, or start the run from the folder that contains it",
+    ),
+    Pattern(
+        "driver-too-old",
+        _any(
+            r"NVIDIA driver on your system is too old",
+            r"CUDA driver version is insufficient for CUDA runtime version",
+            r"forward compatibility was attempted on non supported HW",
+            r"no kernel image is available for execution",
+        ),
+        "the node's NVIDIA driver does not fit this PyTorch's CUDA",
+        "install a PyTorch for an older CUDA (`pip install torch --index-url …/cuXYZ`), or update the driver",
+    ),
+    Pattern(
+        "no-driver",
+        _any(r"Found no NVIDIA driver on your system", r"no CUDA-capable device is detected", r"No CUDA GPUs"),
+        "the ranks see no GPU",
+        "request GPUs (cluster.gpus_per_node), or set launch.device=cpu",
+    ),
+    Pattern(
+        "stranger-on-port",
+        _any(r"is not rank 0 of this attempt", r"does another program listen on this port"),
+        "another program answered on the port where the ranks meet",
+        "`hpcdist resume`: each attempt uses another port; HPCDIST_MASTER_PORT in launch.env sets one",
+    ),
+    Pattern(
+        "port-taken",
+        _any(r"EADDRINUSE", r"[Aa]ddress already in use"),
+        "another program uses rank 0's port",
+        "`hpcdist resume`: each attempt uses another port; HPCDIST_MASTER_PORT in launch.env sets one",
+    ),
+    Pattern(
+        "node-failure",
+        _any(r"Node failure on (\S+)", r"NODE FAILURE", r"; lost (\S+)"),
+        "a node failed: {0}",
+        NODE_FIX,
+    ),
+    Pattern(
+        "time-limit",
+        _any(r"DUE TO TIME LIMIT"),
+        "the job reached its time limit before the ranks had saved",
+        TIME_FIX,
+    ),
+    Pattern(
+        "preempted",
+        _any(r"DUE TO PREEMPTION"),
+        "a job of higher priority took the nodes",
+        "none if Slurm requeues the job; otherwise `hpcdist resume` goes on from the newest checkpoint",
+    ),
+    Pattern(
+        "not-started",
+        _any(
+            r"Unable to create step for job \d+: Requested nodes are busy",
+            r"step creation (?:temporarily|still) disabled",
+            r"(?:no rank|rank \d+ .*) was (?:not )?started .*(?:within launch\.init_timeout_s|at all)",
+            r"step \S+ \(attempt-\d+\) does not end",
+        ),
+        "Slurm did not start the ranks: another step holds the job's resources, or a node does not launch tasks",
+        "`squeue --steps --jobs=JOB` shows the job's steps; launch.init_timeout_s gives more time",
+    ),
+    Pattern(
+        "revoked",
+        _any(r"Job credential revoked", r"launch failed requeued held", r"Unable to create step for job"),
+        "Slurm could not start the job's processes on the node",
+        "`hpcdist resume` submits the job again; if the error returns, cluster.exclude avoids the node",
+    ),
+    Pattern(
+        "hang",
+        _any(r"made no progress for launch\.hang_timeout_s", r"did not save and exit within launch\.stop_grace_s"),
+        "the ranks hung",
+        HANG_FIX,
+    ),
+    Pattern(
+        "collective-timeout",
+        _any(
+            r"Watchdog caught collective operation timeout",
+            r"Timed out waiting \d+ms for \w+ operation",
+            r"Socket Timeout",
+            r"collective operation.* timed out",
+            r"wait timeout after \d+ms",
+        ),
+        "a collective operation timed out: a rank did not take part",
+        "inspect the missing rank: it hangs, or its code called other collectives (py-spy, NCCL_DEBUG=INFO)",
+    ),
+    Pattern(
+        "unreachable",
+        _any(
+            r"cannot reach the master at",
+            r"could not connect to the other ranks at",
+            r"The client socket has timed out",
+        ),
+        "the ranks could not connect to each other",
+        "check the network between the nodes (firewall, GLOO_SOCKET_IFNAME); launch.init_timeout_s gives more time",
+    ),
+    Pattern(
+        "peer-lost",
+        _any(r"Connection (?:closed|reset) by peer", r"Broken pipe", r"nccl(?:Remote|System)Error"),
+        "the ranks lost their connection, and none of them reported another cause",
+        "see the ranks' logs, and check the network between the nodes",
+    ),
+    Pattern(
+        "ended-early",
+        _any(r"ended with exit status 0 before the other ranks"),
+        "one rank ended while the others still waited for it",
+        "every rank must take part until the end of the training: see the log of the named rank for an early return",
+    ),
+    Pattern(
+        "no-report",
+        _any(r"exited with code (\d+) without a report"),
+        "the process of the rank ended itself with code {0}, without an exception (os._exit, or native code)",
+        "see the end of the named rank's log",
+    ),
+    Pattern(
+        "killed",
+        _any(r"was killed by SIGKILL"),
+        "the rank was killed from outside: by the kernel when memory runs out, or by a user or program",
+        "run `dmesg -T | grep -i oom` on that host; " + HOST_MEMORY_FIX,
+    ),
+    Pattern(
+        "crashed",
+        _any(r"was killed by (SIG(?:SEGV|BUS|ILL|ABRT|FPE))", r"(Segmentation fault)", r"(Bus error)"),
+        "native code crashed ({0})",
+        "check C libraries and the size of shared memory; PYTHONFAULTHANDLER=1 in launch.env shows the stack",
+    ),
+)
+
+#: Slurm's reasons for a pending job: meaning, and how to shorten the wait.
+WAITING = {
+    "Priority": (
+        "jobs of higher priority run first",
+        "wait, or request fewer nodes or a shorter cluster.time_limit_min",
+    ),
+    "Resources": ("no suitable nodes are free", "wait, or request fewer nodes or a shorter cluster.time_limit_min"),
+    "BeginTime": ("its requested start time is in the future, or Slurm has just requeued it", "wait"),
+    "Dependency": ("it waits for another job", "wait; `scontrol show job` names it"),
+    "DependencyNeverSatisfied": (
+        "the job that it depends on has failed, so it never starts",
+        "cancel it and submit it again",
+    ),
+    "JobHeldUser": ("the user holds it", "`scontrol release` releases it"),
+    "JobHeldAdmin": ("an administrator holds it", "contact the administrators"),
+    "PartitionTimeLimit": (
+        "it requests more time than the partition allows",
+        "reduce cluster.time_limit_min and submit again",
+    ),
+    "PartitionNodeLimit": ("it requests more nodes than the partition allows", "reduce cluster.nodes and submit again"),
+    "PartitionDown": ("the partition is down", "wait, or set another cluster.partition"),
+    "ReqNodeNotAvail": ("requested nodes are down or reserved", "wait, or relax cluster.constraint or cluster.exclude"),
+    "JobArrayTaskLimit": ("the sweep's limit of parallel cells is reached", "wait, or raise --array-parallelism"),
+    "launch_failed_requeued_held": ("its start failed on a node, so Slurm holds it", "`scontrol release` retries it"),
+}
+
+
+def first_match(lines: Iterable[str]) -> tuple[Pattern, int] | None:
+    """Return the first pattern that any line matches, and the index of the first such line."""
+    best: tuple[int, int] | None = None
+    for number, line in enumerate(lines):
+        for index, pattern in enumerate(PATTERNS[: best[0] if best else None]):
+            if pattern.texts.search(line):
+                best = (index, number)
+                break
+    return (PATTERNS[best[0]], best[1]) if best else None
+
+
+def users_frame(trace: Sequence[str]) -> re.Match[str] | None:
+    """Return the innermost frame of a traceback in the user's code, with groups `file` and `line`."""
+    found = None
+    for line in trace:
+        frame = _FRAME.search(line)
+        if frame is not None and not _LIBRARY.search(frame["file"]):
+            # A copy of hpcdist, as an environment of ranks has it, contains the same modules.
+            package, _, module = frame["file"].rpartition("/hpcdist/")
+            found = found if package and (_PACKAGE / module).is_file() else frame
+    return found
+
+
+def cause_of(pattern: Pattern, line: str) -> str:
+    """Return a pattern's cause with the name that the line contains."""
+    match = pattern.texts.search(line)
+    named = next((group for group in match.groups() if group), None) if match else None
+    return pattern.cause.format(named or "").rstrip(": ")
+
+
+def quote(line: str) -> str:
+    """Return a line with single spaces, cut to `QUOTE_CHARS`."""
+    text = " ".join(line.split())
+    return text if len(text) <= QUOTE_CHARS else text[: QUOTE_CHARS - 1] + "…"
+
+
+# `hpcdist explain`: why a run failed, hangs or waits, in at most five lines and one for each straggler.
+
+#: Attempts of a finished run that are listed.
+MAX_ATTEMPTS = 4
+#: Lines searched at the end of a log, and number of logs searched.
+MAX_LINES = 20_000
+MAX_LOGS = 64
+#: Causes and fixes by the state with which Slurm ends a job.
+JOB_ENDS = {
+    "OUT_OF_MEMORY": ("the job used more memory than it requested", HOST_MEMORY_FIX),
+    "TIMEOUT": ("the job reached its time limit before the ranks had saved", TIME_FIX),
+    "DEADLINE": ("the job reached its deadline", TIME_FIX),
+    "NODE_FAIL": ("a node failed", NODE_FIX),
+    "BOOT_FAIL": ("a node did not boot", NODE_FIX),
+    "PREEMPTED": ("a job of higher priority preempted this one", ""),
+    "CANCELLED": (
+        "the job was cancelled (scancel, by the user or an administrator)",
+        "`hpcdist resume` submits it again",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The explanation of a run's status."""
+
+    cause: str
+    evidence: str = ""
+    fix: str = ""
+    code: str = ""  #: the line of the user's code that failed, `FILE:LINE`
+
+
+def explain(run: RunDir) -> list[str]:
+    """Return one line for a healthy run, else lines with status, cause, evidence, fix and Slurm's job state.
+
+    Lines about stragglers come last.
+    """
+    now = status_of(run, history=True)
+    straggling = run.attempt(now.state.attempt).current_stragglers() if now.state.attempt else []
+    return [*_explain(run, now), *(f"{'slow:':<10}{text}" for text in straggling)]
+
+
+def _explain(run: RunDir, now: RunStatus) -> list[str]:
+    state = now.state
+    if now.name == "finished":
+        times = f" after {state.restarts} restart{'s' * (state.restarts != 1)}" if state.restarts else ""
+        earlier = [one for one in read_attempts(run, state, read_checkpoints(run)) if one.status != "finished"]
+        return [
+            f"finished{times}: {state.reason}" + "; nothing to explain" * (not earlier),
+            *(f"{f'{one.number}:':<10}{quote(sentence_of(one.status, one.cause))}" for one in earlier[-MAX_ATTEMPTS:]),
+        ]
+    if now.name == "created":
+        return [f"created, but never started; `hpcdist resume {run.name}` starts it"]
+    finding = _finding(run, now)
+    if finding is None:
+        return [f"{quote(now.sentence)}; nothing to explain" + _sign_of_life(run, state)]
+    lines = {
+        "status": quote(now.sentence),
+        "cause": finding.cause,
+        "evidence": finding.evidence,
+        "fix": finding.fix,
+        "slurm": now.facts.describe(time.time()) if now.facts else now.slurm_error,
+    }
+    return [f"{name + ':':<10}{text}" for name, text in lines.items() if text]
+
+
+def _finding(run: RunDir, now: RunStatus) -> Finding | None:
+    state, facts = now.state, now.facts
+    if now.name == "queued":
+        return _why_waiting(facts)
+    if now.name == "running":
+        failed = _last_failure(run, state) if state.restarts else None
+        return None if failed is None else explain_attempt(run, failed)
+    if facts is not None and (facts.state in JOB_ENDS or facts.out_of_memory):
+        end = "OUT_OF_MEMORY" if facts.out_of_memory else facts.state
+        # Cancelling the job after the run has failed is not the cause.
+        if end != "CANCELLED" or now.name in ("lost", "cancelled"):
+            cause, fix = JOB_ENDS[end]
+            evidence = f"Slurm: {facts.sentence()}" + (f", MaxRSS {facts.max_rss}" if facts.max_rss else "")
+            return Finding(cause=cause, evidence=evidence, fix=fix or continuation(run))
+    if now.name in ("stopped", "cancelled"):
+        return Finding(cause=state.reason, fix=continuation(run))
+    found = (
+        explain_attempt(run, run.attempt(state.attempt), "" if now.is_lost else state.reason)
+        if state.attempt
+        else _of_logs(run, _batch_logs(run))
+    )
+    if found is not None:
+        return found
+    if now.is_lost:
+        return Finding(cause=now.reason or "its supervisor was killed", fix=continuation(run))
+    return Finding(cause=state.reason or "no cause was recorded", evidence=f"logs in {run.path}/attempts")
+
+
+def _last_failure(run: RunDir, state: State) -> Attempt | None:
+    """Return the newest attempt before the current one that failed; others ended by a requeue or a stop."""
+    for number in range(state.attempt - 1, 0, -1):
+        times = read_times(run.attempt(number))
+        if times is None or times.failed or times.ended is None:
+            return run.attempt(number)
+    return None
+
+
+def _why_waiting(facts: JobInfo | None) -> Finding | None:
+    if facts is None or not facts.reason:
+        return None
+    # `ReqNodeNotAvail,_UnavailableNodes:n[1-2]`
+    meaning, fix = WAITING.get(facts.reason.split(",")[0], ("", ""))
+    if not meaning and facts.reason.startswith(("Assoc", "QOS")):
+        meaning, fix = "a limit of the account or quality of service is reached", "wait, or request fewer resources"
+    return Finding(cause=f"{meaning} ({facts.reason})" if meaning else facts.reason, fix=fix)
+
+
+def explain_attempt(run: RunDir, attempt: Attempt, reason: str = "", *, read_logs: bool = True) -> Finding | None:
+    """Explain the end of an attempt; None if nothing about it is known.
+
+    The supervisor's record names the rank that failed first. That rank's error is the cause, else what the logs say
+    about a rank that could not report one, else the record itself. If the preflight rejected the nodes, no rank was
+    started, and its failure is the cause.
+
+    Args:
+        reason: the sentence that ended the run; by default the one recorded for the attempt.
+        read_logs: whether to search the logs, some of which all attempts share.
+    """
+    times, record = read_times(attempt), read_json(attempt.failure) or {}
+    reason = reason or (times.reason if times is not None else "") or str(record.get("error", ""))
+    if record.get("kind") == "unfit" and (found := _of_preflight(run, attempt)) is not None:
+        return found
+    failed = _failed_ranks(attempt, first=record.get("rank"))
+    if failed and not failed[0][1].get("peer_lost"):
+        return _of_outcome(run, attempt, *failed[0])
+    hang = _of_hang(run, attempt)
+    if read_logs:
+        # The collected stacks are more specific than a log's message about a hang; lost peers are a consequence.
+        ignored = ("peer-lost", "collective-timeout", *(["hang"] if hang is not None else []))
+        if (found := _of_logs(run, _logs(run, attempt), ignored)) is not None:
+            return found
+    if hang is not None:
+        return hang
+    if (match := first_match([reason])) is not None:
+        evidence = _stack(run, attempt) if match[0].name == "hang" and read_logs else quote(reason)
+        return _known(match[0], reason, evidence)
+    if reason and record.get("rank") not in dict(failed):
+        return Finding(cause=quote(reason), evidence=f"logs in {attempt.path.relative_to(run.path)}")
+    return _of_outcome(run, attempt, *failed[0]) if failed else None
+
+
+def first_failed_rank(attempt: Attempt) -> int | None:
+    """Return the rank that failed first; None if no rank of the attempt failed."""
+    rank = (read_json(attempt.failure) or {}).get("rank")
+    if isinstance(rank, int):
+        return rank
+    return next((rank for rank, _ in _failed_ranks(attempt, first=None)), None)  # of a rejected config, for example
+
+
+def _failed_ranks(attempt: Attempt, first: object) -> list[tuple[int, dict[str, Any]]]:
+    """Return the outcomes of the ranks that failed: those that failed by themselves first, rank `first` before all."""
+    failed = [item for item in attempt.outcomes().items() if item[1]["outcome"] in ("failed", "rejected")]
+    return sorted(failed, key=lambda item: (bool(item[1].get("peer_lost")), item[0] != first, item[1]["time"]))
+
+
+def _of_preflight(run: RunDir, attempt: Attempt) -> Finding | None:
+    for check in (read_json(attempt.preflight) or {}).get("checks", ()):
+        if check["level"] == "failure":
+            where = f"{check['node']} is" if check["node"] else "the nodes are"
+            return Finding(
+                cause=f"{where} unfit for a run: {check['name']}: {check['text']}",
+                evidence=f"{attempt.preflight.with_suffix('.txt').relative_to(run.path)}, before the ranks started",
+                fix=check["fix"],
+            )
+    return None
+
+
+def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, Any]) -> Finding:
+    """Explain a rank's outcome file. The rest of its log is not searched, because a warning there is not the cause."""
+    error, trace = str(outcome["error"]), "".join(outcome["traceback"]).splitlines()
+    lines = [error, *trace]
+    if (match := first_match(lines)) is not None:
+        pattern, line = match[0], lines[match[1]]
+        return _known(pattern, line, _cite_line(run, attempt, rank, line))
+    evidence = _cite_line(run, attempt, rank, error)
+    if outcome["outcome"] == "rejected" and not trace:
+        fix = f"correct the key, then `hpcdist resume {run.name} key=value …`"
+        return Finding(cause="the configuration cannot run on these nodes", evidence=evidence, fix=fix)
+    frame = users_frame(trace)
+    place = f"{frame['file']}:{frame['line']}" if frame else ""
+    last = next((line.strip() for line in reversed(trace) if line.lstrip().startswith("File ")), "")
+    where = frame.string.strip() if frame else last
+    cause = quote(f"an exception in the training code{f', at {where}' if where else ''}")
+    if place and re.search(r"\b(Syntax|Indentation|Tab)Error: ", error):
+        cause = f"a syntax error in {place}"
+    fix = f"fix {place or 'the code'}, then `hpcdist resume {run.name} --with-current-code`"
+    return Finding(cause=cause, evidence=evidence, fix=fix, code=place)
+
+
+def _of_hang(run: RunDir, attempt: Attempt) -> Finding | None:
+    """Explain a hang by the stack traces that were collected before the ranks were killed."""
+    try:
+        with open_regular(attempt.stacks_summary) as file:
+            sentence = file.readline(MAX_LINE_CHARS).decode(errors="replace").rstrip("\n")
+    except FileNotFoundError:
+        return None
+    where = attempt.stacks_summary.relative_to(run.path)
+    return Finding(
+        cause=f"the ranks hung: {sentence}",
+        evidence=f"{where}, and each rank's stack trace in {where.parent}/rank-*.stacks.txt",
+        fix=HANG_FIX,
+    )
+
+
+def _of_logs(run: RunDir, paths: Iterable[Path], ignored: Sequence[str] = ()) -> Finding | None:
+    """Explain the first known error in the logs, except the patterns named in `ignored`."""
+    for path in paths:
+        lines = last_lines(path, MAX_LINES)
+        if (match := first_match(line for _, line in lines)) is not None and match[0].name not in ignored:
+            number, line = lines[match[1]]
+            return _known(match[0], line, _cite(run, path, number, line))
+    return None
+
+
+def _known(pattern: Pattern, line: str, evidence: str) -> Finding:
+    return Finding(cause=cause_of(pattern, line), evidence=evidence, fix=pattern.fix)
+
+
+def _logs(run: RunDir, attempt: Attempt) -> Iterator[Path]:
+    """Yield srun's messages, the logs of batch step and supervisor, and the ranks' logs."""
+    yield from (path for path in (attempt.path / "srun.log",) if path.is_file())
+    yield from _batch_logs(run)
+    yield from _rank_logs(run, attempt)
+
+
+def _rank_logs(run: RunDir, attempt: Attempt) -> list[Path]:
+    """Return the ranks' logs without symbolic links that leave the run folder."""
+    found = sorted(attempt.path.glob("rank-*.log"))[:MAX_LOGS]
+    return [path for path in found if path.is_file() and stays_inside(path, run.path)]
+
+
+def _batch_logs(run: RunDir) -> list[Path]:
+    found = [*(run.path / "submitit").glob("*.out"), *(run.path / "submitit").glob("*.err")]
+    newest = sorted(found, key=lambda path: path.stat().st_mtime)[-1:]
+    return [*newest, *(path for path in (run.path / "supervisor.log",) if path.is_file())]
+
+
+def _cite(run: RunDir, path: Path, number: int, line: str) -> str:
+    """Quote a line with its file and number; 0 is an unknown number."""
+    return f"{path.relative_to(run.path)}:{f'{number}:' if number else ''} {quote(line)}"
+
+
+def _cite_line(run: RunDir, attempt: Attempt, rank: int, line: str) -> str:
+    """Quote a line from a rank's log, or from its outcome file if the log does not contain it."""
+    path = attempt.log(rank)
+    text = next((part for part in line.splitlines() if part.strip()), line).strip()
+    if path.is_file() and stays_inside(path, run.path):
+        found = next(
+            ((number, content) for number, content in reversed(last_lines(path, MAX_LINES)) if text in content), None
+        )
+        if found is not None:
+            return _cite(run, path, *found)
+    return f"{attempt.outcome(rank).relative_to(run.path)}: {quote(text)}"
+
+
+def _stack(run: RunDir, attempt: Attempt) -> str:
+    """Return the innermost frame of the first stack trace in the logs of hung ranks."""
+    for path in _rank_logs(run, attempt):
+        lines = last_lines(path, MAX_LINES)
+        for (_, head), (number, frame) in pairwise(lines):
+            if "Current thread" in head and "(most recent call first)" in head:
+                return _cite(run, path, number, frame)
+    return f"logs in {attempt.path.relative_to(run.path)}"
+
+
+def _sign_of_life(run: RunDir, state: State) -> str:
+    """Return where the stacks of a run without progress are, or the age of a heartbeat of more than a minute."""
+    if state.attempt and (silence := run.attempt(state.attempt).silence).is_file():
+        return f" (but once it made no progress for launch.hang_timeout_s; stacks: {silence.relative_to(run.path)})"
+    beat = run.attempt(state.attempt).beat(0)
+    if not state.attempt or not beat.is_file():
+        return ""
+    ago = int(time.time() - beat.stat().st_mtime)
+    return f" (but rank 0 sent its last heartbeat {ago} s ago)" if ago > 60 else ""

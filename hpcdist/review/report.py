@@ -1,0 +1,367 @@
+"""The report of a run: one self-contained HTML file."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jinja2
+from markupsafe import Markup, escape
+
+from hpcdist.config.redaction import redact_text
+from hpcdist.config.schema import find_trainer
+from hpcdist.config.tree import flat
+from hpcdist.config.written import monitor_of, plain_tree
+from hpcdist.errors import HpcdistError
+from hpcdist.host import retry
+from hpcdist.host.files import open_regular, read_json, stays_inside, write_atomic
+from hpcdist.host.log_files import last_lines
+from hpcdist.host.machine import LEVELS
+from hpcdist.review.charts import (
+    MAX_ATTEMPTS,
+    chart_of,
+    declared_charts,
+    draw,
+    draw_patch,
+    duration,
+    is_hidden,
+    ledger_bar,
+    metric_charts,
+    number,
+    step_times,
+    timeline,
+)
+from hpcdist.review.description import rerun_command, run_again_command
+from hpcdist.review.explain import JOB_ENDS, Finding, explain_attempt
+from hpcdist.review.facts import Series, ends_by_slurm, read_facts
+from hpcdist.review.figures import read_figures
+from hpcdist.review.ledger import MEANINGS, Ledger, percent, read_ledger
+from hpcdist.review.text import PATCH, image_text
+from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.records import read_times
+
+# The facts of a run that its report shows in tables: faults, stragglers, preflight, environment and config.
+
+#: Limits of the rows of a table.
+MAX_ROWS = 200
+MAX_TEXT = 600
+#: Percent of a node's memory below which a killed rank is not explained by it.
+_HIGH_MEMORY = 80
+#: Cause and fix of a killed rank on a node with free memory.
+_NOT_MEMORY = (
+    "the rank was killed from outside, by a user or program; the node had free memory",
+    "`dmesg -T | grep -i oom` on that host shows a limit of the job (cluster.mem); else ask who ended the process",
+)
+#: Records at the end of a journal among which the last memory use of a node is searched.
+_JOURNAL_LINES = 10_000
+#: Limit of the shown part of the uncommitted changes, in characters.
+MAX_PATCH = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """The first failure of an attempt, with its explanation."""
+
+    attempt: int
+    where: str  #: rank and node, or the failed nodes
+    step: int | None
+    at_heartbeat: bool = False  #: whether `step` is that of the last heartbeat; the rank may have done more steps
+    error: str
+    finding: Finding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """A report on a slow node or rank."""
+
+    attempt: int
+    event: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreflightCheck:
+    """A result of the preflight, of the network check between the ranks included."""
+
+    level: str
+    node: str
+    name: str
+    text: str
+    fix: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """The uncommitted changes of a run's code, as `code.patch` holds them."""
+
+    text: str  #: at most MAX_PATCH characters, without passwords in addresses
+    is_cut: bool
+    num_files: int
+    num_added: int  #: lines
+    num_removed: int
+    left_out: list[str]  #: places of likely secrets, which are not in the patch
+
+
+def read_patch(run: RunDir) -> Patch | None:
+    """Return the uncommitted changes; None without any. Raises OSError if the file cannot be read."""
+    path = run.path / "code.patch"
+    if not path.is_file() or not stays_inside(path, run.path):
+        return None
+    text, counts = retry.retry(lambda: _read_patch(path), path)
+    if not counts.total():
+        return None
+    code = (read_json(run.environment) or {}).get("code")
+    left_out = code.get("left_out") if isinstance(code, dict) else None
+    return Patch(
+        text=redact_text(text[:MAX_PATCH]),
+        is_cut=len(text) > MAX_PATCH,
+        num_files=counts["diff"],
+        num_added=counts["+"],
+        num_removed=counts["-"],
+        left_out=[text_of(item) for item in _items(left_out)][:MAX_ROWS],
+    )
+
+
+def _read_patch(path: Path) -> tuple[str, Counter[str]]:
+    """Return the beginning of a patch, and the numbers of its files, added and removed lines."""
+    shown, num_chars, counts = [], 0, Counter[str]()
+    with io.TextIOWrapper(open_regular(path), errors="replace") as file:
+        for line in file:
+            if num_chars <= MAX_PATCH:
+                shown.append(line)
+                num_chars += len(line)
+            kind = "diff" if line.startswith("diff --git ") else line[:1]
+            counts[kind] += not line.startswith(("+++ ", "--- "))
+    return "".join(shown), counts
+
+
+def read_faults(run: RunDir) -> list[Fault]:
+    """Return the first failure of each attempt that failed, or that Slurm ended, the oldest first."""
+    found = []
+    ends = ends_by_slurm(run)
+    for attempt in run.attempts():
+        failure = read_json(attempt.failure)
+        if failure is None:
+            start = ends.get(attempt.number)
+            end = start.state if start is not None else ""
+            if start is not None and end in JOB_ENDS and end not in ("PREEMPTED", "CANCELLED"):  # these are no faults
+                cause, fix = JOB_ENDS[end]
+                finding = Finding(cause=cause, fix=fix)
+                error = f"Slurm ended the job: {end}"
+                where = f"node {start.failed_nodes}" if start.failed_nodes else ""
+                found.append(Fault(attempt=attempt.number, where=where, step=None, error=error, finding=finding))
+            continue
+        error = text_of(failure.get("error"))
+        host, step = text_of(failure.get("host")), failure.get("step")
+        where = f"rank {failure.get('rank')} on {host}" if host else ""
+        finding = explain_attempt(run, attempt, error, read_logs=False) or Finding(cause=error)
+        if failure.get("kind") == "killed" and (used := _memory_before(run, attempt, host)) is not None:
+            memory = f"the last measured memory use of {host} was {used} %"
+            finding = replace(finding, evidence="; ".join(filter(None, (finding.evidence, memory))))
+            if used < _HIGH_MEMORY:
+                finding = replace(finding, cause=_NOT_MEMORY[0], fix=_NOT_MEMORY[1])
+        found.append(
+            Fault(
+                attempt=attempt.number,
+                where=where,
+                step=step if isinstance(step, int) else None,
+                at_heartbeat=failure.get("kind") in ("killed", "vanished", "lost"),
+                error=error,
+                finding=finding,
+            )
+        )
+    return found[-MAX_ROWS:]
+
+
+def _memory_before(run: RunDir, attempt: Attempt, host: str) -> int | None:
+    """Return the last measured memory use of a node in an attempt in percent; None if there is none."""
+    times = read_times(attempt)
+    share = times.shares.get(host) if times is not None else None
+    if share is None or not share.ranks:
+        return None
+    path = run.journal / f"attempt-{attempt.number:03d}.rank-{min(share.ranks):05d}.jsonl"
+    pattern = re.compile(rf'"system/{re.escape(host)}/system_memory_usage_percentage":\s*([0-9]+)')
+    try:
+        lines = last_lines(path, _JOURNAL_LINES)
+    except OSError:
+        return None
+    return next((int(match[1]) for _, line in reversed(lines) if (match := pattern.search(line))), None)
+
+
+def read_stragglers(run: RunDir) -> list[Straggler]:
+    """Return the reports on slow nodes and ranks of all attempts, the oldest first."""
+    found = [
+        Straggler(attempt=attempt.number, event=event["event"], text=event["text"])
+        for attempt in run.attempts()
+        for event in attempt.straggler_events()
+    ]
+    return found[-MAX_ROWS:]
+
+
+def read_preflight(run: RunDir) -> list[PreflightCheck]:
+    """Return the newest results of the checks before training, the most severe first; empty without a preflight."""
+    newest_first = run.attempts()[::-1]
+    preflight = next((found for it in newest_first if (found := read_json(it.preflight)) is not None), {})
+    network = next((found for it in newest_first if (found := read_json(it.network)) is not None), {})
+    checks = [
+        PreflightCheck(**{key: text_of(check.get(key) or "") for key in ("level", "node", "name", "text", "fix")})
+        for check in _items(preflight.get("checks"))
+        if isinstance(check, Mapping)
+    ]
+    texts = [("warning", text) for text in _items(network.get("warnings"))] + [("ok", network.get("text"))]
+    checks += [
+        PreflightCheck(level=level, node="", name="collectives", text=text_of(text), fix="")
+        for level, text in texts
+        if text
+    ]
+    severity: dict[str, int] = {level: -number for number, level in enumerate(LEVELS)}
+    return sorted(checks, key=lambda check: severity.get(check.level, 0))[:MAX_ROWS]
+
+
+def read_environment(run: RunDir) -> dict[str, str]:
+    """Return the recorded environment by dotted key: host, code, versions, container and Slurm job."""
+    found = {
+        "": read_json(run.environment) or {},
+        "container.": read_json(run.container) or {},
+        "rank_environment.": read_json(run.rank_environment) or {},
+        "slurm.": read_json(run.slurm) or {},
+    }
+    texts = {prefix + key: text for prefix, tree in found.items() for key, text in flat_texts(tree).items()}
+    return {key: text for key, text in texts.items() if text != "null"}
+
+
+def flat_texts(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values of a tree as text by dotted key, without passwords in addresses."""
+    return {key: text_of(value) for key, value in flat(tree).items()}
+
+
+def text_of(value: Any) -> str:
+    """Return a value as text of at most MAX_TEXT characters, without passwords in addresses."""
+    if value is None:
+        return "null"
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    text = redact_text(text.encode(errors="replace").decode())
+    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+# The report of a run: one self-contained HTML page, `report.html`, for MLflow's artifact viewer and for mail.
+#
+# It needs no network and no scripts, and all texts are escaped by Jinja's autoescape.
+
+T = TypeVar("T")
+
+
+@functools.cache
+def environment() -> jinja2.Environment:
+    """Return the templates of `hpcdist/review/templates/`, which escape every value."""
+    found = jinja2.Environment(
+        loader=jinja2.PackageLoader("hpcdist.review"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters: dict[str, Callable[..., str]] = {
+        "duration": duration,
+        "number": number,
+        "marked": marked_code,
+        "percent": lambda share: percent(share, 1),
+        "text": text_of,
+        "time": utc,
+    }
+    found.filters |= filters
+    return found
+
+
+def utc(seconds: float | None) -> str:
+    """Return a time such as `2026-11-22 12:05:09 UTC`; empty for None."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds)) if seconds is not None else ""
+
+
+def marked_code(text: str) -> Markup:
+    """Return a text as HTML, with the parts between backticks as code."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:  # a backtick without its end
+        return escape(text)
+    tags = (Markup("{}"), Markup("<code>{}</code>"))
+    return Markup("").join(tags[index % 2].format(part) for index, part in enumerate(parts))
+
+
+def write_report(run: RunDir, series: Mapping[str, Series]) -> bool:
+    """Write `report.html` into the run folder. Returns whether its content has changed. Raises OSError."""
+    text = render_report(run, series)
+    try:
+        if run.report.read_text() == text:
+            return False
+    except (OSError, ValueError):
+        pass
+    write_atomic(run.report, text)
+    return True
+
+
+def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
+    """Return the report of a run as HTML.
+
+    A part whose files are damaged is left out, and the report names the problem.
+
+    Args:
+        series: the metrics of the run.
+    """
+    problems: list[str] = []
+
+    def part(read: Callable[[RunDir], T]) -> T | None:
+        try:
+            return read(run)
+        except (HpcdistError, OSError, ValueError) as error:
+            problems.append(text_of(str(error)))
+            return None
+
+    config = part(lambda run: plain_tree(run.config)) or {}
+    trainer = flat_texts(config).get("trainer.target", "")
+    declared = find_trainer(trainer)
+    grouped = declared_charts(series, declared.charts if declared else {})
+    figures = read_figures(run.artifacts)
+    ledger = part(read_ledger) or Ledger()
+    shown_apart = [key for keys in grouped.values() for key in keys]
+    facts, patch = part(read_facts), part(read_patch)
+    content: dict[str, Any] = {
+        "run": run,
+        "facts": facts,
+        "image": image_text(facts) if facts is not None else "",
+        "run_again": redact_text(run_again_command(facts)) if facts is not None else "",
+        "rerun": rerun_command(facts) if facts is not None else "",
+        "patch": patch,
+        "patch_name": PATCH,
+        "patch_drawing": draw_patch(patch.text) if patch is not None else "",
+        "max_attempts": MAX_ATTEMPTS,
+        "timeline": timeline(ledger),
+        "ledger": ledger,
+        "causes": MEANINGS,
+        "cause_of": lambda entry: entry.cause,
+        "ledger_bar": ledger_bar(ledger),
+        "series": {key: found for key, found in sorted(series.items()) if not is_hidden(key)},
+        "charts": metric_charts(series, monitor=monitor_of(config).metric, skip=shown_apart),
+        "trainer": trainer,
+        "trainer_charts": [chart_of(title, keys, series) for title, keys in grouped.items()],
+        "figures": [(figure, draw(figure)) for figure in figures.figures],
+        "step_times": step_times(series),
+        "stragglers": part(read_stragglers),
+        "faults": part(read_faults),
+        "preflight": part(read_preflight),
+        "environment": part(read_environment),
+        "config": flat_texts(config),
+    }
+    problems += figures.problems
+    return environment().get_template("report.html").render(content, problems=problems)

@@ -1,0 +1,345 @@
+"""Commands to a run: stop or cancel it, and `save` and `profile`, which do not end its attempt."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from hpcdist.config.topology import Roles
+from hpcdist.config.written import plain_tree
+from hpcdist.errors import RunFolderError, UserMistake
+from hpcdist.host import files, retry
+from hpcdist.host.files import read_if_valid, read_json, require_mine, write_atomic, write_json
+from hpcdist.run.folder import ENDED, Attempt, Request, RunDir, Status
+from hpcdist.run.lease import hold, holder, user_name
+from hpcdist.run.records import script_of
+from hpcdist.run.slurm_job import job_of
+from hpcdist.run.status import query_job, status_from
+from hpcdist.run.sweeps import SweepDir
+from hpcdist.slurm import client
+from hpcdist.slurm.client import JobSnapshot
+
+# Stop or cancel runs and sweeps: send a request to the supervisor, or take a waiting job out of Slurm's queue.
+
+#: A job that has left the queue has a supervisor after this time, or never.
+SUPERVISOR_WITHIN_S = 30.0
+POLL_S = 0.5
+
+
+def end(run: RunDir, action: Literal["stop", "cancel"], *, by: str = "") -> str:
+    """Request that a run saves and stops, or ends at once; take a waiting job out of the queue.
+
+    A plain script gets SIGTERM. Whether it saves is up to the script.
+
+    Args:
+        by: the author of the request, for messages; by default the command of this user.
+
+    Returns:
+        A message for the user.
+
+    Raises:
+        UserMistake: the run is not running, or neither its supervisor nor Slurm can be reached.
+    """
+    request = Request(action=action, cause="user", by=by or _author(action))
+    snapshot = query_job(run)
+    if snapshot is not None and (holder(run) is None or (snapshot.info is not None and snapshot.info.waiting)):
+        if (done := _dequeue(run, request, snapshot)) is not None:
+            return done
+        _wait_for_supervisor(run)
+    state = run.read_state()
+    if holder(run) is None or state.attempt == 0:
+        raise UserMistake(
+            f"run {run.name} is not running: it has no supervisor, and its last state is {state.status!r}"
+        )
+    run.send_request(request)
+    if action == "cancel":
+        return f"{run.name} will end at once"
+    if script := script_of(run):
+        end_s = "and SIGKILL unless it ends within launch.stop_grace_s"
+        return f"{run.name}: {script} gets SIGTERM, {end_s}; `hpcdist status {run.name}` shows what it has saved"
+    return f"{run.name} will save and stop; `hpcdist status {run.name}` shows its progress"
+
+
+def end_sweep(sweep: SweepDir, action: Literal["stop", "cancel"]) -> list[str]:
+    """Stop or cancel all cells of a sweep, and start no more of them.
+
+    Returns:
+        One message for each cell that had not ended.
+
+    Raises:
+        UserMistake: no cell runs or waits.
+    """
+    active = holder(sweep) is not None
+    if active:
+        # Before the request to the running cell: its end would start the next one.
+        write_json(sweep.request, asdict(Request(action=action, cause="user", by=_author(action))))
+    messages = []
+    for cell in sweep.cells():
+        if not os.path.lexists(cell.path / "state.json"):
+            continue
+        try:
+            if cell.read_state().status in ENDED:
+                continue
+            if holder(cell) is None and not cell.slurm.exists():
+                messages += [f"{cell.name} will not be started"] * active
+                continue
+            require_mine(cell.path, action)
+            messages.append(end(cell, action))
+        except UserMistake as mistake:
+            messages.append(str(mistake))
+    if not messages:
+        raise UserMistake(f"no cell of sweep {sweep.name} runs or waits ({sweep.read_state().reason})")
+    return messages
+
+
+def _author(action: str) -> str:
+    return f"`hpcdist {action}` by {user_name()}"
+
+
+def _dequeue(run: RunDir, request: Request, snapshot: JobSnapshot) -> str | None:
+    """Take a waiting job out of the queue; None if the job runs, or starts during this call."""
+    job = job_of(run)
+    assert job is not None
+    status = status_from(run, snapshot)
+    if status.final:
+        raise UserMistake(f"run {run.name} is not running: it is {status.sentence}")
+    if snapshot.error:
+        raise UserMistake(
+            f"run {run.name} has no supervisor, and Slurm does not answer about job {job.id}: {snapshot.error}"
+        )
+    if status.facts is None or not status.facts.waiting:
+        return None
+    # A job that starts at this moment is left to its supervisor, which saves.
+    client.cancel_job(job.id, pending_only=True)
+    after = query_job(run)
+    if after is None or not after.is_over:
+        return None
+    ended: Status = "stopped" if request.action == "stop" else "cancelled"
+    reason = f"taken out of the queue ({request.sentence})"
+    # The lease of a dead job is void.
+    with hold(run, job_id=(read_json(run.lease) or {}).get("job_id")):
+        run.write_state(replace(run.read_state(), status=ended, reason=reason, ended=time.time()))
+    return f"job {job.id} of {run.name} was taken out of the queue; `hpcdist resume {run.name}` submits it again"
+
+
+def _wait_for_supervisor(run: RunDir) -> None:
+    """Wait until the supervisor of a job that has just started holds the run, at most SUPERVISOR_WITHIN_S."""
+    deadline = time.monotonic() + SUPERVISOR_WITHIN_S
+    before = run.read_state().attempt
+    while time.monotonic() < deadline:
+        if holder(run) is not None and run.read_state().attempt > before:
+            return
+        time.sleep(POLL_S)  # no event shows the start of a process on another host
+
+
+# Commands to the ranks of a running attempt that do not end it: `save` and `profile`.
+#
+#     attempts/001/command-001.json                the command; numbers begin with 1
+#     attempts/001/command-001.rank-00000.json     the result of a rank
+#
+# `run/commands.py` writes commands. Rank 0 checks for the next number and sends it to the other ranks
+# (`rank/stopping.py`). A command is part of one attempt: a restart drops commands that the ranks have not obeyed.
+
+Action = Literal["save", "profile"]
+DEFAULT_PROFILE_STEPS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveCommand:
+    """The content of a command file."""
+
+    action: Action
+    by: str = "unknown"  #: name of a user, or `MLflow`
+    num_steps: int = DEFAULT_PROFILE_STEPS  #: steps of a profile
+    ranks: list[int] = field(default_factory=lambda: [0])  #: ranks of a profile
+    time: float = 0.0  #: of the command, in seconds since the epoch
+    key: str = ""  #: unique to a command whose sender may send it again after a crash; empty for others
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandResult:
+    """The result of a command on one rank; of `save`, rank 0 alone reports."""
+
+    step: int = 0  #: of the checkpoint, or the first step of the profile
+    num_steps: int = 0  #: profiled steps; fewer than requested if the run ended before
+    path: str = ""  #: the checkpoint or trace, relative to the run folder
+    error: str = ""
+
+    def sentence(self, folder: str = "") -> str:
+        """Return a text for users, with the path below `folder`."""
+        if self.error:
+            return self.error
+        path = os.path.join(folder, self.path)
+        if self.num_steps:
+            return f"profiled {self.num_steps} steps from step {self.step} on: {path}"
+        return f"saved step {self.step}: {path}"
+
+
+def read_command(attempt: Attempt, number: int, *, within_s: float | None = None) -> LiveCommand | None:
+    """Return a command, or None if there is none of this number, or if it is incomplete."""
+    path = attempt.command(number)
+    raw = read_json(path, within_s=within_s)
+    try:
+        return None if raw is None else files.fill(LiveCommand, raw, path)
+    except RunFolderError:
+        return None
+
+
+class CommandFiles:
+    """Finds the commands to an attempt in the order of their numbers."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._next = 1
+
+    def poll(self) -> tuple[int, LiveCommand] | None:
+        """Return the next command and its number, or None if there is none yet. Raises OSError."""
+        if not self._attempt.command(self._next).exists():
+            return None
+        command = read_command(self._attempt, self._next, within_s=0)
+        if command is None:
+            return None  # half written
+        self._next += 1
+        return self._next - 1, command
+
+
+def write_result(attempt: Attempt, number: int, rank: int, result: CommandResult) -> None:
+    """Record the result of a rank. Raises OSError."""
+    write_json(attempt.command_result(number, rank), asdict(result))
+
+
+def read_result(attempt: Attempt, number: int, rank: int) -> CommandResult | None:
+    """Return the result of a rank; None if it has not finished, or the file is damaged."""
+    return read_if_valid(CommandResult, attempt.command_result(number, rank))
+
+
+def outcome_of(
+    attempt: Attempt, number: int, ranks: Sequence[int], *, is_over: bool, folder: str = ""
+) -> tuple[list[str], bool] | None:
+    """Return the result of a command, one line for each rank, and whether all ranks have obeyed.
+
+    Returns None while a result may follow.
+
+    Args:
+        ranks: the ranks that report: those of a profile, or rank 0.
+        is_over: the attempt has ended, so that no further results follow. Determine it before this call.
+        folder: of the paths in the lines; by default they are relative to the run folder.
+    """
+    results = {rank: read_result(attempt, number, rank) for rank in ranks}
+    if None in results.values() and not is_over:
+        return None
+    missing = f"attempt {attempt.number} ended before it was done"
+    lines = [f"rank {rank}: {missing if it is None else it.sentence(folder)}" for rank, it in results.items()]
+    return lines, all(it is not None and not it.error for it in results.values())
+
+
+# Send a command to the ranks of a running attempt, for `hpcdist save`, `hpcdist profile` and the tag in MLflow.
+
+#: Steps of one profile: the events of all of them are in memory until the last one.
+MAX_PROFILE_STEPS = 1000
+
+
+def send_command(run: RunDir, command: LiveCommand) -> tuple[Attempt, int]:
+    """Send a command to the ranks of a running run. Returns the attempt and the number of the command.
+
+    A command whose key was sent to this attempt before is not sent again.
+
+    Raises:
+        UserMistake: the run has no running ranks, or these ranks cannot obey.
+    """
+    state = run.read_state()
+    attempt = run.attempt(state.attempt)
+    if command.key and (number := _number_of(attempt, command.key)):
+        return attempt, number
+    if state.status != "running" or state.attempt == 0 or holder(run) is None:
+        raise UserMistake(f"run {run.name} is not running: its state is {state.status!r}")
+    config = plain_tree(run.config)
+    if command.action == "profile":
+        _require_profiled_ranks(run, config, attempt, command.ranks, state.world_size)
+    else:
+        _require_steps_of_script(run, config, attempt)
+    if request := attempt.read_request():
+        raise UserMistake(f"run {run.name} is ending ({request.sentence})")
+    text = json.dumps(files.stamped({**asdict(command), "time": time.time()})) + "\n"
+    return attempt, retry.retry(lambda: _create(attempt, text), attempt.path)
+
+
+def _number_of(attempt: Attempt, key: str) -> int:
+    """Return the number of the command with a key; 0 if this attempt has none."""
+    number = 1
+    while retry.exists(attempt.command(number)):
+        found = read_command(attempt, number)
+        if found is not None and found.key == key:
+            return number
+        number += 1
+    return 0
+
+
+def _create(attempt: Attempt, text: str) -> int:
+    """Create a command file with the next free number. Returns the number."""
+    number = 1
+    while not _create_as(attempt.command(number), text):
+        number += 1
+    return number
+
+
+def _create_as(path: Path, text: str) -> bool:
+    """Create a complete command file; return False if another command has the name."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    write_atomic(temporary, text, mode=0o600)
+    try:
+        os.link(temporary, path)  # unlike a rename, it fails if another command has the name
+    except FileExistsError:
+        return False
+    finally:
+        retry.discard(temporary)
+    return True
+
+
+def _require_profiled_ranks(
+    run: RunDir, config: Mapping[str, Any], attempt: Attempt, ranks: Collection[int], world_size: int
+) -> None:
+    if outside := sorted(rank for rank in ranks if rank >= world_size):
+        raise UserMistake(f"run {run.name} has no rank {outside[0]}: its ranks are 0 to {world_size - 1}")
+    _require_steps_of_script(run, config, attempt)
+    without = [rank for rank in sorted(ranks) if has_no_steps(attempt, rank)]
+    if without:
+        name = Roles.of(config.get("roles") or {}, world_size).name_of(without[0])
+        raise UserMistake(f"rank {without[0]} of run {run.name} ({name}) has no steps to profile: choose another rank")
+
+
+def _require_steps_of_script(run: RunDir, config: Mapping[str, Any], attempt: Attempt) -> None:
+    if (config.get("trainer") or {}).get("script") and attempt.read_beat(0) is None:
+        raise UserMistake(
+            f"run {run.name} reports no steps: its script must call hpcdist.should_stop(step) after each step"
+        )
+
+
+def has_no_steps(attempt: Attempt, rank: int) -> bool:
+    """Return whether a rank is known to have no steps, such as a parameter server."""
+    account = (attempt.read_beat(rank) or {}).get("account")
+    if not isinstance(account, dict):
+        return False
+    seconds = account.get("seconds")
+    return account.get("cause") == "idle" and isinstance(seconds, dict) and "compile" not in seconds
+
+
+def parse_ranks(text: str, name: str) -> list[int]:
+    """Return the ranks in a text such as `0,3`. Raises UserMistake, which names the option `name`."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and len(word) < 10 for word in words):
+        raise UserMistake(f"{name} {text[:40]!r}: expected ranks, separated by commas, such as 0,3")
+    return sorted({int(word) for word in words})
+
+
+def profile_command(num_steps: int, ranks: list[int], *, by: str = "") -> LiveCommand:
+    """Return a command to profile steps. Raises UserMistake for a number of steps that is not supported."""
+    if not 1 <= num_steps <= MAX_PROFILE_STEPS:
+        raise UserMistake(f"a profile has 1 to {MAX_PROFILE_STEPS} steps, got {num_steps}")
+    return LiveCommand(action="profile", by=by or user_name(), num_steps=num_steps, ranks=ranks)

@@ -1,0 +1,606 @@
+"""The small records of a run folder: times and resources, what an attempt trains, saved checkpoints, secrets, origin,
+the repeated run, a resume's changed config, parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from hpcdist.config.redaction import redact_tree
+from hpcdist.config.schema import Config, find_trainer, script_name, unused_sections
+from hpcdist.config.tree import flat
+from hpcdist.config.written import flat_values, plain_tree, run_yaml, secrets_of
+from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
+from hpcdist.host import files as host_files
+from hpcdist.host import retry
+from hpcdist.host.files import fill, fsync_folder, read_if_valid, read_json, write_atomic, write_json, write_private
+from hpcdist.run.folder import Attempt, RunDir, State
+
+# The times of an attempt and the resources of its ranks, in `times.json` of its folder. The supervisor writes it.
+
+log = logging.getLogger(__name__)
+#: Number of ranks whose heartbeats show the last step of an attempt.
+_MAX_READ_RANKS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeShare:
+    """GPUs or cores of one node that a run has."""
+
+    allocated: float  #: number of GPUs or cores
+    share: float  #: number of them that each of the ranks below uses
+    ranks: list[int]  #: ranks on the node that use them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What is allocated to a run: GPUs, or cores if it has no GPU; by node."""
+
+    unit: Literal["GPU", "core"] = "core"
+    nodes: Mapping[str, NodeShare] = field(default_factory=dict)
+    idle: tuple[str, ...] = ()  #: those of `nodes` that run no ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptTimes:
+    """The content of `times.json`. Times are seconds since the epoch."""
+
+    supervised: float  #: when the supervisor of this attempt began
+    began: float
+    ended: float | None = None  #: None until the end, and if the supervisor was killed
+    failed: bool = False
+    status: str = ""  #: `finished`, `stopped`, `cancelled` or `failed`; empty until the end
+    reason: str = ""  #: one sentence: how and why the attempt ended, without the request to end it
+    time_limit: float | None = None  #: end of the allocation; None without a time limit
+    reached: int = 0  #: the last step that an earlier attempt had done
+    measured: bool = True  #: whether the ranks measure their time; plain scripts report steps at most
+    unit: Literal["GPU", "core"] = "core"
+    nodes: dict[str, Any] = field(default_factory=dict)  #: see `shares`
+    idle: list[str] = field(default_factory=list)  #: nodes of the allocation without ranks
+
+    @property
+    def shares(self) -> dict[str, NodeShare]:
+        """The resources by node, without damaged records."""
+        return {name: NodeShare(**raw) for name, raw in self.nodes.items() if _is_share(raw)}
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks on all nodes."""
+        return sum(len(share.ranks) for share in self.shares.values())
+
+
+def read_times(attempt: Attempt) -> AttemptTimes | None:
+    """Return the times of an attempt; None if an older hpcdist has started it, or if the file is damaged."""
+    try:
+        found = read_json(attempt.times)
+        return None if found is None else host_files.fill(AttemptTimes, found, attempt.times)
+    except (RunFolderError, IsADirectoryError, NotADirectoryError):
+        return None
+
+
+def began_of(run: RunDir) -> float:
+    """Return when the supervisor of the first attempt of a run began; of a run without attempts, its creation."""
+    try:
+        first = next(iter(run.attempts()), None)
+    except RunFolderError:  # a sweep
+        first = None
+    times = read_times(first) if first is not None else None
+    return times.supervised if times is not None else run.read_state().created
+
+
+def end_of(attempt: Attempt, times: AttemptTimes) -> float:
+    """Return when an attempt ended; without a recorded end the time of its last heartbeat, or its begin."""
+    if times.ended is not None:
+        return times.ended
+    beats = (attempt.read_beat(rank) for share in times.shares.values() for rank in share.ranks)
+    return max((float(beat["time"]) for beat in beats if beat is not None), default=times.began)
+
+
+def write_times(attempt: Attempt, times: AttemptTimes) -> None:
+    """Write the times of an attempt. A failure is logged: the training does not depend on this file."""
+    try:
+        write_json(attempt.times, times.__dict__)
+    except OSError as error:
+        log.warning("%s cannot be written: %s", attempt.times, error.strerror)
+
+
+def begin(attempt: Attempt, resources: Resources, times: AttemptTimes) -> AttemptTimes:
+    """Write the times of an attempt that begins, with the resources of its ranks; returns them."""
+    nodes = {name: asdict(share) for name, share in resources.nodes.items()}
+    times = replace(times, unit=resources.unit, nodes=nodes, idle=list(resources.idle))
+    write_times(attempt, times)
+    return times
+
+
+def reached_before(attempt: Attempt) -> int:
+    """Return the last step that earlier attempts have done, as the supervisor has recorded it."""
+    times = read_times(attempt)
+    return 0 if times is None else times.reached
+
+
+def reached_step(attempt: Attempt) -> int:
+    """Return the largest step that an attempt and those before it have done, or 0.
+
+    It is read from the outcomes of the ranks, and from the heartbeats of the attempt's first ranks. A killed rank has
+    no outcome, and its heartbeat may be some seconds older than its end.
+    """
+    times = read_times(attempt)
+    num_ranks = min(times.num_ranks if times is not None else 1, _MAX_READ_RANKS)
+    steps = [times.reached if times is not None else 0]
+    try:
+        steps += [int(beat["step"]) for rank in range(num_ranks) if (beat := attempt.read_beat(rank)) is not None]
+        steps += [step for outcome in attempt.outcomes().values() if type(step := outcome.get("step")) is int]
+    except (RunFolderError, OSError) as error:
+        log.warning("the last step of attempt %d is unknown: %s", attempt.number, error)
+    return max(steps)
+
+
+def _is_share(raw: object) -> bool:
+    if not isinstance(raw, dict) or raw.keys() != NodeShare.__dataclass_fields__.keys():
+        return False
+    numbers = (raw["allocated"], raw["share"])
+    return (
+        all(type(number) in (int, float) and 0 <= number <= host_files.LARGEST for number in numbers)
+        and isinstance(raw["ranks"], list)
+        and all(type(rank) is int and 0 <= rank <= host_files.LARGEST for rank in raw["ranks"])
+    )
+
+
+# What an attempt trains, in `training.json` of its folder: datasets, model size, first step. Rank 0 writes it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetRecord:
+    """A dataset, or one split of it, that a trainer reads."""
+
+    name: str
+    split: str = "train"
+    num_samples: int | None = None
+    digest: str = ""  #: at most 36 characters, equal for equal content
+    source: str = ""  #: where the data comes from, such as a folder or a URL
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRecord:
+    """The content of `training.json`."""
+
+    first_step: int = 0  #: steps done when the attempt began: that of the restored checkpoint
+    began: float | None = None  #: when training began, in seconds since the epoch
+    num_parameters: int | None = None  #: trainable parameters of the whole model
+    datasets: tuple[DatasetRecord, ...] = ()
+
+
+def write_training(attempt: Attempt, record: TrainingRecord) -> None:
+    """Replace `training.json`. Raises OSError if it cannot be written."""
+    write_json(attempt.path / "training.json", asdict(record))
+
+
+def read_training(attempt: Attempt) -> TrainingRecord | None:
+    """Return rank 0's record; None if there is none or it is damaged."""
+    path = attempt.path / "training.json"
+    try:
+        raw = read_json(path)
+        if raw is None:
+            return None
+        found = raw.pop("datasets", None)
+        record = fill(TrainingRecord, raw, path)
+        entries = found if isinstance(found, list) else []
+        datasets = tuple(fill(DatasetRecord, entry, path) for entry in entries if isinstance(entry, Mapping))
+    except (RunFolderError, OSError):
+        return None
+    return replace(record, datasets=datasets)
+
+
+# What a run has saved, and where its resume continues; neither reads tensors nor imports torch.
+#
+# hpcdist knows the folder in which a plain script saves, but not the files.
+
+#: Written last: a checkpoint without it is incomplete.
+MANIFEST_FILE = "manifest.json"
+_FOLDER = re.compile(r"step-([0-9]{8,18})")
+
+
+def folder_name(step: int) -> str:
+    """Return the name of a checkpoint's folder."""
+    return f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step in the name of a checkpoint folder; None if the name is not one of a checkpoint."""
+    match = _FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def complete_checkpoints(run: RunDir) -> list[tuple[int, Path]]:
+    """Return step and folder of each checkpoint with a manifest, oldest first; no content is read."""
+    manifests = retry.retry(lambda: list(run.checkpoints.glob(f"step-*/{MANIFEST_FILE}")), run.checkpoints)
+    return sorted((step, path.parent) for path in manifests if (step := step_of(path.parent)) is not None)
+
+
+def script_files(run: RunDir) -> list[str]:
+    """Return the names of the files and folders that a script has saved in the folder, the newest last."""
+    found = []
+    for path in run.checkpoints.glob("[!.]*"):
+        with suppress(FileNotFoundError):  # the script has just removed it
+            found += [(path.lstat().st_mtime_ns, path.name)] if step_of(path) is None else []
+    return [name for _, name in sorted(found)]
+
+
+def newest_step(run: RunDir) -> int | None:
+    """Return the step of the newest checkpoint with a readable manifest, or None; hashes are not verified.
+
+    Raises RunFolderError if a newer hpcdist has written it, OSError if the file system fails.
+    """
+    for step, folder in reversed(complete_checkpoints(run)):
+        if read_json(folder / MANIFEST_FILE) is not None:
+            return step
+    return None
+
+
+def resume_point(run: RunDir, reached: int, *, is_script: bool = False) -> str:
+    """Return a sentence on where the next attempt of a run continues.
+
+    Args:
+        reached: last step that earlier attempts have done.
+        is_script: whether the files in the folder are those of a script, which decides itself what it loads.
+    """
+    if is_script:
+        names, done = script_files(run), f" (after step {reached})" if reached else ""
+        if not names:
+            return f"the script starts again{done}, without a file in {run.checkpoints.name}/"
+        saved = _time_of(run.checkpoints / names[-1])
+        return f"the script starts again{done}; its newest file in {run.checkpoints.name}/ is {names[-1]} of {saved}"
+    step = newest_step(run)
+    at = "starting at step 0, since there is no checkpoint"
+    if step is not None:
+        at = f"resuming at step {step}, checkpoint of {_time_of(run.checkpoints / folder_name(step) / MANIFEST_FILE)}"
+    lost = max(0, reached - (step or 0))
+    return at + (f", {lost} step{'s' * (lost != 1)} lost" if lost else "")
+
+
+def script_of(run: RunDir) -> str:
+    """Return the name of the run's plain script; empty if the run has a trainer, or its config cannot be read."""
+    try:
+        script = (plain_tree(run.effective_config).get("trainer") or {}).get("script")
+    except (ConfigError, RunFolderError, AttributeError):
+        return ""
+    return script_name([str(word) for word in script]) if isinstance(script, list) else ""
+
+
+def continuation(run: RunDir) -> str:
+    """Return where `hpcdist resume` of a run continues."""
+    if not (script := script_of(run)):
+        return f"`hpcdist resume {run.name}` continues from the newest checkpoint"
+    return f"`hpcdist resume {run.name}` {_start(script, script_files(run))}"
+
+
+def how_stopped(run: RunDir, attempt: Attempt, script: Sequence[str], began: float) -> str:
+    """Return how a run has stopped; of a plain script also what it has saved, and what a resume does.
+
+    Args:
+        script: `trainer.script`; empty for a trainer, which saves before it stops.
+        began: begin of the attempt.
+    """
+    if not script:
+        return "everything saved"
+    ended = attempt.outcomes().get(0, {}).get("reason") or f"{script_name(script)} was ended by SIGTERM"
+    saved = "saved nothing in hpcdist.checkpoint_dir()"
+    files = retry.retry(lambda: script_files(run), run.checkpoints)
+    if files and (newest := run.checkpoints / files[-1]).lstat().st_mtime >= began:
+        saved = f"saved {run.checkpoints.name}/{newest.name} at {_time_of(newest)}"
+    return f"{ended} and {saved}; a resume {_start('it', files)}"
+
+
+def _start(script: str, files: Sequence[str]) -> str:
+    again, anew = "again, with its files in the run's checkpoints/", "from the beginning, unless it has saved elsewhere"
+    return f"starts {script} {again if files else anew}"
+
+
+def _time_of(path: Path) -> str:
+    """Return when a file was written, with the date if that was not today."""
+    written = time.localtime(os.lstat(path).st_mtime)
+    is_today = written[:3] == time.localtime()[:3]
+    return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S", written)
+
+
+# `secrets.json` in a run folder: values that `config.yaml` shows as `***`, readable by the owner only.
+#
+# Each start writes the file. A detached supervisor, the batch step of a job, a task of a job array and `resume` read
+# it. It is removed when the run is finished or cancelled; a failed or stopped run keeps it for `resume`.
+
+
+def keep(run: RunDir, values: Mapping[str, str]) -> None:
+    """Write secrets by variable name, mode 0600; remove the file if there are none."""
+    if not values:
+        retry.remove(run.secrets)
+        return
+    write_private(run.secrets, json.dumps(host_files.stamped({"values": dict(values)})))
+
+
+def kept(run: RunDir) -> dict[str, str]:
+    """Return the secrets by variable name; empty if there is no such file or it belongs to another user.
+
+    Raises:
+        RunFolderError: other users can read the file, or it is damaged.
+    """
+    try:
+        raw = retry.retry(lambda: _read(run), run.secrets)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise RunFolderError(f"{run.secrets} cannot be read: {error.strerror}") from error
+    if raw is None:
+        return {}
+    try:
+        found = json.loads(raw)
+    except ValueError:
+        found = None
+    values = host_files.unstamped(found, run.secrets).get("values") if isinstance(found, dict) else None
+    if not isinstance(values, dict) or not all(isinstance(value, str) for value in values.values()):
+        raise RunFolderError(f"{run.secrets} is damaged: remove it, and set its variables in the environment")
+    return values
+
+
+def _read(run: RunDir) -> bytes | None:
+    with open(os.open(run.secrets, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        about = os.fstat(file.fileno())
+        if about.st_uid != os.geteuid():
+            return None
+        if stat.S_IMODE(about.st_mode) & 0o077:
+            raise RunFolderError(
+                f"{run.secrets} has mode {stat.S_IMODE(about.st_mode):04o}, so other users may have read its secrets:"
+                " replace them, then `chmod 600` the file"
+            )
+        return file.read()
+
+
+# Origin of a run's config, in `origin.json`: the config that the run was started with, before its overrides.
+
+#: The shipped config of `hpcdist run train.py --lr 0.1`; the script is no override of it.
+PLAIN_SCRIPT = "plain_script"
+#: Keys that say where a run is stored, not what it does.
+LOCATION = ("name", "runs_dir", "tracking.uri")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The config of a command line without its overrides."""
+
+    config: str  #: as given: the name of a shipped config, or a path
+    cluster: str = ""  #: the site profile as given, if there was one
+    values: dict[str, Any] = field(default_factory=dict)
+    """Resolved values by dotted key, redacted; empty if the config is not valid without overrides."""
+    written: list[str] = field(default_factory=list)  #: keys that the YAML, the site profile or an override has set
+
+
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    """The values of one config key in the config of origin and in the run."""
+
+    before: Any
+    after: Any
+
+
+def load_origin(source: str, overrides: Sequence[str] = (), cluster: str | None = None) -> Origin:
+    """Return the origin of a run that is started with this config, these overrides and this site profile."""
+    from hpcdist.config.loading import load_config, written_keys
+    from hpcdist.config.written import flat_values
+
+    try:
+        values = flat_values(load_config(source, cluster=cluster))
+    except HpcdistError:  # it needs an override
+        values = {}
+    written = written_keys(source, overrides, cluster=cluster)
+    return Origin(config=str(source), cluster=str(cluster or ""), values=values, written=written)
+
+
+def write_origin(run: RunDir, origin: Origin) -> None:
+    """Write `origin.json`. Raises OSError if that fails."""
+    write_json(run.path / "origin.json", asdict(origin))
+
+
+def read_origin(run: RunDir) -> Origin | None:
+    """Return the origin of a run; None if it is not recorded, or the file is damaged."""
+    return read_if_valid(Origin, run.path / "origin.json")
+
+
+def overrides(origin: Origin, values: Mapping[str, Any]) -> dict[str, Override]:
+    """Return the keys whose values differ from the config of origin, without those that only locate the run.
+
+    Args:
+        values: redacted values of the run's config by dotted key.
+    """
+    if not origin.values:
+        return {}
+    return {
+        key: Override(before=origin.values.get(key), after=value)
+        for key, value in values.items()
+        if key not in LOCATION
+        and value != origin.values.get(key)
+        and not (origin.config == PLAIN_SCRIPT and key in ("experiment", "trainer.script"))
+    }
+
+
+# The run that a run repeats, in `rerun.json` of its folder. `hpcdist rerun` writes it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RerunRecord:
+    """The content of `rerun.json`."""
+
+    name: str  #: of the original run
+    folder: str = ""  #: its run folder; empty if it was read from MLflow
+    run_id: str = ""  #: of MLflow; empty if it was never uploaded
+    uri: str = ""  #: the MLflow store that it was read from, without a password; empty if its folder was read
+    missing: list[str] = field(default_factory=list)  #: what could not be restored, one sentence each
+    result: str = ""  #: result of the comparison, one sentence; empty before it
+
+
+def write_rerun(run: RunDir, record: RerunRecord) -> None:
+    """Write `rerun.json`. Raises OSError if that fails."""
+    write_json(run.path / "rerun.json", asdict(record))
+
+
+def read_rerun(run: RunDir) -> RerunRecord | None:
+    """Return the record; None if the run is not a rerun, or the file is damaged."""
+    return read_if_valid(RerunRecord, run.path / "rerun.json")
+
+
+# The changed config of a resume, kept beside the old one until the first step is completed with it.
+#
+# Ranks read `config.next.yaml` if it exists. The supervisor renames it to `config.yaml` after the first completed step,
+# and removes it if the run fails before. A stopped run keeps it.
+
+_SHOWN_KEYS = 3
+
+
+def check(run: RunDir, config: Config) -> None:
+    """Raise ConfigError for changes that are incompatible with the run's checkpoint, before anything is written."""
+    step = newest_step(run)
+    if step is None:
+        return
+    before, after = flat(plain_tree(run.config)), flat_values(config)
+    target, new_target = before.get("trainer.target"), after["trainer.target"]
+    trainer = find_trainer(str(target))
+    if config.trainer.script or trainer is None or not trainer.fixed_keys:
+        return
+    fixed = ("trainer.target", *trainer.fixed_keys) if target == new_target else ("trainer.target",)
+    problems = [
+        f"{key} was {before.get(key)!r} when the checkpoint of step {step} was written and cannot be {after.get(key)!r}"
+        " now: leave it out, or start a new run"
+        for key in _differing(before, after)
+        if any(key == one or key.startswith(f"{one}.") for one in fixed)
+    ]
+    if problems:
+        raise ConfigError(problems, f"resume {run.name}")
+
+
+def propose(run: RunDir, config: Config) -> None:
+    """Make `config` the config of the next attempt; `config.yaml` stays until that attempt has completed a step.
+
+    The caller holds the run's lease. In a run without attempts, `config.yaml` is replaced at once.
+    """
+    # The secrets of the old config may be needed again.
+    keep(run, {**kept(run), **secrets_of(config)})
+    text = run_yaml(config)
+    if flat(plain_tree(run.config)) == flat_values(config):
+        drop(run)
+    elif run.read_state().attempt == 0:
+        write_atomic(run.config, text, durable=True)
+        drop(run)
+    else:
+        write_atomic(run.next_config, text, durable=True)
+
+
+def drop(run: RunDir) -> None:
+    """Discard the pending config."""
+    retry.remove(run.next_config)
+
+
+def settle(run: RunDir, state: State, first_step: int) -> State:
+    """Adopt or discard a pending config after the last attempt. Returns the state, with a reason if discarded.
+
+    Args:
+        first_step: step at which the last attempt began.
+    """
+    if not retry.exists(run.next_config):
+        return state
+    beat = run.attempt(state.attempt).read_beat(0) or {}
+    if state.status == "finished" or beat.get("step", 0) > first_step:
+        adopt(run)
+    elif state.status == "failed":
+        keys = _changed(run)
+        drop(run)
+        return replace(
+            state,
+            reason=f"{state.reason}; config.yaml was restored, because no step was completed with the changed {keys}",
+        )
+    return state
+
+
+def adopt(run: RunDir) -> None:
+    """Replace the config of a run by its pending one."""
+    retry.rename(run.next_config, run.config)
+    retry.retry(lambda: fsync_folder(run.path), run.path)
+
+
+def _changed(run: RunDir) -> str:
+    try:
+        keys = _differing(flat(plain_tree(run.config)), flat(plain_tree(run.next_config)))
+    except HpcdistError:
+        keys = []
+    return ", ".join(keys[:_SHOWN_KEYS]) + (" …" if len(keys) > _SHOWN_KEYS else "") or "config"
+
+
+def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    return sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
+
+
+# The parameters of a run: the keys of its config and the arguments of its script that apply to what it does.
+
+_OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
+#: An override of Hydra: `lr=0.1`, `+lr=0.1`.
+_ASSIGNMENT = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
+
+
+def parameters(run: RunDir, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the redacted parameters of a run by dotted key.
+
+    Of a shipped trainer, they are all keys but those in the sections of other trainers. Code of the user's own reads no
+    key that hpcdist knows of: its parameters are `params`, the seed, the keys that its YAML or an override has set, and
+    the arguments of a script. Without a readable `origin.json`, all keys are parameters.
+
+    Args:
+        config: the content of the run's `config.yaml`.
+    """
+    trainer = config.get("trainer") or {}
+    script, target = trainer.get("script") or [], str(trainer.get("target"))
+    if not script and find_trainer(target) is not None:
+        unused = unused_sections(target)
+        return flat({key: value for key, value in config.items() if key not in unused})
+    values, origin = flat(config), read_origin(run)
+    if origin is not None:
+        always = ("params", *(["trainer.script"] if script else ["trainer.target", "seed"]), *origin.written)
+        values = {
+            key: value
+            for key, value in values.items()
+            if value != {}
+            and key not in (*LOCATION, "experiment")
+            # A resume may have changed further keys.
+            and (f"{key}.".startswith(tuple(f"{one}." for one in always)) or value != origin.values.get(key, value))
+        }
+    return values | redact_tree(script_arguments(script))
+
+
+def script_arguments(command: Sequence[str]) -> dict[str, str]:
+    """Return the arguments in `[script, argument, …]` by name, as argparse would name them.
+
+    A word after an option without `=` is taken for its value, and an option before another option for a flag, which
+    is `true`. Other words are `arg1`, `arg2`, …
+    """
+    found: dict[str, str] = {}
+    numbers, flag = itertools.count(1), ""
+    for word in command[2 if command[:1] == ["-m"] else 1 :]:
+        option, assignment = _OPTION.fullmatch(word), _ASSIGNMENT.fullmatch(word)
+        if option:
+            name = option[1].replace("-", "_")
+            found[name] = "true" if option[2] is None else option[2]
+            flag = name if option[2] is None else ""
+        elif word == "--":
+            flag = ""
+        else:
+            name, value = (assignment[1], assignment[2]) if assignment and not flag else (flag, word)
+            found[name or f"arg{next(numbers)}"] = value
+            flag = ""
+    return found

@@ -1,0 +1,396 @@
+"""Sweeps: one run, called a cell, for each combination of values of the swept keys; and the folder of a sweep."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpcdist.config.schema import Config
+from hpcdist.config.tree import parse_value
+from hpcdist.config.written import flat_values, redacted
+from hpcdist.errors import ConfigError, RunFolderError
+from hpcdist.host.files import fill, read_json, require_trusted, write_json
+from hpcdist.run.folder import RunDir, State, claim_experiment, read_record, require_record
+from hpcdist.run.lease import holder
+from hpcdist.run.records import Origin
+from hpcdist.run.status import sweep_state
+
+# Sweeps: one run, called a cell, for each combination of values of the swept keys. Pure functions.
+#
+# A cell is an ordinary run; its name consists of the sweep's name and its values: `tune-lr_0.1-seed_2`. The files of a
+# sweep are in `run/sweeps.py`.
+
+#: Keys that define the folder of a cell, or that are common to all tasks of a job array.
+_NOT_SWEPT = ("name", "experiment", "runs_dir", "cluster", "tracking.uri")
+#: Keys that do not affect results: later cells of a sweep may have other values and remain comparable.
+_MAY_CHANGE = ("name", "runs_dir", "cluster", "launch", "tracking", "checkpoint")
+_MAX_VALUE = 24
+_MAX_CELL = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run of a sweep."""
+
+    name: str  #: name of the run
+    label: str  #: name of its MLflow run: `lr=0.1 seed=2`
+    values: dict[str, Any]  #: value in the config of each swept key
+    config: Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """A sweep as requested on the command line."""
+
+    name: str
+    keys: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    base: dict[str, Any]  #: values that all cells share, also those added later; by dotted key
+    origin: Origin | None = None  #: the config of the command line
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the sweep's runs."""
+        config = self.cells[0].config
+        return Path(config.runs_dir) / config.experiment / self.name
+
+
+def parse_axes(texts: Sequence[str], overrides: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Parse `key=v1,v2` arguments; a comma inside brackets or quotes belongs to its value.
+
+    Args:
+        overrides: `key=value` arguments, which must not contain a swept key.
+
+    Returns:
+        The values of each key as texts.
+
+    Raises:
+        ConfigError: with one line per mistake.
+    """
+    problems: list[str] = []
+    axes: dict[str, tuple[str, ...]] = {}
+    given = [text.partition("=")[0] for text in overrides]
+    for text in texts:
+        key, equals, raw = text.partition("=")
+        words = _split(raw)
+        if not equals or not key or key.startswith("-"):
+            problems.append(f"{text!r} is not an axis: write key=value,value as in optim.lr=0.1,0.01")
+        elif any(_covers(name, key) for name in _NOT_SWEPT):
+            problems.append(f"{key} cannot be swept: all cells share it")
+        elif any(_covers(other, key) or _covers(key, other) for other in axes):
+            problems.append(f"{key} is swept twice: write its values in one --sweep")
+        elif any(_covers(key, name) for name in given):
+            problems.append(f"{key} is both swept and overridden: remove one of them")
+        elif words is None:
+            problems.append(f"{key}: a bracket or quote is not closed in {raw!r}")
+        elif not all(words):
+            problems.append(f"{key} has an empty value in {raw!r}: write null for none, '' for an empty text")
+        else:
+            axes[key] = words
+    if problems:
+        raise ConfigError(problems, "--sweep")
+    return axes
+
+
+def _covers(above: str, key: str) -> bool:
+    return key == above or key.startswith(f"{above}.")
+
+
+def _split(raw: str) -> tuple[str, ...] | None:
+    """Return the values between commas; None if a bracket or quote is not closed."""
+    parts: list[str] = []
+    depth, quote, start = 0, "", 0
+    for index, char in enumerate(raw):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"" and (not raw[start:index].strip() or depth):
+            quote = char  # in other places it is an apostrophe
+        elif char in "[{":
+            depth += 1
+        elif char in "]}":
+            depth -= 1
+        elif char == "," and depth == 0:
+            parts.append(raw[start:index].strip())
+            start = index + 1
+    return None if depth or quote else (*parts, raw[start:].strip())
+
+
+def make_sweep(
+    axes: Mapping[str, tuple[str, ...]], load: Callable[[Sequence[str]], Config], label_of: Callable[[Config], str]
+) -> Sweep:
+    """Load the configs of all cells, and name the cells.
+
+    Args:
+        axes: values of each swept key, as texts.
+        load: returns the config with additional overrides.
+        label_of: returns the beginning of the sweep's name, if the config sets no name.
+
+    Raises:
+        ConfigError: with the mistakes of all cells, without duplicates.
+    """
+    problems: dict[str, None] = {}
+    source = "--sweep"
+    loaded: list[tuple[tuple[str, ...], Config]] = []
+    for words in itertools.product(*axes.values()):
+        try:
+            loaded.append((words, load([f"{key}={word}" for key, word in zip(axes, words, strict=True)])))
+        except ConfigError as error:
+            problems |= dict.fromkeys(error.problems)
+            source = error.source or source
+    if problems:
+        raise ConfigError(list(problems), source)
+    _check_values(axes, loaded)
+
+    keys = tuple(axes)
+    try:
+        # A script's arguments may contain a swept key, `${params.lr}`: here all commands of a sweep get the same value.
+        base = _base(load([]), keys)
+    except ConfigError:  # without the swept keys, the config is not valid
+        base = _base(loaded[0][1], keys)
+        of_last = _base(loaded[-1][1], keys)
+        base = {name: value for name, value in base.items() if of_last.get(name, ...) == value}
+    name = loaded[0][1].name or _derived_name(label_of(loaded[0][1]), keys, base)
+    cells = [
+        _cell(name, {key: _value_of(config, key, word) for key, word in zip(keys, words, strict=True)}, config)
+        for words, config in loaded
+    ]
+    return Sweep(name=name, keys=keys, cells=tuple(cells), base=base)
+
+
+def _check_values(axes: Mapping[str, tuple[str, ...]], loaded: Sequence[tuple[tuple[str, ...], Config]]) -> None:
+    problems: dict[str, None] = {}
+    for index, (key, texts) in enumerate(axes.items()):
+        seen: dict[str, str] = {}
+        for words, config in loaded:
+            word, value = words[index], _value_of(config, key, words[index])
+            if _walk(redacted(config), key) != _walk(asdict(config), key):
+                problems[f"{key} looks like a secret, and cells are named by their values: it cannot be swept"] = None
+            elif (other := seen.setdefault(json.dumps(value, sort_keys=True, default=str), word)) != word:
+                problems[f"{key}: {other} and {word} are the same value"] = None
+        if twice := next((text for text in texts if texts.count(text) > 1), None):
+            problems[f"{key}: {twice} is given twice"] = None
+    if problems:
+        raise ConfigError(list(problems), "--sweep")
+
+
+def _value_of(config: Config, key: str, word: str) -> Any:
+    """Return a cell's value in the config, which has its type there: `1` is 1.0 for a float."""
+    value = _walk(config, key)
+    # A text such as `trainer=mine:train` stands for a whole section.
+    return parse_value(word) if is_dataclass(value) else value
+
+
+def _walk(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree[part] if isinstance(tree, Mapping) else getattr(tree, part)
+    return tree
+
+
+def _base(config: Config, keys: Sequence[str]) -> dict[str, Any]:
+    not_shared = (*_MAY_CHANGE, *keys)
+    return {
+        name: value for name, value in flat_values(config).items() if not any(_covers(key, name) for key in not_shared)
+    }
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return the differences between two bases, one line each; keys that a newer hpcdist has added do not count."""
+    names = [name for name in {**old, **new} if (name in old and name in new) or name.startswith("params.")]
+    return [f"{n} was {old.get(n)!r}, is {new.get(n)!r}" for n in names if old.get(n, ...) != new.get(n, ...)]
+
+
+def _derived_name(label: str, keys: Sequence[str], base: Mapping[str, Any]) -> str:
+    """Return a name that depends only on config and keys, so that a later command can extend the sweep."""
+    shorts = [_slug(short) for short in _short_keys(keys)]
+    return "-".join([label, *shorts, _hash({"base": base, "keys": sorted(keys)})])
+
+
+def _short_keys(keys: Sequence[str]) -> list[str]:
+    """Return the last part of each key, or the whole key if the last parts of several keys are equal."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
+
+
+def reordered(sweep: Sweep, keys: Sequence[str]) -> Sweep:
+    """Return the sweep with the names of its cells for another order of the keys."""
+    cells = [_cell(sweep.name, {key: cell.values[key] for key in keys}, cell.config) for cell in sweep.cells]
+    return replace(sweep, keys=tuple(keys), cells=tuple(cells))
+
+
+def _cell(sweep: str, values: dict[str, Any], config: Config) -> Cell:
+    shorts = _short_keys(list(values))
+    texts = [text_of(value) for value in values.values()]
+    slug = "-".join(f"{_slug(short)}_{_slug(text)}" for short, text in zip(shorts, texts, strict=True))
+    if len(slug) > _MAX_CELL:
+        slug = f"{slug[: _MAX_CELL - 9]}-{_hash(values)}"
+    name = f"{sweep}-{slug}"
+    return Cell(name=name, label=label(values), values=values, config=replace(config, name=name))
+
+
+def label(values: Mapping[str, Any]) -> str:
+    """Return values by key as a short text: `lr=0.1 seed=2`."""
+    pairs = zip(_short_keys(list(values)), values.values(), strict=True)
+    return " ".join(f"{short}={text_of(value)}" for short, value in pairs)
+
+
+def affects_results(key: str) -> bool:
+    """Return whether the value of a config key can change the results of a run."""
+    return not any(_covers(one, key) for one in (*_MAY_CHANGE, "container", "preflight", "experiment"))
+
+
+def text_of(value: Any) -> str:
+    """Return a value as typed on a command line; different values have different texts."""
+    if isinstance(value, str) and parse_value(value) == value:
+        return value
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+
+
+def _slug(text: str) -> str:
+    """Return a text for use in a folder's name; if characters are left out, a hash keeps it unique."""
+    clean = re.sub(r"[^A-Za-z0-9._-]+", "-", text)
+    if clean == text and len(text) <= _MAX_VALUE:
+        return text
+    return f"{clean[:_MAX_VALUE].strip('-')}-{_hash(text)}".lstrip("-")
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+# The folder of a sweep, and its relation to the folders of its cells.
+#
+#     runs/<experiment>/<sweep>/
+#         sweep.json  mlflow.json  lease
+#         request.json                       request to stop or cancel a sweep that runs its cells one after the other
+#         submitit/                          batch script and logs of its job arrays
+#     runs/<experiment>/<sweep>-<cell>/      an ordinary run, with a file `cell.json`
+#
+# The state of a sweep is derived from the states of its cells and not stored.
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Saved:
+    """The content of `sweep.json`."""
+
+    uid: str
+    created: float
+    keys: list[str]
+    base: dict[str, Any]
+    cells: list[dict[str, Any]]
+
+
+class SweepDir(RunDir):
+    """The folder of a sweep: like a run's folder, but without a config and a state file."""
+
+    kind = "sweep"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.file = path / "sweep.json"
+        self.request = path / "request.json"
+
+    def read(self) -> dict[str, Any]:
+        """Return the content of `sweep.json`. Raises RunFolderError if it is missing or damaged."""
+        found = require_record(self.file)
+        fill(_Saved, found, self.file)
+        for cell in found["cells"]:
+            known = isinstance(cell, dict) and isinstance(cell.get("values"), dict)
+            if not known or not all(isinstance(cell.get(key), str) for key in ("name", "label")):
+                raise RunFolderError(f"{self.file} is damaged: {str(cell)[:40]!r} is not a cell")
+            if Path(cell["name"]).name != cell["name"] or cell["name"] in ("", "..", "."):
+                raise RunFolderError(f"{self.file} is damaged: {cell['name'][:40]!r} is not a name of a run")
+        return found
+
+    def cells(self) -> list[RunDir]:
+        """Return all cells, also those without a folder yet."""
+        return [RunDir(self.path.parent / cell["name"]) for cell in self.read()["cells"]]
+
+    def read_state(self) -> State:
+        """Return the sweep's state, see `status.sweep_state`."""
+        return sweep_state(self.cells(), active=holder(self) is not None, created=float(self.read()["created"]))
+
+
+def sweep_of(run: RunDir) -> SweepDir | None:
+    """Return the sweep of a cell; None for an ordinary run, or if the sweep's folder is missing."""
+    name = (read_json(run.path / "cell.json") or {}).get("sweep")
+    if not isinstance(name, str) or Path(name).name != name:
+        return None
+    found = SweepDir(run.path.parent / name)
+    return found if found.file.is_file() else None
+
+
+def mark(run: RunDir, sweep: SweepDir, cell: Cell) -> None:
+    """Record in a run's folder that the run is a cell of a sweep."""
+    write_json(run.path / "cell.json", {"sweep": sweep.name, "label": cell.label, "values": cell.values})
+
+
+def match(sweep: Sweep) -> Sweep:
+    """Return a sweep with the names that its existing cells already have. Writes nothing.
+
+    Raises:
+        RunFolderError: the folder holds a run, or a sweep with other keys or another config.
+    """
+    folder = SweepDir(sweep.folder)
+    if folder.path.exists():
+        require_trusted(folder.path, "run --sweep")
+    if not folder.file.is_file():
+        if (folder.path / "state.json").exists():
+            raise RunFolderError(f"{folder.path} is a run, not a sweep: choose another `name`")
+        return sweep
+    old = folder.read()
+    if set(old["keys"]) != set(sweep.keys):
+        raise RunFolderError(
+            f"sweep {sweep.name} is over {', '.join(old['keys'])}, not over {', '.join(sweep.keys)}: values can be"
+            " added to it, keys cannot; choose another `name`"
+        )
+    if differences := changes(old["base"], sweep.base):
+        raise RunFolderError(
+            f"sweep {sweep.name} was started with another config ({'; '.join(differences[:3])}): its cells could not be"
+            " compared; choose another `name`"
+        )
+    return _renamed(reordered(sweep, old["keys"]), old["cells"])
+
+
+def _renamed(sweep: Sweep, old: Iterable[dict[str, Any]]) -> Sweep:
+    known = [(cell["values"], cell) for cell in old]
+    cells = []
+    for cell in sweep.cells:
+        before = next((stored for values, stored in known if values == cell.values), None)
+        if before is not None:
+            config = replace(cell.config, name=before["name"])
+            cell = replace(cell, name=before["name"], label=before["label"], config=config)
+        cells.append(cell)
+    return replace(sweep, cells=tuple(cells))
+
+
+def write_sweep(sweep: Sweep) -> SweepDir:
+    """Create the sweep's folder, or add new cells to it. Call `match` first."""
+    folder = SweepDir(sweep.folder)
+    claim_experiment(folder.path.parent)
+    folder.path.mkdir(mode=0o700, exist_ok=True)
+    known = read_record(folder.file) or {
+        "uid": uuid.uuid4().hex,
+        "created": time.time(),
+        "keys": list(sweep.keys),
+        "cells": [],
+    }
+    names = {cell["name"] for cell in known["cells"]}
+    added = [
+        {"name": cell.name, "label": cell.label, "values": cell.values}
+        for cell in sweep.cells
+        if cell.name not in names
+    ]
+    if not folder.mlflow.exists():
+        # The first shipper creates the MLflow run; all others find it by this id.
+        write_json(folder.mlflow, {"run_uid": known["uid"]}, durable=True)
+    base = sweep.base | known.get("base", {})
+    write_json(folder.file, known | {"base": base, "cells": [*known["cells"], *added]}, durable=True)
+    return folder

@@ -1,0 +1,277 @@
+"""The components of a run's job: which nodes the roles request, and which ranks run on which nodes. Pure functions.
+
+A component is a group of nodes with the same request. One component is a plain job. Several components are a
+heterogeneous job, or one allocation with a fixed node per rank if the cluster does not support heterogeneous jobs or
+the roles request the same hardware.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
+from typing import Any
+
+from hpcdist.config.launch_schema import ClusterConfig, RoleRequest
+from hpcdist.config.schema import Config, role_device
+from hpcdist.config.topology import Roles, rank_table
+from hpcdist.errors import ConfigError, HpcdistError
+from hpcdist.slurm.output import parse_memory_mb
+
+#: Settings that a role inherits from the section `cluster`.
+_INHERITED = ("gpus_per_node", "cpus_per_task", "mem", "partition", "constraint")
+#: With more nodes than this the rank table shows the first and the last node of a component only.
+NODES_IN_TABLE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobComponent:
+    """Nodes with the same request: of a role with an entry in `cluster.roles`, or of neighbouring roles without one."""
+
+    roles: tuple[str, ...]
+    nodes: int
+    tasks_per_node: int
+    gpus_per_node: int
+    cpus_per_task: int
+    mem: str | None
+    partition: str | None
+    constraint: str | None
+    sbatch: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks on all nodes of the component."""
+        return self.nodes * self.tasks_per_node
+
+    @property
+    def hardware(self) -> tuple[Any, ...]:
+        """The request, without the numbers of nodes and tasks; one allocation has the same for all of its nodes."""
+        return (*(getattr(self, name) for name in _INHERITED), tuple(sorted(self.sbatch.items())))
+
+    def __str__(self) -> str:
+        ranks = f"{self.nodes} node{'s' * (self.nodes > 1)} × {self.tasks_per_node}"
+        more = [
+            f"{self.gpus_per_node} GPU{'s' * (self.gpus_per_node > 1)} each" if self.gpus_per_node else "",
+            f"partition {self.partition}" if self.partition else "",
+            self.constraint or "",
+        ]
+        return ", ".join([ranks, *filter(None, more)])
+
+
+def components(config: Config) -> tuple[JobComponent, ...]:
+    """Return the components in rank order. Raises ConfigError if numbers contradict each other."""
+    cluster = config.cluster
+    _check_outlives_nodes(config)
+    if not cluster.roles:
+        world_size = cluster.nodes * cluster.tasks_per_node
+        roles = Roles.of(config.roles, sum(config.roles.values()) or world_size)
+        if roles.world_size != world_size:
+            raise ConfigError(
+                [
+                    f"roles add up to {roles.world_size} ranks ({roles}), but cluster.nodes={cluster.nodes} ×"
+                    f" cluster.tasks_per_node={cluster.tasks_per_node} is {world_size}: change one of them, or request"
+                    " nodes for single roles under cluster.roles"
+                ]
+            )
+        return (_component(cluster, roles.names, RoleRequest(), cluster.nodes, cluster.tasks_per_node),)
+    found = []
+    # A role with an entry has a component to itself; neighbouring roles without one share a component.
+    for key, group in groupby(config.roles, key=lambda role: role if role in cluster.roles else ""):
+        names = tuple(group)
+        request = cluster.roles.get(key, RoleRequest())
+        nodes, tasks_per_node = _shape(cluster, request, names, sum(config.roles[name] for name in names))
+        found.append(_component(cluster, names, request, nodes, tasks_per_node))
+    return tuple(found)
+
+
+def _check_outlives_nodes(config: Config) -> None:
+    """Raise ConfigError if a range of nodes or spare nodes contradict other keys."""
+    cluster, min_ranks = config.cluster, config.elastic.min_ranks or 1
+    # `cross_check` checks cluster.min_nodes; without it, a run on this machine may have the default cluster.nodes.
+    num_ranks = cluster.nodes * cluster.tasks_per_node
+    if cluster.min_nodes is None and not config.roles and num_ranks < min_ranks:
+        raise ConfigError(
+            [
+                f"cluster.nodes={cluster.nodes} × cluster.tasks_per_node={cluster.tasks_per_node} is less than"
+                f" elastic.min_ranks={min_ranks}: raise the first or lower the last"
+            ]
+        )
+    if config.roles and cluster.fewest_nodes < cluster.nodes:
+        raise ConfigError(
+            [f"cluster.min_nodes={cluster.min_nodes}: a run with roles has a fixed number of ranks: remove it"]
+        )
+    if cluster.roles and cluster.spare_nodes:
+        raise ConfigError(
+            [
+                f"cluster.spare_nodes={cluster.spare_nodes}: a spare node can replace no node of another request:"
+                " remove it, or cluster.roles"
+            ]
+        )
+
+
+def _component(
+    cluster: ClusterConfig, roles: tuple[str, ...], request: RoleRequest, nodes: int, tasks_per_node: int
+) -> JobComponent:
+    own = {name: getattr(request, name) for name in _INHERITED}
+    values = {name: getattr(cluster, name) if value is None else value for name, value in own.items()}
+    return JobComponent(roles=roles, nodes=nodes, tasks_per_node=tasks_per_node, sbatch=request.sbatch, **values)
+
+
+def _shape(cluster: ClusterConfig, request: RoleRequest, roles: Sequence[str], count: int) -> tuple[int, int]:
+    """Return the number of nodes and of ranks per node; a number that is not set follows from `count` ranks."""
+    key, summands = f"cluster.roles.{roles[0]}", " + ".join(f"roles.{role}" for role in roles)
+    nodes, tasks = request.nodes, request.tasks_per_node
+    if nodes is not None and tasks is not None:
+        if nodes * tasks != count:
+            raise ConfigError(
+                [f"{key}: nodes={nodes} × tasks_per_node={tasks} is {nodes * tasks}, but {summands} is {count}"]
+            )
+        return nodes, tasks
+    if nodes is not None:
+        if count % nodes:
+            raise ConfigError(
+                [f"{key}.nodes={nodes}: {summands}={count} ranks cannot be distributed evenly over these nodes"]
+            )
+        return nodes, count // nodes
+    tasks_key = f"{key}.tasks_per_node" if tasks is not None else "cluster.tasks_per_node"
+    tasks = min(tasks or cluster.tasks_per_node, count)
+    if count % tasks:
+        raise ConfigError(
+            [f"{tasks_key}={tasks}: {summands} is {count} ranks, not a multiple of that; set {key}.nodes"]
+        )
+    return count // tasks, tasks
+
+
+def is_het(config: Config) -> bool:
+    """Return whether the job is heterogeneous: by `cluster.het`, else if roles request different hardware."""
+    parts = components(config)
+    if len(parts) == 1 or config.cluster.het is False:
+        return False
+    return config.cluster.het is True or len({part.hardware for part in parts}) > 1
+
+
+def allocations(config: Config) -> tuple[JobComponent, ...]:
+    """Return the request to sbatch: the components of a heterogeneous job, or one allocation for all of them.
+
+    Raises ConfigError for a request that this kind of job does not support.
+    """
+    parts = components(config)
+    if not is_het(config):
+        return (merged(parts),)
+    for before, part in pairwise(parts):
+        if before.mem is not None and part.mem is None:
+            # Slurm 22.05 applies --mem to the following components as well.
+            raise ConfigError([f"cluster.roles.{part.roles[0]}.mem must be set because {before.roles[0]} sets it"])
+    return parts
+
+
+def merged(parts: Sequence[JobComponent]) -> JobComponent:
+    """Return one allocation for all components: the sum of the nodes, each with the maximum of the requests."""
+    if len(parts) == 1:
+        return parts[0]
+    for name in ("partition", "sbatch"):
+        if any(getattr(part, name) != getattr(parts[0], name) for part in parts):
+            raise ConfigError(
+                [f"cluster.roles: {name} differs between roles, which needs a heterogeneous job (cluster.het)"]
+            )
+    memories = [part.mem for part in parts if part.mem is not None]
+    return JobComponent(
+        roles=tuple(role for part in parts for role in part.roles),
+        nodes=sum(part.nodes for part in parts),
+        tasks_per_node=max(part.tasks_per_node for part in parts),
+        gpus_per_node=max(part.gpus_per_node for part in parts),
+        cpus_per_task=max(part.cpus_per_task for part in parts),
+        mem=max(memories, key=_megabytes) if memories else None,
+        partition=parts[0].partition,
+        constraint=_merged_constraint(parts),
+        sbatch=parts[0].sbatch,
+    )
+
+
+def _megabytes(mem: str) -> float:
+    size = parse_memory_mb(mem)
+    if size is None:
+        raise ConfigError([f"cluster.mem must be like 64G, got {mem!r}"])
+    return size or float("inf")  # 0 requests all memory of a node
+
+
+def _merged_constraint(parts: Sequence[JobComponent]) -> str | None:
+    """Return a constraint with the number of nodes per feature: `[cpu*1&gpu*2]`."""
+    wanted = [part.constraint for part in parts]
+    if len(set(wanted)) == 1:
+        return wanted[0]
+    for constraint in filter(None, wanted):
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", constraint):
+            raise ConfigError([f"cluster.roles: constraint {constraint!r} needs a heterogeneous job (cluster.het)"])
+    kinds = {kind: sum(part.nodes for part in parts if part.constraint == kind) for kind in filter(None, wanted)}
+    return f"[{'&'.join(f'{kind}*{count}' for kind, count in kinds.items())}]"
+
+
+def assign_nodes(
+    parts: Sequence[JobComponent], nodes: Sequence[str], features: Mapping[str, frozenset[str]]
+) -> list[tuple[str, ...]]:
+    """Return the nodes of each component within one allocation, in the allocation's order.
+
+    Components with a constraint are assigned first, and get the matching nodes that have the fewest features.
+    Raises HpcdistError if too few nodes are left for a component.
+    """
+    free = list(nodes)
+    chosen: dict[int, tuple[str, ...]] = {}
+    differ = len({part.constraint for part in parts}) > 1
+    for index, part in sorted(enumerate(parts), key=lambda item: not (differ and item[1].constraint)):
+        fitting = [node for node in free if not (differ and part.constraint) or part.constraint in features[node]]
+        mine = sorted(fitting, key=lambda node: len(features.get(node, ())))[: part.nodes] if differ else fitting
+        mine = [node for node in nodes if node in mine[: part.nodes]]
+        if len(mine) < part.nodes:
+            raise HpcdistError(
+                f"{' and '.join(part.roles)} need {part}, but only {len(mine)} of {', '.join(nodes)} are left and match"
+            )
+        chosen[index] = tuple(mine)
+        free = [node for node in free if node not in mine]
+    return [chosen[index] for index in range(len(parts))]
+
+
+def hosts_by_rank(parts: Sequence[JobComponent], nodes: Sequence[Sequence[str]]) -> list[str]:
+    """Return the host of each rank: a component's ranks fill its nodes one after the other."""
+    return [node for part, own in zip(parts, nodes, strict=True) for node in own for _ in range(part.tasks_per_node)]
+
+
+def rank_table_lines(config: Config, nodes: Sequence[Sequence[str]] | None = None) -> list[str]:
+    """Return the lines of the rank table: ranks, roles, devices, and nodes or, before these are known, the request.
+
+    Args:
+        nodes: names of each component's nodes.
+    """
+    parts = components(config)
+    devices = {}
+    groups = []
+    first = 0
+    num_nodes = sum(part.nodes for part in parts)
+    for index, part in enumerate(parts):
+        request = f"component {index}: {part}" if is_het(config) else str(part)
+        for role in part.roles:
+            device = role_device(config, role)
+            devices[role] = device if device != "auto" else "cuda" if part.gpus_per_node else "cpu"
+        if nodes is not None and num_nodes <= NODES_IN_TABLE:
+            for node in nodes[index]:
+                groups.append((range(first, first + part.tasks_per_node), node))
+                first += part.tasks_per_node
+            continue
+        if nodes is not None:
+            own = nodes[index]
+            request = f"{own[0]} … {own[-1]} ({part})" if len(own) > 1 else own[0]
+        groups.append((range(first, first + part.num_ranks), request))
+        first += part.num_ranks
+    return rank_table(Roles.of(config.roles, first), groups, devices)
+
+
+def with_nodes(config: Config, num_nodes: int) -> Config:
+    """Return the config of a run on another number of nodes."""
+    return replace(config, cluster=replace(config.cluster, nodes=num_nodes))
+
+
+def component_cluster(cluster: ClusterConfig, part: JobComponent) -> ClusterConfig:
+    """Return the section `cluster` with the request of one component."""
+    values = {name: getattr(part, name) for name in ("nodes", "tasks_per_node", *_INHERITED)}
+    return replace(cluster, sbatch={**cluster.sbatch, **part.sbatch}, **values)

@@ -1,0 +1,535 @@
+"""A run that goes on in its allocation without failed nodes, and with them when they answer again."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import select
+import socket
+import sys
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from hpcdist.config.schema import Config
+from hpcdist.config.topology import port_for
+from hpcdist.containers.spec import CONTAINERS_STEP
+from hpcdist.errors import HpcdistError
+from hpcdist.host.commands import run_until
+from hpcdist.host.files import read_json
+from hpcdist.host.nodelist import expand
+from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.records import newest_step
+from hpcdist.slurm import client
+from hpcdist.slurm.current_job import CurrentJob
+from hpcdist.slurm.job.node_ranks import parse_rank_answers
+from hpcdist.slurm.job.srun import NODES_STEP, PREFLIGHT_STEP, nodes_command, step_name
+from hpcdist.slurm.output import parse_text
+from hpcdist.supervisor.restart_policy import Failure, suspect
+
+# The nodes of an allocation: those of the next attempt, spare ones, and those that are left out. No side effects.
+
+#: A node that is lost this often is not used again in this allocation.
+MAX_LOSSES = 2
+
+
+class NodePool:
+    """Chooses the nodes of each attempt of a run with interchangeable nodes.
+
+    Args:
+        allocated: names of the nodes, in Slurm's order.
+        most: number of nodes that the run requests.
+        least: number of nodes with which it may continue.
+        spare: number of nodes that stay idle as long as no node has failed.
+    """
+
+    def __init__(self, allocated: Sequence[str], *, most: int, least: int, spare: int = 0) -> None:
+        self._allocated = tuple(allocated)
+        self._least = least
+        self._target = max(least, min(most, len(allocated) - spare))
+        self._losses: dict[str, int] = {}
+        self._unfit: set[str] = set()
+        self._lost: set[str] = set()
+        #: The nodes of the next attempt, in Slurm's order.
+        self.used: tuple[str, ...] = self._allocated[: self._target]
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """The nodes on which steps can run: all that are not lost."""
+        return tuple(node for node in self._allocated if node not in self._lost)
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """The nodes on which steps can run and that the next attempt does not use."""
+        return tuple(node for node in self.present if node not in self.used)
+
+    @property
+    def fit(self) -> tuple[str, ...]:
+        """The nodes on which ranks can run."""
+        return tuple(node for node in self.present if node not in self._unfit)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The lost nodes with which the run would become larger if they answered again."""
+        if len(self.used) >= self._target:
+            return ()
+        return tuple(node for node in self._allocated if node in self._lost and self._losses[node] < MAX_LOSSES)
+
+    def can_lose(self, nodes: Collection[str]) -> bool:
+        """Return whether enough nodes remain after the loss of `nodes`."""
+        return len(self._allocated) - len(self._lost | self._unfit | set(nodes)) >= self._least
+
+    def drop_silent(self, nodes: Collection[str]) -> bool:
+        """Continue without nodes that do not answer; see `_replace`."""
+        lost = self._lost | set(nodes)
+        if not self._replace(lost | self._unfit):
+            return False
+        for node in set(nodes) - self._lost:
+            self._losses[node] = self._losses.get(node, 0) + 1
+        self._lost = lost
+        return True
+
+    def drop_unfit(self, nodes: Collection[str]) -> bool:
+        """Continue without nodes that answer but are not fit for ranks; see `_replace`."""
+        if not self._replace(self._lost | self._unfit | set(nodes)):
+            return False
+        self._unfit |= set(nodes)
+        return True
+
+    def restore(self, nodes: Iterable[str]) -> None:
+        """Use lost nodes again, which answer."""
+        self._lost -= set(nodes)
+        self._replace(self._lost | self._unfit)
+
+    def keep_idle(self, nodes: Collection[str]) -> None:
+        """Count lost nodes that answer as idle again, unless they were lost too often or the run could grow."""
+        if len(self.used) >= self._target:
+            self._lost -= {node for node in nodes if self._losses[node] < MAX_LOSSES}
+
+    def forget(self, nodes: Iterable[str]) -> None:
+        """Stop waiting for lost nodes that do not belong to the allocation any more."""
+        self._losses |= dict.fromkeys(nodes, MAX_LOSSES)
+
+    def _replace(self, out: Collection[str]) -> bool:
+        """Choose nodes without those in `out`; return whether enough are left. If not, nothing changes.
+
+        Nodes of the last attempt are preferred, so that ranks stay where their files are cached.
+        """
+        fit = [node for node in self._allocated if node not in out]
+        chosen = sorted(fit, key=lambda node: node not in self.used)[: self._target]
+        if len(chosen) < self._least:
+            return False
+        self.used = tuple(node for node in self._allocated if node in chosen)
+        return True
+
+
+# Detection of nodes that do not answer any more, by connections that need no service on the node.
+#
+# A node without power does not close its connections: its peers wait, and Slurm notices it after `SlurmdTimeout`, 300 s
+# by default. The kernel of a node that lives accepts or refuses a connection at once. Nodes that have never answered,
+# for example behind a firewall that drops packets, are not judged.
+
+#: Shortest time between two connections to a node; with many nodes it is longer.
+PROBE_EVERY_S = 1.0
+#: Number of connections per second to all nodes together.
+PROBES_PER_S = 200.0
+#: A connection without an answer is given up after this time.
+ANSWER_S = 1.5
+#: A node that has not answered for this time is lost; at least this many intervals.
+SILENT_S = 4.0
+SILENT_INTERVALS = 3
+#: After a pause between two calls of `silent`, as of a suspended process, no more than this counts.
+PAUSE_S = 1.0
+_ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
+
+
+class _Node:
+    """The probe of one node: its connection, if one is open, and the time of its last answer."""
+
+    def __init__(self, address: tuple[str, int], family: socket.AddressFamily) -> None:
+        self.address = address
+        self.family = family
+        self.connection: socket.socket | None = None
+        self.began = 0.0
+        self.answered: float | None = None
+
+    def open(self, now: float) -> None:
+        """Begin to connect without waiting."""
+        self.began = now
+        self.connection = socket.socket(self.family, socket.SOCK_STREAM)
+        self.connection.setblocking(False)
+        code = self.connection.connect_ex(self.address)
+        if code != errno.EINPROGRESS:
+            self.close(now, code)
+
+    def close(self, now: float, code: int) -> None:
+        """End the connection; `code` is the error with which it has ended."""
+        assert self.connection is not None
+        self.connection.close()
+        self.connection = None
+        if code in _ANSWERS:
+            self.answered = now
+
+
+class HostProbe:
+    """Finds the nodes that have answered before and do not answer any more. No threads: `silent` does all the work.
+
+    Args:
+        addresses: numerical addresses of the nodes, by name.
+        port: a port on which nothing has to listen.
+    """
+
+    def __init__(self, addresses: Mapping[str, str], port: int) -> None:
+        self._nodes = {
+            name: _Node((address, port), socket.AF_INET6 if ":" in address else socket.AF_INET)
+            for name, address in addresses.items()
+        }
+        self._every_s = max(PROBE_EVERY_S, len(self._nodes) / PROBES_PER_S)
+        self._last_call: float | None = None
+
+    def silent(self, for_s: float = SILENT_S) -> list[str]:
+        """Return the nodes that have not answered for some time. Call it several times a second."""
+        now = time.monotonic()
+        if self._last_call is not None and now - self._last_call > PAUSE_S:
+            pause_s = now - self._last_call - PAUSE_S
+            for node in self._nodes.values():
+                node.answered = node.answered + pause_s if node.answered is not None else None
+        self._last_call = now
+        self._collect(now)
+        for node in self._nodes.values():
+            if node.connection is None and now - node.began >= self._every_s:
+                node.open(now)
+        limit_s = max(for_s, SILENT_INTERVALS * self._every_s)
+        return [
+            name for name, node in self._nodes.items() if node.answered is not None and now - node.answered > limit_s
+        ]
+
+    def _collect(self, now: float) -> None:
+        """End the connections that have got an answer, or none in time."""
+        waiting = {node.connection.fileno(): node for node in self._nodes.values() if node.connection is not None}
+        poll = select.poll()
+        for descriptor in waiting:
+            poll.register(descriptor, select.POLLOUT)
+        ready = {descriptor for descriptor, _ in poll.poll(0)} if waiting else set()
+        for descriptor, node in waiting.items():
+            assert node.connection is not None
+            if descriptor in ready:
+                node.close(now, node.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+            elif now - node.began > ANSWER_S:
+                node.close(now, errno.ETIMEDOUT)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for node in self._nodes.values():
+            if node.connection is not None:
+                node.connection.close()
+                node.connection = None
+
+
+def addresses_of(nodes: Iterable[str]) -> dict[str, str]:
+    """Return the address of each node whose name can be resolved."""
+    found = {}
+    for node in nodes:
+        try:
+            info = socket.getaddrinfo(node, None, type=socket.SOCK_STREAM)[0]
+        except OSError:
+            continue
+        found[node] = str(info[4][0])
+    return found
+
+
+# A run that goes on in its allocation without failed nodes, and with them when they answer again.
+#
+# Slurm notices a dead node only after `SlurmdTimeout`. Until then the processes of a step on that node never end for
+# Slurm, and neither does the step. So ranks are killed on each node that answers, without Slurm, the step is abandoned,
+# and the next step overlaps it on the other nodes.
+
+log = logging.getLogger(__name__)
+#: Once a node has answered, the others have this time to answer as well.
+PATIENCE_S = 4.0
+#: Time limit for the first answer: Slurm's messages time out after 10 s.
+FIRST_ANSWER_S = 20.0
+#: Time limit for the end of the ranks on the nodes that answer.
+KILL_RANKS_S = 60.0
+#: With too few other nodes the run goes back into the queue, so a node is given more time to answer.
+SILENT_BEFORE_REQUEUE_S = 30.0
+#: Interval of checks for a new checkpoint and for lost nodes that answer again.
+CHECK_EVERY_S = 5.0
+_ALIVE = "hpcdist-alive"
+
+
+class _Examined(NamedTuple):
+    """Lost nodes: those on which ranks can run again, those that have left the job, and those that do not answer."""
+
+    returned: list[str]
+    gone: list[str]
+    silent: list[str]
+
+
+class ElasticNodes:
+    """Detects lost nodes of the running attempt and chooses the nodes of the next one (`supervisor.NodeChanges`).
+
+    Order of the calls for each attempt: `begin` at its start; `detect_lost` and `detect_returned` while it runs; at its
+    end `end_ranks`, and then `replace_lost` after a failure or `use_returned` if it ended for more nodes.
+
+    Args:
+        pool: the nodes of the job.
+        tasks_per_node: number of ranks on each node.
+        env: environment of steps.
+        grow: whether ranks are restarted when a lost node answers again.
+    """
+
+    def __init__(
+        self, pool: NodePool, run: RunDir, job_id: str, *, tasks_per_node: int, env: Mapping[str, str], grow: bool
+    ) -> None:
+        self.pool = pool
+        #: Names of steps that Slurm cannot end because a node is lost. None of their ranks is left on other nodes.
+        self.abandoned: set[str] = set()
+        self._run = run
+        self._job_id = job_id
+        self._tasks_per_node = tasks_per_node
+        self._env = env
+        self._may_grow = grow
+        self._probe = HostProbe(addresses_of(pool.present), port_for(env["SLURM_JOB_ID"], 0))
+        self._lost: tuple[str, ...] = ()
+        self._thread = ThreadPoolExecutor(1)
+        self._check: Future[_Examined] | None = None
+        self._next_check = 0.0
+        self._step_at_start: int | None = None
+        self._returned: list[str] = []
+        #: Lost nodes that ran no ranks.
+        self._lost_idle: set[str] = set()
+        self._uses_returned = False
+
+    def close(self) -> None:
+        """End the checks of nodes."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._probe.close()
+
+    def use_returned(self) -> None:
+        """Use the nodes found by `detect_returned` in the next attempt."""
+        self.pool.restore(self._returned)
+        self._uses_returned = bool(self._returned)
+
+    def begin(self) -> bool:
+        """Prepare the next attempt; return whether it uses nodes again that were lost."""
+        uses_returned, self._uses_returned = self._uses_returned, False
+        self._returned = []
+        self._lost = ()
+        self._step_at_start = newest_step(self._run)
+        return uses_returned
+
+    # --- lost nodes
+
+    def drop_rejected(self, blamed: Sequence[str]) -> bool:
+        """Continue without nodes that fail the preflight check; return whether enough others are left.
+
+        Those that do not answer are lost, and Slurm cannot end the steps that the check has started on them.
+        """
+        if not self.pool.can_lose(blamed):
+            return False
+        answers = kill_ranks(self._run, blamed, self._env)
+        if silent := [node for node in blamed if node not in answers]:
+            self.pool.drop_silent(silent)
+            self.abandoned |= {PREFLIGHT_STEP, NODES_STEP, CONTAINERS_STEP}
+        if unfit := [node for node in blamed if node in answers]:
+            self.pool.drop_unfit(unfit)
+        return True
+
+    def detect_lost(self) -> tuple[int, str] | None:
+        """Return the first rank on a node of the attempt that does not answer, and the node; None if all answer."""
+        silent = self._probe.silent()
+        if idle := [node for node in silent if node not in self.pool.used and node in self.pool.present]:
+            self.pool.drop_silent(idle)
+            self._lost_idle |= set(idle)
+            log.warning("%s: no answer from the node, which runs no ranks", ", ".join(idle))
+        if back := self._lost_idle - set(silent):
+            # `end_ranks` finds out whether they still belong to the job.
+            self._lost_idle -= back
+            self.pool.keep_idle(back)
+        lost = [node for node in self.pool.used if node in silent]
+        # Nodes that were lost long ago say nothing about these.
+        if not lost or not (self.pool.can_lose(lost) or set(lost) & set(self._probe.silent(SILENT_BEFORE_REQUEUE_S))):
+            return None
+        self._lost = tuple(lost)
+        return self.pool.used.index(lost[0]) * self._tasks_per_node, lost[0]
+
+    def end_ranks(self, attempt: Attempt) -> bool:
+        """Kill the ranks on all nodes without Slurm. Return whether Slurm cannot end the attempt's step.
+
+        True if at least one node does not respond; without any response, only if a node was lost before.
+        """
+        self._drop_removed_nodes()
+        asked = [node for node in self.pool.used if node not in self._lost]
+        answers = kill_ranks(self._run, asked, self._env)
+        if not answers:
+            return bool(self._lost)
+        self._lost = (*self._lost, *(node for node in asked if node not in answers))
+        if not self._lost:
+            return False
+        if not any(answers.values()):
+            self.abandoned |= {step_name(attempt), NODES_STEP, CONTAINERS_STEP}
+        return True
+
+    @property
+    def answering(self) -> tuple[str, ...]:
+        """The nodes on which steps can run, as far as is known."""
+        return tuple(node for node in self.pool.present if node not in self._lost)
+
+    def _drop_removed_nodes(self) -> None:
+        """Count nodes as lost that Slurm has taken out of the job: a step with them does not start on any node."""
+        try:
+            allocated = self._allocated_nodes()
+        except HpcdistError:
+            return
+        removed = [node for node in self.pool.present if node not in allocated] if allocated else []
+        used = [node for node in removed if node in self.pool.used]
+        self._lost = tuple(dict.fromkeys((*self._lost, *used)))
+        if idle := [node for node in removed if node not in used]:
+            self.pool.drop_silent(idle)
+        self.pool.forget(removed)
+
+    def _allocated_nodes(self) -> list[str]:
+        """Return the nodes that belong to the job; empty if Slurm does not say."""
+        records = client.job_records(self._job_id)
+        names = parse_text(records[0].get("NodeList")) if records else ""
+        return expand(names) if names else []
+
+    def replace_lost(self) -> str:
+        """Choose other nodes after a failure; return a sentence about them, or "" if the nodes stay the same."""
+        lost, before = self._lost, self.pool.used
+        self._lost = ()
+        if lost:
+            chosen, why = self.pool.drop_silent(lost), "no answer from"
+        elif blamed := failing_node(self._run, before):
+            lost = (blamed,)
+            chosen, why = self.pool.drop_unfit(lost), "ranks have failed twice in a row on"
+        else:
+            return ""
+        return f"{why} {', '.join(lost)}: {self._change(before)}" if chosen else ""
+
+    def _change(self, before: Sequence[str]) -> str:
+        """Return how the nodes of the next attempt differ from those of the last one."""
+        new = [node for node in self.pool.used if node not in before]
+        now = (
+            f"continuing on {len(self.pool.used)} of {len(before)} nodes" if len(self.pool.used) != len(before) else ""
+        )
+        taken = f"{', '.join(new)} takes over" if new else ""
+        return ", ".join(filter(None, [taken, now]))
+
+    # --- nodes that answer again
+
+    def detect_returned(self) -> str:
+        """Return lost nodes that answer again if a checkpoint is newer than the attempt's start; otherwise "".
+
+        Called several times a second; the nodes are checked in another thread.
+        """
+        if self._returned:
+            return ", ".join(self._returned)
+        if not self._may_grow or not self.pool.missing:
+            return ""
+        if self._check is not None:
+            if self._check.done():
+                self._take(self._check)
+                self._check = None
+            return ""
+        if time.monotonic() >= self._next_check:
+            self._next_check = time.monotonic() + CHECK_EVERY_S
+            # Slurm could not end a step on a node that is known to be silent.
+            silent = self._probe.silent()
+            if missing := [node for node in self.pool.missing if node not in silent]:
+                self._check = self._thread.submit(self._examine, missing, self._step_at_start)
+        return ""
+
+    def _take(self, check: Future[_Examined]) -> None:
+        try:
+            returned, gone, silent = check.result()
+        except (HpcdistError, OSError) as error:
+            log.info("the lost nodes cannot be checked: %s", error)
+            return
+        self._returned = returned
+        if silent:
+            self.abandoned.add(NODES_STEP)
+        self.pool.forget(gone)
+        if gone:
+            log.info("Slurm has taken %s out of the job: the next requeue may replace it", ", ".join(gone))
+
+    def _examine(self, missing: Sequence[str], step_at_start: int | None) -> _Examined:
+        if newest_step(self._run) == step_at_start:
+            return _Examined([], [], [])
+        allocated = self._allocated_nodes()
+        mine = [node for node in missing if node in allocated]
+        # Ranks of an earlier attempt may have survived there.
+        answers = kill_ranks(self._run, mine, self._env)
+        return _Examined(
+            returned=[node for node in mine if answers.get(node) == []],
+            gone=[node for node in missing if node not in allocated] if allocated else [],
+            silent=[node for node in mine if node not in answers],
+        )
+
+
+def elastic_nodes(
+    run: RunDir, config: Config, job: CurrentJob, nodes: Sequence[str], env: Mapping[str, str]
+) -> ElasticNodes:
+    """Return the choice of nodes of a job.
+
+    Raises HpcdistError if the job has fewer nodes than the run needs.
+    """
+    cluster = config.cluster
+    if len(nodes) < cluster.fewest_nodes:
+        raise HpcdistError(f"job {job.id} has {len(nodes)} nodes, but cluster.min_nodes={cluster.fewest_nodes}")
+    pool = NodePool(nodes, most=cluster.nodes, least=cluster.fewest_nodes, spare=cluster.spare_nodes)
+    return ElasticNodes(
+        pool, run, job.id, tasks_per_node=cluster.tasks_per_node, env=env, grow=config.elastic.grow == "restart"
+    )
+
+
+def failing_node(run: RunDir, nodes: Sequence[str]) -> str:
+    """Return the node among `nodes` on which ranks fail repeatedly; "" if there is none."""
+    blamed = suspect([failure_of(attempt) for attempt in run.attempts()]) or ""
+    # The host name may be n1.site and Slurm's name n1.
+    return next((node for node in nodes if node in (blamed, blamed.partition(".")[0])), "")
+
+
+def failure_of(attempt: Attempt) -> Failure | None:
+    """Return the failure that the supervisor has recorded for an attempt, or None."""
+    found = read_json(attempt.failure)
+    return None if found is None else Failure(**found)
+
+
+def kill_ranks(run: RunDir, nodes: Sequence[str], env: Mapping[str, str]) -> Mapping[str, list[int]]:
+    """Kill a run's ranks on nodes without Slurm; return those that survive, by node, for the nodes that answer.
+
+    srun waits for nodes that do not answer. So it is ended when the others have had time to answer.
+    """
+    if not nodes:
+        return {}
+    words = [sys.executable, "-P", "-m", "hpcdist.slurm.job.node_ranks", str(run.path), "kill"]
+    # The first line comes before Python is loaded, perhaps from a slow file system.
+    command = ["sh", "-c", f'echo {_ALIVE} "$SLURMD_NODENAME"; exec "$@"', "sh", *words]
+    step = nodes_command([nodes], command, het=False, chosen=True)
+    text = run_until(step, _Answers(nodes).are_complete, env=env)
+    return parse_rank_answers(text, nodes)
+
+
+class _Answers:
+    """Decides when enough nodes have answered."""
+
+    def __init__(self, nodes: Iterable[str]) -> None:
+        self._nodes = set(nodes)
+        self._began = time.monotonic()
+        self._changed = self._began
+        self._num_alive = 0
+
+    def are_complete(self, text: str) -> bool:
+        """Return whether no more answers are expected after `text`, the output so far."""
+        now = time.monotonic()
+        rows = [line.split() for line in text.splitlines()]
+        alive = {row[1] for row in rows if len(row) > 1 and row[0] == _ALIVE} & self._nodes
+        if len(alive) != self._num_alive:
+            self._num_alive, self._changed = len(alive), now
+        if not alive:
+            return now - self._began > FIRST_ANSWER_S
+        over = parse_rank_answers(text, self._nodes).keys() >= alive or now - self._changed > KILL_RANKS_S
+        return over and (alive == self._nodes or now - self._changed > PATIENCE_S)

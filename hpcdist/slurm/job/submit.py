@@ -1,0 +1,349 @@
+"""Submission of runs to Slurm with submitit, from a login node: the batch script, its parameters and dependencies."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpcdist.config.launch_schema import ClusterConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.written import secret_keys
+from hpcdist.containers.steps import rank_container
+from hpcdist.environments.rank_environment import python_of, record_environment
+from hpcdist.errors import UserMistake
+from hpcdist.host.files import write_json
+from hpcdist.run.folder import RunDir, read_record
+from hpcdist.run.lookup import resolve_run
+from hpcdist.run.slurm_job import job_of, keep_job
+from hpcdist.run.snapshot import git_root
+from hpcdist.slurm import client
+from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.components import allocations, component_cluster, is_het
+from hpcdist.slurm.flags import option_value
+from hpcdist.slurm.job.node_parents import obstacle_to_fork, planned_commands
+from hpcdist.slurm.job.srun import step_command
+from hpcdist.slurm.job.submitit_entry import supervise_in_job
+from hpcdist.supervisor.plan import rank_command
+
+# The batch script of a run and its sbatch parameters. Pure functions of the config.
+
+#: The shell of the batch step restarts a supervisor that is killed, by a user or for lack of memory, up to three times:
+#: the allocation still exists, and the ranks continue from the newest checkpoint. It does not after Slurm's SIGTERM.
+#: `|| code=$?` because set-up lines of the site may contain `set -e`.
+_SUPERVISE = """\
+trap 'left=0' TERM
+supervise() {
+  for left in 3 2 1 0; do
+    code=0; %s "$@" || code=$?
+    [ $code -gt 128 ] && [ $code -ne 143 ] && [ $left -gt 0 ] || return $code
+    echo "the supervisor was killed (exit code $code): restarting it"
+  done
+}"""
+
+#: Python with submitit that does not import NumPy.
+_PYTHON = f"{shlex.quote(sys.executable)} -u -m hpcdist.slurm.job.submitit_entry"
+#: The interpreter for submitit: the shell function above.
+SUPERVISOR = "supervise"
+
+
+def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return the parameters of submitit's executor; `flags` are sbatch flags of one submission only."""
+    first, *others = allocations(config)
+    cluster = component_cluster(config.cluster, first)
+    components = [line for part in others for line in component_lines(component_cluster(config.cluster, part))]
+    optional = {
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "mem": cluster.mem,
+        "constraint": cluster.constraint,
+        "exclude": cluster.exclude,
+        "gpus_per_node": cluster.gpus_per_node or None,
+    }
+    size, more = _size(cluster)
+    flags_of_config = {
+        name: shown for name, value in cluster.sbatch.items() if (shown := option_value(value)) is not None
+    }
+    return {
+        **{key: value for key, value in optional.items() if value is not None},
+        "job_name": f"{run.experiment}/{run.name}",
+        "time": cluster.time_limit_min,
+        **size,
+        # submitit does not support heterogeneous jobs. Its set-up lines follow its parameters, and sbatch reads all
+        # #SBATCH lines before the first command.
+        "setup": [
+            *components,
+            *_exports(config),
+            *cluster.setup,
+            _SUPERVISE % _PYTHON,
+        ],
+        # The supervisor runs in the batch step and starts the ranks with srun itself.
+        "use_srun": False,
+        "stderr_to_stdout": True,
+        # submitit sets a workload key by default, which clusters that check these keys reject.
+        "wckey": None,
+        "signal_delay_s": cluster.signal_lead_s,
+        "additional_parameters": {
+            "requeue": True,
+            **more,
+            **flags_of_config,
+            **(flags or {}),
+        },
+    }
+
+
+def _size(cluster: ClusterConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return nodes and cores of the first component as parameters of submitit, and as flags that it does not know."""
+    most = cluster.nodes + cluster.spare_nodes
+    cores = {"ntasks_per_node": cluster.tasks_per_node, "cpus_per_task": cluster.cpus_per_task}
+    # The supervisor goes on without a failed node.
+    more = {"no_kill": True} if cluster.outlives_nodes else {}
+    least = cluster.fewest_nodes + cluster.spare_nodes
+    if least == most:
+        return {"nodes": most, **cores}, more
+    # With --ntasks-per-node, Slurm gives the job at most one node for each task of its least number of nodes. submitit
+    # computes with the number of nodes, so the range comes as a flag.
+    mincpus = cluster.tasks_per_node * cluster.cpus_per_task
+    return {"nodes": most}, {**more, "nodes": f"{least}-{most}", "mincpus": mincpus}
+
+
+def _exports(config: Config) -> list[str]:
+    """Return the job's variables; secrets come from the run folder instead, because Slurm shows batch scripts."""
+    hidden = {path[2] for path in secret_keys(config) if path[:2] == ("cluster", "env")}
+    return [
+        f"# The supervisor sets {name} from secrets.json in the run folder"
+        if name in hidden
+        else f"export {name}={shlex.quote(value)}"
+        for name, value in config.cluster.env.items()
+    ]
+
+
+def component_lines(cluster: ClusterConfig) -> list[str]:
+    """Return the #SBATCH lines of a further component; job name, account, time limit and others are the first one's."""
+    flags = {
+        "partition": cluster.partition,
+        "constraint": cluster.constraint,
+        "mem": cluster.mem,
+        "exclude": cluster.exclude,
+        "nodes": cluster.nodes,
+        "ntasks-per-node": cluster.tasks_per_node,
+        "gpus-per-node": cluster.gpus_per_node or None,
+        "cpus-per-task": cluster.cpus_per_task,
+        **{name: option_value(value) for name, value in cluster.sbatch.items()},
+    }
+    options = {name: "" if value is True else f"={shlex.quote(str(value))}" for name, value in flags.items() if value}
+    return ["#SBATCH hetjob", *(f"#SBATCH --{name}{value}" for name, value in options.items())]
+
+
+def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, **array: Any) -> tuple[str, str]:
+    """Return the batch script, and the commands that start the ranks of the first attempt; does not need Slurm.
+
+    Args:
+        array: submitit's `map_count` and `array_parallelism`, for a job array.
+    """
+    from submitit.slurm.slurm import _make_sbatch_string  # submitit has no public function for the text
+
+    folder = run.path / "submitit"
+    command = f"{SUPERVISOR} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+    script = _make_sbatch_string(command=command, folder=folder, **sbatch_parameters(config, run, flags), **array)
+    cwd = Path.cwd()
+    box = rank_container(config, run, cwd=cwd, root=git_root(cwd) or cwd)
+    python = box.python if box else python_of(config) or sys.executable
+    rank = rank_command(run.path, python)
+    lines = []
+    if config.cluster.fork and (obstacle := obstacle_to_fork(config, box, {})):
+        lines.append(f"cluster.fork has no effect: {obstacle}")
+    elif config.cluster.fork:
+        parents, rank = planned_commands(run, config, python)
+        lines.append(shlex.join(parents))
+    lines.append(shlex.join(step_command(config, run.attempt(1), rank, box)))
+    return script, "\n".join(lines)
+
+
+def commented(text: str) -> str:
+    """Return text as comment lines of a shell script; the name of a folder may contain a newline."""
+    return "\n".join(f"# {line}" for line in text.splitlines())
+
+
+# `--dependency` of sbatch with names of runs in the place of job ids.
+
+KINDS = ("after", "afterany", "afterburstbuffer", "aftercorr", "afternotok", "afterok", "singleton")
+_JOB = re.compile(r"\d+(_(\d+|\*))?")
+#: Final status that a dependency of a kind can never meet. Slurm would start the job once it has forgotten the run's.
+_NEVER = {"afterok": "failed", "aftercorr": "failed", "afternotok": "finished"}
+
+
+def resolve(text: str, runs_dir: Path) -> str:
+    """Return a dependency with names of runs replaced by job ids: `afterok:first` becomes `afterok:4711`.
+
+    Raises UserMistake for a malformed dependency, for a run that was never submitted, and for a run with a final
+    status that rules the dependency out; RunFolderError for an unknown run.
+    """
+    return "".join(
+        part if part in (",", "?") else _resolve_part(part, text, runs_dir)
+        for part in re.split(r"([,?])", text.strip())
+    )
+
+
+def _resolve_part(part: str, text: str, runs_dir: Path) -> str:
+    kind, *names = part.split(":")
+    if kind not in KINDS or bool(names) == (kind == "singleton") or not all(names):
+        raise UserMistake(
+            f"--dependency {text}: {part!r} is not a dependency: write afterok:RUN or afterok:JOB"
+            f" (or {', '.join(name for name in KINDS if name != 'afterok')})"
+        )
+    return ":".join([kind, *(_job_id(kind, name, runs_dir) for name in names)])
+
+
+def _job_id(kind: str, name: str, runs_dir: Path) -> str:
+    # `after:JOB+MINUTES`
+    name, plus, minutes = name.partition("+")
+    if _JOB.fullmatch(name):
+        return f"{name}{plus}{minutes}"
+    run = resolve_run(name, runs_dir)
+    job = job_of(run)
+    if job is None:
+        raise UserMistake(f"--dependency {kind}:{name}: run {run.name} was never submitted to Slurm")
+    status = run.read_state().status
+    if status == _NEVER.get(kind):
+        raise UserMistake(f"--dependency {kind}:{name}: run {run.name} is {status}: the job would never start")
+    return f"{job.id}{plus}{minutes}"
+
+
+# Submission of runs to Slurm with submitit, from a login node.
+
+
+def require_sbatch() -> None:
+    """Raise UserMistake if sbatch is not installed."""
+    if shutil.which("sbatch") is None:
+        raise UserMistake("sbatch is not installed here: submit from a login node, or show the script with --dry-run")
+
+
+def resolve_het(config: Config) -> tuple[Config, str]:
+    """Return the config with `cluster.het` off if it is not set and the cluster has no heterogeneous jobs.
+
+    The second value is the message about that change, or empty.
+    Raises ConfigError for a request that the resulting kind of job does not support.
+    """
+    allocations(config)
+    if config.cluster.het is not None or not is_het(config) or shutil.which("scontrol") is None:
+        return config, ""
+    reason = why_no_het_jobs(client.settings())
+    if not reason:
+        return config, ""
+    resolved = replace(config, cluster=replace(config.cluster, het=False))
+    allocations(resolved)
+    return resolved, f"this cluster does not support heterogeneous jobs ({reason}): the roles share one allocation"
+
+
+def why_no_het_jobs(settings: Mapping[str, str]) -> str:
+    """Return the setting that turns heterogeneous jobs off, by `scontrol show config`; empty if they are available."""
+    scheduler = settings.get("SchedulerType", "sched/backfill")
+    if scheduler != "sched/backfill":
+        return f"SchedulerType={scheduler}"
+    if "disable_hetjob_steps" in settings.get("SchedulerParameters", ""):
+        return "SchedulerParameters=disable_hetjob_steps"
+    return ""
+
+
+def estimate_start(config: Config, flags: Mapping[str, str] | None = None) -> str:
+    """Return Slurm's estimate of the start of a job, without a submission and without side effects.
+
+    Args:
+        flags: sbatch flags of this submission only, such as `dependency`.
+
+    Raises UserMistake with Slurm's reason, in one line, if it rejects the job.
+    """
+    require_sbatch()
+    probe = RunDir(Path(config.runs_dir) / config.experiment / (config.name or "probe"))
+    script, _ = render(config, probe, flags)
+    try:
+        text = " ".join(client.estimate_start(script).split()).removeprefix("sbatch: ")
+        return text.replace(" a using ", " using ")  # Slurm 26.05 prints a stray word after the time
+    except SlurmError as error:
+        if error.timed_out:
+            raise UserMistake(f"Slurm does not answer ({error}): check `scontrol ping`") from error
+        reason = " ".join(error.stderr.split()).removeprefix("allocation failure: ").removeprefix("sbatch: error: ")
+        raise UserMistake(f"Slurm rejects this job: {reason}") from error
+
+
+def submit(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) -> str:
+    """Submit a run that has a folder; return the job id, which is also written to `slurm.json` in the folder."""
+    from submitit import SlurmExecutor
+
+    executor = SlurmExecutor(run.path / "submitit", python=SUPERVISOR)
+    executor.update_parameters(**sbatch_parameters(config, run, flags))
+    record_environment(config, [run], os.environ)
+    with _queued([run], "job"):
+        job = executor.submit(supervise_in_job, str(run.path))
+    write_job(run, str(job.job_id), name=f"{run.experiment}/{run.name}")
+    return str(job.job_id)
+
+
+@contextmanager
+def _queued(runs: Sequence[RunDir], job: str) -> Iterator[None]:
+    """Record runs as queued before their submission in the block; restore their records if there is no job then."""
+    from submitit.core.utils import FailedJobError
+
+    before = [(run, run.read_state(), read_record(run.slurm)) for run in runs]
+    for run, state, _ in before:
+        keep_job(run)
+        # Before the status `queued`: a queued run with a previous job that is over counts as lost.
+        write_json(run.path / "slurm.json", {"job_id": None})
+        # Before the submission: the job may start before sbatch returns.
+        run.write_state(replace(state, status="queued", reason="", ended=None, lost=False))
+    try:
+        yield
+    except (FailedJobError, OSError) as error:
+        # Not after Ctrl-C, when Slurm may have accepted the job.
+        for run, state, record in before:
+            run.write_state(state)
+            write_json(run.path / "slurm.json", record or {"job_id": None})
+        if isinstance(error, OSError):
+            raise
+        raise UserMistake(f"Slurm rejected the {job}: {' '.join(str(error).split())}") from error
+
+
+def write_job(run: RunDir, job_id: str, *, name: str) -> None:
+    """Write the job of a run to `slurm.json`, with its name and cluster: ids are not unique over time and clusters."""
+    try:
+        cluster = client.cluster_name()
+    except SlurmError:
+        cluster = ""
+    write_json(run.path / "slurm.json", {"job_id": job_id, "job_name": name, "cluster": cluster})
+
+
+def submit_array(
+    config: Config, sweep: RunDir, runs: Sequence[RunDir], flags: Mapping[str, str], parallelism: int | None
+) -> list[str]:
+    """Submit runs that have folders as one job array, with at most `parallelism` running at the same time.
+
+    Returns the job ids of the tasks (`41_0`; `41` for a single run), which are also written to each `slurm.json`.
+    """
+    from submitit import SlurmExecutor
+
+    executor = SlurmExecutor(sweep.path / "submitit", python=SUPERVISOR)
+    executor.update_parameters(**sbatch_parameters(config, sweep, flags), array_parallelism=parallelism or len(runs))
+    record_environment(config, runs, os.environ)
+    with _queued(runs, "job array"):
+        jobs = executor.map_array(supervise_in_job, [str(run.path) for run in runs])
+    for run, job in zip(runs, jobs, strict=True):
+        write_job(run, str(job.job_id), name=f"{sweep.experiment}/{sweep.name}")
+        _link_log(run, job.paths.stdout)
+    return [str(job.job_id) for job in jobs]
+
+
+def _link_log(run: RunDir, log: Path) -> None:
+    """Link the log of an array task, which is in the sweep's folder, into the run's folder."""
+    log.touch()
+    folder = run.path / "submitit"
+    folder.mkdir(exist_ok=True)
+    (folder / log.name).symlink_to(os.path.relpath(log, folder))

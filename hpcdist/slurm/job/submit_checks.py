@@ -1,0 +1,389 @@
+"""Checks of a request before its submission: limits of the partitions, hardware of the nodes, and whether they can see
+the folder of runs. All problems are reported at once, each with its key and the fix.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcdist.config.launch_schema import ClusterConfig
+from hpcdist.config.schema import Config
+from hpcdist.containers.steps import container_problems
+from hpcdist.environments.rank_environment import environment_problems, module_problems, torch_problems
+from hpcdist.errors import ConfigError, RunFolderError, UserMistake, suggestion
+from hpcdist.host.files import LARGEST, read_json
+from hpcdist.host.nodelist import expand
+from hpcdist.host.storage import IN_MEMORY, LOCAL, PRIVATE, file_system
+from hpcdist.run import create
+from hpcdist.slurm import client
+from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.components import allocations, component_cluster
+from hpcdist.slurm.flags import conflicting_flags, exposed_secrets, rejected_flags
+from hpcdist.slurm.job import submit
+from hpcdist.slurm.output import Partition, count_nodes, parse_memory_mb, parse_minutes
+
+# Checks of a request against the limits of the partitions and the hardware of their nodes.
+
+#: A site's default memory below this, per rank, is reported: importing torch takes half of it.
+_SMALL_MB = 1024
+
+
+@dataclass
+class Findings:
+    """Results of checks."""
+
+    errors: list[str] = field(default_factory=list)  #: prevent the submission
+    warnings: list[str] = field(default_factory=list)
+
+
+def requested_partitions(
+    cluster: ClusterConfig, partitions: Sequence[Partition], findings: Findings
+) -> list[Partition]:
+    """Return the partitions that the job may run in; unknown ones become errors."""
+    if cluster.partition is None:
+        return [partition for partition in partitions if partition.facts.get("Default") == "YES"]
+    known = {partition.name: partition for partition in partitions}
+    found = []
+    for name in cluster.partition.split(","):
+        if name in known:
+            found.append(known[name])
+            continue
+        hint = suggestion(name, known, f"the cluster has {', '.join(sorted(known))}")
+        findings.errors.append(f"cluster.partition={name}: no such partition, {hint}")
+    return found
+
+
+def check_partitions(cluster: ClusterConfig, partitions: Sequence[Partition], findings: Findings) -> None:
+    """Add the findings of the partition that fits best: one that can run the job is enough."""
+    results = []
+    for partition in partitions:
+        result = Findings()
+        _check_access(cluster, partition, result)
+        _check_size(cluster, partition, result)
+        results.append(result)
+    if results:
+        best = min(results, key=lambda result: (len(result.errors), len(result.warnings)))
+        findings.errors += best.errors
+        findings.warnings += best.warnings
+
+
+def _check_access(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
+    name, state = partition.name, partition.facts.get("State", "UP")
+    if state in ("DRAIN", "INACTIVE"):
+        findings.errors.append(f"cluster.partition={name} accepts no jobs (state {state}): choose another")
+    elif state != "UP":
+        findings.warnings.append(f"cluster.partition={name} starts no jobs (state {state}): the run will wait")
+    for kind, key, value in (("Accounts", "account", cluster.account), ("Qos", "qos", cluster.qos)):
+        allowed = partition.allowed(kind)
+        if value is not None and (value in partition.denied(kind) or (allowed is not None and value not in allowed)):
+            fix = f"use {', '.join(allowed)}" if allowed else "choose another"
+            findings.errors.append(f"cluster.{key}={value} may not use partition {name}: {fix}")
+    groups = partition.allowed("Groups")
+    if os.getuid() == 0:
+        return
+    if partition.facts.get("RootOnly") == "YES":
+        findings.errors.append(f"cluster.partition={name} is reserved for root: choose another")
+    elif groups is not None and not set(groups) & set(_own_groups()):
+        findings.errors.append(
+            f"cluster.partition={name} is reserved for groups {', '.join(groups)}, and you are in none of them:"
+            " choose another"
+        )
+
+
+def _own_groups() -> list[str]:
+    me = pwd.getpwuid(os.getuid())
+    names = []
+    for number in os.getgrouplist(me.pw_name, me.pw_gid):
+        try:
+            names.append(grp.getgrgid(number).gr_name)
+        except KeyError:
+            continue  # a group without a name
+    return names
+
+
+def _check_size(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
+    name, nodes = partition.name, partition.nodes
+    max_min = parse_minutes(partition.facts.get("MaxTime", ""))
+    if max_min is not None and cluster.time_limit_min > max_min:
+        findings.errors.append(
+            f"cluster.time_limit_min={cluster.time_limit_min}: partition {name} allows {max_min:g}: lower it;"
+            " a longer run saves, requeues itself and continues"
+        )
+    total = count_nodes(nodes)
+    most = _max([total], partition.limit("MaxNodes"))
+    asked, fewest = _requested(cluster)
+    if nodes and fewest > most:
+        limit = f"has {total}" if most == total else f"allows {most} per job"
+        findings.errors.append(f"{asked}: partition {name} {limit}: lower it or choose another")
+    if cluster.nodes + cluster.spare_nodes < (least := partition.limit("MinNodes") or 0):
+        findings.errors.append(
+            f"cluster.nodes={cluster.nodes}: partition {name} requires at least {least}: raise it or choose another"
+        )
+    _check_nodes(cluster, partition, findings)
+
+
+def _requested(cluster: ClusterConfig) -> tuple[str, int]:
+    """Return the keys and values of the least number of nodes that a job needs, and that number."""
+    asked = f"cluster.nodes={cluster.nodes}" if cluster.min_nodes is None else f"cluster.min_nodes={cluster.min_nodes}"
+    spare = f" and cluster.spare_nodes={cluster.spare_nodes}" if cluster.spare_nodes else ""
+    return asked + spare, cluster.fewest_nodes + cluster.spare_nodes
+
+
+def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
+    """Check whether enough nodes have the cores, GPUs and memory that are requested per node."""
+    name, nodes = partition.name, partition.nodes
+    cpus = cluster.tasks_per_node * cluster.cpus_per_task
+    memory = parse_memory_mb(cluster.mem) if cluster.mem is not None else None
+    if cluster.mem is not None and memory is None:
+        findings.errors.append(f"cluster.mem={cluster.mem} is not a memory size: write 64G, or MiB without a unit")
+    tasks = f"cluster.tasks_per_node={cluster.tasks_per_node} × cluster.cpus_per_task={cluster.cpus_per_task}"
+    max_cpus = _max((group.cpus for group in nodes), partition.limit("MaxCPUsPerNode"))
+    max_gpus = _max(group.gpus for group in nodes)
+    max_memory = _max((group.memory_mb for group in nodes), partition.limit("MaxMemPerNode"))
+    too_large = [
+        f"{request}: partition {name} offers at most {most} {unit} per node: lower it or choose another"
+        for request, requested, most, unit in (
+            (tasks, cpus, max_cpus, "cores"),
+            (f"cluster.gpus_per_node={cluster.gpus_per_node}", cluster.gpus_per_node, max_gpus, "GPUs"),
+            (f"cluster.mem={cluster.mem}", memory or 0, max_memory, "MiB"),
+        )
+        if nodes and requested > most
+    ]
+    findings.errors += too_large
+    asked, fewest = _requested(cluster)
+    if too_large or fewest > count_nodes(nodes):
+        return
+    fitting = [g for g in nodes if g.cpus >= cpus and g.gpus >= cluster.gpus_per_node and g.memory_mb >= (memory or 0)]
+    total, up = count_nodes(fitting), count_nodes([group for group in fitting if group.usable])
+    if fewest > total:
+        findings.errors.append(
+            f"{asked}: {total} nodes of partition {name} have the requested hardware: lower the number or the request"
+        )
+    elif fewest > up:
+        findings.warnings.append(f"only {up} of the {total} matching nodes of {name} are up: the run will wait")
+    _check_default_memory(cluster, partition, cpus, findings)
+
+
+def _check_default_memory(cluster: ClusterConfig, partition: Partition, cpus: int, findings: Findings) -> None:
+    default = partition.limit("DefMemPerNode") or (partition.limit("DefMemPerCPU") or 0) * cpus
+    if cluster.mem is None and 0 < default < _SMALL_MB * cluster.tasks_per_node:
+        findings.warnings.append(
+            f"cluster.mem is not set, and the default of partition {partition.name} is only {default} MiB per node"
+        )
+
+
+def _max(values: Iterable[int], limit: int | None = None) -> int:
+    most = max(values, default=0)
+    return most if limit is None else min(most, limit)
+
+
+# Check whether the nodes can see the runs folder, by the type of its file system.
+
+
+def runs_dir_problems(
+    runs_dir: Path, file_system: str, nodes: Iterable[str], hostname: str
+) -> tuple[list[str], list[str]]:
+    """Return errors and warnings about a runs folder that the nodes must see.
+
+    Args:
+        file_system: type of its file system, empty if unknown.
+        nodes: the nodes that the job may run on.
+        hostname: name of this machine, which may be one of the nodes.
+    """
+    if file_system not in LOCAL or set(nodes) == {hostname}:
+        return [], []
+    private = next((place for place in PRIVATE if runs_dir.resolve().is_relative_to(place)), None)
+    if private is not None or file_system in IN_MEMORY:
+        reason = f"each machine has its own {private}" if private else f"{file_system} is in this machine's memory"
+        return [
+            f"runs_dir={runs_dir}: {reason}, and the nodes would not see the run folder:"
+            " set runs_dir (or HPCDIST_RUNS_DIR) to a folder on a shared file system"
+        ], []
+    return [], [
+        f"runs_dir={runs_dir} is on {file_system}, a file system of this machine: the nodes must see it under the same"
+        " path; if they do, set cluster.shared_runs=true"
+    ]
+
+
+# Checks of a request before its submission. All problems are reported at once, each with its key and the fix.
+#
+# Slurm accepts requests that never start, such as a time above the partition's limit, and gives few details when it
+# rejects one. These checks run before `sbatch --test-only`; its rejection also counts.
+
+
+def check_config(config: Config, cwd: Path) -> None:
+    """Check a config without a cluster. Raises ConfigError with all problems."""
+    if problems := _config_problems(config, cwd):
+        raise ConfigError(problems)
+
+
+def check_submission(
+    config: Config, flags: Mapping[str, str], cwd: Path | None, *, missing_data: str, force: bool
+) -> tuple[list[str], str]:
+    """Check a submission against the cluster, without side effects; returns warnings and the estimated start.
+
+    Args:
+        flags: sbatch flags of this submission only.
+        cwd: folder with the user's modules; None for a run with a copy of them in its folder.
+        missing_data: a message if the dataset is not on disk, else empty.
+        force: report problems with the cluster as warnings. Problems of the config and Slurm's rejection stay errors.
+
+    Raises ConfigError with all problems, UserMistake if Slurm is not installed.
+    """
+    submit.require_sbatch()
+    problems = _config_problems(config, cwd)
+    if exposed_secrets(config):
+        # The following checks would pass the secrets to other programs on command lines.
+        raise ConfigError(problems)
+    requests = _requests(config)
+    sbatch_flags = {name: value for cluster in requests for name, value in cluster.sbatch.items()}
+    problems += rejected_flags("sbatch", {**sbatch_flags, **flags}, options=flags)
+    problems += rejected_flags("srun", config.cluster.srun)
+    problems += container_problems(config, cwd or Path.cwd(), os.environ)
+    problems += environment_problems(config, os.environ)
+    findings = _check_cluster(config, requests, missing_data)
+    blocking = problems + ([] if force else findings.errors)
+    estimate = ""
+    if not problems:
+        try:
+            estimate = submit.estimate_start(config, flags)
+        except UserMistake as error:
+            rejection = _explain_rejection(str(error), config.cluster)
+            # Problems that these checks have found are more precise than Slurm's reason, except about accounts.
+            if not blocking or rejection != str(error):
+                blocking = [*blocking, rejection]
+    if blocking:
+        raise ConfigError(blocking)
+    return findings.errors + findings.warnings, estimate
+
+
+def _requests(config: Config) -> list[ClusterConfig]:
+    """Return the section `cluster` as each component requests it."""
+    return [component_cluster(config.cluster, part) for part in allocations(config)]
+
+
+def _check_cluster(config: Config, requests: Sequence[ClusterConfig], missing_data: str) -> Findings:
+    findings = Findings()
+    requested: list[Partition] = []
+    with suppress(SlurmError):  # sbatch reports it
+        partitions = client.partitions()
+        for cluster in requests:
+            own = requested_partitions(cluster, partitions, findings)
+            check_partitions(cluster, own, findings)
+            requested += own
+    _check_qos(config.cluster, findings)
+    _check_runs_dir(config, requested, findings)
+    _check_signal_lead(config, findings)
+    _check_batch_size(config, findings)
+    _check_data(config, missing_data, findings)
+    findings.errors += module_problems(config, os.environ)
+    missing_torch = torch_problems(config, {**os.environ, **config.cluster.env}, on_slurm=True)
+    if config.cluster.setup:  # these commands may provide it; the job checks it again
+        findings.warnings += missing_torch
+    else:
+        findings.errors += missing_torch
+    if inherited := sorted(name for name in os.environ if name.startswith("SBATCH_")):
+        findings.warnings.append(
+            f"{', '.join(inherited)} in your environment overrides the batch script: unset what you do not need"
+        )
+    return findings
+
+
+def _config_problems(config: Config, cwd: Path | None) -> list[str]:
+    problems = list(dict.fromkeys(line for cluster in _requests(config) for line in conflicting_flags(cluster)))
+    problems += exposed_secrets(config)
+    try:
+        if cwd is not None:
+            create.check_trainer(config, cwd)
+    except ConfigError as error:
+        problems += error.problems
+    return problems
+
+
+def _check_qos(cluster: ClusterConfig, findings: Findings) -> None:
+    """Check the QOS: without enforced limits Slurm accepts a job with an unknown QOS and never starts it."""
+    if cluster.qos is None:
+        return
+    try:
+        known = client.qos_names()
+    except SlurmError:
+        return  # a cluster without accounting
+    if known and cluster.qos not in known:
+        findings.errors.append(f"cluster.qos={cluster.qos}: no such QOS, the cluster has {', '.join(known)}")
+
+
+def _explain_rejection(reason: str, cluster: ClusterConfig) -> str:
+    """Return Slurm's reason, with the key and the user's accounts if it is about the account."""
+    if "account" not in reason.lower():
+        return reason
+    user = pwd.getpwuid(os.getuid()).pw_name
+    setting = f"cluster.account={cluster.account}" if cluster.account else "cluster.account is not set"
+    try:
+        names = client.user_accounts(user)
+    except SlurmError:
+        names = []
+    return f"{setting}: {reason}" + (f"; your accounts are {', '.join(names)}" if names else "")
+
+
+def _check_runs_dir(config: Config, partitions: Sequence[Partition], findings: Findings) -> None:
+    if config.cluster.shared_runs:
+        return
+    runs_dir = Path(config.runs_dir)
+    nodes = {node for partition in partitions for group in partition.nodes for node in expand(group.names)}
+    hostname = socket.gethostname().partition(".")[0]
+    errors, warnings = runs_dir_problems(runs_dir, file_system(runs_dir), nodes, hostname)
+    findings.errors += errors
+    findings.warnings += warnings
+
+
+def _check_signal_lead(config: Config, findings: Findings) -> None:
+    lead, limit_s = config.cluster.signal_lead_s, config.cluster.time_limit_min * 60
+    if lead >= limit_s:
+        findings.errors.append(
+            f"cluster.signal_lead_s={lead}: the run would be stopped at its start, because cluster.time_limit_min="
+            f"{config.cluster.time_limit_min} is {limit_s} s: lower the first or raise the second"
+        )
+    save_s, name = longest_save(Path(config.runs_dir) / config.experiment)
+    # The ranks may be saving already when the signal arrives, and then save again.
+    if lead < 2 * save_s:
+        findings.warnings.append(
+            f"cluster.signal_lead_s={lead}: run {name} needed {save_s:.0f} s for a checkpoint:"
+            f" set at least twice that, cluster.signal_lead_s={2 * save_s:.0f}"
+        )
+
+
+def _check_batch_size(config: Config, findings: Findings) -> None:
+    cluster = config.cluster
+    if cluster.fewest_nodes < cluster.nodes and config.data.global_batch_size is None and not config.trainer.script:
+        findings.warnings.append(
+            f"cluster.min_nodes={cluster.min_nodes} without data.global_batch_size: the batch of a step, and so the"
+            " training, depends on the number of nodes"
+        )
+
+
+def longest_save(experiment: Path) -> tuple[float, str]:
+    """Return the seconds of the longest checkpoint save of an experiment's runs, and the name of that run."""
+    saves = []
+    for path in experiment.glob("*/checkpoints/step-*/manifest.json"):
+        with suppress(RunFolderError, OSError):  # damaged files of other runs do not matter here
+            seconds: Any = (read_json(path) or {}).get("write_s")
+            if type(seconds) in (int, float) and 0 <= seconds <= LARGEST:
+                saves.append((float(seconds), path.parents[2].name))
+    return max(saves, default=(0.0, ""))
+
+
+def _check_data(config: Config, missing_data: str, findings: Findings) -> None:
+    if not missing_data or config.trainer.script:
+        return
+    if config.data.download and config.data.name != "image_folder":
+        findings.warnings.append(f"{missing_data}: the nodes will download it if they have internet access")
+    else:
+        findings.errors.append(f"{missing_data}: put it there, or point data.root (or HPCDIST_DATA_DIR) at it")

@@ -1,0 +1,527 @@
+"""Parsers of what Slurm's commands print: values and records, partitions and nodes, jobs,
+accounting. Pure functions.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+# Values and records in the output of Slurm's commands. Pure functions.
+
+_MEMORY = re.compile(r"([0-9]{1,18})([KMGT]?)B?", re.IGNORECASE)
+_MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
+#: The name of a job may contain anything; the key after it is the same in all releases.
+_JOB_NAME = re.compile(r"(JobId=.*?)JobName=(.*?) (UserId=\S+\([0-9]+\) .*)")
+#: Texts that Slurm prints for an empty value.
+_EMPTY = ("", "(null)", "None", "None assigned", "N/A", "Unknown")
+
+
+def parse_record(line: str) -> dict[str, str]:
+    """Return the `Key=value` words that `scontrol --oneliner` prints; a value is cut at its first space.
+
+    Free text may contain words of this form: the name of a job, and the texts at the end of a record (`Command=`,
+    `SubmitLine=`, `Comment=`). Names are taken whole, later texts are ignored, and the first value of a key counts.
+    """
+    before, name, after = line, {}, ""
+    if match := _JOB_NAME.match(line):
+        before, after = match[1], match[3]
+        name = {"JobName": match[2]}
+    text, _, command = f"{before}{after}".partition(" Command=")
+    words = [*text.split(), *(f"Command={word}" for word in command.split()[:1])]
+    return dict(word.split("=", 1) for word in reversed(words) if "=" in word) | name
+
+
+def parse_records(text: str) -> list[dict[str, str]]:
+    """Return the records of `scontrol --oneliner`, one per line. A heterogeneous job has one for each component."""
+    return [parse_record(line) for line in text.splitlines() if line.strip()]
+
+
+def parse_settings(text: str) -> dict[str, str]:
+    """Return the settings that `scontrol show config` prints."""
+    pairs = (line.split("=", 1) for line in text.splitlines() if "=" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def parse_text(text: str | None) -> str:
+    """Return a value; empty if Slurm prints `(null)`, `N/A` and the like."""
+    return "" if text is None or text in _EMPTY else text
+
+
+def parse_count(text: str) -> int | None:
+    """Return a count of up to 18 digits; None for anything else, such as `UNLIMITED`."""
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+
+
+def parse_time(text: str | None) -> float | None:
+    """Return a local time (`2026-11-20T07:05:00`) in seconds since the epoch; None for `Unknown` and the like."""
+    try:
+        return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None
+
+
+def parse_minutes(text: str) -> float | None:
+    """Return a time limit (`1-00:00:00`, `30:00`) in minutes; None for `UNLIMITED` and the like."""
+    days, dash, clock = text.rpartition("-")
+    try:
+        parts = [int(part) for part in clock.split(":")]
+        num_days = int(days) if dash else 0
+    except ValueError:
+        return None
+    if len(parts) < 3 and not dash:
+        parts = [0, *parts]  # minutes, or minutes and seconds
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    return num_days * 1440 + hours * 60 + minutes + seconds / 60
+
+
+def parse_seconds(text: str) -> int | None:
+    """Return a duration of a setting (`30 sec`, `2 min`, `30`) in seconds; None for anything else."""
+    match = re.fullmatch(r"([0-9]{1,18})(?: (sec|min))?", text.strip())
+    return int(match[1]) * (60 if match[2] == "min" else 1) if match else None
+
+
+def parse_memory_mb(text: str) -> float | None:
+    """Return a memory size of sbatch (`64G`, `2000`) in MiB; None for anything else."""
+    match = _MEMORY.fullmatch(text.strip())
+    return int(match[1]) * _MB[match[2].upper()] if match else None
+
+
+# Partitions and nodes of a cluster, parsed from the output of `scontrol` and `sinfo`. Pure functions.
+
+#: States in which a node takes no jobs (`sinfo`'s long names); `*` after a state marks a node that does not respond.
+_UNUSABLE = ("down", "drain", "fail", "error", "inval", "unknown", "future")
+_GRES_GPUS = re.compile(r"\bgpu(?::[^:,()]+)*:([0-9]{1,9})")
+#: Formats of `sinfo` for the nodes of all partitions, and for single nodes.
+PARTITION_FORMAT = "%R|%D|%c|%m|%G|%T|%N"
+NODE_FORMAT = "%N|%T|%f|%G|%c|%m|%H|%u|%E"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeGroup:
+    """Nodes of one partition with the same hardware and state."""
+
+    partition: str
+    num_nodes: int
+    cpus: int
+    memory_mb: int
+    gpus: int
+    usable: bool
+    names: str  #: nodelist as Slurm writes it, `n[1-4]`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """One partition."""
+
+    name: str
+    facts: Mapping[str, str]  #: the record that `scontrol show partition` prints
+    nodes: tuple[NodeGroup, ...]
+
+    def limit(self, key: str) -> int | None:
+        """Return a numeric limit, or None without a limit."""
+        return parse_count(self.facts.get(key, ""))
+
+    def allowed(self, kind: str) -> tuple[str, ...] | None:
+        """Return the `Accounts`, `Groups` or `Qos` that may use the partition; None if all but the denied may."""
+        text = self.facts.get(f"Allow{kind}", "ALL")
+        return None if text.upper() in ("ALL", "(NULL)", "") else tuple(text.split(","))
+
+    def denied(self, kind: str) -> tuple[str, ...]:
+        """Return the `Accounts` or `Qos` that may not use the partition."""
+        text = self.facts.get(f"Deny{kind}", "")
+        return tuple(name for name in text.split(",") if name and name.upper() not in ("NONE", "(NULL)"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeState:
+    """State and hardware of one node."""
+
+    name: str
+    state: str  #: long name: idle, mixed, allocated, down*, …
+    hardware: str  #: features, GPUs and other GRES, cores and memory, as `sinfo` prints them
+    since: float | None = None  #: time of the reason, in seconds since the epoch
+    user: str = ""  #: the user who set the reason
+    reason: str = ""  #: the reason why the node is down or drained
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the node is down, has failed or does not respond; a drained node that responds has not failed."""
+        return self.state.startswith(("down", "fail")) or self.state.endswith("*")
+
+
+def count_nodes(groups: Iterable[NodeGroup]) -> int:
+    """Return the number of nodes in groups."""
+    return sum(group.num_nodes for group in groups)
+
+
+def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
+    """Return the partitions of `scontrol show partition --oneliner` with their nodes, from PARTITION_FORMAT lines."""
+    groups = [group for line in nodes.splitlines() if (group := _node_group(line)) is not None]
+    found = []
+    for facts in parse_records(partitions):
+        if name := facts.get("PartitionName"):
+            own = tuple(group for group in groups if group.partition == name)
+            found.append(Partition(name=name, facts=facts, nodes=own))
+    return found
+
+
+def _node_group(line: str) -> NodeGroup | None:
+    """Return the nodes of a line of sinfo; None for a line of another form."""
+    if line.count("|") != 6:
+        return None
+    partition, count, cpus, memory, gres, state, names = line.split("|")
+    # sinfo prints `16+` if the nodes of one line differ.
+    counts = [parse_count(text.removesuffix("+")) for text in (count, cpus, memory)]
+    if None in counts:
+        return None
+    num_nodes, num_cpus, memory_mb = (count or 0 for count in counts)
+    return NodeGroup(
+        partition=partition,
+        num_nodes=num_nodes,
+        cpus=num_cpus,
+        memory_mb=memory_mb,
+        gpus=sum(map(int, _GRES_GPUS.findall(gres))),
+        usable=not (state.startswith(_UNUSABLE) or state.endswith("*")),
+        names=names,
+    )
+
+
+def parse_node_states(text: str) -> list[NodeState]:
+    """Return the nodes of `sinfo --Node` lines in NODE_FORMAT, each once: sinfo has a line per node and partition."""
+    found = {}
+    for line in text.splitlines():
+        words = line.strip().split("|", 8)
+        if len(words) == 9:
+            name, state, *hardware, since, user, reason = words
+            found[name] = NodeState(
+                name=name,
+                state=state,
+                hardware="|".join(hardware),
+                since=parse_time(since),
+                user=parse_text(user),
+                reason="" if reason.strip().lower() == "none" else reason.strip(),
+            )
+    return list(found.values())
+
+
+def parse_node_features(text: str) -> dict[str, frozenset[str]]:
+    """Return the active features by node from `scontrol show node --oneliner`."""
+    return {
+        record["NodeName"]: frozenset(record.get("ActiveFeatures", "").split(",")) - {"", "(null)"}
+        for record in parse_records(text)
+        if "NodeName" in record
+    }
+
+
+def parse_boot_times(text: str) -> dict[str, float]:
+    """Return the boot time by node from `scontrol show node --oneliner`, if Slurm knows it."""
+    times = ((record.get("NodeName"), parse_time(record.get("BootTime"))) for record in parse_records(text))
+    return {name: booted for name, booted in times if name is not None and booted is not None}
+
+
+# The state of a job, parsed from the output of scontrol, squeue and sacct. Pure functions.
+
+#: States of jobs that run, will run, or are about to return to the queue.
+ALIVE = frozenset(
+    {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"}
+    | {"REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
+)
+WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"})
+#: Reasons that repeat the state or the exit code of a failed job.
+_REDUNDANT_REASONS = ("NonZeroExitCode", "NodeDown", "TimeLimit", "OutOfMemory")
+#: Output fields requested of squeue and sacct.
+SQUEUE_FIELDS = "%i|%T|%r|%V|%S|%e|%N|%l|%j"
+SACCT_FIELDS = "JobID,JobName,State,ExitCode,Submit,Start,End,NodeList,Timelimit,MaxRSS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobInfo:
+    """The state of a job. Times are seconds since the epoch."""
+
+    id: str
+    name: str = ""
+    state: str  #: Slurm's name: PENDING, RUNNING, COMPLETED, TIMEOUT, …
+    reason: str = ""  #: why the job is pending (Priority, Resources, …) or has failed
+    submitted: float | None = None  #: time of the submission or of the last requeue
+    started: float | None = None  #: of a pending job: the expected start
+    ended: float | None = None  #: of a running job: the end of its allocation
+    exit_code: int = 0
+    signal: int = 0
+    nodes: str = ""
+    restarts: int = 0
+    time_limit: str = ""
+    max_rss: str = ""  #: largest memory of a task, as sacct prints it
+    earlier: tuple[str, ...] = ()  #: final states of the job before each requeue, from accounting
+    step_states: tuple[str, ...] = ()  #: states of the steps since the last requeue
+
+    @property
+    def alive(self) -> bool:
+        """Whether the job runs or will run."""
+        return self.state in ALIVE
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the job is in the queue."""
+        return self.state in WAITING
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the job or a step of it has exceeded its memory."""
+        return "OUT_OF_MEMORY" in (self.state, *self.step_states)
+
+    def queue_s(self, now: float) -> float | None:
+        """Return the seconds in the queue since the submission or the last requeue; None if unknown."""
+        until = now if self.waiting else self.started
+        return max(0.0, until - self.submitted) if until is not None and self.submitted is not None else None
+
+    def sentence(self) -> str:
+        """Return the state, with the reason and the nodes, as a sentence."""
+        if self.waiting:
+            return f"job {self.id} waits ({self.reason or self.state})"
+        nodes = f" on {self.nodes}" if self.nodes else ""
+        if self.alive:
+            return f"job {self.id} is {self.state}{nodes}"
+        if self.state == "CANCELLED" and not self.nodes:
+            return f"job {self.id} was cancelled in the queue"
+        details = f" ({self.reason})" if self.reason else ""
+        details += f" with exit code {self.exit_code}" if self.exit_code else ""
+        details += f" by signal {self.signal}" if self.signal else ""
+        return f"job {self.id} ended as {self.state}{details}{nodes}"
+
+    def describe(self, now: float) -> str:
+        """Return the sentence with the expected start, the time in the queue and the number of requeues."""
+        parts = [self.sentence()]
+        if self.waiting and self.started is not None and self.started > now:
+            parts.append(f"expected to start at {time.strftime('%Y-%m-%d %H:%M', time.localtime(self.started))}")
+        if (queue_s := self.queue_s(now)) is not None:
+            parts.append(f"{timedelta(seconds=round(queue_s))} in the queue")
+        if self.restarts:
+            parts.append(f"requeued {self.restarts} time{'s' * (self.restarts > 1)}")
+        return ", ".join(parts)
+
+
+def parse_scontrol(text: str, job_id: str) -> JobInfo | None:
+    """Return a job from `scontrol --oneliner show job`; of a heterogeneous job the first component with all nodes."""
+    records = [record for record in parse_records(text) if "JobId" in record]
+    task = job_id.partition("_")[2]
+    records = [record for record in records if not task or record.get("ArrayTaskId") == task] or records
+    if not records:
+        return None
+    first = records[0]
+    code, signal = _parse_exit(first.get("ExitCode", ""))
+    state = first.get("JobState", "UNKNOWN")
+    return JobInfo(
+        id=job_id,
+        name=first.get("JobName", ""),
+        state=state,
+        reason=_parse_reason(state, first.get("Reason", "")),
+        submitted=parse_time(first.get("SubmitTime")),
+        started=parse_time(first.get("StartTime")),
+        ended=parse_time(first.get("EndTime")),
+        exit_code=code,
+        signal=signal,
+        nodes=",".join(filter(None, (parse_text(record.get("NodeList")) for record in records))),
+        restarts=parse_count(first.get("Restarts", "0")) or 0,
+        time_limit=parse_text(first.get("TimeLimit")),
+    )
+
+
+def parse_squeue(text: str, job_id: str) -> JobInfo | None:
+    """Return a job from lines of squeue with SQUEUE_FIELDS."""
+    for line in text.splitlines():
+        if line.count("|") < 8:
+            continue  # a line of another format
+        found_id, state, reason, submitted, started, ended, nodes, limit, name = line.split("|", 8)
+        if found_id in (job_id, f"{job_id}+0"):
+            return JobInfo(
+                id=job_id,
+                name=name,
+                state=state,
+                reason=_parse_reason(state, reason),
+                submitted=parse_time(submitted),
+                started=parse_time(started),
+                ended=parse_time(ended),
+                nodes=parse_text(nodes),
+                time_limit=parse_text(limit),
+            )
+    return None
+
+
+def parse_sacct(text: str, job_id: str) -> JobInfo | None:
+    """Return a job from `sacct --duplicates`: its last start, the final states of earlier ones, and its steps."""
+    starts: list[tuple[dict[str, str], list[dict[str, str]]]] = []
+    for line in text.splitlines():
+        fields = SACCT_FIELDS.split(",")
+        if line.count("|") < len(fields) - 1:
+            continue  # a line of another format
+        row = dict(zip(fields, line.split("|"), strict=False))
+        found_id, dot, _ = row["JobID"].partition(".")
+        if found_id not in (job_id, f"{job_id}+0"):
+            continue
+        if not dot and starts and starts[-1][0]["State"].startswith("RESIZING"):
+            # The job has lost a node: each size has a row, but it is one start.
+            starts[-1] = ({**row, "Start": starts[-1][0]["Start"]}, starts[-1][1])
+        elif not dot:
+            starts.append((row, []))
+        elif starts:
+            starts[-1][1].append(row)
+    if not starts:
+        return None
+    row, steps = starts[-1]
+    code, signal = _parse_exit(row["ExitCode"])
+    return JobInfo(
+        id=job_id,
+        name=row["JobName"],
+        state=_parse_state(row["State"]),
+        submitted=parse_time(row["Submit"]),
+        started=parse_time(row["Start"]),
+        ended=parse_time(row["End"]),
+        exit_code=code,
+        signal=signal,
+        nodes=parse_text(row["NodeList"]),
+        restarts=len(starts) - 1,
+        time_limit=parse_text(row["Timelimit"]),
+        max_rss=max((step.get("MaxRSS", "") for step in steps), key=_num_bytes, default=""),
+        earlier=tuple(_parse_state(start["State"]) for start, _ in starts[:-1]),
+        step_states=tuple(_parse_state(step["State"]) for step in steps),
+    )
+
+
+def _parse_reason(state: str, text: str) -> str:
+    """Return the reason of a pending or failed job; a cancelled or completed job keeps the one it was pending for."""
+    meaningful = state in WAITING or (state in ("FAILED", "BOOT_FAIL") and text not in _REDUNDANT_REASONS)
+    return parse_text(text) if meaningful else ""
+
+
+def _parse_state(text: str) -> str:
+    """Return the state: CANCELLED for `CANCELLED by 1000` and `CANCELLED+`."""
+    return text.split()[0].rstrip("+") if text.split() else "UNKNOWN"
+
+
+def _parse_exit(text: str) -> tuple[int, int]:
+    """Return exit code and signal of `3:0`."""
+    match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def _num_bytes(text: str) -> float:
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMGT]?)", text)
+    return float(match[1]) * 1024 ** " KMGT".index(match[2] or " ") if match else -1.0
+
+
+# The starts of a job in Slurm's accounting, parsed from the output of sacct. Pure functions.
+
+#: Output fields requested of sacct.
+START_FIELDS = "JobID,JobName,Submit,Start,End,NodeList,AllocCPUS,AllocTRES,ConsumedEnergyRaw,State"
+_TRES_GPUS = re.compile(r"(?:^|,)gres/gpu=([0-9]{1,9})(?:,|$)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccountedStart:
+    """One start of a job in accounting. Times are seconds since the epoch."""
+
+    name: str
+    began: float
+    ended: float | None  #: None while the job runs
+    queue_s: float  #: time in the queue before this start; after a requeue, the time since the end of the start before
+    nodes: str
+    cores: int
+    gpus: int
+    energy_j: float | None  #: None if the cluster does not measure it
+    state: str = ""  #: of this start, such as PREEMPTED or NODE_FAIL
+
+
+def parse_starts(text: str, job_id: str) -> list[AccountedStart]:
+    """Return the starts of a job from `sacct --duplicates`, oldest first.
+
+    The components of a heterogeneous job start together and count as one start, and so do the sizes of a job that has
+    lost nodes, with the nodes and cores of its begin. Times in which the job only waited are left out.
+    """
+    fields = START_FIELDS.split(",")
+    found: list[AccountedStart] = []
+    is_het = False
+    for line in text.splitlines():
+        values = line.split("|")
+        if len(values) != len(fields):
+            continue  # a line of another format
+        row = dict(zip(fields, values, strict=True))
+        if row["JobID"].partition("+")[0] == job_id and (start := _parse_start(row)) is not None:
+            found.append(start)
+            is_het = is_het or "+" in row["JobID"]
+    found.sort(key=lambda start: start.began)
+    # The sizes of a plain job may begin in the same second as well.
+    return _with_requeues(_joined(found) if is_het else _without_resizes(found))
+
+
+def _without_resizes(starts: Sequence[AccountedStart]) -> list[AccountedStart]:
+    """Join the records of a job from which Slurm has removed a failed node: each size has its own."""
+    found: list[AccountedStart] = []
+    for start in starts:
+        if found and found[-1].state == "RESIZING":
+            energies = [one.energy_j for one in (found[-1], start) if one.energy_j is not None]
+            energy_j = sum(energies) if energies else None
+            found[-1] = replace(found[-1], ended=start.ended, energy_j=energy_j, state=start.state)
+        else:
+            found.append(start)
+    return found
+
+
+def _with_requeues(starts: Sequence[AccountedStart]) -> list[AccountedStart]:
+    """Return the starts with the time in the queue since the end of the start before.
+
+    Slurm submits a requeued job again when it has cleaned up all of its nodes, some seconds after the job's end.
+    """
+    found: list[AccountedStart] = []
+    for start in starts:
+        before = found[-1] if found else None
+        # Slurm may give the id of an old job to another one.
+        if before is not None and before.ended is not None and before.name == start.name:
+            start = replace(start, queue_s=max(start.queue_s, start.began - before.ended))
+        found.append(start)
+    return found
+
+
+def _parse_start(row: dict[str, str]) -> AccountedStart | None:
+    began, submitted = parse_time(row["Start"]), parse_time(row["Submit"])
+    cores = parse_count(row["AllocCPUS"]) or 0
+    if began is None or not cores:
+        return None
+    gpus = _TRES_GPUS.search(row["AllocTRES"])
+    # Slurm without an energy plugin reports 0.
+    energy = parse_count(row["ConsumedEnergyRaw"]) or None
+    return AccountedStart(
+        name=row["JobName"],
+        began=began,
+        ended=parse_time(row["End"]),
+        queue_s=max(0.0, began - submitted) if submitted is not None else 0.0,
+        nodes=parse_text(row["NodeList"]),
+        cores=cores,
+        gpus=int(gpus[1]) if gpus else 0,
+        energy_j=None if energy is None else float(energy),
+        state=row["State"].partition(" ")[0],  # without `by UID`
+    )
+
+
+def _joined(starts: Sequence[AccountedStart]) -> list[AccountedStart]:
+    """Join the components of a heterogeneous job, which start in the same second."""
+    found: list[AccountedStart] = []
+    for start in starts:
+        if not found or start.began != found[-1].began:
+            found.append(start)
+            continue
+        last = found[-1]
+        ends = [one.ended for one in (last, start) if one.ended is not None]
+        energies = [one.energy_j for one in (last, start) if one.energy_j is not None]
+        found[-1] = replace(
+            last,
+            ended=max(ends) if len(ends) == 2 else None,
+            nodes=",".join(filter(None, (last.nodes, start.nodes))),
+            cores=last.cores + start.cores,
+            gpus=last.gpus + start.gpus,
+            energy_j=sum(energies) if energies else None,
+        )
+    return found

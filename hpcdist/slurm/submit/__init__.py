@@ -1,1 +1,0 @@
-"""Submission of runs: checks of the request, the batch script, and sbatch."""

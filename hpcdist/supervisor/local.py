@@ -1,0 +1,367 @@
+"""The launcher of ranks on this machine, and the start of a supervised run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from hpcdist.config.launch_schema import LaunchConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.topology import OWN_MEETING, OWN_PLACE
+from hpcdist.config.written import secrets_of
+from hpcdist.host import retry
+from hpcdist.host.files import write_json
+from hpcdist.host.machine import image_facts, num_cores
+from hpcdist.run import snapshot
+from hpcdist.run.folder import VARIABLE, Attempt, RunDir, State, identity, read_record, require_same
+from hpcdist.run.lease import hold
+from hpcdist.run.records import NodeShare, Resources
+from hpcdist.supervisor.children import ParentEnded, RankParent
+from hpcdist.supervisor.launcher import Guard
+from hpcdist.supervisor.plan import Plan, code_env, free_port, rank_command
+from hpcdist.supervisor.progress import Reporter
+
+# Launcher of ranks on this machine, each in its own process group, forked by one parent process or started alone.
+
+log = logging.getLogger(__name__)
+
+
+class LocalLauncher:
+    """Starts ranks on this machine. A context manager, which owns the process guard and the parent of the ranks.
+
+    Args:
+        env: environment of the ranks; variables of the plan take precedence.
+        import_path: folders that precede all others in the ranks' import path.
+        cwd: working directory of the ranks.
+        fork: whether a parent process forks the ranks, if it can.
+        init_timeout_s: time limit for the imports of this parent, in seconds.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        plan: Plan,
+        *,
+        env: Mapping[str, str],
+        import_path: Sequence[str],
+        cwd: Path,
+        fork: bool = False,
+        init_timeout_s: float = LaunchConfig.init_timeout_s,
+    ) -> None:
+        self.num_ranks = plan.num_ranks
+        self._run = run
+        self._plan = plan
+        self._env = dict(env)
+        self._code = code_env(import_path, plan.env.get("PYTHONPATH") or env.get("PYTHONPATH"))
+        self._cwd = cwd
+        self._fork = fork
+        self._init_timeout_s = init_timeout_s
+        self._parent: RankParent | None = None
+
+    def __enter__(self) -> LocalLauncher:
+        self._guard = Guard()
+        self._start_parent()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close_parent()
+        self._guard.close()
+
+    @property
+    def resources(self) -> Resources:
+        """One GPU for each rank on a GPU; without GPUs, the cores of all threads of the ranks."""
+        if gpu_ranks := [rank for rank in range(self.num_ranks) if self._plan.device_of(rank) == "cuda"]:
+            own = NodeShare(allocated=len(gpu_ranks), share=1, ranks=gpu_ranks)
+            return Resources(unit="GPU", nodes={socket.gethostname(): own})
+        cores = min(num_cores(), self.num_ranks * self._plan.threads)
+        own = NodeShare(allocated=cores, share=cores / self.num_ranks, ranks=list(range(self.num_ranks)))
+        return Resources(nodes={socket.gethostname(): own})
+
+    def broken(self) -> str:
+        """Return an empty reason: ranks can always be restarted on this machine."""
+        return ""
+
+    def start(self, attempt: Attempt) -> LocalRanks:
+        """Start all ranks, with a free port."""
+        if self._parent is not None and not (self._parent.is_usable and self._parent.is_alive()):
+            self._replace_parent(self._parent)
+        return LocalRanks(
+            rank_command(self._run.path),
+            self._envs(attempt.number, free_port(self._job_id, attempt.number)),
+            [attempt.log(rank) for rank in range(self.num_ranks)],
+            self._guard,
+            cwd=self._cwd,
+            parent=self._parent,
+        )
+
+    @property
+    def _job_id(self) -> str:
+        return f"{self._run.experiment}/{self._run.name}"
+
+    def _envs(self, attempt: int, port: int) -> list[dict[str, str]]:
+        """Return the complete environments of the ranks."""
+        envs = [
+            self._plan.rank_env(rank, job_id=self._job_id, attempt=attempt, master_port=port)
+            for rank in range(self.num_ranks)
+        ]
+        return [self._env | env | self._code for env in envs]
+
+    def _start_parent(self) -> None:
+        """Start the parent process of the ranks, unless their environments differ in more than their topology."""
+        topology = {*OWN_PLACE, *OWN_MEETING}
+        envs = [{name: env[name] for name in env.keys() - topology} for env in self._envs(0, 1)]
+        # Libraries read variables such as OMP_NUM_THREADS at their import, glibc reads MALLOC_ variables before that.
+        if not self._fork or any(env != envs[0] for env in envs):
+            return
+        try:
+            self._parent = RankParent(
+                self._run.path,
+                self._guard,
+                env=envs[0],
+                cwd=self._cwd,
+                output=self._run.path / "attempts" / "rank-parent.log",
+                init_timeout_s=self._init_timeout_s,
+            )
+        except OSError as error:  # ranks can do without it
+            log.warning("each rank imports torch itself, since their parent process cannot be started: %s", error)
+
+    def _replace_parent(self, ended: RankParent) -> None:
+        """Start another parent after the end of one; a parent that could not fork has no successor."""
+        self._close_parent()
+        if ended.is_usable and ended.was_ready:
+            log.warning("the parent process of the ranks has ended and is started again (see %s)", ended.output)
+            self._start_parent()
+
+    def _close_parent(self) -> None:
+        if self._parent is not None:
+            self._parent.close()
+            self._parent = None
+
+
+class _Process(Protocol):
+    """What `subprocess.Popen` and `ForkedRank` have in common."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+class LocalRanks:
+    """The ranks of one attempt on this machine.
+
+    Ranks are forked as soon as their parent has imported torch, perhaps in a later call of `wait`. If the parent cannot
+    fork, they are started by their command.
+
+    Args:
+        command: command of every rank.
+        envs: complete environments, by rank.
+        logs: files for standard output and error, by rank.
+        guard: starts the processes.
+        cwd: working directory of the ranks.
+        parent: forks the ranks, if given.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        envs: Sequence[Mapping[str, str]],
+        logs: Sequence[Path],
+        guard: Guard,
+        *,
+        cwd: Path,
+        parent: RankParent | None = None,
+    ) -> None:
+        self._command = command
+        self._envs = envs
+        self._logs = logs
+        self._guard = guard
+        self._cwd = cwd
+        self._parent = parent
+        self._processes: list[_Process] = []
+        self._descriptors: list[int] = []
+        self._error = ""
+        #: Exit codes in the order in which the ranks ended; negative ones are signals.
+        self.exits: dict[int, int] = {}
+        self._start()
+
+    @property
+    def running(self) -> list[int]:
+        """The ranks that have not ended."""
+        return [rank for rank in range(len(self._envs)) if rank not in self.exits]
+
+    def host_of(self, rank: int) -> str:
+        """Return the name of this host."""
+        return socket.gethostname()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a rank has ended or the time is over; updates `exits`."""
+        if self._parent is not None and not self._processes and self.running:
+            self._start_late(timeout_s)
+            return
+        poll = select.poll()
+        for rank in self.running:
+            poll.register(self._descriptors[rank], select.POLLIN)
+        ended = {descriptor for descriptor, _ in poll.poll(timeout_s * 1000)}
+        for rank in self.running:
+            if self._descriptors[rank] in ended and (code := self._processes[rank].poll()) is not None:
+                self.exits[rank] = code
+
+    def absent(self) -> list[int]:
+        """Return the ranks that could not be started."""
+        return list(range(len(self._envs))) if self._error else []
+
+    def last_message(self) -> str:
+        """Return the error of the start; empty without one."""
+        return self._error
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the running ranks, but not to their children."""
+        if not self._processes and number == signal.SIGTERM:
+            self.exits = dict.fromkeys(range(len(self._envs)), -number)  # as if they had been starting
+        for rank in self.running if self._processes else ():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptors[rank], number)
+
+    def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
+        """Run a command on this machine."""
+        self._guard.run(command, env=os.environ, cwd=self._cwd, output=output, limit_s=limit_s, interrupted=interrupted)
+
+    def close(self) -> None:
+        """Kill all process groups and wait for their leaders."""
+        self._kill_groups()
+        if self._parent is not None and not self._parent.was_ready:
+            self._parent.is_usable = False  # the next attempt does not wait for it again
+        for rank in self.running:  # never started
+            self.exits[rank] = -signal.SIGKILL
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+    def _start(self, timeout_s: float = 0.0) -> None:
+        """Start the ranks, unless their parent is still importing after `timeout_s`."""
+        try:
+            if self._parent is not None and not self._parent.is_ready(timeout_s):
+                return
+            # Also the start of an interpreter executes code of the run folder, which is in its import path.
+            require_same(self._logs[0].parents[2], self._envs[0])
+            for env, path in zip(self._envs, self._logs, strict=True):
+                self._processes.append(self._start_one(self._parent, env, path))
+            self._descriptors = [os.pidfd_open(process.pid) for process in self._processes]
+        except ParentEnded as error:
+            assert self._parent is not None, "only a parent can end"
+            reason = str(error) or self._parent.last_words()
+            log.warning("each rank imports torch itself, since their parent process has ended: %s", reason)
+            self._parent.is_usable = False
+            self._kill_groups()
+            self._processes, self._parent, self.exits = [], None, {}
+            self._start()
+        except BaseException:
+            self._kill_groups()
+            raise
+
+    def _start_late(self, timeout_s: float) -> None:
+        """Start the ranks in a call of `wait`, which has no error to return: all ranks count as ended then."""
+
+        def again() -> None:
+            self._processes, self.exits = [], {}
+            self._start(timeout_s)
+
+        try:
+            retry.retry(again, self._logs[0].parent)
+        except OSError as error:
+            self._error = f"{error.filename}: {error.strerror}"
+            self._processes = []
+            self.exits = dict.fromkeys(range(len(self._envs)), 1)
+
+    def _start_one(self, parent: RankParent | None, env: Mapping[str, str], path: Path) -> _Process:
+        if parent is None:
+            return self._guard.start(self._command, env=env, cwd=self._cwd, output=path)
+        with open(path, "ab") as file:
+            return parent.fork(env, file.fileno())
+
+    def _kill_groups(self) -> None:
+        for rank, process in enumerate(self._processes):
+            with suppress(ProcessLookupError):
+                # A group outlives its leader as long as a grandchild is alive.
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            code = process.wait()
+            self.exits.setdefault(rank, code)
+            self._guard.forget(process.pid)
+
+
+# Supervise a local run, in this process or in a detached one.
+
+
+def supervise(
+    run: RunDir,
+    config: Config,
+    plan: Plan,
+    view: Callable[[], AbstractContextManager[Reporter]],
+    env: Mapping[str, str],
+    *,
+    tracking_uri: str,
+) -> State:
+    """Hold the run's lease and supervise the run until its end. Returns its last state.
+
+    Args:
+        view: returns the reporter; called when the parent of the ranks has begun to import torch.
+
+    Raises:
+        RunFolderError: another supervisor holds the run, or its folder is incomplete.
+    """
+    with retry.patient(retry.UNATTENDED_S), hold(run) as held:
+        code = snapshot.code_state(run)
+        facts = read_record(run.environment) or {}
+        if facts | (image := image_facts(env)) != facts:  # first start in this image
+            write_json(run.environment, facts | image)
+        # The original working directory may not exist on another machine; the run folder holds the code.
+        cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
+        # Values are redacted in config.yaml; ranks read them from the environment.
+        env = {**env, **secrets_of(config), VARIABLE: identity(run.path)}
+        import_path = snapshot.import_path(code, run)
+        fork = config.launch.fork and not config.trainer.script
+        with (
+            LocalLauncher(
+                run,
+                plan,
+                env=env,
+                import_path=import_path,
+                cwd=cwd,
+                fork=fork,
+                init_timeout_s=config.launch.init_timeout_s,
+            ) as launcher,
+            view() as report,
+        ):
+            from hpcdist.supervisor.supervisor import Supervisor  # its imports take as long as all before
+
+            supervisor = Supervisor(
+                run, config, launcher, report, tracking_uri=tracking_uri, env=env, check_lease=held.check
+            )
+            return supervisor.run()
+
+
+def detach(run: RunDir, env: Mapping[str, str]) -> int:
+    """Start a supervisor that outlives this process and the terminal. Returns its process id."""
+    with open(run.path / "supervisor.log", "ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "hpcdist", "supervise", str(run.path)],
+            env=dict(env),  # the run's secrets are in its folder
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return process.pid

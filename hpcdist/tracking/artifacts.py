@@ -1,0 +1,559 @@
+"""What a run leaves in MLflow besides metrics: its files, its checkpoints as logged models, and the alias `best` of a
+registered model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from hpcdist.config.written import Monitor, monitor_of
+from hpcdist.errors import TrackingError
+from hpcdist.host import retry
+from hpcdist.host.files import read_json_value, stays_inside
+from hpcdist.review.facts import best_checkpoint, finite_number, read_checkpoints
+from hpcdist.review.text import PATCH
+from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.records import MANIFEST_FILE, complete_checkpoints
+from hpcdist.tracking.journal import clean_metric_name
+from hpcdist.tracking.mlflow_client import MlflowException, all_pages, entities, is_unsupported, require_id, translated
+from hpcdist.tracking.mlflow_run import MlflowRun
+
+# The files of a run that become MLflow artifacts, with fingerprints that show which have changed.
+#
+# Symbolic links are followed inside the run folder only, see `leaves_folder`.
+
+#: Larger logs are uploaded only at the end of the run.
+LIVE_LOG_BYTES = 5_000_000
+#: Maximum number of ranks of an attempt with uploaded logs.
+MAX_RANKS = 64
+#: Folder of a script's artifacts whose names hpcdist uses itself.
+SCRIPT_FOLDER = "script"
+
+
+class Artifact(NamedTuple):
+    """A file or folder, its path in MLflow, and a text that changes with its content."""
+
+    source: Path
+    target: str
+    fingerprint: str
+
+
+def is_own_name(path: str) -> bool:
+    """Return whether hpcdist uploads artifacts of its own at or below this path."""
+    first, _, rest = path.partition("/")
+    folders = ("logs", "checkpoints", "model")
+    files = ("config.yaml", PATCH, "environment.json", "names.json", "network.json", "report.html")
+    return first in folders or (not rest and (first in files or first.startswith("preflight.")))
+
+
+def fingerprint(path: Path) -> str:
+    """Return name, size and time of a file, or of all files in a folder; empty if there are none."""
+    return retry.retry(lambda: _fingerprint(path), path)
+
+
+def _fingerprint(path: Path) -> str:
+    files = sorted(item for item in path.rglob("*") if item.is_file()) if path.is_dir() else [path]
+    stats = [item.stat() for item in files if item.is_file()]
+    if not stats:
+        return ""
+    return f"{path.name}:{len(stats)}:{sum(item.st_size for item in stats)}:{max(item.st_mtime_ns for item in stats)}"
+
+
+def leaves_folder(item: Artifact, run: RunDir) -> str:
+    """Return why an artifact must not be uploaded: a link that leaves the run folder; empty if there is none."""
+    paths = [item.source, *item.source.rglob("*")] if item.source.is_dir() else [item.source]
+    for path in paths:
+        if not stays_inside(path, run.path):
+            return f"{path} is a symbolic link that leaves the run folder"
+    return ""
+
+
+def documents(run: RunDir) -> Iterator[Artifact]:
+    """Yield the config, the code state, the environment, the original names of renamed metrics, and the report."""
+    for path in (run.config, run.path / "code.patch", run.environment, run.journal / "names.json", run.report):
+        yield Artifact(path, PATCH if path.name == "code.patch" else path.name, fingerprint(path))
+
+
+def preflight(run: RunDir) -> Iterator[Artifact]:
+    """Yield the newest reports of the checks of the nodes and of the network between the ranks."""
+    newest_first = run.attempts()[::-1]
+    for name in ("preflight.json", "preflight.txt", "network.json"):
+        if (path := next((it for attempt in newest_first if (it := attempt.path / name).exists()), None)) is not None:
+            yield Artifact(path, name, fingerprint(path))
+
+
+def trainer_artifacts(run: RunDir) -> Iterator[Artifact]:
+    """Yield the files of `Context.artifact` under their names; hidden files are incomplete."""
+    for path in sorted(run.artifacts.rglob("*")):
+        if path.is_file() and not path.name.startswith("."):
+            yield Artifact(path, path.relative_to(run.artifacts).as_posix(), fingerprint(path))
+
+
+def reports(run: RunDir, *, ended: bool) -> Iterator[Artifact]:
+    """Yield logs and outcomes of the ranks, and stack traces of hung ranks.
+
+    Long files are included only when the run has ended. Of an attempt with more than MAX_RANKS ranks, the ranks that
+    reported an outcome first are included, then the lowest ranks.
+    """
+    for attempt in run.attempts():
+        folder = f"logs/attempt-{attempt.number:03d}"
+        logs = sorted(attempt.path.glob("rank-*.log"))
+        outcomes = sorted(attempt.path.glob("rank-*.outcome.json"))
+        if len(logs) > MAX_RANKS:
+            outcomes = sorted(outcomes, key=lambda path: path.lstat().st_mtime_ns)[:MAX_RANKS]
+            reported = {path.name.split(".")[0] for path in outcomes}
+            logs = sorted(logs, key=lambda path: path.stem not in reported)[:MAX_RANKS]
+        for path in sorted([*logs, *outcomes, *attempt.path.glob(attempt.stragglers.name)]):
+            if path.is_file() and (ended or path.stat().st_size <= LIVE_LOG_BYTES):
+                yield Artifact(path, f"{folder}/{path.name}", fingerprint(path))
+        for path in _hang_reports(attempt):
+            if path.is_file() and path.stat().st_size <= LIVE_LOG_BYTES:
+                yield Artifact(path, f"{folder}/{path.name}", fingerprint(path))
+
+
+def _hang_reports(attempt: Attempt) -> Iterator[Path]:
+    """Yield stack traces of hung ranks once they are summarized, and torch's own dumps after collective timeouts."""
+    patterns = ["flight-rank-*"]
+    if summaries := [path for path in (attempt.stacks_summary, attempt.silence) if path.exists()]:
+        yield from summaries
+        patterns = ["rank-*.stacks.txt", "rank-*.flight.json", *patterns]
+    for pattern in patterns:
+        yield from sorted(attempt.path.glob(pattern))[:MAX_RANKS]
+
+
+def checkpoints(run: RunDir, config: Mapping[str, Any]) -> Iterator[Artifact]:
+    """Yield the newest checkpoint as `checkpoints/final` and the best one as `checkpoints/best`."""
+    complete = read_checkpoints(run)
+    if complete:
+        yield Artifact(complete[-1].path, "checkpoints/final", fingerprint(complete[-1].path))
+    if (best := best_checkpoint(complete, monitor_of(config))) is not None:
+        yield Artifact(best.path, "checkpoints/best", fingerprint(best.path))
+
+
+# The alias `best` of a registered model: the version with the best monitored metric.
+#
+# MLflow has no compare-and-set for an alias, and several runs may register versions at once. Each process therefore
+# writes the metric of its version first, then sets the alias to the best of all versions, and repeats the comparison
+# until the alias needs no change. The last process that sets the alias has compared it with every metric that was
+# written before, and a metric that is written later is compared with the alias by its own process. Hence, once all
+# processes have finished, the alias is at the best version. Between two requests it may be at a worse one for a moment.
+
+log = logging.getLogger(__name__)
+
+ALIAS = "best"
+#: Tags of a version.
+METRIC_TAG = "hpcdist.monitor"
+VALUE_TAG = "hpcdist.monitor_value"
+#: Each repetition means that another process has moved the alias in the same fraction of a second.
+_MAX_MOVES = 20
+_VERSIONS_PAGE = 200
+
+
+def move_best(run: MlflowRun, name: str, version: str, monitor: Monitor) -> None:
+    """Record the metric of a run's version, and set the alias `best` to the best version of the registered model.
+
+    A version with an equal metric does not replace the one that has the alias. Without the metric in the run, or on a
+    server without aliases, the alias is left as it is.
+
+    Args:
+        version: number of the version that `run` has registered.
+
+    Raises TrackingError if MLflow fails or rejects a request.
+    """
+    try:
+        with translated(run.uri):
+            metric = clean_metric_name(monitor.metric)
+            value = _run_value(run, run.run_id, metric)
+            if value is None:
+                log.debug("%s/%s has no metric %s: the alias %s is not moved", name, version, metric, ALIAS)
+                return
+            run.client.set_model_version_tag(name, version, METRIC_TAG, metric)
+            run.client.set_model_version_tag(name, version, VALUE_TAG, repr(value))
+            for _ in range(_MAX_MOVES):
+                if not _move_once(run, name, metric, -1.0 if monitor.mode == "min" else 1.0):
+                    return
+            log.warning("the alias %s of %s is moved by other processes all the time", ALIAS, name)
+    except TrackingError as error:
+        cause = error.__cause__
+        if not isinstance(cause, MlflowException) or not is_unsupported(cause):
+            raise
+        log.debug("the alias %s is not moved, which this MLflow does not support: %s", ALIAS, error)
+
+
+def _move_once(run: MlflowRun, name: str, metric: str, sign: float) -> bool:
+    """Set the alias to the best version if that is better than the version that has it. Returns whether it was set."""
+    # The alias is read before the versions: a metric that is written in between is compared.
+    holder = str((run.client.get_registered_model(name).aliases or {}).get(ALIAS, ""))
+    values = {}
+    for version in all_pages(run.client.search_model_versions, f"name = '{name}'", max_results=_VERSIONS_PAGE):
+        value = _tagged_value(version, metric)
+        number = str(version.version)
+        if value is None and number == holder and version.run_id:  # registered without hpcdist
+            value = _run_value(run, version.run_id, metric)
+        if value is not None:
+            values[number] = sign * value
+    if not values:
+        return False
+    best = max(values, key=lambda number: (values[number], -int(number)))  # the oldest of equal ones
+    if holder in values and values[holder] >= values[best]:
+        return False
+    run.client.set_registered_model_alias(name, ALIAS, best)
+    return True
+
+
+def _tagged_value(version: Any, metric: str) -> float | None:
+    tags = version.tags or {}
+    if tags.get(METRIC_TAG) != metric:
+        return None
+    try:
+        return _finite(float(tags[VALUE_TAG]))
+    except (KeyError, ValueError):
+        return None
+
+
+def _run_value(run: MlflowRun, run_id: str, metric: str) -> float | None:
+    """Return the last value of a metric of an MLflow run; None if there is none, or the run is removed."""
+    try:
+        return _finite(run.client.get_run(run_id).data.metrics.get(metric, math.nan))
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# The kept checkpoints of a run as logged models of MLflow, without an upload of their files.
+#
+# Each checkpoint on disk has one external logged model with its step, folder, hash and metrics. A model whose
+# checkpoint was removed is deleted in MLflow, so that the tab *Models* lists the existing checkpoints only.
+
+MODEL_TYPE = "checkpoint"
+_SHA_TAG = "hpcdist.checkpoint.sha256"
+_STEP_TAG = "hpcdist.checkpoint.step"
+_NOTE_TAG = "mlflow.note.content"
+#: MLflow marks models with this tag if their files are not among its artifacts.
+_EXTERNAL_TAG = "mlflow.model.isExternal"
+_MODELS_PAGE = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptCheckpoint:
+    """A complete checkpoint on disk, as its manifest describes it.
+
+    Attributes:
+        sha256: SHA-256 of the list of the files' hashes, in the format of the command `sha256sum *.pt`.
+        metrics: finite metrics by their names in MLflow.
+        created_ms: Unix time in ms.
+    """
+
+    folder: Path
+    step: int
+    created_ms: int
+    num_bytes: int
+    world_size: int
+    sha256: str
+    metrics: Mapping[str, float]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Step and hash. Checkpoints of different steps may have the same content."""
+        return str(self.step), self.sha256
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """Tags of the logged model. MLflow's page shows only the description."""
+        return {_EXTERNAL_TAG: "true", _SHA_TAG: self.sha256, _STEP_TAG: str(self.step), _NOTE_TAG: self.description}
+
+    @property
+    def params(self) -> dict[str, str]:
+        """Parameters of the logged model, which MLflow's page shows."""
+        return {
+            "step": str(self.step),
+            "path": _text(str(self.folder)),
+            "sha256": self.sha256,
+            "bytes": str(self.num_bytes),
+            "world_size": str(self.world_size),
+        }
+
+    @property
+    def description(self) -> str:
+        """What the checkpoint is and how to load it, as Markdown."""
+        path, name = _text(str(self.folder)), self.folder.parents[1].name
+        return (
+            f"Checkpoint of step {self.step}, in the run folder: `{path}`\n\n"
+            "```python\nfrom hpcdist.checkpoint.state import load_weights\n\n"
+            f"folder = {path!r}\nstate_dict = load_weights(folder)\n```\n\n"
+            f"`hpcdist export {_text(name)} --checkpoint {self.step} --format safetensors` writes the weights to a file"
+            " that other programs load without hpcdist. The parameter `sha256` is that of the output of"
+            " `sha256sum *.pt`.\n"
+        )
+
+
+def _text(name: str) -> str:
+    """Return a file name without lone surrogates."""
+    return name.encode(errors="replace").decode()
+
+
+def manifests(run: RunDir) -> dict[str, str]:
+    """Return the checkpoint folders that are complete, each with a text that changes with its manifest."""
+    found = {}
+    for _, folder in complete_checkpoints(run):
+        path = folder / MANIFEST_FILE
+        # The manifest of a linked folder outside of the run is not this run's.
+        if (mark := fingerprint(path)) and stays_inside(path, run.path):
+            found[folder.name] = mark
+    return found
+
+
+def read_checkpoint(folder: Path) -> KeptCheckpoint | None:
+    """Return the checkpoint in a folder; None if it has just been removed or its manifest is damaged.
+
+    Raises OSError if the manifest cannot be read.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        raw = retry.retry(lambda: read_json_value(path), path)
+        files = sorted((str(name), str(one["sha256"]), int(one["bytes"])) for name, one in raw["files"].items())
+        metrics = {clean_metric_name(key): finite_number(value) for key, value in raw["metrics"].items()}
+        return KeptCheckpoint(
+            folder=folder,
+            step=int(raw["step"]),
+            created_ms=int(1000 * raw["created"]),
+            num_bytes=sum(size for _, _, size in files),
+            world_size=int(raw["world_size"]),
+            sha256=hashlib.sha256("".join(f"{sha}  {name}\n" for name, sha, _ in files).encode()).hexdigest(),
+            metrics={key: value for key, value in metrics.items() if value is not None},
+        )
+    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        log.debug("checkpoint %s is not logged as a model: %s", folder, error)
+        return None
+
+
+class CheckpointModels:
+    """The logged models of one run's checkpoints. Methods raise TrackingError if MLflow fails or rejects a request.
+
+    MLflow holds the state: models are found by the hash of their checkpoint before one is created, and again after
+    each failure, so that a checkpoint never has two of them.
+
+    Args:
+        done: checkpoint folder → manifest that MLflow has completely, of an earlier process; `update` changes it.
+    """
+
+    def __init__(self, run: RunDir, mlflow: MlflowRun, done: dict[str, str]) -> None:
+        self._run = run
+        self._mlflow = mlflow
+        self._done = done
+        #: Key of a checkpoint → its logged model; None before the first search.
+        self._models: dict[tuple[str, str], entities.LoggedModel] | None = None
+        self._is_supported = True
+
+    def update(self, *, all_sent: bool) -> bool:
+        """Create, complete and delete logged models as the checkpoints on disk require. Returns whether any changed.
+
+        Args:
+            all_sent: MLflow has all records of the journal. If not, metrics that it lacks are left for a later call.
+        """
+        found = manifests(self._run)
+        if found == self._done or not self._is_supported:
+            return False
+        all_kept = {name: read_checkpoint(self._run.checkpoints / name) for name in found}
+        try:
+            with translated(self._mlflow.uri):
+                points = _RunPoints(self._mlflow, all_sent=all_sent)
+                self._update(found, {name: kept for name, kept in all_kept.items() if kept is not None}, points)
+        except TrackingError as error:
+            self._models = None  # a request without a response may have been executed
+            cause = error.__cause__
+            if not isinstance(cause, MlflowException) or not is_unsupported(cause):
+                raise
+            self._is_supported = False
+            log.debug("checkpoints are not logged as models, which this MLflow does not support: %s", error)
+        return True
+
+    def log_final_metrics(self, model_id: str, last_step: int) -> None:
+        """Give the final model the metrics of the newest checkpoint, unless that is older than the last logged step."""
+        newest = next(reversed(manifests(self._run)), None)
+        kept = read_checkpoint(self._run.checkpoints / newest) if newest is not None else None
+        if kept is not None and kept.step >= last_step:
+            with translated(self._mlflow.uri):
+                model = self._mlflow.client.get_logged_model(model_id)
+                self._log_metrics(model, kept, _RunPoints(self._mlflow, all_sent=True))
+
+    def _update(self, found: Mapping[str, str], kept: Mapping[str, KeptCheckpoint], points: _RunPoints) -> None:
+        if self._models is None:
+            self._models = {
+                (model.tags.get(_STEP_TAG, ""), model.tags[_SHA_TAG]): model
+                for model in self._search()
+                if _SHA_TAG in model.tags
+            }
+        for name, one in kept.items():
+            # A model that is complete according to an earlier call, but not in MLflow, was deleted there by a user.
+            if self._done.get(name) != found[name]:
+                model = self._models.get(one.key) or self._create(one)
+                self._models[one.key] = model
+                if self._log_metrics(model, one, points):
+                    self._done[name] = found[name]
+        for key in self._models.keys() - {one.key for one in kept.values()}:
+            self._delete(self._models[key].model_id)
+            del self._models[key]
+        for name in self._done.keys() - found.keys():
+            del self._done[name]
+
+    def _search(self) -> Iterator[entities.LoggedModel]:
+        yield from all_pages(
+            self._mlflow.client.search_logged_models,
+            [self._mlflow.experiment_id],
+            f"source_run_id = '{self._mlflow.run_id}'",
+            max_results=_MODELS_PAGE,
+        )
+
+    def _create(self, kept: KeptCheckpoint) -> entities.LoggedModel:
+        model = self._mlflow.client.create_logged_model(
+            self._mlflow.experiment_id,
+            name=kept.folder.name,
+            source_run_id=self._mlflow.run_id,
+            tags=kept.tags,
+            params=kept.params,
+            model_type=MODEL_TYPE,
+        )
+        require_id(model.model_id, "a logged model")
+        return model
+
+    def _log_metrics(self, model: entities.LoggedModel, kept: KeptCheckpoint, points: _RunPoints) -> bool:
+        """Log the metrics that the model lacks, and set its status to ready. Returns whether it has all metrics."""
+        logged = {metric.key for metric in model.metrics or ()}
+        missing = {key: value for key, value in kept.metrics.items() if key not in logged}
+        metrics = [
+            entities.Metric(key, *point, kept.step, model_id=model.model_id)
+            for key, value in missing.items()
+            if (point := points.at(key, kept, value)) is not None
+        ]
+        if metrics:
+            self._mlflow.client.log_batch(self._mlflow.run_id, metrics=metrics, synchronous=True)
+        if str(model.status) != "READY":
+            self._mlflow.client.finalize_logged_model(model.model_id, "READY")
+        return len(metrics) == len(missing)
+
+    def _delete(self, model_id: str) -> None:
+        try:
+            self._mlflow.client.delete_logged_model(model_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+
+
+class _RunPoints:
+    """The points of the run at the steps of checkpoints.
+
+    MLflow stores a metric of a model as a point of its run, too. Only a point with the time and value of the run's own
+    point is stored once.
+    """
+
+    def __init__(self, mlflow: MlflowRun, *, all_sent: bool) -> None:
+        self._mlflow = mlflow
+        self._all_sent = all_sent
+        self._points: dict[str, dict[int, tuple[float, int]]] = {}
+
+    def at(self, key: str, kept: KeptCheckpoint, value: float) -> tuple[float, int] | None:
+        """Return value and time in ms of a metric at the step of a checkpoint; None if the run's point is to come.
+
+        A metric that the trainer has saved in the checkpoint but not logged has the value and time of the checkpoint.
+        """
+        if key not in self._points:
+            history: list[Any] = self._mlflow.client.get_metric_history(self._mlflow.run_id, key)
+            self._points[key] = {metric.step: (metric.value, metric.timestamp) for metric in reversed(history)}
+        point = self._points[key].get(kept.step)
+        return point or ((value, kept.created_ms) if self._all_sent else None)
+
+
+# Logged models and registered models of MLflow.
+
+MODEL_NAME = "model"
+#: Description of a registered model that `register` creates.
+_REGISTERED = (
+    "Final models of the finished runs of hpcdist, one version each. The alias `best` is the version with the best last"
+    " value of the metric that selects checkpoints. It is not the best checkpoint of a run: the description of the run"
+    " names that one, and the tab *Models* of the experiment lists all kept checkpoints."
+)
+
+
+def log_model(
+    run: MlflowRun,
+    folder: Path,
+    fingerprint: str,
+    step: int,
+    *,
+    name: str = MODEL_NAME,
+    model_type: str | None = None,
+    params: Mapping[str, str] | None = None,
+    description: str = "",
+) -> str:
+    """Log a folder in MLflow's model format as a logged model of a run. Returns the id of the model.
+
+    The model loads as `models:/<id>` and `runs:/<run_id>/<name>`, and is listed on the page of the run. Its parameters
+    are those of the run if `params` is None. `description` is Markdown for the page of the model.
+    """
+    with translated(run.uri):
+        model = _find_model(run, fingerprint, name) or run.client.create_logged_model(
+            run.experiment_id,
+            name=name,
+            source_run_id=run.run_id,
+            tags={"hpcdist.fingerprint": fingerprint} | ({"mlflow.note.content": description} if description else {}),
+            params=dict(run.client.get_run(run.run_id).data.params if params is None else params),
+            model_type=model_type,
+        )
+        run.client.log_model_artifacts(model.model_id, str(folder))
+        if (folder / "MLmodel").is_file():
+            _upload_description(run, model, folder)
+        outputs = run.client.get_run(run.run_id).outputs
+        if outputs is None or all(item.model_id != model.model_id for item in outputs.model_outputs):
+            run.client.log_outputs(run.run_id, [entities.LoggedModelOutput(model.model_id, step=step)])
+        run.client.finalize_logged_model(model.model_id, "READY")
+        return str(model.model_id)
+
+
+def _find_model(run: MlflowRun, fingerprint: str, name: str) -> entities.LoggedModel | None:
+    found = run.client.search_logged_models([run.experiment_id], f"name = '{name}' AND source_run_id = '{run.run_id}'")
+    return next((model for model in found if model.tags.get("hpcdist.fingerprint") == fingerprint), None)
+
+
+def _upload_description(run: MlflowRun, model: entities.LoggedModel, folder: Path) -> None:
+    """Upload the `MLmodel` file with the ids added, as `mlflow.pytorch.log_model` does."""
+    ids = {"model_id": model.model_id, "model_uuid": model.model_id, "run_id": run.run_id}
+    content = yaml.safe_load((folder / "MLmodel").read_text())
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary, "MLmodel")
+        path.write_text(yaml.safe_dump(content | ids | {"artifact_path": model.artifact_location}))
+        run.client.log_model_artifact(model.model_id, str(path))
+
+
+def register(run: MlflowRun, model_id: str, name: str) -> str:
+    """Register a logged model, once. Returns `name/version`."""
+    with translated(run.uri):
+        model = run.client.get_logged_model(model_id)
+        try:
+            run.client.create_registered_model(name, description=_REGISTERED)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        known = run.client.search_model_versions(f"name = '{name}' AND run_id = '{run.run_id}'")
+        # A database would look up `models:/<id>` at MLflow's global tracking URI.
+        source = model.artifact_location
+        found = next((version for version in known if version.source == source), None)
+        version = (found or run.client.create_model_version(name, source, run_id=run.run_id, model_id=model_id)).version
+        versions = json.dumps([{"name": name, "version": int(version)}])
+        run.client.set_logged_model_tags(model_id, {"mlflow.modelVersions": versions})
+        return f"{name}/{version}"

@@ -1,0 +1,604 @@
+"""Upload of one run to MLflow in passes, each of which continues where the last one ended: metrics, what the ranks'
+code has logged, the ledger, the report.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+from hpcdist.config.redaction import redact_tree
+from hpcdist.config.written import monitor_of
+from hpcdist.errors import RunFolderError, TrackingError
+from hpcdist.host.files import read_json, stays_inside
+from hpcdist.review.ledger import CAUSES, Ledger, allocations_of, read_ledger
+from hpcdist.run.folder import ENDED, RunDir, State
+from hpcdist.run.records import reached_step
+from hpcdist.run.status import CHECKS_PER_S
+from hpcdist.tracking import artifacts, pages
+from hpcdist.tracking.artifacts import Artifact, CheckpointModels, log_model, move_best, register
+from hpcdist.tracking.command_tag import CommandTag
+from hpcdist.tracking.journal import ChangedNames, Event, clean_name, event_files, read_events
+from hpcdist.tracking.mlflow_client import MlflowException, entities, translated
+from hpcdist.tracking.mlflow_run import MlflowRun
+from hpcdist.tracking.pages import NOTE_TAG, ParentRun, RunPage, configured_note
+from hpcdist.tracking.points import Batches, Point, ShippingState, completion_of, read_series
+
+# The ledger of a run as metrics of MLflow.
+
+log = logging.getLogger(__name__)
+#: Interval of the metrics of a running run.
+LEDGER_INTERVAL_S = 60.0
+#: MLflow draws the charts of metrics in the order of their prefixes: these come after `eval/` and `train/`.
+LEDGER_PREFIX = "usage/"
+#: Digits after the point. MLflow's list of runs shows all digits of a number; 1e-6 hours are 3.6 ms, less than the
+#: differences between the clocks of nodes, and Slurm's accounting has whole seconds.
+_DIGITS = 6
+
+
+class LedgerMetrics:
+    """Logs the ledger of a run once a minute while it runs, and when it has stopped or ended.
+
+    The step of a record is the last training step, or the one after the step of the record before if that is larger:
+    training steps are repeated after a restart, and accounting may change the ledger of an ended run. No two records
+    have the same step, and a later record has a later time, also if another process uploads it.
+
+    Args:
+        save: writes the state of the upload to its file.
+    """
+
+    def __init__(self, run: RunDir, save: Callable[[], None]) -> None:
+        self._run = run
+        self._save = save
+        self._logged = time.monotonic()
+        self._state: tuple[str, int] | None = None
+
+    def ship(self, state: State, mlflow: MlflowRun, progress: ShippingState) -> None:
+        """Log the ledger if it is due. A run of an older hpcdist has none. Raises TrackingError like `log_points`."""
+        now, mark = time.monotonic(), (state.status, state.attempt)
+        if (now - self._logged < LEDGER_INTERVAL_S) if state.status == "running" else (mark == self._state):
+            return
+        try:
+            ledger, step = read_ledger(self._run), self._last_step(state)
+        except RunFolderError as error:  # a damaged file, which must not prevent the upload of everything else
+            log.warning("the ledger of %s is not uploaded: %s", self._run.name, error)
+            ledger, step = Ledger(), 0
+        found = points(ledger, max(step, progress.ledger_step + 1), after=progress.ledger_time)
+        digest = hashlib.sha256(repr([(point.key, point.value) for point in found]).encode()).hexdigest()[:16]
+        if found and digest != progress.ledger_digest:
+            mlflow.log_points(found)
+            progress.ledger_step, progress.ledger_time = found[0].step, found[0].time_ms / 1000
+            progress.ledger_digest = digest
+            self._save()
+        self._state, self._logged = mark, now
+
+    def _last_step(self, state: State) -> int:
+        return reached_step(self._run.attempt(state.attempt)) if state.attempt else 0
+
+
+def points(ledger: Ledger, step: int, *, after: float = 0.0) -> list[Point]:
+    """Return the ledger as points: GPU-hours or core-hours by cause, goodput, queue time and energy.
+
+    Their time is the end of the ledger.
+
+    Args:
+        step: of the points.
+        after: time of the points before, in seconds since the epoch.
+    """
+    if not ledger.entries:
+        return []
+    sums = ledger.by(lambda entry: entry.cause)
+    values: dict[str, float] = {cause: sums.get(cause, 0.0) / 3600 for cause in CAUSES}
+    values |= {"allocated": ledger.allocated_s / 3600, "queue": ledger.queue_s / 3600}
+    if ledger.goodput is not None:
+        values["goodput"] = ledger.goodput
+    if ledger.energy_kwh is not None:
+        values["energy_kwh"] = ledger.energy_kwh
+    time_ms = max(round(1000 * after) + 1, int(1000 * ledger.ended))
+    return [
+        Point(key=LEDGER_PREFIX + name, value=round(value, _DIGITS), time_ms=time_ms, step=step)
+        for name, value in values.items()
+    ]
+
+
+# Upload of what the code of the ranks has logged with MLflow, besides metrics and artifacts.
+#
+# Names that hpcdist uses itself get the prefix `script.`: parameters that the config has with another value, the tags
+# `hpcdist.…`, and MLflow's own tags of a run, such as its name and its description.
+
+SCRIPT_PREFIX = "script."
+#: Tags of MLflow that hpcdist sets.
+_OWN_TAGS = ("hpcdist.", "mlflow.note.content", "mlflow.runName", "mlflow.source.", "mlflow.user", "mlflow.parentRunId")
+#: Context of a script's run, which hpcdist records for the run itself.
+_CONTEXT_TAGS = ("mlflow.user", "mlflow.source.")
+#: Limits of MLflow for the schema and the profile of a dataset.
+_MAX_SOURCE = 65_535
+
+
+def ship_new_events(
+    mlflow: MlflowRun, run: RunDir, config: Mapping[str, Any], offsets: Mapping[str, int], names: ChangedNames
+) -> Iterator[tuple[str, int]]:
+    """Upload the events after `offsets`; yields the name of each file and its new offset.
+
+    Sending the same events again leads to the same result. Raises TrackingError if MLflow rejects a request or a file
+    cannot be read.
+    """
+    try:
+        for path in event_files(run.journal):
+            while True:
+                offset = offsets.get(path.name, 0)
+                if path.stat().st_size <= offset:
+                    break
+                events, end = read_events(path, offset)
+                if end == offset:
+                    break
+                _ship(mlflow, run, config, events, names)
+                yield path.name, end
+    except OSError as error:
+        raise TrackingError(f"the events of {run.name} cannot be read: {error}") from error
+
+
+def _ship(
+    mlflow: MlflowRun, run: RunDir, config: Mapping[str, Any], events: Iterable[Event], names: ChangedNames
+) -> None:
+    params: dict[str, str] = {}
+    tags: dict[str, str] = {}
+    models: dict[str, None] = {}
+    datasets = []
+    for kind, content in events:
+        if kind == "param":
+            params = content | params  # the first value counts, as in MLflow
+        elif kind == "tag":
+            tags |= content
+        elif kind == "model":
+            models[content] = None
+        elif (dataset := _dataset(content)) is not None:
+            datasets.append(dataset)
+    own = pages.params(run, config)
+    shown = {
+        SCRIPT_PREFIX + key if clean_name(key) in own else key: value
+        for key, value in _redacted(params).items()
+        if not _is_same(own.get(clean_name(key)), value)
+    }
+    shown_tags = {_tag_name(key): value for key, value in _redacted(tags).items() if not key.startswith(_CONTEXT_TAGS)}
+    names.note((key, clean_name(key)) for key in [*shown, *shown_tags])
+    mlflow.log_params({clean_name(key): value[: pages.MAX_PARAM] for key, value in shown.items()})
+    mlflow.set_tags({clean_name(key): value[: pages.MAX_TAG] for key, value in shown_tags.items()})
+    if datasets:
+        with _skipped_if_rejected(mlflow, "datasets"), translated(mlflow.uri):
+            mlflow.client.log_inputs(mlflow.run_id, datasets=datasets)
+    for model_id in models:
+        with _skipped_if_rejected(mlflow, f"model {model_id}"):
+            _ship_model(mlflow, run, model_id)
+
+
+@contextmanager
+def _skipped_if_rejected(mlflow: MlflowRun, what: str) -> Iterator[None]:
+    """Log a warning instead of the TrackingError if MLflow rejects a request for good: the rest must be uploaded."""
+    try:
+        yield
+    except TrackingError as error:
+        cause = error.__cause__
+        if not isinstance(cause, MlflowException) or cause.error_code != "INVALID_PARAMETER_VALUE":
+            raise
+        mlflow.require_active()  # a deleted run gives the same error code
+        log.warning("%s of the script: not uploaded: %s", what, error)
+
+
+def _redacted(values: Mapping[str, str]) -> dict[str, str]:
+    return {key: pages.clean_text(str(value)) for key, value in redact_tree(values).items()}
+
+
+def _is_same(own: str | None, value: str) -> bool:
+    """Return whether a parameter of hpcdist has this value, also in another notation: 5e-5 and 5e-05, true and True."""
+    if own is None or own.lower() == value.lower():
+        return own is not None
+    try:
+        return float(own) == float(value)
+    except ValueError:
+        return False
+
+
+def _tag_name(key: str) -> str:
+    return SCRIPT_PREFIX + key.removeprefix("mlflow.") if key.startswith(_OWN_TAGS) else key
+
+
+def _dataset(content: Mapping[str, Any]) -> entities.DatasetInput | None:
+    """Return a dataset; None if the event does not describe one."""
+    found, tags = content.get("dataset"), content.get("tags")
+    if not isinstance(found, dict) or not all(isinstance(found.get(key), str) for key in ("name", "digest")):
+        return None
+    texts = {
+        key: str(found.get(key) or "")[:_MAX_SOURCE] for key in ("name", "digest", "source_type", "source", "schema")
+    }
+    pairs = tags.items() if isinstance(tags, dict) else ()
+    return entities.DatasetInput(
+        entities.Dataset(**texts), [entities.InputTag(str(key), str(value)) for key, value in pairs]
+    )
+
+
+def _ship_model(mlflow: MlflowRun, run: RunDir, model_id: str) -> None:
+    """Upload a model of a rank as a logged model of the run, or only its tags if it has been uploaded."""
+    folder = run.logged_models / model_id
+    saved = read_json(folder / "model.json") or {}
+    tags, params = saved.get("tags"), saved.get("params")
+    for path in folder.rglob("*"):
+        if not stays_inside(path, run.path):
+            log.warning("%s is a symbolic link that leaves the run folder: the model is not uploaded", path)
+            return
+    step, name, kind = saved.get("step"), saved.get("name"), saved.get("type")
+    found = log_model(
+        mlflow,
+        folder / "files",
+        model_id,
+        step if type(step) is int else 0,
+        name=name if isinstance(name, str) else "model",
+        model_type=kind if isinstance(kind, str) else None,
+        params={str(key): str(value) for key, value in params.items()} if isinstance(params, dict) else {},
+    )
+    if isinstance(tags, dict) and tags:
+        with translated(mlflow.uri):
+            mlflow.client.set_logged_model_tags(found, {str(key): str(value) for key, value in tags.items()})
+
+
+# Writes the report of a run (`report.html`) in the shipper: after each change of the run's state, and now and then.
+
+#: Minimum interval between two reports of a run whose state does not change …
+REPORT_INTERVAL_S = 300.0
+#: … and minimum ratio of the interval to the duration of writing one, since the shipper does nothing else meanwhile.
+COST_FACTOR = 100.0
+
+
+class ReportWriter:
+    """Writes the report of one run when it is due."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._next = -math.inf
+        self._tried = ""
+
+    def write_if_due(self, state: State, progress: ShippingState) -> None:
+        """Write the report if the run has another state than in the last one. A failure is logged, not raised.
+
+        Args:
+            progress: its `report` names the state in the last report.
+        """
+        ended = state.status in ENDED
+        # Records may arrive after the end.
+        mark = f"{state.status} {state.attempt}" + (f" {progress.num_points}" if ended else "")
+        if mark in (progress.report, self._tried) and (ended or time.monotonic() < self._next):
+            return
+        self._tried = mark
+        began = time.monotonic()
+        try:
+            # Imported here: other commands that import the shipper draw nothing.
+            from hpcdist.review.report import write_report
+
+            write_report(self._run, read_series(self._run))
+            progress.report = mark
+        except Exception:  # a report must not stop the upload of the metrics
+            log.warning("the report of %s cannot be written", self._run.name, exc_info=True)
+        self._next = time.monotonic() + max(REPORT_INTERVAL_S, COST_FACTOR * (time.monotonic() - began))
+
+
+# Upload of one run to MLflow in passes, each of which continues where the last one ended.
+
+LOG_INTERVAL_S = 60.0
+CHECKPOINTS_INTERVAL_S = 10.0
+#: Time limit for the records of a running run in one pass, and for its artifacts; tags and the status follow.
+PASS_S = 5.0
+#: The folder of a trainer's artifacts is searched less often if a search takes longer, at CHECKS_PER_S.
+SEARCH_S = 2.0
+#: Interval of saving the state during many uploads. After a crash, the artifacts of this time are uploaded again.
+SAVE_S = 2.0
+_FINAL_MODEL = """\
+Final model of {name}
+
+```python
+import mlflow
+
+model = mlflow.pytorch.load_model("runs:/{run_id}/model")
+```
+"""
+
+
+class Delivery:
+    """The upload of one run; `journal/shipped.json` records its state for the next process.
+
+    All methods raise TrackingError if MLflow is unavailable or rejects a request, and may then be called again.
+    """
+
+    def __init__(self, run: RunDir, uri: str) -> None:
+        self.run = run
+        self.uri = uri
+        self._config_mark = artifacts.fingerprint(run.config)
+        self.config = pages.read_config(run)
+        self.progress = ShippingState()
+        self._saved = run.journal / "shipped.json"
+        self._names = ChangedNames(run.journal / "names.json")
+        self._mlflow: MlflowRun | None = None
+        self._parent = ParentRun.of(run, uri)
+        self._report = ReportWriter(run)
+        self._page = RunPage(run)
+        self._ledger = LedgerMetrics(run, lambda: self.progress.save(self._saved))
+        self._command = CommandTag(run, lambda: self.progress.save(self._saved))
+        #: Status that the pass in progress reports.
+        self._state: State | None = None
+        #: Error of a request for the commands in this pass.
+        self._command_failure: TrackingError | None = None
+        self._checkpoints_shipped = -math.inf
+        self._logs_shipped = 0.0
+        #: Time of the next search for artifacts of the trainer.
+        self._search_at = 0.0
+        #: Artifacts that are not uploaded, each of which is reported once.
+        self._left_out: set[str] = set()
+        #: Phase of the run in which the prepared views were written: `live` or `ended`.
+        self._views_written = ""
+        #: Minimum time before the next pass: polling the journals of many nodes loads the file system.
+        self.pause_s = 0.0
+
+    def open_run(self) -> MlflowRun:
+        """Find or create the MLflow run, and log the parameters of the config; once."""
+        if self._mlflow is None:
+            opened = MlflowRun(self.run, self.uri)
+            opened.log_params(pages.params(self.run, self.config))
+            self._names.note(pages.names(self.run, self.config))
+            self._mlflow = opened
+            self._load()
+        return self._mlflow
+
+    def _load(self) -> None:
+        """Load the saved state, unless it belongs to another MLflow run."""
+        run_id = self.open_run().run_id
+        self.progress = ShippingState.load(self._saved)
+        if self.progress.run_id != run_id:
+            self.progress = ShippingState(run_id=run_id)
+        self._batches = Batches(self.run, self.progress)
+        self._checkpoints = CheckpointModels(self.run, self.open_run(), self.progress.checkpoints)
+
+    def ship_once(self, state: State | None = None) -> int:
+        """Upload everything once. Returns the number of points sent.
+
+        Args:
+            state: State of the run to report; by default that of `state.json`.
+        """
+        self.open_run()
+        self._follow_config()
+        state = state or self.run.read_state()
+        self._state, self._command_failure = state, None
+        self._obey_commands()
+        num_points = self.ship_records(state)
+        for ship in (self._ship_page, self._ship_tags, self._ship_views, self._ship_ledger):
+            ship(state)
+            self._obey_during_pass()
+        failure = None
+        try:
+            self._ship_events()
+            self._ship_artifacts(state)
+            self._ship_checkpoints(state)
+            if state.status == "finished":
+                self._ship_model()
+        except TrackingError as error:
+            failure = error  # the status of the run is reported in any case
+        self._ship_status(state)
+        if failure := failure or self._command_failure:
+            raise failure
+        if (mark := completion_of(state)) and self.progress.complete != mark:
+            self.progress.complete = mark
+            self.progress.save(self._saved)
+        return num_points
+
+    def _obey_commands(self) -> None:
+        """Obey the commands that were set as a tag, at their interval. An error does not stop the upload."""
+        assert self._state is not None
+        try:
+            self._command.update(self.open_run(), self.config, self._state, self.progress)
+        except TrackingError as error:
+            self._command_failure = error
+
+    def _obey_during_pass(self) -> None:
+        """Obey new commands to a running run: with a slow server or large files, a pass takes minutes."""
+        if self._command_failure is None and self._state is not None and self._state.status == "running":
+            self._obey_commands()
+
+    def _follow_config(self) -> None:
+        """Log the keys that a resume has changed, once they are in the config of the run."""
+        if self._config_mark != (mark := artifacts.fingerprint(self.run.config)):
+            self.config = pages.read_config(self.run)
+            self.open_run().log_params(pages.params(self.run, self.config))
+            self._load()  # with the budgets of the new config
+            self._config_mark = mark
+
+    def ship_records(self, state: State) -> int:
+        """Send the records that MLflow does not have yet. Returns the number of points sent.
+
+        Limited to PASS_S for a running run, which may log as fast as MLflow accepts records.
+        """
+        mlflow = self.open_run()
+        num_sent, polls_before = 0, self._batches.num_polls
+        until = time.monotonic() + PASS_S if state.status == "running" else math.inf
+        try:
+            while self._batches.plan(state.attempt, over=state.status in ENDED):
+                # The intent is saved before sending: after a crash the next process sends the same records again, and
+                # MLflow stores equal points once.
+                self.progress.save(self._saved)
+                points = self._batches.points()
+                self._names.note(self._batches.names)
+                num_refused = mlflow.log_points(points)
+                self.progress.commit()
+                self.progress.num_points += len(points) - num_refused
+                self.progress.num_refused += num_refused
+                self.progress.save(self._saved)
+                num_sent += len(points) - num_refused
+                self._obey_during_pass()
+                if time.monotonic() >= until:
+                    break
+        except OSError as error:
+            self._load()
+            raise TrackingError(f"the journal of {self.run.name} cannot be read: {error}") from error
+        except TrackingError:
+            self._load()
+            raise
+        self.pause_s = (self._batches.num_polls - polls_before) / CHECKS_PER_S
+        return num_sent
+
+    def _ship_tags(self, state: State) -> None:
+        tags = pages.fixed_tags(self.run, self.config) | pages.job_tags(self.run) | pages.state_tags(state)
+        if self._parent is not None:
+            tags |= self._parent.cell_tags()
+        tags.pop(NOTE_TAG, None)  # part of the description, see `_ship_page`
+        changed = {key: value for key, value in tags.items() if self.progress.tags.get(key) != value}
+        if changed:
+            self.open_run().set_tags(changed)
+            self.progress.tags = tags
+            self.progress.save(self._saved)
+
+    def _ship_page(self, state: State) -> None:
+        before = dict(self.progress.page)
+        self._page.update(self.open_run(), state, self.progress, configured_note(self.config))
+        if self.progress.page != before:
+            self.progress.save(self._saved)
+
+    def _ship_events(self) -> None:
+        """Upload the parameters, tags, datasets and models that the code of the ranks has logged."""
+        for name, offset in ship_new_events(self.open_run(), self.run, self.config, self.progress.events, self._names):
+            self.progress.events[name] = offset
+            self.progress.save(self._saved)
+            self._obey_during_pass()
+
+    def _ship_ledger(self, state: State) -> None:
+        self._ledger.ship(state, self.open_run(), self.progress)
+
+    def _ship_views(self, state: State) -> None:
+        """Write the prepared views of the experiment in the first pass and at the end of the run.
+
+        At the end, columns appear again that another run has removed by writing at the same time.
+        """
+        phase = "ended" if state.status in ENDED else "live"
+        if self._views_written != phase:
+            self._views_written = phase
+            pages.write(self.open_run(), self.run, self.config)
+
+    def _ship_artifacts(self, state: State) -> None:
+        self._report.write_if_due(state, self.progress)
+        found = chain(artifacts.documents(self.run), artifacts.preflight(self.run))
+        if state.status in ENDED:
+            weights = artifacts.checkpoints(self.run, self.config) if state.status != "stopped" else ()
+            others = artifacts.trainer_artifacts(self.run), artifacts.reports(self.run, ended=True), weights
+            self._upload(chain(found, *others), counted=True)
+            return
+        self._upload(found)
+        self._ship_trainer_artifacts()
+        if time.monotonic() - self._logs_shipped >= LOG_INTERVAL_S:
+            self._upload(artifacts.reports(self.run, ended=False))
+            self._logs_shipped = time.monotonic()
+
+    def _ship_trainer_artifacts(self) -> None:
+        """Upload the files of the trainer for PASS_S at most, so that metrics do not wait for many files."""
+        if time.monotonic() < self._search_at:
+            return
+        found = list(artifacts.trainer_artifacts(self.run))
+        is_complete = self._upload(found, within_s=PASS_S)
+        # The search reads the attributes of each file, which loads the file system.
+        pause_s = len(found) / CHECKS_PER_S
+        self._search_at = time.monotonic() + (pause_s if is_complete and pause_s > SEARCH_S else 0.0)
+
+    def _upload(self, found: Iterable[Artifact], within_s: float = math.inf, *, counted: bool = False) -> bool:
+        """Upload the files that MLflow does not have. Returns False if time was too short for all of them.
+
+        Args:
+            counted: record how many are left, for `upload_progress`.
+        """
+        until = time.monotonic() + within_s
+        saved_at, num_unsaved = time.monotonic(), 0
+        try:
+            if counted:
+                found = list(found)
+                self.progress.left = sum(map(self._is_new, found))
+                self.progress.save(self._saved)
+            for item in found:
+                if self._is_new(item):
+                    # Checked right before the upload, which follows links.
+                    if reason := artifacts.leaves_folder(item, self.run):
+                        if item.target not in self._left_out:
+                            log.warning("%s: not uploaded", reason)
+                        self._left_out.add(item.target)
+                        continue
+                    self.open_run().upload(item.source, item.target)
+                    self.progress.artifacts[item.target] = item.fingerprint
+                    self.progress.left = max(0, self.progress.left - 1)
+                    num_unsaved += 1
+                    self._obey_during_pass()
+                    if time.monotonic() - saved_at >= SAVE_S:  # the state is large if the run has many artifacts
+                        self.progress.save(self._saved)
+                        log.info("%s: %d artifacts uploaded", self.run.name, len(self.progress.artifacts))
+                        saved_at, num_unsaved = time.monotonic(), 0
+                    if time.monotonic() >= until:
+                        return False
+        except OSError as error:
+            raise TrackingError(f"an artifact of {self.run.name} cannot be read: {error}") from error
+        finally:
+            if num_unsaved:
+                self.progress.save(self._saved)
+        return True
+
+    def _is_new(self, item: Artifact) -> bool:
+        return item.fingerprint not in ("", self.progress.artifacts.get(item.target))
+
+    def _ship_checkpoints(self, state: State) -> None:
+        running = state.status == "running"
+        if running and time.monotonic() - self._checkpoints_shipped < CHECKPOINTS_INTERVAL_S:
+            return
+        try:
+            if self._checkpoints.update(all_sent=not running):
+                self.progress.save(self._saved)
+        except OSError as error:
+            raise TrackingError(f"a checkpoint of {self.run.name} cannot be read: {error}") from error
+        self._checkpoints_shipped = time.monotonic()
+
+    def _ship_model(self) -> None:
+        if not (self.run.model / "MLmodel").is_file():
+            return
+        model = self.progress.model
+        mark = artifacts.fingerprint(self.run.model)
+        if reason := artifacts.leaves_folder(Artifact(self.run.model, "model", mark), self.run):
+            raise TrackingError(f"{reason}: the model is not uploaded")
+        if model.get("fingerprint") != mark:
+            steps = [
+                own[1] for key, all_ in self.progress.steps.items() if key[:7] != "system/" for own in all_.values()
+            ]
+            last_step = max(steps, default=0)
+            mlflow = self.open_run()
+            description = _FINAL_MODEL.format(run_id=mlflow.run_id, name=self.run.name)
+            model_id = log_model(mlflow, self.run.model, mark, last_step, description=description)
+            self._checkpoints.log_final_metrics(model_id, last_step)
+            model = self.progress.model = {"fingerprint": mark, "model_id": model_id}
+            self.progress.save(self._saved)
+        name = (self.config.get("tracking") or {}).get("register_as")
+        if name and "registered" not in model:
+            registered = register(self.open_run(), model["model_id"], name)
+            if (monitor := monitor_of(self.config)).metric:
+                move_best(self.open_run(), name, registered.rpartition("/")[2], monitor)
+            model["registered"] = registered
+            self.progress.save(self._saved)
+
+    def _ship_status(self, state: State) -> None:
+        status = pages.MLFLOW_STATUS.get(state.status, "RUNNING")
+        # The attempt is included, since a resumed run may end with the same status.
+        known = f"{status} {state.attempt}"
+        if self.progress.status != known:
+            ended = state.ended if state.ended is not None else time.time()
+            # MLflow's duration is the difference of end and start: without pauses, it is the running time.
+            running_ms = int(1000 * sum(one.ended - one.began for one in allocations_of(self.run)))
+            end_ms = self.open_run().start_ms + running_ms if running_ms else int(ended * 1000)
+            self.open_run().set_status(status, end_ms if state.status in ENDED else None)
+            if self._parent is not None:
+                self._parent.refresh()
+            self.progress.status = known
+            self.progress.save(self._saved)

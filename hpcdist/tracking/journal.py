@@ -1,0 +1,649 @@
+"""The journal: metrics and events that ranks write, one JSON line per record, how they are read, and the names that
+MLflow accepts.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import operator
+import os
+import posixpath
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpcdist.errors import HpcdistError, TrackingError, UserMistake
+from hpcdist.host import retry
+from hpcdist.host.files import KEY, open_regular, parse_json, read_json, stamped, unstamped, write_json
+
+# Names that MLflow accepts for metrics, parameters and tags.
+#
+# MLflow allows letters, digits, `_`, `-`, `.`, `:`, space and `/`, at most 250 characters, and only normalized relative
+# paths. `clean_name` maps any name to an allowed one and is injective, so that two metrics never share a series: an
+# allowed name is unchanged, any other name is cleaned and ends with a hash of the original.
+
+MAX_NAME = 250
+#: Metric of the shipper, with one point per attempt.
+ATTEMPT_METRIC = "attempt"
+_NOT_IN_NAMES = re.compile(r"[^\w./: -]")
+#: End of a changed name. An allowed name with such an end is changed as well, since it could equal a changed one.
+_SUFFIX = re.compile(r"--[0-9a-f]{12}")
+_SUFFIX_CHARS = 14
+
+
+def suffix(name: str) -> str:
+    """Return `--` and 48 bits of the name's SHA-256 as 12 hexadecimal digits."""
+    return "--" + hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:12]
+
+
+def is_allowed(name: str) -> bool:
+    """Return whether MLflow accepts a name as it is."""
+    return (
+        0 < len(name) <= MAX_NAME
+        and not _NOT_IN_NAMES.search(name)
+        and posixpath.normpath(name) == name
+        and name != "."
+        and not name.startswith(("..", "/"))
+    )
+
+
+@functools.lru_cache(maxsize=10_000)
+def clean_name(name: str) -> str:
+    """Return `name` as MLflow accepts it: `loss[0]` becomes `loss_0_--` and 12 hexadecimal digits."""
+    if is_allowed(name) and not _SUFFIX.fullmatch(name[-_SUFFIX_CHARS:]):
+        return name
+    parts = [part for part in _NOT_IN_NAMES.sub("_", name[: 4 * MAX_NAME]).split("/") if part.strip(".")]
+    stem = "/".join(parts)[: MAX_NAME - _SUFFIX_CHARS].rstrip("/") or "_"
+    return ("_" + stem[1:] if stem.startswith("..") else stem) + suffix(name)
+
+
+def clean_metric_name(name: str) -> str:
+    """Return a metric's name as `clean_name` does, and change the reserved name of the metric `attempt`."""
+    return ATTEMPT_METRIC + suffix(name) if name == ATTEMPT_METRIC else clean_name(name)
+
+
+# The journal: metrics of one rank and attempt, one JSON line per record.
+#
+#     journal/attempt-001.rank-00000.jsonl     {"format":1}
+#                                              {"t":1760000000000,"s":120,"m":{"train/loss":0.31}}
+#
+# Ranks append to the journal and the shipper reads it, so a rank never waits for a tracking server. It is written by
+# hand because a record must cost microseconds and survive crashes of the process, the node and the file server, which
+# logging handlers and MLflow's asynchronous logging do not guarantee.
+#
+# The steps of a key should increase over the attempts of a run: the shipper omits steps that a later attempt repeats. A
+# record longer than MAX_LINE_BYTES is split into lines of the same time and step.
+
+log = logging.getLogger(__name__)
+
+#: JSON text of non-finite numbers, as Python's parser accepts it.
+_JSON_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+#: Limit of the records that are kept in memory while the disk is unavailable.
+MAX_PENDING_BYTES = 64 << 20
+#: Limit of the data that is kept since the last fsync, in case the file server loses it.
+MAX_UNSYNCED_BYTES = 4 << 20
+#: Limit of a line, so that a reader finds the end of each line in one chunk.
+MAX_LINE_BYTES = 1 << 18
+#: Limit of a metric's name as JSON, so that a record of one metric fits in a line.
+MAX_NAME_BYTES = 4096
+#: Steps that fit in the columns of MLflow's database.
+_STEPS = range(-(2**63), 2**63)
+
+
+class JournalWriter:
+    """Append records to the journal file of one rank; thread-safe. The first record creates the file.
+
+    Each write goes to a known offset, where a partial write is repeated, so no record is lost or duplicated.
+    """
+
+    def __init__(self, folder: Path, attempt: int = 1, rank: int = 0, *, suffix: str = "") -> None:
+        self.path = folder / f"attempt-{attempt:03d}.rank-{rank:05d}{suffix}.jsonl"
+        self._descriptor = -1
+        self._pending = bytearray()
+        self._offset = 0  #: of the next record
+        self._unsynced = bytearray()  #: the last bytes before the offset that are not synced
+        self._is_new = True
+        self._names: dict[str, str] = {}
+        self._cut: set[str] = set()
+        self._failed = False
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> JournalWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def log(self, metrics: Mapping[str, float], step: int, time_ms: int | None = None) -> None:
+        """Record the metrics of a step, NaN and infinities included, in a few microseconds.
+
+        While the disk is full, records are kept in memory, with one warning. A name longer than MAX_NAME_BYTES is
+        shortened to a unique name, with one warning. The time is that of the call if `time_ms` is None.
+
+        Raises:
+            UserMistake: A value is not a number, or the step is not a 64-bit integer.
+            HpcdistError: More than MAX_PENDING_BYTES are pending.
+        """
+        names, parts = self._names, []
+        for key, value in metrics.items():
+            text = repr(value if type(value) is float else _number(key, value))
+            name = names.get(key) or self._name(key)
+            parts.append(name + _JSON_NAMES.get(text, text))
+        try:
+            number = operator.index(step)
+        except TypeError as error:
+            raise UserMistake(f"metrics were logged with step {step!r}: a step must be an integer") from error
+        if number not in _STEPS:
+            raise UserMistake(
+                f"metrics were logged with a step outside of -2^63 … 2^63 - 1 ({number.bit_length()} bits)"
+            )
+        # json.dumps takes twice as long.
+        time_ms = time.time_ns() // 1_000_000 if time_ms is None else time_ms
+        head = f'{{"t":{time_ms},"s":{number},"m":{{'
+        text = f"{head}{','.join(parts)}}}}}\n"
+        self._append((text if len(text) <= MAX_LINE_BYTES else _split(head, parts)).encode())
+
+    def _name(self, key: object) -> str:
+        """Return a metric's name as JSON with a colon, from a cache."""
+        if not isinstance(key, str):
+            raise UserMistake(f"metric name {key!r} must be a string")
+        name = key.encode(errors="replace").decode()
+        quoted = json.dumps(name if name == key else name + suffix(key))
+        if len(quoted) > MAX_NAME_BYTES:
+            if (cut := name[:MAX_NAME] + suffix(key)) not in self._cut:
+                self._cut.add(cut)
+                log.warning("a metric's name has %d characters, which is too long: it is recorded as %r", len(key), cut)
+            return json.dumps(cut) + ":"
+        return self._names.setdefault(key, quoted + ":")
+
+    def _append(self, line: bytes) -> None:
+        with self._lock:
+            self._pending += line
+            failure = self._write()
+            if failure is not None and len(self._pending) > MAX_PENDING_BYTES:
+                raise HpcdistError(
+                    f"the metrics journal {self.path} cannot be written ({_reason(failure)}), and"
+                    f" {MAX_PENDING_BYTES >> 20} MiB of records are pending: restore the disk and resume the run, which"
+                    " repeats the steps since the last checkpoint"
+                )
+            if failure is not None and not self._failed:
+                log.warning("metrics are kept in memory: %s cannot be written (%s)", self.path, _reason(failure))
+            elif failure is None and self._failed:
+                log.warning("%s can be written again: no metrics were lost", self.path)
+            self._failed = failure is not None
+
+    def flush(self, durable: bool = True) -> None:
+        """Write the pending records, with `durable` also to disk. Raises HpcdistError if that fails.
+
+        Called before a checkpoint is saved: each record is then on disk, or belongs to a step that a resumed run
+        repeats.
+        """
+        try:
+            retry.retry(lambda: self._flush(durable=durable), self.path)
+        except OSError as failure:
+            raise HpcdistError(
+                f"the metrics journal {self.path} cannot be written ({_reason(failure)}):"
+                " free space, or set `runs_dir` to a writable folder"
+            ) from failure
+
+    def _flush(self, *, durable: bool) -> None:
+        with self._lock:
+            if (failure := self._write()) is not None:
+                raise failure
+            if durable and self._descriptor >= 0:
+                try:
+                    os.fsync(self._descriptor)
+                except OSError:
+                    # The kernel drops pages that it failed to write, and reports the error only once.
+                    self._rewind(len(self._unsynced))
+                    raise
+                self._unsynced.clear()
+            self._failed = False
+
+    def close(self) -> None:
+        """Write the pending records and close the file. Raises HpcdistError if records would be lost."""
+        if self._closed:
+            return
+        try:
+            self.flush(durable=False)
+        finally:
+            with self._lock:
+                self._closed = True
+                self._close()
+
+    def _write(self) -> OSError | None:
+        """Write the pending bytes, usually with one system call. Returns the error if that fails."""
+        try:
+            if self._pending and self._descriptor < 0:
+                self._open()
+            while self._pending:
+                written = os.pwrite(self._descriptor, self._pending, self._offset)
+                self._unsynced += self._pending[:written]
+                del self._pending[:written], self._unsynced[:-MAX_UNSYNCED_BYTES]
+                self._offset += written
+        except OSError as error:
+            self._close()  # a stale NFS handle does not recover
+            return error
+        return None
+
+    def _rewind(self, num_bytes: int) -> None:
+        """Make the last bytes pending again."""
+        if num_bytes:
+            self._pending[:0] = self._unsynced[-num_bytes:]
+            del self._unsynced[-num_bytes:]
+            self._offset -= num_bytes
+
+    def _open(self) -> None:
+        if self._closed:
+            raise OSError("the journal is closed")
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            size = os.fstat(descriptor).st_size
+            if self._is_new:
+                self._offset = size
+                if not size:
+                    self._pending[:0] = json.dumps(stamped({})).encode() + b"\n"
+                elif os.pread(descriptor, 1, size - 1) != b"\n":
+                    self._pending[:0] = b"\n"  # an earlier writer was killed within a line
+            elif size < self._offset:
+                self._rewind(min(self._offset - size, len(self._unsynced)))  # the file server lost data
+        except OSError:
+            os.close(descriptor)
+            raise
+        self._is_new, self._descriptor = False, descriptor
+
+    def _close(self) -> None:
+        """Close the file descriptor; errors are ignored, since fsync has reported them."""
+        if self._descriptor >= 0:
+            with suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _split(head: str, parts: Sequence[str]) -> str:
+    """Return one record as several lines of at most MAX_LINE_BYTES, all with the same time and step."""
+    lines: list[str] = []
+    first, size = 0, len(head)
+    for number, part in enumerate(parts):
+        if size + len(part) + len(",}}\n") > MAX_LINE_BYTES:
+            lines.append(f"{head}{','.join(parts[first:number])}}}}}\n")
+            first, size = number, len(head)
+        size += len(part) + 1
+    return "".join([*lines, f"{head}{','.join(parts[first:])}}}}}\n"])
+
+
+def _number(key: object, value: object) -> float:
+    cause: Exception | None = None
+    if not isinstance(value, (str, bytes, bytearray)):
+        try:
+            return float(value)  # type: ignore[arg-type]  # scalars of NumPy and torch included
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            cause = error
+    raise UserMistake(f"metric {key!r} must be a number, got {repr(value)[:80]} ({type(value).__name__})") from cause
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+# Reading of journal files in chunks of bounded size; lines that are not records are skipped with a warning.
+
+#: A process that a rank has started writes files of its own.
+_FILE_NAME = re.compile(r"attempt-(\d+)\.rank-(\d+)(?:\.pid-\d+)?\.jsonl")
+_FORMAT_LINE = f'{{"{KEY}"'.encode()
+#: Size of one read: bounds the memory of a reader for any length of file or line.
+CHUNK_BYTES = MAX_LINE_BYTES
+
+
+class Record(NamedTuple):
+    """One line of the journal: metrics of one step."""
+
+    time_ms: int
+    step: int
+    metrics: dict[str, float]
+
+
+class Chunk(NamedTuple):
+    """Part of a journal file: its records, the offset of the next part, the number of damaged lines."""
+
+    records: list[Record]
+    offset: int
+    broken: int
+
+
+class JournalFile(NamedTuple):
+    """One journal file with its attempt and rank."""
+
+    attempt: int
+    rank: int
+    path: Path
+
+
+def attempt_of(file_name: str) -> int:
+    """Return the attempt of a journal file."""
+    return int(file_name.split(".")[0].removeprefix("attempt-"))
+
+
+def journal_files(folder: Path) -> list[JournalFile]:
+    """Return all journal files of a run, sorted by attempt and rank."""
+    entries = retry.retry(lambda: list(folder.iterdir()), folder)
+    found = [(match, entry) for entry in entries if (match := _FILE_NAME.fullmatch(entry.name))]
+    return sorted(JournalFile(int(match[1]), int(match[2]), path) for match, path in found)
+
+
+def read_records(path: Path, offset: int = 0, *, final: bool = False) -> tuple[list[Record], int]:
+    """Return all records from `offset` on, and the offset at which the next call continues.
+
+    An incomplete last line is left for the next call, unless the file is `final`.
+    """
+    records: list[Record] = []
+    while True:
+        chunk = read_chunk(path, offset, final=final)
+        if chunk.offset == offset:
+            return records, offset
+        records += chunk.records
+        offset = chunk.offset
+
+
+def read_chunk(path: Path, offset: int, *, final: bool = False) -> Chunk:
+    """Read records as `read_records` does, from at most CHUNK_BYTES of the file."""
+    data = _read(path, offset, CHUNK_BYTES)
+    end = data.rfind(b"\n") + 1
+    # No line is longer than a chunk: a chunk without a line end is damaged and is skipped.
+    if (final and len(data) < CHUNK_BYTES) or (end == 0 and len(data) == CHUNK_BYTES):
+        end = len(data)
+    return _parse(path, offset, data[:end])
+
+
+def read_range(path: Path, offset: int, end: int) -> Chunk:
+    """Return the records between two offsets that `read_chunk` has returned."""
+    return _parse(path, offset, _read(path, offset, end - offset))
+
+
+def _read(path: Path, offset: int, num_bytes: int) -> bytes:
+    def read() -> bytes:
+        with open_regular(path) as file:
+            file.seek(offset)
+            return file.read(num_bytes)
+
+    try:
+        return retry.retry(read, path)
+    except FileNotFoundError:
+        return b""
+
+
+def _parse(path: Path, offset: int, data: bytes) -> Chunk:
+    lines = [line for line in data.split(b"\n") if line and not _is_format(line, path)]
+    records = [record for line in lines if (record := _record(line)) is not None]
+    broken = len(lines) - len(records)
+    if broken:
+        log.warning("%s: skipped %d damaged line(s) from byte %d on", path, broken, offset)
+    return Chunk(records, offset + len(data), broken)
+
+
+def _is_format(line: bytes, path: Path) -> bool:
+    """Whether a line holds the format number. Raises RunFolderError for a newer format."""
+    if not line.startswith(_FORMAT_LINE):
+        return False
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    unstamped(found, path)
+    return True
+
+
+def _record(line: bytes) -> Record | None:
+    """Return the record of a line, or None if the line is not a record."""
+    try:
+        raw = parse_json(line)
+        time_ms, step, metrics = raw["t"], raw["s"], raw["m"]
+        values = {key: float(value) for key, value in metrics.items() if isinstance(value, (int, float))}
+        if len(values) != len(metrics) or type(time_ms) is not int or type(step) is not int:
+            return None
+        # The bounds are those of MLflow's columns; names with lone surrogates cannot be sent.
+        "".join(values).encode()
+        return Record(time_ms, step, values) if 0 <= time_ms < 2**63 and -(2**63) <= step < 2**63 else None
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        return None
+
+
+# What the code of a rank logs besides metrics, one JSON line per event, in files beside the journal.
+#
+#     journal/attempt-001.rank-00000.events.jsonl     {"format":1}
+#                                                     {"t":1760000000000,"param":{"lr":"0.1"}}
+#                                                     {"t":1760000000000,"tag":{"stage":"pretraining"}}
+#                                                     {"t":1760000000000,"dataset":{"name":"digits","digest":"…"}}
+#                                                     {"t":1760000000000,"model":"m-…"}
+#
+# An event `model` names a folder in `logged_models/`, whose model is complete or has changed since. Parameters and tags
+# are cut to MLflow's limits when they are written.
+
+#: Maximum number of characters of the value of a parameter or tag, as in MLflow.
+MAX_VALUE = 8000
+#: Maximum number of characters of a name; `names.py` shortens it further.
+MAX_EVENT_NAME = 1000
+_EVENTS_FILE = re.compile(r"attempt-(\d+)\.rank-(\d+)(?:\.pid-\d+)?\.events\.jsonl")
+#: Limit of one read; longer files are read in several passes.
+_READ_BYTES = 16 << 20
+_KINDS = ("param", "tag", "dataset", "model")
+
+
+class Event(NamedTuple):
+    """One event: `kind` is param, tag, dataset or model."""
+
+    kind: str
+    content: Any
+
+
+class EventWriter(JournalWriter):
+    """Append events to a file of one process, as safely as the journal."""
+
+    def __init__(self, folder: Path, attempt: int, rank: int, *, suffix: str = "") -> None:
+        super().__init__(folder, attempt, rank, suffix=f"{suffix}.events")
+
+    def pair(self, kind: str, name: str, value: str) -> None:
+        """Record a parameter or a tag."""
+        self.record(kind, {name[:MAX_EVENT_NAME]: value[:MAX_VALUE]})
+
+    def record(self, kind: str, content: Any) -> None:
+        """Record an event. One that is longer than MAX_LINE_BYTES is left out with a warning."""
+        event = {"t": time.time_ns() // 1_000_000, kind: content}
+        line = json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n"
+        if len(line) > MAX_LINE_BYTES:
+            log.warning("a %s of %d bytes is not recorded: it is too long", kind, len(line))
+            return
+        self._append(line)
+
+
+def event_files(folder: Path) -> list[Path]:
+    """Return all event files of a run, sorted by attempt and rank."""
+    entries = retry.retry(lambda: list(folder.iterdir()), folder)
+    found = [(match, entry) for entry in entries if (match := _EVENTS_FILE.fullmatch(entry.name))]
+    return [path for _, path in sorted(found, key=lambda it: (int(it[0][1]), int(it[0][2]), it[1].name))]
+
+
+def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
+    """Return the complete events from `offset` on, and the offset at which the next call continues.
+
+    Lines that are not events are skipped. Raises RunFolderError if a newer hpcdist has written the file, OSError if it
+    cannot be read.
+    """
+
+    def read() -> bytes:
+        with open_regular(path) as file:
+            file.seek(offset)
+            return file.read(_READ_BYTES)
+
+    data = retry.retry(read, path)
+    end = data.rfind(b"\n") + 1
+    if end == 0 and len(data) == _READ_BYTES:
+        end = len(data)  # no event is so long: damaged
+    return [event for line in data[:end].split(b"\n") for event in _parse_event(line, path)], offset + end
+
+
+def _parse_event(line: bytes, path: Path) -> Iterator[Event]:
+    if not line:
+        return
+    try:
+        raw = parse_json(line)
+    except ValueError:
+        raw = None
+    if isinstance(raw, dict) and KEY in raw:
+        unstamped(raw, path)
+        return
+    kind = next((kind for kind in _KINDS if isinstance(raw, dict) and kind in raw), None)
+    if kind is None or raw is None or not _is_content(kind, raw[kind]):
+        log.warning("%s: skipped a damaged line", path)
+        return
+    yield Event(kind, raw[kind])
+
+
+def _is_content(kind: str, content: object) -> bool:
+    if kind == "model":
+        return isinstance(content, str) and re.fullmatch(r"m-[0-9a-f]{32}", content) is not None
+    if not isinstance(content, dict):
+        return False
+    return kind == "dataset" or all(isinstance(value, str) for value in content.values())
+
+
+# The original names of metrics, parameters and tags with names that MLflow does not accept.
+
+#: Length of a name in `names.json` and in a log line.
+_KEPT_CHARS, _SHOWN_CHARS = 1000, 80
+
+
+class ChangedNames:
+    """The original of each changed name, in `journal/names.json`, which is also an artifact of the MLflow run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._originals = {key: text for key, text in (read_json(path) or {}).items() if isinstance(text, str)}
+
+    def note(self, names: Iterable[tuple[str, str]]) -> None:
+        """Record the pairs (original, cleaned) that differ, and log each of them once per run.
+
+        Raises TrackingError if the file cannot be written.
+        """
+        new = {clean: name for name, clean in names if clean != name and clean not in self._originals}
+        if not new:
+            return
+        for clean, name in new.items():
+            shown = name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}… ({len(name)} characters)"
+            log.warning("MLflow does not accept the name %r: it is uploaded as %r", shown, clean)
+            self._originals[clean] = name[:_KEPT_CHARS]
+        try:
+            write_json(self._path, self._originals)
+        except OSError as error:
+            raise TrackingError(f"{self._path} cannot be written ({error.strerror}): free space there") from error
+
+
+# The charts of a run on several nodes: MLflow gets minimum, mean and maximum over the nodes, not a chart of each node.
+#
+# The metrics of nodes, `system/<node>/…` and `time/<node>/…`, are divided into intervals of time. A complete interval
+# becomes one point of each of `system/nodes_min/…`, `…/nodes_mean/…` and `…/nodes_max/…`, over all records in it.
+# Records that arrive after their interval was sent are only in the journal.
+
+INTERVAL_MS = 30_000
+#: A node that has logged nothing for this time does not delay the intervals of the others.
+SILENT_MS = 120_000
+_STEP_TIMES = ("step_s", "data_s", "compute_s")
+
+
+@functools.lru_cache(maxsize=100_000)
+def without_node(key: str) -> str | None:
+    """Return the name of a node's metric without the node: `system/cpu` for `system/n7/cpu`; None for others."""
+    parts = key.split("/")
+    if len(parts) != 3 or not all(parts):
+        return None
+    group, _, name = parts
+    return f"{group}/{name}" if group == "system" or (group == "time" and name in _STEP_TIMES) else None
+
+
+class NodeCharts:
+    """Replaces the metrics of nodes by their statistics.
+
+    Args:
+        intervals: Attempt → number of its last interval that was sent, `sent`, and `open`: interval → metric →
+            minimum, sum, count, maximum, time in ms, step. The state that the next process needs.
+        sent_steps: Metric → attempt → lowest and highest step in MLflow.
+    """
+
+    def __init__(self, intervals: dict[str, dict[str, Any]], sent_steps: Mapping[str, Mapping[str, list[int]]]) -> None:
+        self._intervals = intervals
+        self._sent_steps = sent_steps
+
+    def complete(
+        self, chunks: Mapping[str, Chunk], times: Mapping[str, int], behind: set[str], *, over: bool
+    ) -> dict[str, int]:
+        """Return by attempt the last interval that is complete after `chunks`.
+
+        Args:
+            times: File → time of its last record.
+            behind: Files of the attempt that may hold more records than `chunks`.
+            over: Whether the run has ended.
+        """
+        attempt = attempt_of(next(iter(chunks))) if chunks else None
+        complete = {
+            other: max(map(int, state["open"]))
+            for other, state in self._intervals.items()
+            if state["open"] and (over if attempt is None else int(other) < attempt)
+        }
+        read_until = {name: times.get(name, 0) for name in {*times, *behind} if attempt_of(name) == attempt}
+        if attempt is not None and read_until:
+            active = max(read_until.values()) - SILENT_MS
+            until = min(time for name, time in read_until.items() if name in behind or time > active)
+            complete[str(attempt)] = until // INTERVAL_MS - 1
+        return complete
+
+    def reduce(self, chunks: Mapping[str, Chunk], complete: Mapping[str, int]) -> Iterator[tuple[int, Record]]:
+        """Yield the attempts and records to send instead of those of `chunks`, after which intervals are complete."""
+        # In a fixed order, so that a batch that is sent again has sums with equal roundings.
+        for name, chunk in sorted(chunks.items()):
+            attempt = attempt_of(name)
+            for record in chunk.records:
+                others = {}
+                for key, value in record.metrics.items():
+                    if (metric := without_node(key)) is None:
+                        others[key] = value
+                    else:
+                        self._count(attempt, metric, value, record)
+                if others:
+                    yield attempt, record._replace(metrics=others)
+        for attempt_text, until in complete.items():
+            if (state := self._intervals.get(attempt_text)) is not None:
+                state["sent"] = max(state["sent"], until)
+                for interval in sorted(int(number) for number in state["open"] if int(number) <= until):
+                    for metric, found in sorted(state["open"].pop(str(interval)).items()):
+                        yield int(attempt_text), self._statistics(attempt_text, metric, *found)
+
+    def _count(self, attempt: int, metric: str, value: float, record: Record) -> None:
+        """Add a value to its interval, unless that was sent."""
+        number = record.time_ms // INTERVAL_MS
+        state = self._intervals.setdefault(str(attempt), {"sent": -1, "open": {}})
+        if number > state["sent"] and value == value:
+            found = state["open"].setdefault(str(number), {})
+            low, total, count, high, time_ms, step = found.get(metric, (value, 0.0, 0, value, 0, record.step))
+            ends = max(time_ms, record.time_ms), max(step, record.step)
+            found[metric] = [min(low, value), total + value, count + 1, max(high, value), *ends]
+
+    def _statistics(
+        self, attempt: str, metric: str, low: float, total: float, count: int, high: float, time_ms: int, step: int
+    ) -> Record:
+        """Return the points of a metric in one interval."""
+        group, _, name = metric.partition("/")
+        metrics = {
+            f"{group}/nodes_{kind}/{name}": value
+            for kind, value in (("min", low), ("mean", total / count), ("max", high))
+        }
+        # A long step may be the newest one in two intervals.
+        sent = self._sent_steps.get(clean_metric_name(next(iter(metrics))), {}).get(attempt)
+        return Record(time_ms, step if sent is None else max(step, sent[1] + 1), metrics)

@@ -1,0 +1,116 @@
+"""Links to the pages of MLflow's UI: a run, an experiment, and the prepared views of an experiment.
+
+Imports no MLflow, since commands on a login node print these links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from hpcdist.errors import RunFolderError
+from hpcdist.host.files import read_json
+from hpcdist.review.text import TRAINING_PAGES
+from hpcdist.run.folder import RunDir
+from hpcdist.tracking.uri import is_server, redact_uri
+
+#: Id of each prepared view and its name in the UI, see `saved_views.py`.
+VIEWS = {
+    "hpcdist-overview": "Overview",
+    "hpcdist-failures": "Failures",
+    "hpcdist-cost": "Cost",
+    "hpcdist-sweep": "Sweep",
+}
+
+
+def web_address(uri: str) -> str:
+    """Return the address of a server's UI: its tracking URI without user name, password and final slash."""
+    parts = urlsplit(uri)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/")
+
+
+def run_page(address: str, experiment_id: str, run_id: str) -> str:
+    """Return the link to a run."""
+    return f"{address}/#/experiments/{experiment_id}/runs/{run_id}?{TRAINING_PAGES}"
+
+
+def experiments_page(address: str) -> str:
+    """Return the link to the list of experiments; without it MLflow opens its pages for LLM applications."""
+    return f"{address}#/experiments?{TRAINING_PAGES}"
+
+
+def experiment_page(address: str, experiment_id: str, view: str = "") -> str:
+    """Return the link to an experiment's list of runs, in a prepared view if its id is given."""
+    key = f"&viewStateShareKey={view}" if view else ""
+    return f"{address}#/experiments/{experiment_id}/runs?{TRAINING_PAGES}{key}"
+
+
+def end_of_run(run: RunDir) -> list[str]:
+    """Return lines with the links to a run and to the views of its experiment.
+
+    Empty if the run is not in MLflow yet, or its store is a database, which has no address.
+    """
+    ids = _ids(run)
+    experiment_id, run_id = ids.get("experiment_id"), ids.get("run_id")
+    if not is_server(uri := ids.get("uri", "")) or not experiment_id or not run_id:
+        return []
+    address = web_address(uri)
+    lines = [f"review in MLflow: {run_page(address, experiment_id, run_id)}"]
+    return lines + _view_lines(f"{address}/", experiment_id, ids["views"])
+
+
+def of_newest(runs: Iterable[RunDir], store: str, address: str) -> str:
+    """Return the link to the experiment of the newest of `runs` in `store`, in the view with metrics if it has one.
+
+    Without such a run it is the link to the list of experiments.
+    """
+    found: dict[float, dict[str, Any]] = {}
+    for run in runs:
+        ids = _ids(run)
+        with suppress(RunFolderError, OSError):
+            if ids.get("experiment_id") and ids.get("uri") == redact_uri(store):
+                found[run.read_state().created] = ids
+    if not found:
+        return experiments_page(address)
+    ids = found[max(found)]
+    overview = next(iter(VIEWS))
+    return experiment_page(address, ids["experiment_id"], overview if overview in ids["views"] else "")
+
+
+def of_experiments(runs: Iterable[RunDir], store: str, address: str) -> list[str]:
+    """Return lines with the links to the experiments of `runs` and to their views in the UI at `address`.
+
+    Runs in other stores than `store` are left out.
+    """
+    numbers: dict[str, str] = {}
+    views: dict[str, list[str]] = {}
+    for run in runs:
+        ids = _ids(run)
+        if ids.get("experiment_id") and ids.get("uri") == redact_uri(store):
+            numbers[run.experiment] = ids["experiment_id"]
+            views[run.experiment] = [*views.get(run.experiment, []), *ids["views"]]
+    lines = []
+    for name, number in sorted(numbers.items()):
+        lines.append(f"{name}: {experiment_page(address, number)}")
+        lines += _view_lines(address, number, views[name])
+    return lines
+
+
+def _view_lines(address: str, experiment_id: str, views: Iterable[str]) -> list[str]:
+    """Return a line for each view, in the order of VIEWS."""
+    known = set(views)
+    return [f"  {name}: {experiment_page(address, experiment_id, id_)}" for id_, name in VIEWS.items() if id_ in known]
+
+
+def _ids(run: RunDir) -> dict[str, Any]:
+    """Return the strings of `mlflow.json` and its list `views`; a damaged file counts as empty."""
+    try:
+        found = read_json(run.mlflow) or {}
+    except (RunFolderError, OSError):
+        found = {}
+    views = found.get("views")
+    return {key: value for key, value in found.items() if isinstance(value, str)} | {
+        "views": [view for view in views if isinstance(view, str)] if isinstance(views, list) else []
+    }

@@ -1,0 +1,22 @@
+"""The entry points of MLflow's plugins: the tracking store and the artifact repository of the scheme `hpcdist`.
+
+MLflow loads this module whenever it is imported, on its own way through its modules. Therefore it imports nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def tracking_store(store_uri: str, artifact_uri: str | None = None) -> Any:
+    """Return the tracking store of a rank."""
+    from hpcdist.tracking.script_store import RankStore
+
+    return RankStore(store_uri, artifact_uri)
+
+
+def artifact_repository(artifact_uri: str, *arguments: Any, **options: Any) -> Any:
+    """Return the artifact repository of a folder in the run folder."""
+    from hpcdist.tracking.script_store import RankArtifacts
+
+    return RankArtifacts(artifact_uri, *arguments, **options)

@@ -1,1 +1,0 @@
-"""MLflow in the code of a rank: a plugin of MLflow for the scheme `hpcdist://`, which writes to the run folder."""

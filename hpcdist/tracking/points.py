@@ -1,0 +1,594 @@
+"""The points that the shipper sends: records of all ranks and attempts, each once, within the budget of what MLflow can
+show.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpcdist.errors import RunFolderError, TrackingError
+from hpcdist.host.files import fill, read_json, stamped, write_atomic
+from hpcdist.host.retry import retry
+from hpcdist.review.charts import MAX_SERIES, is_read
+from hpcdist.review.facts import Series
+from hpcdist.run.folder import ENDED, RunDir, State
+from hpcdist.tracking.journal import (
+    ATTEMPT_METRIC,
+    CHUNK_BYTES,
+    Chunk,
+    NodeCharts,
+    Record,
+    attempt_of,
+    clean_metric_name,
+    journal_files,
+    read_chunk,
+    read_range,
+)
+
+# The state of the upload of a run (`journal/shipped.json`), and the rule that sends each (key, step) once.
+
+
+@dataclass(kw_only=True)
+class ShippingState:
+    """State from which a new shipper continues after any end of the last one."""
+
+    run_id: str = ""  #: of MLflow
+    offsets: dict[str, int] = field(default_factory=dict)
+    """Journal file → bytes that are in MLflow."""
+    intent: dict[str, int] = field(default_factory=dict)
+    """Offsets up to which records are being sent. After a crash the same records are sent again: MLflow stores points
+    that agree in key, time, step and value once."""
+    steps: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    """Metric → attempt → lowest and highest step in MLflow."""
+    closing: dict[str, int] = field(default_factory=dict)
+    """Attempt → last interval of node metrics that is being sent; part of the intent."""
+    flushing: bool = False
+    """Whether the points of open buckets (`series`) are being sent; part of the intent."""
+    series: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Metric → its number of points, and its open bucket (`point_budget.py`)."""
+    node_intervals: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Attempt → its intervals of node metrics (`node_charts.py`)."""
+    marks: dict[str, list[int]] = field(default_factory=dict)
+    """Attempt → time in ms and step of its point of the metric `attempt`."""
+    artifacts: dict[str, str] = field(default_factory=dict)
+    """Artifact → fingerprint of the uploaded file."""
+    left: int = 0  #: artifacts of an ended run that are not uploaded yet
+    model: dict[str, str] = field(default_factory=dict)
+    """The logged model: `fingerprint`, `model_id` and, if it is registered, `registered` (name/version)."""
+    events: dict[str, int] = field(default_factory=dict)
+    """Event file → bytes that are in MLflow (`rank_events.py`)."""
+    checkpoints: dict[str, str] = field(default_factory=dict)
+    """Checkpoint folder → fingerprint of the manifest that its logged model has completely."""
+    command: dict[str, str] = field(default_factory=dict)
+    """The command of the tag `hpcdist.command` that is not completely answered (`command_tag.py`)."""
+    ledger_step: int = 0  #: of the last points of the ledger
+    ledger_time: float = 0.0  #: their time, in seconds since the epoch
+    ledger_digest: str = ""  #: their values
+    tags: dict[str, str] = field(default_factory=dict)
+    page: dict[str, str] = field(default_factory=dict)
+    """Hashes of `description`, `datasets` and `tags`, and the `primary_metric`, see `run_page.py`."""
+    status: str = ""
+    complete: str = ""
+    """Status and attempt at whose end MLflow had everything; empty before."""
+    report: str = ""  #: state of the run in `report.html`
+    num_points: int = 0  #: sent
+    num_repeated: int = 0  #: omitted, since MLflow has the step of the key from an earlier attempt
+    num_broken: int = 0  #: lines that are not records
+    num_refused: int = 0  #: points that MLflow rejected
+    num_thinned: int = 0  #: omitted beyond EXACT_POINTS, or held until their bucket ends
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether the last batch may have been sent partly."""
+        return bool(self.intent or self.closing or self.flushing)
+
+    def commit(self) -> None:
+        """Record that MLflow has the last batch."""
+        self.offsets |= self.intent
+        self.intent, self.closing, self.flushing = {}, {}, False
+
+    @classmethod
+    def load(cls, path: Path) -> ShippingState:
+        """Return the state in a file. A missing or damaged file means a start from the beginning, which is safe.
+
+        Raises RunFolderError if a newer version of hpcdist has written the file.
+        """
+        raw = read_json(path) or {}
+        try:
+            return fill(cls, raw, path)
+        except RunFolderError:
+            return cls()
+
+    def save(self, path: Path) -> None:
+        """Write the state to a file. Raises TrackingError if that fails."""
+        try:
+            write_atomic(path, json.dumps(stamped(asdict(self)), sort_keys=True))
+        except OSError as error:
+            raise TrackingError(f"{path} cannot be written ({error.strerror}): free space there") from error
+
+    def admit(self, attempt: int, key: str, step: int, was_seen: Callable[[], bool]) -> bool:
+        """Return whether a point is new to MLflow, and record it as sent.
+
+        A resumed attempt repeats steps that an earlier one logged after its last checkpoint: the first value is kept.
+        Records of an earlier attempt that arrive late, as on a network file system, count only below the first step
+        of later attempts.
+
+        Args:
+            was_seen: Returns whether a step between this attempt's lowest and highest was sent; expensive, and called
+                only if the steps of a key do not increase.
+        """
+        shipped = self.steps.setdefault(key, {})
+        for other, (low, high) in shipped.items():
+            if (int(other) < attempt and step <= high) or (int(other) > attempt and step >= low):
+                return False
+        own = shipped.get(str(attempt))
+        if own is None:
+            shipped[str(attempt)] = [step, step]
+        elif step > own[1]:
+            own[1] = step
+        elif step < own[0]:
+            own[0] = step
+        else:
+            return step not in own and not was_seen()
+        return True
+
+    def mark(self, attempt: int, time_ms: int, step: int) -> int | None:
+        """Return the step for an attempt's point of the metric `attempt`; None if it has one."""
+        if str(attempt) in self.marks or any(int(other) > attempt for other in self.marks):
+            return None
+        step = max([step, *(mark[1] + 1 for mark in self.marks.values())])
+        self.marks[str(attempt)] = [time_ms, step]
+        return step
+
+
+def completion_of(state: State) -> str:
+    """Return the value of `ShippingState.complete` for an ended run; empty for others."""
+    return f"{state.status} {state.attempt}" if state.status in ENDED else ""
+
+
+def is_complete(run: RunDir) -> bool:
+    """Return whether MLflow has everything of an ended run, without a request. Raises RunFolderError and OSError."""
+    mark = completion_of(run.read_state())
+    if not mark:
+        return False
+    shipped = ShippingState.load(run.journal / "shipped.json")
+    return shipped.complete == mark and all(
+        path.stat().st_size <= shipped.offsets.get(path.name, 0) for path in run.journal.glob("*.jsonl")
+    )
+
+
+def upload_progress(run: RunDir) -> str:
+    """Return what the shipper of an ended run does. Raises RunFolderError and OSError."""
+    shipped = ShippingState.load(run.journal / "shipped.json")
+    num_done = len(shipped.artifacts)
+    return "uploading to MLflow" + (f": {num_done} of {num_done + shipped.left} files" if shipped.left else "")
+
+
+# A compact set of steps: regular sequences are ranges, others sorted arrays of 64-bit integers.
+
+#: Maximum length of an array; a longer one is split in two.
+MAX_ARRAY = 1024
+
+
+class StepSet:
+    """Steps of one metric in one attempt, added in any order.
+
+    Steps of a constant stride take no memory, others 8 bytes each, 12 with the reserve of the arrays on average.
+    """
+
+    def __init__(self) -> None:
+        #: Lowest step of each chunk. Chunks are sorted, disjoint and not empty.
+        self._firsts: list[int] = []
+        self._chunks: list[range | array[int]] = []
+
+    def __contains__(self, step: int) -> bool:
+        place = bisect_right(self._firsts, step) - 1
+        if place < 0:
+            return False
+        chunk = self._chunks[place]
+        if isinstance(chunk, range):
+            return step in chunk
+        index = bisect_left(chunk, step)
+        return index < len(chunk) and chunk[index] == step
+
+    def __len__(self) -> int:
+        return sum(map(len, self._chunks))
+
+    def add(self, step: int) -> None:
+        """Add a step, if it is not in the set."""
+        place = bisect_right(self._firsts, step) - 1
+        if place < 0:
+            self._insert_first(step)
+            return
+        chunk = self._chunks[place]
+        if isinstance(chunk, range):
+            self._add_to_range(place, chunk, step)
+            return
+        index = bisect_left(chunk, step)
+        if index < len(chunk) and chunk[index] == step:
+            return
+        chunk.insert(index, step)
+        if len(chunk) > MAX_ARRAY:
+            self._replace(place, *_packed(chunk))
+
+    def _insert_first(self, step: int) -> None:
+        if self._chunks and not isinstance(self._chunks[0], range):
+            self._chunks[0].insert(0, step)
+            self._firsts[0] = step
+            if len(self._chunks[0]) > MAX_ARRAY:
+                self._replace(0, *_packed(self._chunks[0]))
+        else:
+            self._firsts.insert(0, step)
+            self._chunks.insert(0, range(step, step + 1))
+
+    def _add_to_range(self, place: int, chunk: range, step: int) -> None:
+        last = chunk[-1]
+        if step > last:
+            if len(chunk) == 1:
+                self._chunks[place] = range(chunk.start, step + 1, step - chunk.start)
+            elif step == last + chunk.step:
+                self._chunks[place] = range(chunk.start, step + 1, chunk.step)
+            elif len(chunk) < MAX_ARRAY:
+                # A short range is probably not the start of a regular sequence.
+                self._chunks[place] = array("q", [*chunk, step])
+            elif place + 1 < len(self._chunks) and not isinstance(after := self._chunks[place + 1], range):
+                after.insert(0, step)
+                self._firsts[place + 1] = step
+            else:
+                self._firsts.insert(place + 1, step)
+                self._chunks.insert(place + 1, range(step, step + 1))
+        elif step not in chunk:
+            # The part of the range around the step becomes an array, which can take more irregular steps.
+            index = bisect_left(chunk, step)
+            low, high = max(0, index - MAX_ARRAY // 4), index + MAX_ARRAY // 4
+            middle = array("q", [*chunk[low:index], step, *chunk[index:high]])
+            self._replace(place, chunk[:low], middle, chunk[high:])
+
+    def _replace(self, place: int, *chunks: range | array[int]) -> None:
+        kept = [chunk for chunk in chunks if len(chunk)]
+        self._firsts[place : place + 1] = [chunk[0] for chunk in kept]
+        self._chunks[place : place + 1] = kept
+
+
+def _packed(chunk: array[int]) -> list[range | array[int]]:
+    """Return a full array as a range if its steps are regular, else as two halves."""
+    stride = chunk[1] - chunk[0]
+    regular = range(chunk[0], chunk[-1] + 1, stride)
+    if len(regular) == len(chunk) and all(a == b for a, b in zip(regular, chunk, strict=True)):
+        return [regular]
+    middle = len(chunk) // 2
+    return [chunk[:middle], chunk[middle:]]
+
+
+# The records of all ranks and attempts that MLflow does not have yet, in order, each point once.
+
+#: Limit of the data that is read before it is sent, for any number of files.
+BATCH_BYTES = 16 * CHUNK_BYTES
+#: Maximum delay with which a network file system shows lines of another node.
+LATE_S = 120.0
+
+
+class Point(NamedTuple):
+    """One value of one metric."""
+
+    key: str
+    value: float
+    time_ms: int
+    step: int
+
+
+def _records(chunks: dict[str, Chunk]) -> Iterator[tuple[int, Record]]:
+    for name, chunk in chunks.items():
+        for record in chunk.records:
+            yield attempt_of(name), record
+
+
+class JournalTail:
+    """The part of a run's journal that MLflow does not have yet.
+
+    Memory grows with the number of keys, and by 8 bytes per step out of order (`StepSet`).
+    """
+
+    def __init__(self, folder: Path, progress: ShippingState, nodes: NodeCharts | None = None) -> None:
+        self._folder = folder
+        self._progress = progress
+        self._nodes = nodes
+        #: Attempt → key → steps that were sent; only of attempts with steps that do not increase.
+        self._seen: dict[int, dict[str, StepSet]] = {}
+        #: Pairs (original, cleaned) of metric names in the last `new_points`.
+        self.names: set[tuple[str, str]] = set()
+        #: Attempt that has ended → time at which its journal was first found to be read completely.
+        self._exhausted: dict[int, float] = {}
+        #: Number of times that a journal file was polled.
+        self.num_polls = 0
+        #: File → time in ms of its last record in `next_chunks`.
+        self.times: dict[str, int] = {}
+        #: Files of the attempt of the last chunks that may hold more records.
+        self.behind: set[str] = set()
+
+    def next_chunks(self, newest_attempt: int, *, over: bool) -> dict[str, Chunk]:
+        """Return the next chunks to send, by file, all of one attempt; earlier attempts come first.
+
+        Args:
+            newest_attempt: The last attempt that was started; incomplete last lines of earlier ones are final.
+            over: Whether the newest attempt has ended, too.
+        """
+        offsets = self._progress.offsets
+        if self._progress.is_sending:
+            return {
+                name: read_range(self._folder / name, offsets.get(name, 0), end)
+                for name, end in self._progress.intent.items()
+            }
+        for attempt, files in itertools.groupby(journal_files(self._folder), key=lambda file: file.attempt):
+            if not over and time.monotonic() > self._exhausted.get(attempt, math.inf) + LATE_S:
+                continue
+            chunks: dict[str, Chunk] = {}
+            num_bytes = 0
+            # Node metrics are compared: all files are read up to about the same time.
+            paths = [file.path for file in files]
+            if self._nodes is not None:
+                paths.sort(key=lambda path: self.times.get(path.name, 0))
+            self.behind = {path.name for path in paths}
+            for path in paths:
+                if num_bytes >= BATCH_BYTES:
+                    break
+                self.num_polls += 1
+                offset = offsets.get(path.name, 0)
+                size = retry(path.stat, path).st_size
+                if size > offset:
+                    chunk = read_chunk(path, offset, final=over or attempt < newest_attempt)
+                    if chunk.offset > offset:
+                        chunks[path.name] = chunk
+                        num_bytes += chunk.offset - offset
+                        if chunk.records:
+                            self.times[path.name] = chunk.records[-1].time_ms
+                if size - offset < CHUNK_BYTES:
+                    self.behind.discard(path.name)
+            if chunks:
+                return chunks
+            if attempt < newest_attempt:
+                self._exhausted.setdefault(attempt, time.monotonic())
+        return {}
+
+    def new_points(self, chunks: dict[str, Chunk]) -> list[Point]:
+        """Return the points of `chunks` that MLflow does not have, and the points of the metric `attempt`.
+
+        The state records them as sent: reload it if sending fails.
+        """
+        points: list[Point] = []
+        self.names.clear()
+        nodes, complete = self._nodes, self._progress.closing
+        records = _records(chunks) if nodes is None else nodes.reduce(chunks, complete)
+        for attempt, record in records:
+            self._add(attempt, record, points)
+        self._progress.num_broken += sum(chunk.broken for chunk in chunks.values())
+        return points
+
+    def _add(self, attempt: int, record: Record, points: list[Point]) -> None:
+        time_ms, step, metrics = record
+        for raw, value in metrics.items():
+            key = clean_metric_name(raw)
+            self.names.add((raw, key))
+            if self._progress.admit(attempt, key, step, lambda key=key: self._was_seen(attempt, key, step, points)):  # type: ignore[misc]
+                points.append(Point(key, value, time_ms, step))
+                if (seen := self._seen.get(attempt)) is not None:
+                    seen[key].add(step)
+            else:
+                self._progress.num_repeated += 1
+        # System metrics count seconds, not steps.
+        if any(not key.startswith("system/") for key in metrics):
+            mark = self._progress.mark(attempt, time_ms, step)
+            if mark is not None:
+                points.append(Point(ATTEMPT_METRIC, attempt, time_ms, mark))
+
+    def _was_seen(self, attempt: int, key: str, step: int, points: list[Point]) -> bool:
+        """Return whether a step of this attempt was sent.
+
+        The journal of the attempt is read again for that, once, when a step first does not increase.
+        """
+        seen = self._seen.get(attempt)
+        if seen is None:
+            seen = self._seen[attempt] = defaultdict(StepSet)
+            for file in journal_files(self._folder):
+                if file.attempt == attempt:
+                    for record in self._shipped(file.path):
+                        for raw in record.metrics:
+                            seen[clean_metric_name(raw)].add(record.step)
+            for point in points:  # all of this attempt
+                seen[point.key].add(point.step)
+        return step in seen[key]
+
+    def _shipped(self, path: Path) -> Iterator[Record]:
+        end = self._progress.offsets.get(path.name, 0)
+        offset = 0
+        while offset < end:
+            chunk = read_chunk(path, offset)
+            if chunk.offset == offset:
+                break
+            if chunk.offset > end:
+                chunk = read_range(path, offset, end)
+            yield from chunk.records
+            offset = chunk.offset
+
+
+# The budget of points: MLflow gets every point of a metric up to a limit, then what a chart can show.
+#
+# Beyond the limit, the points of a metric form buckets, of which MLflow gets the first point, the lowest, the highest,
+# the first NaN and the last one. The size of the buckets doubles whenever the number of points doubles, so each
+# doubling adds at most a quarter of the limit, a third with NaN. The journal keeps every point.
+
+#: Number of points up to which MLflow gets every point of a metric.
+EXACT_POINTS = 10_000
+#: Points in a bucket after the limit; twice as many after twice the limit, and so on.
+FIRST_BUCKET = 16
+
+
+class PointBudget:
+    """The selection of the points of all metrics. Its state, a few points per metric, is part of `ShippingState`."""
+
+    def __init__(self, progress: ShippingState) -> None:
+        self._progress = progress
+
+    def select(self, points: Iterable[Point]) -> list[Point]:
+        """Return the points to send: some of `points`, and earlier points of buckets that end with them."""
+        selected: list[Point] = []
+        num_points = 0
+        for point in points:
+            num_points += 1
+            series = self._progress.series.get(point.key)
+            if series is None:
+                series = self._progress.series[point.key] = {"count": 0}
+            number = series["count"]
+            series["count"] = number + 1
+            if number < EXACT_POINTS:
+                selected.append(point)
+                continue
+            is_first, is_last = self._place(number)
+            if is_first:
+                series |= {"low": point.value, "high": point.value, "held": {}}
+                selected.append(point)
+            else:
+                _hold(series, point)
+            if is_last:
+                selected += _release(point.key, series)
+        self._progress.num_thinned += num_points - len(selected)
+        return selected
+
+    def _place(self, number: int) -> tuple[bool, bool]:
+        """Return whether a point is the first and whether it is the last one of its bucket."""
+        begin = EXACT_POINTS << ((number // EXACT_POINTS).bit_length() - 1)
+        size = FIRST_BUCKET * begin // EXACT_POINTS
+        place = (number - begin) % size
+        return place == 0, place == size - 1 or number + 1 == 2 * begin
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether buckets hold points that MLflow does not have."""
+        return any(series.get("held") for series in self._progress.series.values())
+
+    def flush(self) -> list[Point]:
+        """Return the points of all open buckets, at the end of a run: the last point of every metric is sent."""
+        found = [point for key, series in self._progress.series.items() for point in _release(key, series)]
+        self._progress.num_thinned -= len(found)
+        return found
+
+
+def _hold(series: dict[str, Any], point: Point) -> None:
+    """Keep a point until its bucket ends if it is an extreme, the first NaN or the last one."""
+    value, held, kept = point.value, series.setdefault("held", {}), list(point[1:])
+    low, high = series.get("low"), series.get("high")
+    if value != value:
+        held.setdefault("nan", kept)
+    else:
+        # Comparisons with NaN, which the first point may be, are false.
+        if low is None or not value >= low:
+            series["low"], held["low"] = value, kept
+        if high is None or not value <= high:
+            series["high"], held["high"] = value, kept
+    held["last"] = kept
+
+
+def _release(key: str, series: dict[str, Any]) -> list[Point]:
+    """Return the held points in the order of their steps, each once, and hold none."""
+    unique = {tuple(kept): Point(key, *kept) for kept in series.get("held", {}).values()}
+    series["held"] = {}
+    return sorted(unique.values(), key=lambda point: (point.step, point.time_ms))
+
+
+# The batches of points that the shipper sends: the records of the journal within the budgets of charts and points.
+
+
+class Batches:
+    """One batch after another, each in three steps: `plan` it, save the state, get its `points` and send them.
+
+    The state determines the points of a batch, so that a process that continues after a crash sends equal points. Both
+    methods raise OSError if the journal cannot be read; then, as after a failed request, make a new object with the
+    saved state.
+    """
+
+    def __init__(self, run: RunDir, progress: ShippingState) -> None:
+        self._progress = progress
+        self._nodes = NodeCharts(progress.node_intervals, progress.steps)
+        self._tail = JournalTail(run.journal, progress, self._nodes)
+        self._budget = PointBudget(progress)
+        self._chunks: dict[str, Chunk] = {}
+
+    @property
+    def names(self) -> set[tuple[str, str]]:
+        """Pairs (original, cleaned) of metric names in the last batch."""
+        return self._tail.names
+
+    @property
+    def num_polls(self) -> int:
+        """Number of times that a journal file was polled."""
+        return self._tail.num_polls
+
+    def plan(self, newest_attempt: int, *, over: bool) -> bool:
+        """Record in the state what the next batch holds. Returns False if there is nothing to send.
+
+        Args:
+            newest_attempt: The last attempt that was started.
+            over: Whether it has ended: the last batch holds the points that wait for the end of a bucket or interval.
+        """
+        progress = self._progress
+        repeated = progress.is_sending
+        self._chunks = self._tail.next_chunks(newest_attempt, over=over)
+        if not repeated:
+            tail = self._tail
+            progress.closing = self._nodes.complete(self._chunks, tail.times, tail.behind, over=over)
+            progress.intent = {name: chunk.offset for name, chunk in self._chunks.items()}
+            progress.flushing = not self._chunks and over and (bool(progress.closing) or self._budget.is_holding)
+        return progress.is_sending
+
+    def points(self) -> list[Point]:
+        """Return the points of the planned batch; the state records them as sent."""
+        points = self._budget.select(self._tail.new_points(self._chunks))
+        return points + self._budget.flush() if self._progress.flushing else points
+
+
+# The metric series of a run as MLflow shows them, read from the journal for reports and comparisons.
+
+
+def read_series(run: RunDir) -> dict[str, Series]:
+    """Return the series of a run by metric: all ranks and attempts, without the steps that a later attempt repeats.
+
+    Memory is bounded: a series is thinned, and metrics after the first MAX_SERIES are left out.
+    """
+    series: dict[str, Series] = {}
+    for point in _points(run):
+        found = series.get(point.key)
+        if found is None:
+            if len(series) >= MAX_SERIES or not is_read(point.key):
+                continue
+            found = series[point.key] = Series()
+        found.add(point.step, point.value)
+    return series
+
+
+def read_values(run: RunDir) -> dict[str, dict[int, float]]:
+    """Return all logged values of a run by metric and step, without system metrics and the marks of attempts."""
+    values: dict[str, dict[int, float]] = {}
+    for point in _points(run):
+        if is_read(point.key) and point.key != ATTEMPT_METRIC:
+            values.setdefault(point.key, {})[point.step] = point.value
+    return values
+
+
+def _points(run: RunDir) -> Iterator[Point]:
+    """Yield the points of all ranks and attempts, without the steps that a later attempt repeats."""
+    state = run.read_state()
+    progress = ShippingState()
+    tail = JournalTail(run.journal, progress)
+    while chunks := tail.next_chunks(state.attempt, over=state.status in ENDED):
+        yield from tail.new_points(chunks)
+        progress.offsets |= {name: chunk.offset for name, chunk in chunks.items()}

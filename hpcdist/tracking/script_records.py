@@ -1,0 +1,235 @@
+"""The records of the code of one rank: metrics to the journal, parameters, tags and models to its event file.
+
+MLflow's tracking store `hpcdist` (`rank_store.py`) and `hpcdist.log` write here. Nothing waits for a server, and only
+the standard library is needed. Rank 0's records count; those of other ranks are kept in memory for reading back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import parse_qs, quote, urlsplit
+
+from hpcdist.errors import TrackingError
+from hpcdist.run.folder import RunDir
+from hpcdist.tracking.journal import EventWriter, JournalWriter, event_files, journal_files, read_events, read_records
+
+SCHEME = "hpcdist"
+URI_VARIABLE = "MLFLOW_TRACKING_URI"
+
+
+def run_id_of(run: RunDir) -> str:
+    """Return the id by which the code of a rank knows its run; MLflow's own id may not exist yet."""
+    return hashlib.sha256(f"{run.experiment}/{run.name}".encode()).hexdigest()[:32]
+
+
+class Value(NamedTuple):
+    """One value of a metric."""
+
+    value: float
+    time_ms: int
+    step: int
+
+
+class RankRecords:
+    """What the code of this process has logged, and how it is recorded.
+
+    Args:
+        run: the run folder.
+        attempt: number of the attempt.
+        rank: the global rank.
+        pid: process of the rank. Processes that the rank starts write files of their own, because a journal file has
+            one writer.
+
+    Attributes:
+        journal: the journal of this process.
+        on_metrics: called with the metrics of each step, for the heartbeat.
+        params: the parameters that were logged; MLflow keeps the first value of each.
+        tags: the tags that were set.
+    """
+
+    def __init__(self, run: RunDir, *, attempt: int, rank: int, pid: int) -> None:
+        self.run = run
+        self.attempt = attempt
+        self.rank = rank
+        self.pid = os.getpid()
+        self._rank_pid = pid
+        suffix = "" if pid == self.pid else f".pid-{self.pid}"
+        self.journal = JournalWriter(run.journal, attempt, rank, suffix=suffix)
+        self._events = EventWriter(run.journal, attempt, rank, suffix=suffix)
+        self.on_metrics: Callable[[Mapping[str, float], int | None], None] = lambda metrics, step: None
+        self.params: dict[str, str] = {}
+        self.tags: dict[str, str] = {}
+        self._latest: dict[str, Value] = {}
+        self._next_step: dict[str, int] = {}
+        self._is_loaded = attempt == 1 or not self.is_main
+
+    @property
+    def is_main(self) -> bool:
+        """Whether the records of this rank count."""
+        return self.rank == 0
+
+    @property
+    def uri(self) -> str:
+        """The tracking URI of this rank, `hpcdist:/folder?attempt=1&rank=0&pid=4711`."""
+        path = quote(str(self.run.path))
+        return f"{SCHEME}://{path}?attempt={self.attempt}&rank={self.rank}&pid={self._rank_pid}"
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables by which MLflow in this process and in its children logs to these records."""
+        return {
+            URI_VARIABLE: self.uri,
+            # Without it each call of MLflow tries to import Spark, which takes most of the time of the call.
+            "MLFLOW_REGISTRY_URI": self.uri,
+            "MLFLOW_RUN_ID": run_id_of(self.run),
+            "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "false",  # hpcdist records them
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+        }
+
+    @classmethod
+    def of_uri(cls, uri: str) -> RankRecords:
+        """Return the records of this process in the rank that a tracking URI names.
+
+        Raises TrackingError if the URI is not one that hpcdist has set.
+        """
+        parts = urlsplit(uri)
+        try:
+            given = {key: int(value) for key, (value,) in parse_qs(parts.query, strict_parsing=True).items()}
+            run = RunDir(Path(parts.path))
+            return cls(run, attempt=given["attempt"], rank=given["rank"], pid=given["pid"])
+        except (ValueError, KeyError) as error:
+            raise TrackingError(
+                f"{uri!r} is not a tracking URI that hpcdist has set for a rank: use the value of {URI_VARIABLE}"
+            ) from error
+
+    # --- writing
+
+    def log(self, metrics: Mapping[str, float], step: int, time_ms: int | None = None, *, is_step: bool = True) -> None:
+        """Record the metrics of a step; see `JournalWriter.log`, also for the errors.
+
+        Args:
+            is_step: False if `step` only numbers the points of a metric, and is no step of the training.
+        """
+        time_ms = time.time_ns() // 1_000_000 if time_ms is None else time_ms
+        if self.is_main:
+            self.journal.log(metrics, step, time_ms)
+        values = {key: float(value) for key, value in metrics.items()}
+        for key, value in values.items():
+            known = self._latest.get(key)
+            if known is None or step >= known.step:
+                self._latest[key] = Value(value, time_ms, step)
+        self.on_metrics(values, step if is_step else None)
+
+    def numbered(self, key: str, step: int) -> int:
+        """Return the step of a point that may have been logged without one, which MLflow's client turns into 0.
+
+        The points of a metric that has only had step 0 are numbered from 0 in each attempt, since a journal holds one
+        point for each step.
+        """
+        if step != 0:
+            self._next_step[key] = -1
+            return step
+        number = self._next_step.get(key, 0)
+        if number < 0:
+            return 0
+        self._next_step[key] = number + 1
+        return number
+
+    def set_param(self, key: str, value: str) -> None:
+        """Record a parameter; one that is known with the same value is not recorded again."""
+        self._load()
+        if self.params.get(key) != value:
+            self.params.setdefault(key, value)
+            self._record("param", key, value)
+
+    def set_tag(self, key: str, value: str) -> None:
+        """Record a tag; the last value counts."""
+        self._load()
+        if self.tags.get(key) != value:
+            self.tags[key] = value
+            self._record("tag", key, value)
+
+    def record(self, kind: str, content: object) -> None:
+        """Record a dataset or a model."""
+        if self.is_main:
+            self._events.record(kind, content)
+
+    def _record(self, kind: str, key: str, value: str) -> None:
+        if self.is_main:
+            self._events.pair(kind, key, value)
+
+    def close(self) -> None:
+        """Write what is pending. Raises HpcdistError if records would be lost."""
+        self.journal.close()
+        self._events.close()
+
+    # --- reading back
+
+    def latest(self) -> dict[str, Value]:
+        """Return the last value of each metric, earlier attempts included."""
+        self._load()
+        return self._latest
+
+    def history(self, key: str) -> list[Value]:
+        """Return all values of a metric that rank 0 has recorded, in the order of attempts and lines."""
+        return [
+            Value(record.metrics[key], record.time_ms, record.step)
+            for file in journal_files(self.run.journal)
+            for record in read_records(file.path)[0]
+            if file.rank == 0 and key in record.metrics
+        ]
+
+    def _load(self) -> None:
+        """Read what earlier attempts have recorded, once."""
+        if self._is_loaded:
+            return
+        self._is_loaded = True
+        for path in event_files(self.run.journal):
+            for event in read_events(path)[0]:
+                if event.kind == "param":
+                    self.params = event.content | self.params
+                elif event.kind == "tag":
+                    self.tags |= event.content
+        for file in journal_files(self.run.journal):
+            if file.rank == 0 and file.attempt < self.attempt:
+                for record in read_records(file.path)[0]:
+                    for key, value in record.metrics.items():
+                        if key not in self._latest or record.step >= self._latest[key].step:
+                            self._latest[key] = Value(value, record.time_ms, record.step)
+
+
+def is_declared() -> bool:
+    """Return whether the installed package declares this plugin to MLflow: it may be older than its code."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    declared = ("mlflow.tracking_store", "hpcdist.tracking.mlflow_plugin")
+    try:
+        return any((point.group, point.module) == declared for point in distribution("hpcdist").entry_points)
+    except PackageNotFoundError:
+        return False
+
+
+_own: RankRecords | None = None
+
+
+def begin(records: RankRecords) -> RankRecords:
+    """Make `records` those of this process, which `current` returns."""
+    global _own
+    _own = records
+    return records
+
+
+def current() -> RankRecords | None:
+    """Return the records of this process; None outside of a run.
+
+    A process that a rank has started finds the rank by its tracking URI.
+    """
+    global _own
+    if _own is None or _own.pid != os.getpid():
+        uri = os.environ.get(URI_VARIABLE, "")
+        _own = RankRecords.of_uri(uri) if uri.startswith(f"{SCHEME}:") else None
+    return _own

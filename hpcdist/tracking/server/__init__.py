@@ -1,1 +1,0 @@
-"""MLflow's UI server for one user (`hpcdist ui`)."""

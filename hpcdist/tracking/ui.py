@@ -1,0 +1,236 @@
+"""MLflow's UI for one user: a token of this start, and the check in front of MLflow's server that asks for it."""
+
+from __future__ import annotations
+
+import hmac
+import html
+import json
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from hpcdist.errors import UserMistake
+from hpcdist.host.files import write_private
+from hpcdist.host.log_files import say
+
+# The token check in front of MLflow's server that `hpcdist ui` starts.
+#
+# MLflow loads `create_app` as an app plugin (entry point `mlflow.app`, name `hpcdist-token`). Every request, for pages,
+# API and artifacts alike, must carry the token of this start: as a cookie, which the printed link sets, or as
+# `Authorization: Bearer TOKEN`, which MLflow's client sends for `MLFLOW_TRACKING_TOKEN`. The link is printed when
+# MLflow has started; `hpcdist ui` has made the listening socket before.
+
+#: Path of the file that holds the token; `hpcdist ui` sets it for the server.
+TOKEN_FILE = "HPCDIST_UI_TOKEN_FILE"  # noqa: S105 - the name of a variable
+#: The link that is printed when MLflow has started.
+LINK = "HPCDIST_UI_LINK"
+#: Sets the key with which MLflow 3.17 records that it has opened the panel of its assistant, which it does on the first
+#: visit of a browser. The fragment of the link names the page.
+_ENTRY = b"""<!doctype html><title>hpcdist ui</title><script>
+localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true");
+location.replace("/" + location.hash);
+</script><noscript>MLflow's UI needs JavaScript.</noscript>"""
+HELP = (
+    "This server needs its token. In a browser, open the link that `hpcdist ui` printed when it started: each start"
+    " makes a new token, and links and cookies of an earlier start are refused. In a script, set MLFLOW_TRACKING_TOKEN"
+    " to the content of the file that `hpcdist ui` named."
+)
+FOREIGN_ORIGIN = "This request comes from a page of another server; its cookie is not accepted."
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Scope]]
+Send = Callable[[Scope], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+def create_app() -> TokenGate:
+    """Return MLflow's server behind the token check; called by uvicorn in the server process."""
+    from mlflow.server.fastapi_app import app
+
+    return TokenGate(app, Path(os.environ[TOKEN_FILE]).read_text().strip(), os.environ.get(LINK, ""))
+
+
+class TokenGate:
+    """An ASGI application that passes on to `app` only the requests that carry `token`, and prints `link`."""
+
+    def __init__(self, app: App, token: str, link: str = "") -> None:
+        self._app = app
+        self._token = token.encode()
+        self._link = link
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":  # from the start to the end of the server
+
+            async def announce(message: Scope) -> None:
+                await send(message)
+                if message["type"] == "lifespan.startup.complete" and self._link:
+                    say(f"review in MLflow: {self._link}")
+
+            await self._app(scope, receive, announce)
+        elif scope["type"] != "http":  # MLflow has no websockets
+            await send({"type": "websocket.close", "code": 1008})
+        elif scope["path"] == "/" and self._is_token(_query_token(scope)):
+            await self._set_cookie(scope, send)
+        elif self._is_token(_bearer(scope)):
+            await self._app(scope, receive, send)
+        elif not self._is_token(_cookie(scope)):
+            await _refuse(scope, send, 401, "UNAUTHENTICATED", HELP)
+        elif _is_foreign(scope):
+            await _refuse(scope, send, 403, "PERMISSION_DENIED", FOREIGN_ORIGIN)
+        else:
+            await self._app(scope, receive, send)
+
+    def _is_token(self, offered: bytes) -> bool:
+        return bool(offered) and hmac.compare_digest(offered, self._token)
+
+    async def _set_cookie(self, scope: Scope, send: Send) -> None:
+        """Answer the printed link: set the cookie, and open the address without the token."""
+        cookie = _cookie_name(scope) + b"=" + self._token + b"; Path=/; HttpOnly; SameSite=Strict"
+        await _answer(send, 200, b"text/html; charset=utf-8", _ENTRY, [(b"set-cookie", cookie)])
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((bytes(value) for key, value in scope["headers"] if key == name), b"")
+
+
+def _query_token(scope: Scope) -> bytes:
+    """Return the `token` of the query string, empty without one."""
+    query = str(scope["query_string"], "latin-1")
+    return parse_qs(query).get("token", [""])[0].encode()
+
+
+def _bearer(scope: Scope) -> bytes:
+    scheme, _, value = _header(scope, b"authorization").partition(b" ")
+    return value.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _cookie_name(scope: Scope) -> bytes:
+    """Return a name with the port: browsers send a cookie of 127.0.0.1 to all of its ports."""
+    return f"hpcdist-ui-{scope['server'][1]}".encode()
+
+
+def _cookie(scope: Scope) -> bytes:
+    name = _cookie_name(scope)
+    for part in _header(scope, b"cookie").split(b";"):
+        key, _, value = part.strip().partition(b"=")
+        if key == name:
+            return value
+    return b""
+
+
+def _is_foreign(scope: Scope) -> bool:
+    """Return whether the page that sent the request belongs to another server, such as another port of 127.0.0.1.
+
+    For a browser all ports of a host are one site, so SameSite does not cover this.
+    """
+    origin = _header(scope, b"origin")
+    site = _header(scope, b"sec-fetch-site")
+    if origin:
+        return origin != b"http://" + _header(scope, b"host")
+    return site not in (b"", b"same-origin", b"none") and _header(scope, b"sec-fetch-mode") != b"navigate"
+
+
+async def _refuse(scope: Scope, send: Send, status: int, code: str, message: str) -> None:
+    challenge = [(b"www-authenticate", b"Bearer")] if status == 401 else []
+    if b"text/html" in _header(scope, b"accept"):
+        text = f"<!doctype html><title>hpcdist ui</title><h1>hpcdist ui</h1><p>{html.escape(message)}</p>"
+        await _answer(send, status, b"text/html; charset=utf-8", text.encode(), challenge)
+    else:
+        body = json.dumps({"error_code": code, "message": message}).encode()
+        await _answer(send, status, b"application/json", body, challenge)
+
+
+async def _answer(send: Send, status: int, kind: bytes, body: bytes, more: list[tuple[bytes, bytes]]) -> None:
+    headers = [
+        (b"content-type", kind),
+        (b"content-length", str(len(body)).encode()),
+        (b"cache-control", b"no-store"),
+        (b"referrer-policy", b"no-referrer"),
+        *more,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+# Start MLflow's UI for one user: a token of this start, and the command of the server that asks for it.
+
+HOST = "127.0.0.1"
+APP = "hpcdist-token"
+
+
+def require_app() -> None:
+    """Raise UserMistake when the installed package does not declare this token check to MLflow."""
+    if all(point.module != __name__ for point in entry_points(group="mlflow.app", name=APP)):
+        raise UserMistake(
+            f"this installation of hpcdist does not declare the MLflow app {APP!r}, since it is older than its code:"
+            " install it again (`pip install --editable .` in a checkout)"
+        )
+
+
+def listen(port: int) -> socket.socket:
+    """Return a socket that listens; uvicorn accepts its connections later.
+
+    From now on no other user can take the port, so that a link to it never gives the token to another server. Raises
+    UserMistake when the port is taken.
+    """
+    try:
+        listener = socket.create_server((HOST, port))
+    except OSError as error:
+        raise UserMistake(
+            f"port {port} of {HOST} cannot be used ({error.strerror}): choose another one with --port"
+        ) from error
+    # Connections inherit it. asyncio does not set it, since uvicorn takes each descriptor for a Unix socket.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def make_token(port: int, env: Mapping[str, str]) -> tuple[str, Path]:
+    """Make a token for this start; returns it and the file of mode 0600 that holds it for scripts.
+
+    Raises UserMistake when the file cannot be written.
+    """
+    state = env.get("XDG_STATE_HOME") or f"{env.get('HOME') or Path.home()}/.local/state"
+    path = Path(state, "hpcdist", "ui", f"{socket.gethostname()}-{port}.token")
+    token = secrets.token_urlsafe(32)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(path, token)
+    except OSError as error:
+        raise UserMistake(
+            f"the token of the UI cannot be written to {path} ({error.strerror}):"
+            " set XDG_STATE_HOME to a folder of your own"
+        ) from error
+    return token, path
+
+
+def command(port: int) -> list[str]:
+    """Return the command of the server, whose standard input is the listening socket."""
+    options = ["--host", HOST, "--port", str(port), "--workers", "1", "--app-name", APP]
+    # The log of requests would repeat the token, and the line on the start has an address without it.
+    uvicorn = "--fd 0 --no-access-log --log-level warning"
+    return [sys.executable, "-m", "mlflow", "server", *options, "--uvicorn-opts", uvicorn]
+
+
+def variables(store: str, token_file: Path, link: str) -> dict[str, str]:
+    """Return the environment variables of the server.
+
+    The store is here and not in the command line, which all users can read and which may hold a password. MLflow's
+    job processes are not needed to look at runs.
+    """
+    return {
+        "MLFLOW_BACKEND_STORE_URI": store,
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        # No lines about its defaults and its own deprecated imports.
+        "MLFLOW_REGISTRY_STORE_URI": store,
+        "MLFLOW_LOGGING_LEVEL": "WARNING",
+        "PYTHONWARNINGS": "ignore",
+        TOKEN_FILE: str(token_file),
+        LINK: link,
+    }
