@@ -28,8 +28,8 @@ from hpcdist.run.commands import (
 )
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.tracking.mlflow_run import MlflowRun
-from hpcdist.tracking.pages import MAX_TAG, clean_text
 from hpcdist.tracking.points import ShippingState, completion_of
+from hpcdist.tracking.run_metadata import MAX_TAG, clean_text
 
 log = logging.getLogger(__name__)
 TAG = "hpcdist.command"

@@ -21,7 +21,7 @@ from hpcdist.review.ledger import CAUSES, Ledger, allocations_of, read_ledger
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.records import reached_step
 from hpcdist.run.status import CHECKS_PER_S
-from hpcdist.tracking import artifacts, pages
+from hpcdist.tracking import artifacts, pages, run_metadata
 from hpcdist.tracking.artifacts import Artifact, CheckpointModels, log_model, move_best, register
 from hpcdist.tracking.command_tag import CommandTag
 from hpcdist.tracking.journal import ChangedNames, Event, clean_name, event_files, read_events
@@ -160,7 +160,7 @@ def _ship(
             models[content] = None
         elif (dataset := _dataset(content)) is not None:
             datasets.append(dataset)
-    own = pages.params(run, config)
+    own = run_metadata.params(run, config)
     shown = {
         SCRIPT_PREFIX + key if clean_name(key) in own else key: value
         for key, value in _redacted(params).items()
@@ -168,8 +168,8 @@ def _ship(
     }
     shown_tags = {_tag_name(key): value for key, value in _redacted(tags).items() if not key.startswith(_CONTEXT_TAGS)}
     names.note((key, clean_name(key)) for key in [*shown, *shown_tags])
-    mlflow.log_params({clean_name(key): value[: pages.MAX_PARAM] for key, value in shown.items()})
-    mlflow.set_tags({clean_name(key): value[: pages.MAX_TAG] for key, value in shown_tags.items()})
+    mlflow.log_params({clean_name(key): value[: run_metadata.MAX_PARAM] for key, value in shown.items()})
+    mlflow.set_tags({clean_name(key): value[: run_metadata.MAX_TAG] for key, value in shown_tags.items()})
     if datasets:
         with _skipped_if_rejected(mlflow, "datasets"), translated(mlflow.uri):
             mlflow.client.log_inputs(mlflow.run_id, datasets=datasets)
@@ -192,7 +192,7 @@ def _skipped_if_rejected(mlflow: MlflowRun, what: str) -> Iterator[None]:
 
 
 def _redacted(values: Mapping[str, str]) -> dict[str, str]:
-    return {key: pages.clean_text(str(value)) for key, value in redact_tree(values).items()}
+    return {key: run_metadata.clean_text(str(value)) for key, value in redact_tree(values).items()}
 
 
 def _is_same(own: str | None, value: str) -> bool:
@@ -318,7 +318,7 @@ class Delivery:
         self.run = run
         self.uri = uri
         self._config_mark = artifacts.fingerprint(run.config)
-        self.config = pages.read_config(run)
+        self.config = run_metadata.read_config(run)
         self.progress = ShippingState()
         self._saved = run.journal / "shipped.json"
         self._names = ChangedNames(run.journal / "names.json")
@@ -347,8 +347,8 @@ class Delivery:
         """Find or create the MLflow run, and log the parameters of the config; once."""
         if self._mlflow is None:
             opened = MlflowRun(self.run, self.uri)
-            opened.log_params(pages.params(self.run, self.config))
-            self._names.note(pages.names(self.run, self.config))
+            opened.log_params(run_metadata.params(self.run, self.config))
+            self._names.note(run_metadata.names(self.run, self.config))
             self._mlflow = opened
             self._load()
         return self._mlflow
@@ -410,8 +410,8 @@ class Delivery:
     def _follow_config(self) -> None:
         """Log the keys that a resume has changed, once they are in the config of the run."""
         if self._config_mark != (mark := artifacts.fingerprint(self.run.config)):
-            self.config = pages.read_config(self.run)
-            self.open_run().log_params(pages.params(self.run, self.config))
+            self.config = run_metadata.read_config(self.run)
+            self.open_run().log_params(run_metadata.params(self.run, self.config))
             self._load()  # with the budgets of the new config
             self._config_mark = mark
 
@@ -449,7 +449,11 @@ class Delivery:
         return num_sent
 
     def _ship_tags(self, state: State) -> None:
-        tags = pages.fixed_tags(self.run, self.config) | pages.job_tags(self.run) | pages.state_tags(state)
+        tags = (
+            run_metadata.fixed_tags(self.run, self.config)
+            | run_metadata.job_tags(self.run)
+            | run_metadata.state_tags(state)
+        )
         if self._parent is not None:
             tags |= self._parent.cell_tags()
         tags.pop(NOTE_TAG, None)  # part of the description, see `_ship_page`
@@ -589,7 +593,7 @@ class Delivery:
             self.progress.save(self._saved)
 
     def _ship_status(self, state: State) -> None:
-        status = pages.MLFLOW_STATUS.get(state.status, "RUNNING")
+        status = run_metadata.MLFLOW_STATUS.get(state.status, "RUNNING")
         # The attempt is included, since a resumed run may end with the same status.
         known = f"{status} {state.attempt}"
         if self.progress.status != known:

@@ -28,7 +28,7 @@ from hpcdist.host.log_files import limit_log
 from hpcdist.run import lease
 from hpcdist.run.folder import ENDED, RunDir, State, require_same
 from hpcdist.run.status import close_if_lost
-from hpcdist.tracking import pages
+from hpcdist.tracking import run_metadata
 from hpcdist.tracking.points import EXACT_POINTS
 from hpcdist.tracking.uri import redact_uri
 
@@ -260,7 +260,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     try:
         require_same(Path(argv[0]), env)
         run = RunDir.open(Path(argv[0]))
-        config = pages.read_config(run)
+        config = run_metadata.read_config(run)
         limit_log(run.path, float((config.get("launch") or {}).get("log_max_mb", LaunchConfig.log_max_mb)))
         uri = env["HPCDIST_TRACKING_URI"]  # resolved by the process that starts this one
         with retry.patient(retry.UNATTENDED_S):

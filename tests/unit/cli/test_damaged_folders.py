@@ -32,7 +32,7 @@ from hpcdist.run.sweeps import SweepDir, sweep_of
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job.submit_checks import longest_save
-from hpcdist.tracking import artifacts, links, pages
+from hpcdist.tracking import artifacts, links, run_metadata
 from hpcdist.tracking.points import JournalTail, ShippingState
 
 FORMATS = Path(__file__).parents[1] / "formats"
@@ -182,11 +182,11 @@ def undamaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sync_without_mlflow(run: RunDir) -> None:
     """Read the files that the shipper reads."""
-    state, config = run.read_state(), pages.read_config(run)
-    pages.params(run, config)
-    pages.fixed_tags(run, config)
-    pages.job_tags(run)
-    pages.state_tags(state)
+    state, config = run.read_state(), run_metadata.read_config(run)
+    run_metadata.params(run, config)
+    run_metadata.fixed_tags(run, config)
+    run_metadata.job_tags(run)
+    run_metadata.state_tags(state)
     sweep_of(run)
     progress = ShippingState.load(run.journal / "shipped.json")
     progress.offsets = {}

@@ -23,7 +23,7 @@ from tracking_scene import CONFIG, Scene
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.tracking import script_records
 from hpcdist.tracking.journal import EventWriter, event_files, read_events
-from hpcdist.tracking.pages import MAX_PARAM
+from hpcdist.tracking.run_metadata import MAX_PARAM
 from hpcdist.tracking.script_records import RankRecords, is_declared, run_id_of
 
 pytestmark = [

@@ -13,7 +13,7 @@ from hpcdist.config.written import to_yaml
 from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import is_allowed
-from hpcdist.tracking.pages import fixed_tags, names, params
+from hpcdist.tracking.run_metadata import fixed_tags, names, params
 
 
 @pytest.mark.parametrize(

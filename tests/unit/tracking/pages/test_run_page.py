@@ -15,7 +15,8 @@ from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Origin, TrainingRecord, write_origin, write_training
 from hpcdist.tracking import pages
-from hpcdist.tracking.pages import MARK, MAX_RUN_NAME, NOTE_TAG, run_name
+from hpcdist.tracking.pages import MARK, NOTE_TAG
+from hpcdist.tracking.run_metadata import MAX_RUN_NAME, run_name
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
