@@ -1,14 +1,371 @@
-"""The results file of a communication benchmark."""
+"""Bottlenecks in measurements of pairs: slow nodes, ranks, directions and pairs, and no false alarms."""
 
 from __future__ import annotations
 
 import json
+import math
+import random
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sample_comm import Factor, row, sample, with_links
 
-from hpcdist.bench.results import ARTIFACT, CheckResult, Overlap, Pair, RankPlace, Results, Row, Rpc, read_results
+from hpcdist.bench.results import (
+    ARTIFACT,
+    CheckResult,
+    Overlap,
+    Pair,
+    RankPlace,
+    Results,
+    Row,
+    Rpc,
+    bottleneck,
+    changes,
+    differences,
+    facts,
+    label,
+    read_results,
+    sentences,
+    slower,
+)
 from hpcdist.errors import RunFolderError
+
+
+def at_node(node: str, factor: float = 6.0) -> Factor:
+    """Slow down all links from or to a node."""
+    return lambda source, target: factor if node in (source, target) and source != target else 1.0
+
+
+def one_way(source: str, target: str, factor: float = 6.0) -> Factor:
+    """Slow down the links from one node to another; `*` is any node."""
+    return lambda here, there: factor if source in ("*", here) and target in ("*", there) and here != there else 1.0
+
+
+def only(sentences: list[str]) -> str:
+    (sentence,) = sentences
+    return sentence
+
+
+@pytest.mark.parametrize("num_nodes", [3, 4, 5, 16])
+def test_node_that_is_slow_with_all_others_is_named(num_nodes: int) -> None:
+    """Most pairs of three nodes include the slow node; the reported median is that of the other pairs."""
+    sentence = only(bottleneck(with_links(sample(num_nodes, noise=0.02), slower=at_node("n3"))))
+    match = re.fullmatch(r"n3 is (\S+)× slower than the median pair in both directions \((\d+) MB/s, .*", sentence)
+    assert match, sentence
+    assert 5.5 < float(match[1]) < 6.5
+    assert 180 < float(match[2]) < 220
+    assert sentence.endswith("1.20 GB/s): check its link and network card") or "median 1." in sentence
+
+
+def test_slow_node_with_several_ranks_is_named_once() -> None:
+    sentence = only(bottleneck(with_links(sample(3, 4), slower=at_node("n2"))))
+    assert re.match(r"n2 is [56]\S*× slower than the median pair in both directions", sentence), sentence
+
+
+def test_single_slow_rank_of_a_node_is_named() -> None:
+    found = sample(2, 4)
+    pairs = [
+        replace(pair, bandwidth=pair.bandwidth / 3) if 5 in (pair.source, pair.target) else pair for pair in found.pairs
+    ]
+    sentence = bottleneck(replace(found, pairs=pairs))
+    assert [sentence.partition(" is ")[0] for sentence in sentence] == ["rank 5 (n2)", "rank 5 (n2)"]
+    assert "× slower than the median pair within a node in both directions" in sentence[1]
+
+
+@pytest.mark.parametrize(
+    ("slower", "expected"),
+    [
+        (
+            one_way("n3", "*"),
+            r"n3 sends [56]\S*× slower than .*, and receives at full speed: check its card, cable and switch port",
+        ),
+        (one_way("*", "n3"), r"n3 receives [56]\S*× slower than .*, and sends at full speed: check its card, .*"),
+        (
+            one_way("n3", "n1"),
+            r"n3 → n1 is [56]\S*× slower than the median pair \(\d+ MB/s, median .*\), but n1 → n3 is not: .*",
+        ),
+    ],
+    ids=["sends", "receives", "one direction of a pair"],
+)
+def test_slow_direction_is_named(slower: Factor, expected: str) -> None:
+    sentence = only(bottleneck(with_links(sample(), slower=slower)))
+    assert re.fullmatch(expected, sentence), sentence
+
+
+def test_pair_that_is_slow_in_both_directions_is_named_once() -> None:
+    def slower(source: str, target: str) -> float:
+        return 6.0 if {source, target} == {"n1", "n3"} else 1.0
+
+    sentence = only(bottleneck(with_links(sample(per_node=2), slower=slower)))
+    assert re.match(r"n1 ↔ n3 is [5-7]\S*× slower than the median pair in both directions", sentence), sentence
+
+
+def test_two_slow_nodes_of_four_are_named_worst_first() -> None:
+    def slower(source: str, target: str) -> float:
+        return max(at_node("n2", 4.5)(source, target), at_node("n4", 9.0)(source, target))
+
+    sentence = bottleneck(with_links(sample(), slower=slower))
+    assert [sentence.partition(" is ")[0] for sentence in sentence] == ["n4", "n2"]
+
+
+def test_high_latency_at_full_bandwidth_is_named() -> None:
+    sentence = only(bottleneck(with_links(sample(), later=at_node("n3", 8.0))))
+    assert re.match(
+        r"n3 has [78]\S*× the latency of the median pair \(\d+ µs, median .* µs\) at full bandwidth", sentence
+    )
+    sentence = only(bottleneck(with_links(sample(), later=one_way("n1", "n2", 8.0))))
+    assert re.match(r"n1 → n2 has [789]\S*× the latency of the median pair", sentence), sentence
+
+
+def test_latency_difference_of_microseconds_is_ignored() -> None:
+    found = sample()
+    quick = replace(found, pairs=[replace(pair, latency_s=2e-6) for pair in found.pairs])
+    assert "have equal bandwidth" in only(bottleneck(with_links(quick, later=at_node("n3", 5.0))))
+
+
+def test_healthy_pairs_are_reported_as_equal() -> None:
+    sentence = only(bottleneck(sample(noise=0.03)))
+    assert re.fullmatch(r"all 12 pairs have equal bandwidth: 1\.\d\d GB/s, within \d%", sentence), sentence
+
+
+def test_pairs_within_and_between_nodes_are_judged_separately() -> None:
+    """Pairs within a node are four times faster in the sample."""
+    sentence = bottleneck(sample(2, 4, noise=0.03))
+    assert [re.sub(r"[\d.]+", "#", sentence) for sentence in sentence] == [
+        "all # pairs have equal bandwidth: # GB/s, within #%",
+        "within a node: all # pairs have equal bandwidth: # GB/s, within #%",
+    ]
+
+
+def test_slower_links_between_racks_are_not_a_finding() -> None:
+    """Links between the halves of the cluster have half the speed; they are the majority."""
+
+    def slower(source: str, target: str) -> float:
+        return 2.0 if (int(source[1:]) <= 4) != (int(target[1:]) <= 4) else 1.0
+
+    assert "no pair is an outlier" in only(bottleneck(with_links(sample(8, noise=0.03), slower=slower)))
+
+
+def test_two_ranks_have_a_slow_pair_only_if_it_is_clear() -> None:
+    assert re.fullmatch(r"both pairs have equal bandwidth: .*, within \d+%", only(bottleneck(sample(2))))
+    sentence = only(bottleneck(with_links(sample(2), slower=one_way("n1", "n2"))))
+    assert re.match(r"n1 → n2 is [56]\S*× slower than the median pair", sentence), sentence
+    slightly = only(bottleneck(with_links(sample(2, noise=0.0), slower=one_way("n1", "n2", 1.8))))
+    assert slightly.startswith("no pair is an outlier: "), "two measurements have no estimate of the noise"
+
+
+def test_single_rank_has_no_pairs() -> None:
+    assert bottleneck(sample(1)) == ["no pairs were measured"]
+
+
+def test_ranks_are_named_on_a_single_node() -> None:
+    found = sample(1, 4, noise=0.02)
+    pairs = [replace(pair, bandwidth=pair.bandwidth / 5) if pair.target == 2 else pair for pair in found.pairs]
+    assert only(bottleneck(replace(found, pairs=pairs))).startswith("rank 2 receives 4.9× slower")
+
+
+def test_many_slow_pairs_are_summarised_in_one_sentence() -> None:
+    slow = {frozenset(pair) for pair in (("n1", "n2"), ("n3", "n4"), ("n5", "n6"), ("n7", "n8"), ("n1", "n8"))}
+    sentence = only(
+        bottleneck(with_links(sample(8), slower=lambda here, there: 6.0 if frozenset((here, there)) in slow else 1.0))
+    )
+    assert sentence.startswith("10 of 56 pairs are slow. The slowest: ")
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 4, 8])
+@pytest.mark.parametrize("noise", [0.05, 0.15, 0.25])
+def test_noise_is_rarely_a_finding(num_nodes: int, noise: float) -> None:
+    """Counts the false alarms in 100 benchmarks of healthy nodes."""
+    alarms = [
+        sentence
+        for seed in range(100)
+        for sentence in bottleneck(sample(num_nodes, noise=noise, seed=seed))
+        if "er than" in sentence
+    ]
+    assert len(alarms) <= (1 if noise < 0.2 else 5), alarms
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.15, 0.25])
+def test_slow_node_is_found_in_noise(noise: float) -> None:
+    found = [bottleneck(with_links(sample(seed=seed, noise=noise), slower=at_node("n3"))) for seed in range(50)]
+    missed = [sentence for sentence in found if not sentence[0].startswith("n3 is ")]
+    assert len(missed) <= (0 if noise < 0.2 else 2), missed
+
+
+def with_transfers(results: Results, *, tail: float = 1.2, outlier: float = 1.0) -> Results:
+    """Add transfers of all sizes with p99 / median = `tail`; the one of 64 B takes longer by the factor `outlier`."""
+    rows = [row("send_recv", "", "blocking", 50e-6 + size / 1e9, size) for size in (2**power for power in range(20))]
+    rows = [
+        replace(one, p99_s=tail * one.median_s, median_s=one.median_s * (outlier if one.size == 64 else 1.0))
+        for one in rows
+    ]
+    return replace(results, rows=rows)
+
+
+@pytest.mark.parametrize("busy", [{"tail": 12.0}, {"outlier": 12.0}])
+def test_differences_within_the_noise_of_transfers_are_not_findings(busy: dict[str, float]) -> None:
+    slow = with_links(sample(), slower=at_node("n3"))
+    assert bottleneck(with_transfers(slow))[0].startswith("n3 is ")
+    sentence = bottleneck(with_transfers(slow, **busy))
+    assert sentence[0].startswith("no pair is an outlier: ")
+    assert sentence[1:] == ["the measurements are noisy: transfers differ by up to 12×, which hides smaller faults"]
+    much = with_links(sample(), slower=at_node("n3", 50.0))
+    assert bottleneck(with_transfers(much, **busy))[0].startswith("n3 is ")
+
+
+def test_nearly_dead_link_is_found_in_any_noise() -> None:
+    dead = with_transfers(with_links(sample(), slower=at_node("n3", 50.0)), tail=1000.0)
+    assert bottleneck(dead)[0].startswith("n3 is ")
+
+
+def test_pairs_without_a_bandwidth_are_ignored() -> None:
+    found = with_links(sample(6, noise=0.02), slower=at_node("n5"))
+    chance = random.Random(1)
+    pairs = [replace(pair, bandwidth=0.0) if chance.random() < 0.2 else pair for pair in found.pairs]
+    sentence = only(bottleneck(replace(found, pairs=pairs)))
+    assert sentence.startswith("n5 is ")
+    assert math.isfinite(float(sentence.split()[2].rstrip("×")))
+
+
+def test_nodes_are_named_only_if_they_differ() -> None:
+    found = sample(2)
+    same = [RankPlace(rank=0, node="n1", device="cpu"), RankPlace(rank=1, node="n1", device="cpu")]
+    slow = with_links(replace(found), slower=one_way("n1", "n2", 9.0))
+    assert bottleneck(slow)[0].startswith("n1 → n2")
+    assert bottleneck(replace(slow, ranks=same))[0].startswith("rank 0 → rank 1")
+
+
+# --- Comparison with an earlier benchmark: slowdowns beyond noise, and properties that must be equal.
+
+
+def slow_all_reduce(factor: float, powers: range) -> Results:
+    """Return the sample with a blocking all_reduce that is slower at sizes of these powers of two."""
+    found = sample()
+
+    def changed(one: Row) -> Row:
+        if one.operation != "all_reduce" or one.mode != "blocking" or one.size.bit_length() - 1 not in powers:
+            return one
+        return replace(one, median_s=one.median_s * factor, p99_s=one.p99_s * factor, min_s=one.min_s * factor)
+
+    return replace(found, rows=list(map(changed, found.rows)))
+
+
+def comparison(now: Results, before: Results) -> list[str]:
+    return list(sentences(changes(now, before)))
+
+
+def test_slowdown_is_reported_with_size_and_times() -> None:
+    now, before = slow_all_reduce(3.0, range(20, 24)), sample()
+    (sentence,) = comparison(now, before)
+    assert sentence.startswith("all_reduce[sum] is slower at 4 of 29 sizes, most at ")
+    assert "3× the time (" in sentence
+    assert "MiB" in sentence
+    assert sentence.endswith(" ms)")
+
+
+def test_equal_benchmarks_have_no_slowdown() -> None:
+    assert comparison(sample(seed=1), sample(seed=2)) == [
+        "nothing is slower by more than 20% beyond noise (median 1.00× the earlier time, over 175 measurements)"
+    ]
+
+
+def test_speedup_is_not_reported() -> None:
+    assert comparison(sample(), slow_all_reduce(3.0, range(20, 24)))[0].startswith("nothing is slower")
+
+
+def test_slowdown_of_a_single_size_is_noise() -> None:
+    assert comparison(slow_all_reduce(3.0, range(20, 21)), sample())[0].startswith("nothing is slower")
+
+
+def test_slowdown_within_the_earlier_p99_is_noise() -> None:
+    """In the sample p99 is twice the median."""
+    assert comparison(slow_all_reduce(1.8, range(10, 20)), sample())[0].startswith("nothing is slower")
+    steady = replace(sample(), rows=[replace(one, p99_s=1.1 * one.median_s) for one in sample().rows])
+    assert "is slower at 10 of 29 sizes" in comparison(slow_all_reduce(1.8, range(10, 20)), steady)[0]
+
+
+def test_slowdown_within_the_roughness_of_either_benchmark_is_noise() -> None:
+    """If 16 B takes five times as long as 32 B, a slowdown by three is not significant."""
+
+    def rough(results: Results) -> Results:
+        rows = [
+            replace(one, median_s=5 * one.median_s) if (one.operation, one.size) == ("all_reduce", 2**4) else one
+            for one in results.rows
+        ]
+        return replace(results, rows=rows)
+
+    slow = slow_all_reduce(3.0, range(10, 20))
+    assert comparison(rough(slow), sample())[0].startswith("nothing is slower")
+    assert comparison(slow, rough(sample()))[0].startswith("nothing is slower")
+
+
+def test_slowdown_below_20_percent_is_not_reported() -> None:
+    steady = replace(sample(), rows=[replace(one, p99_s=1.01 * one.median_s) for one in sample().rows])
+    assert comparison(slow_all_reduce(1.15, range(10, 20)), steady)[0].startswith("nothing is slower")
+
+
+def test_slowdown_is_noise_if_the_fastest_iteration_is_as_fast_as_before() -> None:
+    now = slow_all_reduce(3.0, range(10, 20))
+    busy = replace(
+        now, rows=[replace(one, min_s=0.5 * old.min_s) for one, old in zip(now.rows, sample().rows, strict=True)]
+    )
+    assert comparison(busy, sample())[0].startswith("nothing is slower")
+
+
+def test_slowdowns_are_ordered_by_factor() -> None:
+    now = slow_all_reduce(3.0, range(20, 24))
+    rows = [
+        replace(one, median_s=9 * one.median_s, min_s=9 * one.min_s) if one.operation == "broadcast" else one
+        for one in now.rows
+    ]
+    found = [sentence.partition(" is ")[0] for sentence in comparison(replace(now, rows=rows), sample())]
+    assert (set(found[:2]), found[2:]) == ({"broadcast", "broadcast, async"}, ["all_reduce[sum]"])
+
+
+def test_operations_of_one_benchmark_only_are_omitted() -> None:
+    one, other = (replace(sample(), rows=[row(name, "", "blocking", 1e-3, 8)]) for name in ("gather", "scatter"))
+    assert comparison(one, other) == ["the benchmarks have no measurement in common"]
+
+
+def test_operation_with_a_single_size_can_be_slower() -> None:
+    found = changes(*(replace(sample(), rows=[row("barrier", "", "blocking", time_s, 0)]) for time_s in (9e-4, 1e-4)))
+    ((key, (change,)),) = found.items()
+    assert (key[0], slower([change])) == ("barrier", [change])
+    assert change.ratio == pytest.approx(9.0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"partition": "gpu"}, "partition main now and gpu before"),
+        ({"partition": None}, "partition main now and none before"),
+        ({"backend": "nccl"}, "backend gloo now and nccl before"),
+        ({"world_size": 8}, "number of ranks 4 now and 8 before"),
+        (
+            {"nodes": ["n1", "n2"], "device": "cuda"},
+            "device cpu now and cuda before, number of nodes 4 now and 2 before",
+        ),
+        ({"torch": "2.14"}, ""),
+    ],
+)
+def test_differing_properties_are_listed(changed: dict[str, object], expected: str) -> None:
+    before = replace(sample(), **changed)  # type: ignore[arg-type]
+    assert differences(facts(sample()), facts(before)) == expected
+
+
+def test_unknown_properties_are_not_differences() -> None:
+    assert differences({"number of ranks": "4"}, facts(sample())) == ""
+
+
+def test_label_names_variant_mode_and_group() -> None:
+    assert label(row("all_reduce", "sum", "blocking", 1.0, 8)) == "all_reduce[sum]"
+    assert label(row("broadcast", "", "async", 1.0, 8, group="halves")) == "broadcast, async, halves"
+
+
+# --- The results file of a communication benchmark.
+
 
 RESULTS = Results(
     backend="gloo",

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from config_files import Write, problems
 
+from hpcdist.config.conversion import exact
 from hpcdist.config.describe import describe
 from hpcdist.config.launch_schema import RoleRequest
-from hpcdist.config.loading import load_config
-from hpcdist.config.schema import Config, trainer_sections
+from hpcdist.config.loading import load_config, load_run_config
+from hpcdist.config.schema import Config, role_device, trainer_sections
 from hpcdist.config.shipped import find_config, shipped_configs
+from hpcdist.config.written import to_yaml
 from hpcdist.errors import ConfigError
 
 
@@ -215,3 +219,351 @@ def test_value_of_another_key_is_converted_to_the_type_of_its_key(
     )
     assert (config.seed, config.optim.lr, config.data.download) == (12, 12.0, True)
     assert config.trainer.script[1:] == ["12", "12"]
+
+
+# --- The sections `roles` and `cluster.roles`, and the devices of roles.
+
+
+ROLES = "roles: {server: 1, worker: 4}\ncluster:\n  roles:\n    worker: {gpus_per_node: 2, nodes: 2}\n"
+
+
+def test_roles_keep_the_order_of_the_file(write: Write) -> None:
+    config = load_config(write(ROLES), ["roles.server=2", "roles.judge=1", "cluster.roles.server.cpus_per_task=8"])
+    assert list(config.roles.items()) == [("server", 2), ("worker", 4), ("judge", 1)]
+    assert config.cluster.roles == {
+        "worker": RoleRequest(gpus_per_node=2, nodes=2),
+        "server": RoleRequest(cpus_per_task=8),
+    }
+
+
+def test_written_roles_load_in_the_same_order(write: Write, tmp_path: Path) -> None:
+    config = load_config(write(ROLES))
+    written = tmp_path / "written.yaml"
+    written.write_text(to_yaml(config))
+    assert load_run_config(written, [], {}) == config
+    assert list(load_run_config(written, [], {}).roles) == ["server", "worker"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "roles: {a-b: 1}",
+            "roles: 'a-b' is not a valid role name: use letters, digits and '_', starting with a letter",
+        ),
+        ("roles: {a: 0}", "roles.a must be >= 1, got 0"),
+        (
+            "roles: {a: many}",
+            "roles.a must be int, got 'many'",
+        ),
+        ("cluster: {roles: {worker: {nodes: 2}}}", "cluster.roles.worker: no such role, `roles` has trainer"),
+        ("roles: {a: 1}\nlaunch: {devices: {b: cpu}}", "launch.devices.b: no such role, `roles` has a"),
+        (
+            "roles: {a: 1, b: 1}\nlaunch: {backend: nccl, devices: {b: cpu}}",
+            "launch.backend=nccl needs GPUs for all ranks, but b has none: use gloo",
+        ),
+        ("launch: {devices: {trainer: gpu}}", "launch.devices.trainer must be auto, cpu or cuda, got 'gpu'"),
+        (
+            "cluster: {roles: {trainer: {nodez: 2}}}",
+            "cluster.roles.trainer.nodez is not a key: did you mean 'cluster.roles.trainer.nodes'?",
+        ),
+        (
+            "cluster: {roles: {trainer: {nodes: x}}}",
+            "cluster.roles.trainer.nodes must be int | None, got 'x'",
+        ),
+        (
+            "cluster: {roles: {trainer: {nodes: 2}}}",
+            "cluster.roles.trainer: `roles` is empty: set its number of ranks, such as roles.trainer=2",
+        ),
+        ("cluster: {roles: {trainer: 2}}", "cluster.roles.trainer is a section: give it keys, got 2"),
+        ("cluster: {roles: {trainer: {nodes: 0}}}", "cluster.roles.trainer.nodes must be >= 1, got 0"),
+        (
+            "cluster: {roles: {trainer: {gpus_per_node: -1}}}",
+            "cluster.roles.trainer.gpus_per_node must be >= 0, got -1",
+        ),
+    ],
+)
+def test_mistakes_in_roles_are_reported(write: Write, text: str, expected: str) -> None:
+    assert problems(write(text)) == (expected,)
+
+
+def test_het_accepts_on_off_and_null(write: Write) -> None:
+    assert [load_config(write(f"cluster: {{het: {word}}}")).cluster.het for word in ("on", "off", "null")] == [
+        True,
+        False,
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "devices"),
+    [
+        ("", ("cpu", "auto")),  # GPUs are requested for the workers only
+        ("launch: {device: cpu}", ("cpu", "cpu")),
+        ("launch: {device: cuda}", ("cpu", "cuda")),
+        ("launch: {devices: {server: auto, worker: cpu}}", ("auto", "cpu")),
+    ],
+)
+def test_role_without_requested_gpus_uses_the_cpu(write: Write, more: str, devices: tuple[str, str]) -> None:
+    config = load_config(write(f"{ROLES}{more}\n"))
+    assert tuple(role_device(config, role) for role in config.roles) == devices
+
+
+def test_role_with_zero_gpus_uses_the_cpu(write: Write) -> None:
+    config = load_config(write("roles: {server: 1, worker: 4}\ncluster: {roles: {server: {gpus_per_node: 0}}}\n"))
+    assert [role_device(config, role) for role in config.roles] == ["cpu", "auto"]
+
+
+def test_schema_lists_the_keys_of_a_role_request() -> None:
+    rows = {path: documentation for path, _, _, documentation in describe()}
+    assert rows["cluster.roles.ROLE.nodes"].startswith("Number of nodes for this role")
+
+
+# --- A config that is written to a run folder loads as an equal config, also after edits.
+
+
+def test_written_config_loads_as_an_equal_config(write: Write, tmp_path: Path) -> None:
+    config = load_config(write("params: {text: 'größe: 3', list: [1, {a: null}]}\n"), ["name=first", "seed=3"])
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    assert load_run_config(path, [], {}) == config
+
+
+#: Values that OmegaConf reads as another type than they are written.
+AMBIGUOUS = """\
+trainer: {script: [train.py, "1e5", "0x10", "1_000", "12:30", "null", "yes", "~", ""]}
+launch: {env: {COMMIT: "12e5", DAY: "2026-01-02", EMPTY: "", COLON: "a: b", EURO: "€ \\U0001F600"}}
+optim: {lr: 1e-30, max_grad_norm: 1}
+data: {image_size: null}
+params: {half: 1e-5, inf: .inf, text: "1e-5", deep: [{a: [1, 1.0, true, null, "on"]}, {}], lines: "a\\nb\\n"}
+"""
+
+
+def test_written_config_keeps_the_types_of_values(write: Write, tmp_path: Path) -> None:
+    config = load_config(write(AMBIGUOUS))
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    assert repr(load_run_config(path, [], {})) == repr(config)
+    assert repr(load_run_config(path, ["seed=7"], {})) == repr(dataclasses.replace(config, seed=7))
+    assert config.trainer.script[1] == "1e5"
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_written_shipped_config_loads_without_omegaconf(name: str) -> None:
+    config = load_config(name)
+    assert exact(yaml.safe_load(to_yaml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "read"),
+    [
+        ("lr: 0.001", "lr: 1e-2", lambda config: config.optim.lr == 0.01),
+        ("lr: 0.001", "lr: 1", lambda config: repr(config.optim.lr) == "1.0"),
+        ("seed: 0\n", "", lambda config: config.seed == 0),
+        ("params: {}", "params: {twice: '${seed}${seed}'}", lambda config: "${seed}" in config.params["twice"]),
+        ("target: ddp", "target: 'own.module:train'", lambda config: config.trainer.target == "own.module:train"),
+    ],
+    ids=["number", "whole number", "missing key", "interpolation", "own trainer"],
+)
+def test_edited_config_of_a_run_folder_loads(
+    write: Write, tmp_path: Path, before: str, after: str, read: Callable[[Config], bool]
+) -> None:
+    text = to_yaml(load_config(write("seed: 0\n")))
+    assert before in text
+    path = tmp_path / "config.yaml"
+    path.write_text(text.replace(before, after))
+    assert read(load_run_config(path, [], {}))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "problem"),
+    [
+        ("lr: 0.001", "lr: -1.0", "optim.lr must be > 0, got -1.0"),
+        ("lr: 0.001", "lr: fast", "optim.lr must be float, got 'fast'"),
+        ("lr: 0.001", "learning_rate: 1.0", "optim.learning_rate is not a key"),
+        ("seed: 0\n", "seed: 0\nseed: 1\n", "found duplicate key seed"),
+        ("seed: 0\n", "seed: true\nmodell: {}\n", "modell is not a key: did you mean 'model'?"),
+        ("name: adam", "name: adagrad", "optim.name must be one of adam, adamw, sgd, got 'adagrad'"),
+        ("target: ddp\n  script: []", "target: own:train\n  script: [x]", "trainer.script and trainer.target exclude"),
+        ("name: simple_cnn", "name: resnet17", "model.name"),
+    ],
+)
+def test_mistakes_in_an_edited_config_of_a_run_folder_are_reported(
+    write: Write, tmp_path: Path, before: str, after: str, problem: str
+) -> None:
+    text = to_yaml(load_config(write("seed: 0\n")))
+    assert before in text
+    path = tmp_path / "config.yaml"
+    path.write_text(text.replace(before, after))
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(path, [], {})
+    assert problem in str(caught.value)
+
+
+# --- Ranges of numbers of nodes in a config: `cluster.nodes: 2-8` and `cluster.min_nodes`.
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("nodes: 2-8", [], (8, 2)),
+        ("nodes: 4", ["cluster.nodes=2-8"], (8, 2)),
+        ("nodes: 2-8", ["cluster.nodes=4"], (4, None)),
+        ("nodes: 2-8", ["cluster.min_nodes=3"], (8, 3)),
+        ("{nodes: 8, min_nodes: 2}", [], (8, 2)),
+        ("nodes: 8", [], (8, None)),
+    ],
+)
+def test_range_sets_both_numbers(
+    tmp_path: Path, text: str, overrides: list[str], expected: tuple[int, int | None]
+) -> None:
+    (tmp_path / "config.yaml").write_text(f"trainer: ddp\ncluster: {text if text[0] == '{' else '{' + text + '}'}\n")
+    cluster = load_config(tmp_path / "config.yaml", overrides).cluster
+    assert (cluster.nodes, cluster.min_nodes) == expected
+    assert cluster.outlives_nodes == (expected[1] is not None)
+
+
+@pytest.mark.parametrize(
+    ("stored", "overrides", "expected"),
+    [
+        ("nodes: 4", ["cluster.nodes=2-8"], (8, 2)),
+        ("nodes: 2-8", ["cluster.nodes=4"], (4, None)),
+        ("nodes: 2-8", ["cluster.nodes=3-6"], (6, 3)),
+        ("nodes: 2-8", ["cluster.nodes=4", "cluster.min_nodes=3"], (4, 3)),
+        ("nodes: 2-8", ["cluster.min_nodes=4"], (8, 4)),
+        ("nodes: 2-8", ["cluster.time_limit_min=9"], (8, 2)),
+    ],
+)
+def test_override_of_nodes_replaces_the_range_of_a_run_folder(
+    tmp_path: Path, stored: str, overrides: list[str], expected: tuple[int, int | None]
+) -> None:
+    (tmp_path / "config.yaml").write_text(f"trainer: ddp\ncluster: {{{stored}}}\n")
+    (tmp_path / "stored.yaml").write_text(to_yaml(load_config(tmp_path / "config.yaml")))
+    cluster = load_run_config(tmp_path / "stored.yaml", overrides, {}).cluster
+    assert (cluster.nodes, cluster.min_nodes) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nodes: 8-2", "cluster.min_nodes must be at most nodes=2, got 8"),
+        ("nodes: 0-2", "cluster.min_nodes must be >= 1, got 0"),
+        ("spare_nodes: -1", "cluster.spare_nodes must be >= 0, got -1"),
+        ("nodes: 2 to 8", "cluster.nodes must be int, got '2 to 8'"),
+    ],
+)
+def test_mistakes_in_a_range_name_the_key(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.yaml").write_text(f"trainer: ddp\ncluster: {{{text}}}\n")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(tmp_path / "config.yaml")
+
+
+# --- The section `container`.
+
+
+def test_site_profile_may_contain_the_container_section(write: Write, tmp_path: Path) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text("partition: gpu\ncontainer: {runtime: podman, image: theirs, extra_args: [--cgroups=disabled]}\n")
+    config = load_config(write("container: {image: mine}\n"), cluster=site)
+    assert (config.cluster.partition, config.container.runtime) == ("gpu", "podman")
+    assert (config.container.image, config.container.extra_args) == ("mine", ["--cgroups=disabled"])
+
+
+@pytest.mark.parametrize(
+    ("container", "image"),
+    [
+        ("runtime: apptainer, image: a.sif", "{cwd}/a.sif"),
+        ("runtime: charliecloud, image: ~/a", "{home}/a"),
+        ("runtime: pyxis, image: a.sqsh", "{cwd}/a.sqsh"),
+        ("runtime: pyxis, image: nvcr.io#a/b:1", "nvcr.io#a/b:1"),
+        ("runtime: podman, image: a/b", "a/b"),
+        ("runtime: apptainer, image: 'docker://a/b'", "docker://a/b"),
+    ],
+)
+def test_paths_of_image_files_become_absolute(write: Write, container: str, image: str) -> None:
+    config = load_config(write(f"container: {{{container}}}\n"))
+    assert config.container.image == image.format(cwd=Path.cwd(), home=Path.home())
+
+
+@pytest.mark.parametrize(
+    ("container", "problem"),
+    [
+        ("runtime: podman", "container.image must name the image to start"),
+        (
+            "runtime: podman, image: a, mounts: [data]",
+            "container.mounts must be SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with absolute paths, got 'data'",
+        ),
+        (
+            "env: [TOKEN=abc]",
+            "container.env must hold names such as WANDB_MODE or UCX_*, never values, got 'TOKEN'",
+        ),
+        (
+            "runtime: charliecloud, image: a, mounts: ['/a:/b:ro']",
+            "container.mounts: charliecloud has no read-only mounts: leave out ':ro'",
+        ),
+    ],
+)
+def test_mistakes_in_the_container_section_are_reported(write: Write, container: str, problem: str) -> None:
+    assert problems(write(f"container: {{{container}}}\n")) == (problem,)
+
+
+def test_unknown_runtime_is_reported_with_the_allowed_values(write: Write) -> None:
+    (problem,) = problems(write("container: {runtime: singularity, image: a}\n"))
+    assert problem.startswith("container.runtime must be one of none, docker, podman, apptainer, ")
+    assert "got 'singularity'" in problem
+    assert "\n" not in problem
+
+
+# --- The section `cluster.environment`.
+
+
+def test_site_profile_may_contain_the_environment(write: Write, tmp_path: Path) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text("partition: gpu\nenvironment: {kind: uv, local_dir: $SLURM_TMPDIR}\n")
+    config = load_config(write("cluster: {environment: {path: project}}\n"), cluster=site)
+    environment = config.cluster.environment
+    assert (environment.kind, environment.path) == ("uv", str(Path.cwd() / "project"))
+    assert environment.local_dir == "$SLURM_TMPDIR"
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        ("kind: venv", "path must name a virtual environment for kind=venv"),
+        ("kind: uv", "path must name a folder with a uv.lock for kind=uv"),
+        ("kind: squashfs", "path must name an image file for kind=squashfs"),
+        ("kind: module", "modules must name the modules that contain Python for kind=module"),
+        ("modules: [a]", "modules are not loaded with kind=none: set kind, or use cluster.setup"),
+        ("kind: module, modules: [--force]", "modules must hold names such as cuda/13.0, got '--force'"),
+        (
+            "kind: squashfs, path: /a, stage: false",
+            "stage=false is not possible with kind=squashfs, which is unpacked on each node: set it to true",
+        ),
+        (
+            "kind: venv, path: /a, uv_args: [--extra=train]",
+            "uv_args are options of `uv sync`, but kind=venv: remove them, or set kind=uv",
+        ),
+        ("python: /usr/bin/python3", "python must be the name of a command, got '/usr/bin/python3'"),
+        ("python: ''", "python must not be empty"),
+        ("local_dir: scratch", "local_dir must be an absolute path or begin with a variable, got 'scratch'"),
+        ("max_age_days: 0", "max_age_days must be > 0, got 0.0"),
+        ('local_dir: "/a\\nb"', r"local_dir must be one line without control characters, got '/a\nb'"),
+    ],
+)
+def test_mistakes_in_the_environment(write: Write, environment: str, problem: str) -> None:
+    found = problems(write(f"cluster: {{environment: {{{environment}}}}}\n"))
+    assert any(line.endswith(f"cluster.environment.{problem}") for line in found), found
+
+
+def test_environment_outlives_the_longest_job(write: Write) -> None:
+    text = "cluster: {time_limit_min: 2880, environment: {kind: venv, path: /a, max_age_days: %d}}\n"
+    assert any("environment.max_age_days must be > 2, got 2.0" in line for line in problems(write(text % 2)))
+    load_config(write(text % 3))
+
+
+def test_environment_and_container_exclude_each_other(write: Write) -> None:
+    found = problems(write("container: {runtime: podman, image: a}\ncluster: {environment: {kind: venv, path: /a}}\n"))
+    assert any(
+        "cluster.environment.kind=venv and container.runtime=podman exclude each other: set one of them to none" in line
+        for line in found
+    ), found

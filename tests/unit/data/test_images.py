@@ -1,15 +1,416 @@
 from __future__ import annotations
 
+import gzip
+import hashlib
+import os
+import pickle
 import random
+import struct
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
-from hpcdist.data.images import FolderImages, SyntheticImages, TensorImages, class_names, list_images, resize
+from hpcdist.data import images as data_images
+from hpcdist.data import loading as batches_module
+from hpcdist.data.images import (
+    CROP_PADDING,
+    FolderImages,
+    SyntheticImages,
+    TensorImages,
+    class_names,
+    crop_image,
+    crop_params,
+    list_images,
+    random_resized_box,
+    read_cifar10_batch,
+    read_digits,
+    read_idx,
+    read_idx_pair,
+    resize,
+    sample_hashes,
+)
+from hpcdist.data.loading import PreloadedSplit, Split, StreamingSplit, eval_indices
 from hpcdist.errors import DataError
+
+
+def idx_bytes(values: torch.Tensor) -> bytes:
+    shape = list(values.shape)
+    return struct.pack(f">BBBB{len(shape)}I", 0, 0, 8, len(shape), *shape) + bytes(values.flatten().tolist())
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_read_idx_returns_the_array_of_plain_and_packed_files(tmp_path: Path, suffix: str) -> None:
+    values = torch.arange(24, dtype=torch.uint8).reshape(2, 3, 4)
+    path = tmp_path / f"x-idx3-ubyte{suffix}"
+    path.write_bytes(gzip.compress(idx_bytes(values)) if suffix else idx_bytes(values))
+    assert torch.equal(read_idx(path), values)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_error_of_a_truncated_idx_file_names_the_file(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"x-idx3-ubyte{suffix}"
+    whole = idx_bytes(torch.zeros(2, 3, 4, dtype=torch.uint8))
+    path.write_bytes(gzip.compress(whole)[:-9] if suffix else whole[:-1])
+    message = "cannot be read" if suffix else "is truncated or damaged: 40 bytes expected, 39 found"
+    with pytest.raises(DataError, match=rf"{path} {message}"):
+        read_idx(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x00\x00", b"<html>404", b"\x00\x00\x0d\x01\x00\x00\x00\x01xxxx", b"\x00\x00\x08\x03\x00"],
+)
+def test_other_files_are_not_idx_files(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"{path} is not an IDX file of unsigned bytes"):
+        read_idx(path)
+
+
+def test_idx_file_that_does_not_match_its_header_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(bytes([0, 0, 8, 3]) + struct.pack(">III", 2, 3, 4) + bytes(100))
+    with pytest.raises(DataError, match="is truncated or damaged: 40 bytes expected, 116 found"):
+        read_idx(path)
+    path.write_bytes(bytes([0, 0, 8, 4]) + b"\xff" * 16)
+    with pytest.raises(DataError, match=r"is truncated or damaged: 3402823\d+ bytes expected, 20 found"):
+        read_idx(path)
+    path.write_bytes(bytes([0, 0, 8, 255]) + b"\xff" * 1020)
+    with pytest.raises(DataError, match="is not an IDX file"):
+        read_idx(path)
+
+
+def test_unpacked_size_of_a_gz_file_is_limited(tmp_path: Path) -> None:
+    path = tmp_path / "digits.csv.gz"
+    path.write_bytes(gzip.compress(bytes(100_000_000)))
+    assert len(data_images.read_bytes(path, max_bytes=1000)) == 1000
+    assert len(data_images.read_bytes(path)) == data_images.MAX_BYTES
+
+
+def test_idx_file_without_values_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(idx_bytes(torch.zeros(0, dtype=torch.uint8)))
+    with pytest.raises(DataError, match="is truncated or damaged"):
+        read_idx(path)
+
+
+def test_gz_file_in_another_format_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.gz"
+    path.write_bytes(b"<html>404")
+    with pytest.raises(DataError, match=rf"{path} cannot be read"):
+        read_idx(path)
+
+
+def test_folder_in_place_of_a_file_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"{tmp_path} cannot be read \(.*Is a directory"):
+        read_idx(tmp_path)
+
+
+def write_pair(folder: Path, images: torch.Tensor, labels: torch.Tensor) -> tuple[Path, Path]:
+    folder.joinpath("images").write_bytes(idx_bytes(images))
+    folder.joinpath("labels").write_bytes(idx_bytes(labels))
+    return folder / "images", folder / "labels"
+
+
+def test_read_idx_pair_returns_images_and_labels(tmp_path: Path) -> None:
+    images = torch.arange(18, dtype=torch.uint8).reshape(2, 3, 3)
+    paths = write_pair(tmp_path, images, torch.tensor([9, 0], dtype=torch.uint8))
+    read_images, labels = read_idx_pair(*paths, num_classes=10)
+    assert torch.equal(read_images, images[:, None])
+    assert labels.dtype == torch.int64
+    assert labels.tolist() == [9, 0]
+
+
+def test_idx_pair_of_different_lengths_raises_data_error(tmp_path: Path) -> None:
+    paths = write_pair(tmp_path, torch.zeros(2, 3, 3, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8))
+    with pytest.raises(DataError, match=r"images of shape \[2, 3, 3\] and .*labels of shape \[3\] do not match"):
+        read_idx_pair(*paths, num_classes=10)
+
+
+def test_idx_label_out_of_range_raises_data_error(tmp_path: Path) -> None:
+    paths = write_pair(tmp_path, torch.zeros(1, 3, 3, dtype=torch.uint8), torch.tensor([10], dtype=torch.uint8))
+    with pytest.raises(DataError, match="labels has label 10, but there are 10 classes"):
+        read_idx_pair(*paths, num_classes=10)
+
+
+@pytest.mark.skipif("HPCDIST_DATA_DIR" not in os.environ, reason="needs MNIST under HPCDIST_DATA_DIR")
+@pytest.mark.parametrize("train", [True, False])
+def test_mnist_equals_the_one_of_torchvision(train: bool) -> None:
+    from torchvision.datasets import MNIST
+
+    root = Path(os.environ["HPCDIST_DATA_DIR"])
+    expected = MNIST(root, train=train, download=False)
+    prefix = root / "MNIST" / "raw" / ("train" if train else "t10k")
+    images, labels = read_idx_pair(
+        Path(f"{prefix}-images-idx3-ubyte"), Path(f"{prefix}-labels-idx1-ubyte"), num_classes=10
+    )
+    assert torch.equal(images[:, 0], expected.data)
+    assert torch.equal(labels, expected.targets)
+
+
+def test_digits_equal_those_of_scikit_learn() -> None:
+    from sklearn.datasets import load_digits
+
+    images, labels = read_digits()
+    values, targets = load_digits(return_X_y=True)
+    assert torch.equal(images.flatten(1), torch.tensor(values).to(torch.uint8))
+    assert torch.equal(labels, torch.tensor(targets))
+
+
+def test_digits_are_loaded_by_scikit_learn_if_their_file_has_moved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    expected = read_digits()
+    monkeypatch.setattr(data_images, "digits_path", lambda: tmp_path / "nowhere")
+    images, labels = read_digits()
+    assert torch.equal(images, expected[0])
+    assert torch.equal(labels, expected[1])
+
+
+def test_damaged_digits_raise_data_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "digits.csv"
+    path.write_text("0,1,x\n")
+    monkeypatch.setattr(data_images, "digits_path", lambda: path)
+    with pytest.raises(DataError, match=rf"{path} is damaged .*: reinstall scikit-learn"):
+        read_digits()
+
+
+def test_digits_without_scikit_learn_raise_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DataError, match="digits is part of scikit-learn, which is not installed"):
+        read_digits()
+
+
+def cifar_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> Path:
+    path = tmp_path / "test_batch"
+    path.write_bytes(content)
+    monkeypatch.setattr(data_images, "CIFAR10_MD5", {"test_batch": hashlib.md5(content).hexdigest()})
+    return path
+
+
+@pytest.mark.parametrize("is_fortran", [False, True])
+def test_read_cifar10_batch_returns_images_and_labels(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_fortran: bool,
+    cifar_pickle: Callable[[torch.Tensor, list[int]], bytes],
+) -> None:
+    rows = torch.randint(0, 256, (3, 3072), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    content = cifar_pickle(rows, [3, 9, 0])
+    if is_fortran:  # the flag precedes the pixels, which are then in column order
+        content = cifar_pickle(rows.t().reshape(3, 3072), [3, 9, 0]).replace(b"tb\x89T", b"tb\x88T")
+    images, labels = read_cifar10_batch(cifar_file(tmp_path, monkeypatch, content))
+    assert torch.equal(images, rows.reshape(3, 3, 32, 32))
+    assert labels.tolist() == [3, 9, 0]
+
+
+def test_cifar10_checksums_equal_those_of_torchvision() -> None:
+    from torchvision.datasets import CIFAR10
+
+    assert dict(data_images.CIFAR10_MD5) == dict(CIFAR10.train_list + CIFAR10.test_list)
+
+
+def test_crafted_cifar10_file_is_not_unpickled(tmp_path: Path) -> None:
+    class Crafted:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    path = tmp_path / "test_batch"
+    path.write_bytes(pickle.dumps(Crafted()))
+    with pytest.raises(DataError, match=rf"{path} is truncated or damaged \(its MD5 sum is not CIFAR-10's\)"):
+        read_cifar10_batch(path)
+    assert not (tmp_path / "executed").exists()
+
+
+CPU = torch.device("cpu")
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+NUM_SAMPLES = 23
+
+
+@pytest.fixture
+def source() -> TensorImages:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (NUM_SAMPLES, 3, 6, 6), dtype=torch.uint8, generator=generator)
+    return TensorImages(images, torch.arange(NUM_SAMPLES) % 5, image_size=6, flip=True)
+
+
+def make_split(kind: str, source: TensorImages) -> Split:
+    if kind == "streaming":
+        return StreamingSplit(source, mean=MEAN, std=STD)
+    if kind == "streaming augmented":
+        return StreamingSplit(source, mean=MEAN, std=STD, augment_seed=7)
+    augment_seed = 7 if kind == "augmented" else None
+    return PreloadedSplit(source.images, source.labels, mean=MEAN, std=STD, augment_seed=augment_seed, flip=source.flip)
+
+
+KINDS = ["preloaded", "augmented", "streaming", "streaming augmented"]
+
+
+def run(split: Split, indices: Tensor, **options: object) -> list[tuple[Tensor, Tensor]]:
+    arguments: dict[str, object] = {"batch_size": 4, "device": CPU} | options
+    return list(split.batches(indices, **arguments))  # type: ignore[arg-type]
+
+
+def normalized(images: Tensor) -> Tensor:
+    mean, std = torch.tensor(MEAN)[:, None, None], torch.tensor(STD)[:, None, None]
+    return (images.float() / 255 - mean) / std
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("float_limit_bytes", [0, 1 << 20])
+def test_batches_contain_the_normalised_images_of_the_indices(
+    kind: str, channels_last: bool, float_limit_bytes: int, source: TensorImages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches_module, "FLOAT_TABLE_MAX_BYTES", float_limit_bytes)
+    indices = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(1))[:10]
+    expected = source.images[indices]
+    if "augmented" in kind:
+        hashes = sample_hashes(7, 2, indices).tolist()
+        expected = torch.stack([crop_image(x, h, flip=True) for x, h in zip(expected, hashes, strict=True)])
+    result = run(make_split(kind, source), indices, epoch=2, channels_last=channels_last)
+    assert [len(labels) for _, labels in result] == [4, 4, 2]
+    images, labels = (torch.cat(parts) for parts in zip(*result, strict=True))
+    assert images.dtype == torch.float32
+    torch.testing.assert_close(images, normalized(expected), rtol=1e-5, atol=1e-5)
+    assert labels.dtype == torch.int64
+    assert torch.equal(labels, source.labels[indices])
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    assert all(images.is_contiguous(memory_format=memory_format) for images, _ in result)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("start_batch", [0, 1, 2, 3, 9])
+def test_start_batch_continues_an_epoch_exactly(kind: str, start_batch: int, source: TensorImages) -> None:
+    indices = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(1))[:11]
+    full = run(make_split(kind, source), indices, epoch=5)
+    torch.manual_seed(99)  # the global generator of a resumed process has another state
+    tail = run(make_split(kind, source), indices, epoch=5, start_batch=start_batch)
+    assert len(tail) == max(0, 3 - start_batch)
+    for (images, labels), (expected_images, expected_labels) in zip(tail, full[start_batch:], strict=True):
+        assert torch.equal(images, expected_images)
+        assert torch.equal(labels, expected_labels)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_different_sizes(kind: str, source: TensorImages) -> None:
+    indices = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(1))[:11]
+    split = make_split(kind, source)
+    full = torch.cat([images for images, _ in run(split, indices, epoch=5)])
+    parts = run(split, indices, epoch=5, batch_size=[4, 2, 5])
+    assert [len(labels) for _, labels in parts] == [4, 2, 5]
+    assert torch.equal(torch.cat([images for images, _ in parts]), full)
+    ((images, labels),) = run(split, indices, epoch=5, batch_size=[4, 2, 5], start_batch=2)
+    assert torch.equal(images, full[6:])
+    assert torch.equal(labels, source.labels[indices[6:]])
+
+
+@pytest.mark.parametrize("kind", ["augmented", "streaming augmented"])
+def test_augmentation_depends_on_the_epoch_and_not_on_the_batches(kind: str, source: TensorImages) -> None:
+    split = make_split(kind, source)
+    indices = torch.arange(NUM_SAMPLES)
+    [(first, _)] = run(split, indices, batch_size=NUM_SAMPLES, epoch=0)
+    [(second, _)] = run(split, indices, batch_size=NUM_SAMPLES, epoch=1)
+    assert not torch.equal(first, second)
+    reversed_order = torch.cat([images for images, _ in run(split, indices.flip(0), batch_size=3, epoch=0)])
+    assert torch.equal(reversed_order.flip(0), first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_do_not_use_global_generators(kind: str, source: TensorImages) -> None:
+    torch_before, python_before = torch.get_rng_state(), random.getstate()
+    run(make_split(kind, source), torch.arange(NUM_SAMPLES))
+    assert torch.equal(torch.get_rng_state(), torch_before)
+    assert random.getstate() == python_before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_empty_indices_yield_no_batches(kind: str, source: TensorImages) -> None:
+    split = make_split(kind, source)
+    assert len(split) == NUM_SAMPLES
+    assert run(split, torch.empty(0, dtype=torch.int64)) == []
+
+
+@pytest.mark.parametrize("kind", ["preloaded", "augmented"])
+def test_changing_a_batch_in_place_does_not_change_the_split(kind: str, source: TensorImages) -> None:
+    split = make_split(kind, source)
+    for images, _ in split.batches(torch.arange(NUM_SAMPLES), batch_size=4, device=CPU):
+        images.zero_()
+    for (images, _), (expected, _) in zip(
+        run(split, torch.arange(4)), run(make_split(kind, source), torch.arange(4)), strict=True
+    ):
+        assert torch.equal(images, expected)
+
+
+@pytest.mark.processes
+def test_worker_processes_yield_the_same_batches(source: TensorImages) -> None:
+    indices = torch.arange(NUM_SAMPLES)
+    in_process = run(StreamingSplit(source, mean=MEAN, std=STD, augment_seed=3), indices)
+    in_workers = run(StreamingSplit(source, mean=MEAN, std=STD, augment_seed=3, num_workers=2), indices)
+    for (images, labels), (expected_images, expected_labels) in zip(in_workers, in_process, strict=True):
+        assert torch.equal(images, expected_images)
+        assert torch.equal(labels, expected_labels)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_unreadable_image_in_a_worker_raises_an_error_of_one_line(tmp_path: Path, num_workers: int) -> None:
+    path = tmp_path / "broken.png"
+    path.write_text("<html>404")
+    broken = FolderImages([path], torch.tensor([0]), image_size=4, num_threads=1)
+    split = StreamingSplit(broken, mean=MEAN, std=STD, num_workers=num_workers)
+    with pytest.raises(DataError, match=rf"^{path} cannot be read as an image \([^\n]*\): repair or remove it$"):
+        run(split, torch.tensor([0]))
+
+
+@pytest.mark.parametrize(("num_samples", "world_size"), [(10, 1), (10, 3), (2, 4), (0, 2), (12, 4)])
+def test_eval_shares_cover_each_sample_once(num_samples: int, world_size: int) -> None:
+    shares = [eval_indices(num_samples, rank, world_size) for rank in range(world_size)]
+    assert sorted(torch.cat(shares).tolist()) == list(range(num_samples))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert all(share.dtype == torch.int64 for share in shares)
+
+
+@pytest.fixture(params=["on the device", "on the host"])
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    if request.param == "on the host":
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1))
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_batches_on_a_gpu_equal_those_on_the_cpu(
+    kind: str, channels_last: bool, source: TensorImages, cuda: torch.device
+) -> None:
+    split = make_split(kind, source)
+    indices = torch.arange(NUM_SAMPLES)
+    on_cpu = run(split, indices, epoch=1, channels_last=channels_last)
+    on_gpu = run(split, indices, epoch=1, channels_last=channels_last, device=cuda)
+    for (images, labels), (expected_images, expected_labels) in zip(on_gpu, on_cpu, strict=True):
+        assert images.is_cuda
+        assert labels.is_cuda
+        assert images.stride() == expected_images.stride()
+        torch.testing.assert_close(images.cpu(), expected_images)
+        assert torch.equal(labels.cpu(), expected_labels)
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "expected"), [(2 * NUM_SAMPLES * 108, "cuda"), (2 * NUM_SAMPLES * 108 - 1, "cpu")]
+)
+def test_split_larger_than_half_of_the_free_gpu_memory_stays_on_the_host(
+    free_bytes: int, expected: str, source: TensorImages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, free_bytes))
+    assert batches_module._place(source.images, torch.device("cuda")).type == expected
+    assert batches_module._place(source.images, CPU) == CPU
 
 
 def save(path: Path, colour: tuple[int, int, int], size: tuple[int, int] = (40, 30)) -> None:
@@ -166,3 +567,76 @@ def test_class_that_training_lacks_raises_data_error(tmp_path: Path) -> None:
     save(tmp_path / "b" / "1.png", (1, 2, 3))
     with pytest.raises(DataError, match=rf"{tmp_path}/b is not a class of the training images"):
         list_images(tmp_path, ["a"])
+
+
+def splitmix64(x: int) -> int:
+    """Return the hash in Python integers: https://prng.di.unimi.it/splitmix64.c with the step as a product."""
+    mask = (1 << 64) - 1
+    x = (x * 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
+
+
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (1, 0), (0, 1), (2**62, 99)])
+def test_sample_hashes_equal_a_reference_in_python_integers(seed: int, epoch: int) -> None:
+    expected = [
+        splitmix64((splitmix64((splitmix64(seed) + epoch) % 2**64) + index) % 2**64) % 2**63 for index in range(5)
+    ]
+    assert sample_hashes(seed, epoch, torch.arange(5)).tolist() == expected
+
+
+def test_sample_hashes_depend_on_seed_epoch_and_index_only() -> None:
+    full = sample_hashes(3, 4, torch.arange(1000))
+    assert torch.equal(sample_hashes(3, 4, torch.tensor([7, 999])), full[[7, 999]])
+    others = torch.cat([full, sample_hashes(3, 5, torch.arange(1000)), sample_hashes(4, 4, torch.arange(1000))])
+    assert len(others.unique()) == 3000
+
+
+def test_crop_params_are_uniform_and_uncorrelated() -> None:
+    top, left, flip = crop_params(sample_hashes(0, 0, torch.arange(90_000)))
+    for offsets in (top, left):
+        counts = torch.bincount(offsets)
+        assert len(counts) == 2 * CROP_PADDING + 1
+        assert counts.min() > 9_500
+        assert counts.max() < 10_500
+    assert abs(flip.float().mean().item() - 0.5) < 0.01
+    assert abs(torch.corrcoef(torch.stack([top.float(), left.float()]))[0, 1].item()) < 0.02
+
+
+def test_crop_image_shifts_and_mirrors_by_the_hash() -> None:
+    image = torch.arange(1, 17, dtype=torch.uint8).reshape(1, 4, 4)
+    upper_left = 0  # top 0, left 0: the crop has padding only
+    assert torch.equal(crop_image(image, upper_left, flip=True), torch.zeros(1, 4, 4, dtype=torch.uint8))
+    centred = CROP_PADDING | (CROP_PADDING << 16)
+    assert torch.equal(crop_image(image, centred, flip=True), image)
+    mirrored = centred | (1 << 32)
+    assert torch.equal(crop_image(image, mirrored, flip=True), image.flip(-1))
+    assert torch.equal(crop_image(image, mirrored, flip=False), image)
+
+
+@pytest.mark.parametrize("size", [(500, 375), (10, 10), (1, 1), (1000, 3), (2, 900)])
+def test_random_resized_box_lies_within_the_image(size: tuple[int, int]) -> None:
+    width, height = size
+    for crop_hash in range(200):
+        left, top, right, bottom = random_resized_box(width, height, crop_hash)
+        assert 0 <= left < right <= width
+        assert 0 <= top < bottom <= height
+
+
+def test_random_resized_box_respects_area_and_aspect_ratio() -> None:
+    boxes = [random_resized_box(400, 400, crop_hash) for crop_hash in range(500)]
+    areas = [(right - left) * (bottom - top) / 160_000 for left, top, right, bottom in boxes]
+    ratios = [(right - left) / (bottom - top) for left, top, right, bottom in boxes]
+    assert min(areas) > 0.075
+    assert 0.4 < sum(areas) / len(areas) < 0.6
+    assert min(ratios) > 0.74
+    assert max(ratios) < 1.35
+
+
+def test_augmentation_does_not_use_global_generators() -> None:
+    torch_before, python_before = torch.get_rng_state(), random.getstate()
+    sample_hashes(0, 0, torch.arange(3))
+    random_resized_box(40, 40, 5)
+    assert torch.equal(torch.get_rng_state(), torch_before)
+    assert random.getstate() == python_before

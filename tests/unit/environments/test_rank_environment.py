@@ -9,11 +9,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from absent_torch import hide_torch
 
-from hpcdist.config.launch_schema import ClusterConfig, EnvironmentConfig
-from hpcdist.config.schema import Config
+from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, EnvironmentConfig, LaunchConfig
+from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.environments import rank_environment as tested
 from hpcdist.environments.packed import Interpreter, build, store_of, uv_fingerprint, uv_problems
 from hpcdist.environments.rank_environment import (
@@ -28,16 +30,13 @@ from hpcdist.environments.rank_environment import (
     python_of,
     rank_environment,
     record_environment,
+    require_torch,
+    torch_problems,
     user_folder,
 )
-from hpcdist.errors import UserMistake
+from hpcdist.errors import ConfigError, UserMistake
 from hpcdist.host.files import read_json
 from hpcdist.run.folder import RunDir
-
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd"),
-]
 
 #: A definition of `module` as sites have it: it changes the shell's environment and reports errors on stderr.
 MODULES = """
@@ -95,6 +94,8 @@ def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- modules
 
 
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_modules_change_the_environment(modules_env: dict[str, str]) -> None:
     assert has_modules(modules_env)
     assert modules_version(modules_env) == "Lmod 8.6.19"
@@ -106,6 +107,8 @@ def test_modules_change_the_environment(modules_env: dict[str, str]) -> None:
         program("python9", found)
 
 
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -124,6 +127,8 @@ def test_module_that_cannot_be_loaded(modules_env: dict[str, str], name: str, re
     assert str(found.value) == f"cluster.environment.modules: python, {name} cannot be loaded: {reason}"
 
 
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_machine_without_modules(modules_env: dict[str, str], tmp_path: Path) -> None:
     if has_modules(env := {**modules_env, "MODULESHOME": str(tmp_path / "none")}):
         pytest.skip("this machine has environment modules")
@@ -137,6 +142,8 @@ def test_machine_without_modules(modules_env: dict[str, str], tmp_path: Path) ->
     assert problem.startswith("cluster.environment.modules: nix cannot be loaded: ")
 
 
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_modules_of_the_job_are_checked_with_its_variables(modules_env: dict[str, str], tmp_path: Path) -> None:
     variables = {name: modules_env.pop(name) for name in ("MODULESHOME", "MODULE_BIN")}
     if has_modules(modules_env):
@@ -149,6 +156,8 @@ def test_modules_of_the_job_are_checked_with_its_variables(modules_env: dict[str
     assert module_problems(with_setup, modules_env) == []
 
 
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_environment_of_modules(modules_env: dict[str, str], tmp_path: Path, run: RunDir) -> None:
     found = rank_environment(config_of(tmp_path, kind="module", modules=["python"]), run, modules_env)
     assert found is not None
@@ -182,6 +191,8 @@ def uv(*words: str) -> None:
     subprocess.run([program, *words, f"--python={sys.executable}"], capture_output=True, check=True)
 
 
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_uv_builds_the_locked_environment(project: Path, tmp_path: Path) -> None:
     words = [f"--python={sys.executable}", "--offline"]
     build(project, words, tmp_path / "built", os.environ)
@@ -196,6 +207,8 @@ def test_uv_builds_the_locked_environment(project: Path, tmp_path: Path) -> None
     assert not (tmp_path / "again").exists()
 
 
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_fingerprint_of_a_project_depends_on_all_that_determines_the_environment(tmp_path: Path) -> None:
     (tmp_path / "local").mkdir()
     (tmp_path / "pyproject.toml").write_text("[project]\n")
@@ -216,6 +229,8 @@ def test_fingerprint_of_a_project_depends_on_all_that_determines_the_environment
         uv_fingerprint(tmp_path, [])
 
 
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_problems_of_uv_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (problem,) = uv_problems(tmp_path, os.environ)
     assert problem.startswith(f"cluster.environment.path: {tmp_path} has no uv.lock with a pyproject.toml: ")
@@ -229,6 +244,8 @@ def test_problems_of_uv_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # --- from config to interpreter
 
 
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_no_environment_by_default(tmp_path: Path, run: RunDir) -> None:
     config = config_of(tmp_path)
     record_environment(config, [run], os.environ)
@@ -237,6 +254,8 @@ def test_no_environment_by_default(tmp_path: Path, run: RunDir) -> None:
     assert not run.rank_environment.exists()
 
 
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_environment_in_place(tmp_path: Path, run: RunDir, venv: Path) -> None:
     config = config_of(tmp_path, kind="venv", path=str(venv), stage=False)
     found = rank_environment(config, run, {"PATH": "/bin", "PYTHONHOME": "/x"})
@@ -247,6 +266,8 @@ def test_environment_in_place(tmp_path: Path, run: RunDir, venv: Path) -> None:
     assert Path(found.import_path).parent == store_of(tmp_path / "runs")
 
 
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_job_uses_the_environment_of_the_submission(
     tmp_path: Path, run: RunDir, venv: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -277,6 +298,8 @@ def test_job_uses_the_environment_of_the_submission(
     assert last.request == again.request
 
 
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_variables_in_the_local_folder() -> None:
     assert expanded("$A/${B}", {"A": "/a", "B": "b"}) == "/a/b"
     with pytest.raises(UserMistake, match=r"local_dir=\$A/x: the job has no variable A: use another folder"):
@@ -289,6 +312,8 @@ def test_variables_in_the_local_folder() -> None:
 # --- checks before the submission
 
 
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_problems_before_the_submission(tmp_path: Path, venv: Path) -> None:
     def problems(**keys: object) -> list[str]:
         return environment_problems(config_of(tmp_path, **keys), os.environ)
@@ -312,3 +337,47 @@ def test_problems_before_the_submission(tmp_path: Path, venv: Path) -> None:
     without = environment_problems(config_of(tmp_path, kind="venv", path=str(venv)), {"PATH": "/nowhere"})
     assert without == ["cluster.environment: packing needs the program zstd: install it, or set stage=false"]
     assert tested.is_packed(EnvironmentConfig(kind="uv", path="/a", stage=False))
+
+
+# --- The check that ranks find torch.
+
+
+PROBLEM = (
+    f"trainer.target=ddp needs torch, which {sys.executable} does not have: run `pip install '.[train]'` in a checkout"
+    " of hpcdist"
+)
+IN_MODULES = ClusterConfig(environment=EnvironmentConfig(kind="module", modules=["python/3.12"]))
+
+
+def test_installed_torch_is_no_problem() -> None:
+    require_torch(Config(), {}, on_slurm=False)
+    assert torch_problems(Config(), {}, on_slurm=True) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "here", "on_slurm"),
+    [
+        ({}, [PROBLEM], [f"{PROBLEM}, or set container.image or cluster.environment"]),
+        ({"container": ContainerConfig(runtime="podman", image="i")}, [PROBLEM], []),
+        ({"cluster": IN_MODULES}, [PROBLEM], []),
+        ({"trainer": TrainerConfig(script=["train.py"])}, [], []),
+    ],
+    ids=["trainer", "container", "environment", "script"],
+)
+def test_missing_torch_is_a_problem_of_ranks_that_use_this_python(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], here: list[str], on_slurm: list[str]
+) -> None:
+    hide_torch(monkeypatch)
+    assert torch_problems(Config(**config), {}, on_slurm=False) == here
+    assert torch_problems(Config(**config), {}, on_slurm=True) == on_slurm
+
+
+def test_torch_in_folders_of_pythonpath_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hide_torch(monkeypatch)
+    (tmp_path / "torch").mkdir()
+    path = {"PYTHONPATH": f"/nowhere:{tmp_path}"}
+    with pytest.raises(ConfigError, match=r"^trainer\.target=ddp needs torch"):
+        require_torch(Config(), path, on_slurm=False)
+    (tmp_path / "torch" / "__init__.py").touch()
+    require_torch(Config(), path, on_slurm=False)
+    require_torch(Config(launch=LaunchConfig(env=path)), {}, on_slurm=False)

@@ -1,18 +1,140 @@
-"""What `hpcdist compare` shows of two runs."""
+"""Comparison of the values of a run and its rerun, and the sentences about what differs."""
 
 from __future__ import annotations
 
+import math
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from report_scene import ReportScene, some_ledger
 
 from hpcdist.host.files import write_json
 from hpcdist.review import comparison
-from hpcdist.review.comparison import MISSING, compare
+from hpcdist.review.comparison import (
+    MISSING,
+    RerunResult,
+    compare,
+    compare_values,
+    data_differences,
+    is_measured,
+    machine_differences,
+)
 from hpcdist.review.ledger import Ledger
-from hpcdist.run.records import Origin, write_origin
+from hpcdist.run.records import DatasetRecord, Origin, write_origin
 from hpcdist.tracking.points import read_series
+
+LOSS = {step: 1 / step for step in range(1, 11)}
+
+
+def sentence(before: Any, after: Any, **options: Any) -> str:
+    return RerunResult(values=compare_values(before, after, **options)).sentence
+
+
+def test_equal_values_do_not_differ() -> None:
+    before = {"train/loss": LOSS, "eval/auc": {10: math.nan}, "train/samples_per_s": {1: 9.0}}
+    after = {"train/loss": dict(LOSS), "eval/auc": {10: math.nan}, "train/samples_per_s": {1: 4.0}}
+    found = compare_values(before, after)
+    assert found.is_equal
+    assert found.measured == ("train/samples_per_s",)
+    assert sentence(before, after) == "no value differs: 11 values of 2 metrics at 10 steps"
+
+
+def test_the_first_differing_step_of_each_metric_is_reported_by_step() -> None:
+    after = {"loss": {**LOSS, 7: 0.5, 9: 0.5}, "accuracy": {4: 0.25}}
+    found = compare_values({"loss": LOSS, "accuracy": {4: 0.5}}, after)
+    assert [(one.key, one.step, one.before, one.after) for one in found.differences] == [
+        ("accuracy", 4, 0.5, 0.25), ("loss", 7, 1 / 7, 0.5),
+    ]  # fmt: skip
+    assert found.num_differing == 3
+    assert sentence({"loss": LOSS, "accuracy": {4: 0.5}}, after) == (
+        "the first difference is at step 4: accuracy was 0.5, is 0.25; 3 of 11 values of 2 metrics at 10 steps differ"
+    )
+
+
+def test_values_that_one_run_lacks_differ() -> None:
+    short = {step: value for step, value in LOSS.items() if step != 5}
+    missing = "the first difference is at step 5: loss was 0.2, is not logged; 1 of 9 values"
+    assert sentence({"loss": LOSS}, {"loss": short}).startswith(missing)
+    added = "the first difference is at step 5: loss was not logged, is 0.2; 1 of 9 values"
+    assert sentence({"loss": short}, {"loss": LOSS}).startswith(added)
+    assert compare_values({"loss": short}, {"loss": LOSS}, exact=False).is_equal, "MLflow may have fewer points"
+    assert sentence({"loss": LOSS, "a": {1: 1.0}}, {"loss": LOSS}) == "only one of the runs has logged a"
+    assert sentence({"loss": LOSS}, {}) == "nothing was compared: the runs have no common values"
+    assert not RerunResult(values=compare_values({}, {})).is_equal
+
+
+def test_a_paused_rerun_is_compared_up_to_its_last_step() -> None:
+    before = {"loss": LOSS, "eval/accuracy": {5: 0.5, 10: 0.75}}
+    paused = {"loss": {step: LOSS[step] for step in range(1, 6)}}
+    assert compare_values(before, paused, until=5).is_equal, "an evaluation at the last step follows the pause"
+    assert not compare_values(before, {"loss": {1: 1.0, 5: 0.2}}, until=5).is_equal
+    assert compare_values(before, paused, until=5).num_values == 5
+    assert not compare_values(before, {"loss": LOSS}, until=6).is_equal
+    further = {"loss": {**LOSS, 11: 0.0}}
+    assert compare_values({"loss": LOSS}, further).is_equal, "the rerun may train longer than a run that was stopped"
+
+
+def test_a_tolerance_is_relative_and_infinities_are_those_of_the_database() -> None:
+    assert not compare_values({"a": {1: 1.0}}, {"a": {1: 1.0 + 1e-9}}).is_equal
+    assert compare_values({"a": {1: 1.0}}, {"a": {1: 1.0 + 1e-9}}, tolerance=1e-8).is_equal
+    assert compare_values({"a": {1: sys.float_info.max}}, {"a": {1: math.inf}}).is_equal
+    assert not compare_values({"a": {1: math.nan}}, {"a": {1: 1.0}}).is_equal
+
+
+@pytest.mark.parametrize(
+    ("key", "measured"),
+    [
+        ("system/cpu_utilization_percentage", True),
+        ("time/step_s", True),
+        ("pipeline/bubble", True),
+        ("pipeline/busy_s/stage_1", True),
+        ("pipeline/bubble_in_theory", False),
+        ("attempt", True),
+        ("train/tokens_per_s", True),
+        ("train_samples_per_second", True),
+        ("train_runtime", True),
+        ("step_time", True),
+        ("train/loss", False),
+        ("eval/after_s", True),
+        ("samples", False),
+        ("loss", False),
+        ("class", False),
+        ("time_series/loss", False),
+    ],
+)
+def test_measured_metrics_are_known_by_name(key: str, measured: bool) -> None:
+    assert is_measured(key) is measured
+    assert is_measured(key, ["*"])
+
+
+def test_data_with_another_digest_is_named() -> None:
+    before = [DatasetRecord(name="digits", digest="1a"), DatasetRecord(name="digits", split="test", digest="2b")]
+    after = [
+        DatasetRecord(name="digits", digest="1a"),
+        DatasetRecord(name="digits", split="test", digest="3c"),
+        DatasetRecord(name="more", digest="4d"),
+    ]
+    assert data_differences(before, after) == ["data: digits (test) had digest 2b, has 3c"]
+    assert data_differences(before, [DatasetRecord(name="digits")]) == []
+
+
+def test_versions_and_sources_that_differ_are_named() -> None:
+    before = {"python": "3.11.2", "platform": "L", "versions": {"hpcdist": "0.1", "torch": "2.1", "submitit": "1"}}
+    after = {"python": "3.12.1", "platform": "L", "versions": {"hpcdist": "0.1", "torch": "2.2"}, "source_digest": "b"}
+    named = [
+        "Python 3.11.2 in the run, 3.12.1 here",
+        "torch 2.1 in the run, 2.2 here",
+        "submitit 1 in the run, none here",
+    ]
+    assert machine_differences(before, after, code_is_restored=False) == named
+    found = machine_differences({**before, "source_digest": "a"}, after, code_is_restored=False)
+    assert found == [*named, "hpcdist 0.1 has other source files here than in the run"]
+    assert machine_differences({**before, "source_digest": "a"}, after, code_is_restored=True) == named
+
+
+# --- What `hpcdist compare` shows of two runs.
 
 
 def compared(*scenes: ReportScene) -> dict[str, dict[str, tuple[str, ...]]]:

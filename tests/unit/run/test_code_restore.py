@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.errors import UserMistake
+from hpcdist.run import snapshot
+from hpcdist.run.create import create_run
 from hpcdist.run.folder import RunDir
 from hpcdist.run.snapshot import CodeState, find_code, take
-
-pytestmark = pytest.mark.processes
 
 Git = Callable[..., str]
 
@@ -78,6 +81,7 @@ def new_run(tmp_path: Path) -> RunDir:
     return RunDir.create(tmp_path / "runs" / "exp" / "second")
 
 
+@pytest.mark.processes
 def test_the_commit_and_the_patch_give_the_code_of_the_run(
     recorded: tuple[CodeState, RunDir], config: Config, tmp_path: Path, git: Git
 ) -> None:
@@ -96,6 +100,7 @@ def test_the_commit_and_the_patch_give_the_code_of_the_run(
     assert (git("status", "--porcelain"), git("rev-parse", "HEAD"), git("worktree", "list")) == before
 
 
+@pytest.mark.processes
 def test_the_copy_of_the_run_folder_is_complete(
     recorded: tuple[CodeState, RunDir], config: Config, tmp_path: Path
 ) -> None:
@@ -108,6 +113,7 @@ def test_the_copy_of_the_run_folder_is_complete(
     assert (second.path / "code.patch").read_bytes() == b"patch"
 
 
+@pytest.mark.processes
 def test_a_shipped_trainer_needs_no_code(config: Config, tmp_path: Path) -> None:
     state = CodeState(cwd="/gone", root="/gone", git_commit="abc", git_dirty=False, copied=False)
     source = find_code(state, b"", None, [])
@@ -117,6 +123,7 @@ def test_a_shipped_trainer_needs_no_code(config: Config, tmp_path: Path) -> None
     assert not second.code.exists()
 
 
+@pytest.mark.processes
 def test_code_that_is_nowhere_is_an_error(recorded: tuple[CodeState, RunDir], tmp_path: Path) -> None:
     code, _ = recorded
     other = replace(code, git_commit="0" * 40)
@@ -127,6 +134,7 @@ def test_code_that_is_nowhere_is_an_error(recorded: tuple[CodeState, RunDir], tm
         find_code(replace(code, git_commit=None), b"", None, [tmp_path / "project"])
 
 
+@pytest.mark.processes
 def test_a_patch_that_does_not_fit_is_an_error(
     recorded: tuple[CodeState, RunDir], config: Config, tmp_path: Path
 ) -> None:
@@ -137,7 +145,30 @@ def test_a_patch_that_does_not_fit_is_an_error(
         source.restore(new_run(tmp_path), config)
 
 
+@pytest.mark.processes
 def test_files_that_were_not_in_git_are_missing(recorded: tuple[CodeState, RunDir], tmp_path: Path) -> None:
     code, _ = recorded
     source = find_code(replace(code, untracked=list("abcdefg"), num_untracked=90), b"", None, [tmp_path / "project"])
     assert source.missing == ("files that were not in git: a, b, c, d, e and 85 more",)
+
+
+# --- Creation of a run folder that fails halfway.
+
+
+@pytest.mark.parametrize("removable", [True, False])
+def test_failed_creation_removes_the_folder_and_reports_the_first_error(
+    runs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removable: bool
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def deny(path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    config = load_config("ddp_digits", [f"runs_dir={runs_dir}", "name=first"])
+    monkeypatch.setattr(snapshot, "take", fail)
+    if not removable:
+        monkeypatch.setattr(shutil, "rmtree", deny)
+    with pytest.raises(OSError, match="No space left"):
+        create_run(config, tmp_path)
+    assert config.folder.exists() is not removable

@@ -8,19 +8,24 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from slurm_recordings import FakeCommands
 from submitit.core.utils import DelayedSubmission
 
 from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, LaunchConfig, RoleRequest, TrackingConfig
 from hpcdist.config.schema import Config
-from hpcdist.run.folder import RunDir
+from hpcdist.errors import RunFolderError, UserMistake
+from hpcdist.host.files import read_json, write_json
+from hpcdist.run.folder import RunDir, State, Status
+from hpcdist.slurm import client
 from hpcdist.slurm.job import submit
+from hpcdist.slurm.job.submit import resolve
 
 #: All tests of this file may start processes.
-pytestmark = pytest.mark.processes
 
 RUN = RunDir(Path("/shared/my runs/digits/first"))
 SUPERVISE = f"""\
@@ -69,10 +74,12 @@ def parameters(cluster: Mapping[str, Any]) -> dict[str, Any]:
     return submit.sbatch_parameters(Config(cluster=ClusterConfig(**cluster)), RUN)
 
 
+@pytest.mark.processes
 def test_default_parameters() -> None:
     assert parameters({}) == SMALL
 
 
+@pytest.mark.processes
 def test_range_of_nodes_and_spare_nodes() -> None:
     ranged = {name: value for name, value in SMALL.items() if name not in ("ntasks_per_node", "cpus_per_task")}
     more = {"requeue": True, "nodes": "2-8", "no_kill": True, "mincpus": 6}
@@ -89,6 +96,7 @@ def test_range_of_nodes_and_spare_nodes() -> None:
     assert sum(line.startswith("#SBATCH --nodes") for line in lines) == 1
 
 
+@pytest.mark.processes
 def test_parameters_of_a_site() -> None:
     assert parameters(SITE) == SMALL | {
         "partition": "gpu",
@@ -108,6 +116,7 @@ def test_parameters_of_a_site() -> None:
     }
 
 
+@pytest.mark.processes
 def test_step_of_forked_ranks() -> None:
     """The parents start beside the ranks; an option of Slurm that prevents them is named."""
     site = SITE | {"srun": {}, "fork": True}
@@ -124,6 +133,7 @@ def test_step_of_forked_ranks() -> None:
     assert shlex.split(ranks_line)[-2:] == ["hpcdist.rank.worker", str(RUN.path)]
 
 
+@pytest.mark.processes
 def test_script_and_step() -> None:
     script, step = submit.render(Config(cluster=ClusterConfig(**SITE)), RUN)
     lines = script.splitlines()
@@ -166,6 +176,7 @@ def test_script_and_step() -> None:
     )
 
 
+@pytest.mark.processes
 def test_flags_of_a_submission_are_in_the_script() -> None:
     flags = {"dependency": "afterok:12", "begin": "now+1hour"}
     script, _ = submit.render(Config(), RUN, flags)
@@ -191,6 +202,7 @@ def with_roles(**cluster: Any) -> Config:
     )
 
 
+@pytest.mark.processes
 def test_script_of_a_heterogeneous_job() -> None:
     """sbatch reads only #SBATCH lines before the first command, so those of all components come first."""
     script, step = submit.render(with_roles(), RUN)
@@ -234,6 +246,7 @@ def test_script_of_a_heterogeneous_job() -> None:
     assert step.startswith("srun --het-group=0 ")
 
 
+@pytest.mark.processes
 def test_parameters_of_one_allocation_for_all_roles() -> None:
     roles = {"server": RoleRequest(cpus_per_task=8), "worker": RoleRequest(nodes=2, gpus_per_node=4, mem="64G")}
     found = submit.sbatch_parameters(
@@ -248,6 +261,7 @@ def test_parameters_of_one_allocation_for_all_roles() -> None:
     }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("command", "code", "starts"),
     [
@@ -273,6 +287,7 @@ def test_killed_supervisor_is_restarted(tmp_path: Path, first: str, command: str
     assert done.stdout.count(": restarting it\n") == starts - 1
 
 
+@pytest.mark.processes
 def test_batch_step_runs_submitits_pickle_without_numpy(tmp_path: Path) -> None:
     delayed = DelayedSubmission(os.path.basename, "/a/b")
     delayed.set_timeout(1, 0)
@@ -288,6 +303,7 @@ def test_batch_step_runs_submitits_pickle_without_numpy(tmp_path: Path) -> None:
     assert "numpy." not in done.stderr, "submodules: the failed import of numpy itself is listed"
 
 
+@pytest.mark.processes
 def test_script_and_step_contain_no_secret() -> None:
     env = {"WANDB_API_KEY": "s3cret", "HTTPS_PROXY": "http://u:s3cret@proxy", "PLAIN": "visible"}
     mine = {**SITE, "env": env}
@@ -305,6 +321,7 @@ def test_script_and_step_contain_no_secret() -> None:
     assert "WANDB_API_KEY|HTTPS_PROXY|PLAIN|A_TOKEN" in step
 
 
+@pytest.mark.processes
 def test_step_of_a_heterogeneous_job_contains_no_secret() -> None:
     """srun has one environment for all components; different variables become arguments of `env`."""
     roles = {"cpu": RoleRequest(nodes=1), "gpu": RoleRequest(nodes=1, gpus_per_node=1)}
@@ -317,3 +334,185 @@ def test_step_of_a_heterogeneous_job_contains_no_secret() -> None:
     assert "hetjob" in script
     assert "env -u" in step
     assert "s3cret" not in script + step
+
+
+# --- Submission with a fake sbatch: job id, errors, and clusters without heterogeneous jobs.
+
+
+#: All tests of this file may start processes.
+
+
+@pytest.mark.processes
+def test_error_without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        UserMistake, match=r"^sbatch is not installed here: submit from a login node, or show .* --dry-run$"
+    ):
+        submit.estimate_start(Config())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("allocation failure: Invalid partition", "Slurm rejects this job: Invalid partition"),
+        ("sbatch: error: Bad\nsecond line", "Slurm rejects this job: Bad second line"),
+    ],
+)
+def test_rejection_is_reported_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, output: str, message: str
+) -> None:
+    FakeCommands(tmp_path).add("sbatch", error=f"{output}\n", code=1)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserMistake) as caught:
+        submit.estimate_start(Config(name="probe"))
+    assert str(caught.value) == message
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCommands:
+    """Fake Slurm commands, the first ones on PATH; tests add sbatch."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    commands = FakeCommands(tmp_path)
+    commands.add("srun")
+    commands.add("scontrol", "ClusterName = here\n")
+    return commands
+
+
+@pytest.mark.processes
+def test_estimate_fails_after_a_timeout(commands: FakeCommands, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands.add_script("sbatch", "exec sleep 1000")
+    monkeypatch.setattr(client, "JOB_TIMEOUT_S", 0.2)
+    with pytest.raises(UserMistake, match=r"^Slurm does not answer \(sbatch did not answer within 0\.2 s\): check"):
+        submit.estimate_start(Config(name="probe"))
+
+
+@pytest.mark.processes
+def test_job_id_of_a_submitted_run_is_recorded(commands: FakeCommands, runs_dir: Path) -> None:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    commands.add_script("sbatch", "echo 'Submitted batch job 41'")
+    assert submit.submit(Config(runs_dir=str(runs_dir)), run) == "41"
+    assert run.read_state().status == "queued"
+    assert read_json(run.path / "slurm.json") == {"job_id": "41", "job_name": "exp/first", "cluster": "here"}
+
+
+@pytest.mark.processes
+def test_rejected_submission_does_not_change_the_run(commands: FakeCommands, runs_dir: Path) -> None:
+    """A run that were queued with the id of its previous job would count as dead."""
+    run = RunDir.create(runs_dir / "exp" / "first")
+    state = replace(run.read_state(), status="stopped", attempt=1)
+    run.write_state(state)
+    write_json(run.path / "slurm.json", {"job_id": "40"})
+    commands.add_script("sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid qos' >&2; exit 1")
+    with pytest.raises(UserMistake, match=r"^Slurm rejected the job: .*Invalid qos"):
+        submit.submit(Config(runs_dir=str(runs_dir)), run)
+    assert run.read_state() == state
+    assert read_json(run.path / "slurm.json") == {"job_id": "40"}
+
+
+@pytest.mark.processes
+def test_run_is_unchanged_if_sbatch_cannot_be_started(
+    commands: FakeCommands, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    state = run.read_state()
+    commands.add_script("sbatch", "")
+    (commands.folder / "sbatch").write_text("#!/no/such/interpreter\n")
+    monkeypatch.setenv("PATH", str(commands.folder))
+    with pytest.raises(OSError, match="No such file"):
+        submit.submit(Config(runs_dir=str(runs_dir)), run)
+    assert run.read_state() == state
+
+
+def with_scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str) -> None:
+    FakeCommands(folder).add("scontrol", f"SchedulerType           = {scheduler}\n")
+    monkeypatch.setenv("PATH", str(folder))
+
+
+HET = Config(roles={"server": 1, "worker": 2}, cluster=ClusterConfig(roles={"worker": RoleRequest(gpus_per_node=1)}))
+
+
+@pytest.mark.processes
+def test_roles_share_one_allocation_without_heterogeneous_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_scontrol(tmp_path, monkeypatch, "sched/builtin")
+    settled, note = submit.resolve_het(HET)
+    assert settled == replace(HET, cluster=replace(HET.cluster, het=False))
+    assert note == (
+        "this cluster does not support heterogeneous jobs (SchedulerType=sched/builtin): the roles share one allocation"
+    )
+    partitions = {"server": RoleRequest(), "worker": RoleRequest(partition="gpu")}
+    with pytest.raises(UserMistake, match=r"^cluster\.roles: partition differs between roles, which needs a hetero"):
+        submit.resolve_het(replace(HET, cluster=ClusterConfig(roles=partitions)))
+    for config in (Config(), settled, replace(HET, cluster=replace(HET.cluster, het=True))):
+        assert submit.resolve_het(config) == (config, "")
+
+
+@pytest.mark.processes
+def test_config_is_unchanged_if_heterogeneous_jobs_are_supported_or_unknown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with_scontrol(tmp_path, monkeypatch, "sched/backfill")
+    assert submit.resolve_het(HET) == (HET, "")
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert submit.resolve_het(HET) == (HET, "")
+
+
+# --- Dependencies on runs and jobs.
+
+
+def make(runs_dir: Path, name: str, status: Status, job_id: str | None) -> None:
+    run = RunDir.create(runs_dir / "exp" / name)
+    run.config.write_text("")
+    run.write_state(State(status=status))
+    if job_id is not None:
+        write_json(run.path / "slurm.json", {"job_id": job_id})
+
+
+@pytest.fixture
+def runs(runs_dir: Path) -> Path:
+    make(runs_dir, "first", "running", "41")
+    make(runs_dir, "second", "finished", "42")
+    make(runs_dir, "third", "failed", "43")
+    make(runs_dir, "local", "running", None)
+    return runs_dir
+
+
+@pytest.mark.parametrize(
+    ("text", "resolved"),
+    [
+        ("afterok:12", "afterok:12"),
+        ("afterok:12:13_4:14_*", "afterok:12:13_4:14_*"),
+        ("after:12+5", "after:12+5"),
+        ("after:first+5", "after:41+5"),
+        ("afterok:first:exp/second,afterany:12?singleton", "afterok:41:42,afterany:12?singleton"),
+        ("afterok:fir", "afterok:41"),
+        ("afternotok:third", "afternotok:43"),
+        ("afterany:third", "afterany:43"),
+    ],
+)
+def test_run_names_are_replaced_by_job_ids(runs: Path, text: str, resolved: str) -> None:
+    assert resolve(text, runs) == resolved
+
+
+@pytest.mark.parametrize("text", ["12", "afterko:12", "afterok", "afterok:", "singleton:12", "afterok:12,", ""])
+def test_malformed_dependency_is_rejected(runs: Path, text: str) -> None:
+    with pytest.raises(
+        UserMistake, match=r"^--dependency .* is not a dependency: write afterok:RUN or afterok:JOB \(or after, "
+    ):
+        resolve(text, runs)
+
+
+def test_dependency_that_cannot_be_satisfied_is_rejected(runs: Path) -> None:
+    with pytest.raises(
+        UserMistake, match=r"^--dependency afterok:third: run third is failed: the job would never start$"
+    ):
+        resolve("afterok:third", runs)
+    with pytest.raises(UserMistake, match=r"run second is finished: the job would never start$"):
+        resolve("afternotok:second", runs)
+
+
+def test_dependency_on_a_run_without_a_job_is_rejected(runs: Path) -> None:
+    with pytest.raises(UserMistake, match=r"^--dependency afterok:local: run local was never submitted to Slurm$"):
+        resolve("afterok:local", runs)
+    with pytest.raises(RunFolderError, match=r"^no run 'nowhere' under "):
+        resolve("afterok:nowhere", runs)

@@ -9,10 +9,8 @@ import pytest
 from slurm_recordings import FakeCommands, recorded
 
 from hpcdist.slurm import client
-from hpcdist.slurm.client import SlurmError
-from hpcdist.slurm.output import NodeState, parse_time
-
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("utc")]
+from hpcdist.slurm.client import JobRef, JobSnapshot, SlurmError, take_snapshot
+from hpcdist.slurm.output import JobInfo, NodeState, parse_time
 
 UNKNOWN_JOB = "slurm_load_jobs error: Invalid job id specified\n"
 NO_CONTROLLER = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
@@ -29,6 +27,8 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommands:
 # --- running commands
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 def test_failure_is_reported_with_the_last_line_of_errors(commands: FakeCommands) -> None:
     commands.add("scontrol", error=f"warning\nscontrol: {NO_CONTROLLER}", code=1)
     with pytest.raises(SlurmError, match=r"^scontrol: slurm_load_jobs error: Unable to contact slurm controller"):
@@ -38,6 +38,8 @@ def test_failure_is_reported_with_the_last_line_of_errors(commands: FakeCommands
         client.run("scontrol", "ping")
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 def test_command_that_is_not_installed(commands: FakeCommands) -> None:
     with pytest.raises(SlurmError, match=r"^squeue is not installed on this machine$") as caught:
         client.query_jobs(["8"])
@@ -46,6 +48,8 @@ def test_command_that_is_not_installed(commands: FakeCommands) -> None:
         client.cancel_job("8")
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 def test_command_that_hangs_is_killed(commands: FakeCommands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "QUERY_TIMEOUT_S", 0.2)
     os.mkfifo(commands.folder / "pipe")
@@ -55,6 +59,8 @@ def test_command_that_hangs_is_killed(commands: FakeCommands, monkeypatch: pytes
     assert caught.value.timed_out
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 def test_failing_query_is_repeated_for_a_limited_time(commands: FakeCommands) -> None:
     commands.add_script(
         "squeue", "read -r number < tries; echo $((number + 1)) > tries; test $number -ge 2 && echo '7.0 a'"
@@ -72,6 +78,8 @@ def test_failing_query_is_repeated_for_a_limited_time(commands: FakeCommands) ->
 # --- jobs
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 def test_job_in_the_queue_takes_one_command(commands: FakeCommands) -> None:
     commands.add("scontrol", recorded("scontrol", "begin-time"))
     commands.add("sacct")
@@ -80,6 +88,8 @@ def test_job_in_the_queue_takes_one_command(commands: FakeCommands) -> None:
     assert (info.state, commands.programs()) == ("PENDING", ["scontrol"])
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 def test_squeue_is_used_without_scontrol(commands: FakeCommands) -> None:
     commands.add("squeue", recorded("squeue"))
     info = client.query_job("8")
@@ -87,6 +97,8 @@ def test_squeue_is_used_without_scontrol(commands: FakeCommands) -> None:
     assert (info.state, commands.programs()) == ("PENDING", ["squeue"])
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 def test_accounting_is_used_for_a_job_that_the_controller_has_forgotten(commands: FakeCommands) -> None:
     commands.add("scontrol", error=UNKNOWN_JOB, code=1)
     commands.add("sacct", recorded("sacct", "node-fail"))
@@ -95,6 +107,8 @@ def test_accounting_is_used_for_a_job_that_the_controller_has_forgotten(commands
     assert (info.state, commands.programs()) == ("NODE_FAIL", ["scontrol", "sacct"])
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 @pytest.mark.parametrize("sacct", ["not installed", "disabled", "empty", "has no end of the job"])
 def test_unknown_job_is_none(commands: FakeCommands, sacct: str) -> None:
     commands.add("scontrol", error=UNKNOWN_JOB, code=1)
@@ -105,6 +119,8 @@ def test_unknown_job_is_none(commands: FakeCommands, sacct: str) -> None:
     assert client.query_job("8") is None
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 def test_accounting_is_used_while_the_controller_does_not_answer(commands: FakeCommands) -> None:
     commands.add("scontrol", error=NO_CONTROLLER, code=1)
     commands.add("sacct", recorded("sacct", "requeued"))
@@ -113,6 +129,8 @@ def test_accounting_is_used_while_the_controller_does_not_answer(commands: FakeC
     assert info.state == "RUNNING"
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 def test_without_any_answer_the_error_is_the_controllers(commands: FakeCommands) -> None:
     commands.add("scontrol", error=NO_CONTROLLER, code=1)
     commands.add("sacct", error=NO_ACCOUNTING, code=1)
@@ -120,6 +138,8 @@ def test_without_any_answer_the_error_is_the_controllers(commands: FakeCommands)
         client.query_job("8")
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 def test_history_is_read_from_accounting(commands: FakeCommands) -> None:
     commands.add("scontrol", recorded("scontrol", "requeued"))
     commands.add("sacct", recorded("sacct", "requeued"))
@@ -132,6 +152,8 @@ def test_history_is_read_from_accounting(commands: FakeCommands) -> None:
     assert (info.state, info.earlier) == ("PENDING", ())
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 def test_many_jobs_take_one_command(commands: FakeCommands) -> None:
     commands.add("squeue", recorded("squeue"))
     found = client.query_jobs(["1", "10_2", "99"])
@@ -142,6 +164,8 @@ def test_many_jobs_take_one_command(commands: FakeCommands) -> None:
     assert client.query_jobs(["99"]) == {}
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 def test_cancel(commands: FakeCommands) -> None:
     commands.add("scancel")
     client.cancel_job("8", pending_only=True)
@@ -149,6 +173,8 @@ def test_cancel(commands: FakeCommands) -> None:
     assert commands.calls() == ["scancel --state=PENDING 8", "scancel 8"]
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 def test_requeue(commands: FakeCommands) -> None:
     commands.add("scontrol")
     client.requeue_job("41")
@@ -164,6 +190,8 @@ def test_requeue(commands: FakeCommands) -> None:
 # --- steps
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 def test_steps(commands: FakeCommands) -> None:
     commands.add("squeue", "41.0 attempt-001\n  41.batch batch\n")
     assert client.running_steps(["41", "42"]) == {"41.0": "attempt-001", "41.batch": "batch"}
@@ -179,11 +207,15 @@ def test_steps(commands: FakeCommands) -> None:
 # --- cluster
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 def test_cluster_name(commands: FakeCommands) -> None:
     commands.add("scontrol", "SlurmctldPort = 6817\nClusterName             = here\n")
     assert client.cluster_name() == "here"
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 @pytest.mark.parametrize("release", ["24_11", "26_05"])
 def test_partitions(commands: FakeCommands, release: str) -> None:
     commands.add("scontrol", recorded("partition", release=release))
@@ -196,6 +228,8 @@ def test_partitions(commands: FakeCommands, release: str) -> None:
         client.partitions()
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 def test_node_states(commands: FakeCommands) -> None:
     commands.add("sinfo", "n1|idle|a|gpu:2|8|32768|Unknown|Unknown|none\n")
     idle = NodeState(name="n1", state="idle", hardware="a|gpu:2|8|32768")
@@ -206,6 +240,8 @@ def test_node_states(commands: FakeCommands) -> None:
     ]
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 def test_features_and_boot_times_of_nodes(commands: FakeCommands) -> None:
     commands.add(
         "scontrol",
@@ -220,6 +256,8 @@ def test_features_and_boot_times_of_nodes(commands: FakeCommands) -> None:
     assert set(commands.calls()) == {"scontrol show node --oneliner n1,n2,n3"}
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 def test_failed_nodes_are_down_or_have_booted(commands: FakeCommands) -> None:
     states = ("allocated", "down*", "drained", "idle*", "idle", "failing")
     lines = "".join(f"n{n}|{state}|(null)|(null)|8|32768|Unknown|root|none\n" for n, state in enumerate(states, 1))
@@ -233,6 +271,8 @@ def test_failed_nodes_are_down_or_have_booted(commands: FakeCommands) -> None:
 # --- accounting
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 def test_accounts_and_qos(commands: FakeCommands) -> None:
     commands.add("sacctmgr", "bob\nada\nada\n")
     assert client.user_accounts("ada", cluster="here") == ["ada", "bob"]
@@ -246,6 +286,8 @@ def test_accounts_and_qos(commands: FakeCommands) -> None:
 # --- submission
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("utc")
 def test_estimate_of_the_start(commands: FakeCommands) -> None:
     commands.add_script(
         "sbatch", 'while read -r line; do echo "$line"; done > script; echo "sbatch: Job 1 to start" >&2'
@@ -253,3 +295,42 @@ def test_estimate_of_the_start(commands: FakeCommands) -> None:
     assert client.estimate_start("#!/bin/sh\n#SBATCH --nodes=2\n") == "sbatch: the job would start\n"
     assert (commands.folder / "script").read_text() == "#!/bin/sh\n#SBATCH --nodes=2\n"
     assert commands.calls() == ["sbatch --test-only"]
+
+
+# --- Snapshots of a run's job.
+
+
+RUNNING = JobInfo(id="1", name="timeout", state="RUNNING")
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, result: JobInfo | SlurmError | None) -> None:
+    def query_job(job_id: str, *, history: bool) -> JobInfo | None:
+        if isinstance(result, SlurmError):
+            raise result
+        return result
+
+    monkeypatch.setattr(client, "query_job", query_job)
+
+
+def test_job_of_another_name_is_not_the_runs_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, RUNNING)
+    assert take_snapshot(JobRef(id="1", name="timeout")).info is RUNNING
+    assert take_snapshot(JobRef(id="1")).info is RUNNING
+    other = take_snapshot(JobRef(id="1", name="digits/first"))
+    assert (other.info, other.is_over) == (None, True)
+
+
+def test_job_of_another_cluster_is_not_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, None)
+    monkeypatch.setattr(client, "cluster_name", lambda: "here")
+    assert take_snapshot(JobRef(id="1", cluster="here")) == JobSnapshot()
+    there = take_snapshot(JobRef(id="1", cluster="there"))
+    assert (there.error, there.is_over) == ("job 1 is on cluster there, this is here", False)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_job_is_not_over_while_slurm_does_not_answer(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    answer(monkeypatch, SlurmError("no answer", installed=installed))
+    snapshot = take_snapshot(JobRef(id="8"))
+    assert snapshot == JobSnapshot(error="no answer", installed=installed)
+    assert not snapshot.is_over

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import re
+import socket
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import wait_for
+from hpcdist_runs import unused_port, wait_for
 
 from hpcdist.config.launch_schema import ClusterConfig
 from hpcdist.config.schema import Config, DataConfig
@@ -16,12 +19,20 @@ from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client
 from hpcdist.slurm.current_job import CurrentJob
+from hpcdist.slurm.job import elastic
 from hpcdist.slurm.job import elastic as module
-from hpcdist.slurm.job.elastic import ElasticNodes, elastic_nodes, kill_ranks
+from hpcdist.slurm.job.elastic import (
+    MAX_LOSSES,
+    ElasticNodes,
+    HostProbe,
+    NodePool,
+    addresses_of,
+    elastic_nodes,
+    kill_ranks,
+)
 from hpcdist.supervisor.restart_policy import Failure
 
 #: All tests of this file may start processes.
-pytestmark = pytest.mark.processes
 
 NODES = ("n1", "n2", "n3", "n4")
 
@@ -88,6 +99,7 @@ def save(nodes: ElasticNodes, step: int) -> None:
     write_json(folder / "manifest.json", {"step": step})
 
 
+@pytest.mark.processes
 def test_run_continues_without_nodes_that_do_not_answer(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     assert not nodes.begin()
@@ -106,6 +118,7 @@ def test_run_continues_without_nodes_that_do_not_answer(slurm: Slurm, runs_dir: 
     assert nodes.replace_lost() == "", "too few nodes are left"
 
 
+@pytest.mark.processes
 def test_nodes_that_slurm_has_taken_out_of_the_job_are_lost(slurm: Slurm, runs_dir: Path) -> None:
     """A step with such a node in its list starts on no node."""
     nodes = of(slurm, runs_dir, nodes=3, min_nodes=2, spare_nodes=1)
@@ -116,6 +129,7 @@ def test_nodes_that_slurm_has_taken_out_of_the_job_are_lost(slurm: Slurm, runs_d
     assert (nodes.pool.present, nodes.pool.missing) == (("n1", "n2"), ())
 
 
+@pytest.mark.processes
 def test_failure_with_all_nodes_is_not_explained_by_them(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     assert not nodes.end_ranks(nodes._run.new_attempt())
@@ -125,6 +139,7 @@ def test_failure_with_all_nodes_is_not_explained_by_them(slurm: Slurm, runs_dir:
     assert nodes.replace_lost() == ""
 
 
+@pytest.mark.processes
 def test_step_with_ranks_that_survive_is_not_abandoned(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     slurm.alive("n1", "n2", "n4")
@@ -133,6 +148,7 @@ def test_step_with_ranks_that_survive_is_not_abandoned(slurm: Slurm, runs_dir: P
     assert nodes.abandoned == set()
 
 
+@pytest.mark.processes
 def test_silent_node_of_a_failed_preflight_is_lost_with_its_steps(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     slurm.alive("n1", "n2", "n4")
@@ -142,6 +158,7 @@ def test_silent_node_of_a_failed_preflight_is_lost_with_its_steps(slurm: Slurm, 
     assert not nodes.drop_rejected(["n2"])
 
 
+@pytest.mark.processes
 def test_spare_node_takes_over(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, nodes=3, spare_nodes=1)
     slurm.alive("n1", "n3", "n4")
@@ -150,6 +167,7 @@ def test_spare_node_takes_over(slurm: Slurm, runs_dir: Path) -> None:
     assert nodes.pool.used == ("n1", "n3", "n4")
 
 
+@pytest.mark.processes
 def test_node_on_which_ranks_fail_twice_is_left_out(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     failure = Failure(kind="killed", rank=2, host="n2.site", step=5, error="was killed by SIGKILL")
@@ -163,6 +181,7 @@ def grown(nodes: ElasticNodes) -> str:
     return wait_for(nodes.detect_returned, "lost nodes to answer")
 
 
+@pytest.mark.processes
 def test_lost_node_is_used_again_after_a_checkpoint_when_it_answers(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     assert nodes.detect_returned() == "", "no node is missing"
@@ -186,6 +205,7 @@ def test_lost_node_is_used_again_after_a_checkpoint_when_it_answers(slurm: Slurm
     nodes.close()
 
 
+@pytest.mark.processes
 def test_node_that_slurm_has_taken_out_of_the_job_does_not_return(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     nodes.pool.drop_silent(["n3"])
@@ -197,6 +217,7 @@ def test_node_that_slurm_has_taken_out_of_the_job_does_not_return(slurm: Slurm, 
     nodes.close()
 
 
+@pytest.mark.processes
 def test_silent_nodes_are_not_checked_for_growth(slurm: Slurm, runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     nodes.pool.drop_silent(["n2", "n3"])
@@ -209,6 +230,7 @@ def test_silent_nodes_are_not_checked_for_growth(slurm: Slurm, runs_dir: Path, m
     nodes.close()
 
 
+@pytest.mark.processes
 def test_storage_error_in_a_check_for_growth_does_not_end_the_run(
     slurm: Slurm, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +248,7 @@ def test_storage_error_in_a_check_for_growth_does_not_end_the_run(
     nodes.close()
 
 
+@pytest.mark.processes
 def test_silent_node_of_the_attempt_is_reported_with_its_first_rank(
     slurm: Slurm, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,10 +278,153 @@ def test_silent_node_of_the_attempt_is_reported_with_its_first_rank(
     assert nodes.detect_lost() is None, "the others were lost before"
 
 
+@pytest.mark.processes
 def test_job_with_too_few_nodes_is_an_error(slurm: Slurm, runs_dir: Path) -> None:
     with pytest.raises(HpcdistError, match=re.escape("job 7 has 4 nodes, but cluster.min_nodes=5")):
         of(slurm, runs_dir, nodes=8, min_nodes=5)
 
 
+@pytest.mark.processes
 def test_no_nodes_are_not_asked(slurm: Slurm, runs_dir: Path) -> None:
     assert kill_ranks(RunDir(runs_dir / "exp" / "first"), [], slurm.env) == {}
+
+
+# --- Detection of nodes that do not answer: refused connections are answers, silence after an answer is a loss.
+
+
+#: Addresses of this machine, where connections are refused.
+HOSTS = {"n1": "127.0.0.1", "n2": "127.0.0.2"}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of the probe in a list with one element."""
+    now = [1000.0]
+    monkeypatch.setattr(elastic.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_refused_and_accepted_connections_are_answers(clock: list[float]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        probe = HostProbe(HOSTS, listener.getsockname()[1])
+        for _ in range(40):
+            assert probe.silent() == []
+            clock[0] += 0.5
+        assert all(node.answered is not None for node in probe._nodes.values())
+        probe.close()
+
+
+def test_node_that_stops_answering_is_silent_and_one_that_never_answered_is_not(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = HostProbe({**HOSTS, "n3": "127.0.0.3"}, unused_port())
+    never = [probe._nodes["n3"]]
+    real = socket.socket.connect_ex
+
+    def connect_ex(connection: socket.socket, address: tuple[str, int]) -> int:
+        return errno.EHOSTUNREACH if address[0] in lost else real(connection, address)
+
+    lost = {never[0].address[0]}
+    monkeypatch.setattr(elastic.socket, "socket", type("Socket", (socket.socket,), {"connect_ex": connect_ex}))
+    for _ in range(20):
+        assert probe.silent() == []
+        clock[0] += 0.5
+    lost.add(HOSTS["n2"])
+    began = clock[0]
+    while probe.silent() == []:
+        clock[0] += 0.5
+        assert clock[0] < began + 10
+    assert probe.silent() == ["n2"]
+    assert elastic.SILENT_S <= clock[0] - began <= elastic.SILENT_S + 2 * elastic.PROBE_EVERY_S
+    assert probe.silent(30.0) == []
+    lost.discard(HOSTS["n2"])
+    clock[0] += elastic.PROBE_EVERY_S
+    probe.silent()
+    assert probe.silent() == [], "it answers again"
+    # After a pause of this process nothing is known about the nodes.
+    clock[0] += 100
+    assert probe.silent() == []
+    lost.add(HOSTS["n2"])
+    for _ in range(10):  # calls that are far apart detect it as well, only later
+        clock[0] += 2 * elastic.PAUSE_S
+        silent = probe.silent()
+    assert silent == ["n2"]
+    probe.close()
+
+
+def test_names_without_an_address_are_left_out() -> None:
+    assert addresses_of(["localhost", "no-such-node.invalid"]).keys() == {"localhost"}
+
+
+def test_real_clock_and_connections() -> None:
+    probe = HostProbe(HOSTS, unused_port())
+    wait_for(lambda: probe.silent() == [] and all(node.answered for node in probe._nodes.values()), "answers")
+    assert time.monotonic() >= max(node.answered or 0.0 for node in probe._nodes.values())
+    probe.close()
+
+
+# --- The choice of nodes for each attempt: losses, spare nodes, returns, and nodes that are not fit.
+
+
+FOUR = ("n1", "n2", "n3", "n4")
+
+
+def test_lost_nodes_are_left_out_until_fewer_than_the_least_number_remain() -> None:
+    pool = NodePool(FOUR, most=4, least=2)
+    assert (pool.used, pool.idle, pool.missing) == (FOUR, (), ())
+    assert pool.drop_silent(["n2", "n4"])
+    assert (pool.used, pool.idle, pool.present, pool.missing) == (
+        ("n1", "n3"),
+        (),
+        ("n1", "n3"),
+        ("n2", "n4"),
+    )
+    assert not pool.can_lose(["n3"])
+    assert not pool.drop_silent(["n3"])
+    assert pool.used == ("n1", "n3"), "nothing has changed"
+
+
+def test_nodes_that_return_are_used_again_unless_they_were_lost_too_often() -> None:
+    pool = NodePool(FOUR, most=4, least=2)
+    for _ in range(MAX_LOSSES):
+        assert pool.drop_silent(["n3"])
+        returning = pool.missing
+        pool.restore(["n3"])
+        assert pool.used == FOUR
+    assert returning == (), "the node flaps"
+    pool = NodePool(FOUR, most=4, least=2)
+    assert pool.drop_silent(["n2", "n3"])
+    pool.forget(["n2"])
+    assert pool.missing == ("n3",), "Slurm has taken n2 out of the job"
+
+
+def test_spare_node_replaces_a_lost_node_at_the_same_size() -> None:
+    pool = NodePool(FOUR, most=3, least=3, spare=1)
+    assert (pool.used, pool.idle) == (("n1", "n2", "n3"), ("n4",))
+    assert pool.drop_silent(["n2"])
+    assert (pool.used, pool.idle, pool.missing) == (("n1", "n3", "n4"), (), ())
+    assert not pool.drop_silent(["n3"]), "no spare node is left"
+    pool.restore(["n2"])
+    assert (pool.used, pool.idle) == (("n1", "n3", "n4"), ("n2",)), "ranks stay on their nodes"
+    assert pool.drop_silent(["n3"])
+    assert pool.used == ("n1", "n2", "n4")
+
+
+def test_spare_node_stays_idle_in_an_allocation_smaller_than_requested() -> None:
+    pool = NodePool(FOUR, most=8, least=2, spare=1)
+    assert (pool.used, pool.idle) == (("n1", "n2", "n3"), ("n4",))
+    assert pool.drop_silent(["n4"])
+    assert pool.used == ("n1", "n2", "n3")
+    assert pool.missing == (), "the run has its size"
+    assert pool.drop_silent(["n3"])
+    assert pool.used == ("n1", "n2")
+    assert pool.missing == ("n3", "n4")
+
+
+def test_unfit_nodes_do_not_return() -> None:
+    pool = NodePool(FOUR, most=4, least=3)
+    assert pool.drop_unfit(["n1"])
+    assert (pool.used, pool.present, pool.missing) == (("n2", "n3", "n4"), FOUR, ())
+    assert not pool.drop_unfit(["n2"])
+    pool.restore(["n1"])
+    assert pool.used == ("n2", "n3", "n4")

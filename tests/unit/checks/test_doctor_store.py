@@ -1,0 +1,383 @@
+"""Tests of the section of `hpcdist doctor` about the MLflow store, with sqlite files and local HTTP servers."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from hpcdist_runs import unused_port
+
+from hpcdist.checks import storage as folder
+from hpcdist.checks import storage as module
+from hpcdist.checks.storage import GIB, MlflowStore, folder_checks, migrations, store_checks
+from hpcdist.host.machine import Check
+from hpcdist.tracking.uri import redact_uri, sqlite_path
+
+KNOWN = migrations()
+(HEAD,) = KNOWN.keys() - {*KNOWN.values()}
+BEFORE = KNOWN[HEAD]
+
+
+def last_check(uri: str, env: dict[str, str] | None = None, file_system: str = "") -> Check:
+    """Return the last result; the first is about the client."""
+    found = MlflowStore(uri=uri, shown=redact_uri(uri), database=sqlite_path(uri))
+    client, *checks = store_checks(found, env or {}, file_system)
+    assert (client.name, client.level) == ("client", "ok")
+    return checks[-1]
+
+
+def create_database(path: Path, revision: str) -> str:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("create table alembic_version (version_num varchar(32))")
+        if revision:
+            connection.execute("insert into alembic_version values (?)", [revision])
+    return f"sqlite:///{path}"
+
+
+def test_migrations_are_read_from_the_installed_mlflow(tmp_path: Path) -> None:
+    assert len(KNOWN) > 50
+    (tmp_path / "a.py").write_text('"""first\n\nRevises:\n"""\nrevision = "aa"\ndown_revision = None\n')
+    (tmp_path / "b.py").write_text("revision = 'bb'\ndown_revision = 'aa'\n")
+    (tmp_path / "__init__.py").touch()
+    assert migrations(tmp_path) == {"aa": "", "bb": "aa"}
+
+
+# --- sqlite
+
+
+def test_missing_database_is_not_created(tmp_path: Path) -> None:
+    check = last_check(f"sqlite:///{tmp_path}/mlflow.db")
+    assert (check.level, check.text) == ("ok", f"{tmp_path}/mlflow.db does not exist; the first run creates it")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_current_schema_is_ok(tmp_path: Path) -> None:
+    uri = create_database(tmp_path / "mlflow.db", HEAD)
+    assert last_check(uri) == Check(name="database", level="ok", text=f"{uri}, its schema is up to date")
+    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
+
+
+def test_outdated_schema_has_the_upgrade_command(tmp_path: Path) -> None:
+    uri = create_database(tmp_path / "mlflow.db", BEFORE)
+    check = last_check(uri)
+    assert (check.level, "an older MLflow, 1 step behind" in check.text) == ("warning", True)
+    assert check.fix == f"copy the database as a backup, then `mlflow db upgrade {uri}`"
+    assert (tmp_path / "mlflow.db").stat().st_size == 8192, "the check upgrades nothing"
+
+
+def test_schema_of_a_newer_mlflow_is_a_warning(tmp_path: Path) -> None:
+    check = last_check(create_database(tmp_path / "mlflow.db", "feedfacecafe"))
+    assert (check.level, check.fix) == ("warning", "`pip install --upgrade mlflow`")
+    assert "has the schema feedfacecafe of a newer MLflow than the installed one" in check.text
+
+
+def test_empty_database_is_ok_and_another_file_is_a_warning(tmp_path: Path) -> None:
+    check = last_check(create_database(tmp_path / "empty.db", ""))
+    assert (check.level, "the first run creates its tables" in check.text) == ("ok", True)
+    (tmp_path / "text.db").write_text("no database\n" * 100)
+    check = last_check(f"sqlite:///{tmp_path}/text.db")
+    assert (check.level, "cannot be read (file is not a database)" in check.text) == ("warning", True)
+
+
+def test_database_on_a_network_file_system_is_a_note(tmp_path: Path) -> None:
+    found = MlflowStore(uri="", shown="", database=tmp_path / "mlflow.db")
+    _, shared, _ = store_checks(found, {}, "nfs4")
+    assert (shared.level, "is on nfs4" in shared.text) == ("note", True)
+
+
+def test_database_without_write_permission_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = create_database(tmp_path / "mlflow.db", HEAD)
+    monkeypatch.setattr(module.os, "access", lambda path, mode: False)  # root may write everywhere
+    check = last_check(uri)
+    assert (check.level, "cannot be written by this user" in check.text) == ("warning", True)
+
+
+@pytest.mark.processes
+def test_database_of_a_killed_process_is_read(tmp_path: Path) -> None:
+    uri = create_database(tmp_path / "mlflow.db", HEAD)
+    code = """
+import os, sqlite3, sys
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+connection.execute("pragma cache_size=5")
+connection.execute("begin")
+connection.execute("create table big (text)")
+connection.executemany("insert into big values (?)", [("x" * 1000,)] * 1000)
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "mlflow.db")], check=True)
+    assert (tmp_path / "mlflow.db-journal").exists()
+    assert last_check(uri) == Check(name="database", level="ok", text=f"{uri}, its schema is up to date")
+
+
+# --- servers
+
+
+class FakeServer(HTTPServer):
+    """A server that answers paths with a code and a text."""
+
+    def __init__(self, answers: dict[str, Callable[[str], tuple[int, str]]]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                path = self.path.partition("?")[0]
+                code, text = answers[path](self.headers.get("Authorization", ""))
+                self.send_response(code)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.uri = f"http://127.0.0.1:{self.server_port}"
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., str]]:
+    """Return a function that starts a server and returns its URI."""
+    running: list[FakeServer] = []
+
+    def start(
+        health: int = 200,
+        search: Callable[[str], tuple[int, str]] = lambda _: (200, "{}"),
+        version: str = "3.17.2\n",
+    ) -> str:
+        server = FakeServer(
+            {
+                "/health": lambda _: (health, "OK"),
+                "/api/2.0/mlflow/experiments/search": search,
+                "/version": lambda _: (200, version),
+            }
+        )
+        running.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        return server.uri
+
+    yield start
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+def test_working_server_is_ok(start_server: Callable[..., str]) -> None:
+    uri = start_server()
+    assert last_check(uri) == Check(name="server", level="ok", text=f"{uri} answers, MLflow 3.17.2")
+    assert last_check(start_server(version="<html>log in</html>")).text.endswith(
+        " answers, MLflow of an unknown version"
+    )
+
+
+def test_unreachable_server_is_a_warning() -> None:
+    uri = f"http://ada:secret@127.0.0.1:{unused_port()}"
+    check = last_check(uri)
+    assert check.level == "warning", "training continues without a server"
+    assert "cannot be reached ([Errno 111] Connection refused): training continues" in check.text
+    assert "secret" not in check.text
+
+
+def test_silent_server_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SERVER_TIMEOUT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        check = last_check(f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert (check.level, "cannot be reached (timed out)" in check.text) == ("warning", True)
+
+
+def test_server_of_another_kind_is_a_warning(start_server: Callable[..., str]) -> None:
+    check = last_check(start_server(health=404))
+    assert (check.level, "answers 404, so it is no MLflow" in check.text) == ("warning", True)
+    check = last_check(start_server(search=lambda _: (500, "")))
+    assert (check.level, "does not list experiments (answer 500)" in check.text) == ("warning", True)
+
+
+def test_missing_and_refused_credentials_differ(start_server: Callable[..., str]) -> None:
+    right = "Basic " + base64.b64encode(b"ada:right").decode()
+    uri = start_server(search=lambda sent: (200, "{}") if sent == right else (401, ""))
+    ada = {"MLFLOW_TRACKING_USERNAME": "ada"}
+    check = last_check(uri)
+    assert (check.level, "requires a user and a password (answer 401)" in check.text) == ("warning", True)
+    check = last_check(uri, {**ada, "MLFLOW_TRACKING_PASSWORD": "wrong"})
+    assert (check.level, "refuses ada (answer 401)" in check.text) == ("warning", True)
+    assert last_check(uri, {**ada, "MLFLOW_TRACKING_PASSWORD": "right"}).level == "ok"
+    assert last_check(uri.replace("//", "//ada:right@")).level == "ok"
+    assert "refuses eve" in last_check(uri.replace("//", "//eve:x@"), {"MLFLOW_TRACKING_TOKEN": "t"}).text
+    assert "refuses the token" in last_check(uri, {"MLFLOW_TRACKING_TOKEN": "old"}).text
+
+
+# --- other stores
+
+
+def test_file_store_is_a_warning_and_unknown_stores_are_a_note() -> None:
+    for uri in ("mlruns", "file:///home/ada/mlruns"):
+        check = last_check(uri)
+        assert (check.level, "since 3.13" in check.text) == ("warning", True)
+    assert last_check("databricks://profile").level == "note"
+
+
+@pytest.mark.processes
+def test_unusable_database_server_is_a_warning_without_its_password() -> None:
+    port = unused_port()
+    check = last_check(f"postgresql+nosuchdriver://ada:secret@127.0.0.1:{port}/mlflow")
+    assert (check.level, "secret" in check.text + check.fix) == ("warning", False)
+    check = last_check(f"postgresql+pg8000://ada:secret@127.0.0.1:{port}/mlflow")
+    assert check.level == "warning"
+    assert "`pip install pg8000`" in check.text or "cannot be used" in check.text
+    assert "secret" not in check.text + check.fix
+
+
+# --- Tests of the section of `hpcdist doctor` about the folder of runs.
+
+
+def levels(checks: Sequence[Check]) -> dict[str, str]:
+    assert len({check.name for check in checks}) == len(checks), checks
+    return {check.name: check.level for check in checks}
+
+
+@pytest.fixture
+def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the measurement of the speed, which writes for two seconds."""
+    monkeypatch.setattr(folder.storage, "write_speed", lambda *_: 2.0**30)
+
+
+@pytest.mark.processes
+def test_local_folder_is_ok(tmp_path: Path) -> None:
+    found = folder_checks(tmp_path / "runs")
+    assert levels(found) == dict.fromkeys(("runs", "file system", "space", "files", "writing"), "ok") | {
+        "writing": found[3].level
+    }
+    assert found[0].text == f"{tmp_path}/runs (the first run creates it)"
+    assert list(tmp_path.iterdir()) == [], "the check creates nothing"
+
+
+def test_folder_without_write_permission_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder.os, "access", lambda path, mode: False)  # root may write everywhere
+    (check,) = folder_checks(tmp_path)
+    me = os.getuid()
+    assert check.level == "failure"
+    assert check.text == (
+        f"{tmp_path} belongs to {tmp_path.owner()} ({me}) and cannot be written by user {me}: a run would fail"
+    )
+    assert check.fix == "set another folder by --runs-dir or HPCDIST_RUNS_DIR"
+    (check,) = folder_checks(tmp_path, in_container=True)
+    assert check.fix.startswith("start the container with --user $(id -u):$(id -g); or set another")
+
+
+@pytest.mark.usefixtures("fast_disk")
+@pytest.mark.processes
+def test_folder_or_database_of_others_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").touch(mode=0o600)
+    os.chown(tmp_path, 0, 65534)
+    tmp_path.chmod(0o775)
+    (tmp_path / "mlflow.db").chmod(0o640)
+    (check,) = (check for check in folder_checks(tmp_path) if check.name == "owner")
+    assert check.level == "failure"
+    assert f"others may write to {tmp_path} (mode 0775)" in check.text
+    assert check.fix.startswith(f"`chmod go-w {tmp_path}`")
+    tmp_path.chmod(0o755)
+    database_check = folder_checks(tmp_path)[1]
+    assert (database_check.name, database_check.level) == ("database", "warning")
+    assert database_check.fix == f"chmod 600 {tmp_path}/mlflow.db"
+    os.chown(tmp_path / "mlflow.db", 1234, 0)
+    (check,) = (check for check in folder_checks(tmp_path) if check.name == "owner")
+    assert (check.level, check.text) == ("failure", f"{tmp_path}/mlflow.db belongs to user 1234, not to root")
+    assert "share results through a tracking server" in check.fix
+
+
+@pytest.mark.usefixtures("fast_disk")
+@pytest.mark.processes
+def test_folder_in_the_container_layer_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder.storage, "mount_of", lambda path: ("overlay", "overlay"))
+    monkeypatch.setattr(folder, "is_in_container_layer", lambda place: True)
+    check = folder_checks(tmp_path, in_container=True)[1]
+    assert (check.level, check.fix) == ("warning", f"mount a folder: -v $PWD/runs:{tmp_path}")
+    assert folder_checks(tmp_path)[1].level == "ok"
+    monkeypatch.setattr(folder, "is_in_container_layer", lambda place: False)
+    assert folder_checks(tmp_path, in_container=True)[1].level == "ok"
+
+
+def test_read_only_file_system_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, num_bytes: int, limit_s: float) -> float:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(folder.storage, "write_speed", fail)
+    found = folder_checks(tmp_path)
+    assert levels(found)["writing"] == "failure"
+    assert "could not be written (Read-only file system)" in found[-1].text
+
+
+@pytest.mark.usefixtures("fast_disk")
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("space", "level", "text"),
+    [
+        ({"free": 0, "total": 100 * GIB}, "failure", "0.0 GiB free of 100.0: a run would fail"),
+        ({"free": GIB, "total": 100 * GIB}, "warning", "checkpoints may not fit"),
+        ({"free": 50 * GIB, "total": 100 * GIB, "free_files": 12}, "warning", "only 12 more files (inodes)"),
+        ({"free": 50 * GIB, "total": 100 * GIB, "free_files": 10**6}, "ok", "50.0 GiB free of 100.0"),
+    ],
+)
+def test_little_space_is_reported(
+    space: dict[str, int], level: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder.storage, "space", lambda path: space)
+    check = next(check for check in folder_checks(tmp_path) if check.name == "space")
+    assert (check.level, text in check.text) == (level, True)
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("fast_disk")
+def test_file_system_without_posix_guarantees_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.storage, "rename_problem", lambda path: "a reader saw no file")
+        patch.setattr(folder.storage, "exclusive_problem", lambda path: "the same file was created twice")
+        found = levels(folder_checks(tmp_path))
+    assert found["replacing"] == found["making once"] == "failure"
+    monkeypatch.setattr(folder.storage, "lock_problem", lambda path: "No locks available")
+    assert levels(folder_checks(tmp_path))["locks"] == "warning"
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("fast_disk")
+@pytest.mark.parametrize(("offset_s", "text"), [(40.0, "40 s ahead of this"), (-40.0, "40 s behind this")])
+def test_clock_of_the_file_server_is_compared(
+    offset_s: float, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "clock_offset", lambda path: offset_s)
+    clock = folder_checks(tmp_path)[-1]
+    assert (clock.name, clock.level, text in clock.text) == ("clock", "warning", True)
+
+
+@pytest.mark.processes
+def test_slow_file_system_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder.storage, "write_speed", lambda *_: 2.0**20)
+    speed = folder_checks(tmp_path)[3]
+    assert (speed.level, "1 MiB/s" in speed.text) == ("note", True)
+
+
+@pytest.mark.usefixtures("fast_disk")
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "on_cluster", "level", "text"),
+    [
+        ("nfs4", True, "ok", "nfs4 (server:/home): other machines may see it"),
+        ("", True, "ok", "of unknown type (server:/home): unknown whether other machines see it"),
+        ("ext4", False, "ok", "of this machine"),
+        ("ext4", True, "warning", "Slurm's nodes must see it"),
+        ("tmpfs", True, "warning", "each machine has its own: Slurm's nodes must see it"),
+    ],
+)
+def test_local_file_system_on_a_cluster_is_a_warning(
+    kind: str, on_cluster: bool, level: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder.storage, "mount_of", lambda path: (kind, "server:/home"))
+    check = folder_checks(tmp_path, on_cluster=on_cluster)[1]
+    assert (check.level, text in check.text) == (level, True), check

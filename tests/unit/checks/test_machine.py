@@ -1,0 +1,397 @@
+"""Tests of the sections of `hpcdist doctor` about this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpcdist.checks import machine
+from hpcdist.checks.containers import container_checks
+from hpcdist.checks.machine import (
+    TOGETHER,
+    ResourceLimits,
+    Trial,
+    gpu_checks,
+    host_name_checks,
+    rank_checks,
+    resource_checks,
+    torch_checks,
+    try_ranks,
+)
+from hpcdist.checks.storage import GIB
+from hpcdist.host.machine import Check, Gpu
+from hpcdist.rank import startup_check
+
+
+def levels(checks: Sequence[Check]) -> dict[str, str]:
+    assert len({check.name for check in checks}) == len(checks), checks
+    return {check.name: check.level for check in checks}
+
+
+# --- cores, memory, limits
+
+SUFFICIENT = ResourceLimits(
+    cores=16,
+    quota=None,
+    memory_bytes=64 * GIB,
+    memory_limit_bytes=None,
+    shm_bytes=32 * GIB,
+    shm_free_bytes=32 * GIB,
+    max_files=65536,
+    max_processes=65536,
+    locked_bytes=2**60,
+    rdma=True,
+)
+
+
+def test_sufficient_resources_are_ok() -> None:
+    assert [check.sentence() for check in resource_checks(SUFFICIENT)] == [
+        "cores: 16",
+        "memory: 64.0 GiB",
+        "shared memory: 32.0 GiB of 32.0 GiB free in /dev/shm",
+        "limits: 65536 open files",
+    ]
+
+
+def test_each_resource_limit_is_reported() -> None:
+    limited = replace(
+        SUFFICIENT,
+        quota=1.0,
+        memory_limit_bytes=GIB,
+        shm_bytes=2**26,
+        shm_free_bytes=2**26,
+        max_files=256,
+        max_processes=100,
+        locked_bytes=2**16,
+    )
+    found = resource_checks(limited)
+    assert set(levels(found).values()) == {"warning"}
+    sentences = {check.name: check.sentence() for check in found}
+    assert "16 visible, but a CPU quota of 1.0 cores" in sentences["cores"]
+    assert "1.0 GiB (cgroup limit)" in sentences["memory"]
+    assert "--ipc=host or --shm-size" in sentences["shared memory"]
+    assert "at most 256 (ulimit)" in sentences["open files"]
+    assert "ulimit -u" in sentences["processes"]
+    assert "at most 64 KiB may be locked, and InfiniBand" in sentences["locked memory"]
+    assert levels(resource_checks(replace(SUFFICIENT, shm_bytes=None)))["shared memory"] == "failure"
+    assert levels(resource_checks(replace(SUFFICIENT, cores=1)))["cores"] == "note"
+    assert "locked memory" not in levels(resource_checks(replace(SUFFICIENT, locked_bytes=2**16, rdma=False)))
+
+
+def write_files(root: Path, files: dict[str, str]) -> Path:
+    """Write files of /proc, /sys and /dev below another root."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_lowest_limit_of_all_parent_cgroups_applies(tmp_path: Path) -> None:
+    second = write_files(
+        tmp_path / "v2",
+        {
+            "proc/self/cgroup": "0::/system.slice/slurm/job_41/step_0\n",
+            "sys/fs/cgroup/system.slice/slurm/job_41/step_0/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/system.slice/slurm/job_41/cpu.max": "150000 100000\n",
+            "sys/fs/cgroup/system.slice/slurm/job_41/memory.max": "1073741824\n",
+            "sys/fs/cgroup/system.slice/memory.max": "max\n",
+        },
+    )
+    found = ResourceLimits.inspect(second)
+    assert (found.quota, found.memory_limit_bytes, found.shm_bytes) == (1.5, GIB, None)
+    first = write_files(
+        tmp_path / "v1",
+        {
+            # In a container the path is the host's, and only its last folder is mounted.
+            "proc/self/cgroup": "4:memory:/docker/0a1b\n3:cpu,cpuacct:/docker/0a1b\n1:name=systemd:/\n",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "50000\n",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "536870912\n",
+        },
+    )
+    found = ResourceLimits.inspect(first)
+    assert (found.quota, found.memory_limit_bytes) == (0.5, GIB // 2)
+    unlimited = write_files(
+        tmp_path / "none",
+        {
+            "proc/self/cgroup": "4:memory:/\n3:cpu,cpuacct:/\n",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        },
+    )
+    found = ResourceLimits.inspect(unlimited)
+    assert (found.quota, found.memory_limit_bytes) == (None, None)
+    assert ResourceLimits.inspect().cores == len(os.sched_getaffinity(0))
+
+
+# --- this container
+
+
+def test_complete_container_shows_its_image(tmp_path: Path) -> None:
+    root = write_files(tmp_path, {"run/.containerenv": "", "proc/driver/nvidia/version": "NVRM", "dev/nvidia0": ""})
+    image = {"image": "localhost/hpcdist", "image_build": "abc"}
+    assert container_checks(image, {"HOME": str(tmp_path), "USER": "ada"}, root) == [
+        Check(name="image", level="ok", text="localhost/hpcdist build abc")
+    ]
+
+
+def test_missing_gpus_home_and_user_name_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_files(tmp_path, {".dockerenv": "", "proc/driver/nvidia/version": "NVRM"})
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    found = container_checks({}, {"HOME": "/nowhere"}, root)
+    assert levels(found) == {"image": "note", "GPUs": "warning", "home": "note", "user": "note"}
+    assert "docker: --gpus all" in found[1].fix
+    assert found[2].text.startswith("/nowhere is not writable")
+
+
+# --- GPUs
+
+H200 = Gpu(index=0, name="NVIDIA H200", used_mb=500, total_mb=143771, uncorrected_errors=0)
+
+
+def test_healthy_gpus_and_mig_slices_are_ok() -> None:
+    assert gpu_checks([H200], 1, 1, "580.65") == [Check(name="GPU 0", level="ok", text="NVIDIA H200, 140 GiB")]
+    mig_slice = replace(H200, used_mb=None, total_mb=None, uncorrected_errors=None)
+    assert gpu_checks([mig_slice], 1, 1, "580.65")[0].level == "ok"
+
+
+def test_memory_errors_throttling_and_use_of_gpus_are_reported() -> None:
+    unhealthy = [
+        replace(H200, uncorrected_errors=2),
+        replace(H200, index=1, throttled=("power brake",)),
+        replace(H200, index=2, used_mb=100_000, pids=(41, 42)),
+    ]
+    found = gpu_checks(unhealthy, 1, 3, "580.65")
+    assert levels(found) == {"GPU 0": "warning", "GPU 1": "warning", "GPU 2": "warning", "visible": "note"}
+    assert "2 uncorrected memory errors (ECC)" in found[0].text
+    assert found[1].text.endswith("throttled, power brake")
+    assert found[2].text.endswith("97.7 GiB in use by process 41, 42")
+    assert found[3].text == "1 of 3 according to CUDA_VISIBLE_DEVICES"
+
+
+def test_missing_gpus_are_a_note_and_with_a_driver_a_warning() -> None:
+    assert [check.sentence() for check in gpu_checks([], 0, 0, "")] == ["GPUs: none: training uses the CPUs"]
+    (check,) = gpu_checks([], 0, 2, "550.54")
+    assert (check.level, "NVML reports no GPU" in check.text) == ("warning", True)
+
+
+# --- host name
+
+
+def test_name_that_resolves_both_ways_is_ok() -> None:
+    found = {"address": "10.0.0.7", "forward_s": 0.002, "reverse": "n7.site", "reverse_s": 0.003}
+    assert [check.sentence() for check in host_name_checks("n7", found, is_node=True)] == [
+        "own name: n7 → 10.0.0.7 (2 ms)",
+        "reverse: 10.0.0.7 → n7.site (3 ms)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        ({"late": 15.0}, "the resolver gave no answer for n7 within 15 s"),
+        ({"error": "Name or service not known", "forward_s": 0.1}, "n7 does not resolve here (Name or service"),
+        ({"address": "127.0.1.1", "forward_s": 0.0, "reverse": "n7", "reverse_s": 0.0}, "n7 resolves to 127.0.1.1"),
+        (
+            {"address": "10.0.0.7", "forward_s": 5.2, "reverse": "n7", "reverse_s": 0.0},
+            "n7 → 10.0.0.7 takes 5.2 s, and each rank looks it up",
+        ),
+    ],
+)
+def test_name_problems_are_warnings_on_nodes_and_notes_elsewhere(found: dict[str, object], text: str) -> None:
+    node, alone = host_name_checks("n7", found, is_node=True)[0], host_name_checks("n7", found, is_node=False)[0]
+    assert node.text.startswith(text)
+    assert (node.level, alone.level) == ("warning", "note")
+    assert alone.text.endswith("runs on this machine alone are not affected")
+    assert node.fix
+
+
+def test_slow_reverse_lookup_is_a_warning() -> None:
+    found = {"address": "10.0.0.7", "forward_s": 0.0, "reverse_error": "Unknown host", "reverse_s": 10.0}
+    slow = host_name_checks("n7", found, is_node=True)[1]
+    assert (slow.level, "takes 10.0 s and fails (Unknown host)" in slow.text) == ("warning", True)
+    quick = host_name_checks("n7", found | {"reverse_s": 0.01}, is_node=True)[1]
+    assert (quick.level, "harmless" in quick.text) == ("ok", True)
+
+
+# --- installed software
+
+
+@pytest.mark.processes
+def test_installed_python_and_checkout_are_ok() -> None:
+    found = machine.software_checks(torch_required=True, cuda="", driver="")
+    assert levels(found) == {"Python": "ok", "hpcdist": "ok"}
+
+
+@pytest.mark.processes
+def test_old_python_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "OLDEST_PYTHON", (3, 99))
+    assert machine.software_checks(torch_required=True, cuda="", driver="")[0].level == "failure"
+
+
+def set_installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], requires: dict[str, list[str]]) -> None:
+    monkeypatch.setattr(machine, "version_of", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(machine.metadata, "requires", lambda name: requires.get(name))
+
+
+@pytest.mark.processes
+def test_missing_torch_fails_except_on_login_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_installed(monkeypatch, {}, {})
+    check = machine.software_checks(torch_required=True, cuda="", driver="")[-1]
+    assert (check.name, check.level) == ("torch", "failure")
+    assert check.fix == "`pip install '.[train]'` in a checkout of hpcdist"
+    check = machine.software_checks(torch_required=False, cuda="", driver="")[-1]
+    assert (check.level, check.fix) == ("note", "`pip install '.[train]'` in a checkout of hpcdist")
+    assert check.text.startswith("not installed: ranks need container.image or cluster.environment")
+
+
+@pytest.mark.processes
+def test_torchvision_for_another_torch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.15.0+cpu", "torchvision": "0.28.0"}
+    set_installed(monkeypatch, versions, {"torchvision": ["numpy", "torch==2.14.1", "pillow!=8.3.*,>=5.3.0"]})
+    check = machine.software_checks(torch_required=True, cuda="", driver="")[-1]
+    assert (check.level, check.fix) == ("failure", machine.TOGETHER)
+    assert check.text == "2.15.0+cpu beside a torchvision 0.28.0 built for 2.14.1, which cannot be imported"
+    set_installed(monkeypatch, versions, {"torchvision": ["torch (==2.15.0)"]})
+    assert "torch" not in levels(machine.software_checks(torch_required=True, cuda="", driver=""))
+
+
+@pytest.mark.processes
+def test_driver_is_compared_with_the_cuda_version_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_installed(monkeypatch, {"torch": "2.15.0+cu132"}, {})
+    old = machine.software_checks(torch_required=True, cuda="13.2", driver="550.54.15")[-1]
+    assert (old.name, old.level) == ("driver", "failure")
+    assert "needs driver 580.65 or newer for its CUDA 13.2, found 550.54.15" in old.text
+    new = machine.software_checks(torch_required=True, cuda="13.2", driver="580.82.07")[-1]
+    assert new.sentence() == "driver: 580.82.07, supports CUDA 13.2"
+    cpu = machine.software_checks(torch_required=True, cuda="", driver="580.82.07")[-1]
+    assert (cpu.name, cpu.level, "built without CUDA" in cpu.text) == ("torch", "warning", True)
+
+
+# --- Tests of the training test of `hpcdist doctor`, with ranks on CPUs and recorded output of failing ranks.
+
+
+PASSED = (
+    {"stage": "torch", "seconds": 1.0, "version": "2.15.0+cu132", "cuda": "13.2"},
+    {"stage": "torchvision", "seconds": 1.0, "version": "0.29.2"},
+    {"stage": "compute", "seconds": 0.1},
+    {"stage": "meet", "seconds": 0.2},
+    {"stage": "all-reduce", "seconds": 0.1},
+)
+
+
+@pytest.mark.processes
+def test_two_ranks_pass_on_this_machine() -> None:
+    trials = try_ranks("cpu", "gloo", 2)
+    (ranks,) = rank_checks(trials, "2 ranks, gloo")
+    assert (ranks.level, ranks.text.endswith("all-reduce correct")) == ("ok", True), trials
+    torch, torchvision = torch_checks(trials)
+    assert (torch.name, torch.level, torchvision.level) == ("torch", "ok", "ok")
+
+
+def stages(*names: str, **last: str) -> tuple[dict[str, object], ...]:
+    """Return passed stages; the keywords are added to the last one."""
+    found: list[dict[str, object]] = [dict(stage) for stage in PASSED if stage["stage"] in names]
+    found[-1] |= last
+    return tuple(found)
+
+
+@pytest.mark.parametrize(
+    ("second", "text", "fix"),
+    [
+        (
+            Trial(stages=({"stage": "torch", "seconds": 0.1, "error": "ImportError: libcudart.so.13"},), code=1),
+            "rank 1: importing torch fails: ImportError: libcudart.so.13",
+            "pip install '.[train]'",
+        ),
+        (
+            Trial(
+                stages=stages("torch", "torchvision", "compute", error="RuntimeError: the CUDA driver is old"), code=1
+            ),
+            "a small matrix product fails: RuntimeError: the CUDA driver is old",
+            "see `nvidia-smi`",
+        ),
+        (Trial(stages=stages("torch", "torchvision", "compute")), "loopback did not finish within 90 s", "NCCL_DEBUG"),
+        (
+            Trial(stages=stages("torch", "torchvision", "compute", "meet"), code=-11, errors="a\nFatal: bus error\n"),
+            "an all-reduce ended the rank with signal 11: Fatal: bus error",
+            "/dev/shm",
+        ),
+        (
+            Trial(stages=(), code=127),
+            "importing torch ended the rank with exit code 127: no error message",
+            "pip install",
+        ),
+    ],
+    ids=["import", "compute", "hang", "signal", "exit"],
+)
+def test_failing_rank_has_stage_error_and_fix(second: Trial, text: str, fix: str) -> None:
+    (check,) = rank_checks([Trial(stages=PASSED, code=0), second], "2 ranks, nccl")
+    assert (check.name, check.level) == ("2 ranks, nccl", "failure")
+    assert text in check.text
+    assert fix in check.fix
+
+
+def test_ranks_on_gpus_show_the_nccl_version() -> None:
+    gpu = tuple(stage | ({"nccl": "2.29.3"} if stage["stage"] == "compute" else {}) for stage in PASSED)
+    (check,) = rank_checks([Trial(stages=gpu, code=0)], "1 rank, nccl")
+    assert (check.level, check.text.endswith("all-reduce correct, NCCL 2.29.3")) == ("ok", True)
+
+
+def test_slow_import_is_a_warning() -> None:
+    (check,) = rank_checks([Trial(stages=(PASSED[0],)), Trial(stages=PASSED, code=0)], "2 ranks, gloo")
+    assert (check.level, check.text) == ("warning", "rank 0: importing torchvision did not finish within 90 s")
+
+
+def test_broken_torchvision_does_not_fail_the_ranks() -> None:
+    broken = {"stage": "torchvision", "seconds": 1.0, "error": "RuntimeError: operator torchvision::nms does not exist"}
+    trials = [Trial(stages=(PASSED[0], broken, *PASSED[2:]), code=0)]
+    assert rank_checks(trials, "1 rank")[0].level == "ok"
+    check = torch_checks(trials)[1]
+    assert (check.level, check.fix) == ("failure", TOGETHER)
+    assert check.text.endswith("RuntimeError: operator torchvision::nms does not exist")
+    missing = {"stage": "torchvision", "seconds": 0.0, "error": "ModuleNotFoundError: No module named 'torchvision'"}
+    assert torch_checks([Trial(stages=(PASSED[0], missing), code=0)])[1].level == "warning"
+
+
+@pytest.mark.processes
+def test_hanging_rank_is_killed_and_its_output_kept() -> None:
+    script = f"import time; print({json.dumps(PASSED[0])!r}, flush=True); time.sleep(600)"
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    select.select([process.stdout], [], [])
+    assert machine._finish(process, deadline=0.0) == Trial(stages=(PASSED[0],))
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_startup_check_reports_the_failed_stage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> dict[str, object]:
+        raise ArithmeticError("3 of 65536 numbers of a matrix product are wrong")
+
+    for stage in ("_import_torch", "_import_torchvision", "_meet", "_all_reduce"):
+        monkeypatch.setattr(startup_check, stage, lambda *_: {})
+    assert startup_check.main(["cpu", "gloo", "0", "1", "0"]) == 0
+    monkeypatch.setattr(startup_check, "_compute", fail)
+    assert startup_check.main(["cpu", "gloo", "0", "1", "0"]) == 1
+    reports = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["stage"] for one in reports[:5]] == [one["stage"] for one in PASSED]
+    wrong_product = "ArithmeticError: 3 of 65536 numbers of a matrix product are wrong"
+    assert (reports[-1]["stage"], reports[-1]["error"]) == ("compute", wrong_product)

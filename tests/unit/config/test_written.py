@@ -1,0 +1,234 @@
+"""Parameters that a trainer of the user's own declares as a dataclass."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from hpcdist.config.loading import load_config
+from hpcdist.config.schema import TrainerConfig
+from hpcdist.config.written import (
+    Monitor,
+    arguments_of,
+    build,
+    declaration,
+    describe_trainer,
+    first_monitor,
+    monitor_of,
+)
+from hpcdist.errors import ConfigError
+from hpcdist.run.sweeps import make_sweep
+
+MODULE = '''
+import torch_that_no_login_node_has
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Optional
+
+LOADED = torch_that_no_login_node_has.load("weights")
+
+
+@dataclass
+class MyParams:
+    """Parameters of the regression."""
+
+    total_steps: int
+    """Number of optimizer steps."""
+    hidden: int = 32
+    rate: float = 1e-3
+    act: Literal["relu", "tanh"] = "tanh"
+    betas: tuple[float, float] = (0.9, 2 * 0.45)
+    widths: list[int] = field(default_factory=lambda: [8, 8])
+    limit: Optional[float] = None
+    file: Path = Path('data')
+
+    def __post_init__(self):
+        torch_that_no_login_node_has.check(self)
+
+
+def train(ctx, cfg, params: "MyParams"):
+    raise SystemExit("not to be executed")
+'''
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with a trainer that declares its parameters."""
+    (tmp_path / "regression.py").write_text(MODULE)
+    (tmp_path / "mine.yaml").write_text("trainer: regression:train\nparams: {total_steps: 10}\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_defaults_are_filled_in_without_importing_the_module(project: Path) -> None:
+    assert load_config("mine.yaml", ["params.rate=1"]).params == {
+        "total_steps": 10,
+        "hidden": 32,
+        "rate": 1.0,
+        "act": "tanh",
+        "betas": [0.9, 0.9],
+        "widths": [8, 8],
+        "limit": None,
+        "file": "data",
+    }
+    assert "regression" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("params.totl_steps=5", "command line: params has no key 'totl_steps': did you mean 'total_steps'?"),
+        ("params.total_steps=many", "command line: params.total_steps must be int, got 'many'"),
+        ("params.zzz=5", "command line: params has no key 'zzz': there are total_steps, hidden, rate, .*"),
+        ("params.hidden=wide", "command line: params.hidden must be int, got 'wide'"),
+        ("params.hidden=1.5", "command line: params.hidden must be int, got 1.5"),
+        ("params.act=gelu", r"command line: params.act must be Literal\['relu', 'tanh'\], got 'gelu'"),
+        ("params.betas=[1]", r"command line: params.betas must be tuple\[float, float\], got \[1\]"),
+        ("params.widths=[a]", r"command line: params.widths must be list\[int\], got 'a' for params.widths.0"),
+    ],
+)
+def test_mistake_is_named_before_the_run_starts(project: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config("mine.yaml", [override])
+
+
+def test_missing_parameter_is_named(project: Path) -> None:
+    (project / "mine.yaml").write_text("trainer: regression:train\n")
+    with pytest.raises(ConfigError, match=r"params\.total_steps is missing: MyParams has no default for it"):
+        load_config("mine.yaml")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "def train(ctx, cfg): ...",
+        "def train(ctx, cfg, extra=None): ...",
+        "from other import train",
+        "def train(:",
+        MODULE.replace("limit: Optional[float]", "limit: 'Optional[float]'"),  # not resolved outside of its module
+        MODULE.replace("= 32", "= torch_that_no_login_node_has.size"),  # checked by the ranks
+    ],
+)
+def test_trainer_without_a_declaration_takes_any_params(project: Path, module: str) -> None:
+    (project / "regression.py").write_text(module)
+    assert load_config("mine.yaml", ["params.anything=1"]).params == {"total_steps": 10, "anything": 1}
+
+
+def test_modules_are_found_in_packages_and_installed_folders(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = project / "installed" / "pack"
+    package.mkdir(parents=True)
+    (package / "train.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(project / "installed"))
+    found = declaration(TrainerConfig(target="pack.train:train"), project)
+    assert found is not None
+    assert found[0].__name__ == "MyParams"
+
+
+def test_keys_of_a_trainer_begin_with_its_own(project: Path) -> None:
+    rows = describe_trainer(load_config("mine.yaml"), project)
+    assert rows[:2] == [
+        ("params.total_steps", "int", "required", "Number of optimizer steps."),
+        ("params.hidden", "int", 32, ""),
+    ]
+    assert "seed" in {key for key, *_ in rows}
+    assert not [key for key, *_ in describe_trainer(load_config("ddp_digits"), project) if key.startswith("rl.")]
+
+
+def test_sweep_has_values_of_the_declared_types(project: Path) -> None:
+    def sweep(key: str) -> list[dict[str, Any]]:
+        made = make_sweep({key: ("1", "2")}, lambda more: load_config("mine.yaml", more), lambda config: "regression")
+        return [cell.values for cell in made.cells]
+
+    assert repr(sweep("params.rate")) == "[{'params.rate': 1.0}, {'params.rate': 2.0}]"
+    with pytest.raises(ConfigError, match=r"params has no key 'rat': did you mean 'rate'"):
+        sweep("params.rat")
+
+
+# --- in a rank
+
+
+@dataclass(frozen=True)
+class Inner:
+    depth: int = 2
+
+
+@dataclass
+class Params:
+    name: str
+    act: Literal["relu", "tanh"] = "tanh"
+    path: Path = Path("data")
+    betas: tuple[float, ...] = (0.9, 0.95)
+    inner: Inner = field(default_factory=Inner)
+    limit: int | None = 3
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("name must not be empty")
+
+
+def train_with(ctx: Any, cfg: Any, params: Params) -> None: ...
+
+
+def test_rank_passes_an_instance_with_values_of_their_types() -> None:
+    values = {"name": "a", "path": "/b", "betas": [1, 0.5, 0.25], "inner": {"depth": 3}, "limit": None}
+    expected = Params(name="a", path=Path("/b"), betas=(1.0, 0.5, 0.25), inner=Inner(depth=3), limit=None)
+    assert arguments_of(train_with, values) == [expected]
+    assert arguments_of(lambda ctx, cfg: None, values) == []
+
+
+def test_rank_rejects_what_the_source_does_not_show() -> None:
+    with pytest.raises(ConfigError, match=r"params\.name must not be empty"):
+        build(Params, {"name": ""})
+    with pytest.raises(ConfigError, match=r"params has no key 'nam': did you mean 'name'"):
+        arguments_of(train_with, {"nam": "a"})
+    with pytest.raises(ConfigError, match=r"params\.inner must be Inner, got 1 for params\.inner\.dept"):
+        build(Params, {"name": "a", "inner": {"dept": 1}})
+
+
+# --- The monitored metric, read from configs that were written by older versions, edited or damaged.
+
+
+DEFAULT = Monitor("eval/accuracy", "max")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"checkpoint": {"monitor": "eval/loss", "monitor_mode": "min"}}, Monitor("eval/loss", "min")),
+        ({"checkpoint": {"monitor": "eval/f1"}}, Monitor("eval/f1", "max")),
+        ({}, DEFAULT),
+        ({"checkpoint": None}, DEFAULT),
+        ({"checkpoint": "often"}, DEFAULT),
+        ({"checkpoint": {"monitor": ""}}, Monitor("", "max")),
+        ({"checkpoint": {"monitor": 5, "monitor_mode": ["min"]}}, DEFAULT),
+    ],
+)
+def test_defaults_replace_missing_and_damaged_values(config: dict[str, Any], expected: Monitor) -> None:
+    assert monitor_of(config) == expected
+
+
+def test_code_of_the_users_own_has_no_monitored_metric_by_default(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    for text, expected in (
+        ("trainer: mine:train\n", ""),
+        ("trainer: {script: [train.py]}\n", ""),
+        ("trainer: mine:train\ncheckpoint: {every_steps: 5, monitor: eval/f1}\n", "eval/f1"),
+        ("trainer: ddp\n", "eval/accuracy"),
+        ("checkpoint: {every_steps: 5}\n", "eval/accuracy"),
+    ):
+        path.write_text(text)
+        assert load_config(path).checkpoint.monitor == expected, text
+    path.write_text("trainer: mine:train\n")
+    assert load_config(path, ["checkpoint.monitor=eval/loss"]).checkpoint.monitor == "eval/loss"
+
+
+def test_first_readable_config_counts(tmp_path: Path) -> None:
+    damaged, other = tmp_path / "damaged.yaml", tmp_path / "config.yaml"
+    damaged.write_text("- no keys")
+    other.write_text("checkpoint: {monitor: eval/loss, monitor_mode: min}\n")
+    assert first_monitor([tmp_path / "missing.yaml", damaged, other]) == ("eval/loss", "min")
+    assert first_monitor([damaged]) == DEFAULT

@@ -1,0 +1,414 @@
+"""Tests of the command lines of all runtimes."""
+
+from __future__ import annotations
+
+import resource
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpcdist.config.launch_schema import ClusterConfig, RoleRequest
+from hpcdist.config.loading import load_config
+from hpcdist.config.schema import Config
+from hpcdist.containers import spec as container
+from hpcdist.containers.spec import (
+    RUNTIMES,
+    SCRIPT,
+    ContainerSpec,
+    Mount,
+    container_command,
+    outer_env,
+    remove_command,
+    without_nested,
+)
+from hpcdist.containers.steps import folder_overrides, for_config, host_container
+from hpcdist.errors import UserMistake
+from hpcdist.run.folder import RunDir
+from hpcdist.slurm.job.srun import step_command
+from hpcdist.supervisor.plan import rank_command
+
+RUN = RunDir(Path("/shared/runs/digits/my first"))
+MOUNTS = (
+    Mount(source="/shared", target="/shared"),
+    Mount(source="/scratch/imagenet", target="/data", read_only=True),
+)
+SPEC = ContainerSpec(
+    runtime="podman",
+    image="localhost/hpcdist:0.1.0",
+    run=RUN.path,
+    mounts=MOUNTS,
+    workdir=Path("/shared/project"),
+    env=("SLURM_*", "NCCL_*", "WANDB_MODE"),
+    gpus="all",
+    python="/opt/hpcdist/bin/python3",
+    extra_args=("--cgroups=disabled",),
+)
+NAMES = "SLURM_*|NCCL_*|WANDB_MODE"
+WORKER = ["/opt/hpcdist/bin/python3", "-P", "-m", "hpcdist.rank.worker", str(RUN.path)]
+PID1 = ["/opt/hpcdist/bin/python3", "-P", "-m", "hpcdist.containers.pid1", f"{RUN.path}/attempts/001"]
+IGNORE_USR2 = ["sh", "-c", "trap '' USR2; exec \"$@\"", "sh"]
+SRUN = [
+    "srun", "--job-name=attempt-001", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--cpus-per-task=1",
+    "--gpus-per-node=4", "--kill-on-bad-exit=1", "--input=none", "--open-mode=append",
+    f"--output={RUN.path}/attempts/001/rank-%5t.log",
+]  # fmt: skip
+
+
+def step(spec: ContainerSpec) -> list[str]:
+    config = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=4, gpus_per_node=4))
+    return step_command(config, RUN.attempt(1), rank_command(RUN.path, spec.python), spec)
+
+
+def test_podman() -> None:
+    assert step(SPEC) == [
+        *SRUN,
+        "sh", str(SCRIPT), "rank", f"{RUN.path}/attempts/001", NAMES,
+        "podman", "run", "--rm", "--pull=never",
+        "--network=host", "--uts=host", "--ipc=host", "--ulimit=host",
+        "--security-opt=label=disable", "--no-healthcheck", "--log-driver=none",
+        "--label=hpcdist.run=/shared/runs/digits/my first",
+        "--volume=/shared:/shared", "--volume=/scratch/imagenet:/data:ro",
+        "--workdir=/shared/project",
+        "--device=nvidia.com/gpu=all",
+        "--cgroups=disabled",
+        "--entrypoint=", "localhost/hpcdist:0.1.0",
+        *PID1, *WORKER,
+    ]  # fmt: skip
+
+
+def test_docker() -> None:
+    assert step(replace(SPEC, runtime="docker", extra_args=("--shm-size=8g",))) == [
+        *SRUN,
+        "sh", str(SCRIPT), "rank", f"{RUN.path}/attempts/001", NAMES,
+        "docker", "run", "--rm", "--pull=never",
+        "--network=host", "--uts=host", "--ipc=host", "--ulimit=stack=67108864",
+        "--security-opt=label=disable", "--no-healthcheck", "--log-driver=none",
+        "--label=hpcdist.run=/shared/runs/digits/my first",
+        "--volume=/shared:/shared", "--volume=/scratch/imagenet:/data:ro",
+        "--workdir=/shared/project",
+        "--gpus=all",
+        "--shm-size=8g",
+        "--entrypoint=", "localhost/hpcdist:0.1.0",
+        *PID1, *WORKER,
+    ]  # fmt: skip
+
+
+def test_apptainer() -> None:
+    assert step(replace(SPEC, runtime="apptainer", image="/images/hpcdist.sif", extra_args=("--writable-tmpfs",))) == [
+        *SRUN,
+        "sh", str(SCRIPT), "plain",
+        "apptainer", "exec", "--no-home",
+        "--bind=/shared:/shared", "--bind=/scratch/imagenet:/data:ro",
+        "--pwd=/shared/project",
+        "--nv",
+        "--writable-tmpfs",
+        "/images/hpcdist.sif",
+        *IGNORE_USR2, *WORKER,
+    ]  # fmt: skip
+
+
+def test_charliecloud() -> None:
+    mounts = (MOUNTS[0], Mount(source="/tmp/runs", target="/tmp/runs"), Mount(source="/tmp/a", target="/data"))
+    spec = replace(SPEC, runtime="charliecloud", image="/images/hpcdist", mounts=mounts, extra_args=(), image_env=True)
+    assert step(spec) == [
+        *SRUN,
+        "sh", str(SCRIPT), "plain",
+        "ch-run", "--set-env",
+        "--bind=/shared:/shared", "--bind=/tmp/a:/data",
+        "--cd=/shared/project",
+        "/images/hpcdist", "--",
+        *IGNORE_USR2, *WORKER,
+    ]  # fmt: skip
+    assert "--set-env" not in step(replace(spec, image_env=False))
+
+
+def test_enroot() -> None:
+    assert step(replace(SPEC, runtime="enroot", image="/images/hpcdist.sqsh", extra_args=("--rw",))) == [
+        *SRUN,
+        "sh", str(SCRIPT), "once", NAMES,
+        "enroot", "start", f"--rc={SCRIPT}",
+        "--mount=/shared:/shared:none:x-create=auto,rbind,rw",
+        "--mount=/scratch/imagenet:/data:none:x-create=auto,rbind,ro",
+        "--env=NVIDIA_VISIBLE_DEVICES=all", "--env=NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+        "--rw",
+        "/images/hpcdist.sqsh", "in", "/shared/project",
+        *IGNORE_USR2, *WORKER,
+    ]  # fmt: skip
+
+
+def test_enroot_starts_a_folder_by_its_name() -> None:
+    spec = replace(SPEC, runtime="enroot", image="/images/hpcdist", unpacked=True)
+    assert step(spec)[step(spec).index("in") - 1] == "hpcdist"
+    assert outer_env(spec, {"ENROOT_DATA_PATH": "/raid"})["ENROOT_DATA_PATH"] == "/images"
+
+
+def test_pyxis() -> None:
+    assert step(replace(SPEC, runtime="pyxis", image="/images/hpcdist.sqsh", extra_args=("--container-writable",))) == [
+        *SRUN,
+        "--container-image=/images/hpcdist.sqsh",
+        "--container-mounts=/shared:/shared,/scratch/imagenet:/data:ro",
+        "--container-workdir=/shared/project",
+        "--no-container-entrypoint", "--no-container-mount-home", "--no-container-remap-root",
+        "--container-writable",
+        *IGNORE_USR2, *WORKER,
+    ]  # fmt: skip
+
+
+def test_pyxis_without_mounts_has_no_mounts_flag() -> None:
+    """The image probe has no mounts, and srun refuses `--container-mounts=`."""
+    command = step(replace(SPEC, runtime="pyxis", mounts=()))
+    assert not [word for word in command if word.startswith("--container-mounts")]
+
+
+def test_pyxis_gets_one_list_of_mounts() -> None:
+    """srun would keep only the last of two lists, so the run folder would be missing in the container."""
+    command = step(replace(SPEC, runtime="pyxis", extra_args=("--container-mounts=/opt:/opt",)))
+    lists = [word for word in command if word.startswith("--container-mounts")]
+    assert lists == ["--container-mounts=/shared:/shared,/scratch/imagenet:/data:ro,/opt:/opt"]
+
+
+def test_components_have_separate_containers_with_their_gpus() -> None:
+    """Each component opens its log by itself and has its own variables outside of the container."""
+    config = Config(
+        roles={"server": 1, "trainer": 4},
+        cluster=ClusterConfig(
+            roles={"server": RoleRequest(cpus_per_task=4), "trainer": RoleRequest(nodes=2, gpus_per_node=2)}
+        ),
+    )
+    command = step_command(config, RUN.attempt(1), rank_command(RUN.path, SPEC.python), SPEC)
+    colon = command.index(":")
+    for part, gpu in ((command[:colon], False), (command[colon:], True)):
+        assert ("--device=nvidia.com/gpu=all" in part) == gpu
+        first = part.index("sh")
+        assert part[first + 1] == "-c"
+        assert part[first + 2].startswith("log=$(printf ")
+        assert part[first + 3] == f"{RUN.path}/attempts/001"
+        inner = part[part.index(str(SCRIPT)) - 1 :]
+        assert inner[:4] == ["sh", str(SCRIPT), "rank", f"{RUN.path}/attempts/001"]
+        assert inner[-len(WORKER) :] == WORKER
+    assert "OMP_NUM_THREADS=1" in command[command.index("env") : command.index(str(SCRIPT), colon)], (
+        "outside of the container"
+    )
+
+
+def test_no_runtime_passes_gpus_to_cpu_runs() -> None:
+    for runtime in ("podman", "docker", "apptainer", "charliecloud", "pyxis"):
+        command = step(replace(SPEC, runtime=runtime, gpus=""))[len(SRUN) :]
+        assert not [word for word in command if "gpu" in word or word == "--nv"], runtime
+    assert "--env=NVIDIA_VISIBLE_DEVICES=void" in step(replace(SPEC, runtime="enroot", gpus=""))
+
+
+@pytest.mark.parametrize(
+    ("runtime", "command"),
+    [
+        ("podman", ["sh", str(SCRIPT), "once", NAMES, *container.podman(SPEC), "true"]),
+        ("docker", ["sh", str(SCRIPT), "once", NAMES, *container.docker(SPEC), "true"]),
+        ("charliecloud", ["sh", str(SCRIPT), "plain", *container.charliecloud(SPEC), *IGNORE_USR2, "true"]),
+    ],
+)
+def test_commands_other_than_ranks_run_without_pid1(runtime: str, command: list[str]) -> None:
+    assert container_command(replace(SPEC, runtime=runtime), ["true"]).argv == command
+
+
+def test_remove_command_selects_containers_by_label() -> None:
+    assert remove_command(SPEC, "7") == [
+        "sh", str(SCRIPT), "remove", "podman", "hpcdist.run=/shared/runs/digits/my first",
+    ]  # fmt: skip
+
+
+ENV = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JWT": "a key",
+    "NCCL_DEBUG": "INFO",
+    "HPCDIST_TRACKING_URI": "https://me:secret@server",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "LD_LIBRARY_PATH": "/host",
+    "PATH": "/usr/bin",
+    "LOGNAME": "ada",
+}
+
+
+def test_inherited_environment_is_reduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(container, "INFINIBAND", tmp_path / "none")
+    reduced = {"SLURM_JOB_ID": "7", "NCCL_DEBUG": "INFO", "PATH": "/usr/bin", "LOGNAME": "ada", "USER": "ada"}
+    spec = replace(SPEC, env=("SLURM_*", "NCCL_*", "HPCDIST_*"))
+    for runtime in ("apptainer", "charliecloud"):
+        assert outer_env(replace(spec, runtime=runtime), ENV) == reduced
+    in_tmp = replace(spec, runtime="charliecloud", mounts=(Mount(source="/tmp/runs", target="/tmp/runs"),))
+    assert outer_env(in_tmp, {**ENV, "TMPDIR": "/raid/7"}) == reduced | {"TMPDIR": "/tmp"}, "shown as /tmp by ch-run"
+    elsewhere = replace(in_tmp, mounts=MOUNTS)
+    assert outer_env(elsewhere, {**ENV, "TMPDIR": "/raid/7"}) == reduced | {"TMPDIR": "/raid/7"}
+    for_pyxis = reduced | {
+        "ENROOT_LOGIN_SHELL": "no",
+        "NVIDIA_VISIBLE_DEVICES": "all",
+        "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
+    }
+    assert outer_env(replace(spec, runtime="pyxis"), ENV) == for_pyxis
+    monkeypatch.setattr(container, "INFINIBAND", tmp_path)
+    with_infiniband = for_pyxis | {"MELLANOX_VISIBLE_DEVICES": "all"}
+    assert outer_env(replace(spec, runtime="pyxis"), ENV) == with_infiniband
+    login_shell = {**ENV, "ENROOT_LOGIN_SHELL": "yes"}
+    assert outer_env(replace(spec, runtime="enroot"), ENV) == ENV | {"ENROOT_LOGIN_SHELL": "no"}
+    assert outer_env(replace(spec, runtime="enroot"), login_shell) == login_shell
+    assert outer_env(spec, ENV) == ENV, "the container of podman gets variables by name"
+
+
+@pytest.mark.parametrize(
+    ("text", "mount"),
+    [
+        ("/a", Mount(source="/a", target="/a")),
+        ("/a:/b", Mount(source="/a", target="/b")),
+        ("/a:ro", Mount(source="/a", target="/a", read_only=True)),
+        ("/a:/b:ro", Mount(source="/a", target="/b", read_only=True)),
+        ("/a:/b:rw", Mount(source="/a", target="/b")),
+    ],
+)
+def test_mounts_are_parsed(text: str, mount: Mount) -> None:
+    assert Mount.parse(text) == mount
+
+
+def test_covered_mounts_are_removed() -> None:
+    texts = ["/p/runs/x", "/p", "/p", "/p/data:ro", "/q/a", "/q:/r", "/p/in:/r/in"]
+    kept = [mount.text() for mount in without_nested(map(Mount.parse, texts))]
+    assert kept == ["/p:/p", "/q:/r", "/p/data:/p/data:ro", "/q/a:/q/a", "/p/in:/r/in"]
+
+
+def test_path_with_colon_is_refused() -> None:
+    with pytest.raises(UserMistake, match="container: /a:b cannot be mounted: runtimes allow no ':' or ',' in a path"):
+        without_nested([Mount(source="/a:b", target="/a:b")])
+
+
+# --- Tests of the command of `hpcdist run --in`.
+
+
+DIGEST = "sha256:" + "0" * 64
+HERE = Path("/home/ada/project")
+
+
+@pytest.fixture
+def ada() -> ContainerSpec:
+    spec = host_container("docker", "hpcdist", DIGEST, "ada", {})
+    return replace(spec, user="1001:100", devices=(), terminal=False)
+
+
+def argv(spec: ContainerSpec, arguments: list[str]) -> list[str]:
+    return [*RUNTIMES[spec.runtime](spec), *arguments]
+
+
+def container_for(
+    ada: ContainerSpec, *overrides: str, num_gpus: int = 8, own_code: bool = False, **env: str
+) -> ContainerSpec:
+    folders = ["runs_dir=/home/ada/runs", "data.root=/data/sets"]
+    config = load_config("ddp_mnist", [*folders, *overrides])
+    return for_config(ada, config, HERE, own_code=own_code, num_gpus=num_gpus, env=env)
+
+
+def test_docker_command_with_gpus(ada: ContainerSpec) -> None:
+    line = shlex.join(argv(container_for(ada), ["run", "ddp_mnist"]))
+    assert line == (
+        "docker run --rm --ipc=host --ulimit=stack=67108864 --user=1001:100 --stop-timeout=180"
+        " --volume=/home/ada/runs:/home/ada/runs --volume=/data/sets:/data/sets --gpus=all"
+        f" --env=USER=ada --env=HPCDIST_IMAGE=hpcdist --env=HPCDIST_IMAGE_DIGEST={DIGEST}"
+        " --env=HPCDIST_RUNS_DIR=/home/ada/runs --env=HPCDIST_DATA_DIR=/data/sets"
+        " hpcdist run ddp_mnist"
+    )
+
+
+def test_rootless_podman_command_with_infiniband(ada: ContainerSpec) -> None:
+    found = replace(container_for(ada, own_code=True), runtime="podman", devices=("/dev/infiniband",), terminal=True)
+    line = shlex.join(argv(replace(found, env=("NCCL_DEBUG",), ulimits=("host",)), ["run", "mine.yaml"]))
+    assert line == (
+        "podman run --rm --interactive --tty --ipc=host --ulimit=host --user=1001:100"
+        " --stop-timeout=180 --device=/dev/infiniband"
+        " --volume=/home/ada/runs:/home/ada/runs --volume=/data/sets:/data/sets"
+        " --volume=/home/ada/project:/home/ada/project --workdir=/home/ada/project"
+        " --userns=keep-id --device=nvidia.com/gpu=all"
+        f" --env=USER=ada --env=HPCDIST_IMAGE=hpcdist --env=HPCDIST_IMAGE_DIGEST={DIGEST}"
+        " --env=HPCDIST_RUNS_DIR=/home/ada/runs --env=HPCDIST_DATA_DIR=/data/sets --env=NCCL_DEBUG"
+        " hpcdist run mine.yaml"
+    )
+
+
+def test_podman_of_root_maps_no_user(ada: ContainerSpec) -> None:
+    assert "--userns=keep-id" not in argv(replace(ada, runtime="podman", user="0:0"), [])
+
+
+@pytest.mark.parametrize(
+    ("engine", "flags"),
+    [
+        ("docker", ['--gpus="device=0,2"']),
+        ("podman", ["--device=nvidia.com/gpu=0", "--device=nvidia.com/gpu=2"]),
+    ],
+)
+def test_cuda_visible_devices_selects_the_gpus_of_the_container(
+    ada: ContainerSpec, engine: str, flags: list[str]
+) -> None:
+    spec = container_for(ada, CUDA_VISIBLE_DEVICES="0,2", num_gpus=2)
+    command = argv(replace(spec, runtime=engine), [])
+    assert [word for word in command if "gpu" in word] == flags
+
+
+@pytest.mark.parametrize(("override", "num_gpus"), [("launch.device=auto", 0), ("launch.device=cpu", 8)])
+def test_no_gpus_are_passed_without_gpus_or_for_cpu_runs(ada: ContainerSpec, override: str, num_gpus: int) -> None:
+    command = argv(container_for(ada, override, num_gpus=num_gpus), [])
+    assert not [word for word in command if "gpu" in word]
+
+
+def test_stop_timeout_covers_saving_and_shipping(ada: ContainerSpec) -> None:
+    spec = container_for(ada, "launch.stop_grace_s=30.5", "tracking.drain_timeout_s=10")
+    assert spec.stop_timeout_s == 41
+
+
+@pytest.mark.parametrize(
+    ("uri", "is_host"), [("http://localhost:5000", True), ("https://ml.example.org", False), ("", False)]
+)
+def test_host_network_is_used_for_a_local_server(ada: ContainerSpec, uri: str, is_host: bool) -> None:
+    assert ("--network=host" in argv(container_for(ada, f"tracking.uri='{uri}'"), [])) is is_host
+
+
+def test_variables_are_passed_by_name_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = {
+        "MLFLOW_TRACKING_PASSWORD": "hidden",
+        "NCCL_DEBUG": "INFO",
+        "HPCDIST_RUNS_DIR": "/other",
+        "HPCDIST_IMAGE": "other",
+        "AWS_SECRET_ACCESS_KEY": "hidden",
+        "PATH": "/bin",
+    }
+    spec = host_container("docker", "hpcdist", DIGEST, "ada", env)
+    assert spec.env == ("MLFLOW_TRACKING_PASSWORD", "NCCL_DEBUG")
+    assert "hidden" not in shlex.join(argv(spec, []))
+
+
+def test_configured_folders_become_absolute() -> None:
+    default = load_config("ddp_digits", [])
+    assert folder_overrides(default, default) == []
+    own = load_config("ddp_digits", ["runs_dir=~/mine", "data.root=sets"])
+    assert folder_overrides(own, default) == [f"runs_dir={Path.home()}/mine", f"data.root={Path.cwd()}/sets"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "capabilities", "is_allowed"), [(-1, "0", True), (8, "0", False), (8, "1000000", True)]
+)
+def test_podman_locks_memory_if_its_caller_may(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: int, capabilities: str, is_allowed: bool
+) -> None:
+    status = tmp_path / "status"
+    status.write_text(f"Name:\tpython\nCapEff:\t{capabilities:>016}\n")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    monkeypatch.setattr("hpcdist.host.machine.STATUS", status)
+    assert host_container("podman", "hpcdist", DIGEST, "ada", {}).ulimits == (
+        ("memlock=-1",) if is_allowed else ("host",)
+    )
+
+
+@pytest.mark.parametrize("may_lock", [True, False])
+def test_user_is_root_in_containers_of_a_rootless_daemon(monkeypatch: pytest.MonkeyPatch, may_lock: bool) -> None:
+    """Root of such a container is the caller outside; the daemon cannot raise limits."""
+    monkeypatch.setattr(Path, "is_dir", lambda path: path == Path("/dev/infiniband"))
+    monkeypatch.setattr("hpcdist.containers.steps._may_lock_memory", lambda: may_lock)
+    spec = host_container("docker", "hpcdist", DIGEST, "ada", {}, rootless_daemon=True)
+    assert spec.user == "0:0"
+    assert spec.ulimits == (("memlock=-1",) if may_lock else ())

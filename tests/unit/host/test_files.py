@@ -1,0 +1,228 @@
+"""Folders that another user could replace are refused, as sshd does; planted files in a shared folder are not used."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdist.config.launch_schema import ClusterConfig, EnvironmentConfig
+from hpcdist.config.schema import Config
+from hpcdist.environments.packed import copy_sources
+from hpcdist.environments.rank_environment import rank_environment
+from hpcdist.errors import RunFolderError
+from hpcdist.host import files
+from hpcdist.host.files import (
+    TRUSTED_GROUPS,
+    make_private,
+    parse_json,
+    read_json,
+    read_json_lines,
+    read_json_value,
+    require_safe,
+)
+from hpcdist.host.lock import long_lock
+from hpcdist.run import folder as runs_dir_module
+from hpcdist.run.folder import RunDir
+from hpcdist.tracking.uri import default_uri, sqlite_path
+
+NOBODY = 65534
+
+
+def shared(folder: Path, mode: int = 0o2770, owner: int = 0) -> Path:
+    """Make a folder of the group `nogroup`."""
+    folder.mkdir(exist_ok=True)
+    os.chown(folder, owner, NOBODY)
+    folder.chmod(mode)
+    return folder
+
+
+def is_safe(path: Path) -> bool:
+    try:
+        require_safe(path)
+    except RunFolderError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
+@pytest.mark.parametrize(
+    ("mode", "owner", "fix"),
+    [
+        (0o2770, 0, "chmod go-w"),
+        (0o757, 0, "chmod go-w"),
+        (0o755, NOBODY, "set `runs_dir`"),
+        (0o1777, 0, ""),
+        (0o1770, NOBODY, "set `runs_dir`"),
+        (0o750, 0, ""),
+    ],
+)
+def test_folder_above_that_others_could_replace_is_refused(
+    tmp_path: Path, mode: int, owner: int, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    above = shared(tmp_path / "group", mode, owner)
+    if not fix:
+        RunDir.create(above / "runs" / "exp" / "first")
+        return
+    with pytest.raises(RunFolderError, match=rf"{above} .*: .*{fix}.*set {TRUSTED_GROUPS}=nogroup") as found:
+        RunDir.create(above / "runs" / "exp" / "first")
+    assert found.value.exit_code == 2
+    run = above / "old" / "exp" / "first"
+    run.mkdir(parents=True)
+    for require in (files.require_mine, files.require_trusted):
+        with pytest.raises(RunFolderError, match=rf"{above} "):
+            require(run, "resume")
+    monkeypatch.setenv(TRUSTED_GROUPS, "staff,nogroup")
+    assert is_safe(run) == (mode != 0o757), "all others are no members of a group"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
+def test_folder_in_an_open_one_has_the_trusted_group_by_setgid_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TRUSTED_GROUPS, "nogroup")
+    inner = shared(shared(tmp_path / "open", 0o3777) / "runs", 0o755, NOBODY)
+    assert not is_safe(inner)
+    inner.parent.chmod(0o3775)
+    assert is_safe(inner)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
+def test_each_link_on_the_way_counts(tmp_path: Path) -> None:
+    (tmp_path / "own" / "runs").mkdir(parents=True)
+    above = shared(tmp_path / "group", 0o1777)
+    (above / "first").symlink_to("../own/runs")
+    (tmp_path / "link").symlink_to(above / "first")
+    assert is_safe(tmp_path / "link" / "exp")
+    os.lchown(above / "first", NOBODY, NOBODY)
+    with pytest.raises(RunFolderError, match=rf"{above}/first belongs to nobody"):
+        require_safe(tmp_path / "link" / "exp")
+    (above / "first").unlink()
+    (above / "first").symlink_to("../own/runs")
+    above.chmod(0o770)
+    with pytest.raises(RunFolderError, match=rf"others may write to {above} \(mode 0770\)"):
+        require_safe(tmp_path / "link" / ".." / "link")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
+def test_group_of_one_user_is_that_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian and Red Hat give each user a group of the same name, and a umask of 002."""
+    tmp_path.chmod(0o775)
+    assert is_safe(tmp_path), "the group root has no other members"
+    shared(tmp_path, 0o775)
+    assert not is_safe(tmp_path)
+    monkeypatch.setattr(files, "user_of", lambda uid: "nogroup")
+    assert is_safe(tmp_path)
+    os.chown(tmp_path, 0, 987654)  # without a name, as in a container
+    assert not is_safe(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: 987654)
+    assert is_safe(tmp_path)
+
+
+# --- /runs of the images, mode 1777, in which another user has been first
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    """A folder of runs with files of another user, made by that user."""
+    runs = shared(tmp_path / "runs", 0o1777)
+    store = runs / ".environments"
+    target = store / copy_sources(tmp_path).name / "hpcdist"
+    target.mkdir(parents=True)
+    (target / "__init__.py").write_text("raise SystemExit('planted')\n")
+    (runs / "mlartifacts").mkdir()
+    for name in ("mlflow.db", "mlflow.db-journal", "mlflow.db.lock"):
+        (runs / name).symlink_to(tmp_path / "victim")
+    for path in [*runs.iterdir(), *store.rglob("*")]:
+        os.lchown(path, NOBODY, NOBODY)
+    return runs
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
+def test_files_of_others_beside_the_runs_are_not_used(planted: Path, tmp_path: Path) -> None:
+    run = RunDir.create(planted / "exp" / "first")
+    environment = EnvironmentConfig(kind="venv", path=sys.prefix, stage=False)
+    config = Config(runs_dir=str(planted), cluster=ClusterConfig(environment=environment))
+    found = rank_environment(config, run, os.environ)
+    assert found is not None
+    sources = Path(found.import_path)
+    assert sources.is_relative_to(planted / ".hpcdist-0"), sources
+    assert "planted" not in (sources / "hpcdist" / "__init__.py").read_text()
+    database = sqlite_path(default_uri(planted))
+    assert database == planted / ".hpcdist-0" / "mlflow.db"
+    runs_dir_module.make_database(database)
+    assert database.parent.stat().st_mode & 0o7777 == 0o700
+    assert not (tmp_path / "victim").exists()
+    (tmp_path / "victim").touch()
+    with pytest.raises(RunFolderError, match=r"mlflow.db belongs to nobody"):
+        runs_dir_module.make_database(planted / "mlflow.db")
+    with pytest.raises(RunFolderError, match=r"others may write to .*: `chmod go-w .*`, or use a database"):
+        runs_dir_module.make_database(planted / "own.db")
+    (tmp_path / "lock").symlink_to(tmp_path / "other")  # in a folder with the sticky bit, the kernel refuses it
+    with pytest.raises(OSError, match="symbolic links"), long_lock(tmp_path / "lock"):
+        pass
+    assert not (tmp_path / "other").exists()
+    assert (tmp_path / "victim").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
+@pytest.mark.parametrize("kind", ["folder", "link", "writable"])
+def test_own_folder_that_another_user_made_is_refused(planted: Path, tmp_path: Path, kind: str) -> None:
+    own = planted / ".hpcdist-0"
+    own.symlink_to(tmp_path / "victim") if kind == "link" else own.mkdir()
+    if kind == "writable":
+        own.chmod(0o777)
+    else:
+        os.lchown(own, NOBODY, NOBODY)
+    with pytest.raises(RunFolderError, match=rf"{own} (belongs to nobody|.*mode 0777)"):
+        RunDir.create(planted / "exp" / "first")
+    make_private(tmp_path / "new")
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+
+
+# --- Parsing of untrusted JSON: every failure is a ValueError.
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 200_000, "nested too deeply"),
+        ('{"a":' * 200_000, "nested too deeply"),
+        ("9" * 5000, "a number of 5000 digits"),
+        ("[-" + "9" * 400 + "]", "a number of 401 digits"),
+        (b"\xff\xfe", "utf-8"),
+        ("", "Expecting value"),
+        ('{"a": 1} x', "Extra data"),
+    ],
+)
+def test_invalid_or_excessive_json_is_a_value_error(text: str | bytes, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=reason):
+        parse_json(text)
+    (tmp_path / "x.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert read_json(tmp_path / "x.json") is None
+
+
+def test_valid_json_is_parsed() -> None:
+    assert parse_json(b'{"a": [1, -2, 1e3, null, "\xc3\xa4"]}') == {"a": [1, -2, 1000.0, None, "ä"]}
+    assert parse_json("9" * 300) == 10**300 - 1
+
+
+def test_file_above_the_limit_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "huge.json"
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)  # sparse
+    with pytest.raises(ValueError, match="1099511627776 bytes, more than 1000"):
+        read_json_value(path, 1000)
+    path.write_text('{"a": 1}')
+    assert read_json_value(path, 8) == {"a": 1}
+
+
+def test_lines_above_the_limit_and_of_a_device_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"a": 1}\n')
+    assert read_json_lines(path) == [{"a": 1}]
+    monkeypatch.setattr(files, "MAX_JSON_BYTES", 8)
+    assert read_json_lines(path) == []
+    assert read_json_lines(Path("/dev/zero")) == []

@@ -1,0 +1,179 @@
+"""Reading of logs of any size and line length in bounded memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hpcdist.host import log_files
+from hpcdist.host.log_files import MAX_LINE_CHARS, PIECE_BYTES, LogTail, is_log_of, last_lines, shorten
+
+
+@contextmanager
+def bounded(num_bytes: int) -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < num_bytes
+    finally:
+        tracemalloc.stop()
+
+
+def append(path: Path, data: bytes) -> None:
+    with open(path, "ab") as file:
+        file.write(data)
+
+
+def test_complete_lines_are_shown_once(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    append(path, b"one\ntw")
+    tail = LogTail(path)
+    assert list(tail.news()) == ["one\n"]
+    assert list(tail.news()) == []
+    append(path, "o ü\n 50%\r 51".encode())
+    assert list(tail.news()) == ["two ü\n 50%\r"]
+    append(path, b"%\r\xff\n" + b"".join(b"line %d\n" % number for number in range(20_000)))
+    shown = "".join(tail.news())
+    assert shown.startswith(" 51%\r\N{REPLACEMENT CHARACTER}\nline 0\n")
+    assert shown.endswith("line 19999\n")
+    assert shown.count("\n") == 20_001
+
+
+def test_long_line_is_truncated(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    tail = LogTail(path)
+    append(path, b"before\n" + b"x" * 300_000)
+    text = "".join(tail.news())
+    assert text.startswith("before\nxxx")
+    assert text.endswith(f"xxx [line of more than {PIECE_BYTES} bytes, truncated]\n")
+    assert len(text) < 3000
+    append(path, b"x" * 300_000)
+    assert list(tail.news()) == []
+    append(path, b"end\nafter\n")
+    assert list(tail.news()) == ["after\n"]
+
+
+def test_memory_is_bounded_for_long_lines_and_much_new_text(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with open(path, "wb") as file:
+        file.write(b"first\n")
+        file.truncate(3 << 30)  # a line of 3 GiB, sparse
+    tail = LogTail(path)
+    with bounded(1_000_000):
+        (note,) = tail.news()
+    assert note == f"[{(3 << 30) - PIECE_BYTES:,} bytes not shown, see {path}]\n"
+    append(path, b"\nnow\n")
+    assert list(tail.news()) == ["now\n"]
+    with bounded(30_000_000):
+        (_, long), now = last_lines(path, 100)
+    assert len(long) == MAX_LINE_CHARS
+    assert now == (0, "now"), "the log is too long to count lines"
+
+
+def test_tail_continues_at_the_end_of_a_shortened_log(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    append(path, b"line\n" * 100)
+    tail = LogTail(path)
+    assert len("".join(tail.news())) == 500
+    path.write_bytes(b"line\nnoted\npart of a")
+    assert list(tail.news()) == []
+    append(path, b" line\nnew\n")
+    assert list(tail.news()) == ["new\n"]
+
+
+def test_last_lines_have_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "log"
+    append(path, b"one\r\ntwo a\rtwo b\n\nfour \xff")
+    four = (4, "four \N{REPLACEMENT CHARACTER}")
+    assert last_lines(path, 100) == [(1, "one"), (2, "two a"), (2, "two b"), (3, ""), four]
+    assert last_lines(path, 2) == [(3, ""), four]
+    monkeypatch.setattr(log_files, "TAIL_BYTES", 9)
+    assert last_lines(path, 100) == [(2, "b"), (3, ""), four]
+    monkeypatch.setattr(log_files, "COUNT_BYTES", 4)
+    assert last_lines(path, 100)[-1] == (0, four[1])
+    (tmp_path / "empty").touch()
+    assert last_lines(tmp_path / "empty", 5) == []
+
+
+# --- Size limit of logs while processes write to them: the middle is removed.
+
+
+LIMITED = """
+import sys, time
+from pathlib import Path
+from hpcdist.host import log_files as log_limit
+log_limit.CHECK_EVERY_S = 0.01
+assert log_limit.limit_log(Path(sys.argv[1]), 0.5) == (sys.argv[2] == "yes")
+for number in range(60_000):
+    print(f"line {number:06d} " + "x" * 80, flush=number % 100 == 0)
+sys.stdout.flush()
+time.sleep(1.0)
+print("the end", flush=True)
+"""
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    run = tmp_path / "run"
+    run.mkdir()
+    return run / "rank.log"
+
+
+def test_middle_of_the_log_is_removed(log: Path) -> None:
+    log.write_bytes(b"".join(b"%07d\n" % number for number in range(100_000)))
+    with open(log, "ab", buffering=0) as writer, open(log, "ab", buffering=0) as other:
+        assert shorten(writer.fileno(), 800_000) == 0
+        writer.write(b"one more\n")
+        removed = shorten(writer.fileno(), 800_000)
+        # Writers that have opened the file for appending continue at its new end.
+        writer.write(b"later\n")
+        other.write(b"last\n")
+    lines = log.read_text().splitlines()
+    assert lines[0] == "0000000"
+    assert lines[-4:] == ["0099999", "one more", "later", "last"]
+    assert log.stat().st_size == 800_009 - removed + len("later\nlast\n")
+    assert 200_000 < log.stat().st_size < 200_200
+    (note,) = [line for line in lines if "hpcdist" in line]
+    assert re.fullmatch(r"\[hpcdist: 600,\d\d\d bytes of this log were removed here, see launch.log_max_mb\]", note)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("kind", "limited"), [("log", "yes"), ("elsewhere", "no"), ("not appending", "no")])
+def test_process_limits_only_a_log_in_its_run_folder(log: Path, tmp_path: Path, kind: str, limited: str) -> None:
+    path = tmp_path / "mine.log" if kind == "elsewhere" else log
+    with open(path, "wb" if kind == "not appending" else "ab") as output:
+        subprocess.run([sys.executable, "-c", LIMITED, str(log.parent), limited], stdout=output, check=True)
+    text = path.read_text()
+    assert text.startswith("line 000000 ")
+    assert text.endswith("\nthe end\n")
+    if limited == "yes":
+        assert len(text) <= 510_000
+        assert "bytes of this log were removed here" in text
+        assert f"line {59_999:06d} " in text
+    else:
+        assert len(text) > 5_000_000
+
+
+@pytest.mark.processes
+def test_log_of_a_process_that_ends_before_the_first_check_is_shortened(log: Path) -> None:
+    code = LIMITED.replace("0.01", "60").replace("time.sleep(1.0)", "")
+    with open(log, "ab") as output:
+        subprocess.run([sys.executable, "-c", code, str(log.parent), "yes"], stdout=output, check=True)
+    assert log.stat().st_size <= 510_000
+    assert log.read_text().endswith("\nthe end\n")
+
+
+def test_pipe_is_not_a_log(log: Path) -> None:
+    reader, writer = os.pipe()
+    assert not is_log_of(log.parent, writer)
+    os.close(reader)
+    os.close(writer)
+    assert not is_log_of(log.parent, writer)

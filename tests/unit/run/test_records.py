@@ -1,0 +1,239 @@
+"""The changed config of a resume: adopted at the first completed step, discarded if the run fails before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hpcdist.config.loading import load_config, load_run_config
+from hpcdist.config.schema import Config
+from hpcdist.config.written import plain_tree, run_yaml
+from hpcdist.errors import ConfigError
+from hpcdist.host.files import write_json
+from hpcdist.run import records
+from hpcdist.run.folder import Attempt, RunDir, State, Status
+from hpcdist.run.records import load_origin, parameters, script_arguments, write_origin
+from hpcdist.supervisor.progress import AdoptingReporter
+from hpcdist.supervisor.restart_policy import Failure
+
+
+class SilentReporter:
+    def attempt(self, attempt: Attempt, num_ranks: int) -> None: ...
+    def progress(self, beat: Mapping[str, Any]) -> None: ...
+    def note(self, text: str) -> None: ...
+    def output(self, text: str) -> None: ...
+    def failure(self, failure: Failure, log: Path) -> None: ...
+
+
+@pytest.fixture
+def run(runs_dir: Path) -> RunDir:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    run.config.write_text(run_yaml(config(runs_dir)))
+    attempt = run.new_attempt()
+    checkpoint = run.checkpoints / "step-00000040"
+    checkpoint.mkdir()
+    write_json(checkpoint / "manifest.json", {"step": 40})
+    write_json(attempt.beat(0), beat(40))
+    run.write_state(replace(run.read_state(), status="stopped", attempt=1))
+    return run
+
+
+def config(runs_dir: Path, *overrides: str) -> Config:
+    return load_config("ddp_digits", [f"runs_dir={runs_dir}", "name=first", *overrides])
+
+
+def beat(step: int) -> dict[str, Any]:
+    return {"time": 1.0, "step": step, "total_steps": 90, "metrics": {}}
+
+
+def lr(path: Path) -> float:
+    return float(yaml.safe_load(path.read_text())["optim"]["lr"])
+
+
+def ended(run: RunDir, status: Status) -> State:
+    return replace(run.read_state(), status=status, reason="rank 0 failed")
+
+
+def test_config_is_adopted_at_the_first_completed_step(run: RunDir, runs_dir: Path) -> None:
+    records.propose(run, config(runs_dir, "optim.lr=0.5"))
+    assert (lr(run.config), lr(run.effective_config)) == (0.002, 0.5)
+    report = AdoptingReporter(run, SilentReporter())
+    report.attempt(run.new_attempt(), 2)
+    report.progress(beat(0))
+    report.progress(beat(40))
+    assert lr(run.config) == 0.002, "restored, but no step completed"
+    report.progress(beat(41))
+    assert lr(run.config) == 0.5
+    assert not run.next_config.exists()
+
+
+def test_failure_before_the_first_step_discards_the_change(run: RunDir, runs_dir: Path) -> None:
+    records.propose(run, config(runs_dir, "optim.lr=0.5", "data.batch_size=7"))
+    state = records.settle(run, ended(run, "failed"), 40)
+    assert state.reason == (
+        "rank 0 failed; config.yaml was restored, because no step was completed with the changed"
+        " data.batch_size, optim.lr"
+    )
+    assert lr(run.effective_config) == 0.002
+
+
+def test_stop_before_the_first_step_keeps_the_pending_config(run: RunDir, runs_dir: Path) -> None:
+    records.propose(run, config(runs_dir, "optim.lr=0.5"))
+    assert records.settle(run, ended(run, "stopped"), 40).reason == "rank 0 failed"
+    assert (lr(run.config), lr(run.effective_config)) == (0.002, 0.5)
+
+
+@pytest.mark.parametrize(("status", "step"), [("finished", 40), ("failed", 41), ("stopped", 41)])
+def test_unreported_step_adopts_the_config_at_the_end(run: RunDir, runs_dir: Path, status: Status, step: int) -> None:
+    records.propose(run, config(runs_dir, "optim.lr=0.5"))
+    write_json(run.attempt(1).beat(0), beat(step))
+    assert records.settle(run, ended(run, status), 40).reason == "rank 0 failed"
+    assert lr(run.config) == 0.5
+
+
+def test_output_of_a_plain_script_counts_as_a_step(run: RunDir, runs_dir: Path) -> None:
+    records.propose(run, config(runs_dir, "optim.lr=0.5"))
+    AdoptingReporter(run, SilentReporter(), is_script=True).output("epoch 1\n")
+    assert lr(run.config) == 0.5
+
+
+def test_unchanged_config_and_run_without_attempts_have_no_pending_config(run: RunDir, runs_dir: Path) -> None:
+    records.propose(run, config(runs_dir, "optim.lr=0.5"))
+    records.propose(run, config(runs_dir))
+    assert not run.next_config.exists()
+    run.write_state(replace(run.read_state(), attempt=0))
+    records.propose(run, config(runs_dir, "optim.lr=0.5"))
+    assert lr(run.config) == 0.5
+    assert not run.next_config.exists()
+
+
+def test_change_incompatible_with_the_checkpoint_is_an_error(run: RunDir, runs_dir: Path) -> None:
+    changed = config(runs_dir, "model.name=resnet18", "optim.name=sgd", "optim.lr=0.5")
+    with pytest.raises(ConfigError) as found:
+        records.check(run, changed)
+    assert found.value.problems == (
+        "model.name was 'simple_cnn' when the checkpoint of step 40 was written and cannot be 'resnet18' now: leave it"
+        " out, or start a new run",
+        "optim.name was 'adam' when the checkpoint of step 40 was written and cannot be 'sgd' now: leave it out, or"
+        " start a new run",
+    )
+    records.check(run, config(runs_dir, "optim.lr=0.5", "stop.max_epochs=20"))
+    (run.checkpoints / "step-00000040" / "manifest.json").unlink()
+    records.check(run, changed)
+
+
+# --- interpolations
+
+
+def test_text_like_an_interpolation_survives_the_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VICTIM_SECRET", "hunter2")
+    path = tmp_path / "config.yaml"
+    first = load_config("ddp_digits", [r"params.text='\${oc.env:VICTIM_SECRET}'"])
+    assert first.params == {"text": "${oc.env:VICTIM_SECRET}"}
+    path.write_text(run_yaml(first))
+    assert load_run_config(path, [], {}) == first
+    changed = load_run_config(path, ["optim.lr=0.5", "experiment=${oc.env:VICTIM_SECRET}"], {})
+    assert changed.params == first.params
+    assert changed.experiment == "hunter2", "an override is resolved once"
+
+
+@pytest.mark.parametrize("text", ["${oc.env:VICTIM_SECRET}", "${", "${nowhere}", "x ${seed} }"])
+def test_interpolation_in_a_run_config_is_never_resolved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """Also in a file that hpcdist has not written."""
+    monkeypatch.setenv("VICTIM_SECRET", "hunter2")
+    path = tmp_path / "config.yaml"
+    path.write_text(f"experiment: digits\ntracking: {{uri: 'http://evil/{text}'}}\n")
+    for overrides in ([], ["seed=3"]):
+        assert load_run_config(path, overrides, {}, require_secrets=False).tracking.uri == f"http://evil/{text}"
+
+
+# --- Parameters of a run: those of a shipped trainer, of a trainer of the user's own, and of a script.
+
+
+def run_of(tmp_path: Path, yaml: str, *overrides: str, recorded: bool = True) -> RunDir:
+    """Return the folder of a run that was started with a YAML and overrides."""
+    config = tmp_path / "mine.yaml"
+    config.write_text(yaml)
+    run = RunDir.create(tmp_path / "runs" / "digits" / "first")
+    run.config.write_text(run_yaml(load_config(config, overrides)))
+    if recorded:
+        write_origin(run, load_origin(str(config), overrides))
+    return run
+
+
+def parameters_of(run: RunDir) -> dict[str, Any]:
+    return parameters(run, plain_tree(run.config))
+
+
+def test_shipped_trainer_has_the_keys_of_its_sections(tmp_path: Path) -> None:
+    found = parameters_of(run_of(tmp_path, "trainer: ddp\n", "seed=3"))
+    assert (found["model.name"], found["optim.lr"], found["seed"]) == ("simple_cnn", 0.001, 3)
+    assert not {key for key in found if key.startswith(("rl.", "pipeline."))}
+
+
+OWN = """
+experiment: mine
+trainer: mine:train
+optim: {lr: 0.001}
+stop: {max_steps: 5}
+params: {hidden: 32, layers: {count: 2}}
+"""
+
+
+def test_own_trainer_has_what_was_written_and_its_params(tmp_path: Path) -> None:
+    run = run_of(tmp_path, OWN, "name=first", "data.batch_size=64", "params.total_steps=7", "roles={a: 1, b: 2}")
+    assert parameters_of(run) == {
+        "trainer.target": "mine:train",
+        "seed": 0,
+        "optim.lr": 0.001,  # the default, but written
+        "data.batch_size": 64,
+        "stop.max_steps": 5,
+        "roles.a": 1,
+        "roles.b": 2,
+        "params.hidden": 32,
+        "params.layers.count": 2,
+        "params.total_steps": 7,
+    }
+
+
+def test_key_that_a_resume_changes_becomes_a_parameter(tmp_path: Path) -> None:
+    run = run_of(tmp_path, OWN)
+    run.config.write_text(run_yaml(load_config(tmp_path / "mine.yaml", ["optim.weight_decay=0.1"])))
+    assert parameters_of(run)["optim.weight_decay"] == 0.1
+
+
+def test_script_has_its_arguments_and_what_was_written(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    yaml = f"trainer: {{script: ['{tmp_path}/train.py', --lr, '0.1', --seed, '5', --api-key, hunter22]}}\n"
+    found = parameters_of(run_of(tmp_path, yaml, "launch.num_ranks=2"))
+    words = found.pop("trainer.script")
+    assert "hunter22" not in words
+    assert found == {"launch.num_ranks": 2, "lr": "0.1", "seed": "5", "api_key": "***"}
+
+
+def test_run_without_a_recorded_origin_has_all_keys(tmp_path: Path) -> None:
+    assert "model.name" in parameters_of(run_of(tmp_path, OWN, recorded=False))
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("train.py", {}),
+        ("train.py --lr 0.1 --epochs=90 -b 32", {"lr": "0.1", "epochs": "90", "b": "32"}),
+        ("train.py --shift -1 --no-cuda --fp-16", {"shift": "-1", "no_cuda": "true", "fp_16": "true"}),
+        ("main.py -a resnet18 --dummy --gpu 2 /data", {"a": "resnet18", "dummy": "true", "gpu": "2", "arg1": "/data"}),
+        ("train.py config/gpt.py --batch_size=8 out", {"arg1": "config/gpt.py", "batch_size": "8", "arg2": "out"}),
+        ("train.py model=gpt +optim.lr=1e-3 ++a/b=x=y", {"model": "gpt", "optim.lr": "1e-3", "a/b": "x=y"}),
+        ("train.py --tag a --tag b --dry -- -", {"tag": "b", "dry": "true", "arg1": "-"}),
+        ("-m package.train --lr 0.1 --empty=", {"lr": "0.1", "empty": ""}),
+    ],
+)  # fmt: skip
+def test_arguments_of_a_script_by_name(command: str, expected: dict[str, str]) -> None:
+    assert script_arguments(command.split()) == expected

@@ -1,0 +1,428 @@
+"""Jobs parsed from the output of scontrol, squeue and sacct, recorded from Slurm 22.05, 24.11 and 26.05."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from slurm_recordings import recorded
+
+from hpcdist.slurm.output import (
+    JobInfo,
+    NodeGroup,
+    NodeState,
+    parse_count,
+    parse_memory_mb,
+    parse_minutes,
+    parse_node_states,
+    parse_partitions,
+    parse_record,
+    parse_records,
+    parse_sacct,
+    parse_scontrol,
+    parse_seconds,
+    parse_settings,
+    parse_squeue,
+    parse_text,
+    parse_time,
+)
+
+
+def at(clock: str) -> float:
+    found = parse_time(f"2026-11-20T{clock}")
+    assert found is not None
+    return found
+
+
+# --- scontrol
+
+
+@pytest.mark.usefixtures("utc")
+@pytest.mark.parametrize(
+    ("name", "job", "sentence"),
+    [
+        ("running", "1", "job 1 is RUNNING on n1"),
+        ("failed", "2", "job 2 ended as FAILED with exit code 3 on n1"),
+        ("killed", "3", "job 3 ended as FAILED (JobLaunchFailure) by signal 11 on n1"),
+        ("completed", "4", "job 4 ended as COMPLETED on n[1-2]"),
+        ("begin-time", "5", "job 5 waits (BeginTime)"),
+        ("cancelled", "6", "job 6 was cancelled in the queue"),
+        ("node-fail", "7", "job 7 ended as NODE_FAIL on n4"),
+        ("requeued", "8", "job 8 waits (BeginTime)"),
+        ("resources", "9", "job 9 waits (Resources)"),
+        ("array-task", "10_2", "job 10_2 waits (BeginTime)"),
+        ("het", "11", "job 11 waits (Resources)"),
+        ("dependency", "13", "job 13 waits (Dependency)"),
+    ],
+)
+def test_scontrol(name: str, job: str, sentence: str) -> None:
+    info = parse_scontrol(recorded("scontrol", name), job)
+    assert info is not None
+    assert info.sentence() == sentence
+    assert info.alive == ("waits" in sentence or " is " in sentence)
+
+
+@pytest.mark.usefixtures("utc")
+def test_requeued_job_of_scontrol() -> None:
+    info = parse_scontrol(recorded("scontrol", "requeued"), "8")
+    assert info == JobInfo(
+        id="8",
+        name="requeued",
+        state="PENDING",
+        reason="BeginTime",
+        submitted=at("08:00:57"),
+        started=at("08:02:58"),
+        ended=at("09:02:58"),
+        restarts=1,
+        time_limit="01:00:00",
+    )
+    assert info.describe(at("08:01:57")) == (
+        "job 8 waits (BeginTime), expected to start at 2026-11-20 08:02, 0:01:00 in the queue, requeued 1 time"
+    )
+
+
+@pytest.mark.usefixtures("utc")
+def test_nodes_of_all_components_of_a_heterogeneous_job() -> None:
+    text = recorded("scontrol", "het").replace("JobState=PENDING", "JobState=RUNNING")
+    first, second = (line.replace(" NodeList= ", f" NodeList=n{n} ") for n, line in enumerate(text.splitlines(), 1))
+    info = parse_scontrol(f"{first}\n{second}\n", "11")
+    assert info is not None
+    assert info.nodes == "n1,n2"
+
+
+@pytest.mark.usefixtures("utc")
+def test_pending_job_without_an_expected_start() -> None:
+    info = parse_scontrol(recorded("scontrol", "dependency"), "13")
+    assert info is not None
+    assert info.started is None
+    assert info.describe(at("08:00:54")) == "job 13 waits (Dependency), 0:00:01 in the queue"
+
+
+@pytest.mark.usefixtures("utc")
+def test_empty_output_is_none() -> None:
+    assert parse_scontrol("", "1") is None
+    assert parse_squeue("", "1") is None
+    assert parse_sacct("", "1") is None
+
+
+# --- squeue
+
+
+@pytest.mark.usefixtures("utc")
+@pytest.mark.parametrize(
+    ("job", "sentence"),
+    [
+        ("1", "job 1 is RUNNING on n1"),
+        ("2", "job 2 ended as FAILED on n1"),
+        ("4", "job 4 ended as COMPLETED on n[1-2]"),
+        ("6", "job 6 was cancelled in the queue"),
+        ("8", "job 8 waits (BeginTime)"),
+        ("10_2", "job 10_2 waits (BeginTime)"),
+        ("11", "job 11 waits (Resources)"),
+        ("13", "job 13 waits (Dependency)"),
+    ],
+)
+def test_squeue(job: str, sentence: str) -> None:
+    info = parse_squeue(recorded("squeue"), job)
+    assert info is not None
+    assert info.sentence() == sentence
+
+
+# --- sacct
+
+
+@pytest.mark.usefixtures("utc")
+@pytest.mark.parametrize(
+    ("name", "job", "sentence", "earlier"),
+    [
+        ("failed", "2", "job 2 ended as FAILED with exit code 3 on n1", ()),
+        ("killed", "3", "job 3 ended as FAILED by signal 11 on n1", ()),
+        ("completed", "4", "job 4 ended as COMPLETED on n[1-2]", ()),
+        ("cancelled", "6", "job 6 was cancelled in the queue", ()),
+        ("node-fail", "7", "job 7 ended as NODE_FAIL on n4", ()),
+        ("requeued", "8", "job 8 is RUNNING on n3", ("REQUEUED",)),
+        ("preempted", "16", "job 16 waits (PENDING)", ("PREEMPTED",)),
+        ("timeout", "1", "job 1 ended as TIMEOUT on n1", ()),
+        ("het", "11", "job 11 is RUNNING on n1", ()),
+        ("array-task", "18_1", "job 18_1 ended as COMPLETED on n1", ()),
+    ],
+)
+def test_sacct(name: str, job: str, sentence: str, earlier: tuple[str, ...]) -> None:
+    info = parse_sacct(recorded("sacct", name), job)
+    assert info is not None
+    assert (info.sentence(), info.earlier, info.restarts) == (sentence, earlier, len(earlier))
+
+
+@pytest.mark.usefixtures("utc")
+def test_memory_and_steps_of_sacct() -> None:
+    info = parse_sacct(recorded("sacct", "timeout"), "1")
+    assert info is not None
+    assert (info.max_rss, info.step_states, info.out_of_memory) == ("3404K", ("CANCELLED",), False)
+    text = (
+        recorded("sacct", "timeout") + "1.0|step|OUT_OF_MEMORY|0:125|x|x|x|n1||1.5G\n1.1|step|FAILED|1:0|x|x|x|n1||9M\n"
+    )
+    info = parse_sacct(text, "1")
+    assert info is not None
+    assert (info.max_rss, info.out_of_memory) == ("1.5G", True)
+
+
+@pytest.mark.usefixtures("utc")
+def test_sizes_of_a_job_that_has_lost_a_node_are_one_start() -> None:
+    rows = [
+        "7|j|RESIZING|0:0|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-4]|10:00|",
+        "7|j|COMPLETED|0:0|2026-11-20T06:00:00|2026-11-20T06:01:05|2026-11-20T06:02:05|n[1-3]|10:00|",
+    ]
+    info, first = parse_sacct("\n".join(rows), "7"), parse_sacct(rows[0], "7")
+    assert info is not None
+    assert first is not None
+    assert (info.restarts, info.earlier, info.state, info.started) == (0, (), "COMPLETED", first.started)
+
+
+@pytest.mark.usefixtures("utc")
+def test_pending_array_tasks_have_no_records_of_their_own_in_accounting() -> None:
+    assert parse_sacct(recorded("sacct", "array-waiting"), "10_2") is None
+
+
+@pytest.mark.usefixtures("utc")
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"state": "PENDING", "submitted": 100.0, "started": 900.0}, 50.0),
+        ({"state": "RUNNING", "submitted": 100.0, "started": 130.0}, 30.0),
+        ({"state": "COMPLETED", "submitted": 100.0, "started": 99.0}, 0.0),
+        ({"state": "CANCELLED", "submitted": 100.0}, None),
+    ],
+)
+def test_time_in_the_queue(changes: dict[str, Any], expected: float | None) -> None:
+    assert JobInfo(id="1", **changes).queue_s(150.0) == expected
+
+
+# --- other releases and damaged lines
+
+
+@pytest.mark.usefixtures("utc")
+@pytest.mark.parametrize("release", ["24_11", "26_05"])
+def test_output_of_newer_releases(release: str) -> None:
+    def text(command: str, section: str) -> str:
+        return recorded(command, section, release=release)
+
+    def sentence(info: JobInfo | None) -> str:
+        assert info is not None
+        return info.sentence()
+
+    assert sentence(parse_scontrol(text("scontrol", "1"), "1")) == "job 1 is RUNNING on n[1-2]"
+    assert sentence(parse_scontrol(text("scontrol", "2_1"), "2_1")) == "job 2_1 ended as FAILED with exit code 3 on n1"
+    assert sentence(parse_scontrol(text("scontrol", "3"), "3")) == "job 3 is RUNNING on n1,n2"
+    assert sentence(parse_scontrol(text("scontrol", "requeued"), "1")) == "job 1 waits (BeginTime)"
+    assert sentence(parse_squeue(text("squeue", "2"), "2_1")) == "job 2_1 ended as FAILED on n1"
+    assert sentence(parse_sacct(text("sacct", "1"), "1")) == "job 1 ended as CANCELLED on n[2-3]"
+    past = parse_sacct(text("sacct", "1"), "1")
+    assert past is not None
+    assert past.earlier == ("REQUEUED",)
+
+
+@pytest.mark.usefixtures("utc")
+def test_lines_of_another_format_are_ignored() -> None:
+    info = parse_scontrol(f"JobId=1 Restarts=x ExitCode={'9' * 5000}:0", "1")
+    assert info is not None
+    assert (info.state, info.restarts, info.exit_code) == ("UNKNOWN", 0, 0)
+    assert parse_squeue("slurm_load_jobs error\n1|RUNNING\n", "1") is None
+    assert parse_sacct("1\n1|a|b\n", "1") is None
+    rows = "1|a|COMPLETED|0:0|x|x|x|n1|1|\n1.0|s|COMPLETED|0:0|x|x|x|n1|1|1.2.3K\n"
+    info = parse_sacct(rows, "1")
+    assert info is not None
+    assert info.max_rss == "1.2.3K"
+
+
+# --- Values and records in the output of Slurm's commands.
+
+
+def test_record() -> None:
+    record = parse_record(
+        "JobId=41 JobName=digits/first JobState=RUNNING Dependency=(null) Restarts=2 EndTime=2026-11-20T07:05:00"
+        " Command=/shared/my run.sh --flag=a=b"
+    )
+    assert (record["JobId"], record["Restarts"], record["EndTime"]) == ("41", "2", "2026-11-20T07:05:00")
+    assert (record["Dependency"], record["Command"], "--flag" in record) == ("(null)", "/shared/my", False)
+    assert parse_record("") == {}
+
+
+def test_first_value_of_a_key_counts() -> None:
+    """Free text at the end of a record may contain words that look like keys."""
+    line = "JobId=1 JobState=RUNNING NodeList=n1 SubmitLine=sbatch --wrap=x JobState=FAILED NodeList=n9"
+    record = parse_record(line)
+    assert (record["JobState"], record["NodeList"]) == ("RUNNING", "n1")
+
+
+def test_free_text_is_not_searched_for_keys() -> None:
+    """Keys that plain jobs lack, such as ArrayTaskId, must not come from the user's texts."""
+    line = (
+        "JobId=1 JobName=a JobState=FAILED b UserId=ada(7) JobState=RUNNING NodeList=n1 Command=/x HetJobOffset=1"
+        " SubmitLine=sbatch ArrayTaskId=2 WorkDir=/tmp Comment=Restarts=9"
+    )
+    assert parse_record(line) == {
+        "JobId": "1",
+        "JobName": "a JobState=FAILED b",
+        "UserId": "ada(7)",
+        "JobState": "RUNNING",
+        "NodeList": "n1",
+        "Command": "/x",
+    }
+
+
+def test_heterogeneous_job_has_one_record_per_component() -> None:
+    text = "JobId=41 HetJobOffset=0 JobState=RUNNING\n\nJobId=42 HetJobOffset=1 JobState=RUNNING\n"
+    assert [(record["JobId"], record["HetJobOffset"]) for record in parse_records(text)] == [("41", "0"), ("42", "1")]
+
+
+def test_settings() -> None:
+    text = "Configuration data as of 2026-11-20T08:00:00\nSlurmctldPort = 6817\nClusterName             = here\n"
+    assert parse_settings(text) == {"SlurmctldPort": "6817", "ClusterName": "here"}
+
+
+@pytest.mark.parametrize(("text", "value"), [("n1", "n1"), ("(null)", ""), ("None assigned", ""), ("", ""), (None, "")])
+def test_text(text: str | None, value: str) -> None:
+    assert parse_text(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("12", 12), ("UNLIMITED", None), ("²", None), ("9" * 5000, None), ("", None)]
+)
+def test_count(text: str, count: int | None) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin", "America/New_York"])
+def test_times_are_local(zone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        seconds = parse_time("2026-11-20T07:05:00")
+        assert seconds is not None
+        assert time.strftime("%H:%M", time.localtime(seconds)) == "07:05"
+        assert (seconds == 1795158300) == (zone == "UTC")
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+@pytest.mark.parametrize("text", ["Unknown", "N/A", "", None, "None"])
+def test_missing_time_is_none(text: str | None) -> None:
+    assert parse_time(text) is None
+    assert parse_time("9999-12-31T23:59:59") is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [
+        ("1-00:00:00", 1440),
+        ("00:30:00", 30),
+        ("2-12", 3600),
+        ("90", 90),
+        ("10:30", 10.5),
+        ("UNLIMITED", None),
+        ("", None),
+    ],
+)
+def test_time_limit_in_minutes(text: str, minutes: float | None) -> None:
+    assert parse_minutes(text) == minutes
+
+
+@pytest.mark.parametrize(("text", "value"), [("30 sec", 30), ("2 min", 120), ("30", 30), ("soon", None), ("", None)])
+def test_duration_in_seconds(text: str, value: int | None) -> None:
+    assert parse_seconds(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "megabytes"),
+    [
+        ("2000", 2000),
+        ("64G", 65536),
+        ("64gb", 65536),
+        ("1T", 1048576),
+        ("2048K", 2),
+        ("0", 0),
+        ("lots", None),
+        ("9" * 5000, None),
+        ("", None),
+    ],
+)
+def test_memory_in_mib(text: str, megabytes: float | None) -> None:
+    assert parse_memory_mb(text) == megabytes
+
+
+# --- Partitions and nodes parsed from the output of scontrol and sinfo.
+
+
+PARTITIONS = (
+    "PartitionName=gpu AllowGroups=ALL AllowAccounts=ada,bob DenyQos=long Default=YES MaxNodes=4 MinNodes=0"
+    " MaxTime=1-00:00:00 State=UP\n"
+    "PartitionName=empty AllowGroups=staff AllowAccounts=ALL DenyQos=NONE MaxNodes=UNLIMITED State=DOWN\n"
+)
+NODES = "gpu|2|64|256000|gpu:a100:4(S:0-1)|mixed|n[1-2]\ngpu|1|16+|64000+|(null)|drained*|n3\nnot a line\n"
+
+
+def test_partitions_and_their_nodes() -> None:
+    gpu, empty = parse_partitions(PARTITIONS, NODES)
+    assert gpu.nodes == (
+        NodeGroup(partition="gpu", num_nodes=2, cpus=64, memory_mb=256000, gpus=4, usable=True, names="n[1-2]"),
+        NodeGroup(partition="gpu", num_nodes=1, cpus=16, memory_mb=64000, gpus=0, usable=False, names="n3"),
+    )
+    assert (gpu.limit("MaxNodes"), empty.limit("MaxNodes"), empty.limit("MaxMemPerNode")) == (4, None, None)
+    assert (gpu.allowed("Accounts"), gpu.allowed("Groups"), empty.allowed("Groups")) == (
+        ("ada", "bob"),
+        None,
+        ("staff",),
+    )
+    assert (gpu.denied("Qos"), empty.denied("Qos"), gpu.denied("Accounts")) == (("long",), (), ())
+    assert (empty.name, empty.nodes) == ("empty", ())
+
+
+@pytest.mark.parametrize(
+    ("gres", "count"),
+    [
+        ("(null)", 0),
+        ("gpu:2", 2),
+        ("gpu:4(S:0-1)", 4),
+        ("gpu:a100:2,gpu:v100:3(S:1)", 5),
+        ("gpu:a100:no_consume:4", 4),
+        ("shard:8,gpu:1g.5gb:7", 7),
+        ("license:3", 0),
+    ],
+)
+def test_gpus_of_a_node(gres: str, count: int) -> None:
+    (partition,) = parse_partitions("PartitionName=p", f"p|1|1|1|{gres}|idle|n1")
+    assert partition.nodes[0].gpus == count
+
+
+@pytest.mark.parametrize("state", ["idle", "mixed", "allocated", "idle~", "planned", "reserved"])
+def test_usable_node_states(state: str) -> None:
+    assert usable(state)
+
+
+@pytest.mark.parametrize("state", ["down", "drained", "draining", "idle*", "fail", "down*"])
+def test_unusable_node_states(state: str) -> None:
+    assert not usable(state)
+
+
+def usable(state: str) -> bool:
+    (partition,) = parse_partitions("PartitionName=p", f"p|1|1|1|(null)|{state}|n1")
+    return partition.nodes[0].usable
+
+
+def test_node_states_with_reason() -> None:
+    """sinfo prints a line per node and partition; a reason may contain the separator."""
+    two, one = parse_node_states(
+        "n2|drained|(null)|(null)|8|32768|2026-11-20T14:50:00|root|bad DIMM in slot 4 | see ticket\n"
+        "n1|idle|a,b|gpu:2|8|32768|Unknown|Unknown|none\nn1|idle|a,b|gpu:2|8|32768|Unknown|Unknown|none\nnot a line\n"
+    )
+    assert one == NodeState(name="n1", state="idle", hardware="a,b|gpu:2|8|32768")
+    assert (two.user, two.reason) == ("root", "bad DIMM in slot 4 | see ticket")
+    assert two.since == parse_time("2026-11-20T14:50:00")
+
+
+def test_lines_and_numbers_of_another_format_are_ignored() -> None:
+    (partition,) = parse_partitions(f"PartitionName=p MaxNodes=² MinNodes={'9' * 5000}", "p|n/a|1|1|gpu:1|idle|n1\n")
+    assert partition.nodes == ()
+    assert (partition.limit("MaxNodes"), partition.limit("MinNodes")) == (None, None)

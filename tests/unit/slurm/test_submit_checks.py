@@ -1,0 +1,425 @@
+"""The checks before a submission, with fake Slurm commands; tests/slurm uses a real Slurm."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from absent_torch import hide_torch
+from slurm_recordings import FakeCommands
+
+from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, RoleRequest
+from hpcdist.config.schema import Config, DataConfig, TrainerConfig
+from hpcdist.errors import ConfigError, UserMistake
+from hpcdist.host.files import write_json
+from hpcdist.slurm.job import submit_checks
+from hpcdist.slurm.job.submit_checks import (
+    Findings,
+    check_config,
+    check_partitions,
+    check_submission,
+    longest_save,
+    requested_partitions,
+    runs_dir_problems,
+)
+from hpcdist.slurm.output import NodeGroup, Partition
+
+#: All tests of this file may start processes.
+
+MAIN = "PartitionName=main Default=YES MaxTime=1-00:00:00 State=UP"
+SCRIPTS = {
+    "scontrol": f"echo '{MAIN}'",
+    "sinfo": "echo 'main|4|8|32768|gpu:2|idle|n[1-4]'",
+    "sbatch": "echo 'sbatch: Job 1 to start at noon' >&2",
+    "sacctmgr": "case \"$*\" in *qos*) echo normal;; *) printf 'ada\\nbob\\n';; esac",
+}
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommands:
+    """Fake Slurm commands, the only commands on PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    commands = FakeCommands(folder)
+    for name, lines in SCRIPTS.items():
+        commands.add_script(name, lines)
+    return commands
+
+
+def reject(slurm: FakeCommands, reason: str) -> None:
+    slurm.add_script("sbatch", f"echo 'allocation failure: {reason}' >&2; exit 1")
+
+
+def check(tmp_path: Path, *, missing_data: str = "", force: bool = False, **config: Any) -> tuple[list[str], str]:
+    """Return warnings and estimate of `check_submission`; by default `shared_runs` is set."""
+    cluster = ClusterConfig(**{"shared_runs": True, **config.pop("cluster", {})})
+    config = {"experiment": "exp", "name": "first", "runs_dir": str(tmp_path / "runs"), **config}
+    return check_submission(Config(cluster=cluster, **config), {}, tmp_path, missing_data=missing_data, force=force)
+
+
+@pytest.mark.processes
+def test_valid_request_takes_three_commands(slurm: FakeCommands, tmp_path: Path) -> None:
+    assert check(tmp_path) == ([], "the job would start at noon")
+    *queries, last = slurm.programs()
+    assert (sorted(queries), last) == (["scontrol", "sinfo"], "sbatch"), "two concurrent queries, then sbatch"
+    assert list(tmp_path.iterdir()) == [slurm.folder]
+
+
+@pytest.mark.processes
+def test_all_problems_are_reported_at_once(slurm: FakeCommands, tmp_path: Path) -> None:
+    reject(slurm, "Requested node configuration is not available")
+    with pytest.raises(ConfigError) as caught:
+        check(
+            tmp_path,
+            missing_data="mnist was not found in /data",
+            data=DataConfig(download=False),
+            cluster={"nodes": 9, "time_limit_min": 1, "signal_lead_s": 60, "shared_runs": False, "qos": "long"},
+        )
+    nodes, qos, folder, lead, data = caught.value.problems
+    assert nodes == "cluster.nodes=9: partition main has 4: lower it or choose another"
+    assert qos == "cluster.qos=long: no such QOS, the cluster has normal"
+    assert folder.startswith(f"runs_dir={tmp_path}/runs: each machine has its own /tmp")
+    assert lead == (
+        "cluster.signal_lead_s=60: the run would be stopped at its start, because cluster.time_limit_min=1 is 60 s:"
+        " lower the first or raise the second"
+    )
+    assert data == "mnist was not found in /data: put it there, or point data.root (or HPCDIST_DATA_DIR) at it"
+
+
+@pytest.mark.processes
+def test_force_turns_problems_that_slurm_accepts_into_warnings(slurm: FakeCommands, tmp_path: Path) -> None:
+    warnings, estimate = check(tmp_path, cluster={"nodes": 9}, force=True)
+    assert warnings == ["cluster.nodes=9: partition main has 4: lower it or choose another"]
+    assert estimate == "the job would start at noon"
+    reject(slurm, "Too many")
+    with pytest.raises(ConfigError, match=r"^Slurm rejects this job: Too many$"):
+        check(tmp_path, cluster={"nodes": 9}, force=True)
+
+
+@pytest.mark.processes
+def test_rejected_account_is_reported_with_the_users_accounts(slurm: FakeCommands, tmp_path: Path) -> None:
+    reject(slurm, "Invalid account")
+    error = "Slurm rejects this job: Invalid account"
+    with pytest.raises(ConfigError) as caught:
+        check(tmp_path, cluster={"account": "eve", "nodes": 9})
+    assert caught.value.problems[1] == f"cluster.account=eve: {error}; your accounts are ada, bob"
+    (slurm.folder / "sacctmgr").unlink()
+    with pytest.raises(ConfigError) as caught:
+        check(tmp_path)
+    assert caught.value.problems == (f"cluster.account is not set: {error}",)
+
+
+@pytest.mark.processes
+def test_problems_of_the_config_are_reported_with_those_of_the_request(slurm: FakeCommands, tmp_path: Path) -> None:
+    trainer = TrainerConfig(target="nosuch:train")
+    with pytest.raises(ConfigError) as caught:
+        check(tmp_path, trainer=trainer, cluster={"nodes": 9, "sbatch": {"time": "3"}})
+    assert [problem.split(" ")[0] for problem in caught.value.problems] == [
+        "cluster.sbatch.time",
+        "trainer.target:",
+        "cluster.nodes=9:",
+    ]
+    assert "sbatch" not in slurm.programs()
+    config = Config(trainer=trainer, cluster=ClusterConfig(sbatch={"time": "3"}))
+    with pytest.raises(
+        ConfigError, match=r"2 mistakes\n  - cluster\.sbatch\.time repeats a key .*\n  - trainer\.target: "
+    ):
+        check_config(config, tmp_path)
+    check_config(Config(), tmp_path)
+    config = Config(trainer=trainer, cluster=ClusterConfig(shared_runs=True))
+    assert check_submission(config, {}, None, missing_data="", force=False)[0] == [], "an existing run has its own code"
+
+
+@pytest.mark.processes
+def test_warnings(slurm: FakeCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", "main")
+    save = tmp_path / "runs" / "exp" / "before" / "checkpoints" / "step-00000010"
+    save.mkdir(parents=True)
+    write_json(save / "manifest.json", {"write_s": 70.4})
+    warnings, _ = check(tmp_path, missing_data="mnist was not found in /data")
+    assert warnings == [
+        "cluster.signal_lead_s=120: run before needed 70 s for a checkpoint: set at least twice that,"
+        " cluster.signal_lead_s=141",
+        "mnist was not found in /data: the nodes will download it if they have internet access",
+        "SBATCH_PARTITION in your environment overrides the batch script: unset what you do not need",
+    ]
+
+
+@pytest.mark.processes
+def test_ranks_with_the_python_of_the_submission_need_its_torch(
+    slurm: FakeCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide_torch(monkeypatch)
+    with pytest.raises(ConfigError, match=r"^trainer\.target=ddp needs torch, .* or set container\.image or cluster"):
+        check(tmp_path)
+    (forced,) = check(tmp_path, force=True)[0]
+    (provided,) = check(tmp_path, cluster={"setup": ["module load pytorch"]})[0]
+    assert forced == provided
+    assert check(tmp_path, cluster={"env": {"PYTHONPATH": str(fake_torch(tmp_path))}})[0] == []
+
+
+def fake_torch(folder: Path) -> Path:
+    """Return a folder with a package torch."""
+    (folder / "packages" / "torch").mkdir(parents=True)
+    (folder / "packages" / "torch" / "__init__.py").touch()
+    return folder / "packages"
+
+
+@pytest.mark.processes
+def test_script_needs_no_dataset(slurm: FakeCommands, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    trainer = TrainerConfig(script=[str(script)])
+    assert check(tmp_path, missing_data="none", trainer=trainer, data=DataConfig(download=False))[0] == []
+
+
+@pytest.mark.processes
+def test_only_sbatch_checks_the_request_if_queries_fail(slurm: FakeCommands, tmp_path: Path) -> None:
+    slurm.add_script("scontrol", "exit 1")
+    assert check(tmp_path, cluster={"partition": "nowhere", "nodes": 9}) == ([], "the job would start at noon")
+
+
+@pytest.mark.processes
+def test_error_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        UserMistake, match=r"^sbatch is not installed here: submit from a login node, or show .* --dry-run$"
+    ):
+        check(tmp_path)
+
+
+@pytest.mark.processes
+def test_longest_save_of_an_experiment(tmp_path: Path) -> None:
+    assert longest_save(tmp_path) == (0.0, "")
+    for name, content in (("old", {"step": 1}), ("a", {"write_s": 1.5}), ("b", {"write_s": 12.0})):
+        folder = tmp_path / name / "checkpoints" / "step-00000001"
+        folder.mkdir(parents=True)
+        write_json(folder / "manifest.json", content)
+    assert longest_save(tmp_path) == (12.0, "b")
+
+
+@pytest.mark.processes
+def test_requests_of_roles_are_checked(slurm: FakeCommands, tmp_path: Path) -> None:
+    roles = {
+        "server": RoleRequest(partition="mian"),
+        "worker": RoleRequest(nodes=2, gpus_per_node=9, sbatch={"nodes": "3"}),
+    }
+    with pytest.raises(ConfigError) as caught:
+        check(tmp_path, roles={"server": 1, "worker": 4}, cluster={"roles": roles})
+    assert caught.value.problems[1:3] == (
+        "cluster.partition=mian: no such partition, did you mean 'main'?",
+        "cluster.gpus_per_node=9: partition main offers at most 2 GPUs per node: lower it or choose another",
+    )
+    assert caught.value.problems[0].startswith("cluster.sbatch.nodes")
+
+
+@pytest.mark.processes
+def test_secrets_in_the_batch_script_or_a_command_line_are_rejected(slurm: FakeCommands, tmp_path: Path) -> None:
+    config = Config(
+        runs_dir=str(tmp_path),
+        cluster=ClusterConfig(
+            setup=["export HF_TOKEN=s3cret", "export B_TOKEN=$(cat ~/.token)"],
+            srun={"export": "ALL,WANDB_API_KEY=s3cret"},
+            env={"FINE_TOKEN": "s3cret"},
+        ),
+        container=ContainerConfig(runtime="podman", image="i", extra_args=["--env=A_KEY=s3cret"]),
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_config(config, tmp_path)
+    assert [line.partition(" holds a secret, which other users")[0] for line in caught.value.problems] == [
+        "cluster.srun.export",
+        "cluster.setup",
+        "container.extra_args",
+    ]
+    assert "s3cret" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        check_submission(config, {}, tmp_path, missing_data="", force=True)
+    assert len(caught.value.problems) == 3
+    assert slurm.calls() == []  # no program was started with the secret in its arguments
+    assert "pass it as an environment variable, such as cluster.env.MY_TOKEN='${oc.env:MY_TOKEN}'" in str(caught.value)
+
+
+# --- Comparison of requests with partitions: each problem is one line with key, value and fix.
+
+
+BIG = NodeGroup(partition="gpu", num_nodes=2, cpus=64, memory_mb=256000, gpus=4, usable=True, names="n[1-2]")
+SMALL = NodeGroup(partition="gpu", num_nodes=2, cpus=16, memory_mb=64000, gpus=0, usable=True, names="n[3-4]")
+GPU = Partition(name="gpu", facts={"Default": "YES", "State": "UP"}, nodes=(BIG, SMALL))
+FITTING: dict[str, Any] = {"nodes": 2, "tasks_per_node": 4, "cpus_per_task": 8, "gpus_per_node": 4, "mem": "200G"}
+
+
+def found(partition: Partition = GPU, **cluster: Any) -> Findings:
+    findings = Findings()
+    check_partitions(ClusterConfig(**cluster), [partition], findings)
+    return findings
+
+
+def of(**facts: str) -> Partition:
+    return replace(GPU, facts={**GPU.facts, **facts})
+
+
+def test_valid_request() -> None:
+    assert found(**FITTING) == Findings()
+    assert found(nodes=4) == Findings()
+    assert found(nodes=9, min_nodes=4) == Findings(), "Slurm starts the job with four of up to nine nodes"
+
+
+@pytest.mark.parametrize(
+    ("facts", "cluster", "line"),
+    [
+        ({}, {"nodes": 5}, "cluster.nodes=5: partition gpu has 4: lower it or choose another"),
+        (
+            {},
+            {"nodes": 4, "spare_nodes": 1},
+            "cluster.nodes=4 and cluster.spare_nodes=1: partition gpu has 4: lower it or choose another",
+        ),
+        ({}, {"nodes": 9, "min_nodes": 5}, "cluster.min_nodes=5: partition gpu has 4: lower it or choose another"),
+        (
+            {"MaxNodes": "2"},
+            {"nodes": 3},
+            "cluster.nodes=3: partition gpu allows 2 per job: lower it or choose another",
+        ),
+        ({"MinNodes": "2"}, {}, "cluster.nodes=1: partition gpu requires at least 2: raise it or choose another"),
+        (
+            {"MaxTime": "00:30:00"},
+            {},
+            "cluster.time_limit_min=60: partition gpu allows 30: lower it; a longer run saves, requeues"
+            " itself and continues",
+        ),
+        (
+            {},
+            {"tasks_per_node": 13, "cpus_per_task": 5},
+            "cluster.tasks_per_node=13 × cluster.cpus_per_task=5: partition gpu offers at most 64 cores per node:"
+            " lower it or choose another",
+        ),
+        (
+            {"MaxCPUsPerNode": "8"},
+            {"cpus_per_task": 9},
+            "cluster.tasks_per_node=1 × cluster.cpus_per_task=9: partition gpu offers at most 8 cores per node:"
+            " lower it or choose another",
+        ),
+        (
+            {},
+            {"gpus_per_node": 5},
+            "cluster.gpus_per_node=5: partition gpu offers at most 4 GPUs per node: lower it or choose another",
+        ),
+        (
+            {"MaxMemPerNode": "1000"},
+            {"mem": "2G"},
+            "cluster.mem=2G: partition gpu offers at most 1000 MiB per node: lower it or choose another",
+        ),
+        ({}, {"mem": "lots"}, "cluster.mem=lots is not a memory size: write 64G, or MiB without a unit"),
+        (
+            {},
+            {"nodes": 3, "gpus_per_node": 1},
+            "cluster.nodes=3: 2 nodes of partition gpu have the requested hardware: lower the number or the request",
+        ),
+        ({"State": "DRAIN"}, {}, "cluster.partition=gpu accepts no jobs (state DRAIN): choose another"),
+        ({"AllowAccounts": "ada"}, {"account": "eve"}, "cluster.account=eve may not use partition gpu: use ada"),
+        ({"DenyQos": "long"}, {"qos": "long"}, "cluster.qos=long may not use partition gpu: choose another"),
+    ],
+)
+def test_impossible_request_is_an_error(facts: dict[str, str], cluster: dict[str, Any], line: str) -> None:
+    assert found(of(**facts), **cluster) == Findings(errors=[line])
+
+
+@pytest.mark.parametrize(
+    ("partition", "cluster", "line"),
+    [
+        (of(State="DOWN"), {}, "cluster.partition=gpu starts no jobs (state DOWN): the run will wait"),
+        (
+            replace(GPU, nodes=(replace(BIG, usable=False), SMALL)),
+            {"nodes": 3},
+            "only 2 of the 4 matching nodes of gpu are up: the run will wait",
+        ),
+        (
+            of(DefMemPerCPU="100"),
+            {"cpus_per_task": 2},
+            "cluster.mem is not set, and the default of partition gpu is only 200 MiB per node",
+        ),
+    ],
+)
+def test_doubtful_request_is_a_warning(partition: Partition, cluster: dict[str, Any], line: str) -> None:
+    assert found(partition, **cluster) == Findings(warnings=[line])
+
+
+def test_all_errors_are_reported_at_once() -> None:
+    assert len(found(of(MaxTime="00:30:00"), nodes=9, gpus_per_node=9, mem="900G", cpus_per_task=99).errors) == 5
+
+
+def test_partition_without_visible_nodes_is_not_checked() -> None:
+    assert found(replace(GPU, nodes=()), **FITTING) == Findings()
+
+
+def test_partition_reserved_for_groups_or_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    monkeypatch.setattr(submit_checks, "_own_groups", lambda: ["users"])
+    assert found(of(AllowGroups="users,staff")) == Findings()
+    (line,) = found(of(AllowGroups="staff")).errors
+    assert line == "cluster.partition=gpu is reserved for groups staff, and you are in none of them: choose another"
+    assert found(of(RootOnly="YES")).errors == ["cluster.partition=gpu is reserved for root: choose another"]
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    assert found(of(AllowGroups="staff", RootOnly="YES")) == Findings()
+
+
+def test_current_user_has_groups() -> None:
+    assert submit_checks._own_groups()
+
+
+def test_requested_partitions_default_and_unknown_names() -> None:
+    findings = Findings()
+    other = replace(GPU, name="other", facts={})
+    assert requested_partitions(ClusterConfig(), [other, GPU], findings) == [GPU]
+    assert requested_partitions(ClusterConfig(partition="other,gpu"), [other, GPU], findings) == [other, GPU]
+    assert findings == Findings()
+    assert requested_partitions(ClusterConfig(partition="ohter"), [other, GPU], findings) == []
+    assert requested_partitions(ClusterConfig(partition="cpu-long"), [other, GPU], findings) == []
+    assert findings.errors == [
+        "cluster.partition=ohter: no such partition, did you mean 'other'?",
+        "cluster.partition=cpu-long: no such partition, the cluster has gpu, other",
+    ]
+
+
+def test_request_must_fit_one_of_several_partitions() -> None:
+    tight = of(MaxTime="00:30:00", MaxNodes="1")
+    findings = Findings()
+    check_partitions(ClusterConfig(nodes=2), [tight, GPU], findings)
+    assert findings == Findings()
+    check_partitions(ClusterConfig(nodes=2), [tight, of(MaxNodes="1")], findings)
+    assert findings.errors == ["cluster.nodes=2: partition gpu allows 1 per job: lower it or choose another"]
+
+
+# --- The check that the nodes can see the runs folder.
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "lustre", "gpfs", "beegfs", "fuse.juicefs", ""])
+def test_network_and_unknown_file_systems_count_as_shared(kind: str) -> None:
+    assert runs_dir_problems(Path("/tmp/runs"), kind, {"n1", "n2"}, "login") == ([], [])
+
+
+def test_temporary_and_memory_file_systems_are_errors() -> None:
+    errors, warnings = runs_dir_problems(Path("/tmp/runs"), "ext4", {"n1"}, "login")
+    assert warnings == []
+    assert errors == [
+        "runs_dir=/tmp/runs: each machine has its own /tmp, and the nodes would not see the run folder:"
+        " set runs_dir (or HPCDIST_RUNS_DIR) to a folder on a shared file system"
+    ]
+    (line,), _ = runs_dir_problems(Path("/scratch"), "tmpfs", {"n1"}, "login")
+    assert line.startswith("runs_dir=/scratch: tmpfs is in this machine's memory, and the nodes ")
+
+
+def test_local_disk_that_may_be_exported_is_a_warning() -> None:
+    errors, warnings = runs_dir_problems(Path("/home/ada/runs"), "xfs", {"n1"}, "login")
+    assert errors == []
+    assert warnings == [
+        "runs_dir=/home/ada/runs is on xfs, a file system of this machine: the nodes must see it under the same path;"
+        " if they do, set cluster.shared_runs=true"
+    ]
+
+
+def test_any_folder_is_valid_if_this_machine_is_the_only_node() -> None:
+    assert runs_dir_problems(Path("/tmp/runs"), "ext4", {"login"}, "login") == ([], [])

@@ -1,0 +1,647 @@
+"""Stack traces of hung ranks, collected from their processes by py-spy or from their logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from forked_scene import HELD, SOON_S, Scene, wait_for_fork
+from hung_ranks import hung_ranks
+from named_pipe import NamedPipe
+
+from hpcdist.host.files import read_json
+from hpcdist.rank import processes
+from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.supervisor import hang as collect_module
+from hpcdist.supervisor import hang_node
+from hpcdist.supervisor.hang import MAX_RANKS, busy_ranks, collect, read_activities, summarize
+from hpcdist.supervisor.hang_node import (
+    Calls,
+    Frame,
+    ProcessState,
+    RankSnapshot,
+    find_ranks,
+    location_of,
+    parse_faulthandler,
+    parse_py_spy,
+    py_spy,
+    state_of,
+)
+from hpcdist.supervisor.launcher import Guard
+
+NOT_ALLOWED = """#!/bin/sh
+printf 'Error: Failed to get process executable\\n\\nCaused by:\\n    Permission denied (os error 13)\\n' >&2
+exit 1
+"""
+
+
+def not_interrupted() -> bool:
+    return False
+
+
+@pytest.fixture
+def attempt(runs_dir: Path) -> Attempt:
+    return RunDir.create(runs_dir / "exp" / "run").new_attempt()
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    end = time.monotonic() + 10
+    while (facts := state_of(pid)) is None or facts.state != "T":
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.processes
+def test_faulthandler_stacks_are_used_if_py_spy_is_not_permitted(
+    attempt: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with yama's ptrace_scope, or in a container without the capability."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "py-spy").write_text(NOT_ALLOWED)
+    (tmp_path / "bin" / "py-spy").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    with hung_ranks(attempt, tmp_path, 4) as ranks:
+        processes = find_ranks(attempt.path.parent.parent, attempt.number)
+        assert [process.rank for process in processes] == [0, 1, 2, 3], "ranks without their forked children"
+        assert [len(process.children) for process in processes] == [0, 1, 0, 0]
+        assert find_ranks(attempt.path.parent.parent, 2) == []
+        assert find_ranks(attempt.path.parent, attempt.number) == []
+        summary = collect(attempt, ranks, limit_s=20, interrupted=not_interrupted)
+        assert ranks.running == [0, 1, 2, 3], "no rank was killed"
+    assert summary is not None
+    assert summary.suspects == (1,)
+    assert summary.odd_first == (1, 0, 2, 3)
+    assert summary.pending_s[0] > 3600, "since the call that the record shows"
+    assert summary.pending_s[1] == 0
+    assert summary.sentence.startswith("rank 1 differs from the others: in compute (worker.py:")
+    assert "; ranks 0, 2-3 in wait (threading.py:" in summary.sentence
+    assert summary.sentence.endswith(
+        "rank 1 has not called gloo all_reduce [2] (number 7 of the default group), which ranks 0, 2-3 wait in"
+    )
+    assert attempt.stacks_summary.read_text() == summary.text
+    assert "connections closed by the other side" in summary.text
+    busy = attempt.stacks(1).read_text()
+    assert busy.startswith(f"rank 1 on {os.uname().nodename}, process {processes[1].pid}: state R (running)")
+    assert "py-spy could not read the process: Permission denied (os error 13)" in busy
+    assert "stacks by faulthandler:\n\nThread 0x" in busy
+    assert "in _write_at_signals" in busy, "stacks of all threads"
+    assert float(busy.split(" s of CPU in ")[0].rpartition(" ")[2]) > 0
+    for rank in range(4):
+        record = read_json(attempt.flight(rank)) or {}
+        assert set(record["recorders"]) == {"gloo", "nccl"}
+        # Arguments that torch's trace analyzer needs; a real dump would need a GPU.
+        assert (attempt.path / f"flight-rank-{rank}").read_text() == "(True, True, False)"
+    left = {path.name for path in attempt.path.iterdir()}
+    assert not [name for name in left if name.startswith("node-") or name == "stacks.log"], left
+
+
+@pytest.mark.processes
+def test_activity_shows_the_rank_that_computes_without_a_signal(attempt: Attempt, tmp_path: Path) -> None:
+    with hung_ranks(attempt, tmp_path, 2) as ranks:
+        before = after = read_activities(attempt, ranks, limit_s=60, interrupted=not_interrupted)
+        assert set(before) == {0, 1}
+        end = time.monotonic() + 60
+        while after[1].cpu_s < before[1].cpu_s + 0.5 and time.monotonic() < end:
+            after = read_activities(attempt, ranks, limit_s=60, interrupted=not_interrupted)
+        since = {rank: one._replace(time=after[rank].time - 1.0) for rank, one in before.items()}
+        assert busy_ranks(since, after) == {1}
+        assert busy_ranks({}, after) == set(), "unknown"
+        assert busy_ranks({}, {0: after[0]._replace(on_gpu=True)}) == {0}
+    assert "Current thread" not in attempt.log(0).read_text()
+    assert not list(attempt.path.glob("activity*"))
+
+
+def test_activity_is_unknown_without_an_answer(attempt: Attempt, caplog: pytest.LogCaptureFixture) -> None:
+    class Silent:
+        def examine(self, command: list[str], **_: object) -> None: ...
+
+    assert read_activities(attempt, Silent(), limit_s=5, interrupted=not_interrupted) == {}  # type: ignore[arg-type]
+    assert "the CPU time of the ranks is unknown: " in caplog.text
+
+
+@pytest.mark.processes
+def test_py_spy_reads_the_stack_of_a_stopped_rank(
+    attempt: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if py_spy(os.environ) is None:
+        pytest.skip("py-spy is not installed; `make install` brings it")
+    with hung_ranks(attempt, tmp_path, 3) as ranks:
+        processes = find_ranks(attempt.path.parent.parent, attempt.number)
+        stop(processes[2].pid)
+        summary = collect(attempt, ranks, limit_s=20, interrupted=not_interrupted)
+        # A stopped rank cannot print its stacks, so this must return without a wait for them.
+        monkeypatch.setattr(hang_node, "PRINT_S", 10_000.0)
+        snapshots = hang_node.take_snapshots(processes, attempt, "n1", time.monotonic() + 10_000)
+        assert [snapshot.process.state for snapshot in snapshots] == ["S", "R", "T"]
+    assert summary is not None
+    assert summary.suspects == (2,)
+    assert summary.sentence.startswith(
+        "rank 2 differs from the others: state T (stopped) at Condition.wait (threading.py:"
+    )
+    stopped = attempt.stacks(2).read_text()
+    assert ": state T (stopped), in " in stopped
+    assert "stacks by py-spy:\n\nProcess" in stopped
+    assert "    train (" in stopped
+    assert "wait_for_work" in attempt.stacks(1).read_text(), "stack of the child process"
+    assert not attempt.flight(2).exists()
+
+
+@pytest.mark.processes
+def test_stacks_are_in_the_logs_if_the_command_fails_on_all_nodes(attempt: Attempt, tmp_path: Path) -> None:
+    class FailingExamine:
+        def __init__(self, ranks: object) -> None:
+            self.ranks = ranks
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.ranks, name)
+
+        def examine(self, command: list[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
+            output.write_text("srun: error: Unable to create step\n")
+
+    with hung_ranks(attempt, tmp_path, 2) as ranks:
+        assert collect(attempt, FailingExamine(ranks), limit_s=20, interrupted=not_interrupted) is None  # type: ignore[arg-type]
+        assert "Current thread" in attempt.log(0).read_text()
+    assert (attempt.path / "stacks.log").read_text() == "srun: error: Unable to create step\n"
+    assert not attempt.stacks_summary.exists()
+
+
+def test_full_disk_during_the_collection_is_logged(attempt: Attempt, caplog: pytest.LogCaptureFixture) -> None:
+    class FullDisk:
+        running = (0,)
+
+        def signal(self, number: int) -> None: ...
+
+        def examine(self, command: list[str], **_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+    assert collect(attempt, FullDisk(), limit_s=5, interrupted=not_interrupted) is None  # type: ignore[arg-type]
+    assert "stack traces cannot be collected in " in caplog.text
+    assert "No space left on device" in caplog.text
+
+
+def test_files_of_at_most_max_ranks_are_kept_suspects_first(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The summary covers all ranks."""
+
+    class RanksOnTwoNodes:
+        running: tuple[int, ...] = tuple(range(8))
+
+        def host_of(self, rank: int) -> str:
+            return "n9"
+
+        def signal(self, number: int) -> None: ...
+
+        def wait(self, timeout_s: float) -> None:
+            time.sleep(timeout_s)
+
+        def examine(self, command: list[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
+            assert [sys.executable, "-P", "-m", "hpcdist.supervisor.hang_node", str(attempt.path)] == command[:-1]
+            facts = {"state": "S", "wchan": "", "threads": 1, "cpu_s": 0.0, "half_closed": []}
+            for number in range(2):
+                snapshots = []
+                for rank in range(3 * number, 3 * number + 3):
+                    frames = [["wait", "/me/net.py", 9 if rank == 4 else 3]]
+                    snapshot = {"rank": rank, "host": f"n{number}", "pid": 1, "frames": frames, "text": "t"}
+                    more = {"source": "py-spy", "problem": "", "calls": [], "process": facts, "cpu_s": 0, "over_s": 1}
+                    snapshots.append({**snapshot, **more})
+                    attempt.flight(rank).write_text("{}")
+                attempt.node_stacks(f"n{number}").write_text(json.dumps({"ranks": snapshots}))
+
+    monkeypatch.setattr(collect_module, "MAX_RANKS", 3)
+    summary = collect(attempt, RanksOnTwoNodes(), limit_s=5, interrupted=not_interrupted)  # type: ignore[arg-type]
+    assert summary is not None
+    assert (summary.suspects, summary.odd_first) == ((4,), (4, 0, 1, 2, 3, 5))
+    assert "no snapshot of ranks 6-7 (n9)" in summary.sentence
+    assert sorted(path.name for path in attempt.path.glob("*stacks*")) == [
+        "rank-00000.stacks.txt",
+        "rank-00001.stacks.txt",
+        "rank-00004.stacks.txt",
+        "stacks.txt",
+    ]
+    assert [rank for rank in range(6) if attempt.flight(rank).exists()] == [0, 1, 4]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ending", ["limit", "interrupted"])
+def test_command_on_a_node_is_killed_with_its_children(ending: str, tmp_path: Path) -> None:
+    guard = Guard()
+    try:
+        pids = tmp_path / "pids"
+        # Ignores SIGTERM, and has a child.
+        script = f"trap '' TERM; sleep 1000 & echo $! $$ > {pids}.partial; mv {pids}.partial {pids}; wait"
+        guard.run(
+            ["sh", "-c", script],
+            env=os.environ,
+            cwd=tmp_path,
+            output=tmp_path / "output",
+            limit_s=1.0 if ending == "limit" else 1000,
+            interrupted=pids.exists if ending == "interrupted" else not_interrupted,
+        )
+        for pid in map(int, pids.read_text().split()):
+            end = time.monotonic() + 10
+            while (facts := state_of(pid)) is not None and facts.state != "Z":
+                assert time.monotonic() < end, f"process {pid} is alive"
+                time.sleep(0.01)
+    finally:
+        guard.close()
+
+
+def test_py_spy_is_found_in_path_or_beside_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("path", "beside"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "py-spy").write_text("")
+        (tmp_path / name / "py-spy").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "beside" / "python"))
+    assert py_spy({"PATH": str(tmp_path / "path")}) == str(tmp_path / "path" / "py-spy")
+    assert py_spy({"PATH": str(tmp_path)}) == str(tmp_path / "beside" / "py-spy")
+    shutil.rmtree(tmp_path / "beside")
+    assert py_spy({"PATH": str(tmp_path)}) is None
+
+
+# --- Summary of a hang: groups of ranks by location, suspects, and its text.
+
+
+WAITS = (Frame("all_reduce", "/v/lib/python3.11/site-packages/torch/c10d.py", 41), Frame("train", "/me/ddp.py", 190))
+LOADS = (Frame("read", "/v/lib/python3.11/queue.py", 7), Frame("load", "/me/loading.py", 44))
+OTHER = (Frame("sleep", "/me/net.py", 3),)
+
+
+def snapshot(rank: int, frames: tuple[Frame, ...] = WAITS, *, state: str = "S", **changes: Any) -> RankSnapshot:
+    facts = ProcessState(state=state, wchan="futex_wait_queue", threads=9, cpu_s=70.0, half_closed=())
+    values: dict[str, Any] = {"host": f"n{rank // 4}", "pid": 100 + rank, "source": "py-spy", "text": "stack\n"}
+    values |= {"cpu_s": 0.02, "over_s": 1.0}
+    return RankSnapshot(rank=rank, frames=frames, process=facts, **{**values, **changes})
+
+
+def calls(last: int, *pending: int) -> tuple[Calls, ...]:
+    waits = tuple((number, "all_reduce [2]") for number in pending)
+    return (Calls(backend="gloo", group="0", last=last, operation="all_reduce [2]", pending=waits),)
+
+
+def test_single_rank_at_another_location_is_the_suspect() -> None:
+    summary = summarize([snapshot(rank, LOADS if rank == 7 else WAITS) for rank in range(512)], {})
+    assert summary.sentence == (
+        "rank 7 differs from the others: in read (queue.py:7), called by load (loading.py:44);"
+        " ranks 0-6, 8-511 in all_reduce (torch/c10d.py:41), called by train (ddp.py:190)"
+    )
+    assert summary.suspects == (7,)
+    assert summary.odd_first[:3] == (7, 0, 1)
+    assert len(summary.odd_first) == 512
+    lines = summary.text.splitlines()
+    assert lines[0] == summary.sentence
+    assert "      1  rank 7: in read (queue.py:7), called by load (loading.py:44)" in lines
+    assert "  rank 7 on n1: state S (sleeping), in futex_wait_queue, 9 threads, 0.02 s of CPU in 1.0 s" in lines
+    assert f"  and {512 - MAX_RANKS} more" in lines
+    assert len(lines) < MAX_RANKS + 20, "the table is limited"
+
+
+def test_no_suspect_if_all_locations_differ() -> None:
+    snapshots = [snapshot(rank, (Frame("f", f"/me/a{rank}.py", 1),)) for rank in range(500)]
+    summary = summarize(snapshots, {})
+    assert summary.suspects == ()
+    assert summary.sentence == (
+        "rank 0 in f (a0.py:1); rank 1 in f (a1.py:1); rank 2 in f (a2.py:1); and 497 more locations"
+    )
+    assert f"  and {500 - MAX_RANKS} more locations" in summary.text.splitlines()
+
+
+def test_no_suspect_if_all_locations_are_equal() -> None:
+    summary = summarize([snapshot(rank) for rank in range(4)], {})
+    assert summary.sentence == "all ranks are in all_reduce (torch/c10d.py:41), called by train (ddp.py:190)"
+    assert summary.suspects == ()
+    assert summarize([snapshot(0)], {}).sentence.startswith("rank 0 is in all_reduce")
+
+
+@pytest.mark.parametrize(
+    ("others", "suspects"),
+    [
+        ({1: OTHER}, ()),
+        ({2: LOADS}, (2,)),
+        ({2: LOADS, 3: OTHER}, ()),
+        ({6: LOADS, 7: OTHER}, (6, 7)),
+        ({4: LOADS, 5: LOADS, 6: LOADS, 7: LOADS}, ()),
+    ],
+    ids=["one of two", "one of three", "two of four", "two of eight", "half of them"],
+)
+def test_small_minority_is_suspected(others: dict[int, tuple[Frame, ...]], suspects: tuple[int, ...]) -> None:
+    snapshots = [snapshot(rank, others.get(rank, WAITS)) for rank in range(max(others) + 1)]
+    summary = summarize(snapshots, {})
+    assert summary.suspects == suspects
+    for rank, frames in others.items():
+        assert frames[0].function in summary.sentence, rank
+
+
+def test_computing_ranks_are_grouped_by_lines_of_user_code() -> None:
+    """Each rank is in another line of a library."""
+    snapshots = [
+        snapshot(
+            rank, (Frame("f", "/v/lib/python3.11/a.py", rank), Frame("train", "/me/net.py", 8 + (rank == 5))), state="R"
+        )
+        for rank in range(6)
+    ]
+    summary = summarize(snapshots, {})
+    assert summary.suspects == (5,)
+    assert summary.sentence.startswith(
+        "rank 5 differs from the others: in train (net.py:9); ranks 0-4 in train (net.py:8); "
+    )
+    assert summary.sentence.endswith("; ranks 0-5 get at most 2% of a core: other processes use their CPUs")
+    assert "of a core" not in summarize([snapshot(0, state="R", cpu_s=0.9), snapshot(1, state="R", cpu_s=0.8)], {}).text
+    assert "of a core" not in summarize([snapshot(0, state="R"), snapshot(1)], {}).text
+
+
+def test_stopped_process_is_suspected_regardless_of_its_stack() -> None:
+    summary = summarize([snapshot(0), snapshot(1, state="T"), snapshot(2, ())], {})
+    assert summary.suspects == (1,)
+    assert summary.sentence.startswith(
+        "rank 1 differs from the others: state T (stopped) at all_reduce (torch/c10d.py:41), called by train"
+    )
+    assert "rank 2 no stack, state S (sleeping)" in summary.sentence
+
+
+def test_rank_that_has_not_called_the_collective_is_suspected() -> None:
+    snapshots = [snapshot(0, calls=calls(8, 7, 8)), snapshot(1, LOADS, calls=calls(6))]
+    summary = summarize(snapshots, {})
+    assert summary.suspects == (1,)
+    assert summary.sentence.endswith(
+        "rank 1 has not called gloo all_reduce [2] (number 7 of the default group), which rank 0 waits in"
+    )
+    # A rank that waits in a collective of another group is no suspect.
+    waits_elsewhere = (
+        *calls(6),
+        Calls(backend="gloo", group="1", last=2, operation="barrier", pending=((2, "barrier"),)),
+    )
+    snapshots[1] = snapshot(1, LOADS, calls=waits_elsewhere)
+    assert summarize(snapshots, {}).suspects == ()
+
+
+def test_ranks_without_snapshot_are_listed() -> None:
+    summary = summarize([snapshot(rank) for rank in range(4)], {rank: f"n{rank // 2}" for rank in range(4, 12)})
+    assert summary.sentence.startswith("ranks 0-3 are in all_reduce (torch/c10d.py:41), ")
+    assert summary.sentence.endswith("; no snapshot of ranks 4-11 (n2, n3, n4 and 1 more)")
+    assert "no snapshot of ranks 4-11 (n2, n3, n4 and 1 more)" in summary.text.splitlines()
+
+
+def test_snapshot_survives_json_and_its_text_is_complete() -> None:
+    facts = ProcessState(state="R", wchan="", threads=3, cpu_s=1.0, half_closed=("10.88.0.3:29500",))
+    found = snapshot(2, problem="py-spy could not read the process: EPERM", calls=calls(8, 7))
+    found = replace(found, process=facts)
+    assert RankSnapshot.from_json(json.loads(json.dumps(asdict(found)))) == found
+    assert found.whole_text().splitlines() == [
+        "rank 2 on n0, process 102: state R (running), 3 threads, 0.02 s of CPU in 1.0 s",
+        "TCP connections closed by the peer: 10.88.0.3:29500",
+        "flight recorder, gloo, the default group: waits in all_reduce [2] (7)",
+        "py-spy could not read the process: EPERM",
+        "stacks by py-spy:",
+        "",
+        "stack",
+    ]
+    assert "no stack could be read" in snapshot(2, (), text="").whole_text()
+
+
+# --- Ranks that a parent process forks have what started ranks have.
+
+
+#: All tests of this file may start processes.
+
+
+@pytest.mark.processes
+def test_exit_codes_and_signals_are_those_of_the_ranks(scene: Scene) -> None:
+    """A rank that is killed does not affect the parent, which also forks the next attempt."""
+    assert scene.finish("import sys; sys.exit(5)", "import os; os.kill(os.getpid(), 9)")[1] == {0: 5, 1: -9}
+    (parent,) = scene.parents()
+    code = "import os; assert os.getppid() == {}; os.kill(os.getpid(), {})"
+    assert scene.finish(code.format(parent, "15"), code.format(parent, "10"))[1] == {0: -15, 1: -10}
+    assert scene.finish("raise ValueError('of the rank')", "pass")[1] == {0: 1, 1: 0}
+    assert scene.parents() == [parent]
+
+
+REPORT = """
+import json, os, signal, sys
+print(json.dumps({
+    "env": dict(os.environ), "cwd": os.getcwd(), "argv": sys.argv, "orig_argv": sys.orig_argv[1:],
+    "pid": os.getpid(), "session": os.getsid(0), "group": os.getpgid(0), "input": os.read(0, 9).decode(),
+    "files": sorted(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task")),
+    "handlers": {name: str(signal.getsignal(getattr(signal, name))) for name in ("SIGTERM", "SIGINT", "SIGHUP")},
+    "mask": len(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+}))
+print("error", file=sys.stderr)
+"""
+
+
+@pytest.mark.processes
+def test_forked_rank_has_what_a_started_one_has(scene: Scene) -> None:
+    """Environment, folder, log, session, signals and descriptors equal those of ranks that a command starts."""
+    forked_attempt, exits = scene.finish(REPORT, REPORT)
+    assert exits == {0: 0, 1: 0}
+    scene.launcher._fork = False
+    scene.launcher._close_parent()
+    started_attempt, exits = scene.finish(REPORT, REPORT)
+    assert exits == {0: 0, 1: 0}
+    for rank in range(2):
+        reports = []
+        for attempt in (forked_attempt, started_attempt):
+            line, *others = attempt.log(rank).read_text().splitlines()
+            assert others == ["error"]
+            report = json.loads(line)
+            assert report["env"].pop("HPCDIST_RANK") == str(rank)
+            assert report["env"].pop("HPCDIST_ATTEMPT") == str(attempt.number)
+            report["env"].pop("HPCDIST_MASTER_PORT")
+            pid = report.pop("pid")
+            assert (pid, pid) == (report.pop("session"), report.pop("group"))
+            reports.append(report)
+        assert reports[0] == reports[1]
+        assert reports[0]["env"]["INHERITED"] == "as it was"
+
+
+@pytest.mark.processes
+def test_ps_shows_the_rank_but_not_its_parent(scene: Scene, pipe: NamedPipe) -> None:
+    code = HELD.format(pipe=str(pipe.path))
+    attempt, ranks = scene.start(code, code)
+    try:
+        wait_for_fork(ranks, pipe)
+        found = find_ranks(scene.run.path, attempt.number)
+        assert [(process.rank, process.pid) for process in found] == [
+            (rank, process.pid) for rank, process in enumerate(ranks._processes)
+        ]
+        env = psutil.Process(found[1].pid).environ()
+        assert (env["HPCDIST_RANK"], env["INHERITED"]) == ("1", "as it was")
+    finally:
+        ranks.close()
+    assert ranks.exits == {0: -9, 1: -9}
+    assert pipe.is_released(SOON_S)
+
+
+@pytest.mark.processes
+def test_shown_variables_may_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then they are not shown, because they would overwrite other memory."""
+    overwritten: list[bytes] = []
+    monkeypatch.setattr(processes, "_overwrite", lambda start, end, old, new: overwritten.append(new))
+    processes.show_variables({"HPCDIST_JOB_ID": "x" * processes.SPACE_BYTES})
+    assert overwritten == []
+    processes.show_variables({"HPCDIST_JOB_ID": "x" * 100})
+    (new,) = overwritten
+    assert len(new) == len(processes.SPACE) + 1 + processes.SPACE_BYTES
+
+
+@pytest.mark.processes
+def test_signals_reach_forked_ranks(scene: Scene, pipe: NamedPipe) -> None:
+    code = HELD.format(pipe=str(pipe.path))
+    _, ranks = scene.start(code, code)
+    try:
+        wait_for_fork(ranks, pipe)
+        ranks.signal(signal.SIGTERM)
+        while ranks.running:
+            ranks.wait(SOON_S)
+        assert ranks.exits == {0: -15, 1: -15}
+    finally:
+        ranks.close()
+
+
+@pytest.mark.processes
+def test_stop_before_the_ranks_are_forked(scene: Scene) -> None:
+    """A signal ends ranks that are being started, whatever their parent is doing."""
+    _, ranks = scene.start("pass", "pass")
+    assert (ranks.running, ranks.absent(), ranks._processes) == ([0, 1], [], [])
+    ranks.signal(signal.SIGUSR1)
+    assert ranks.running == [0, 1]
+    ranks.signal(signal.SIGTERM)
+    assert (ranks.running, ranks.exits) == ([], {0: -15, 1: -15})
+    ranks.close()
+    _, ranks = scene.start("pass", "pass")
+    ranks.close()
+    assert ranks.exits == {0: -9, 1: -9}
+
+
+@pytest.mark.processes
+def test_parent_imports_for_a_restart_what_the_first_ranks_have_imported(scene: Scene, tmp_path: Path) -> None:
+    module = "hpcdist.rank.step_timing"
+    (tmp_path / "code" / "hpcdist" / "rank" / "step_timing.py").touch()
+    code = f"import sys; sys.exit({module!r} in sys.modules)"
+    assert scene.finish(code, code)[1] == {0: 0, 1: 0}
+    assert scene.finish(code, code)[1] == {0: 1, 1: 1}
+
+
+# --- Parsers of py-spy and faulthandler stacks, and the location of a stack.
+
+
+SPIED = """\
+Process 24: /opt/v/bin/python -P -m hpcdist.rank.worker /runs/digits/hangs
+Python v3.11.7 (/root/.pyenv/versions/3.11.7/bin/python3.11)
+
+Thread 24 (idle): "MainThread"
+    Condition.wait (/root/.pyenv/versions/3.11.7/lib/python3.11/threading.py:327)
+    Event.wait (/root/.pyenv/versions/3.11.7/lib/python3.11/threading.py:629)
+    train (/runs/digits/hangs/code/counting.py:28)
+    _train (/src/hpcdist/rank/worker.py:212)
+    <module> (/src/hpcdist/rank/worker.py:244)
+    _run_module_as_main (<frozen runpy>:198)
+Thread 35 (idle): "heartbeat"
+    Condition.wait (/root/.pyenv/versions/3.11.7/lib/python3.11/threading.py:331)
+
+--------------------------------------------------------------------------------
+Process 30: /opt/v/bin/python -P -m hpcdist.rank.worker /runs/digits/hangs
+Parent Process 24: /opt/v/bin/python -P -m hpcdist.rank.worker /runs/digits/hangs
+
+Thread 30 (active+gil): "MainThread"
+    decode (/runs/digits/hangs/code/counting.py:3)
+"""
+DUMPED = """\
+Thread 0x00007fa67b0ea6c0 (most recent call first):
+  File "/root/.pyenv/versions/3.11.7/lib/python3.11/threading.py", line 331 in wait
+
+Current thread 0x00007fa736fe5b80 (most recent call first):
+  File "/root/.pyenv/versions/3.11.7/lib/python3.11/threading.py", line 327 in wait
+  File "/root/.pyenv/versions/3.11.7/lib/python3.11/threading.py", line 629 in wait
+  File "/runs/digits/hangs/code/counting.py", line 28 in train
+  File "/src/hpcdist/rank/worker.py", line 212 in _train
+  File "<frozen runpy>", line 198 in _run_module_as_main
+"""
+#: Stack of a data loader worker, which is forked from the rank.
+FORKED = """\
+Current thread 0x00007fa736fe5b80 (most recent call first):
+  File "/v/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py", line 281 in _worker_loop
+  File "/root/.pyenv/versions/3.11.7/lib/python3.11/multiprocessing/process.py", line 314 in _bootstrap
+  File "/runs/digits/hangs/code/counting.py", line 12 in train
+"""
+TEXT = "wait (threading.py:327), called by train (counting.py:28)"
+
+
+def test_py_spy_and_faulthandler_give_the_same_location() -> None:
+    by_spy = location_of(parse_py_spy(SPIED))
+    frames, text = parse_faulthandler(f"step 14\n{DUMPED}WARNING: unrelated line\n")
+    by_dump = location_of(frames)
+    assert by_spy is not None
+    assert by_dump is not None
+    assert by_spy.key() == by_dump.key()
+    assert by_dump.text() == TEXT
+    assert by_spy.text() == f"Condition.{TEXT}"
+    assert text == DUMPED, "all threads, without other lines of the log"
+    assert len(parse_py_spy(SPIED)) == 6, "frames of the main thread, without child processes"
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        DUMPED + FORKED,
+        FORKED + DUMPED,
+        DUMPED.replace("line 28", "line 1") + DUMPED,
+        DUMPED.replace("line 28", "line 1") + "step 15\n" + DUMPED,
+    ],
+    ids=["forked process after", "forked process before", "two dumps", "two dumps with a line between"],
+)
+def test_last_dump_of_the_rank_itself_is_used(log: str) -> None:
+    location = location_of(parse_faulthandler(log)[0])
+    assert location is not None
+    assert location.text() == TEXT
+
+
+@pytest.mark.parametrize("log", ["", "step 14\n", "Thread 0x00 (most recent call first):\n"])
+def test_log_without_stacks(log: str) -> None:
+    assert parse_faulthandler(log) == ([], "")
+    assert parse_py_spy(log) == []
+    assert location_of([]) is None
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (
+            ["/v/lib/python3.11/site-packages/torch/a.py", "/src/hpcdist/rank/stopping.py", "/home/me/net.py"],
+            "f0 (torch/a.py:0), called by f2 (net.py:2)",
+        ),
+        (["/home/me/net.py"], "f0 (net.py:0)"),
+        # A shipped trainer of an installed hpcdist: the function that the worker has called.
+        (
+            [
+                "/v/lib/python3.12/site-packages/torch/a.py",
+                "/v/lib/python3.12/site-packages/hpcdist/trainers/ddp/train.py",
+                "/v/lib/python3.12/site-packages/hpcdist/rank/worker.py",
+            ],
+            "f0 (torch/a.py:0), called by f1 (hpcdist/trainers/ddp/train.py:1)",
+        ),
+        (
+            ["/src/hpcdist/rank/stopping.py", "/src/hpcdist/trainers/ddp/train.py"],
+            "f0 (stopping.py:0), called by f1 (train.py:1)",
+        ),
+        # The worker has not called the trainer yet.
+        (
+            ["/v/lib/python3.11/dataclasses.py", "<frozen runpy>", "/src/hpcdist/rank/worker.py", "<frozen runpy>"],
+            "f0 (dataclasses.py:0), called by f2 (worker.py:2)",
+        ),
+        (["<frozen runpy>", "/usr/lib/python3/dist-packages/a.py"], "f0 (<frozen runpy>:0)"),
+    ],
+)  # fmt: skip
+def test_location_names_the_innermost_line_of_user_code(files: list[str], expected: str) -> None:
+    location = location_of([Frame(f"f{line}", file, line) for line, file in enumerate(files)])
+    assert location is not None
+    assert location.text() == expected

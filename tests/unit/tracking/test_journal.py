@@ -1,0 +1,469 @@
+"""Writing and reading of journals, with full disks, outages of the file server and damaged files."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow.utils.validation import _validate_metric_name, _validate_tag_name
+from tracking_scene import CONFIG, Scene
+
+from hpcdist.errors import HpcdistError, TrackingError, UserMistake
+from hpcdist.run.records import Origin, write_origin
+from hpcdist.tracking import journal as journal_reader
+from hpcdist.tracking import journal as journal_writer
+from hpcdist.tracking.journal import (
+    MAX_NAME,
+    ChangedNames,
+    EventWriter,
+    JournalWriter,
+    clean_metric_name,
+    clean_name,
+    is_allowed,
+    journal_files,
+    read_chunk,
+    read_range,
+    read_records,
+)
+
+
+def line(step: int, value: float = 0.5) -> bytes:
+    return json.dumps({"t": 1000 + step, "s": step, "m": {"loss": value}}).encode() + b"\n"
+
+
+def test_record_is_one_line_with_time_step_and_values(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path, attempt=2, rank=3) as writer:
+        writer.log({"loss": 0.25, "samples": 7}, 12)
+        writer.log({"loss": math.nan, "up": math.inf, "down": -math.inf}, 13)
+    assert writer.path == tmp_path / "attempt-002.rank-00003.jsonl"
+    records, offset = read_records(writer.path)
+    assert [(record.step, len(record.metrics)) for record in records] == [(12, 2), (13, 3)]
+    assert records[0].metrics == {"loss": 0.25, "samples": 7.0}
+    assert math.isnan(records[1].metrics["loss"])
+    assert (records[1].metrics["up"], records[1].metrics["down"]) == (math.inf, -math.inf)
+    assert 1.6e12 < records[0].time_ms <= records[1].time_ms < 4e12
+    assert offset == writer.path.stat().st_size
+    assert writer.path.read_bytes().count(b"\n") == 3
+
+
+def test_writer_without_records_creates_no_file(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path) as writer:
+        writer.flush()
+    assert journal_files(tmp_path) == []
+
+
+def test_values_of_other_number_types_are_accepted(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    with JournalWriter(tmp_path) as writer:
+        writer.log({"a": numpy.float32(0.5), "b": True, "c": 10**30}, numpy.int64(4))
+    assert read_records(writer.path)[0][0][1:] == (4, {"a": 0.5, "b": 1.0, "c": 1e30})
+
+
+def test_names_may_contain_any_character(tmp_path: Path) -> None:
+    names = ['a"b', "c\nd", "größe", "\\", ""]
+    with JournalWriter(tmp_path) as writer:
+        writer.log(dict.fromkeys(names, 1.0), 0)
+        writer.log({"\ud800": 1.0}, 1)
+    records, _ = read_records(writer.path)
+    assert [list(record.metrics) for record in records] == [names, ["?--91a681b99855"]]
+
+
+@pytest.mark.parametrize("value", ["0.5", b"1", None, [1.0], 1j, 10**400])
+def test_value_that_is_not_a_number_is_rejected_with_its_name(tmp_path: Path, value: object) -> None:
+    with JournalWriter(tmp_path) as writer, pytest.raises(UserMistake, match="metric 'bad' must be a number, got"):
+        writer.log({"fine": 1.0, "bad": value}, 0)  # type: ignore[dict-item]
+    assert not writer.path.exists()
+
+
+def test_invalid_name_or_step_is_rejected(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path) as writer:
+        with pytest.raises(UserMistake, match="metric name 7 must be a string"):
+            writer.log({7: 1.0}, 0)  # type: ignore[dict-item]
+        with pytest.raises(UserMistake, match=r"logged with step 0\.5: a step must be an integer"):
+            writer.log({"loss": 1.0}, 0.5)  # type: ignore[arg-type]
+        with pytest.raises(UserMistake, match=r"a step outside of .* .64 bits"):
+            writer.log({"loss": 1.0}, 2**63)
+        with pytest.raises(UserMistake, match="33220 bits"):
+            writer.log({"loss": 1.0}, 10**10_000)
+    assert not writer.path.exists()
+
+
+def test_long_records_and_names_are_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = {f"layer/{number}/{'ü' * (number % 50)}": number / 7 for number in range(20_000)}
+    long = {"n" * 300_000 + str(number): float(number) for number in range(3)}
+    surrogates = {"x" + text: float(number) for number, text in enumerate((chr(0xD800), chr(0xD801), "?"), 1)}
+    with caplog.at_level(logging.WARNING), JournalWriter(tmp_path) as writer:
+        for step in (1, 2):
+            writer.log(metrics, step)
+            writer.log(long, step)
+            writer.log(surrogates, step)
+    assert max(map(len, writer.path.read_bytes().splitlines(keepends=True))) <= journal_writer.MAX_LINE_BYTES
+    records, offset = read_records(writer.path)
+    assert offset == writer.path.stat().st_size
+    assert len({(record.time_ms, record.step) for record in records}) <= 6
+    for step in (1, 2):
+        found = [(key, value) for record in records if record.step == step for key, value in record.metrics.items()]
+        assert len(dict(found)) == len(found) == len(metrics) + 3 + 3
+        assert metrics.items() <= dict(found).items()
+        assert sorted(value for key, value in found if key.startswith("nn")) == [0.0, 1.0, 2.0]
+        assert sorted(value for key, value in found if key.startswith("x")) == [1.0, 2.0, 3.0]
+    assert len(caplog.records) == 3
+    assert "a metric's name has 300001 characters, which is too long: it is recorded as 'nnn" in caplog.text
+    assert len(caplog.text) < 2000
+
+
+def test_threads_can_share_a_writer(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path) as writer:
+        threads = [
+            threading.Thread(target=lambda key=key: [writer.log({key: 1.0}, step) for step in range(200)])  # type: ignore[misc]
+            for key in "abcd"
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    records, _ = read_records(writer.path)
+    assert len(records) == 800
+
+
+class FullDisk:
+    """A replacement of os.pwrite that fails after `room` bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+        self.room = room
+        self._write = os.pwrite
+        monkeypatch.setattr(journal_writer.os, "pwrite", self)
+
+    def __call__(self, descriptor: int, data: bytes | bytearray, offset: int) -> int:
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        part = bytes(data[: self.room])
+        self.room -= len(part)
+        return self._write(descriptor, part, offset)
+
+
+def test_full_disk_causes_one_warning_and_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = JournalWriter(tmp_path)
+    disk = FullDisk(monkeypatch, room=70)
+    for step in range(4):
+        writer.log({"loss": 1.0}, step)
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["metrics are kept in memory"]
+    records, offset = read_records(writer.path)
+    assert [record.step for record in records] == [0]
+    assert offset < writer.path.stat().st_size, "the incomplete line of a running writer is not read"
+    with pytest.raises(
+        HpcdistError, match=r"rank-00000\.jsonl cannot be written \(No space left on device\): free space"
+    ):
+        writer.flush()
+    disk.room = 10_000
+    writer.log({"loss": 1.0}, 4)
+    assert "no metrics were lost" in caplog.records[-1].getMessage()
+    writer.close()
+    assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
+
+
+def test_unwritable_folder_fails_flush_and_close_but_not_log(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path / "missing")
+    writer.log({"loss": 1.0}, 0)
+    for call in (writer.flush, writer.close):
+        with pytest.raises(HpcdistError, match=r"cannot be written \(No such file"):
+            call()
+
+
+def test_record_after_close_is_not_written(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path)
+    writer.close()
+    writer.log({"loss": 1.0}, 0)
+    with pytest.raises(HpcdistError, match="the journal is closed"):
+        writer.flush()
+    assert not writer.path.exists()
+
+
+def test_durable_flush_calls_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    with JournalWriter(tmp_path) as writer:
+        writer.log({"loss": 1.0}, 0)
+        monkeypatch.setattr(journal_writer.os, "fsync", synced.append)
+        writer.flush(durable=False)
+        assert synced == []
+        writer.flush()
+        assert len(synced) == 1
+
+        def fail(descriptor: int) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(journal_writer.os, "fsync", fail)
+        with pytest.raises(HpcdistError, match="Input/output error"):
+            writer.flush()
+
+
+def test_incomplete_last_line_is_read_when_final(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "attempt-001.rank-00000.jsonl"
+    path.write_bytes(line(1) + line(2)[:-9])
+    records, offset = read_records(path)
+    assert ([record.step for record in records], offset) == ([1], len(line(1)))
+    assert read_records(path, offset) == ([], offset)
+    assert read_records(path, offset, final=True) == ([], path.stat().st_size)
+    assert "skipped 1 damaged line(s) from byte" in caplog.text
+    # A new writer of the same file starts a new line.
+    with JournalWriter(tmp_path) as writer:
+        writer.log({"loss": 1.0}, 3)
+    assert [record.step for record in read_records(path)[0]] == [1, 3]
+
+
+def test_last_line_without_newline_is_a_record_when_final(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(line(1)[:-1])
+    assert read_records(path)[0] == []
+    assert [record.step for record in read_records(path, final=True)[0]] == [1]
+
+
+INVALID_LINES = [
+    b"{}",
+    b"null",
+    b"[1,2]",
+    b'"text"',
+    b"\0" * 40,
+    b"\xff\xfe\x00garbage",
+    b"[" * 5000,
+    b'{"t":1,"s":2}',
+    b'{"t":1,"s":2,"m":[]}',
+    b'{"t":1,"s":2,"m":{"a":"0.5"}}',
+    b'{"t":1,"s":2,"m":{"a":null}}',
+    b'{"t":1.5,"s":2,"m":{"a":1}}',
+    b'{"t":true,"s":2,"m":{"a":1}}',
+    b'{"t":-1,"s":2,"m":{"a":1}}',
+    b'{"t":1,"s":9223372036854775808,"m":{"a":1}}',
+    b'{"t":1,"s":2,"m":{"a":1' + b"0" * 400 + b"}}",
+    b'{"t":1,"s":2,"m":{"a":1' + b"0" * 9000 + b"}}",
+    b'{"t":1,"s":2,"m":{"\\ud800":1}}',
+    b'{"t":1,"s":2,"m":{"a":1}}{"t":1',
+]
+
+
+def test_damaged_line_does_not_affect_other_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    path = tmp_path / "x.jsonl"
+    for invalid in INVALID_LINES:
+        path.write_bytes(line(1) + invalid + b"\n" + line(2))
+        chunk = read_chunk(path, 0)
+        assert ([record.step for record in chunk.records], chunk.broken) == ([1, 2], 1), invalid
+        assert chunk.offset == path.stat().st_size
+
+
+def test_random_bytes_raise_no_exception(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    path = tmp_path / "x.jsonl"
+    draw = random.Random(0)
+    valid = b"".join(line(step) for step in range(20))
+    for _ in range(300):
+        data = bytearray(valid)
+        for _ in range(draw.randrange(1, 40)):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        path.write_bytes(data[: draw.randrange(len(data))])
+        assert read_records(path, final=True)[1] == path.stat().st_size
+
+
+def test_data_without_a_line_end_is_skipped_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 100)
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"x" * 250 + b"\n" + line(1))
+    assert read_chunk(path, 0).offset == 100
+    assert [record.step for record in read_records(path)[0]] == [1]
+
+
+def test_read_range_returns_an_earlier_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 200)
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"".join(line(step) for step in range(50)))
+    records, offset, num_chunks = [], 0, 0
+    while (chunk := read_chunk(path, offset)).offset > offset:
+        assert read_range(path, offset, chunk.offset) == chunk
+        records += chunk.records
+        offset, num_chunks = chunk.offset, num_chunks + 1
+    assert [record.step for record in records] == list(range(50))
+    assert num_chunks > 5
+
+
+def test_journal_files_are_sorted_by_attempt_and_rank(tmp_path: Path) -> None:
+    for name in ("attempt-1000.rank-00000.jsonl", "attempt-002.rank-00001.jsonl", "attempt-002.rank-00000.jsonl"):
+        (tmp_path / name).touch()
+    for other in ("shipped.json", ".shipper.lock", "attempt-x.rank-0.jsonl"):
+        (tmp_path / other).touch()
+    assert [(file.attempt, file.rank) for file in journal_files(tmp_path)] == [(2, 0), (2, 1), (1000, 0)]
+    assert read_records(tmp_path / "absent.jsonl") == ([], 0)
+
+
+class FailingServer:
+    """Make one call of the journal fail, as during a short outage of a file server."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str, error: int, *, partial: bool = True) -> None:
+        self.num_failures = 0
+        real = getattr(os, call)
+
+        def operation(*arguments: Any) -> Any:
+            if self.num_failures:
+                self.num_failures -= 1
+                if call == "pwrite" and partial:  # a part of it is written
+                    real(arguments[0], bytes(arguments[1][: len(arguments[1]) // 2]), arguments[2])
+                raise OSError(error, os.strerror(error))
+            return real(*arguments)
+
+        monkeypatch.setattr(journal_writer.os, call, operation)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EDQUOT], ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", ["pwrite", "open", "fstat"])
+def test_records_are_written_once_and_in_order_after_an_outage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int
+) -> None:
+    server = FailingServer(monkeypatch, call, error)
+    failing = FailingServer(monkeypatch, "pwrite", error) if call != "pwrite" else server
+    with JournalWriter(tmp_path) as writer:
+        writer.log({"loss": 1.0}, 0)
+        failing.num_failures = server.num_failures = 1  # the file is opened again after an error
+        for step in range(1, 5):
+            writer.log({"loss": 1.0}, step)
+    assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
+    assert writer.path.read_bytes().count(b"\n") == 6  # the format first
+
+
+def test_data_is_written_again_after_a_failed_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FailingServer(monkeypatch, "fsync", errno.EIO)
+    with JournalWriter(tmp_path) as writer:
+        writer.log({"loss": 1.0}, 0)
+        writer.flush()
+        synced = writer.path.read_bytes()
+        writer.log({"loss": 1.0}, 1)
+        writer.path.write_bytes(synced)  # the server loses data that is not on its disk
+        server.num_failures = 1
+        writer.flush()
+        assert [record.step for record in read_records(writer.path)[0]] == [0, 1]
+
+
+def test_data_is_written_again_after_the_file_server_lost_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FailingServer(monkeypatch, "pwrite", errno.ESTALE, partial=False)
+    with JournalWriter(tmp_path) as writer:
+        for step in range(3):
+            writer.log({"loss": 1.0}, step)
+        os.truncate(writer.path, 7)
+        server.num_failures = 1
+        writer.log({"loss": 1.0}, 3)
+        writer.log({"loss": 1.0}, 4)
+    assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
+
+
+def test_pending_records_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_writer, "MAX_PENDING_BYTES", 100)
+    disk = FullDisk(monkeypatch, room=0)
+    writer = JournalWriter(tmp_path)
+    writer.log({"loss": 1.0}, 0)
+    writer.log({"loss": 1.0}, 1)
+    with pytest.raises(HpcdistError, match=r"\(No space left on device\), and 0 MiB of records are pending: "):
+        writer.log({"loss": 1.0}, 2)
+    disk.room = 10_000
+    writer.close()
+    assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2]
+
+
+# --- Names that MLflow accepts: unique, with the original recorded.
+
+
+@pytest.mark.parametrize("name", ["train/loss", "a b:c-d_e.f", "größe", "k" * 250, "a/...", ".x", "a--b", "client-0a"])
+def test_allowed_name_is_unchanged(name: str) -> None:
+    assert is_allowed(name)
+    assert clean_name(name) == clean_metric_name(name) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "stem"),
+    [
+        ("loss[0]", "loss_0_"),
+        ("a//b/./../c/", "a/b/c"),
+        ("/abs", "abs"),
+        ("..", "_"),
+        ("..x", "_.x"),
+        ("...", "_"),
+        ("", "_"),
+        ("x\ny", "x_y"),
+        ("k" * 300, "k" * 236),
+        ("a/" * 200, ("a/" * 118)[:-1]),
+        ("acc--0123456789ab", "acc--0123456789ab"),
+    ],
+)
+def test_cleaned_name_ends_with_a_hash_of_the_original(name: str, stem: str) -> None:
+    clean = clean_name(name)
+    assert clean[:-14] == stem
+    assert clean[-14:-12] == "--"
+    assert is_allowed(clean)
+
+
+def test_hash_of_a_name_is_stable() -> None:
+    assert clean_name("acc%") == "acc_--0a78af425a78"
+
+
+def test_cleaned_names_are_allowed_and_unique() -> None:
+    generator = random.Random(0)
+    alphabet = "ab_./-: %#é\n\ud800/."
+    names = {"".join(generator.choices(alphabet, k=generator.choice((1, 2, 3, 5, 400)))) for _ in range(4000)}
+    names |= {"x" * 300 + str(number) for number in range(100)} | {clean_name(name) for name in names}
+    cleaned = [clean_name(name) for name in names]
+    assert len(set(cleaned)) == len(names)
+    for clean in cleaned:
+        _validate_metric_name(clean)
+        _validate_tag_name(clean)
+        assert len(clean) <= MAX_NAME
+
+
+def test_metric_name_attempt_is_reserved() -> None:
+    assert clean_metric_name("attempt") == clean_metric_name("attempt") != "attempt"
+
+
+def test_original_names_are_recorded_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "names.json"
+    pairs = [(name, clean_name(name)) for name in ("acc%", "acc#", "acc", "n" * 5000)]
+    with caplog.at_level(logging.WARNING):
+        ChangedNames(path).note(pairs[2:3])
+        assert not path.exists()
+        changed = ChangedNames(path)
+        changed.note(pairs)
+        changed.note(pairs)
+        ChangedNames(path).note(pairs)
+    assert [record.message.partition(":")[0][:60] for record in caplog.records] == [
+        "MLflow does not accept the name 'acc%'",
+        "MLflow does not accept the name 'acc#'",
+        "MLflow does not accept the name 'nnnnnnnnnnnnnnnnnnnnnnnnnnn",
+    ]
+    assert '"acc%"' in path.read_text()
+    assert len(path.read_text()) < 1500
+    with pytest.raises(TrackingError, match=r"names\.json cannot be written .No such file.*: free space there"):
+        ChangedNames(tmp_path / "missing" / "names.json").note(pairs)
+
+
+# --- Parameters of a script in MLflow: its arguments, and what it logs itself.
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+def test_arguments_and_logged_parameters_are_there_once(scene: Scene) -> None:
+    script = ["/a/train.py", "--lr", "5e-5", "--fp16", "--batch-size=8"]
+    scene.write_config(CONFIG | {"trainer": {"target": "ddp", "script": script}})
+    write_origin(scene.run, Origin(config="train.yaml", values={}, written=["trainer.script"]))
+    events = EventWriter(scene.run.journal, 1, 0)
+    for name, value in {"lr": "5e-05", "fp16": "True", "batch_size": "16", "optim.lr": "0.1"}.items():
+        events.pair("param", name, value)
+    events.close()
+    scene.shipper().ship_once()
+    found = scene.entity.data.params
+    assert found.pop("trainer.script").startswith('["/a/train.py", ')
+    assert found == {"lr": "5e-5", "fp16": "true", "batch_size": "8", "script.batch_size": "16", "optim.lr": "0.1"}
+    assert not [tag for tag in scene.entity.data.tags if "changed" in tag]

@@ -1,0 +1,434 @@
+"""Prepared views of an experiment in MLflow's store."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import shutil
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Run as MlflowEntity
+from mlflow_application import mlflow_application, serving
+from tracking_scene import CONFIG, Scene
+
+from hpcdist.config.loading import load_config
+from hpcdist.config.written import to_yaml
+from hpcdist.errors import TrackingError
+from hpcdist.host.files import read_json, write_json
+from hpcdist.review.facts import AttemptFacts, CheckpointFacts, read_facts
+from hpcdist.review.ledger import Entry, Ledger
+from hpcdist.run.folder import RunDir, State
+from hpcdist.run.lease import hold
+from hpcdist.run.sweeps import SweepDir, make_sweep, mark, parse_axes, write_sweep
+from hpcdist.tracking import pages
+from hpcdist.tracking.delivery import Delivery
+from hpcdist.tracking.mlflow_client import MlflowException
+from hpcdist.tracking.mlflow_run import MlflowRun
+from hpcdist.tracking.pages import ParentRun
+
+# MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
+
+TAG = "mlflow.sharedViewState."
+#: A view that the UI of MLflow 3.17.2 saved: other columns, sorted by a metric, grouped by a tag, a column moved.
+OF_THE_UI = (
+    "deflate;eJyVk8Fu2zAMhl+l0DnIHAwDNt/crNmCJRmQdN2AomhUibEFyJIh0mm8IO8+ym6dra0PO/onf/MjRR4FggyqmBlLEEQqxEj4oCFcNt+g4e8S"
+    "KBiF4y3spX0nlaqDVM32nJahEulOWoSRQJKBrk0JbMwWC06yZgeqURb6ApkiswcOaUkSgfA5cns3EqXXYG8goPHu7LD2Yl07ZA+CBUWgp97WJSvprZDE"
+    "gA81ATN+7n4Z6Ya5KxlkyQFfkSnHNkSNZM5KUSltkMbcBsFWMI9q63yPnb6sxUQXK1lCtIfacWnInF4B0tztPIsDYG+W4mkwH3HX/4neM/40mgoeyHEA"
+    "Mp18St4ETScfkgHY9H2SDACnkxjqodOPyTB3l/uaPeqnlgm/Gq3BLfn1+b1n8/Xm+n6S3K9/rDbc9d7A41IeTGl+g+53jW0LBuqcvWowU4o3k6HW0G7o"
+    "X5Ya4UvwdQX6RtoacO6mBS8sT41CzfHCaLgqK2r+lfPouWza2eZ5gJwnMKud6joXcg9B5nGjnxL5cOJmHttt5gQe4DkYh8va8zi5izE+AlTidHd6SsKr"
+    "QyWdjuDHqFn/IO3COGixpt7tTB5hDtnBYHelSPyHeG0ONqX3VDhAZkjOF/MrJi/bF+os4nT6A757Z8E="
+)
+
+
+def unpacked(text: str) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(text.removeprefix("deflate;"))))
+    return state
+
+
+def tags(scene: Scene) -> dict[str, str]:
+    experiment = scene.client.get_experiment_by_name("exp")
+    return {key: value for key, value in experiment.tags.items() if key.startswith(TAG)}
+
+
+def view(scene: Scene, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(tags(scene)[f"{TAG}hpcdist-{name}"])
+    return found | {"state": unpacked(found["state"])}
+
+
+def as_cell(scene: Scene, *keys: str) -> None:
+    """Make the run of the scene a cell of a sweep over `keys`."""
+    sweep = scene.run.path.parent / "tune"
+    sweep.mkdir(exist_ok=True)
+    values = dict.fromkeys(keys, 1)
+    cells = [{"name": scene.run.name, "label": "x", "values": values}]
+    facts = {"uid": "u", "created": 0.0, "keys": list(keys), "base": {}, "cells": cells}
+    write_json(sweep / "sweep.json", facts)
+    write_json(scene.run.path / "cell.json", {"sweep": "tune", "label": "x", "values": values})
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
+def test_state_has_the_keys_and_types_of_a_view_that_the_ui_saved() -> None:
+    saved = unpacked(OF_THE_UI)
+    for found in pages.prepared({"eval/accuracy": "max"}, ["optim.lr"]).values():
+        state = found.state()
+        assert [key for key in state if key not in saved] == []
+        wrong = [key for key, value in state.items() if value is not None and not isinstance(value, type(saved[key]))]
+        assert wrong == []
+        if state["groupBy"]:
+            assert state["groupBy"].keys() == saved["groupBy"].keys()
+            assert state["groupBy"]["groupByKeys"][0].keys() == saved["groupBy"]["groupByKeys"][0].keys()
+        assert state["columnOrder"][:2] == saved["columnOrder"][:2]
+    assert unpacked(pages._packed(saved)) == saved
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
+def test_views_of_a_run(scene: Scene) -> None:
+    scene.shipper().ship_once()
+    assert set(tags(scene)) == {f"{TAG}hpcdist-{name}" for name in ("overview", "failures", "cost")}
+    assert (read_json(scene.run.mlflow) or {})["views"] == ["hpcdist-overview", "hpcdist-failures", "hpcdist-cost"]
+    overview = view(scene, "overview")
+    assert overview["name"] == "Overview"
+    assert overview["createdAt"] == overview["updatedAt"] > 10**12
+    columns = overview["state"]["selectedColumns"]
+    best, loss = "tags.`hpcdist.best`", "metrics.`train/loss`"
+    assert columns[:5] == ["tags.`hpcdist.state`", best, "tags.`hpcdist.cost`", "metrics.`eval/accuracy`", loss]
+    assert overview["state"]["columnWidths"][loss] >= 180, "a float with all of its digits is not cut"
+    assert "duration" not in columns
+    assert "duration" in overview["state"]["columnOrder"]
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
+def test_views_follow_monitors_and_axes_of_all_runs(scene: Scene) -> None:
+    as_cell(scene, "optim.lr")
+    scene.shipper().ship_once()
+    before = tags(scene)
+    scene.shipper().ship_once()
+    assert tags(scene) == before  # the definition is the same: nothing is written
+    checkpoint = {"monitor": "eval/perplexity", "monitor_mode": "min"}
+    scene.write_config(CONFIG | {"checkpoint": checkpoint})
+    as_cell(scene, "seed")
+    scene.shipper().ship_once()
+    sweep = view(scene, "sweep")
+    assert sweep["state"]["selectedColumns"][:4] == [
+        "params.`optim.lr`",
+        "params.`seed`",
+        "metrics.`eval/accuracy`",
+        "metrics.`eval/perplexity`",
+    ]
+    assert (sweep["state"]["orderByKey"], sweep["state"]["orderByAsc"]) == ("metrics.`eval/perplexity`", True)
+    assert sweep["createdAt"] == json.loads(before[f"{TAG}hpcdist-sweep"])["createdAt"] < sweep["updatedAt"]
+    assert tags(scene)[f"{TAG}hpcdist-failures"] == before[f"{TAG}hpcdist-failures"]
+    # A run that is not part of a sweep removes no axis.
+    (scene.run.path / "cell.json").unlink()
+    scene.shipper().ship_once()
+    assert view(scene, "sweep")["state"] == sweep["state"]
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
+def test_columns_of_tags_have_values(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.shipper().ship_once()
+    tags = scene.entity.data.tags
+    assert "hpcdist.lost_steps" not in tags
+    assert tags["hpcdist.nodes"] == "n1"  # the host of a run without Slurm
+
+    def attempt(number: int, steps_lost: int | None) -> AttemptFacts:
+        return AttemptFacts(number=number, started=1.0, ended=2.0, status="failed", cause="x", steps_lost=steps_lost)
+
+    best = CheckpointFacts(path=scene.run.path, step=1200, metrics={"eval/accuracy": 0.98239994049})
+    facts = replace(
+        read_facts(scene.run),
+        attempts=(attempt(1, 7), attempt(2, None), attempt(3, 3)),
+        best=best,
+        monitor="eval/accuracy",
+    )
+    entries = [
+        Entry(cause="compute", attempt=1, node="n1", seconds=2556.1),
+        Entry(cause="idle", attempt=1, node="n1", seconds=1.0),
+    ]
+    ledger = Ledger(unit="GPU", entries=tuple(entries))
+    monkeypatch.setattr(pages, "read_facts", lambda run, state: facts)
+    monkeypatch.setattr(pages, "read_ledger", lambda run: ledger)
+    write_json(scene.run.path / "slurm.json", {"job_id": "12", "cluster": "c"})
+    starts = {
+        "0": {"began": 1.0, "nodes": "n[1-2]", "queue_s": 3.4},
+        "1": {"began": 2.0, "nodes": "n[2-3]", "queue_s": 100.0},
+    }
+    write_json(scene.run.path / "job.json", {"job_id": "12", "starts": starts})
+    scene.shipper().ship_once()
+    tags = scene.entity.data.tags
+    shown = [column[6:-1] for view in pages.prepared({"m": "max"}, ["lr"]).values() for column in view.columns]
+    assert [
+        key for key in shown if key.startswith("hpcdist.") and key != "hpcdist.run.sweeps" and key not in tags
+    ] == []
+    assert (tags["hpcdist.lost_steps"], tags["hpcdist.nodes"]) == ("10", "n[1-2],n[2-3]")
+    assert tags["hpcdist.interruptions"] == "1: x; 2: x; 3: x"
+    assert tags["hpcdist.best"] == "0.9824 at step 1,200"
+    assert tags["hpcdist.cost"] == "0.71 GPU-hours, goodput 100 %"
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
+def test_number_of_keys_of_other_runs_is_limited(scene: Scene) -> None:
+    for first in range(0, 60, 20):
+        as_cell(scene, *(f"params.key_{number}" for number in range(first, first + 20)))
+        scene.shipper().ship_once()
+    keys = [column for column in view(scene, "sweep")["state"]["selectedColumns"] if column[:6] == "params"]
+    assert keys == [f"params.`params.key_{number}`" for number in range(30, 60)]
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
+def test_own_view_is_replaced_and_views_of_users_are_not_touched(scene: Scene) -> None:
+    opened = MlflowRun(scene.run, scene.uri)
+    users = json.dumps({"name": "Overview", "createdAt": 1, "updatedAt": 1, "state": OF_THE_UI})
+    for damaged in ("", "[]", '{"state": "deflate;x"}', '{"state": 3}', "[" * 10**4):
+        for name, text in (("1795348316588x8z3xfcs", users), ("broken", damaged), ("hpcdist-overview", damaged)):
+            scene.client.set_experiment_tag(opened.experiment_id, TAG + name, text)
+        scene.shipper().ship_once()
+        assert tags(scene)[f"{TAG}1795348316588x8z3xfcs"] == users
+        assert tags(scene)[f"{TAG}broken"] == damaged
+        assert view(scene, "overview")["state"]["selectedColumns"], damaged
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
+def test_another_version_of_mlflow_gets_no_views(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pages, "installed", "3.170.1")
+    with caplog.at_level(logging.DEBUG, pages.__name__):
+        scene.shipper().ship_once()
+    assert "no views are written: MLflow 3.170.1 is not one of the tested versions" in caplog.text
+    assert tags(scene) == {}
+    assert "views" not in (read_json(scene.run.mlflow) or {})
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
+def test_server_is_asked_for_its_version(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    responses: list[tuple[str, bytes]] = [
+        ("200 OK", b"3.16.0"),
+        ("200 OK", b"<html>3.17</html>"),
+        ("401 Unauthorized", b"3.17.0"),
+    ]
+    with mlflow_application(tmp_path, (tmp_path / "artifacts").as_uri(), monkeypatch) as mlflow:
+
+        def application(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+            if not responses or environ["PATH_INFO"] != "/version":
+                return mlflow(environ, start_response)
+            status, body = responses.pop(0)
+            start_response(status, [])
+            return [body]
+
+        with serving(application) as scene.uri:
+            while responses:
+                scene.shipper().ship_once()
+                assert tags(scene) == {}
+            scene.shipper().ship_once()
+            assert len(tags(scene)) == 3
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
+def test_rejected_view_delays_nothing_and_is_tried_again_at_the_end(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries: list[str] = []
+
+    def reject(client: Any, experiment_id: str, key: str, value: Any) -> None:
+        tries.append(key)
+        raise MlflowException("Permission denied")
+
+    monkeypatch.setattr("mlflow.MlflowClient.set_experiment_tag", reject)
+    scene.log([1, 2])
+    shipper = scene.shipper()
+    with caplog.at_level(logging.DEBUG, pages.__name__):
+        shipper.ship_once()
+        shipper.ship_once()
+    assert scene.steps() == [1, 2]
+    assert len(tries) == 1
+    assert [(record.levelname, record.message.endswith("Permission denied")) for record in caplog.records] == [
+        ("DEBUG", True)
+    ]
+    monkeypatch.undo()
+    scene.state(status="finished")
+    shipper.ship_once()
+    assert len(tags(scene)) == 3
+
+
+# --- The MLflow parent run of a sweep, in a real database.
+
+
+# MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
+
+
+class SweepScene:
+    """A sweep with cells `seed=1`, `seed=2`, …, and its MLflow runs."""
+
+    def __init__(self, root: Path) -> None:
+        self.uri = f"sqlite:///{root}/mlflow.db"
+        self.config = root / "run.yaml"
+        self.config.write_text(f"{{experiment: exp, name: tune, runs_dir: {root}/runs}}\n")
+        self.runs: list[RunDir] = []
+        self.folder = self.add("1,2")
+
+    def add(self, seeds: str) -> SweepDir:
+        axes = parse_axes([f"seed={seeds}"], [])
+        sweep = make_sweep(axes, lambda more: load_config(self.config, more), lambda config: "ddp")
+        folder = write_sweep(sweep)
+        for cell in sweep.cells:
+            run = RunDir.create(folder.path.parent / cell.name)
+            run.config.write_text(to_yaml(cell.config))
+            mark(run, folder, cell)
+            self.runs.append(run)
+        return folder
+
+    def ship(self, index: int, **state: Any) -> None:
+        """Set the state of a cell and upload it."""
+        run = self.runs[index]
+        run.write_state(replace(run.read_state(), **state))
+        Delivery(run, self.uri).ship_once()
+
+    @property
+    def client(self) -> MlflowClient:
+        return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+
+    def entities(self) -> dict[str, MlflowEntity]:
+        """Return all MLflow runs by name."""
+        experiment = self.client.get_experiment_by_name("exp")
+        assert experiment is not None
+        found = self.client.search_runs([experiment.experiment_id])
+        assert len({run.info.run_name for run in found}) == len(found)
+        return {run.info.run_name: run for run in found}
+
+    def parent(self) -> tuple[str, str]:
+        run = self.entities()["tune"]
+        return run.info.status, run.data.tags["hpcdist.reason"]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, empty_database: Path) -> SweepScene:
+    shutil.copy(empty_database, tmp_path / "mlflow.db")
+    return SweepScene(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+def test_cells_are_child_runs_named_by_their_values(sweep: SweepScene) -> None:
+    sweep.ship(0)
+    sweep.ship(1)
+    found = sweep.entities()
+    assert set(found) == {"tune", "seed=1", "seed=2"}
+    for name in ("seed=1", "seed=2"):
+        assert found[name].data.tags["mlflow.parentRunId"] == found["tune"].info.run_id
+        assert found[name].data.tags["hpcdist.run.sweeps"] == "tune"
+        assert found[name].data.params["seed"] == name.removeprefix("seed=")
+    parent = found["tune"].data
+    assert parent.params == {"seed": "1, 2"}
+    assert parent.tags["hpcdist.axes"] == '{"seed": ["1", "2"]}'
+    assert parent.tags["hpcdist.folder"] == str(sweep.folder.path)
+    assert (read_json(sweep.folder.mlflow) or {})["run_id"] == found["tune"].info.run_id
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+def test_status_of_the_parent_run_follows_its_cells(sweep: SweepScene) -> None:
+    with hold(sweep.folder):
+        sweep.ship(0, status="queued")
+        assert sweep.parent() == ("SCHEDULED", "2 cells: 1 created, 1 queued")
+        with hold(sweep.runs[0]):
+            sweep.ship(0, status="running", attempt=1)
+        assert sweep.parent() == ("RUNNING", "2 cells: 1 created, 1 running")
+        sweep.ship(0, status="failed", ended=5.0)
+        assert sweep.parent() == ("RUNNING", "2 cells: 1 created, 1 failed")
+        sweep.ship(1, status="finished", attempt=1, ended=7.0)
+    assert sweep.parent() == ("FAILED", "2 cells: 1 failed, 1 finished")
+    assert sweep.entities()["tune"].info.end_time == 7000
+    sweep.ship(0, status="finished", attempt=2, ended=9.0)
+    assert sweep.parent() == ("FINISHED", "2 cells: 2 finished")
+    sweep.add("3")
+    sweep.ship(2, status="cancelled", attempt=1, ended=11.0)
+    assert sweep.parent() == ("KILLED", "3 cells: 1 cancelled, 2 finished")
+    parent = sweep.entities()["tune"].data
+    assert parent.tags["hpcdist.changed.seed"] == "1, 2, 3", "MLflow's parameters cannot change"
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+def test_concurrent_shippers_create_one_parent_run(sweep: SweepScene) -> None:
+    parents = [ParentRun.of(run, sweep.uri) for run in sweep.runs * 3]
+    with ThreadPoolExecutor(6) as pool:
+        ids = set(pool.map(lambda parent: parent.cell_tags()["mlflow.parentRunId"] if parent else "", parents))
+    assert ids == {sweep.entities()["tune"].info.run_id}
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+def test_parent_run_with_an_unrecorded_id_is_found(sweep: SweepScene) -> None:
+    sweep.ship(0)
+    ids = read_json(sweep.folder.mlflow) or {}
+    sweep.folder.mlflow.write_text(f'{{"run_uid": "{ids["run_uid"]}"}}')
+    sweep.ship(1)
+    assert sweep.entities()["seed=2"].data.tags["mlflow.parentRunId"] == ids["run_id"]
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+def test_end_of_a_sweep_is_uploaded_after_an_outage(sweep: SweepScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the last cell does not count as uploaded until the parent is updated."""
+
+    def unavailable(self: ParentRun) -> None:
+        raise TrackingError("no answer")
+
+    sweep.ship(0, status="finished", attempt=1, ended=5.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(ParentRun, "refresh", unavailable)
+        with pytest.raises(TrackingError, match="no answer"):
+            sweep.ship(1, status="finished", attempt=1, ended=7.0)
+    assert sweep.entities()["seed=2"].info.status == "FINISHED"
+    assert sweep.parent()[0] != "FINISHED"
+    sweep.ship(1)
+    assert sweep.parent() == ("FINISHED", "2 cells: 2 finished")
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+def test_update_of_the_parent_run_is_repeated_if_the_state_changes(
+    sweep: SweepScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep.ship(0)
+    states = iter([State(status="running", reason="old"), *[State(status="finished", reason="new", ended=7.0)] * 2])
+    monkeypatch.setattr(SweepDir, "read_state", lambda self: next(states))
+    parent = ParentRun.of(sweep.runs[0], sweep.uri)
+    assert parent is not None
+    parent.refresh()
+    assert sweep.parent() == ("FINISHED", "new")
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+def test_cell_without_a_sweep_folder_is_an_ordinary_run(sweep: SweepScene) -> None:
+    shutil.rmtree(sweep.folder.path)
+    sweep.ship(0)
+    assert set(sweep.entities()) == {"tune-seed_1"}
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("sweep.json", "sweep.json is (damaged|missing)"), (".mlflow.lock", "tune cannot be written")],
+)
+def test_unusable_sweep_folder_raises_tracking_error(sweep: SweepScene, file: str, message: str) -> None:
+    parent = ParentRun.of(sweep.runs[0], sweep.uri)
+    assert parent is not None
+    if file == "sweep.json":
+        sweep.folder.file.write_text("{")
+    else:
+        (sweep.folder.path / file).mkdir()
+    with pytest.raises(TrackingError, match=message):
+        parent.cell_tags()

@@ -1,0 +1,268 @@
+"""Click logs: files, errors in files, and the synthetic log, which does not depend on the number of readers."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import csv, parquet
+from sklearn.metrics import roc_auc_score
+
+from hpcdist.errors import DataError
+from hpcdist.review.figures import MAX_POINTS
+from hpcdist.trainers.ddp.train import confusion_matrix
+from hpcdist.trainers.hybrid import HybridConfig
+from hpcdist.trainers.hybrid.click_logs import Bags, Clicks, batches, padded
+from hpcdist.trainers.hybrid.train import NUM_BINS, ClickModel, auc, calibration, evaluation_figures, load_clicks, roc
+from hpcdist.trainers.rl.train import returns_curves, returns_histogram
+
+COLUMNS: dict[str, Any] = {
+    "label": [0, 1, 1, 0, 1, 0],
+    "age": [0.5, 1.5, 2.5, 3.5, 4.5, 5.5],
+    "user": [3, 1, 4, 1, 5, 0],
+    "tag": [[0, 1], [], [2], [1, 1, 1], [0], [2, 0]],
+    "city": ["Ulm", "Bonn", "Ulm", "Köln", "Bonn", "Ulm"],
+}
+
+
+def config(path: Path, **options: Any) -> HybridConfig:
+    tables = {"user": 6, "tag": 3, "city": 1000}
+    return HybridConfig(
+        **{
+            "file": str(path),
+            "tables": tables,
+            "numeric_columns": ["age"],
+            "hashed_tables": ["city"],
+            "eval_fraction": 0.3,
+        }
+        | options
+    )
+
+
+def write(folder: Path, kind: str, **changed: Any) -> Path:
+    path = folder / f"log.{kind}"
+    columns = COLUMNS | changed
+    if kind == "csv":
+        columns["tag"] = ["|".join(map(str, bag)) if bag else None for bag in columns["tag"]]
+        csv.write_csv(pa.table(columns), path)
+    else:
+        parquet.write_table(pa.table(columns), path, row_group_size=2)
+    return path
+
+
+def bag(clicks: Clicks, sample: int, table: int) -> list[int]:
+    number = sample * len(clicks.tables) + table
+    first, end = clicks.bags.offsets[number : number + 2].tolist()
+    return clicks.bags.ids[first:end].tolist()
+
+
+def damaged(raw: bytes, generator: random.Random) -> bytes:
+    """Return `raw` truncated, with flipped bits (anywhere, or in the footer), or with replaced or removed bytes."""
+    kind, data = generator.randrange(5), bytearray(raw)
+    place = generator.randrange(len(data))
+    if kind == 0:
+        del data[place:]
+    elif kind == 1:
+        for _ in range(generator.choice((1, 3, 10))):
+            data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+    elif kind == 2:
+        data[generator.randrange(max(0, len(data) - 1500), len(data))] ^= 1 << generator.randrange(8)
+    elif kind == 3:
+        data[place : place + generator.randrange(1, 40)] = generator.randbytes(generator.randrange(1, 40))
+    else:
+        del data[place : place + generator.randrange(1, 200)]
+    return bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_damaged_file_is_read_or_raises_data_error(tmp_path: Path, kind: str) -> None:
+    generator = random.Random(7)
+    messages: list[str] = []
+    path = write(tmp_path, kind, **{name: values * 40 for name, values in COLUMNS.items()})
+    raw = path.read_bytes()
+    for _ in range(200):
+        path.write_bytes(damaged(raw, generator))
+        try:
+            load_clicks(config(path), 0, shares=range(1), num_shares=1)
+        except DataError as error:
+            messages.append(str(error))
+    assert len(messages) > 20
+    assert all(str(path) in text and len(text) < 600 and "\n" not in text for text in messages)
+
+
+def test_parquet_file_with_a_wrong_page_checksum_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log.parquet"
+    table = pa.table(COLUMNS | {"age": [float(number) for number in range(6)]})
+    parquet.write_table(table, path, compression="none", use_dictionary=False, write_page_checksum=True)
+    raw = bytearray(path.read_bytes())
+    place = raw.index(struct.pack("<dd", 2.0, 3.0))
+    raw[place + 6] ^= 8  # a different, valid number
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=r"log\.parquet cannot be read as a click log: .*checksum"):
+        load_clicks(config(path), 0, shares=range(1), num_shares=1)
+
+
+def test_small_parquet_file_with_millions_of_rows_is_refused(tmp_path: Path) -> None:
+    rows = 2_000_000
+    values = {"label": 0, "age": 1.5, "user": 3, "tag": 1, "city": "Ulm"}
+    path = tmp_path / "log.parquet"
+    parquet.write_table(pa.table({name: pa.repeat(value, rows) for name, value in values.items()}), path)
+    assert path.stat().st_size < 100_000
+    with pytest.raises(
+        DataError, match=r"log\.parquet has 10,000,000 values in \d+ bytes, which would exhaust the memory: if"
+    ):
+        load_clicks(config(path), 0, shares=range(1), num_shares=1)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_each_trainer_reads_its_share_of_a_file(tmp_path: Path, kind: str) -> None:
+    cfg = config(write(tmp_path, kind))
+    first, test = load_clicks(cfg, 0, shares=range(1), num_shares=2)
+    second, more_test = load_clicks(cfg, 0, shares=range(1, 2), num_shares=2)
+    # Two of six samples are for testing; each trainer has two of the other four.
+    assert [first.labels.tolist(), second.labels.tolist()] == [[0, 1], [1, 0]]
+    assert [test.labels.tolist(), more_test.labels.tolist()] == [[1], [0]]
+    assert second.numeric.tolist() == [[2.5], [3.5]]
+    assert [bag(first, sample, 0) for sample in range(2)] == [[3], [1]]
+    assert bag(first, 0, 1) == [0, 1]
+    assert bag(first, 1, 1) == []
+    assert bag(second, 1, 1) == [1, 1, 1]
+    assert bag(first, 0, 2) == bag(second, 0, 2) == bag(more_test, 0, 2), "the same city"
+    assert bag(first, 1, 2) == bag(test, 0, 2) != bag(first, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "message"),
+    [
+        ({}, {"tables": {"users": 6}, "hashed_tables": []}, r"has no column 'users'"),
+        ({"user": [3, 1, 4, 1, 9, 0]}, {}, r"'user' has ids 0 to 9, but hybrid.tables.user=6: raise it to 10"),
+        ({"label": [0, 1, 2, 0, 1, 0]}, {}, r"column 'label' must be 0 or 1"),
+        ({"age": [1.0, None, 2, 3, 4, 5]}, {}, r"column 'age' must have numbers without nulls"),
+        ({}, {"hashed_tables": []}, r"column 'city' has ids that are not integers: add it to hybrid.hashed_tables"),
+        ({"user": [3, None, 4, 1, 5, 0]}, {}, r"column 'user' has null ids"),
+        ({}, {"file": "/nowhere/log.parquet"}, r"/nowhere/log.parquet cannot be read as a click log"),
+    ],
+)
+def test_file_that_does_not_match_the_config_raises_data_error(
+    tmp_path: Path, changed: Any, options: Any, message: str
+) -> None:
+    path = write(tmp_path, "parquet", **changed)
+    with pytest.raises(DataError, match=message):
+        load_clicks(config(path, **options), 0, shares=range(1), num_shares=1)
+
+
+def test_file_with_too_few_samples_raises_data_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has 6 samples: too few for 5 trainers"):
+        load_clicks(config(write(tmp_path, "parquet")), 0, shares=range(1), num_shares=5)
+
+
+def test_synthetic_log_does_not_depend_on_the_number_of_readers() -> None:
+    cfg = HybridConfig(num_samples=10_000, tables={"a": 10, "b": 5})
+    whole, test = load_clicks(cfg, 3, shares=range(1), num_shares=1)
+    assert (len(whole), len(test)) == (9000, 1000)
+    parts = [load_clicks(cfg, 3, shares=range(share, share + 1), num_shares=3) for share in range(3)]
+    assert torch.equal(torch.cat([train.labels for train, _ in parts]), whole.labels)
+    assert torch.equal(torch.cat([train.bags.ids for train, _ in parts]), whole.bags.ids)
+    assert torch.equal(torch.cat([test.numeric for _, test in parts]), test.numeric)
+    other, _ = load_clicks(cfg, 4, shares=range(1), num_shares=1)
+    assert not torch.equal(other.labels, whole.labels)
+    assert test.best_scores is not None
+    assert 0.6 < auc(test.best_scores, test.labels) < 0.95
+    assert set(whole.bags.offsets.diff().tolist()) == {1, 2, 3}
+
+
+def test_take_and_padded_follow_the_order_of_the_samples() -> None:
+    bags = Bags(torch.tensor([5, 6, 7, 8]), torch.tensor([0, 2, 2, 3, 4]))
+    clicks = Clicks(bags, torch.tensor([[0.5], [1.5]]), torch.tensor([0.0, 1.0]), ("a", "b"))
+    assert clicks.table_of_id.tolist() == [0, 0, 0, 1]
+    reordered = clicks.take(torch.tensor([1, 0, 1]))
+    assert reordered.bags.ids.tolist() == [7, 8, 5, 6, 7, 8]
+    assert reordered.bags.offsets.tolist() == [0, 1, 2, 4, 4, 5, 6]
+    assert padded(reordered, 2)[:2].tolist() == [[1.5, 7, -1, 8, -1], [0.5, 5, 6, -1, -1]]
+    assert len(clicks.take(torch.arange(0))) == 0
+
+
+def test_epoch_has_each_sample_once_and_starts_at_any_batch() -> None:
+    whole = list(batches(10, 4, seed=1, epoch=2))
+    assert sorted(torch.cat(whole).tolist()) == list(range(10))
+    rest = list(batches(10, 4, seed=1, epoch=2, start=1))
+    assert [one.tolist() for one in rest] == [one.tolist() for one in whole[1:]]
+    assert torch.cat(whole).tolist() != torch.cat(list(batches(10, 4, seed=1, epoch=3))).tolist()
+
+
+# --- Figures of the trainers in the report of a run.
+
+
+def test_confusion_matrix_has_a_row_per_true_class() -> None:
+    matrix = confusion_matrix([5, 1, 2, 6])
+    assert (matrix.names, matrix.values) == (["0", "1"], [[5, 1], [2, 6]])
+    assert confusion_matrix([5, 1, 2, 6], ("cat", "dog")).names == ["cat", "dog"]
+
+
+def test_calibration_compares_shares_of_groups() -> None:
+    scores = torch.linspace(0, 1, 1000, dtype=torch.float64)
+    labels = (torch.arange(1000) % 2 == 0).float()
+    points = calibration(scores, labels).lines["model"]
+    assert len(points) == NUM_BINS
+    torch.testing.assert_close(
+        torch.tensor(points, dtype=torch.float64),
+        torch.stack([scores.view(10, 100).mean(1), torch.full((10,), 0.5, dtype=torch.float64)], 1),
+    )
+
+
+def test_roc_curve_of_known_scores() -> None:
+    """Two samples of equal score are one step."""
+    curve = roc(torch.tensor([0.9, 0.8, 0.8, 0.1]), torch.tensor([1.0, 1.0, 0.0, 0.0]))
+    assert curve.lines["model"] == [[0.0, 0.0], [0.0, 0.5], [0.5, 1.0], [1.0, 1.0]]
+    long = roc(torch.linspace(0, 1, 5000), (torch.arange(5000) % 3 == 0).float()).lines["model"]
+    assert len(long) <= 201
+    assert long[-1] == [1.0, 1.0]
+
+
+def test_evaluation_with_one_class_has_no_figures() -> None:
+    assert evaluation_figures(torch.rand(4), torch.ones(4)) == {}
+    assert evaluation_figures(torch.rand(0), torch.ones(0)) == {}
+    assert set(evaluation_figures(torch.rand(3), torch.tensor([0.0, 1.0, 1.0]))) == {"calibration", "roc"}
+
+
+def test_returns_of_many_evaluations_are_thinned() -> None:
+    curves = returns_curves("CartPole-v1", [(step, 1.0 * step, 0.0, 2.0 * step) for step in range(5000)])
+    assert {name: line[-1] for name, line in curves.lines.items()} == {
+        "mean": [4999, 4999], "smallest": [4999, 0], "largest": [4999, 9998],
+    }  # fmt: skip
+    assert all(len(line) <= MAX_POINTS for line in curves.lines.values())
+    assert len(returns_curves("e", [(1, 1.0, 1.0, 1.0)]).lines["mean"]) == 1
+    assert sum(returns_histogram([1.0, 2.0, 2.5]).counts) == 3
+
+
+# --- The click model in one process, and the AUC.
+
+
+def test_auc_equals_the_one_of_scikit_learn() -> None:
+    torch.manual_seed(0)
+    labels = torch.randint(0, 2, (500,)).float()
+    for scores in (torch.randn(500), torch.randint(0, 5, (500,)).float()):
+        assert math.isclose(auc(scores, labels), roc_auc_score(labels, scores), rel_tol=1e-6)
+    assert math.isnan(auc(torch.randn(3), torch.ones(3)))
+
+
+def test_padding_has_no_effect() -> None:
+    torch.manual_seed(0)
+    model = ClickModel({"a": 4, "b": 3}, dim=2, num_numeric=1, hidden=[3], bag_size=2)
+    first = torch.tensor([[0.5, 3, -1, -1, -1], [0.5, 3, 1, 2, 2]], dtype=torch.float64)
+    found = model(first)
+    weights = {name: table.weight for name, table in model.tables.items()}
+    pooled = torch.stack(
+        [
+            torch.cat([weights["a"][3], torch.zeros(2)]),
+            torch.cat([weights["a"][3] + weights["a"][1], 2 * weights["b"][2]]),
+        ]
+    )
+    expected = model.dense(torch.cat([pooled, torch.full((2, 1), 0.5)], dim=1)).squeeze(1).sigmoid()
+    torch.testing.assert_close(found, expected)
