@@ -285,8 +285,6 @@ _OF_TRAINERS = (
     "hpcdist.rank.device",
     "hpcdist.rank.stopping",
     "hpcdist.rank.process_group",
-    "hpcdist.rank.device",
-    "hpcdist.rank.stopping",
     "hpcdist.rank.telemetry",
     "hpcdist.rank.system_metrics",
 )

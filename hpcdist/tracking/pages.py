@@ -219,7 +219,7 @@ class ParentRun:
         return {
             _PARENT_TAG: self._open().run_id,
             "mlflow.runName": str(cell.get("label", self._cell.name))[:250],
-            "hpcdist.run.sweeps": self._sweep.name,
+            "hpcdist.run.sweep": self._sweep.name,
         }
 
     def _open(self) -> MlflowRun:
@@ -397,7 +397,7 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, View
             columns=(*(f"params.`{key}`" for key in keys), *primary, loss, state, _DURATION),
             order_by=_metric(best),
             ascending=mode == "min",
-            group_by_tag="hpcdist.run.sweeps",
+            group_by_tag="hpcdist.run.sweep",
             search="tags.hpcdist.run.sweep LIKE '%'",
             widths=measured,
         )

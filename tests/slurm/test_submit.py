@@ -56,7 +56,7 @@ def test_stop_and_cancel_end_a_running_job(slurm_runs: SlurmRuns, devcluster: De
         assert code == 0, output
         state = slurm_runs.wait_end(name, job)
         assert (state.status, state.attempt) == (status, 1)
-        assert f"(`hpcdist {action}` by " in state.reason
+        assert f"`hpcdist {action}` by " in state.reason
         assert devcluster.job(job)["JobState"] == "COMPLETED"
         slurm_runs.assert_no_process_left(name)
         if action == "stop":

@@ -169,9 +169,7 @@ def test_columns_of_tags_have_values(scene: Scene, monkeypatch: pytest.MonkeyPat
     scene.shipper().ship_once()
     tags = scene.entity.data.tags
     shown = [column[6:-1] for view in pages.prepared({"m": "max"}, ["lr"]).values() for column in view.columns]
-    assert [
-        key for key in shown if key.startswith("hpcdist.") and key != "hpcdist.run.sweeps" and key not in tags
-    ] == []
+    assert [key for key in shown if key.startswith("hpcdist.") and key != "hpcdist.run.sweep" and key not in tags] == []
     assert (tags["hpcdist.lost_steps"], tags["hpcdist.nodes"]) == ("10", "n[1-2],n[2-3]")
     assert tags["hpcdist.interruptions"] == "1: x; 2: x; 3: x"
     assert tags["hpcdist.best"] == "0.9824 at step 1,200"
@@ -332,7 +330,7 @@ def test_cells_are_child_runs_named_by_their_values(sweep: SweepScene) -> None:
     assert set(found) == {"tune", "seed=1", "seed=2"}
     for name in ("seed=1", "seed=2"):
         assert found[name].data.tags["mlflow.parentRunId"] == found["tune"].info.run_id
-        assert found[name].data.tags["hpcdist.run.sweeps"] == "tune"
+        assert found[name].data.tags["hpcdist.run.sweep"] == "tune"
         assert found[name].data.params["seed"] == name.removeprefix("seed=")
     parent = found["tune"].data
     assert parent.params == {"seed": "1, 2"}
