@@ -1,5 +1,45 @@
 """The run folder and the folders of its attempts: layout, state file, requests to stop, outcomes and heartbeats; the
 folder of runs above; and the identity that shows a replaced folder.
+
+    runs/<experiment>/<run>/
+        config.yaml  secrets.json  environment.json  code/  code.patch  state.json  lease  mlflow.json
+        identity                                 random bytes, by which a replaced folder is noticed
+        slurm.json  job.json                     the Slurm job, and its starts
+        cell.json                                sweep and values, if the run is a cell of a sweep
+        origin.json                              the config of the command line, before its overrides
+        supervisor.log  shipper.log              output of a supervisor in the background, and of the shipper
+        notifier.log                             failed deliveries of notifications, output of `notify.command`
+        rerun.json                               the run that this run repeats, and the result of the comparison
+        config.next.yaml                         changed config of a resume, until its first completed step
+        container.json                           runtime, image and digest of the ranks' containers
+        rank_environment.json                    archive and versions of the ranks' environment (cluster.environment)
+        journal/attempt-001.rank-00000.jsonl     metrics, one record per line
+        journal/attempt-001.rank-00000.events.jsonl   parameters, tags and models that the code of a rank has logged
+        journal/shipped.json                     offsets of the records that MLflow has received
+        journal/names.json                       original names of renamed metrics, parameters and tags
+        checkpoints/step-00000100/               see checkpoint/folder.py
+        model/                                   the final model in MLflow's layout
+        artifacts/                               files of the trainer, such as plots and samples
+        logged_models/m-…/                       models that the code of a rank has logged with MLflow
+        report.html                              report of the run as one page, written by the shipper
+        attempts/rank-parent.log                 output of the process that forks the ranks, see rank/parent.py
+        attempts/rank-parent-NODE.log            the same on a node of a Slurm job; rank-parent.log is that of srun
+        attempts/001/                            one per start of the ranks
+            key                                  secret of the attempt; readable by the owner alone
+            rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
+            command-001.json  command-001.rank-00000.json   a command to save or profile, and what a rank has done
+            times.json                           begin and end with its cause, resources of the ranks
+            training.json                        first step, datasets and model size
+            phases.jsonl                         phases of rank 0: start, evaluations, saves
+            preflight.json  preflight.txt        preflight report; in the first attempt of each start of a Slurm job
+            srun.log                             output of srun
+            network.json                         result of the collective check
+            stacks.txt  rank-00000.stacks.txt  rank-00000.flight.json      stack traces and collectives of a hang
+            silence.txt                          stack traces of a run that makes no progress, but was not ended
+            stragglers.jsonl                     straggler events
+
+Supervisor, ranks and shipper are separate processes, possibly on separate hosts; they share only these files.
+`host/files.py` describes the format number in the JSON files.
 """
 
 from __future__ import annotations
@@ -276,47 +316,7 @@ def make_database(path: Path) -> None:
         os.close(descriptor)
 
 
-# The run folder: its layout and its state file.
-#
-#     runs/<experiment>/<run>/
-#         config.yaml  secrets.json  environment.json  code/  code.patch  state.json  lease  mlflow.json
-#         identity                                 see run/folder.py
-#         slurm.json  job.json                     the Slurm job, and its starts
-#         cell.json                                sweep and values, if the run is a cell of a sweep
-#         origin.json                              the config of the command line, before its overrides
-#         supervisor.log  shipper.log              output of a supervisor in the background, and of the shipper
-#         notifier.log                             failed deliveries of notifications, output of `notify.command`
-#         rerun.json                               the run that this run repeats, and the result of the comparison
-#         config.next.yaml                         changed config of a resume, until its first completed step
-#         container.json                           runtime, image and digest of the ranks' containers
-#         rank_environment.json                    archive and versions of the ranks' environment (cluster.environment)
-#         journal/attempt-001.rank-00000.jsonl     metrics, one record per line
-#         journal/attempt-001.rank-00000.events.jsonl   parameters, tags and models that the code of a rank has logged
-#         journal/shipped.json                     offsets of the records that MLflow has received
-#         journal/names.json                       original names of renamed metrics, parameters and tags
-#         checkpoints/step-00000100/               see checkpoint/folder.py
-#         model/                                   the final model in MLflow's layout
-#         artifacts/                               files of the trainer, such as plots and samples
-#         logged_models/m-…/                       models that the code of a rank has logged with MLflow
-#         report.html                              report of the run as one page, written by the shipper
-#         attempts/rank-parent.log                 output of the process that forks the ranks, see rank/parent.py
-#         attempts/rank-parent-NODE.log            the same on a node of a Slurm job; rank-parent.log is that of srun
-#         attempts/001/                            one per start of the ranks, see run/folder.py
-#             key                                  secret of the attempt; readable by the owner alone
-#             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
-#             command-001.json  command-001.rank-00000.json   a command to save or profile, and what a rank has done
-#             times.json                           begin and end with its cause, resources of the ranks
-#             training.json                        first step, datasets and model size
-#             phases.jsonl                         phases of rank 0: start, evaluations, saves
-#             preflight.json  preflight.txt        preflight report; in the first attempt of each start of a Slurm job
-#             srun.log                             output of srun
-#             network.json                         result of the collective check
-#             stacks.txt  rank-00000.stacks.txt  rank-00000.flight.json      stack traces and collectives of a hang
-#             silence.txt                          stack traces of a run that makes no progress, but was not ended
-#             stragglers.jsonl                     straggler events
-#
-# Supervisor, ranks and shipper are separate processes, possibly on separate hosts; they share only these files.
-# `host/files.py` describes the format number in the JSON files.
+# The run folder and its state file.
 
 Status = Literal["created", "queued", "running", "stopped", "finished", "failed", "cancelled"]
 #: Final states: no supervisor is at work.

@@ -10,7 +10,7 @@ from pathlib import Path
 import hooks
 import pytest
 from doc_blocks import ROOT
-from generators import commands, config, environment, findings, messages, runtimes
+from generators import commands, config, environment, findings, messages, packages, runtimes
 from typer.testing import CliRunner
 
 from hpcdist.cli.app import make_app
@@ -30,6 +30,11 @@ def test_hook_replaces_markers_and_refuses_unknown_ones() -> None:
     assert page.startswith("# Config\n\n| config | content |\n")
     with pytest.raises(KeyError, match="unknown"):
         hooks.on_page_markdown("<!-- generated: unknown -->")
+
+
+def test_run_folder_reference_has_its_files() -> None:
+    text = packages.run_folder()
+    assert [name for name in ("state.json", "journal/shipped.json", "attempts/001/", "srun.log") if name not in text] == []
 
 
 def test_config_reference_has_every_key() -> None:
