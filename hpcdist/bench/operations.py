@@ -568,7 +568,7 @@ class AllToAll(Operation):
 
 
 class Barrier(Operation):
-    """Barrier of all ranks. It is checked by a counter in the store, see `correctness.py`."""
+    """Barrier of all ranks. It is checked by a counter in the store, see `bench/measurement_plan.py`."""
 
     name, can_overlap = "barrier", False
 
@@ -600,7 +600,7 @@ class AllReduce(Operation):
 
 
 class RingAllReduce(AllReduce):
-    """All-reduce implemented with isend and irecv, see `ring.py`."""
+    """All-reduce implemented with isend and irecv."""
 
     name, can_overlap = "ring_all_reduce", False
 

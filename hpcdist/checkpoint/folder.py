@@ -3,7 +3,7 @@
     step-00001200/
         model.pt        the model's state dict
         trainer.pt      {"trainer": the trainer's state, "rank_states": one state for each rank}
-        shard-00002.pt  the part of the model that rank 2 owns, if any: see shards.py
+        shard-00002.pt  the part of the model that rank 2 owns, if any: see state.py
         manifest.json   written last: {format, format_version, step, created (unix s), write_s, world_size, metrics,
                         files: {name: {bytes, sha256}}}
 

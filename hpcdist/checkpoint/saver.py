@@ -201,7 +201,7 @@ def _name(path: _Path) -> str:
 # Asynchronous saving: the training thread only copies the state to host memory, a second thread writes the files.
 #
 # `torch.distributed.checkpoint.async_save` (torch 2.15) is not used: it reports an error only to a caller that asks the
-# returned future, and reuses its host copy only if the caller keeps a stager (see `host_copy.py`).
+# returned future, and reuses its host copy only if the caller keeps a stager (see `HostBuffers`).
 
 log = logging.getLogger(__name__)
 

@@ -290,7 +290,7 @@ def container_checks(image: Mapping[str, str], env: Mapping[str, str], root: Pat
     """Return the usual mistakes in containers that are started by hand.
 
     Args:
-        image: result of `own_image.image_facts`.
+        image: result of `image_facts`.
     """
     build = image.get("image_build", "")[:12]
     if named := " ".join(filter(None, [image.get("image", ""), f"build {build}" if build else ""])):

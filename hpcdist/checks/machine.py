@@ -179,7 +179,7 @@ def host_name_checks(host: str, found: Mapping[str, Any], *, is_node: bool) -> l
     """Explain the effect of the resolver's answers on the start of ranks.
 
     Args:
-        found: result of `facts.Lookups` for `host` with the reverse lookup.
+        found: result of `Lookups` for `host` with the reverse lookup.
         is_node: whether this machine is a node of a cluster. Ranks of one machine use loopback and need no name.
     """
     level: Level = "warning" if is_node else "note"

@@ -96,7 +96,7 @@ class PreloadedSplit:
     Args:
         images: uint8 [N, C, H, W].
         labels: int64 [N].
-        augment_seed: seed of random shifts and, with `flip`, mirroring (see augment.py); None disables them.
+        augment_seed: seed of random shifts and, with `flip`, mirroring (see images.py); None disables them.
     """
 
     def __init__(

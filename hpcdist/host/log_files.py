@@ -140,7 +140,7 @@ class LogTail:
         """Yield the new text in pieces; an incomplete line waits for the next call."""
         with open_regular(self._path) as file:
             size = os.fstat(file.fileno()).st_size
-            if size < self._position:  # shortened by `log_limit`
+            if size < self._position:  # shortened by `limit_log`
                 self._position, self._in_line = size, True
             if size - self._position > MAX_NEWS_BYTES:
                 self._position, before, self._in_line = size - PIECE_BYTES, self._position, True

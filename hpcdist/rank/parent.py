@@ -266,7 +266,7 @@ def _is_closed(connection: socket.socket) -> bool:
         return True
 
 
-# The parent process of the ranks on one machine, `python -m hpcdist.rank.parent RUN_FOLDER`.
+# The parent process itself.
 #
 # It imports torch and the modules of the run's trainer once, and then forks a process for each rank, in every attempt
 # of the run: a restart costs no import. User code is imported by the ranks alone, because it may start threads, use a
@@ -274,7 +274,7 @@ def _is_closed(connection: socket.socket) -> bool:
 #
 # On one machine the supervisor (`supervisor/children.py`) is at the other end of standard output, which is a socket.
 # When the supervisor closes it or dies, the parent ends. On Slurm there is a parent on each node, and tasks of srun ask
-# it for their ranks (`rank/parent.py`). The parent has no threads and no CUDA context, and never runs code of a
+# it for their ranks (`TaskServer`). The parent has no threads and no CUDA context, and never runs code of a
 # rank. A rank that is killed does not affect it. When the parent dies, the kernel kills the ranks.
 
 #: Modules that every rank with a trainer imports.
@@ -286,7 +286,6 @@ _OF_TRAINERS = (
     "hpcdist.rank.stopping",
     "hpcdist.rank.process_group",
     "hpcdist.rank.telemetry",
-    "hpcdist.rank.system_metrics",
 )
 #: Imports torch._dynamo, as long an import as that of torch. Ranks need it for DistributedDataParallel and optimizers.
 _OF_STEPS = "hpcdist.rank.step_timing"

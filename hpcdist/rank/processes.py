@@ -165,7 +165,7 @@ def set_place(cwd: str, changed: Mapping[str, str], space_bytes: int) -> None:
     Args:
         cwd: working directory.
         changed: variables that differ from those of the parent.
-        space_bytes: see `process_record.show_variables`.
+        space_bytes: see `show_variables`.
     """
     os.chdir(cwd)
     os.environ.pop(SPACE, None)

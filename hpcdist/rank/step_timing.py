@@ -101,7 +101,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 class Gradients(Protocol):
-    """Source of gradient events of a model (`timed_ddp.py`)."""
+    """Source of gradient events of a model, such as `TimedDDP`."""
 
     last: int | None  #: index of the parameter whose gradient came last, during a search
 
@@ -330,7 +330,7 @@ class NodeTimes:
         return {self._prefix + key: value for key, value in means.items()}
 
 
-# DistributedDataParallel that times its forward and backward passes (`step_timing.py`).
+# DistributedDataParallel that times its forward and backward passes.
 
 #: Maximum number of searches for the parameter whose gradient comes last.
 MAX_SEARCHES = 5

@@ -78,7 +78,7 @@ class Heartbeat:
     only after a new beat or step; the file of a hung rank therefore keeps the time of its last beat.
 
     The file is overwritten in place: atomic replacements by every rank would load a shared file system, and a reader of
-    an incomplete line reads the file again. More ranks write less often, see `polling.beat_interval_s`.
+    an incomplete line reads the file again. More ranks write less often, see `beat_interval_s`.
     """
 
     def __init__(

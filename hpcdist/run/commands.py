@@ -143,7 +143,7 @@ def _wait_for_supervisor(run: RunDir) -> None:
 #     attempts/001/command-001.json                the command; numbers begin with 1
 #     attempts/001/command-001.rank-00000.json     the result of a rank
 #
-# `run/commands.py` writes commands. Rank 0 checks for the next number and sends it to the other ranks
+# The command line and the shipper write commands. Rank 0 checks for the next number and sends it to the other ranks
 # (`rank/stopping.py`). A command is part of one attempt: a restart drops commands that the ranks have not obeyed.
 
 Action = Literal["save", "profile"]

@@ -25,8 +25,7 @@ from hpcdist.run.status import sweep_state
 
 # Sweeps: one run, called a cell, for each combination of values of the swept keys. Pure functions.
 #
-# A cell is an ordinary run; its name consists of the sweep's name and its values: `tune-lr_0.1-seed_2`. The files of a
-# sweep are in `run/sweeps.py`.
+# A cell is an ordinary run; its name consists of the sweep's name and its values: `tune-lr_0.1-seed_2`.
 
 #: Keys that define the folder of a cell, or that are common to all tasks of a job array.
 _NOT_SWEPT = ("name", "experiment", "runs_dir", "cluster", "tracking.uri")

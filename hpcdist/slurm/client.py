@@ -39,7 +39,7 @@ from hpcdist.slurm.output import (
 #
 # (`submitit` calls sbatch for a submission; `slurm.job` starts steps with srun.) All commands run through `run`, with
 # one time limit for queries that a user waits for and one for commands of a job. Each function returns a typed result
-# of the parsers in `command_output`, `cluster_nodes` and `job_info`, and raises SlurmError without an answer.
+# of the parsers in `slurm/output.py`, and raises SlurmError without an answer.
 
 #: Time limit of a query that a user waits for.
 QUERY_TIMEOUT_S = 15.0

@@ -101,7 +101,7 @@ class ProgressMonitor:
     """Detects hung ranks and stragglers in one attempt, and reports the progress of rank 0.
 
     The cost of a check does not depend on the number of ranks: it covers some of them in turn
-    (`polling.num_due_ranks`). For plain scripts the size of the log counts as progress as well, since only those that
+    (`num_due_ranks`). For plain scripts the size of the log counts as progress as well, since only those that
     report steps (`rank/script_api.py`) write heartbeats.
 
     A rank of a trainer that reports each step must go on doing so. All other ranks may be silent as long as one of them

@@ -429,7 +429,7 @@ def _record(line: bytes) -> Record | None:
 
 #: Maximum number of characters of the value of a parameter or tag, as in MLflow.
 MAX_VALUE = 8000
-#: Maximum number of characters of a name; `names.py` shortens it further.
+#: Maximum number of characters of a name; `clean_name` shortens it further.
 MAX_EVENT_NAME = 1000
 _EVENTS_FILE = re.compile(r"attempt-(\d+)\.rank-(\d+)(?:\.pid-\d+)?\.events\.jsonl")
 #: Limit of one read; longer files are read in several passes.

@@ -16,7 +16,7 @@ from hpcdist.review.text import TRAINING_PAGES
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.uri import is_server, redact_uri
 
-#: Id of each prepared view and its name in the UI, see `saved_views.py`.
+#: Id of each prepared view and its name in the UI, see `tracking/pages.py`.
 VIEWS = {
     "hpcdist-overview": "Overview",
     "hpcdist-failures": "Failures",

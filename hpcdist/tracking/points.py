@@ -55,9 +55,9 @@ class ShippingState:
     flushing: bool = False
     """Whether the points of open buckets (`series`) are being sent; part of the intent."""
     series: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Metric → its number of points, and its open bucket (`point_budget.py`)."""
+    """Metric → its number of points, and its open bucket (`PointBudget`)."""
     node_intervals: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Attempt → its intervals of node metrics (`node_charts.py`)."""
+    """Attempt → its intervals of node metrics (`NodeCharts`)."""
     marks: dict[str, list[int]] = field(default_factory=dict)
     """Attempt → time in ms and step of its point of the metric `attempt`."""
     artifacts: dict[str, str] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class ShippingState:
     model: dict[str, str] = field(default_factory=dict)
     """The logged model: `fingerprint`, `model_id` and, if it is registered, `registered` (name/version)."""
     events: dict[str, int] = field(default_factory=dict)
-    """Event file → bytes that are in MLflow (`rank_events.py`)."""
+    """Event file → bytes that are in MLflow."""
     checkpoints: dict[str, str] = field(default_factory=dict)
     """Checkpoint folder → fingerprint of the manifest that its logged model has completely."""
     command: dict[str, str] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class ShippingState:
     ledger_digest: str = ""  #: their values
     tags: dict[str, str] = field(default_factory=dict)
     page: dict[str, str] = field(default_factory=dict)
-    """Hashes of `description`, `datasets` and `tags`, and the `primary_metric`, see `run_page.py`."""
+    """Hashes of `description`, `datasets` and `tags`, and the `primary_metric`, see `RunPage`."""
     status: str = ""
     complete: str = ""
     """Status and attempt at whose end MLflow had everything; empty before."""

@@ -3,7 +3,7 @@
     python -P -m hpcdist.tracking.shipper RUN_DIR [--through-queue]     HPCDIST_TRACKING_URI in the environment
 
 It reads the files of the ranks and the supervisor. A failure of the server, the shipper or the supervisor delays points
-but neither loses nor duplicates any, see `shipping_state.py`.
+but neither loses nor duplicates any, see `ShippingState`.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class JobLog:
 
 
 def supervise_in_job(run_dir: str) -> str:
-    """Supervise a run from inside its job and return its final status, for `job_function`.
+    """Supervise a run from inside its job and return its final status, for `submitit_entry`.
 
     It is called again, with the same arguments, each time that Slurm restarts the job. Raises HpcdistError if another
     job holds the run or the run failed: then Slurm marks the job as failed, and dependent jobs see it.

@@ -161,7 +161,7 @@ def rank_env(config: Config, part: JobComponent | None = None) -> dict[str, str]
 
 
 def watchdog_command(job_id: str, node: str | None = None) -> list[str]:
-    """Return the step of `job_watchdog` on a node, or on one of the second component of a heterogeneous job."""
+    """Return the step of the watchdog on a node, or on one of the second component of a heterogeneous job."""
     flags = [
         f"--nodelist={node}" if node else "--het-group=1",
         "--overlap",

@@ -61,14 +61,14 @@ def main() -> None:
             print(error, flush=True)  # tried again at the next poll
 
 
-# The step of the watchdog (`job_watchdog.py`), which ends a job after the death of its batch host.
+# The step in which the supervisor runs the watchdog.
 
 
 class WatchdogStep:
     """Runs the watchdog on one node at a time.
 
     Args:
-        job_id: the job that it ends.
+        job_id: the job that it requeues.
         env: environment of steps.
         cwd: working directory.
         output: file for the output.

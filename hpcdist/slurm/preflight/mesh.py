@@ -388,7 +388,7 @@ class Rounds:
 # Every node listens on the ranks' port and connects to the others, because firewalls may block one direction only.
 # Nodes start at different times, so a refused connection counts only once the peer is known to listen: it has connected
 # itself, or its mark file is in the shared folder. From then on it has `GRACE_S`. Pairs that are connected in both
-# directions are measured in rounds, see `rounds.py`.
+# directions are measured in rounds (`Rounds`).
 #
 # Up to `ALL_PAIRS` nodes connect to all others. In larger runs each node connects to fewer than that many, chosen
 # evenly. Each measures at most seven pairs, so a node's time and output do not grow with the run.

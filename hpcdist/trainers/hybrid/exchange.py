@@ -29,7 +29,7 @@ from hpcdist.trainers.hybrid.tables import (
     unit_of_row,
 )
 
-# Parameter server of embedding tables: its side of the exchange with the trainers; theirs is `lookups.py`.
+# Parameter server of embedding tables: its side of the exchange with the trainers; theirs is `Lookups`.
 #
 # The exchange transfers *units*: single rows, which the trainer sums into bags, or sums of the server's rows of a bag.
 # A unit is one or more rows of the server. Its value is their sum, and each row gets its gradient. Per step and
@@ -222,7 +222,7 @@ def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.Proce
     pool.shutdown()
 
 
-# Lookups of embedding rows on parameter servers, as the trainer sees them; `table_server.py` has the messages.
+# Lookups of embedding rows on parameter servers, as the trainer sees them.
 
 
 @dataclass

@@ -34,7 +34,8 @@ def test_hook_replaces_markers_and_refuses_unknown_ones() -> None:
 
 def test_run_folder_reference_has_its_files() -> None:
     text = packages.run_folder()
-    assert [name for name in ("state.json", "journal/shipped.json", "attempts/001/", "srun.log") if name not in text] == []
+    names = ("state.json", "journal/shipped.json", "attempts/001/", "srun.log")
+    assert [name for name in names if name not in text] == []
 
 
 def test_config_reference_has_every_key() -> None:
