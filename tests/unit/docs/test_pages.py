@@ -133,7 +133,8 @@ LOOKUPS = [
 ]
 
 
-CONCEPTS = [page for page in sorted((ROOT / "docs" / "concepts").glob("*.md")) if page.name != "index.md"]
+READ_FIRST = ROOT / "docs" / "concepts" / "read-first.md"
+CONCEPTS = [page for page in sorted(READ_FIRST.parent.glob("*.md")) if page.name not in ("index.md", READ_FIRST.name)]
 
 
 def modules_in_charge(page: Path) -> list[str]:
@@ -153,6 +154,22 @@ def test_concept_page_ends_with_modules_in_charge(page: Path) -> None:
 def test_concepts_lead_to_module_of_mechanism(mechanism: str, module: str) -> None:
     rows = [row for page in CONCEPTS for row in modules_in_charge(page)]
     assert [row for row in rows if mechanism.lower() in row.lower() and f"`hpcdist/{module}" in row] != []
+
+
+def test_ways_through_the_code_are_short_and_name_what_is_there() -> None:
+    ways = [
+        re.findall(r"(?m)^\d+\. `(hpcdist/\S+)` \((.*?)\):", section)
+        for section in READ_FIRST.read_text().split("\n## ")[1:]
+    ]
+    assert [len(way) <= limit for way, limit in zip(ways, (22, 9, 22), strict=True)] == [True] * 3
+    missing = [
+        (path, name)
+        for way in ways
+        for path, names in way
+        for name in re.findall(r"`(\w+)`", names)
+        if not re.search(rf"(?:def|class) {name}\b", (ROOT / path).read_text())
+    ]
+    assert missing == []
 
 
 def test_readme_is_short() -> None:
