@@ -1,9 +1,10 @@
-"""The points that the shipper sends: records of all ranks and attempts, each once, within the budget of what MLflow can
-show.
+"""The points that the shipper sends: records of all ranks and attempts, each once, within the budgets of charts and
+points; the state of the upload; and the same series for reports.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -11,7 +12,7 @@ import time
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,6 @@ from hpcdist.tracking.journal import (
     ATTEMPT_METRIC,
     CHUNK_BYTES,
     Chunk,
-    NodeCharts,
     Record,
     attempt_of,
     clean_metric_name,
@@ -419,6 +419,109 @@ class JournalTail:
                 chunk = read_range(path, offset, end)
             yield from chunk.records
             offset = chunk.offset
+
+
+# The charts of a run on several nodes: MLflow gets minimum, mean and maximum over the nodes, not a chart of each node.
+#
+# The metrics of nodes, `system/<node>/…` and `time/<node>/…`, are divided into intervals of time. A complete interval
+# becomes one point of each of `system/nodes_min/…`, `…/nodes_mean/…` and `…/nodes_max/…`, over all records in it.
+# Records that arrive after their interval was sent are only in the journal.
+
+INTERVAL_MS = 30_000
+#: A node that has logged nothing for this time does not delay the intervals of the others.
+SILENT_MS = 120_000
+_STEP_TIMES = ("step_s", "data_s", "compute_s")
+
+
+@functools.lru_cache(maxsize=100_000)
+def without_node(key: str) -> str | None:
+    """Return the name of a node's metric without the node: `system/cpu` for `system/n7/cpu`; None for others."""
+    parts = key.split("/")
+    if len(parts) != 3 or not all(parts):
+        return None
+    group, _, name = parts
+    return f"{group}/{name}" if group == "system" or (group == "time" and name in _STEP_TIMES) else None
+
+
+class NodeCharts:
+    """Replaces the metrics of nodes by their statistics.
+
+    Args:
+        intervals: Attempt → number of its last interval that was sent, `sent`, and `open`: interval → metric →
+            minimum, sum, count, maximum, time in ms, step. The state that the next process needs.
+        sent_steps: Metric → attempt → lowest and highest step in MLflow.
+    """
+
+    def __init__(self, intervals: dict[str, dict[str, Any]], sent_steps: Mapping[str, Mapping[str, list[int]]]) -> None:
+        self._intervals = intervals
+        self._sent_steps = sent_steps
+
+    def complete(
+        self, chunks: Mapping[str, Chunk], times: Mapping[str, int], behind: set[str], *, over: bool
+    ) -> dict[str, int]:
+        """Return by attempt the last interval that is complete after `chunks`.
+
+        Args:
+            times: File → time of its last record.
+            behind: Files of the attempt that may hold more records than `chunks`.
+            over: Whether the run has ended.
+        """
+        attempt = attempt_of(next(iter(chunks))) if chunks else None
+        complete = {
+            other: max(map(int, state["open"]))
+            for other, state in self._intervals.items()
+            if state["open"] and (over if attempt is None else int(other) < attempt)
+        }
+        read_until = {name: times.get(name, 0) for name in {*times, *behind} if attempt_of(name) == attempt}
+        if attempt is not None and read_until:
+            active = max(read_until.values()) - SILENT_MS
+            until = min(time for name, time in read_until.items() if name in behind or time > active)
+            complete[str(attempt)] = until // INTERVAL_MS - 1
+        return complete
+
+    def reduce(self, chunks: Mapping[str, Chunk], complete: Mapping[str, int]) -> Iterator[tuple[int, Record]]:
+        """Yield the attempts and records to send instead of those of `chunks`, after which intervals are complete."""
+        # In a fixed order, so that a batch that is sent again has sums with equal roundings.
+        for name, chunk in sorted(chunks.items()):
+            attempt = attempt_of(name)
+            for record in chunk.records:
+                others = {}
+                for key, value in record.metrics.items():
+                    if (metric := without_node(key)) is None:
+                        others[key] = value
+                    else:
+                        self._count(attempt, metric, value, record)
+                if others:
+                    yield attempt, record._replace(metrics=others)
+        for attempt_text, until in complete.items():
+            if (state := self._intervals.get(attempt_text)) is not None:
+                state["sent"] = max(state["sent"], until)
+                for interval in sorted(int(number) for number in state["open"] if int(number) <= until):
+                    for metric, found in sorted(state["open"].pop(str(interval)).items()):
+                        yield int(attempt_text), self._statistics(attempt_text, metric, *found)
+
+    def _count(self, attempt: int, metric: str, value: float, record: Record) -> None:
+        """Add a value to its interval, unless that was sent."""
+        number = record.time_ms // INTERVAL_MS
+        state = self._intervals.setdefault(str(attempt), {"sent": -1, "open": {}})
+        if number > state["sent"] and value == value:
+            found = state["open"].setdefault(str(number), {})
+            low, total, count, high, time_ms, step = found.get(metric, (value, 0.0, 0, value, 0, record.step))
+            ends = max(time_ms, record.time_ms), max(step, record.step)
+            found[metric] = [min(low, value), total + value, count + 1, max(high, value), *ends]
+
+    def _statistics(
+        self, attempt: str, metric: str, low: float, total: float, count: int, high: float, time_ms: int, step: int
+    ) -> Record:
+        """Return the points of a metric in one interval."""
+        group, _, name = metric.partition("/")
+        metrics = {
+            f"{group}/nodes_{kind}/{name}": value
+            for kind, value in (("min", low), ("mean", total / count), ("max", high))
+        }
+        # A long step may be the newest one in two intervals.
+        sent = self._sent_steps.get(clean_metric_name(next(iter(metrics))), {}).get(attempt)
+        return Record(time_ms, step if sent is None else max(step, sent[1] + 1), metrics)
 
 
 # The budget of points: MLflow gets every point of a metric up to a limit, then what a chart can show.

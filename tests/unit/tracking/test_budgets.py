@@ -15,11 +15,8 @@ from tracking_scene import Scene
 
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import journal
-from hpcdist.tracking import journal as journal_reader
-from hpcdist.tracking import points as journal_tail
 from hpcdist.tracking import points as tracking_points
-from hpcdist.tracking.journal import without_node
-from hpcdist.tracking.points import Batches, Point, PointBudget, ShippingState
+from hpcdist.tracking.points import Batches, Point, PointBudget, ShippingState, without_node
 from hpcdist.tracking.shipper import sync
 
 LIMIT = 40
@@ -193,9 +190,9 @@ def test_complete_intervals_have_the_statistics_of_all_nodes_through_crashes(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracking_points, "EXACT_POINTS", 1000)
-    monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 3000)
-    monkeypatch.setattr(journal_tail, "CHUNK_BYTES", 3000)
-    monkeypatch.setattr(journal_tail, "BATCH_BYTES", 9000)
+    monkeypatch.setattr(journal, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(tracking_points, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(tracking_points, "BATCH_BYTES", 9000)
     run, draw = make_run(tmp_path), random.Random(seed)
     expected: dict[tuple[int, int], list[float]] = defaultdict(list)
     for attempt, begin in ((1, 0), (2, 900)):
@@ -300,4 +297,5 @@ def test_charts_of_64_nodes_with_4_gpus(scene: Scene) -> None:
     name = "gpu_3_power_usage_watts"
     assert [metrics[f"system/nodes_{kind}/{name}"] for kind in ("min", "mean", "max")] == [30.0, 66.5, 103.0]
     assert metrics["time/nodes_max/step_s"] == pytest.approx(0.63)
-    assert journal.SILENT_MS >= 1000 * journal_tail.LATE_S, "lines of a network file system arrive within that time"
+    # Lines of a network file system arrive within that time.
+    assert tracking_points.SILENT_MS >= 1000 * tracking_points.LATE_S
