@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from hpcdist.errors import suggestion
 
-# Image datasets and their properties. This file imports without torch.
+# Image datasets and their properties.
 #
-# `download.prepare` downloads, `loading.load_datasets` loads, and a split of `batches` yields batches. The package does
-# not use process groups: the caller selects the rank that downloads, and passes the indices of each rank.
+# `download.prepare` downloads, `loading.load_datasets` loads, and each split yields batches. The package does not use
+# process groups: the caller selects the rank that downloads, and passes the indices of each rank.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +57,7 @@ DATASETS: Mapping[str, DatasetSpec] = {
 }
 
 
-# Names of the models. This file imports without torch, so that names can be checked without it.
-
-# The models of torchvision.models.resnet; listed here because importing torchvision takes 0.9 s.
+# Names of the models. The models of torchvision.models.resnet; listed here because importing torchvision takes 0.9 s.
 RESNET_NAMES: tuple[str, ...] = (
     "resnet18",
     "resnet34",

@@ -97,7 +97,7 @@ def random_resized_box(width: int, height: int, sample_hash: int) -> tuple[int, 
 # Image sources: tensors in memory, folders of image files, and synthetic patterns.
 #
 # A source returns uint8 images of one size: `image(index, crop_hash)` one, `all_images()` all. `crop_hash` (see
-# augment.sample_hashes) selects a random crop, None the plain image. torchvision's ImageFolder is not used: its
+# `sample_hashes`) selects a random crop, None the plain image. torchvision's ImageFolder is not used: its
 # transforms do not receive the index of the sample, it takes hidden folders for classes, and its errors name no file.
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")

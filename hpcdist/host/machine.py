@@ -1,5 +1,5 @@
 """Facts about this machine: versions, network, GPUs and drivers, compiler, the container around this process, its
-capabilities; and the result of a check.
+capabilities; the commands that install optional dependencies; and the result of a check.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Agreement of all ranks on the step at which they save, stop or obey another command, and the
-profile of some steps.
+"""Agreement of all ranks on the step at which they save, stop or obey another command, and the profile of some
+steps.
 """
 
 from __future__ import annotations
@@ -290,7 +290,6 @@ class LiveCommands:
                 self._waiting.append((number, command))
 
     def _begin(self, step: int) -> None:
-
         _, command = self._waiting[0]
         self._first_step = step + 2  # `step` is done, and the next one is not recorded
         name = f"rank-{self._rank:05d}.pt.trace.json.gz"

@@ -1,1 +1,1 @@
-"""Slurm: its commands and their output, job submission (`submit`) and the supervisor inside a job (`job`)."""
+"""Slurm: its commands and their output, jobs and their supervisor (`job`), and checks of nodes (`preflight`)."""

@@ -1,4 +1,6 @@
-"""Processes that the supervisor starts besides ranks: the one that forks ranks, and the shipper."""
+"""Processes that the supervisor starts besides ranks: the one that forks ranks, and the shipper, which commands that
+follow a Slurm run start as well.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Plan of a local run: number of ranks, devices, backend, threads and environment variables."""
+"""Plan of a local run: number of ranks, devices, backend, threads and environment variables; and the commands of ranks
+and of the processes that fork them, which Slurm runs use as well.
+"""
 
 from __future__ import annotations
 

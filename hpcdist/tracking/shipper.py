@@ -131,11 +131,11 @@ def _has_stepped(run: RunDir, state: State, since: float) -> bool:
 class _Loop:
     """The polling loop of the shipper of one run."""
 
-    def __init__(self, shipper: Delivery, parent: _Parent) -> None:
+    def __init__(self, delivery: Delivery, parent: _Parent) -> None:
         self._parent = parent
-        self._shipper = shipper
-        self._run = shipper.run
-        self._drain_s = float((shipper.config.get("tracking") or {}).get("drain_timeout_s", 60.0))
+        self._delivery = delivery
+        self._run = delivery.run
+        self._drain_s = float((delivery.config.get("tracking") or {}).get("drain_timeout_s", 60.0))
         self._backoff_s = 0.0
         self._wait_s = 0.0  #: that the server has asked for
         self._drain_until: float | None = None
@@ -157,7 +157,7 @@ class _Loop:
             if time.monotonic() >= next_try:
                 if self._try(state) and ended:
                     return True
-                next_try = time.monotonic() + max(self._backoff_s, self._wait_s, self._shipper.pause_s)
+                next_try = time.monotonic() + max(self._backoff_s, self._wait_s, self._delivery.pause_s)
             if self._drain_until is not None and time.monotonic() >= self._drain_until:
                 log.warning(
                     "not all records were uploaded within %g s: `hpcdist sync %s` uploads the rest",
@@ -170,7 +170,7 @@ class _Loop:
 
     def _try(self, state: State) -> bool:
         try:
-            self._shipper.ship_once(state)
+            self._delivery.ship_once(state)
         except (TrackingError, OSError) as error:
             if not self._backoff_s:
                 log.warning("%s; records stay in the journal until MLflow is available", error)
@@ -179,7 +179,7 @@ class _Loop:
             return False
         self._wait_s = 0.0
         if self._backoff_s:
-            log.warning("MLflow at %s is available again: no records were lost", redact_uri(self._shipper.uri))
+            log.warning("MLflow at %s is available again: no records were lost", redact_uri(self._delivery.uri))
             self._backoff_s = 0.0
         return True
 
@@ -234,11 +234,11 @@ def sync(run: RunDir, uri: str, *, close_dead: bool = True) -> SyncReport:
         from hpcdist.tracking.delivery import Delivery  # imports MLflow
 
         closed = close_if_lost(run) if close_dead else ""
-        shipper = Delivery(run, uri)
-        shipper.open_run()
-        before = replace(shipper.progress, artifacts=dict(shipper.progress.artifacts))
-        num_points = shipper.ship_once()
-        after = shipper.progress
+        delivery = Delivery(run, uri)
+        delivery.open_run()
+        before = replace(delivery.progress, artifacts=dict(delivery.progress.artifacts))
+        num_points = delivery.ship_once()
+        after = delivery.progress
         return SyncReport(
             num_points=num_points,
             num_repeated=after.num_repeated - before.num_repeated,

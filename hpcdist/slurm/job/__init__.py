@@ -1,1 +1,1 @@
-"""Inside a job: the supervisor in the batch step, and the steps that run ranks."""
+"""Jobs of runs: their submission, the supervisor in the batch step, and the steps that run ranks."""
