@@ -55,6 +55,18 @@ def _is_defined(name: str) -> bool:
     )
 
 
+def test_files_that_comments_of_the_code_name_exist() -> None:
+    """A comment names a file by its path in the repository or in the package, or by its name in its own package."""
+    missing = [
+        (str(path.relative_to(ROOT)), name)
+        for path in sorted((ROOT / "hpcdist").rglob("*.py"))
+        for name in re.findall(r"(?:`|\bsee )((?:\w+/)*\w+\.py)\b", path.read_text())
+        if name != "train.py"  # a user's script
+        and not any((folder / name).exists() for folder in (ROOT, ROOT / "hpcdist", path.parent))
+    ]
+    assert missing == []
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_relative_links_lead_to_files(page: Path) -> None:
     targets = [link.partition("#")[0] for link in _LINK.findall(page.read_text()) if "://" not in link]
