@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from hpcdist.checkpoint.state import Shard
 from hpcdist.config.schema import Config
-from hpcdist.config.topology import Topology
+from hpcdist.config.topology import Roles, Topology
 from hpcdist.errors import CheckpointError, ConfigError
 from hpcdist.rank.checkpointing import RankCheckpoints, Restored
 from hpcdist.rank.device import seed_everything
@@ -33,40 +33,128 @@ from hpcdist.rank.elastic import (
     sum_over_ranks,
 )
 from hpcdist.rank.process_group import Groups
-from hpcdist.rank.rank_info import RankInfo, TrainingNotes
 from hpcdist.rank.step_timing import NodeTimes, StepTimer, clock_of
 from hpcdist.rank.stopping import LiveCommands, StopAgreement, stops_after
 from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.review.figures import Figure, write_figure
 from hpcdist.run.folder import Attempt, RunDir
-from hpcdist.run.records import DatasetRecord, reached_before
+from hpcdist.run.records import DatasetRecord, TrainingNotes, reached_before
 from hpcdist.tracking.journal import JournalWriter
 
-# The part of `Context` that records metrics, datasets, artifacts and the final model.
 
+class Context:
+    """One rank's interface to the run. The worker creates it and passes it to the trainer.
 
-class ContextRecords(RankInfo):
-    """Records of one rank; see `Context`, which adds stopping, collectives and checkpoints."""
+    A trainer is a function `train(ctx, config)` that every rank calls:
+
+        def train(ctx: Context, config: Config) -> None:
+            model = ctx.wrap(build_model())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            step, stop = 0, False
+            if (restored := ctx.restore()) is not None:
+                model.module.load_state_dict(restored.model)
+                optimizer.load_state_dict(restored.trainer["optimizer"])
+                step = restored.step
+            total_steps = config.params["total_steps"]
+            while step < total_steps and not stop:
+                loss = train_step(model, optimizer)
+                step += 1
+                if step % 10 == 0:
+                    ctx.log({"train/loss": float(loss)}, step)
+                stop = ctx.should_stop(step, total_steps)
+                if ctx.should_save(step) or step == total_steps:
+                    ctx.save(step, model=model, trainer={"optimizer": optimizer.state_dict()})
+
+    Attributes:
+        config: the resolved config, the same object as the second argument of `train`.
+        run: the run folder.
+        attempt: the folder of this attempt; `attempt.number` is 1 at the first start.
+        topology: rank, world size, local rank and host names.
+        roles: the roles of the run; for example `ctx.roles.count("observer")` returns its number of observers.
+        device: the device of this rank.
+        timer: step timing of this rank; use `with ctx.timer.waiting():` around code that waits for other ranks.
+        groups: the control group and the store of all ranks.
+        end_reason: why the trainer returned, one sentence for the status of the run. Set it at the end of `train`.
+    """
 
     def __init__(
         self,
-        topology: Topology,
-        num_ranks_by_role: Mapping[str, int],
         *,
+        config: Config,
         run: RunDir,
         attempt: Attempt,
+        topology: Topology,
         device: torch.device,
+        groups: Groups,
+        stop: StopAgreement,
         journal: JournalWriter,
         heartbeat: Heartbeat,
     ) -> None:
-        super().__init__(topology, num_ranks_by_role)
+        self.config = config
         self.run = run
         self.attempt = attempt
+        self.topology = topology
+        self.roles = Roles.of(config.roles, topology.world_size)
         self.device = device
         self.timer = StepTimer(clock_of(device))
+        self.end_reason = ""
+        self.groups = groups
         self._journal = journal
         self._heartbeat = heartbeat
         self._notes = TrainingNotes(attempt, is_main=self.is_main)
+        self._has_stepped = False
+        self._micro_batches: dict[int, MicroBatches] = {}
+        self._stop = stop
+        self._commands = LiveCommands(run, attempt, topology.rank, stop, device)
+        self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
+        self.timer.account.reached = reached_before(attempt)
+        heartbeat.timing, heartbeat.account = self.timer.report, self.timer.account.report
+        heartbeat.phases = self.timer.account.phases if self.is_main else ()
+        self._checkpoints = RankCheckpoints(
+            config=config, run=run, attempt=attempt, topology=topology, device=device, groups=groups, journal=journal
+        )
+
+    # --- this rank
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process, 0 to `world_size` - 1."""
+        return self.topology.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the run."""
+        return self.topology.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which logs metrics and writes checkpoints."""
+        return self.topology.rank == 0
+
+    @property
+    def role(self) -> str:
+        """Role of this rank: a key of the config's `roles`, or `trainer` in a run without roles."""
+        return self.roles.of_rank(self.rank)[0]
+
+    @property
+    def role_index(self) -> int:
+        """Index of this rank within its role, 0 to the number of ranks in the role - 1."""
+        return self.roles.of_rank(self.rank)[1]
+
+    @property
+    def rpc_name(self) -> str:
+        """Name of this rank in RPC, `role:index`."""
+        return self.roles.name_of(self.rank)
+
+    def ranks_of(self, role: str) -> range:
+        """Return the ranks of a role, ordered by their index. Raises ConfigError if no rank has this role.
+
+        Args:
+            role: a key of the config's `roles`, or `trainer` in a run without roles.
+        """
+        return self.roles.ranks_of(role)
+
+    # --- metrics, datasets, artifacts, the final model
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics of a step. Only rank 0 records; other ranks only note the step, for messages about them.
@@ -134,20 +222,7 @@ class ContextRecords(RankInfo):
             with self.timer.account.phase("checkpoint"):
                 export_model(module, example, self.run)
 
-
-# The part of `Context` with which a trainer divides its training set over a changing number of ranks.
-
-
-class ContextBatches(ContextRecords):
-    """Micro-batches of an elastic run. `Context` inherits from it."""
-
-    _checkpoints: RankCheckpoints
-
-    def __init__(self, config: Config, topology: Topology, **records: Any) -> None:
-        super().__init__(topology, config.roles, **records)
-        self.config = config
-        self._has_stepped = False
-        self._micro_batches: dict[int, MicroBatches] = {}
+    # --- micro-batches of an elastic run
 
     def division(self, num_samples: int) -> Division:
         """Return the division of a training set of `num_samples` for `data.global_batch_size`.
@@ -199,114 +274,6 @@ class ContextBatches(ContextRecords):
                 of the batch size.
         """
         return MicroBatchLoader(dataset, lambda: self._batches_of(len(dataset)), options)  # type: ignore[arg-type]
-
-    def _batches_of(self, num_samples: int) -> MicroBatches:
-        if num_samples not in self._micro_batches:
-            saved = self._checkpoints.division
-            # A trainer may divide further training sets later.
-            if saved is not None and not self._micro_batches and (problems := saved.problems(self.config, num_samples)):
-                raise ConfigError(problems)
-            division = divide(self.config, num_samples, self.rank, self.world_size, saved)
-            self._checkpoints.division = SavedDivision(
-                num_micro_batches=division.num_micro_batches,
-                global_batch_size=division.global_batch_size,
-                num_samples=tuple(sorted({num_samples, *(saved.num_samples if saved is not None else ())})),
-            )
-            self._micro_batches[num_samples] = MicroBatches(division, exact=self.config.elastic.exact)
-        return self._micro_batches[num_samples]
-
-    def _forget_division(self) -> None:
-        """Divide the training set anew, because a restored checkpoint determines the number of micro-batches."""
-        self._micro_batches.clear()
-
-    def _ddp_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of DistributedDataParallel for a model of this run."""
-        if self.config.data.global_batch_size is None:
-            return dict(options)
-        return {**options, "static_graph": False}  # not every backward pass exchanges gradients
-
-    def _set_reduction(self, model: DistributedDataParallel) -> None:
-        """Leave the exchange of buffers, and that of gradients in part, to `MicroBatches`."""
-        if self.config.data.global_batch_size is None:
-            return
-        model.broadcast_buffers = False
-        if not self.config.elastic.exact:
-            model.register_comm_hook(None, sum_over_ranks)
-
-    def _log_world_size(self, step: int) -> None:
-        """Log the number of ranks of an elastic run at the first step of an attempt, and then regularly."""
-        if self.config.data.global_batch_size is None or not self.is_main:
-            return
-        if not self._has_stepped or step % self.config.tracking.log_every_steps == 0:
-            self._journal.log({"world_size": self.world_size}, step)
-        self._has_stepped = True
-
-
-# `Context`: the API that a trainer's `train(ctx, config)` uses for logging, checkpoints, stopping and collectives.
-
-
-class Context(ContextBatches):
-    """One rank's interface to the run. The worker creates it and passes it to the trainer.
-
-    A trainer is a function `train(ctx, config)` that every rank calls:
-
-        def train(ctx: Context, config: Config) -> None:
-            model = ctx.wrap(build_model())
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            step, stop = 0, False
-            if (restored := ctx.restore()) is not None:
-                model.module.load_state_dict(restored.model)
-                optimizer.load_state_dict(restored.trainer["optimizer"])
-                step = restored.step
-            total_steps = config.params["total_steps"]
-            while step < total_steps and not stop:
-                loss = train_step(model, optimizer)
-                step += 1
-                if step % 10 == 0:
-                    ctx.log({"train/loss": float(loss)}, step)
-                stop = ctx.should_stop(step, total_steps)
-                if ctx.should_save(step) or step == total_steps:
-                    ctx.save(step, model=model, trainer={"optimizer": optimizer.state_dict()})
-
-    Attributes:
-        config: the resolved config, the same object as the second argument of `train`.
-        run: the run folder.
-        attempt: the folder of this attempt; `attempt.number` is 1 at the first start.
-        topology: rank, world size, local rank and host names.
-        roles: the roles of the run; for example `ctx.roles.count("observer")` returns its number of observers.
-        device: the device of this rank.
-        timer: step timing of this rank; use `with ctx.timer.waiting():` around code that waits for other ranks.
-        groups: the control group and the store of all ranks.
-        end_reason: why the trainer returned, one sentence for the status of the run. Set it at the end of `train`.
-    """
-
-    def __init__(
-        self,
-        *,
-        config: Config,
-        run: RunDir,
-        attempt: Attempt,
-        topology: Topology,
-        device: torch.device,
-        groups: Groups,
-        stop: StopAgreement,
-        journal: JournalWriter,
-        heartbeat: Heartbeat,
-    ) -> None:
-        super().__init__(
-            config, topology, run=run, attempt=attempt, device=device, journal=journal, heartbeat=heartbeat
-        )
-        self.end_reason = ""
-        self.groups = groups
-        self._stop = stop
-        self._commands = LiveCommands(run, attempt, topology.rank, stop, device)
-        self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
-        self.timer.account.reached = reached_before(attempt)
-        heartbeat.timing, heartbeat.account = self.timer.report, self.timer.account.report
-        heartbeat.phases = self.timer.account.phases if self.is_main else ()
-        self._checkpoints = RankCheckpoints(
-            config=config, run=run, attempt=attempt, topology=topology, device=device, groups=groups, journal=journal
-        )
 
     # --- progress and stopping
 
@@ -522,3 +489,46 @@ class Context(ContextBatches):
                 f"the trainer stopped at step {step} without saving it:"
                 " call ctx.save(…) before returning when ctx.should_stop(…) returns True"
             )
+
+    # --- elastic runs: what `division`, `micro_batches`, `loader`, `wrap` and `should_stop` have in common
+
+    def _batches_of(self, num_samples: int) -> MicroBatches:
+        if num_samples not in self._micro_batches:
+            saved = self._checkpoints.division
+            # A trainer may divide further training sets later.
+            if saved is not None and not self._micro_batches and (problems := saved.problems(self.config, num_samples)):
+                raise ConfigError(problems)
+            division = divide(self.config, num_samples, self.rank, self.world_size, saved)
+            self._checkpoints.division = SavedDivision(
+                num_micro_batches=division.num_micro_batches,
+                global_batch_size=division.global_batch_size,
+                num_samples=tuple(sorted({num_samples, *(saved.num_samples if saved is not None else ())})),
+            )
+            self._micro_batches[num_samples] = MicroBatches(division, exact=self.config.elastic.exact)
+        return self._micro_batches[num_samples]
+
+    def _forget_division(self) -> None:
+        """Divide the training set anew, because a restored checkpoint determines the number of micro-batches."""
+        self._micro_batches.clear()
+
+    def _ddp_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of DistributedDataParallel for a model of this run."""
+        if self.config.data.global_batch_size is None:
+            return dict(options)
+        return {**options, "static_graph": False}  # not every backward pass exchanges gradients
+
+    def _set_reduction(self, model: DistributedDataParallel) -> None:
+        """Leave the exchange of buffers, and that of gradients in part, to `MicroBatches`."""
+        if self.config.data.global_batch_size is None:
+            return
+        model.broadcast_buffers = False
+        if not self.config.elastic.exact:
+            model.register_comm_hook(None, sum_over_ranks)
+
+    def _log_world_size(self, step: int) -> None:
+        """Log the number of ranks of an elastic run at the first step of an attempt, and then regularly."""
+        if self.config.data.global_batch_size is None or not self.is_main:
+            return
+        if not self._has_stepped or step % self.config.tracking.log_every_steps == 0:
+            self._journal.log({"world_size": self.world_size}, step)
+        self._has_stepped = True

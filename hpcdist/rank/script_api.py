@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING, Any
 from hpcdist.config.topology import Topology
 from hpcdist.errors import TrainerError
 from hpcdist.rank.processes import StopFlag
-from hpcdist.rank.rank_info import TrainingNotes
 from hpcdist.rank.telemetry import Heartbeat, TimeAccount
 from hpcdist.run.commands import CommandFiles
 from hpcdist.run.folder import Attempt, RunDir
-from hpcdist.run.records import reached_before
+from hpcdist.run.records import TrainingNotes, reached_before
 from hpcdist.tracking import script_records
 from hpcdist.tracking.script_records import RankRecords
 
