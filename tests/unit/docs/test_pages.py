@@ -146,7 +146,8 @@ LOOKUPS = [
 
 
 READ_FIRST = ROOT / "docs" / "concepts" / "read-first.md"
-CONCEPTS = [page for page in sorted(READ_FIRST.parent.glob("*.md")) if page.name not in ("index.md", READ_FIRST.name)]
+OTHER_PAGES = ("index.md", "records.md", READ_FIRST.name)
+CONCEPTS = [page for page in sorted(READ_FIRST.parent.glob("*.md")) if page.name not in OTHER_PAGES]
 
 
 def modules_in_charge(page: Path) -> list[str]:
