@@ -84,6 +84,7 @@ def test_run_resumes_from_the_last_checkpoint_after_a_killed_rank(runs: Runs, au
     name = "rank-killed"
     process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES, *AUGMENTED))
     _, victim = runs.wait_until_held(name)
+    wait_for(lambda: (runs.attempt(name).read_beat(1) or {}).get("step"), "a heartbeat with a step")
     os.kill(victim, signal.SIGKILL)
     runs.release(name)
     code, output = finish(process)
