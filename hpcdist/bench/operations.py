@@ -1,6 +1,4 @@
-"""The operations that are checked and measured: their test data, groups of ranks, buffers, calls
-and expected results.
-"""
+"""The operations that are checked and measured: test data, groups of ranks, buffers, calls and expected results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What checkpoints hold: state dicts under the names of the bare model, states of random number generators, weights for
-use outside of a run, shards that several ranks own.
+"""Contents of a checkpoint: state dicts under the names of the bare model, states of random number generators, weights
+for use outside of a run, shards that several ranks own.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What `hpcdist doctor` checks."""
+"""The checks of `hpcdist doctor`."""

@@ -1,6 +1,4 @@
-"""Arguments and options that several commands share, the values that the shell completes, and the
-output of commands.
-"""
+"""Arguments and options that several commands share, the values that the shell completes, the output of commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands on runs show: the list, the status of one run, and a run that is followed to its end."""
+"""Output of the commands on runs: the list, the status of one run, and the progress of a run that is followed."""
 
 from __future__ import annotations
 

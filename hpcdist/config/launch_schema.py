@@ -1,5 +1,5 @@
-"""The sections of a config on where and how ranks run: cluster, container, environment, checkpoints, tracking, launch,
-notifications, preflight; with the checks that sections share.
+"""The sections of a config on resources and start of the ranks: cluster, container, environment, checkpoints, tracking,
+launch, notifications, preflight; with the checks that sections share.
 """
 
 from __future__ import annotations

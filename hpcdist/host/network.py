@@ -1,4 +1,4 @@
-"""Slow links between nodes or ranks: a tournament that measures them, bandwidths, the verdict, and the format of sizes,
+"""Slow links between nodes or ranks: rounds of transfers, bandwidths, and the comparison of links; the format of sizes,
 times and rates.
 """
 

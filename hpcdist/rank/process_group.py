@@ -1,6 +1,4 @@
-"""torch.distributed for a rank: an authenticated rendezvous, and gloo connections that only ranks
-of this run may make.
-"""
+"""torch.distributed for a rank: an authenticated rendezvous, and gloo connections between ranks of this run only."""
 
 from __future__ import annotations
 

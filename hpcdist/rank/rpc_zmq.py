@@ -1,5 +1,5 @@
-"""RPC by ZeroMQ: Unix sockets in the attempt folder between ranks of one node, TCP with CURVE between nodes; and what
-all transports share.
+"""RPC by ZeroMQ: Unix sockets in the attempt folder between ranks of one node, TCP with CURVE between nodes; and the
+part that all transports share.
 """
 
 from __future__ import annotations

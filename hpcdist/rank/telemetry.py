@@ -1,5 +1,5 @@
-"""What a rank reports about itself: heartbeat, time account, a loss that is no number, and its stacks and collectives
-when it hangs.
+"""Reports of a rank on itself: heartbeat, time account, a loss that is NaN or infinite, and the stacks and collectives
+of a hang.
 """
 
 from __future__ import annotations

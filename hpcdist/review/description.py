@@ -1,4 +1,4 @@
-"""The description of a run in Markdown, for MLflow and the terminal: result, setup, and the commands to continue."""
+"""The description of a run in Markdown, for MLflow's UI: result, setup, and the commands to continue."""
 
 from __future__ import annotations
 

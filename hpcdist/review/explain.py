@@ -1,4 +1,4 @@
-"""Why a run failed or waits: `hpcdist explain`, with the patterns of known failures."""
+"""Causes of a failed or waiting run (`hpcdist explain`), with the patterns of known failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run folder says about a run: its attempts, checkpoints, metric series and results."""
+"""Facts about a run, read from its folder: attempts, checkpoints, metric series and results."""
 
 from __future__ import annotations
 

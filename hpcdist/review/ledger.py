@@ -1,4 +1,4 @@
-"""The ledger: every second of every allocated GPU or core has one cause, and what a run has cost."""
+"""The ledger, in which every second of every allocated GPU or core has one cause, and the cost of a run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Parsers of what Slurm's commands print: values and records, partitions and nodes, jobs,
-accounting. Pure functions.
-"""
+"""Parsers of the output of Slurm's commands: values and records, nodes, jobs, accounting. Pure functions."""
 
 from __future__ import annotations
 

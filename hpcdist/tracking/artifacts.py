@@ -1,6 +1,4 @@
-"""What a run leaves in MLflow besides metrics: its files, its checkpoints as logged models, and the alias `best` of a
-registered model.
-"""
+"""Artifacts of a run in MLflow: files, checkpoints as logged models, the alias `best` of a registered model."""
 
 from __future__ import annotations
 

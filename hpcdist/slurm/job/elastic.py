@@ -1,4 +1,4 @@
-"""A run that goes on in its allocation without failed nodes, and with them when they answer again."""
+"""A run that continues in its allocation without failed nodes, and uses them again when they answer."""
 
 from __future__ import annotations
 
