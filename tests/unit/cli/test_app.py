@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import ast
 import os
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer.main
 import yaml
 from command_line import Cli, one_line
-from contract import check, normalised
 
 from hpcdist.cli import app
-from hpcdist.run.folder import RunDir
 
 #: These tests may start processes.
+pytestmark = pytest.mark.processes
 
 
 COMMANDS = (
@@ -42,7 +37,6 @@ COMMANDS = (
 )
 
 
-@pytest.mark.processes
 def test_help_lists_public_commands_only(hpcdist: Cli) -> None:
     result = hpcdist("--help")
     assert (result.code, result.err) == (0, "")
@@ -51,7 +45,6 @@ def test_help_lists_public_commands_only(hpcdist: Cli) -> None:
     assert "supervise" not in result.out
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_every_command_has_an_example(hpcdist: Cli, command: str) -> None:
     result = hpcdist(command, "--help")
@@ -60,7 +53,6 @@ def test_help_of_every_command_has_an_example(hpcdist: Cli, command: str) -> Non
     assert f"hpcdist {command}" in result.out.partition("Example")[2]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "heavy"),
     [
@@ -82,7 +74,6 @@ def test_fast_commands_import_no_heavy_modules(tmp_path: Path, arguments: list[s
     assert ast.literal_eval(done.stderr) == []
 
 
-@pytest.mark.processes
 def test_a_command_imports_its_own_module_only(tmp_path: Path) -> None:
     code = (
         "import atexit, sys\n"
@@ -97,7 +88,6 @@ def test_a_command_imports_its_own_module_only(tmp_path: Path) -> None:
     assert ast.literal_eval(done.stderr) == ["hpcdist.cli.config"]
 
 
-@pytest.mark.processes
 def test_table_of_commands_is_complete() -> None:
     for modules in app.PANELS.values():
         for name, commands in modules.items():
@@ -106,7 +96,6 @@ def test_table_of_commands_is_complete() -> None:
             assert ({own.info.name} if name in app._GROUPS else names) == set(commands), name
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -146,7 +135,6 @@ def test_a_user_error_is_one_line(hpcdist: Cli, arguments: list[str], message: s
     assert os.listdir() == []
 
 
-@pytest.mark.processes
 def test_several_config_mistakes_are_listed(hpcdist: Cli) -> None:
     result = hpcdist("run", "ddp_digits", "optim.lr=-1", "seed=-1", "nope=1")
     assert result.code == 2
@@ -155,7 +143,6 @@ def test_several_config_mistakes_are_listed(hpcdist: Cli) -> None:
     assert sorted(line.split()[1] for line in lines) == ["nope", "optim.lr", "seed"]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -172,7 +159,6 @@ def test_usage_error_has_no_traceback(hpcdist: Cli, arguments: list[str], messag
     assert "Traceback" not in result.err
 
 
-@pytest.mark.processes
 def test_process_exits_with_one_line_and_code_2(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hpcdist", "run", "ddp_digits", "optim.lr=-1"],
@@ -187,7 +173,6 @@ def test_process_exits_with_one_line_and_code_2(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
@@ -206,7 +191,6 @@ def test_os_errors_and_interrupts_print_no_traceback(
     assert (result.code, result.err) == (code, message)
 
 
-@pytest.mark.processes
 def test_unexpected_exception_is_one_line_with_the_path_of_the_traceback(
     monkeypatch: pytest.MonkeyPatch, hpcdist: Cli, tmp_path: Path
 ) -> None:
@@ -225,7 +209,6 @@ def test_unexpected_exception_is_one_line_with_the_path_of_the_traceback(
     assert "Traceback (most recent call last)" in hpcdist("runs").err
 
 
-@pytest.mark.processes
 def test_unexpected_exception_of_a_supervisor_is_logged_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("hpcdist.run.folder.RunDir.open", lambda _: 1 // 0)
     monkeypatch.setattr(sys, "argv", ["hpcdist", "supervise", str(tmp_path)])
@@ -233,7 +216,6 @@ def test_unexpected_exception_of_a_supervisor_is_logged_whole(monkeypatch: pytes
         app.main()
 
 
-@pytest.mark.processes
 def test_config_prints_the_resolved_config(hpcdist: Cli) -> None:
     result = hpcdist("config", "ddp_digits", "optim.lr=0.01", "launch.env.API_KEY=s3cret", "params.lr=${optim.lr}")
     assert (result.code, result.err) == (0, "")
@@ -242,143 +224,8 @@ def test_config_prints_the_resolved_config(hpcdist: Cli) -> None:
     assert shown["launch"]["env"] == {"API_KEY": "***"}
 
 
-@pytest.mark.processes
 def test_config_schema_prints_type_default_and_help_of_keys(hpcdist: Cli) -> None:
     result = hpcdist("config", "--schema")
     assert result.code == 0
     assert "optim.lr: float = 0.001\n    Peak learning rate.\n" in result.out
     assert "launch.max_restarts: int = 3\n" in result.out
-
-
-# --- Golden files of commands that start no run: help texts, plans and batch scripts, exit codes.
-
-
-#: These tests may start processes.
-
-
-def _walk(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    yield path
-    for name, one in getattr(command, "commands", {}).items():
-        if not one.hidden:
-            yield from _walk(one, (*path, name))
-
-
-@pytest.mark.processes
-def test_help_texts(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    text = ""
-    for path in _walk(typer.main.get_command(app.make_app())):
-        result = hpcdist(*path, "--help")
-        assert (result.code, result.err) == (0, ""), path
-        text += f"$ {' '.join(['hpcdist', *path, '--help'])}\n{result.out}\n"
-    check("help.txt", normalised(text, tmp_path))
-
-
-# --- plans and batch scripts
-
-SITE = """\
-partition: gpu
-account: climate
-nodes: 2
-tasks_per_node: 4
-gpus_per_node: 4
-cpus_per_task: 8
-mem: 64G
-time_limit_min: 90
-sbatch: {mail-type: FAIL}
-srun: {mpi: none}
-env: {NCCL_DEBUG: WARN}
-setup: [module load cuda]
-"""
-#: Keys of all runs, which `KEYS` stands for: the plan does not depend on the machine.
-KEYS = "name=first launch.num_threads=1 --dry-run"
-HERE = f"{KEYS} launch.device=cpu"
-ON_SITE = f"{KEYS} --cluster site.yaml"
-IMAGES = {
-    "docker": "hpcdist",
-    "podman": "hpcdist",
-    "apptainer": "/images/hpcdist.sif",
-    "charliecloud": "/images/hpcdist",
-    "enroot": "/images/hpcdist.sqsh",
-    "pyxis": "/images/hpcdist.sqsh",
-}
-DRY_RUNS = {
-    "here": f"run ddp_digits {HERE} launch.num_ranks=3",
-    "here_roles": f"run hybrid_clicks {HERE}",
-    "here_sweep": f"run ddp_digits {HERE} --sweep seed=1,2 --sweep optim.lr=0.1",
-    "here_script": f"run {HERE} train.py --lr 0.1",
-    "slurm": f"submit ddp_digits {ON_SITE}",
-    "slurm_script": f"submit {ON_SITE} train.py --lr 0.1",
-    "slurm_sweep": f"submit ddp_digits {ON_SITE} --sweep seed=1,2 --array-parallelism 1",
-    "slurm_elastic": f"submit ddp_digits {ON_SITE} cluster.nodes=2-4 cluster.spare_nodes=1 data.global_batch_size=96",
-    "slurm_fork": f"submit ddp_digits {ON_SITE} cluster.fork=true",
-    "slurm_environment": (
-        f"submit ddp_digits {ON_SITE} cluster.environment.kind=venv cluster.environment.path=/envs/train"
-    ),
-    "slurm_roles": (
-        f"submit hybrid_clicks {ON_SITE} cluster.roles.trainer.nodes=2 cluster.roles.parameter_server.nodes=1"
-        " cluster.roles.parameter_server.gpus_per_node=0 cluster.roles.parameter_server.partition=cpu cluster.het=true"
-    ),
-    "slurm_roles_in_one_allocation": (
-        f"submit hybrid_clicks {ON_SITE} cluster.roles.trainer.nodes=2 cluster.roles.parameter_server.nodes=1"
-        " cluster.het=false"
-    ),
-    **{
-        f"slurm_{runtime}": f"submit ddp_digits {ON_SITE} container.runtime={runtime} container.image={image}"
-        f" container.mounts=[/data:/data]"
-        for runtime, image in IMAGES.items()
-    },
-}
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("case", DRY_RUNS)
-def test_dry_run(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
-    (tmp_path / "site.yaml").write_text(SITE)
-    (tmp_path / "train.py").write_text("print('hello')\n")
-    monkeypatch.setenv("HPCDIST_DATA_DIR", str(tmp_path / "data"))
-    result = hpcdist(*DRY_RUNS[case].split())
-    assert (result.code, result.err) == (0, "")
-    text = normalised(result.out, tmp_path)
-    if case == "slurm_charliecloud":  # which has the host's /tmp; the test's folder may be in it
-        text = re.sub(r" --bind=TMP\S*", "", text)
-    check(f"dry_run/{case}.txt", f"$ hpcdist {DRY_RUNS[case]}\n{text}")
-
-
-# --- exit codes
-
-#: Each of these runs has the status of its name; `rejected` has failed because of a user error.
-RUNS = ("finished", "stopped", "failed", "rejected", "cancelled")
-#: Commands on an existing run; no Slurm, no container engine and no other program is in PATH.
-SITUATIONS = (
-    *("", "--version", "--help", "nonsense", "run", "run nonsense", "run ddp_digits --nonsense"),
-    *("run ddp_digits optim.lr=-1", "run ddp_digits nonsense=1", "run ddp_digits --dry-run"),
-    "run ddp_digits tracking.uri=http://ada:***@mlflow",
-    *("run ddp_digits --in podman", "run ddp_digits --sweep seed=1,1", "run ddp_digits name=finished experiment=exp"),
-    *("config ddp_digits", "config ddp_digits seed=x", "config --schema", "config --json-schema", "config nonsense"),
-    *("submit ddp_digits", "submit ddp_digits --dry-run", "submit ddp_digits --cluster nonsense --dry-run"),
-    *("image build", "bench show finished", "runs", "compare finished failed", "compare finished absent"),
-    *(f"{name} absent" for name in ("cost", "export", "report", "rerun", "doctor", "sync", "ui")),
-    *(f"{name} finished" for name in ("cost", "export")),
-    *(f"{name} {run}" for name in ("status", "explain", "logs", "stop", "cancel") for run in ("finished", "absent")),
-    *(f"{name} {run}" for name in ("save", "profile", "resume") for run in ("finished", "absent")),
-    *(f"follow {run}" for run in (*RUNS, "absent")),
-)
-
-
-@pytest.mark.processes
-def test_exit_codes(hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in RUNS:
-        status = "failed" if name == "rejected" else name
-        make(name, status=status, rejected=name == "rejected", attempt=1, world_size=2)
-    monkeypatch.setenv("PATH", str(tmp_path / "no-programs"))
-    lines = [f"{hpcdist(*words.split()).code:3}  {f'hpcdist {words}'.rstrip()}" for words in SITUATIONS]
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # for the traceback of the defect
-    for raised, situation in ((KeyboardInterrupt, "interrupted by Ctrl-C"), (ZeroDivisionError, "a defect of hpcdist")):
-
-        def fail(*_: object, raised: type[BaseException] = raised) -> None:
-            raise raised
-
-        monkeypatch.setattr("hpcdist.run.lookup.list_runs", fail)
-        lines.append(f"{hpcdist('runs').code:3}  hpcdist runs ({situation})")
-    check("exit_codes.txt", "\n".join(lines))
