@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hpcdist.checkpoint.state import MaybeSharded, load_weights
 from hpcdist.checkpoint.store import CheckpointStore, Found
-from hpcdist.config.written import Monitor
+from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.errors import ExportError
 from hpcdist.host.machine import install_command
 from hpcdist.run.folder import RunDir
@@ -110,14 +110,14 @@ _PACKAGES: Mapping[Format, tuple[str, ...]] = {
 _MAX_ONNX_BYTES = 1 << 30
 
 
-def find_checkpoint(run: RunDir, which: str | None, monitor: Monitor) -> Found:
+def find_checkpoint(run: RunDir, which: str | None, monitored: CheckpointConfig) -> Found:
     """Return a checkpoint of a run. Raises ExportError if there is none.
 
     Args:
         which: `best` (by the monitored metric), `final` (the newest one), or a step; None for the best, or the final
             one if no checkpoint has the metric.
     """
-    store = CheckpointStore(run.checkpoints, best_metric=monitor.metric, monitor_mode=monitor.mode)
+    store = CheckpointStore(run.checkpoints, best_metric=monitored.monitor, monitor_mode=monitored.monitor_mode)
     found = {one.step: one for one in store.all()}
     if not found:
         raise ExportError(f"run {run.name} has no valid checkpoint in {run.checkpoints}")
@@ -128,7 +128,7 @@ def find_checkpoint(run: RunDir, which: str | None, monitor: Monitor) -> Found:
             if which is None:
                 return found[max(found)]
             raise ExportError(
-                f"no checkpoint of {run.name} has the metric of checkpoint.monitor ({monitor.metric or 'empty'}):"
+                f"no checkpoint of {run.name} has the metric of checkpoint.monitor ({monitored.monitor or 'empty'}):"
                 f" choose --checkpoint final or a step ({_listed(found)})"
             )
         return best

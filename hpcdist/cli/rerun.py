@@ -280,11 +280,11 @@ def _show_executed(recorded: RecordedRun, source: CodeSource | None) -> None:
     """Print the recorded values that determine what is executed, as MLflow has them, and the hash of the patch."""
     from hpcdist.config.schema import Config, to_tree
     from hpcdist.config.tree import flat
-    from hpcdist.config.written import plain_tree
+    from hpcdist.config.written import read_stored
 
     say("from MLflow, where others may have changed them:")
     defaults = flat(to_tree(Config()))
-    for key, value in flat(plain_tree(recorded.config)).items():
+    for key, value in read_stored(recorded.config).values.items():
         if key.partition(".")[0] in _EXECUTED and value != defaults.get(key):
             say(f"  {key}={json.dumps(value, default=str, ensure_ascii=False)}")
     if source is not None and recorded.patch:

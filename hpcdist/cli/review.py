@@ -464,7 +464,7 @@ def export(
 
         hpcdist export first --format onnx --checkpoint final --output digits.onnx
     """
-    from hpcdist.config.written import monitor_of, plain_tree
+    from hpcdist.config.written import read_stored
     from hpcdist.host.files import require_trusted
     from hpcdist.run.lookup import resolve_run
 
@@ -473,7 +473,7 @@ def export(
     found = resolve_run(named(run, runs_dir), runs_dir)
     if file_format == "onnx":  # loading a program may execute code
         require_trusted(found.path, "export")
-    monitor = monitor_of(plain_tree(found.config))
+    monitored = read_stored(found.config).config.checkpoint
 
     try:
         from hpcdist.checkpoint import export as checkpoint_export
@@ -482,9 +482,9 @@ def export(
 
     kind = cast(checkpoint_export.Format, file_format)
     checkpoint_export.require_packages(kind)
-    chosen = checkpoint_export.find_checkpoint(found, checkpoint, monitor)
-    if checkpoint is None and monitor.metric not in chosen.metrics:
-        reason = f"no checkpoint has {monitor.metric}" if monitor.metric else "checkpoint.monitor is empty"
+    chosen = checkpoint_export.find_checkpoint(found, checkpoint, monitored)
+    if checkpoint is None and monitored.monitor not in chosen.metrics:
+        reason = f"no checkpoint has {monitored.monitor}" if monitored.monitor else "checkpoint.monitor is empty"
         say(f"the final checkpoint, step {chosen.step}: {reason}", error=True)
     target = output or Path(f"{found.name}-step-{chosen.step}{checkpoint_export.SUFFIXES[kind]}")
     for path in checkpoint_export.write_model(found, chosen, kind, target.expanduser()):

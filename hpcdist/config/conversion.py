@@ -121,7 +121,10 @@ def _value(kind: Any, value: Any, key: str, mistakes: list[Mistake]) -> Any:
     if kind in (int, float, bool) and type(value) is str:
         value = _parsed(value)
     if (kind is float and type(value) is int) or (kind is bool and type(value) is int and value in (0, 1)):
-        return kind(value)
+        try:
+            return kind(value)
+        except OverflowError:
+            raise _MismatchError(key, value) from None
     if kind is str and type(value) in (bool, int, float):
         return str(value)
     if not (value in arguments if origin is Literal else type(value) in (_SCALARS if kind is Any else (kind,))):

@@ -88,13 +88,13 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
         raise ConfigError([f"cannot be read: {error}"], str(path)) from error
 
 
-def parse(text: str) -> Any:
-    """Return the plain value of a YAML text, with strings as keys; `3e-4` is a number, and a date is text.
+def parse(text: str, loader: type[StrictLoader] = _ConfigLoader) -> Any:
+    """Return the plain value of a YAML text, with strings as keys; by default, `3e-4` is a number, and a date is text.
 
     Raises ValueError with one line: the mistake, and its line number if it is known.
     """
     try:
-        return _with_text_keys(load(text, _ConfigLoader))
+        return _with_text_keys(_load(text, loader))
     except RecursionError:
         raise ValueError("an alias contains itself") from None
     except yaml.YAMLError as error:
@@ -102,7 +102,7 @@ def parse(text: str) -> Any:
         raise ValueError(re.sub(r"(alias|anchor|tag) '[^']*'", r"\1", " ".join(str(error).split()))) from None
 
 
-def load(text: str, loader: type[StrictLoader] = StrictLoader) -> Any:
+def _load(text: str, loader: type[StrictLoader]) -> Any:
     """Return the value of a YAML text.
 
     Raises YAMLError for invalid YAML, ValueError for explicit tags, deep nesting and integers of thousands of digits.

@@ -21,7 +21,7 @@ from hpcdist.config.redaction import hide_values
 from hpcdist.config.schema import Config, cross_check, to_tree
 from hpcdist.config.shipped import find_config
 from hpcdist.config.tree import expand_short_forms, flat
-from hpcdist.config.written import restore_secrets, with_params, written_tree
+from hpcdist.config.written import restore_secrets, stored_tree, with_params
 from hpcdist.errors import ConfigError, shown
 from hpcdist.host import files
 
@@ -140,11 +140,9 @@ def load_run_config(
     """
     source = str(path)
     given = {text.partition("=")[0] for text in overrides}
-    tree, config = written_tree(path), None
-    if tree is not None:
-        secrets = restore_secrets(tree, env, without=given, require=require_secrets, source=source)
-        config = exact(tree)
-    if tree is None or config is None:  # edited: read like any other config
+    tree = stored_tree(path)
+    secrets = restore_secrets(tree, env, without=given, require=require_secrets, source=source)
+    if (config := exact(tree)) is None:  # edited: read like any other config
         tree = _read_yaml(path)
         secrets = restore_secrets(tree, env, without=given, require=require_secrets, source=source)
     if config is not None and not overrides:

@@ -1,5 +1,5 @@
-"""A config as a run folder stores it: YAML with redacted secrets, the variables that restore them, the monitored
-metric, and the parameters that a trainer of the user's own declares.
+"""A config as a run folder stores it: YAML with redacted secrets, the variables that restore them, and the parameters
+that a trainer of the user's own declares.
 """
 
 from __future__ import annotations
@@ -11,22 +11,30 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_origin, get_type_hints
+from typing import Any, cast, get_origin, get_type_hints
 
 import yaml
 
-from hpcdist.config.conversion import Mistake, convert_section
+import hpcdist
+from hpcdist.config.conversion import Mistake, convert, convert_section
 from hpcdist.config.describe import default_of, describe, documented
-from hpcdist.config.document import load, read_text
-from hpcdist.config.launch_schema import CheckpointConfig
+from hpcdist.config.document import StrictLoader, parse, read_text
 from hpcdist.config.redaction import REDACTED, REDACTED_NUMBER, hidden_texts, is_redacted, redact_text, redact_tree
-from hpcdist.config.schema import Config, SecretTexts, TrainerConfig, to_tree, unused_sections
-from hpcdist.config.tree import flat, insert, leaves, parse_value
-from hpcdist.errors import ConfigError, RunFolderError, shown, suggestion
+from hpcdist.config.schema import (
+    Config,
+    SecretTexts,
+    Trainer,
+    TrainerConfig,
+    find_trainer,
+    to_tree,
+    unused_sections,
+)
+from hpcdist.config.tree import expand_short_forms, flat, insert, leaves, parse_value
+from hpcdist.errors import ConfigError, shown, suggestion
 from hpcdist.host import files as host_files
-from hpcdist.host.files import read_regular
 
 # The resolved config as a run folder stores it: YAML with redacted secrets, and the variables that restore them.
 #
@@ -34,6 +42,7 @@ from hpcdist.host.files import read_regular
 
 #: Limit of the config in a run folder.
 MAX_WRITTEN_BYTES = 16 << 20
+_MAX_PROBLEM = 400
 
 
 def to_yaml(config: Config) -> str:
@@ -46,27 +55,48 @@ def run_yaml(config: Config) -> str:
     return yaml.safe_dump(host_files.stamped({})) + to_yaml(config)
 
 
-def plain_tree(path: Path) -> dict[str, Any]:
-    """Read a run folder's config as plain containers, without its format number and without checks of its keys.
+def stored_tree(path: Path) -> dict[str, Any]:
+    """Return a run folder's config as plain containers, without its format number and without checks of its keys.
 
     Raises ConfigError if it cannot be read or has no keys, RunFolderError if a newer version of hpcdist wrote it.
     """
     try:
-        tree = yaml.safe_load(read_regular(path, MAX_WRITTEN_BYTES))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError([f"cannot be read: {' '.join(str(error).split())[:200]}"], str(path)) from error
+        tree = parse(read_text(path, MAX_WRITTEN_BYTES), StrictLoader)
+    except ValueError as error:
+        raise ConfigError([f"cannot be read: {str(error)[:200]}"], str(path)) from error
     if not isinstance(tree, dict):
         raise ConfigError([f"must hold keys and values, holds a {type(tree).__name__}"], str(path))
-    return host_files.unstamped({str(key): value for key, value in tree.items()}, path)
+    return host_files.unstamped(tree, path)
 
 
-def written_tree(path: Path) -> dict[str, Any] | None:
-    """Return the plain containers of a run folder's config, or None if it does not have the form of `to_yaml`."""
-    try:
-        tree = load(read_text(path, MAX_WRITTEN_BYTES))
-    except (ConfigError, ValueError, yaml.YAMLError):
-        return None
-    return host_files.unstamped(tree, path) if isinstance(tree, dict) else None
+@dataclass(frozen=True, kw_only=True)
+class StoredConfig:
+    """The config of a run as its folder stores it, with `***` for secrets."""
+
+    config: Config = field(default_factory=Config)  #: with the default of each key that is missing or cannot be read
+    values: Mapping[str, Any] = field(default_factory=dict)  #: the content of the file, by dotted key
+    problem: str = ""  #: the keys that cannot be read, or why the file cannot; empty without a problem
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The declaration of its shipped trainer; None for code of the user's own, and without a readable config."""
+        trainer = self.config.trainer
+        return find_trainer(trainer.target) if self.values and not trainer.script else None
+
+
+def read_stored(path: Path) -> StoredConfig:
+    """Return a run folder's config, also if it has keys or values that this version of hpcdist does not know.
+
+    Raises ConfigError if it cannot be read or has no keys, RunFolderError if a newer version of hpcdist wrote it.
+    """
+    tree = stored_tree(path)
+    expand_short_forms(tree)
+    config, mistakes = convert(tree)
+    unknown = [
+        one if isinstance(one, str) else one[0] for one in mistakes if isinstance(one, str) or not is_redacted(one[1])
+    ]
+    problem = f"{path.name} has keys or values that hpcdist {hpcdist.__version__} does not know: {', '.join(unknown)}"
+    return StoredConfig(config=config, values=flat(tree), problem=problem[:_MAX_PROBLEM] if unknown else "")
 
 
 def redacted(config: Config) -> dict[str, Any]:
@@ -211,10 +241,10 @@ def describe_trainer(config: Config, folder: Path) -> list[tuple[str, str, Any, 
     if (found := declaration(config.trainer, folder)) is None:
         return shared
     texts, own = documented(found[1]), []
-    for field in dataclasses.fields(cast(Any, found[0])):
-        default = default_of(field)
-        kind, text = texts[field.name]
-        own.append((f"params.{field.name}", kind, "required" if default is dataclasses.MISSING else default, text))
+    for one in dataclasses.fields(cast(Any, found[0])):
+        default = default_of(one)
+        kind, text = texts[one.name]
+        own.append((f"params.{one.name}", kind, "required" if default is dataclasses.MISSING else default, text))
     return own + [row for row in shared if row[0] != "params"]
 
 
@@ -255,35 +285,3 @@ def _sentence(kind: type, key: str, value: Any) -> str:
     expected = declared.__name__ if get_origin(declared) is None else str(declared).replace("typing.", "")
     inner = "" if key == f"params.{name}" else f" for {key}"
     return f"params.{name} must be {expected}, got {shown(value)}{inner}"
-
-
-# The monitored metric in the config of a run folder.
-
-
-class Monitor(NamedTuple):
-    """The metric that determines the best checkpoint; an empty name if none does."""
-
-    metric: str = CheckpointConfig.monitor
-    mode: Literal["max", "min"] = CheckpointConfig.monitor_mode
-
-
-def monitor_of(config: Mapping[str, Any]) -> Monitor:
-    """Return the monitored metric of a config as plain containers; defaults replace missing and damaged values."""
-    section = config.get("checkpoint")
-    if not isinstance(section, Mapping):
-        return Monitor()
-    metric = section.get("monitor")
-    return Monitor(
-        metric=metric if isinstance(metric, str) else CheckpointConfig.monitor,
-        mode="min" if section.get("monitor_mode") == "min" else "max",
-    )
-
-
-def first_monitor(configs: Iterable[Path]) -> Monitor:
-    """Return the monitored metric of the first of some config files that can be read."""
-    for path in configs:
-        try:
-            return monitor_of(plain_tree(path))
-        except (ConfigError, RunFolderError):
-            continue
-    return Monitor()

@@ -54,7 +54,7 @@ def compare(
 def _sections(run: RunDir, facts: RunFacts, series: Mapping[str, Series]) -> dict[str, dict[str, str]]:
     """Return the values of one run: title of a section → name of a row → value."""
     return {
-        "config": {key: text_of(value) for key, value in {**facts.config, **facts.parameters}.items()},
+        "config": {key: text_of(value) for key, value in {**facts.stored.values, **facts.parameters}.items()},
         "code": _code(run, facts),
         "environment": _environment(run, facts),
         "outcome": _outcome(run, facts),

@@ -39,6 +39,8 @@ _MAX_OVERRIDES = 30
 
 def setup_rows(facts: RunFacts) -> Iterator[tuple[str, str]]:
     """Yield the names and values of the section as Markdown."""
+    if facts.stored.problem:
+        yield "Not read", escaped(facts.stored.problem, 400)
     if facts.config_name:
         profile = f", cluster profile {escaped(facts.cluster_name)}" if facts.cluster_name else ""
         yield "Config", escaped(facts.config_name) + profile
@@ -69,7 +71,7 @@ def setup_rows(facts: RunFacts) -> Iterator[tuple[str, str]]:
         yield "Code", code
     if image := image_text(facts):
         yield "Image", escaped(image, 600)
-    device = _DEVICES.get(str(facts.config.get("launch.device")), "")
+    device = _DEVICES.get(facts.stored.config.launch.device, "")
     yield "Ranks", f"{facts.state.world_size}{device}{_where(facts)}"
     if versions := _versions(facts):
         yield "Versions", versions
@@ -84,7 +86,7 @@ def setup_rows(facts: RunFacts) -> Iterator[tuple[str, str]]:
 def _code(facts: RunFacts) -> str:
     """Return the commit of the code, what it does not contain, and code that later edits change."""
     parts = []
-    if not facts.config.get("trainer.script") and ":" not in str(facts.config.get("trainer.target", ":")):
+    if facts.stored.trainer is not None:
         parts.append(f"hpcdist {escaped(facts.versions.get('hpcdist', ''))}".rstrip())
     if facts.git_commit:
         changes = link("uncommitted changes", artifact_page(facts, PATCH)) if facts.has_patch else "uncommitted changes"
@@ -173,7 +175,7 @@ def run_again_command(facts: RunFacts) -> str:
         changed = [f"{key}={text_of(item.after)}" for key, item in facts.overrides.items()]
         named, script = [facts.config_name], []
         if facts.config_name == PLAIN_SCRIPT:
-            named, script = [], facts.config["trainer.script"]
+            named, script = [], facts.stored.config.trainer.script
         words = shlex.join(["hpcdist", verb, *named, *profile, *changed, *_location(facts), *script])
     return _in_folder(facts, words)
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hpcdist.config.schema import find_trainer
-from hpcdist.config.tree import flat
-from hpcdist.config.written import Monitor, monitor_of, plain_tree
+from hpcdist.config.launch_schema import CheckpointConfig
+from hpcdist.config.schema import Config
+from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import read_json
 from hpcdist.review.ledger import Cause, read_account
@@ -56,9 +56,9 @@ def read_checkpoints(run: RunDir) -> tuple[CheckpointFacts, ...]:
     return tuple(facts for facts in found if facts is not None)
 
 
-def best_checkpoint(checkpoints: Iterable[CheckpointFacts], monitor: Monitor) -> CheckpointFacts | None:
+def best_checkpoint(checkpoints: Iterable[CheckpointFacts], monitor: CheckpointConfig) -> CheckpointFacts | None:
     """Return the checkpoint with the best monitored metric, the newest of equal ones; None if none has the metric."""
-    sign, key = -1.0 if monitor.mode == "min" else 1.0, monitor.metric
+    sign, key = -1.0 if monitor.monitor_mode == "min" else 1.0, monitor.monitor
     scored = [(sign * one.metrics[key], one.step, one) for one in checkpoints if key in one.metrics]
     return max(scored, key=lambda item: item[:2])[2] if scored else None
 
@@ -348,7 +348,7 @@ class RunFacts:
     image_base: str = ""  #: digest, id or name of the image on which an image of hpcdist is based
     container_runtime: str = ""  #: of the container in which a local run was started; empty without one
     trainer: str = ""  #: a shipped trainer, `module:function`, or the words of a script
-    config: Mapping[str, Any] = field(default_factory=dict)  #: redacted values of all keys by dotted key
+    stored: StoredConfig = field(default_factory=StoredConfig)
     parameters: Mapping[str, Any] = field(default_factory=dict)  #: what applies to this run, with a script's arguments
     config_name: str = ""  #: the config as given; empty if it is not recorded
     cluster_name: str = ""  #: the site profile as given; empty without one
@@ -381,7 +381,7 @@ class RunFacts:
     @property
     def is_script(self) -> bool:
         """Whether a plain script is the trainer."""
-        return bool(self.config.get("trainer.script"))
+        return bool(self.stored.config.trainer.script)
 
     @property
     def has_uploaded_best(self) -> bool:
@@ -402,21 +402,21 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
 
     Raises RunFolderError if `state.json` or the list of attempts cannot be read, OSError if the file system fails.
     """
-    state, tree = state or run.read_state(), _config(run)
-    monitor = monitor_of(tree)
+    state, stored = state or run.read_state(), _stored(run)
+    monitor = stored.config.checkpoint
     checkpoints = read_checkpoints(run)
     attempts = read_attempts(run, state, checkpoints)
     training = _training(run)
     metrics = _last_logged(run, attempts, "metrics")
     steps = _last_logged(run, attempts, "metric_steps")
     return replace(
-        _setup(run, state, flat(tree)),
-        parameters=parameters(run, tree),
+        _setup(run, state, stored),
+        parameters=parameters(run, stored),
         num_job_starts=_num_job_starts(run),
         num_parameters=training.num_parameters,
         datasets=training.datasets,
-        monitor=monitor.metric,
-        monitor_mode=monitor.mode,
+        monitor=monitor.monitor,
+        monitor_mode=monitor.monitor_mode,
         metrics=metrics,
         metric_steps={key: step for key, step in steps.items() if type(step) is int},
         samples_per_s=_samples_per_s(run, attempts, metrics.get("samples")),
@@ -429,11 +429,11 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
     )
 
 
-def _setup(run: RunDir, state: State, config: Mapping[str, Any]) -> RunFacts:
+def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
     """Return the facts about who created a run, where, from which config and code; the others have their defaults."""
     environment, container, mlflow = _read(run.environment), _read(run.container), _read(run.mlflow)
     image = container or environment  # the ranks' containers, else the container of the whole run
-    code, origin = _mapping(environment.get("code")), read_origin(run)
+    code, origin, config = _mapping(environment.get("code")), read_origin(run), stored.config
     rank_python = _rank_python(environment, container, config)
     return RunFacts(
         name=run.name,
@@ -463,16 +463,16 @@ def _setup(run: RunDir, state: State, config: Mapping[str, Any]) -> RunFacts:
         image_build=_text(image.get("image_build")),
         image_base=_text(image.get("image_base")),
         container_runtime=_text(image.get("container_runtime")),
-        trainer=_trainer(config),
-        config=config,
+        trainer=" ".join(config.trainer.script or [config.trainer.target]) if stored.values else "",
+        stored=stored,
         config_name=origin.config if origin else "",
         cluster_name=origin.cluster if origin else "",
-        overrides=overrides(origin, config) if origin else {},
+        overrides=overrides(origin, stored.values) if origin else {},
         overrides_known=origin is not None and bool(origin.values),
         rerun=read_rerun(run),
         sweep=_text(_read(run.path / "cell.json").get("sweep")),
-        model=_model(config),
-        registered_as=_text(config.get("tracking.register_as")),
+        model=config.model.name if stored.trainer and "model" in stored.trainer.shared_sections else "",
+        registered_as=config.tracking.register_as or "",
     )
 
 
@@ -524,14 +524,14 @@ def _training(run: RunDir) -> TrainingRecord:
     return full or TrainingRecord()
 
 
-def _rank_python(environment: Mapping[str, Any], container: Mapping[str, Any], config: Mapping[str, Any]) -> RankPython:
+def _rank_python(environment: Mapping[str, Any], container: Mapping[str, Any], config: Config) -> RankPython:
     if container:
         return "container"
     if environment.get("launcher") != "slurm":
         return ""
-    if config.get("container.runtime", "none") != "none":
+    if config.container.runtime != "none":
         return "container"
-    return "environment" if config.get("cluster.environment.kind", "none") != "none" else ""
+    return "environment" if config.cluster.environment.kind != "none" else ""
 
 
 def _rank_versions(run: RunDir, rank_python: RankPython) -> dict[str, str]:
@@ -541,24 +541,11 @@ def _rank_versions(run: RunDir, rank_python: RankPython) -> dict[str, str]:
     return _texts({name: record.get(name) for name in ("python", "torch", "cuda", "hpcdist")})
 
 
-def _config(run: RunDir) -> dict[str, Any]:
+def _stored(run: RunDir) -> StoredConfig:
     try:
-        return plain_tree(run.config)
-    except (ConfigError, RunFolderError):
-        return {}
-
-
-def _trainer(config: Mapping[str, Any]) -> str:
-    script = config.get("trainer.script")
-    return " ".join(map(str, script)) if isinstance(script, list) and script else _text(config.get("trainer.target"))
-
-
-def _model(config: Mapping[str, Any]) -> str:
-    """Return the name of the model; empty for a trainer that does not read the section `model`."""
-    target = _text(config.get("trainer.target"))
-    declared = None if config.get("trainer.script") else find_trainer(target)
-    uses_section = declared is not None and "model" in declared.shared_sections
-    return _text(config.get("model.name")) if uses_section else ""
+        return read_stored(run.config)
+    except (ConfigError, RunFolderError) as error:
+        return StoredConfig(problem=str(error))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -17,9 +17,8 @@ import jinja2
 from markupsafe import Markup, escape
 
 from hpcdist.config.redaction import redact_text
-from hpcdist.config.schema import find_trainer
 from hpcdist.config.tree import flat
-from hpcdist.config.written import monitor_of, plain_tree
+from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import HpcdistError
 from hpcdist.host import retry
 from hpcdist.host.files import open_regular, read_json, stays_inside, write_atomic
@@ -328,10 +327,9 @@ def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
             problems.append(text_of(str(error)))
             return None
 
-    config = part(lambda run: plain_tree(run.config)) or {}
-    trainer = flat_texts(config).get("trainer.target", "")
-    declared = find_trainer(trainer)
-    grouped = declared_charts(series, declared.charts if declared else {})
+    stored = part(lambda run: read_stored(run.config)) or StoredConfig()
+    problems += [text_of(stored.problem)] if stored.problem else []
+    grouped = declared_charts(series, stored.trainer.charts if stored.trainer else {})
     figures = read_figures(run.artifacts)
     ledger = part(read_ledger) or Ledger()
     shown_apart = [key for keys in grouped.values() for key in keys]
@@ -352,8 +350,8 @@ def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
         "cause_of": lambda entry: entry.cause,
         "ledger_bar": ledger_bar(ledger),
         "series": {key: found for key, found in sorted(series.items()) if not is_hidden(key)},
-        "charts": metric_charts(series, monitor=monitor_of(config).metric, skip=shown_apart),
-        "trainer": trainer,
+        "charts": metric_charts(series, monitor=stored.config.checkpoint.monitor, skip=shown_apart),
+        "trainer": stored.config.trainer.target,
         "trainer_charts": [chart_of(title, keys, series) for title, keys in grouped.items()],
         "figures": [(figure, draw(figure)) for figure in figures.figures],
         "step_times": step_times(series),
@@ -361,7 +359,7 @@ def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
         "faults": part(read_faults),
         "preflight": part(read_preflight),
         "environment": part(read_environment),
-        "config": flat_texts(config),
+        "config": flat_texts(stored.values),
     }
     problems += figures.problems
     return environment().get_template("report.html").render(content, problems=problems)

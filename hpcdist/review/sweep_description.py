@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpcdist.config.written import Monitor, first_monitor
+from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.errors import RunFolderError
 from hpcdist.host.files import read_json
 from hpcdist.review.charts import is_hidden, is_read, ranked
@@ -46,13 +46,13 @@ def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
     """Return the facts of a sweep. Raises RunFolderError if `sweep.json` cannot be read."""
     content = sweep.read()
     runs = [RunDir(sweep.path.parent / cell["name"]) for cell in content["cells"]]
-    monitor = first_monitor(run.config for run in runs)
+    monitor = sweep.checkpoint_config()
     cells = [_read_cell(run, cell, monitor) for run, cell in zip(runs, content["cells"], strict=True)]
-    metric, mode = monitor.metric, str(monitor.mode)
+    metric, mode = monitor.monitor, str(monitor.monitor_mode)
     if all(cell.metric is None for cell in cells):  # no evaluated checkpoints, as in runs of scripts
         beats = [last_beat(run) for run in runs]
-        metric = common_metric([beat.get("metrics", {}) for beat in beats], monitor.metric)
-        mode = mode if metric == monitor.metric else "min" if "loss" in metric else ""
+        metric = common_metric([beat.get("metrics", {}) for beat in beats], monitor.monitor)
+        mode = mode if metric == monitor.monitor else "min" if "loss" in metric else ""
         cells = [
             replace(cell, metric=beat.get("metrics", {}).get(metric), step=beat.get("metric_steps", {}).get(metric))
             for cell, beat in zip(cells, beats, strict=True)
@@ -117,7 +117,7 @@ def _titled(cell: CellFacts) -> str:
     return link(escaped(cell.label, 100), cell.page) if cell.page else escaped(cell.label, 100)
 
 
-def _read_cell(run: RunDir, cell: dict[str, Any], monitor: Monitor) -> CellFacts:
+def _read_cell(run: RunDir, cell: dict[str, Any], monitor: CheckpointConfig) -> CellFacts:
     best = best_checkpoint(read_checkpoints(run), monitor)
     status: str
     try:
@@ -129,7 +129,7 @@ def _read_cell(run: RunDir, cell: dict[str, Any], monitor: Monitor) -> CellFacts
         values=cell["values"],
         label=cell["label"],
         status=status,
-        metric=None if best is None else best.metrics[monitor.metric],
+        metric=None if best is None else best.metrics[monitor.monitor],
         step=None if best is None else best.step,
         page=run_page(str(ids.get("experiment_id", "")), str(ids.get("run_id", ""))),
     )

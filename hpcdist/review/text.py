@@ -123,4 +123,4 @@ def image_text(facts: RunFacts) -> str:
         return ", ".join(words)
     if facts.container_runtime:
         return f"not recorded; the run used a container of {facts.container_runtime}"
-    return "none, without a container" if facts.config.get("container.runtime") == "none" else ""
+    return "none, without a container" if facts.stored.values.get("container.runtime") == "none" else ""

@@ -6,13 +6,14 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from hpcdist.config.schema import Config
 from hpcdist.config.topology import Roles
-from hpcdist.config.written import plain_tree
+from hpcdist.config.written import read_stored
 from hpcdist.errors import RunFolderError, UserMistake
 from hpcdist.host import files, retry
 from hpcdist.host.files import read_if_valid, read_json, require_mine, write_atomic, write_json
@@ -259,7 +260,7 @@ def send_command(run: RunDir, command: LiveCommand) -> tuple[Attempt, int]:
         return attempt, number
     if state.status != "running" or state.attempt == 0 or holder(run) is None:
         raise UserMistake(f"run {run.name} is not running: its state is {state.status!r}")
-    config = plain_tree(run.config)
+    config = read_stored(run.config).config
     if command.action == "profile":
         _require_profiled_ranks(run, config, attempt, command.ranks, state.world_size)
     else:
@@ -303,19 +304,19 @@ def _create_as(path: Path, text: str) -> bool:
 
 
 def _require_profiled_ranks(
-    run: RunDir, config: Mapping[str, Any], attempt: Attempt, ranks: Collection[int], world_size: int
+    run: RunDir, config: Config, attempt: Attempt, ranks: Collection[int], world_size: int
 ) -> None:
     if outside := sorted(rank for rank in ranks if rank >= world_size):
         raise UserMistake(f"run {run.name} has no rank {outside[0]}: its ranks are 0 to {world_size - 1}")
     _require_steps_of_script(run, config, attempt)
     without = [rank for rank in sorted(ranks) if has_no_steps(attempt, rank)]
     if without:
-        name = Roles.of(config.get("roles") or {}, world_size).name_of(without[0])
+        name = Roles.of(config.roles, world_size).name_of(without[0])
         raise UserMistake(f"rank {without[0]} of run {run.name} ({name}) has no steps to profile: choose another rank")
 
 
-def _require_steps_of_script(run: RunDir, config: Mapping[str, Any], attempt: Attempt) -> None:
-    if (config.get("trainer") or {}).get("script") and attempt.read_beat(0) is None:
+def _require_steps_of_script(run: RunDir, config: Config, attempt: Attempt) -> None:
+    if config.trainer.script and attempt.read_beat(0) is None:
         raise UserMistake(
             f"run {run.name} reports no steps: its script must call hpcdist.should_stop(step) after each step"
         )

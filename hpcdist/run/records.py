@@ -19,8 +19,7 @@ from typing import Any, Literal
 
 from hpcdist.config.redaction import redact_tree
 from hpcdist.config.schema import Config, find_trainer, script_name, unused_sections
-from hpcdist.config.tree import flat
-from hpcdist.config.written import flat_values, plain_tree, run_yaml, secrets_of
+from hpcdist.config.written import StoredConfig, flat_values, read_stored, run_yaml, secrets_of
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
 from hpcdist.host import files as host_files
 from hpcdist.host import retry
@@ -303,10 +302,9 @@ def resume_point(run: RunDir, reached: int, *, is_script: bool = False) -> str:
 def script_of(run: RunDir) -> str:
     """Return the name of the run's plain script; empty if the run has a trainer, or its config cannot be read."""
     try:
-        script = (plain_tree(run.effective_config).get("trainer") or {}).get("script")
-    except (ConfigError, RunFolderError, AttributeError):
+        return read_stored(run.effective_config).config.trainer.script_name
+    except (ConfigError, RunFolderError):
         return ""
-    return script_name([str(word) for word in script]) if isinstance(script, list) else ""
 
 
 def continuation(run: RunDir) -> str:
@@ -501,7 +499,7 @@ def check(run: RunDir, config: Config) -> None:
     step = newest_step(run)
     if step is None:
         return
-    before, after = flat(plain_tree(run.config)), flat_values(config)
+    before, after = read_stored(run.config).values, flat_values(config)
     target, new_target = before.get("trainer.target"), after["trainer.target"]
     trainer = find_trainer(str(target))
     if config.trainer.script or trainer is None or not trainer.fixed_keys:
@@ -525,7 +523,7 @@ def propose(run: RunDir, config: Config) -> None:
     # The secrets of the old config may be needed again.
     keep(run, {**kept(run), **secrets_of(config)})
     text = run_yaml(config)
-    if flat(plain_tree(run.config)) == flat_values(config):
+    if read_stored(run.config).values == flat_values(config):
         drop(run)
     elif run.read_state().attempt == 0:
         write_atomic(run.config, text, durable=True)
@@ -568,7 +566,7 @@ def adopt(run: RunDir) -> None:
 
 def _changed(run: RunDir) -> str:
     try:
-        keys = _differing(flat(plain_tree(run.config)), flat(plain_tree(run.next_config)))
+        keys = _differing(read_stored(run.config).values, read_stored(run.next_config).values)
     except HpcdistError:
         keys = []
     return ", ".join(keys[:_SHOWN_KEYS]) + (" …" if len(keys) > _SHOWN_KEYS else "") or "config"
@@ -585,22 +583,17 @@ _OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 _ASSIGNMENT = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 
 
-def parameters(run: RunDir, config: Mapping[str, Any]) -> dict[str, Any]:
+def parameters(run: RunDir, stored: StoredConfig) -> dict[str, Any]:
     """Return the redacted parameters of a run by dotted key.
 
     Of a shipped trainer, they are all keys but those in the sections of other trainers. Code of the user's own reads no
     key that hpcdist knows of: its parameters are `params`, the seed, the keys that its YAML or an override has set, and
     the arguments of a script. Without a readable `origin.json`, all keys are parameters.
-
-    Args:
-        config: the content of the run's `config.yaml`.
     """
-    trainer = config.get("trainer") or {}
-    script, target = trainer.get("script") or [], str(trainer.get("target"))
-    if not script and find_trainer(target) is not None:
-        unused = unused_sections(target)
-        return flat({key: value for key, value in config.items() if key not in unused})
-    values, origin = flat(config), read_origin(run)
+    script, values, origin = stored.config.trainer.script, stored.values, read_origin(run)
+    if stored.trainer is not None:
+        unused = unused_sections(stored.config.trainer.target)
+        return {key: value for key, value in values.items() if key.partition(".")[0] not in unused}
     if origin is not None:
         always = ("params", *(["trainer.script"] if script else ["trainer.target", "seed"]), *origin.written)
         values = {
@@ -611,7 +604,7 @@ def parameters(run: RunDir, config: Mapping[str, Any]) -> dict[str, Any]:
             # A resume may have changed further keys.
             and (f"{key}.".startswith(tuple(f"{one}." for one in always)) or value != origin.values.get(key, value))
         }
-    return values | redact_tree(script_arguments(script))
+    return {**values, **redact_tree(script_arguments(script))}
 
 
 def script_arguments(command: Sequence[str]) -> dict[str, str]:

@@ -9,13 +9,15 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.tree import parse_value
-from hpcdist.config.written import flat_values, redacted
+from hpcdist.config.written import flat_values, read_stored, redacted
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import fill, read_json, require_trusted, write_json
 from hpcdist.run.folder import RunDir, State, claim_experiment, read_record, require_record
@@ -311,6 +313,13 @@ class SweepDir(RunDir):
     def cells(self) -> list[RunDir]:
         """Return all cells, also those without a folder yet."""
         return [RunDir(self.path.parent / cell["name"]) for cell in self.read()["cells"]]
+
+    def checkpoint_config(self) -> CheckpointConfig:
+        """Return the section of the first cell whose config can be read, else the defaults."""
+        for cell in self.cells():
+            with suppress(ConfigError, RunFolderError):
+                return read_stored(cell.config).config.checkpoint
+        return CheckpointConfig()
 
     def read_state(self) -> State:
         """Return the sweep's state, see `status.sweep_state`."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from hpcdist.config.written import Monitor, monitor_of
+from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.errors import TrackingError
 from hpcdist.host import retry
 from hpcdist.host.files import read_json_value, stays_inside
@@ -129,12 +129,12 @@ def _hang_reports(attempt: Attempt) -> Iterator[Path]:
         yield from sorted(attempt.path.glob(pattern))[:MAX_RANKS]
 
 
-def checkpoints(run: RunDir, config: Mapping[str, Any]) -> Iterator[Artifact]:
+def checkpoints(run: RunDir, monitored: CheckpointConfig) -> Iterator[Artifact]:
     """Yield the newest checkpoint as `checkpoints/final` and the best one as `checkpoints/best`."""
     complete = read_checkpoints(run)
     if complete:
         yield Artifact(complete[-1].path, "checkpoints/final", fingerprint(complete[-1].path))
-    if (best := best_checkpoint(complete, monitor_of(config))) is not None:
+    if (best := best_checkpoint(complete, monitored)) is not None:
         yield Artifact(best.path, "checkpoints/best", fingerprint(best.path))
 
 
@@ -157,7 +157,7 @@ _MAX_MOVES = 20
 _VERSIONS_PAGE = 200
 
 
-def move_best(run: MlflowRun, name: str, version: str, monitor: Monitor) -> None:
+def move_best(run: MlflowRun, name: str, version: str, monitored: CheckpointConfig) -> None:
     """Record the metric of a run's version, and set the alias `best` to the best version of the registered model.
 
     A version with an equal metric does not replace the one that has the alias. Without the metric in the run, or on a
@@ -170,7 +170,7 @@ def move_best(run: MlflowRun, name: str, version: str, monitor: Monitor) -> None
     """
     try:
         with translated(run.uri):
-            metric = clean_metric_name(monitor.metric)
+            metric = clean_metric_name(monitored.monitor)
             value = _run_value(run, run.run_id, metric)
             if value is None:
                 log.debug("%s/%s has no metric %s: the alias %s is not moved", name, version, metric, ALIAS)
@@ -178,7 +178,7 @@ def move_best(run: MlflowRun, name: str, version: str, monitor: Monitor) -> None
             run.client.set_model_version_tag(name, version, METRIC_TAG, metric)
             run.client.set_model_version_tag(name, version, VALUE_TAG, repr(value))
             for _ in range(_MAX_MOVES):
-                if not _move_once(run, name, metric, -1.0 if monitor.mode == "min" else 1.0):
+                if not _move_once(run, name, metric, -1.0 if monitored.monitor_mode == "min" else 1.0):
                     return
             log.warning("the alias %s of %s is moved by other processes all the time", ALIAS, name)
     except TrackingError as error:

@@ -12,9 +12,8 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.run.commands import (
@@ -52,13 +51,15 @@ class CommandTag:
         self._save = save
         self._next = -math.inf
 
-    def update(self, mlflow: MlflowRun, config: Mapping[str, Any], state: State, progress: ShippingState) -> None:
+    def update(self, mlflow: MlflowRun, allowed: Sequence[str], state: State, progress: ShippingState) -> None:
         """Obey a new command and report the result of the last one: every INTERVAL_S, and when the run has ended.
+
+        Args:
+            allowed: `tracking.commands` of the run.
 
         Raises:
             TrackingError: MLflow is unavailable or rejects a request; the next call continues.
         """
-        allowed = (config.get("tracking") or {}).get("commands") or []
         has_just_ended = state.status in ENDED and progress.complete != completion_of(state)
         if not allowed or (time.monotonic() < self._next and not has_just_ended):
             return

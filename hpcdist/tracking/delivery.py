@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from hpcdist.config.redaction import redact_tree
-from hpcdist.config.written import monitor_of
+from hpcdist.config.written import StoredConfig
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.host.files import read_json, stays_inside
 from hpcdist.review.ledger import CAUSES, Ledger, allocations_of, read_ledger
@@ -27,7 +27,7 @@ from hpcdist.tracking.command_tag import CommandTag
 from hpcdist.tracking.journal import ChangedNames, Event, clean_name, event_files, read_events
 from hpcdist.tracking.mlflow_client import MlflowException, entities, translated
 from hpcdist.tracking.mlflow_run import MlflowRun
-from hpcdist.tracking.pages import NOTE_TAG, ParentRun, RunPage, configured_note
+from hpcdist.tracking.pages import NOTE_TAG, ParentRun, RunPage
 from hpcdist.tracking.points import Batches, Point, ShippingState, completion_of, read_series
 
 # The ledger of a run as metrics of MLflow.
@@ -122,7 +122,7 @@ _MAX_SOURCE = 65_535
 
 
 def ship_new_events(
-    mlflow: MlflowRun, run: RunDir, config: Mapping[str, Any], offsets: Mapping[str, int], names: ChangedNames
+    mlflow: MlflowRun, run: RunDir, stored: StoredConfig, offsets: Mapping[str, int], names: ChangedNames
 ) -> Iterator[tuple[str, int]]:
     """Upload the events after `offsets`; yields the name of each file and its new offset.
 
@@ -138,15 +138,13 @@ def ship_new_events(
                 events, end = read_events(path, offset)
                 if end == offset:
                     break
-                _ship(mlflow, run, config, events, names)
+                _ship(mlflow, run, stored, events, names)
                 yield path.name, end
     except OSError as error:
         raise TrackingError(f"the events of {run.name} cannot be read: {error}") from error
 
 
-def _ship(
-    mlflow: MlflowRun, run: RunDir, config: Mapping[str, Any], events: Iterable[Event], names: ChangedNames
-) -> None:
+def _ship(mlflow: MlflowRun, run: RunDir, stored: StoredConfig, events: Iterable[Event], names: ChangedNames) -> None:
     params: dict[str, str] = {}
     tags: dict[str, str] = {}
     models: dict[str, None] = {}
@@ -160,7 +158,7 @@ def _ship(
             models[content] = None
         elif (dataset := _dataset(content)) is not None:
             datasets.append(dataset)
-    own = run_metadata.params(run, config)
+    own = run_metadata.params(run, stored)
     shown = {
         SCRIPT_PREFIX + key if clean_name(key) in own else key: value
         for key, value in _redacted(params).items()
@@ -318,7 +316,7 @@ class Delivery:
         self.run = run
         self.uri = uri
         self._config_mark = artifacts.fingerprint(run.config)
-        self.config = run_metadata.read_config(run)
+        self.stored = run_metadata.read_config(run)
         self.progress = ShippingState()
         self._saved = run.journal / "shipped.json"
         self._names = ChangedNames(run.journal / "names.json")
@@ -347,8 +345,8 @@ class Delivery:
         """Find or create the MLflow run, and log the parameters of the config; once."""
         if self._mlflow is None:
             opened = MlflowRun(self.run, self.uri)
-            opened.log_params(run_metadata.params(self.run, self.config))
-            self._names.note(run_metadata.names(self.run, self.config))
+            opened.log_params(run_metadata.params(self.run, self.stored))
+            self._names.note(run_metadata.names(self.run, self.stored))
             self._mlflow = opened
             self._load()
         return self._mlflow
@@ -398,7 +396,7 @@ class Delivery:
         """Obey the commands that were set as a tag, at their interval. An error does not stop the upload."""
         assert self._state is not None
         try:
-            self._command.update(self.open_run(), self.config, self._state, self.progress)
+            self._command.update(self.open_run(), self.stored.config.tracking.commands, self._state, self.progress)
         except TrackingError as error:
             self._command_failure = error
 
@@ -410,8 +408,8 @@ class Delivery:
     def _follow_config(self) -> None:
         """Log the keys that a resume has changed, once they are in the config of the run."""
         if self._config_mark != (mark := artifacts.fingerprint(self.run.config)):
-            self.config = run_metadata.read_config(self.run)
-            self.open_run().log_params(run_metadata.params(self.run, self.config))
+            self.stored = run_metadata.read_config(self.run)
+            self.open_run().log_params(run_metadata.params(self.run, self.stored))
             self._load()  # with the budgets of the new config
             self._config_mark = mark
 
@@ -450,7 +448,7 @@ class Delivery:
 
     def _ship_tags(self, state: State) -> None:
         tags = (
-            run_metadata.fixed_tags(self.run, self.config)
+            run_metadata.fixed_tags(self.run, self.stored)
             | run_metadata.job_tags(self.run)
             | run_metadata.state_tags(state)
         )
@@ -465,13 +463,13 @@ class Delivery:
 
     def _ship_page(self, state: State) -> None:
         before = dict(self.progress.page)
-        self._page.update(self.open_run(), state, self.progress, configured_note(self.config))
+        self._page.update(self.open_run(), state, self.progress, self.stored.config.tracking.tags.get(NOTE_TAG, ""))
         if self.progress.page != before:
             self.progress.save(self._saved)
 
     def _ship_events(self) -> None:
         """Upload the parameters, tags, datasets and models that the code of the ranks has logged."""
-        for name, offset in ship_new_events(self.open_run(), self.run, self.config, self.progress.events, self._names):
+        for name, offset in ship_new_events(self.open_run(), self.run, self.stored, self.progress.events, self._names):
             self.progress.events[name] = offset
             self.progress.save(self._saved)
             self._obey_during_pass()
@@ -487,13 +485,15 @@ class Delivery:
         phase = "ended" if state.status in ENDED else "live"
         if self._views_written != phase:
             self._views_written = phase
-            pages.write(self.open_run(), self.run, self.config)
+            pages.write(self.open_run(), self.run, self.stored.config.checkpoint)
 
     def _ship_artifacts(self, state: State) -> None:
         self._report.write_if_due(state, self.progress)
         found = chain(artifacts.documents(self.run), artifacts.preflight(self.run))
         if state.status in ENDED:
-            weights = artifacts.checkpoints(self.run, self.config) if state.status != "stopped" else ()
+            weights = (
+                artifacts.checkpoints(self.run, self.stored.config.checkpoint) if state.status != "stopped" else ()
+            )
             others = artifacts.trainer_artifacts(self.run), artifacts.reports(self.run, ended=True), weights
             self._upload(chain(found, *others), counted=True)
             return
@@ -584,11 +584,11 @@ class Delivery:
             self._checkpoints.log_final_metrics(model_id, last_step)
             model = self.progress.model = {"fingerprint": mark, "model_id": model_id}
             self.progress.save(self._saved)
-        name = (self.config.get("tracking") or {}).get("register_as")
+        name = self.stored.config.tracking.register_as
         if name and "registered" not in model:
             registered = register(self.open_run(), model["model_id"], name)
-            if (monitor := monitor_of(self.config)).metric:
-                move_best(self.open_run(), name, registered.rpartition("/")[2], monitor)
+            if (monitored := self.stored.config.checkpoint).monitor:
+                move_best(self.open_run(), name, registered.rpartition("/")[2], monitored)
             model["registered"] = registered
             self.progress.save(self._saved)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from mlflow import __version__ as installed
 
-from hpcdist.config.written import monitor_of
+from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError
 from hpcdist.host.files import read_json, write_json
 from hpcdist.host.lock import long_lock
@@ -176,13 +176,6 @@ def _set_tags(opened: MlflowRun, facts: RunFacts, ledger: Ledger, progress: Ship
     if tags and progress.page.get("tags") != mark:
         opened.set_tags(tags)
         progress.page["tags"] = mark
-
-
-def configured_note(config: Mapping[str, Any]) -> str:
-    """Return the description that a config sets by `tracking.tags`, empty if it sets none."""
-    own = (config.get("tracking") or {}).get("tags") or {}
-    note = own.get(NOTE_TAG, "")
-    return note if isinstance(note, str) else ""
 
 
 def _hash(text: str) -> str:
@@ -404,7 +397,7 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, View
     return views
 
 
-def write(mlflow: MlflowRun, run: RunDir, config: Mapping[str, Any]) -> None:
+def write(mlflow: MlflowRun, run: RunDir, monitored: CheckpointConfig) -> None:
     """Write the views of the run's experiment that are missing or have changed, and note their ids in `mlflow.json`.
 
     Views of users are not touched. Nothing but a debug message happens if MLflow has another version or rejects them.
@@ -415,7 +408,7 @@ def write(mlflow: MlflowRun, run: RunDir, config: Mapping[str, Any]) -> None:
             if not version.startswith(tuple(f"{tested}." for tested in TESTED)):
                 log.debug("no views are written: MLflow %s is not one of the tested versions %s", version, TESTED)
                 return
-            views = _update(mlflow, run, config)
+            views = _update(mlflow, run, monitored)
     except (HpcdistError, OSError) as error:
         log.debug("no views are written: %s", error)
         return
@@ -431,11 +424,10 @@ def _version(uri: str) -> str:
     return server_version(uri) or "unknown"
 
 
-def _update(mlflow: MlflowRun, run: RunDir, config: Mapping[str, Any]) -> list[str]:
+def _update(mlflow: MlflowRun, run: RunDir, monitored: CheckpointConfig) -> list[str]:
     tags = mlflow.client.get_experiment(mlflow.experiment_id).tags
     known = [_read(tags.get(_TAG + id_, "")) for id_ in VIEWS]
-    monitor = monitor_of(config)
-    own = {clean_name(monitor.metric): monitor.mode} if monitor.metric else {}
+    own = {clean_name(monitored.monitor): monitored.monitor_mode} if monitored.monitor else {}
     sweep = sweep_of(run)
     axes = [clean_name(key) for key in sweep.read()["keys"]] if sweep is not None else []
     # The columns of other runs in the experiment stay: views are shared by all its runs.

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcdist.config.redaction import redact_tree
 from hpcdist.config.tree import flat
-from hpcdist.config.written import plain_tree
+from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, TrackingError
 from hpcdist.host.files import read_json
 from hpcdist.run.create import is_generated
@@ -35,10 +35,10 @@ MLFLOW_STATUS = {
 }
 
 
-def read_config(run: RunDir) -> dict[str, Any]:
-    """Return the resolved config of a run as plain containers. Raises TrackingError if it cannot be read."""
+def read_config(run: RunDir) -> StoredConfig:
+    """Return the config of a run. Raises TrackingError if it cannot be read."""
     try:
-        return plain_tree(run.config)
+        return read_stored(run.config)
     except ConfigError as error:
         raise TrackingError(f"{error}: a run cannot be uploaded without its config") from error
 
@@ -49,21 +49,21 @@ def flatten(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield key, value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def params(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
+def params(run: RunDir, stored: StoredConfig) -> dict[str, str]:
     """Return the parameters of a run, with secrets redacted and values of MLflow's maximum length."""
-    return {clean_name(key): clean_text(text)[:MAX_PARAM] for key, text in flatten(parameters(run, config))}
+    return {clean_name(key): clean_text(text)[:MAX_PARAM] for key, text in flatten(parameters(run, stored))}
 
 
-def names(run: RunDir, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+def names(run: RunDir, stored: StoredConfig) -> list[tuple[str, str]]:
     """Return the keys of parameters and user tags, each with its name in MLflow."""
-    own = (config.get("tracking") or {}).get("tags") or {}
-    return [(key, clean_name(key)) for tree in (parameters(run, config), own) for key, _ in flatten(tree)]
+    own = stored.config.tracking.tags
+    return [(key, clean_name(key)) for tree in (parameters(run, stored), own) for key, _ in flatten(tree)]
 
 
-def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
+def fixed_tags(run: RunDir, stored: StoredConfig) -> dict[str, str]:
     """Return the tags that do not change: name, source, environment, and the tags of the user."""
     environment = read_json(run.environment) or {}
-    trainer = config.get("trainer") or {}
+    trainer = stored.config.trainer
     # `code` is the path that the code was copied from; the commit is a key of its own.
     facts = {key: value for key, value in environment.items() if key != "code" and value is not None}
     if "command" in facts:  # the tag `hpcdist.command` is for commands to the run, see `command_tag.py`
@@ -78,8 +78,8 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
     tags = {clean_name(f"hpcdist.{key}"): text for key, text in flatten(facts)}
     tags |= {
         "hpcdist.folder": str(run.path),
-        "mlflow.runName": run_name(run, config),
-        "mlflow.source.name": " ".join(trainer.get("script") or [trainer.get("target", "hpcdist")]),
+        "mlflow.runName": run_name(run, stored),
+        "mlflow.source.name": " ".join(trainer.script or [trainer.target]),
         "mlflow.source.type": "LOCAL",
     }
     if (rerun := read_rerun(run)) is not None:
@@ -87,12 +87,11 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
     for tag, key in (("mlflow.source.git.commit", "git_commit"), ("mlflow.user", "user")):
         if environment.get(key):
             tags[tag] = str(environment[key])
-    own = (config.get("tracking") or {}).get("tags") or {}
-    tags |= {clean_name(key): text for key, text in flatten(own)}
+    tags |= {clean_name(key): text for key, text in stored.config.tracking.tags.items()}
     return {key: clean_text(text)[:MAX_TAG] for key, text in tags.items()}
 
 
-def run_name(run: RunDir, config: Mapping[str, Any]) -> str:
+def run_name(run: RunDir, stored: StoredConfig) -> str:
     """Return the name of a run in MLflow.
 
     A generated name is preceded by the overrides that affect the result, and by the arguments of a script that was
@@ -101,8 +100,8 @@ def run_name(run: RunDir, config: Mapping[str, Any]) -> str:
     origin = read_origin(run) if is_generated(run.name) else None
     if origin is None:
         return run.name
-    differing = {key: item.after for key, item in overrides(origin, flat(config)).items() if affects_results(key)}
-    arguments = redact_tree(script_arguments(config["trainer"]["script"])) if origin.config == PLAIN_SCRIPT else {}
+    differing = {key: item.after for key, item in overrides(origin, stored.values).items() if affects_results(key)}
+    arguments = redact_tree(script_arguments(stored.config.trainer.script)) if origin.config == PLAIN_SCRIPT else {}
     named = label({key: differing[key] for key in list(differing)[:_NAMED_OVERRIDES]})
     shown = " ".join(filter(None, [*(f"{name}={text}" for name, text in arguments.items()), named]))
     more = f" +{len(differing) - _NAMED_OVERRIDES}" * (len(differing) > _NAMED_OVERRIDES)

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError
 from hpcdist.host import log_files, retry
 from hpcdist.host.lock import lock_now, open_lock
@@ -135,7 +134,7 @@ class _Loop:
         self._parent = parent
         self._delivery = delivery
         self._run = delivery.run
-        self._drain_s = float((delivery.config.get("tracking") or {}).get("drain_timeout_s", 60.0))
+        self._drain_s = delivery.stored.config.tracking.drain_timeout_s
         self._backoff_s = 0.0
         self._wait_s = 0.0  #: that the server has asked for
         self._drain_until: float | None = None
@@ -260,8 +259,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     try:
         require_same(Path(argv[0]), env)
         run = RunDir.open(Path(argv[0]))
-        config = run_metadata.read_config(run)
-        limit_log(run.path, float((config.get("launch") or {}).get("log_max_mb", LaunchConfig.log_max_mb)))
+        limit_log(run.path, run_metadata.read_config(run).config.launch.log_max_mb)
         uri = env["HPCDIST_TRACKING_URI"]  # resolved by the process that starts this one
         with retry.patient(retry.UNATTENDED_S):
             return 0 if ship_forever(run, uri, parent_pid, through_queue="--through-queue" in argv[1:]) else 1

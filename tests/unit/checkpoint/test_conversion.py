@@ -16,7 +16,7 @@ from hpcdist.checkpoint import folder as checkpoint_folder
 from hpcdist.checkpoint.folder import FileRecord, Snapshot
 from hpcdist.checkpoint.state import Shard
 from hpcdist.checkpoint.store import CheckpointStore
-from hpcdist.config.written import Monitor
+from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.errors import CheckpointError, ExportError
 from hpcdist.run.folder import RunDir
 
@@ -38,7 +38,7 @@ def save(store: CheckpointStore, step: int, model: dict[str, Any], metrics: dict
 
 
 def find(run: RunDir, which: str, metric: str = METRIC, mode: Any = "max") -> int:
-    return export.find_checkpoint(run, which, Monitor(metric, mode)).step
+    return export.find_checkpoint(run, which, CheckpointConfig(monitor=metric, monitor_mode=mode)).step
 
 
 def test_checkpoint_is_found_by_metric_order_or_step(run: RunDir) -> None:
@@ -82,7 +82,7 @@ def test_weights_of_all_ranks_are_written_with_the_names_of_the_whole_model(
 
     tied = torch.arange(6.0).view(2, 3)
     save(CheckpointStore(run.checkpoints), 5, {"a": tied, "b": tied.t()}, {}, collect_shards=collect)
-    chosen = export.find_checkpoint(run, "final", Monitor(METRIC))
+    chosen = export.find_checkpoint(run, "final", CheckpointConfig(monitor=METRIC))
     file = tmp_path / "weights"
     assert export.write_model(run, chosen, kind, file) == [file]
     if kind == "torch":
@@ -104,7 +104,7 @@ def test_weights_of_all_ranks_are_written_with_the_names_of_the_whole_model(
 
 
 def write(run: RunDir, kind: Any, file: Path) -> None:
-    export.write_model(run, export.find_checkpoint(run, "best", Monitor(METRIC)), kind, file)
+    export.write_model(run, export.find_checkpoint(run, "best", CheckpointConfig(monitor=METRIC)), kind, file)
 
 
 def test_existing_files_and_missing_folders_are_errors(run: RunDir, tmp_path: Path) -> None:

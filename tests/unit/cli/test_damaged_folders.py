@@ -196,7 +196,7 @@ def sync_without_mlflow(run: RunDir) -> None:
     list(artifacts.preflight(run))
     list(artifacts.trainer_artifacts(run))
     list(artifacts.reports(run, ended=True))
-    list(artifacts.checkpoints(run, config))
+    list(artifacts.checkpoints(run, config.config.checkpoint))
 
 
 def doctor(run: RunDir) -> None:

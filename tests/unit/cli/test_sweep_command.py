@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from command_line import Cli
 
-from hpcdist.config.written import plain_tree
+from hpcdist.config.written import read_stored
 from hpcdist.errors import UserMistake
 from hpcdist.review.sweep_description import describe_sweep, read_sweep_facts
 from hpcdist.run.folder import Request, RunDir, State
@@ -131,7 +131,7 @@ def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(
     assert re.search(r"lr=0.1 +. finished . 7 +. 0.25 . done", result.out), result.out
     (name,) = re.findall("sweep (train-lr-[0-9a-f]{8}): 2 cells, 2 to run", result.out)
     run = RunDir(next(Path("runs/hpcdist").glob("*-lr_0.1")))
-    assert parameters(run, plain_tree(run.config))["lr"] == "0.1"
+    assert parameters(run, read_stored(run.config))["lr"] == "0.1"
 
     sweep = SweepDir(Path("runs/hpcdist", name))
     facts = read_sweep_facts(sweep, sweep.read_state())

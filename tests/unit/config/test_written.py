@@ -1,31 +1,32 @@
-"""Parameters that a trainer of the user's own declares as a dataclass."""
+"""Stored configs, and parameters that a trainer of the user's own declares as a dataclass."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+import hpcdist
 from hpcdist.config.loading import load_config
-from hpcdist.config.schema import TrainerConfig
+from hpcdist.config.schema import Config, TrainerConfig, find_trainer
 from hpcdist.config.written import (
-    Monitor,
+    StoredConfig,
     arguments_of,
     build,
     declaration,
     describe_trainer,
-    first_monitor,
-    monitor_of,
+    read_stored,
+    run_yaml,
 )
 from hpcdist.errors import ConfigError
 from hpcdist.run.sweeps import make_sweep
 
 MODULE = '''
 import torch_that_no_login_node_has
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -189,26 +190,52 @@ def test_rank_rejects_what_the_source_does_not_show() -> None:
         build(Params, {"name": "a", "inner": {"dept": 1}})
 
 
-# --- The monitored metric, read from configs that were written by older versions, edited or damaged.
+# --- Configs that were written by other versions, edited or damaged.
 
 
-DEFAULT = Monitor("eval/accuracy", "max")
+def stored(tmp_path: Path, text: str) -> StoredConfig:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return read_stored(path)
+
+
+def test_a_stored_config_is_a_config_with_redacted_secrets(tmp_path: Path) -> None:
+    config = load_config("rl_cartpole", ["cluster.env.API_TOKEN=abc", "optim.lr=3e-4", "tracking.tags={note: '3e-4'}"])
+    found = stored(tmp_path, run_yaml(config))
+    assert found.config == replace(config, cluster=replace(config.cluster, env={"API_TOKEN": "***"}))
+    assert found.values["cluster.env.API_TOKEN"] == "***"
+    assert (found.trainer, found.problem) == (find_trainer("rl"), "")
+
+
+def test_keys_of_another_version_are_named_and_the_others_are_read(tmp_path: Path) -> None:
+    found = stored(tmp_path, "optim: {lr: 0.5, later: 1}\nfuture: {a: 1}\npreflight: off\nseed: [1]\nroles: {a: 2}\n")
+    assert (found.config.optim.lr, found.config.seed, found.config.preflight.mode) == (0.5, 0, "off")
+    assert found.problem == (
+        f"config.yaml has keys or values that hpcdist {hpcdist.__version__} does not know: optim.later, future, seed"
+    )
+    assert found.values["future.a"] == 1
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("text", "problem"),
     [
-        ({"checkpoint": {"monitor": "eval/loss", "monitor_mode": "min"}}, Monitor("eval/loss", "min")),
-        ({"checkpoint": {"monitor": "eval/f1"}}, Monitor("eval/f1", "max")),
-        ({}, DEFAULT),
-        ({"checkpoint": None}, DEFAULT),
-        ({"checkpoint": "often"}, DEFAULT),
-        ({"checkpoint": {"monitor": ""}}, Monitor("", "max")),
-        ({"checkpoint": {"monitor": 5, "monitor_mode": ["min"]}}, DEFAULT),
+        ("seed: " + "9" * 400, "seed"),
+        ("optim: {lr: " + "9" * 400 + "}", "optim.lr"),
+        ("checkpoint: often", "checkpoint"),
+        ("optim: {lr: -1.0}", "optim.lr must be greater than 0, got -1.0"),
+        ("1: {2: [3]}", "1"),
     ],
 )
-def test_defaults_replace_missing_and_damaged_values(config: dict[str, Any], expected: Monitor) -> None:
-    assert monitor_of(config) == expected
+def test_values_that_are_not_valid_have_defaults(tmp_path: Path, text: str, problem: str) -> None:
+    found = stored(tmp_path, text)
+    assert found.problem.endswith(f"does not know: {problem}")
+    assert found.config == Config() or "seed" in text
+
+
+@pytest.mark.parametrize("text", ["", "- a", "[" * 1200, "a: &x [*x]", "a: !!python/name:os.system x", "{[1]: 2}"])
+def test_an_unreadable_config_is_an_error(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        stored(tmp_path, text)
 
 
 def test_code_of_the_users_own_has_no_monitored_metric_by_default(tmp_path: Path) -> None:
@@ -224,11 +251,3 @@ def test_code_of_the_users_own_has_no_monitored_metric_by_default(tmp_path: Path
         assert load_config(path).checkpoint.monitor == expected, text
     path.write_text("trainer: mine:train\n")
     assert load_config(path, ["checkpoint.monitor=eval/loss"]).checkpoint.monitor == "eval/loss"
-
-
-def test_first_readable_config_counts(tmp_path: Path) -> None:
-    damaged, other = tmp_path / "damaged.yaml", tmp_path / "config.yaml"
-    damaged.write_text("- no keys")
-    other.write_text("checkpoint: {monitor: eval/loss, monitor_mode: min}\n")
-    assert first_monitor([tmp_path / "missing.yaml", damaged, other]) == ("eval/loss", "min")
-    assert first_monitor([damaged]) == DEFAULT

@@ -10,6 +10,9 @@ from typing import Any, cast
 
 import pytest
 
+from hpcdist.config.launch_schema import LaunchConfig
+from hpcdist.config.schema import Config, TrainerConfig
+from hpcdist.config.written import StoredConfig
 from hpcdist.review.description import describe, wrapped
 from hpcdist.review.facts import AttemptFacts, CheckpointFacts, Progress, RunFacts
 from hpcdist.review.ledger import Entry, Ledger
@@ -38,7 +41,9 @@ FACTS = RunFacts(
     git_dirty=True,
     has_patch=True,
     trainer="ddp",
-    config={"container.runtime": "none"},
+    stored=StoredConfig(
+        config=Config(trainer=TrainerConfig(target="mine:train")), values={"container.runtime": "none"}
+    ),
     config_name="mine.yaml",
     cluster_name="site",
     overrides={"optim.lr": Override(before=0.1, after=0.01), "params.text": Override(before=None, after="x $y")},
@@ -163,7 +168,7 @@ def test_description_of_a_finished_run() -> None:
         "commit c0ffee with uncommitted changes": {"has_patch": False},
         "hpcdist 1\\.0; commit c0ffee": {
             "git_dirty": False,
-            "config": {"trainer.target": "ddp", "trainer.script": []},
+            "stored": StoredConfig(values={"trainer.target": "ddp"}),
             "versions": {"hpcdist": "1.0"},
         },
         "commit c0ffee; imported without a copy, so later edits change the run: /me/lib": {
@@ -178,13 +183,24 @@ def test_description_of_a_finished_run() -> None:
     )
 
 
+def test_setup_names_what_of_the_config_cannot_be_read() -> None:
+    stored = StoredConfig(problem="config.yaml has keys or values that hpcdist 1.0 does not know: a.b")
+    row = "| **Not read** | config\\.yaml has keys or values that hpcdist 1\\.0 does not know: a\\.b |"
+    assert row in described(replace(FACTS, stored=stored))
+    assert "Not read" not in described(FACTS)
+
+
 def test_setup_names_all_nodes_and_the_versions_of_the_ranks() -> None:
     moved = replace(FACTS, attempts=(FIRST, replace(SECOND, nodes=("n2", "n3"))), job_id="4", num_job_starts=1)
     text = described(moved)
     assert "| **Ranks** | 4 on n2, n3 (earlier attempts: n1), Slurm job 4 |" in text
     assert "| **Ranks** | 4 on n1, n2 |" in described(replace(FACTS, attempts=(FIRST, FIRST)))
     on_cpu = replace(
-        FACTS, attempts=(FIRST,), config={"launch.device": "cpu"}, image="img", image_digest="ends-sha256:1a"
+        FACTS,
+        attempts=(FIRST,),
+        stored=StoredConfig(config=Config(launch=LaunchConfig(device="cpu"))),
+        image="img",
+        image_digest="ends-sha256:1a",
     )
     assert "| **Ranks** | 4 on the CPU on n1, n2 |" in described(on_cpu)
     assert "digest ends\\-sha256:1a \\(of its size, first and last MiB\\) |" in described(on_cpu)
@@ -245,7 +261,9 @@ def test_commands_name_folder_and_store_of_the_run_unless_they_are_the_default()
         assert f"\n{command}{key}\n" in text
         assert f"\ncd /home && hpcdist rerun abc{option}\n" in text
     script = ["/home/train.py", "--lr", "0.1"]
-    plain = replace(default, config_name=PLAIN_SCRIPT, config={"trainer.script": script})
+    plain = replace(
+        default, config_name=PLAIN_SCRIPT, stored=StoredConfig(config=Config(trainer=TrainerConfig(script=script)))
+    )
     text = described(plain).replace("&&\n", "&& ").replace(" \\\n   ", "")
     assert "\ncd /home && hpcdist run optim.lr=0.01 'params.text=x $y' /home/train.py --lr 0.1\n" in text
     secret = described(replace(default, overrides={"params.token": Override(before=None, after="***")}))

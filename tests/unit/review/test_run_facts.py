@@ -14,7 +14,7 @@ import pytest
 from report_scene import ReportScene
 
 from hpcdist.config.loading import load_config
-from hpcdist.config.written import plain_tree, run_yaml
+from hpcdist.config.written import run_yaml
 from hpcdist.host.files import write_json
 from hpcdist.review.facts import (
     MAX_POINTS,
@@ -277,7 +277,7 @@ def test_monitor_of_an_edited_config_is_the_default(folder: Folder, edited: str)
     folder.run.config.write_text(edited)
     facts = folder.facts()
     assert (facts.monitor, facts.best_value) == ("eval/accuracy", 0.9)
-    assert [item.target for item in artifacts.checkpoints(folder.run, plain_tree(folder.run.config))] == [
+    assert [item.target for item in artifacts.checkpoints(folder.run, folder.facts().stored.config.checkpoint)] == [
         "checkpoints/final",
         "checkpoints/best",
     ]

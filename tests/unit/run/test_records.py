@@ -12,7 +12,7 @@ import yaml
 
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.schema import Config
-from hpcdist.config.written import plain_tree, run_yaml
+from hpcdist.config.written import read_stored, run_yaml
 from hpcdist.errors import ConfigError
 from hpcdist.host.files import write_json
 from hpcdist.run import records
@@ -169,7 +169,7 @@ def run_of(tmp_path: Path, yaml: str, *overrides: str, recorded: bool = True) ->
 
 
 def parameters_of(run: RunDir) -> dict[str, Any]:
-    return parameters(run, plain_tree(run.config))
+    return parameters(run, read_stored(run.config))
 
 
 def test_shipped_trainer_has_the_keys_of_its_sections(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from mlflow.protos.databricks_pb2 import ENDPOINT_NOT_FOUND
 from timed_runs import BEGAN, add_attempt
 from tracking_scene import CONFIG, Scene
 
-from hpcdist.config.written import Monitor
+from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.errors import TrackingError
 from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
@@ -575,10 +575,10 @@ def best(scene: Scene) -> str:
 def test_alias_moves_to_strictly_better_versions_only(scene: Scene, register: Register) -> None:
     seen = []
     for value in (0.8, 0.7, 0.8, None, float("nan"), 0.9):
-        move_best(*register(value)[:1], NAME, str(_newest(scene)), Monitor(METRIC))
+        move_best(*register(value)[:1], NAME, str(_newest(scene)), CheckpointConfig(monitor=METRIC))
         seen.append(best(scene))
     assert seen == ["1", "1", "1", "1", "1", "6"]
-    move_best(register(0.1)[0], NAME, "7", Monitor(METRIC, "min"))
+    move_best(register(0.1)[0], NAME, "7", CheckpointConfig(monitor=METRIC, monitor_mode="min"))
     assert best(scene) == "7"
     tags = scene.client.get_model_version(NAME, "6").tags
     assert tags == {"hpcdist.monitor": METRIC, "hpcdist.monitor_value": "0.9"}
@@ -590,10 +590,10 @@ def test_alias_that_a_user_has_set_is_compared_by_its_run(scene: Scene, register
     _, unknown = register(None)
     scene.client.set_registered_model_alias(NAME, "best", strong)
     run, version = register(0.9)
-    move_best(run, NAME, version, Monitor(METRIC))
+    move_best(run, NAME, version, CheckpointConfig(monitor=METRIC))
     assert best(scene) == strong
     scene.client.set_registered_model_alias(NAME, "best", unknown)
-    move_best(run, NAME, version, Monitor(METRIC))
+    move_best(run, NAME, version, CheckpointConfig(monitor=METRIC))
     assert best(scene) == version
 
 
@@ -608,12 +608,12 @@ def test_process_that_overtakes_another_is_compared_again(
     def overtaken(client: MlflowClient, name: str, alias: str, version: str) -> None:
         calls.append(version)
         if len(calls) == 1:
-            move_best(better, NAME, second, Monitor(METRIC))
+            move_best(better, NAME, second, CheckpointConfig(monitor=METRIC))
             assert best(scene) == second
         set_alias(client, name, alias, version)
 
     monkeypatch.setattr(MlflowClient, "set_registered_model_alias", overtaken)
-    move_best(worse, NAME, first, Monitor(METRIC))
+    move_best(worse, NAME, first, CheckpointConfig(monitor=METRIC))
     assert calls == [first, second, second]
     assert best(scene) == second
 
@@ -624,7 +624,7 @@ def test_alias_that_never_settles_ends_with_a_warning(
 ) -> None:
     run, version = register(0.8)
     monkeypatch.setattr(MlflowClient, "set_registered_model_alias", lambda *_: None)
-    move_best(run, NAME, version, Monitor(METRIC))
+    move_best(run, NAME, version, CheckpointConfig(monitor=METRIC))
     assert "the alias best of digits is moved by other processes all the time" in caplog.text
 
 
@@ -638,7 +638,7 @@ def test_server_without_aliases_is_skipped_with_a_debug_line(
     monkeypatch.setattr(MlflowClient, "set_registered_model_alias", missing)
     caplog.set_level(logging.DEBUG)
     run, version = register(0.8)
-    move_best(run, NAME, version, Monitor(METRIC))
+    move_best(run, NAME, version, CheckpointConfig(monitor=METRIC))
     assert [record.levelname for record in caplog.records if "alias best is not moved" in record.message] == ["DEBUG"]
 
 
