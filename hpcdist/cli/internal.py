@@ -31,7 +31,7 @@ def supervise(run_dir: Path) -> int:
 
     found = RunDir.open(run_dir)
     require_trusted(found.path, "supervise")
-    config = load_run_config(found.effective_config, [], {**os.environ, **kept(found)})
+    config = load_run_config(found.config, [], {**os.environ, **kept(found)})
     return supervise_here(found, config, *resolve_start(config), follow=True)
 
 

@@ -262,7 +262,7 @@ def resume(
     words = with_options(overrides, tracking_uri=tracking_uri)
     found = resolve_run(named(run, runs_dir), runs_dir)
     require_trusted(found.path, "resume")
-    config = load_run_config(found.effective_config, words, {**kept(found), **os.environ})
+    config = load_run_config(found.config, words, {**kept(found), **os.environ})
     if job_of(found) is not None and not (now := status_of(found)).final:
         raise UserMistake(f"run {found.name} is {now.name} and cannot be resumed: `hpcdist follow {found.name}`")
     if found.read_state().status == "finished" and not words:
@@ -286,7 +286,7 @@ def resume(
         check_submission(config, flags, None, force=force)
     start = None if on_slurm else resolve_start(config)
     with hold(found):
-        records.propose(found, config)
+        records.change_config(found, config)
         if with_current_code:
             launcher = "slurm" if on_slurm else "local"
             snapshot.write_environment(found, snapshot.take(config, found, Path.cwd()), launcher=launcher)

@@ -145,7 +145,7 @@ def follow(run: OptionalRunName = None, wait: Wait = False, runs_dir: RunsDir = 
         raise UserMistake(f"run {found.name} was never started: `hpcdist resume {found.name}` starts it")
     # The config of another user must not receive the caller's secrets.
     env = {**kept(found), **os.environ} if is_mine(found.path) else {}
-    config = load_run_config(found.effective_config, [], env, require_secrets=False)
+    config = load_run_config(found.config, [], env, require_secrets=False)
     return follow_to_end(found, config, progress=not wait)
 
 

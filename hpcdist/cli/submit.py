@@ -170,7 +170,7 @@ def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool,
     try:
         job_id = job_submit.submit(config, run, flags)
     except UserMistake:  # Slurm has rejected the job
-        records.drop(run)
+        records.restore_config(run)
         raise
     say(f"{run.name} is job {job_id}: `hpcdist follow {run.name}` shows its state and progress")
     # The job does not wait for these imports.

@@ -24,7 +24,7 @@ from hpcdist.run import snapshot
 from hpcdist.run.create import create_run
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.lease import hold, holder
-from hpcdist.run.records import Origin, propose
+from hpcdist.run.records import Origin, change_config
 from hpcdist.run.slurm_job import keep_job
 from hpcdist.run.status import query_jobs
 from hpcdist.run.sweeps import Cell, Sweep, SweepDir, mark, sweep_of, write_sweep
@@ -439,7 +439,7 @@ def prepare(
 def _renew(choice: Choice, cwd: Path, launcher: str) -> None:
     run = choice.run
     with hold(run):
-        propose(run, choice.cell.config)
+        change_config(run, choice.cell.config)
         if choice.why == "failed":
             snapshot.write_environment(run, snapshot.take(choice.cell.config, run, cwd), launcher=launcher)
         if launcher == "local":

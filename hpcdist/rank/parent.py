@@ -346,7 +346,7 @@ def _import_modules(run: RunDir, *, late: bool) -> Config:
     for name in ("torch", RANK_MODULE):
         importlib.import_module(name)
     require_same(run.path, os.environ)
-    config = load_run_config(run.effective_config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
+    config = load_run_config(run.config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
     if not config.trainer.script:
         for name in _OF_TRAINERS:
             importlib.import_module(name)

@@ -98,7 +98,7 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
     """
     dump_on_signal(attempt, topology.rank, topology.world_size)
     enable_flight_recorders(attempt, os.environ)
-    config = load_run_config(run.effective_config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
+    config = load_run_config(run.config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
     limit_log(run.path, config.launch.log_max_mb)
     os.environ.update(cache_environment(os.environ, run.path))
     records = _begin_records(config, run, attempt, topology)

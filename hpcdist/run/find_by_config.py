@@ -47,7 +47,7 @@ def _has_config(run: RunDir, config: Config) -> bool:
     if config.name not in ("", run.name):
         return False
     try:
-        theirs = load_run_config(run.effective_config, [], {}, require_secrets=False)
+        theirs = load_run_config(run.config, [], {}, require_secrets=False)
     except UserMistake:  # written by another version of hpcdist
         return False
     return to_yaml(theirs) == to_yaml(replace(config, name=run.name))

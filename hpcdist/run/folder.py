@@ -10,7 +10,6 @@ folder of runs above; and the identity that shows a replaced folder.
         supervisor.log  shipper.log              output of a supervisor in the background, and of the shipper
         notifier.log                             failed deliveries of notifications, output of `notify.command`
         rerun.json                               the run that this run repeats, and the result of the comparison
-        config.next.yaml                         changed config of a resume, until its first completed step
         container.json                           runtime, image and digest of the ranks' containers
         rank_environment.json                    archive and versions of the ranks' environment (cluster.environment)
         journal/attempt-001.rank-00000.jsonl     metrics, one record per line
@@ -28,6 +27,7 @@ folder of runs above; and the identity that shows a replaced folder.
             key                                  secret of the attempt; readable by the owner alone
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
             command-001.json  command-001.rank-00000.json   a command to save or profile, and what a rank has done
+            config.yaml                          config of this attempt and those before, if a resume has changed it
             times.json                           begin and end with its cause, resources of the ranks
             training.json                        first step, datasets and model size
             phases.jsonl                         phases of rank 0: start, evaluations, saves
@@ -107,6 +107,8 @@ class Attempt:
         self.number = int(path.name)
         #: Secret of this attempt, 32 random bytes, that authenticates its processes (`rank/rendezvous_store.py`).
         self.key = path / "key"
+        #: The run's config until a resume changed it after this attempt (`run/records.py`).
+        self.config = path / "config.yaml"
         #: The request to stop or cancel this attempt, see `Request`.
         self.request = path / "request.json"
         #: The first failure of this attempt (`supervisor/restart_policy.py`).
@@ -394,8 +396,6 @@ class RunDir:
         self.config = path / "config.yaml"
         #: Values that `config.yaml` shows as `***`; removed when the run is finished or cancelled.
         self.secrets = path / "secrets.json"
-        #: The config of a resume that changes keys, until its first step (`run/records.py`).
-        self.next_config = path / "config.next.yaml"
         self.environment = path / "environment.json"
         #: Runtime, image, digest and versions of the ranks' containers; only for runs in containers.
         self.container = path / "container.json"
@@ -413,11 +413,6 @@ class RunDir:
         self.report = path / "report.html"
         #: Files of the trainer for the user; exists once the trainer has written one.
         self.artifacts = path / "artifacts"
-
-    @property
-    def effective_config(self) -> Path:
-        """The config of the current attempt, or of the next one."""
-        return self.next_config if retry.exists(self.next_config) else self.config
 
     def snapshot_of(self, path: Path) -> Path | None:
         """Return the copy of a file in this run's code snapshot, or None if there is none."""

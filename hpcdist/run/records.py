@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcdist.config.redaction import redact_tree
-from hpcdist.config.schema import Config, find_trainer, script_name, unused_sections
+from hpcdist.config.schema import Config, script_name, unused_sections
 from hpcdist.config.written import StoredConfig, flat_values, read_stored, run_yaml, secrets_of
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
 from hpcdist.host import files as host_files
@@ -302,7 +302,7 @@ def resume_point(run: RunDir, reached: int, *, is_script: bool = False) -> str:
 def script_of(run: RunDir) -> str:
     """Return the name of the run's plain script; empty if the run has a trainer, or its config cannot be read."""
     try:
-        return read_stored(run.effective_config).config.trainer.script_name
+        return read_stored(run.config).config.trainer.script_name
     except (ConfigError, RunFolderError):
         return ""
 
@@ -486,25 +486,20 @@ def read_rerun(run: RunDir) -> RerunRecord | None:
     return read_if_valid(RerunRecord, run.path / "rerun.json")
 
 
-# The changed config of a resume, kept beside the old one until the first step is completed with it.
-#
-# Ranks read `config.next.yaml` if it exists. The supervisor renames it to `config.yaml` after the first completed step,
-# and removes it if the run fails before. A stopped run keeps it.
+# A resume with changed keys replaces `config.yaml` and keeps the old config in the folder of the last attempt, which
+# ran with it. If the run fails before a step is completed with the changed keys, the old config is restored.
 
 _SHOWN_KEYS = 3
 
 
 def check(run: RunDir, config: Config) -> None:
     """Raise ConfigError for changes that are incompatible with the run's checkpoint, before anything is written."""
-    step = newest_step(run)
-    if step is None:
+    step, stored = newest_step(run), read_stored(run.config)
+    if step is None or config.trainer.script or stored.trainer is None or not stored.trainer.fixed_keys:
         return
-    before, after = read_stored(run.config).values, flat_values(config)
-    target, new_target = before.get("trainer.target"), after["trainer.target"]
-    trainer = find_trainer(str(target))
-    if config.trainer.script or trainer is None or not trainer.fixed_keys:
-        return
-    fixed = ("trainer.target", *trainer.fixed_keys) if target == new_target else ("trainer.target",)
+    before, after = stored.values, flat_values(config)
+    is_same = stored.config.trainer.target == config.trainer.target
+    fixed = ("trainer.target", *stored.trainer.fixed_keys) if is_same else ("trainer.target",)
     problems = [
         f"{key} was {before.get(key)!r} when the checkpoint of step {step} was written and cannot be {after.get(key)!r}"
         " now: leave it out, or start a new run"
@@ -515,61 +510,55 @@ def check(run: RunDir, config: Config) -> None:
         raise ConfigError(problems, f"resume {run.name}")
 
 
-def propose(run: RunDir, config: Config) -> None:
-    """Make `config` the config of the next attempt; `config.yaml` stays until that attempt has completed a step.
-
-    The caller holds the run's lease. In a run without attempts, `config.yaml` is replaced at once.
-    """
+def change_config(run: RunDir, config: Config) -> None:
+    """Make `config` the config of the next attempt. The caller holds the run's lease."""
     # The secrets of the old config may be needed again.
     keep(run, {**kept(run), **secrets_of(config)})
-    text = run_yaml(config)
     if read_stored(run.config).values == flat_values(config):
-        drop(run)
-    elif run.read_state().attempt == 0:
-        write_atomic(run.config, text, durable=True)
-        drop(run)
-    else:
-        write_atomic(run.next_config, text, durable=True)
+        return
+    if (attempts := run.attempts()) and _old_config(run) is None:
+        write_atomic(attempts[-1].config, run.config.read_bytes(), durable=True)
+    write_atomic(run.config, run_yaml(config), durable=True)
 
 
-def drop(run: RunDir) -> None:
-    """Discard the pending config."""
-    retry.remove(run.next_config)
-
-
-def settle(run: RunDir, state: State, first_step: int) -> State:
-    """Adopt or discard a pending config after the last attempt. Returns the state, with a reason if discarded.
-
-    Args:
-        first_step: step at which the last attempt began.
-    """
-    if not retry.exists(run.next_config):
-        return state
-    beat = run.attempt(state.attempt).read_beat(0) or {}
-    if state.status == "finished" or beat.get("step", 0) > first_step:
-        adopt(run)
-    elif state.status == "failed":
-        keys = _changed(run)
-        drop(run)
-        return replace(
-            state,
-            reason=f"{state.reason}; config.yaml was restored, because no step was completed with the changed {keys}",
-        )
-    return state
-
-
-def adopt(run: RunDir) -> None:
-    """Replace the config of a run by its pending one."""
-    retry.rename(run.next_config, run.config)
-    retry.retry(lambda: fsync_folder(run.path), run.path)
-
-
-def _changed(run: RunDir) -> str:
+def restore_config(run: RunDir) -> str:
+    """Undo the change of a config with which no step was completed. Returns the first changed keys; empty without."""
+    if (old := _old_config(run)) is None:
+        return ""
     try:
-        keys = _differing(read_stored(run.config).values, read_stored(run.next_config).values)
+        keys = _differing(read_stored(old).values, read_stored(run.config).values)
     except HpcdistError:
-        keys = []
-    return ", ".join(keys[:_SHOWN_KEYS]) + (" …" if len(keys) > _SHOWN_KEYS else "") or "config"
+        keys = ["config"]
+    retry.rename(old, run.config)
+    retry.retry(lambda: fsync_folder(run.path), run.path)
+    return ", ".join(keys[:_SHOWN_KEYS]) + " …" * (len(keys) > _SHOWN_KEYS)
+
+
+def after_failure(run: RunDir, state: State) -> State:
+    """Restore the old config if a run has failed before the first step with a changed one. Returns the state."""
+    if state.status != "failed" or not (keys := restore_config(run)):
+        return state
+    why = f"config.yaml was restored, because no step was completed with the changed {keys}"
+    return replace(state, reason=f"{state.reason}; {why}")
+
+
+def _old_config(run: RunDir) -> Path | None:
+    """Return the config before the last change; None if a step was completed since, or if nothing was changed."""
+    attempts = run.attempts()
+    for number, attempt in reversed([*enumerate(attempts, 1)]):
+        if retry.exists(attempt.config):
+            return None if any(map(_has_stepped, attempts[number:])) else attempt.config
+    return None
+
+
+def _has_stepped(attempt: Attempt) -> bool:
+    """Return whether an attempt has completed a step; the first output of a plain script counts as one."""
+    times, training, beat = read_times(attempt), read_training(attempt), attempt.read_beat(0)
+    if times is not None and not times.measured and attempt.log(0).is_file() and attempt.log(0).stat().st_size:
+        return True
+    steps = [beat["step"] if beat is not None else 0]
+    steps += [step for outcome in attempt.outcomes().values() if type(step := outcome.get("step")) is int]
+    return max(steps) > (training.first_step if training is not None else 0)
 
 
 def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -15,8 +15,7 @@ from hpcdist.config.schema import Config, find_trainer
 from hpcdist.config.topology import Roles
 from hpcdist.host.files import open_regular, parse_json, read_json
 from hpcdist.host.log_files import RANK_LINE, LogTail
-from hpcdist.run.folder import Attempt, RunDir
-from hpcdist.run.records import adopt, newest_step, reached_before, resume_point
+from hpcdist.run.folder import Attempt
 from hpcdist.run.status import BEAT_EVERY_S, beat_interval_s, num_due_ranks
 from hpcdist.supervisor.launcher import Ranks
 from hpcdist.supervisor.restart_policy import Failure
@@ -42,46 +41,6 @@ class Reporter(Protocol):
 
     def failure(self, failure: Failure, log: Path) -> None:
         """An attempt has failed; `log` is that of the first failed rank."""
-
-
-class AdoptingReporter:
-    """Forwards all events, notes where an attempt continues, and adopts the pending config at the first completed step.
-
-    Args:
-        is_script: a plain script has no steps: its first output counts as one.
-    """
-
-    def __init__(self, run: RunDir, report: Reporter, *, is_script: bool = False) -> None:
-        self._is_script = is_script
-        self._run = run
-        self._report = report
-        self._pending = run.next_config.is_file()
-        self.first_step = newest_step(run) or 0
-
-    def attempt(self, attempt: Attempt, num_ranks: int) -> None:
-        self.first_step = newest_step(self._run) or 0
-        self._report.attempt(attempt, num_ranks)
-        if attempt.number > 1:
-            self._report.note(resume_point(self._run, reached_before(attempt), is_script=self._is_script))
-
-    def progress(self, beat: Mapping[str, Any]) -> None:
-        self._progressed(beat.get("step", 0) > self.first_step)
-        self._report.progress(beat)
-
-    def note(self, text: str) -> None:
-        self._report.note(text)
-
-    def output(self, text: str) -> None:
-        self._progressed(self._is_script)
-        self._report.output(text)
-
-    def failure(self, failure: Failure, log: Path) -> None:
-        self._report.failure(failure, log)
-
-    def _progressed(self, has_step: bool) -> None:
-        if self._pending and has_step:
-            adopt(self._run)
-            self._pending = False
 
 
 def log_of(attempt: Attempt, failure: Failure) -> Path:

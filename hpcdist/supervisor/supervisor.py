@@ -21,11 +21,11 @@ from hpcdist.host import retry
 from hpcdist.host.files import write_json
 from hpcdist.host.log_files import limit_log
 from hpcdist.run.folder import Attempt, Cause, Request, RunDir, State, Status, require_same
-from hpcdist.run.records import AttemptTimes, begin, how_stopped, reached_step, settle, write_times
+from hpcdist.run.records import AttemptTimes, after_failure, begin, how_stopped, reached_step, resume_point, write_times
 from hpcdist.supervisor.children import ShipperProcess
 from hpcdist.supervisor.launcher import Launcher, NodeChanges
 from hpcdist.supervisor.notifier import Notifier
-from hpcdist.supervisor.progress import AdoptingReporter, Reporter, log_of
+from hpcdist.supervisor.progress import Reporter, log_of
 from hpcdist.supervisor.restart_policy import Failure, decide, error_text, failed_start, first_failure
 from hpcdist.supervisor.watch import Allocation, Watch, none_started
 from hpcdist.tracking.uri import redact_uri
@@ -151,7 +151,7 @@ class Supervisor:
         self._run = run
         self._config = config
         self._launcher = launcher
-        self._report = AdoptingReporter(run, report, is_script=bool(config.trainer.script))
+        self._report = report
         self._tracking_uri = tracking_uri
         self._env = dict(env)
         self._check_lease = check_lease
@@ -179,7 +179,7 @@ class Supervisor:
             shipper = self._start_shipper()
             failure: Exception | None = None
             try:
-                state = settle(self._run, self._attempts(state, notifier), self._report.first_step)
+                state = after_failure(self._run, self._attempts(state, notifier))
                 if self._job is not None:
                     state = self._job.requeue(state)
             except LeaseLostError:
@@ -398,6 +398,9 @@ class Supervisor:
             return "failed", failed_start(error)
         self._record_other_nodes(attempt)
         self._report.attempt(attempt, self._launcher.num_ranks)
+        if attempt.number > 1:
+            is_script = bool(self._config.trainer.script)
+            self._report.note(resume_point(self._run, self._times.reached, is_script=is_script))
         try:
             watch = Watch(
                 attempt,

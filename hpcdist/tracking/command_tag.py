@@ -12,7 +12,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from hpcdist.errors import HpcdistError, UserMistake
@@ -51,7 +51,7 @@ class CommandTag:
         self._save = save
         self._next = -math.inf
 
-    def update(self, mlflow: MlflowRun, allowed: Sequence[str], state: State, progress: ShippingState) -> None:
+    def update(self, mlflow: MlflowRun, allowed: list[str], state: State, progress: ShippingState) -> None:
         """Obey a new command and report the result of the last one: every INTERVAL_S, and when the run has ended.
 
         Args:

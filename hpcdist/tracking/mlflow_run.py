@@ -160,11 +160,13 @@ class MlflowRun:
     def log_params(self, params: Mapping[str, str]) -> None:
         """Log parameters; since MLflow's are immutable, a changed one becomes a tag `hpcdist.changed.<key>`."""
         with translated(self.uri):
-            logged = self.client.get_run(self.run_id).data.params
+            data = self.client.get_run(self.run_id).data
+            logged, tag = data.params, "hpcdist.changed.{}".format
             new = [entities.Param(key, value) for key, value in params.items() if key not in logged]
             for start in range(0, len(new), _MAX_TAGS):
                 self.client.log_batch(self.run_id, params=new[start : start + _MAX_TAGS], synchronous=True)
-        self.set_tags({clean_name(f"hpcdist.changed.{k}"): v for k, v in params.items() if logged.get(k, v) != v})
+        tags = {clean_name(tag(k)): (v, logged.get(k, v)) for k, v in params.items()}
+        self.set_tags({name: now for name, (now, first) in tags.items() if data.tags.get(name, first) != now})
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags of the run."""

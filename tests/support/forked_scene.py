@@ -53,7 +53,7 @@ def write_package(folder: Path, torch: str = TORCH) -> None:
 def new_run(runs_dir: Path) -> RunDir:
     """Create a run whose parent imports torch only."""
     run = RunDir.create(runs_dir / "exp" / "first")
-    run.effective_config.write_text(to_yaml(Config(trainer=TrainerConfig(script=["train.py"]))))
+    run.config.write_text(to_yaml(Config(trainer=TrainerConfig(script=["train.py"]))))
     return run
 
 

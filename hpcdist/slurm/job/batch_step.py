@@ -28,7 +28,7 @@ from hpcdist.host.nodelist import expand_tasks
 from hpcdist.run import create, snapshot
 from hpcdist.run.folder import ENDED, VARIABLE, Attempt, Cause, RunDir, State, identity, read_record
 from hpcdist.run.lease import Held, hold
-from hpcdist.run.records import Origin, kept, newest_step, settle
+from hpcdist.run.records import Origin, after_failure, kept
 from hpcdist.run.slurm_job import record_job_start
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
@@ -143,7 +143,7 @@ def supervise(run_dir: str) -> State:
                     ended=time.time(),
                     rejected=isinstance(error, UserMistake),
                 )
-                state = settle(run, state, newest_step(run) or 0)
+                state = after_failure(run, state)
                 held.check()  # the state belongs to a supervisor that has taken over meanwhile
                 run.write_state(state)
                 log.error("%s: %s", state.status, state.reason)
@@ -158,7 +158,7 @@ def _open(path: Path) -> RunDir:
 
 def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
     # Slurm passes the environment of the submitting shell; values recorded for the run take precedence.
-    config = load_run_config(run.effective_config, [], {**os.environ, **kept(run)})
+    config = load_run_config(run.config, [], {**os.environ, **kept(run)})
     env = {**os.environ, **secrets_of(config), **config.cluster.env, VARIABLE: identity(run.path)}
     code = snapshot.code_state(run)
     cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path

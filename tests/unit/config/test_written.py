@@ -219,17 +219,16 @@ def test_keys_of_another_version_are_named_and_the_others_are_read(tmp_path: Pat
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("seed: " + "9" * 400, "seed"),
         ("optim: {lr: " + "9" * 400 + "}", "optim.lr"),
         ("checkpoint: often", "checkpoint"),
-        ("optim: {lr: -1.0}", "optim.lr must be greater than 0, got -1.0"),
+        ("optim: {lr: -1.0}", "optim.lr must be > 0, got -1.0"),
         ("1: {2: [3]}", "1"),
     ],
 )
 def test_values_that_are_not_valid_have_defaults(tmp_path: Path, text: str, problem: str) -> None:
     found = stored(tmp_path, text)
     assert found.problem.endswith(f"does not know: {problem}")
-    assert found.config == Config() or "seed" in text
+    assert found.config == Config()
 
 
 @pytest.mark.parametrize("text", ["", "- a", "[" * 1200, "a: &x [*x]", "a: !!python/name:os.system x", "{[1]: 2}"])

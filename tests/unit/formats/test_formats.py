@@ -75,7 +75,6 @@ def test_run_folder_of_a_released_format_is_resumed(version: str, tmp_path: Path
     assert records[0].step == last - 14, "resumed from the checkpoint"
     assert records[-1].step == last
     assert json.loads((run.path / "state.json").read_text())["format"] == files.FORMAT
-    assert not run.next_config.exists()
     config = yaml.safe_load(run.config.read_text())
     assert (config["format"], config["tracking"]["drain_timeout_s"]) == (files.FORMAT, 0.01), (
         "the changed config is adopted"

@@ -1,8 +1,8 @@
-"""The changed config of a resume: adopted at the first completed step, discarded if the run fails before."""
+"""The changed config of a resume, and the parameters of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,17 @@ from hpcdist.config.written import read_stored, run_yaml
 from hpcdist.errors import ConfigError
 from hpcdist.host.files import write_json
 from hpcdist.run import records
-from hpcdist.run.folder import Attempt, RunDir, State, Status
-from hpcdist.run.records import load_origin, parameters, script_arguments, write_origin
-from hpcdist.supervisor.progress import AdoptingReporter
-from hpcdist.supervisor.restart_policy import Failure
-
-
-class SilentReporter:
-    def attempt(self, attempt: Attempt, num_ranks: int) -> None: ...
-    def progress(self, beat: Mapping[str, Any]) -> None: ...
-    def note(self, text: str) -> None: ...
-    def output(self, text: str) -> None: ...
-    def failure(self, failure: Failure, log: Path) -> None: ...
+from hpcdist.run.folder import RunDir, State, Status
+from hpcdist.run.records import (
+    AttemptTimes,
+    TrainingRecord,
+    load_origin,
+    parameters,
+    script_arguments,
+    write_origin,
+    write_times,
+    write_training,
+)
 
 
 @pytest.fixture
@@ -59,57 +58,74 @@ def ended(run: RunDir, status: Status) -> State:
     return replace(run.read_state(), status=status, reason="rank 0 failed")
 
 
-def test_config_is_adopted_at_the_first_completed_step(run: RunDir, runs_dir: Path) -> None:
-    records.propose(run, config(runs_dir, "optim.lr=0.5"))
-    assert (lr(run.config), lr(run.effective_config)) == (0.002, 0.5)
-    report = AdoptingReporter(run, SilentReporter())
-    report.attempt(run.new_attempt(), 2)
-    report.progress(beat(0))
-    report.progress(beat(40))
-    assert lr(run.config) == 0.002, "restored, but no step completed"
-    report.progress(beat(41))
-    assert lr(run.config) == 0.5
-    assert not run.next_config.exists()
+def next_attempt(run: RunDir, step: int) -> None:
+    """Make an attempt that restores the checkpoint of step 40 and then reaches a step."""
+    attempt = run.new_attempt()
+    write_training(attempt, TrainingRecord(first_step=40))
+    write_json(attempt.beat(0), beat(step))
+    run.write_state(replace(run.read_state(), attempt=attempt.number))
 
 
-def test_failure_before_the_first_step_discards_the_change(run: RunDir, runs_dir: Path) -> None:
-    records.propose(run, config(runs_dir, "optim.lr=0.5", "data.batch_size=7"))
-    state = records.settle(run, ended(run, "failed"), 40)
+def test_failure_before_the_first_step_restores_the_config(run: RunDir, runs_dir: Path) -> None:
+    records.change_config(run, config(runs_dir, "optim.lr=0.5", "data.batch_size=7"))
+    assert (lr(run.config), lr(run.attempt(1).config)) == (0.5, 0.002)
+    next_attempt(run, 40)
+    next_attempt(run, 40)
+    state = records.after_failure(run, ended(run, "failed"))
     assert state.reason == (
         "rank 0 failed; config.yaml was restored, because no step was completed with the changed"
         " data.batch_size, optim.lr"
     )
-    assert lr(run.effective_config) == 0.002
+    assert lr(run.config) == 0.002
+    assert not run.attempt(1).config.exists()
+    assert records.after_failure(run, state) == state
 
 
-def test_stop_before_the_first_step_keeps_the_pending_config(run: RunDir, runs_dir: Path) -> None:
-    records.propose(run, config(runs_dir, "optim.lr=0.5"))
-    assert records.settle(run, ended(run, "stopped"), 40).reason == "rank 0 failed"
-    assert (lr(run.config), lr(run.effective_config)) == (0.002, 0.5)
+def test_config_stays_if_an_attempt_has_completed_a_step_with_it(run: RunDir, runs_dir: Path) -> None:
+    records.change_config(run, config(runs_dir, "optim.lr=0.5"))
+    next_attempt(run, 41)
+    next_attempt(run, 40)
+    assert records.after_failure(run, ended(run, "failed")).reason == "rank 0 failed"
+    assert (lr(run.config), lr(run.attempt(1).config)) == (0.5, 0.002)
+    records.change_config(run, config(runs_dir, "optim.lr=0.7"))
+    assert records.restore_config(run) == "optim.lr"
+    assert (lr(run.config), lr(run.attempt(1).config)) == (0.5, 0.002)
 
 
-@pytest.mark.parametrize(("status", "step"), [("finished", 40), ("failed", 41), ("stopped", 41)])
-def test_unreported_step_adopts_the_config_at_the_end(run: RunDir, runs_dir: Path, status: Status, step: int) -> None:
-    records.propose(run, config(runs_dir, "optim.lr=0.5"))
-    write_json(run.attempt(1).beat(0), beat(step))
-    assert records.settle(run, ended(run, status), 40).reason == "rank 0 failed"
+def test_step_in_an_outcome_counts(run: RunDir, runs_dir: Path) -> None:
+    records.change_config(run, config(runs_dir, "optim.lr=0.5"))
+    next_attempt(run, 40)
+    write_json(run.attempt(2).outcome(1), {"outcome": "failed", "step": 41})
+    assert records.restore_config(run) == ""
+
+
+def test_stop_before_the_first_step_keeps_the_change_and_a_later_failure_undoes_it(run: RunDir, runs_dir: Path) -> None:
+    records.change_config(run, config(runs_dir, "optim.lr=0.5"))
+    next_attempt(run, 40)
+    assert records.after_failure(run, ended(run, "stopped")).reason == "rank 0 failed"
     assert lr(run.config) == 0.5
+    records.change_config(run, config(runs_dir, "optim.lr=0.7"))
+    next_attempt(run, 40)
+    assert "restored" in records.after_failure(run, ended(run, "failed")).reason
+    assert lr(run.config) == 0.002, "the last config with which a step was completed"
 
 
 def test_output_of_a_plain_script_counts_as_a_step(run: RunDir, runs_dir: Path) -> None:
-    records.propose(run, config(runs_dir, "optim.lr=0.5"))
-    AdoptingReporter(run, SilentReporter(), is_script=True).output("epoch 1\n")
+    records.change_config(run, config(runs_dir, "optim.lr=0.5"))
+    attempt = run.new_attempt()
+    write_times(attempt, AttemptTimes(supervised=1.0, began=1.0, measured=False))
+    attempt.log(0).write_text("epoch 1\n")
+    assert records.restore_config(run) == ""
     assert lr(run.config) == 0.5
 
 
-def test_unchanged_config_and_run_without_attempts_have_no_pending_config(run: RunDir, runs_dir: Path) -> None:
-    records.propose(run, config(runs_dir, "optim.lr=0.5"))
-    records.propose(run, config(runs_dir))
-    assert not run.next_config.exists()
-    run.write_state(replace(run.read_state(), attempt=0))
-    records.propose(run, config(runs_dir, "optim.lr=0.5"))
+def test_unchanged_config_and_run_without_attempts_keep_no_old_config(run: RunDir, runs_dir: Path) -> None:
+    records.change_config(run, config(runs_dir))
+    assert not run.attempt(1).config.exists()
+    shutil.rmtree(run.attempt(1).path)
+    records.change_config(run, config(runs_dir, "optim.lr=0.5"))
     assert lr(run.config) == 0.5
-    assert not run.next_config.exists()
+    assert records.restore_config(run) == ""
 
 
 def test_change_incompatible_with_the_checkpoint_is_an_error(run: RunDir, runs_dir: Path) -> None:

@@ -180,7 +180,7 @@ def test_failed_cell_gets_the_current_code(make: Make, project: Path, status: St
     (project / "mine.py").write_text("second\n")
     start(make(["seed=1"], "launch.max_restarts=9", "cluster.time_limit_min=7"), project, "slurm")
     assert (run.code / "mine.py").read_text() == code
-    config = load_config(run.effective_config)
+    config = load_config(run.config)
     assert (config.launch.max_restarts, config.cluster.time_limit_min) == (9, 7)
     assert (run.path / "slurm.json").exists()
     start(make(["seed=1"]), project)

@@ -422,9 +422,9 @@ def test_best_and_final_checkpoints_are_uploaded_at_the_end(scene: Scene) -> Non
     for name, step in (("best", 25), ("final", 30)):
         copy = scene.client.download_artifacts(scene.run_id, f"checkpoints/{name}/model.pt")
         assert Path(copy).read_text() == f"weights {step}"
-    least = {"checkpoint": {"monitor": "eval/accuracy", "monitor_mode": "min"}}
+    least = CheckpointConfig(monitor="eval/accuracy", monitor_mode="min")
     assert [item.source.name for item in artifacts.checkpoints(scene.run, least)] == ["step-00000030", "step-00000010"]
-    other = {"checkpoint": {"monitor": "eval/loss"}}
+    other = CheckpointConfig(monitor="eval/loss")
     assert [item.target for item in artifacts.checkpoints(scene.run, other)] == ["checkpoints/final"]
 
 

@@ -10,6 +10,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, PERMISSION_DENIED
 from tracking_scene import CONFIG, Scene
 
+from hpcdist.config.schema import Config, TrainerConfig
+from hpcdist.config.written import StoredConfig
 from hpcdist.errors import TrackingError
 from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
@@ -189,24 +191,22 @@ def test_unreadable_attempts_are_reported(scene: Scene) -> None:
 )
 def test_generated_run_name_says_what_differs(scene: Scene, name: str, values: dict[str, Any], expected: str) -> None:
     run = RunDir.create(scene.run.path.with_name(name))
-    config: dict[str, Any] = {}
-    for key, value in values.items():
-        section, _, leaf = key.rpartition(".")
-        (config.setdefault(section, {}) if section else config)[leaf] = value
     write_origin(run, Origin(config="ddp_digits", values={"optim.lr": 0.001, "seed": 0}))
-    assert run_name(run, config) == expected
+    assert run_name(run, StoredConfig(values=values)) == expected
 
 
 def test_run_of_a_script_without_a_config_is_named_by_its_arguments(scene: Scene) -> None:
     run = RunDir.create(scene.run.path.with_name("train-20261122-121700-1a2b"))
     write_origin(run, Origin(config=PLAIN_SCRIPT, values={"experiment": "hpcdist", "trainer.script": ["train.py"]}))
-    config = {"experiment": "train", "trainer": {"script": ["/home/train.py", "--lr", "0.1", "--api-key", "s3cret"]}}
-    assert run_name(run, config) == "lr=0.1 api_key=*** (train-20261122-121700-1a2b)"
+    script = ["/home/train.py", "--lr", "0.1", "--api-key", "s3cret"]
+    config = Config(experiment="train", trainer=TrainerConfig(script=script))
+    found = run_name(run, StoredConfig(config=config, values={"experiment": "train", "trainer.script": script}))
+    assert found == "lr=0.1 api_key=*** (train-20261122-121700-1a2b)"
 
 
 def test_long_run_name_is_cut(scene: Scene) -> None:
     run = RunDir.create(scene.run.path.with_name("ddp-20261122-121700-1a2b"))
     write_origin(run, Origin(config="x", values={"params.a": 1}))
-    found = run_name(run, {"params": {"a": "y" * 500}})
+    found = run_name(run, StoredConfig(values={"params.a": "y" * 500}))
     assert len(found) == MAX_RUN_NAME
     assert found.endswith("y (ddp-20261122-121700-1a2b)")
