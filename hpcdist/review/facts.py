@@ -6,7 +6,6 @@ import math
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -127,8 +126,6 @@ def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFac
         facts = _read_attempt(attempt, state, resumed_at=resumed, by_slurm=_cause(ends.get(attempt.number)))
         if facts.first_step is not None:
             resumed = facts.first_step
-        elif facts.last_step:  # of an older version, which did not record the first step
-            resumed = None
         found.append(facts)
     return tuple(reversed(found))
 
@@ -170,7 +167,7 @@ def ends_by_slurm(run: RunDir) -> dict[int, JobStart]:
         starts = all_job_starts(run)
     except (RunFolderError, OSError):
         return {}
-    known = [(attempt.number, times) for attempt in run.attempts() if (times := _times(attempt)) is not None]
+    known = [(attempt.number, times) for attempt in run.attempts() if (times := read_times(attempt)) is not None]
     last = {}
     for number, times in known:
         # The newest one: a start may begin in the second in which the one before ends.
@@ -182,9 +179,10 @@ def ends_by_slurm(run: RunDir) -> dict[int, JobStart]:
 
 
 def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_slurm: str) -> AttemptFacts:
-    beat, training, times = newest_beat(attempt), read_training(attempt), _times(attempt)
-    started = times.began if times is not None else _started(attempt, beat)
-    status, cause, ended = (times.status, times.reason, times.ended) if times is not None else ("", "", None)
+    beat, training = newest_beat(attempt), read_training(attempt)
+    made = (attempt.key if attempt.key.is_file() else attempt.path).stat().st_mtime
+    times = read_times(attempt) or AttemptTimes(supervised=made, began=made)
+    status, cause, ended = times.status, times.reason, times.ended
     request = _request(attempt) if status in ("stopped", "cancelled") else None
     # The state in Slurm's accounting says more than that Slurm ended the job.
     if request is not None and request.ends_run and not (by_slurm and request.cause == "preemption"):
@@ -195,11 +193,11 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
     elif not status and is_last and state.status == "running":
         status = "running"
     elif not status:
-        status, cause, ended = "failed", "", _last_sign(attempt, times, beat, started)
+        status, cause, ended = "failed", "", max(times.began, _last_sign(attempt, times))
     if by_slurm and status not in ("running", "finished"):
         cause = f"{by_slurm}: {cause}" if cause else by_slurm
     last_step = _last_step(attempt, beat)
-    is_script = times is not None and not times.measured
+    is_script = not times.measured
     if is_script and training is None:
         last_step = None  # it has only logged values without a step
     if is_script and is_last:
@@ -211,27 +209,18 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
         steps_lost = max(0, last_step - resumed_at)
     return AttemptFacts(
         number=attempt.number,
-        started=started,
+        started=times.began,
         ended=ended,
         status=status,
         cause=cause or UNRECORDED * (status == "failed"),
-        nodes=tuple(node for node in times.nodes if node not in times.idle)
-        if times is not None
-        else _hosts(attempt, beat),
-        num_ranks=(times.num_ranks if times is not None else 0) or state.world_size,
-        time_limit=times.time_limit if times is not None else None,
+        nodes=tuple(node for node in times.nodes if node not in times.idle),
+        num_ranks=times.num_ranks or state.world_size,
+        time_limit=times.time_limit,
         training_began=training.began if training else None,
         first_step=training.first_step if training and training.began else None,
         last_step=last_step,
         steps_lost=steps_lost,
     )
-
-
-def _times(attempt: Attempt) -> AttemptTimes | None:
-    try:
-        return read_times(attempt)
-    except (RunFolderError, OSError):
-        return None
 
 
 def _request(attempt: Attempt) -> Request | None:
@@ -241,23 +230,11 @@ def _request(attempt: Attempt) -> Request | None:
         return None
 
 
-def _started(attempt: Attempt, beat: Mapping[str, Any] | None) -> float:
-    """Return about when an attempt started whose times are not recorded."""
-    changed = (attempt.key if attempt.key.is_file() else attempt.path).stat().st_mtime
-    return min(changed, float(beat["time"])) if beat is not None else changed
-
-
-def _hosts(attempt: Attempt, beat: Mapping[str, Any] | None) -> tuple[str, ...]:
-    found = [one.get("host") for one in (beat or {}, *_outcomes(attempt))]
-    return tuple(dict.fromkeys(host for host in found if isinstance(host, str)))
-
-
-def _last_sign(attempt: Attempt, times: AttemptTimes | None, beat: Mapping[str, Any] | None, started: float) -> float:
-    """Return about when an attempt ended; from the heartbeat of rank 0 alone if those of all ranks are unknown."""
-    ended = float(beat["time"]) if beat is not None else started
-    with suppress(RunFolderError, OSError):
-        ended = end_of(attempt, times) if times is not None else ended
-    return max(started, ended)
+def _last_sign(attempt: Attempt, times: AttemptTimes) -> float:
+    try:
+        return end_of(attempt, times)
+    except (RunFolderError, OSError):
+        return times.began
 
 
 def _last_step(attempt: Attempt, beat: Mapping[str, Any] | None) -> int | None:

@@ -209,7 +209,7 @@ def timed_attempts(run: RunDir, now: float) -> list[TimedAttempt]:
 
 
 def allocations_of(run: RunDir, now: float | None = None) -> list[AllocationTimes]:
-    """Return the allocations of a run until now, oldest first; none for a run of an older hpcdist."""
+    """Return the allocations of a run until now, oldest first."""
     now = time.time() if now is None else now
     attempts = timed_attempts(run, now)
     starts = all_job_starts(run)
@@ -318,7 +318,7 @@ class Ledger:
 
 
 def read_ledger(run: RunDir) -> Ledger:
-    """Return the ledger of a run until now; without entries for a run of an older hpcdist."""
+    """Return the ledger of a run until now."""
     allocations = allocations_of(run)
     attempts = [attempt for allocation in allocations for attempt in allocation.attempts]
     energy = _energy(allocations)

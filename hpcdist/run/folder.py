@@ -312,7 +312,7 @@ def make_database(path: Path) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE)
     try:
         found = os.fstat(descriptor)
-        if found.st_uid == os.geteuid() and found.st_mode & 0o077:  # created by an older version with the umask's mode
+        if found.st_uid == os.geteuid() and found.st_mode & 0o077:  # MLflow creates it with the umask's mode
             os.fchmod(descriptor, _PRIVATE)
     finally:
         os.close(descriptor)

@@ -80,11 +80,11 @@ class AttemptTimes:
 
 
 def read_times(attempt: Attempt) -> AttemptTimes | None:
-    """Return the times of an attempt; None if an older hpcdist has started it, or if the file is damaged."""
+    """Return the times of an attempt; None if the file is damaged or not written yet."""
     try:
         found = read_json(attempt.times)
         return None if found is None else host_files.fill(AttemptTimes, found, attempt.times)
-    except (RunFolderError, IsADirectoryError, NotADirectoryError):
+    except (RunFolderError, OSError):
         return None
 
 

@@ -18,25 +18,48 @@ import pytest
 from hpcdist.checks.run import run_sections
 from hpcdist.cli import doctor as cli_doctor
 from hpcdist.cli import runs
-from hpcdist.config.loading import load_run_config
+from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.errors import HpcdistError
-from hpcdist.host.files import read_json
+from hpcdist.host.files import read_json, write_json
 from hpcdist.review.ledger import read_ledger
+from hpcdist.run.create import create_run
 from hpcdist.run.find_by_config import find_unfinished
-from hpcdist.run.folder import RunDir
+from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lookup import find_runs
 from hpcdist.run.records import newest_step
 from hpcdist.run.slurm_job import update_job_starts
 from hpcdist.run.snapshot import code_state
-from hpcdist.run.sweeps import SweepDir, sweep_of
+from hpcdist.run.sweeps import Cell, Sweep, SweepDir, mark, sweep_of, write_sweep
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job.submit_checks import longest_save
 from hpcdist.tracking import artifacts, links, run_metadata
+from hpcdist.tracking.journal import JournalWriter
 from hpcdist.tracking.points import JournalTail, ShippingState
 
-FORMATS = Path(__file__).parents[1] / "formats"
 EXTRA = {
+    "mlflow.json": {"uri": "sqlite:////x.db", "run_id": "a", "experiment_id": "1"},
+    "cell.json": {"sweep": "grid", "label": "l", "values": {}},
+    "journal/shipped.json": {
+        "run_id": "a",
+        "status": "KILLED 1",
+        "num_points": 2,
+        "offsets": {"attempt-001.rank-00000.jsonl": 14},
+        "marks": {"1": [1795311489741, 1]},
+        "steps": {"train/loss": {"1": [1, 285]}},
+        "artifacts": {"config.yaml": "config.yaml:1:3119:1"},
+        "tags": {"hpcdist.host": "vm"},
+    },
+    "attempts/001/rank-00000.beat.json": {"time": 1.0, "step": 285, "total_steps": 300, "metrics": {"loss": 0.1}},
+    "attempts/001/rank-00000.outcome.json": {"outcome": "stopped", "rank": 0, "host": "h", "step": 285, "time": 1.0},
+    "attempts/001/request.json": {"action": "stop", "cause": "user", "by": "u", "time": 1.0},
+    "checkpoints/step-00000285/manifest.json": {
+        "step": 285,
+        "created": 1.0,
+        "write_s": 0.1,
+        "metrics": {},
+        "files": {},
+    },
     "slurm.json": {"job_id": "41_0", "job_name": "x", "cluster": "c"},
     "job.json": {"job_id": "41_0", "starts": {"0": {"nodes": "n1", "queue_s": 1.0}}},
     "container.json": {"runtime": "podman", "image": "i"},
@@ -55,20 +78,13 @@ FILES = [
     "state.json",
     "config.yaml",
     "environment.json",
-    "mlflow.json",
-    "cell.json",
-    "journal/shipped.json",
     "journal/attempt-001.rank-00000.jsonl",
-    "attempts/001/rank-00000.beat.json",
-    "attempts/001/rank-00000.outcome.json",
-    "attempts/001/request.json",
     "attempts/001/stragglers.jsonl",
     "attempts/001/phases.jsonl",
     "attempts/001/rank-00000.log",
     "attempts/001/stacks.txt",
     "attempts/001",
     "attempts",
-    "checkpoints/step-00000285/manifest.json",
     *EXTRA,
 ]
 
@@ -165,18 +181,26 @@ SOME_DAMAGES = ("truncated", "a list", "wrong types", "huge", "folder", "danglin
 def undamaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a run folder with all its files, and an undamaged run beside it."""
     runs_dir = tmp_path_factory.mktemp("undamaged") / "runs"
-    shutil.copytree(FORMATS / "v0" / "runs", runs_dir)
+    words = [f"runs_dir={runs_dir}", "experiment=counting"]
+    cells = [Cell(name="grid-seed_1", label="seed=1", values={"seed": 1}, config=load_config("ddp_digits", words))]
+    sweep = write_sweep(Sweep(name="grid", keys=("seed",), cells=tuple(cells), base={}))
+    for name in ("half", "grid-seed_1"):
+        made = create_run(load_config("ddp_digits", [*words, f"name={name}"]), runs_dir)
+        attempt = made.new_attempt()
+        made.write_state(State(status="stopped", attempt=attempt.number, world_size=1))
+        with JournalWriter(made.journal, attempt.number) as journal:
+            journal.log({"train/loss": 1.0}, 1)
+    mark(made, sweep, cells[0])
     run = runs_dir / "counting" / "half"
+    (run / "checkpoints/step-00000285").mkdir()
     for name, content in EXTRA.items():
-        (run / name).write_text(json.dumps(content))
-    (run / "cell.json").write_text(json.dumps({"sweep": "grid", "label": "l", "values": {}}))
+        write_json(run / name, content)
     (run / "attempts/001/stragglers.jsonl").write_text(
         '{"role": "", "name": "n", "event": "slow", "text": "rank 1 is slow"}\n'
     )
     (run / "attempts/001/phases.jsonl").write_text('{"cause": "start", "began": 1.0, "ended": 2.0}\n')
     (run / "attempts/001/rank-00000.log").write_text("hello\n")
     (run / "attempts/001/stacks.txt").write_text("rank 1 hangs\n")
-    shutil.rmtree(runs_dir / "counting" / "grid-seed_2")
     return runs_dir
 
 

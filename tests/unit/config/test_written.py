@@ -21,7 +21,7 @@ from hpcdist.config.written import (
     read_stored,
     run_yaml,
 )
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.run.sweeps import make_sweep
 
 MODULE = '''
@@ -250,3 +250,14 @@ def test_code_of_the_users_own_has_no_monitored_metric_by_default(tmp_path: Path
         assert load_config(path).checkpoint.monitor == expected, text
     path.write_text("trainer: mine:train\n")
     assert load_config(path, ["checkpoint.monitor=eval/loss"]).checkpoint.monitor == "eval/loss"
+
+
+def test_config_of_a_run_can_start_another_run(tmp_path: Path) -> None:
+    """The format number is not a config key."""
+    path = tmp_path / "config.yaml"
+    path.write_text(run_yaml(load_config("ddp_digits")))
+    assert path.read_text().startswith("format: 1\n")
+    assert load_config(path).experiment == "digits"
+    path.write_text(path.read_text().replace("format: 1", "format: 7"))
+    with pytest.raises(RunFolderError, match=r"config\.yaml was written by a newer hpcdist"):
+        load_config(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -226,3 +227,43 @@ def test_lines_above_the_limit_and_of_a_device_are_not_read(tmp_path: Path, monk
     monkeypatch.setattr(files, "MAX_JSON_BYTES", 8)
     assert read_json_lines(path) == []
     assert read_json_lines(Path("/dev/zero")) == []
+
+
+# --- the format number
+
+
+@dataclass
+class Sample:
+    whole: int
+    ratio: float = 1.0
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (2, r"^a\.json was written by a newer hpcdist \(format 2; this version reads up to 1\): upgrade hpcdist$"),
+        ("1", r"^a\.json is damaged: its format is '1', not an integer$"),
+        (-1, r"^a\.json is damaged: its format is '-1', not an integer$"),
+        (True, r"^a\.json is damaged: its format is 'True', not an integer$"),
+    ],
+)
+def test_unknown_format_is_an_error(number: object, message: str) -> None:
+    with pytest.raises(RunFolderError, match=message):
+        files.unstamped({"format": number}, Path("a.json"))
+
+
+def test_content_without_a_format_number_has_format_0() -> None:
+    assert files.unstamped({"a": 1}, Path("a.json")) == {"a": 1}
+    assert files.unstamped(files.stamped({"a": 1}), Path("a.json")) == {"a": 1}
+
+
+def test_fill_ignores_new_keys_and_names_invalid_values() -> None:
+    assert files.fill(Sample, {"whole": 3, "later": "x"}, Path("a.json")) == Sample(whole=3)
+    with pytest.raises(RunFolderError, match=r"^a\.json is damaged: it has no whole$"):
+        files.fill(Sample, {}, Path("a.json"))
+    for value in (True, "3", None, -1, 10**400, 1.0):
+        with pytest.raises(RunFolderError, match=r"^a\.json is damaged: whole cannot be '"):
+            files.fill(Sample, {"whole": value}, Path("a.json"))
+    for value in (float("nan"), float("inf"), 10**400, "1"):
+        with pytest.raises(RunFolderError, match=r"^a\.json is damaged: ratio cannot be '"):
+            files.fill(Sample, {"whole": 1, "ratio": value}, Path("a.json"))

@@ -16,7 +16,7 @@ import pytest
 from mlflow.utils.validation import _validate_metric_name, _validate_tag_name
 from tracking_scene import CONFIG, Scene
 
-from hpcdist.errors import HpcdistError, TrackingError, UserMistake
+from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake
 from hpcdist.run.records import Origin, write_origin
 from hpcdist.tracking import journal as journal_reader
 from hpcdist.tracking import journal as journal_writer
@@ -467,3 +467,16 @@ def test_arguments_and_logged_parameters_are_there_once(scene: Scene) -> None:
     assert found.pop("trainer.script").startswith('["/a/train.py", ')
     assert found == {"lr": "5e-5", "fp16": "true", "batch_size": "8", "script.batch_size": "16", "optim.lr": "0.1"}
     assert not [tag for tag in scene.entity.data.tags if "changed" in tag]
+
+
+def test_journal_of_a_newer_format_is_an_error_and_without_format_is_read(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path) as writer:
+        writer.log({"loss": 1.0}, 1)
+    text = writer.path.read_text()
+    assert text.startswith('{"format": 1}\n')
+    assert [record.step for record in read_records(writer.path)[0]] == [1]
+    writer.path.write_text(text.partition("\n")[2])
+    assert [record.step for record in read_records(writer.path)[0]] == [1]
+    writer.path.write_text('{"format": 2}\n' + text)
+    with pytest.raises(RunFolderError, match=r"jsonl was written by a newer hpcdist \(format 2; "):
+        read_records(writer.path)
