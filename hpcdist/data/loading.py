@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -37,8 +37,8 @@ from hpcdist.rank.context import Context
 # Batches of one rank, from a tensor that holds the whole split or from single images.
 #
 # All splits have the same `batches`: (images, labels) on the device, images float32 [B, C, H, W] and normalised, labels
-# int64 [B], in the order of `indices`; the last batch may be smaller. The result depends on the arguments only, so that
-# `start_batch` continues an epoch exactly. The global generator is not used.
+# int64 [B]. The result depends on the arguments only, so that an epoch can be continued at any batch. The global
+# generator is not used.
 
 FLOAT_TABLE_MAX_BYTES = 256 << 20
 """Up to this size a split is kept normalised as float32, so that a batch is one gather."""
@@ -78,9 +78,9 @@ class _Table:
     normalize: Normalize
     channels_last: bool
 
-    def gathered(self, indices: Tensor, batch_size: int | list[int]) -> Iterator[Tensor]:
+    def gathered(self, indices: Tensor, sizes: list[int]) -> Iterator[Tensor]:
         """Yield batches of the images of these samples."""
-        for part in torch.split(indices.to(self.images.device), batch_size):
+        for part in torch.split(indices.to(self.images.device), sizes):
             images = _to_device(self.images.index_select(0, part), self.labels.device)
             if self.channels_last:
                 images = images.permute(0, 3, 1, 2)
@@ -122,29 +122,27 @@ class PreloadedSplit:
 
     def batches(
         self,
-        indices: Tensor,
+        samples: Sequence[Tensor],
         *,
-        batch_size: int | list[int],
         device: torch.device,
-        start_batch: int = 0,
         epoch: int = 0,
         channels_last: bool = False,
     ) -> Iterator[Batch]:
-        """Yield the batches of `indices` (int64 [n], on the CPU) from number `start_batch` on.
+        """Yield a batch for each element of `samples`, the indices of its samples, int64 [n] on the CPU.
 
-        `batch_size` may be a list with the size of each batch. `epoch` changes the augmentation. If the device holds
-        the split, a batch needs neither a copy nor a synchronisation.
+        `epoch` changes the augmentation. If the device holds the split, a batch needs neither a copy nor a
+        synchronisation.
         """
-        rest, batch_size = _from_batch(start_batch, indices, batch_size)
-        if len(rest) == 0:  # torch.split returns one empty batch for it
+        if not any(map(len, samples)):  # `split` of an empty tensor returns one empty part
             return
+        indices, sizes = torch.cat(list(samples)), [len(part) for part in samples]
         table = self._table(device, channels_last)
         # One gather for the labels of the whole epoch, so that those of a batch are a view.
-        labels = torch.split(table.labels.index_select(0, rest.to(device)), batch_size)
+        labels = torch.split(table.labels.index_select(0, indices.to(device)), sizes)
         if self.augment_seed is None:
-            images = table.gathered(rest, batch_size)
+            images = table.gathered(indices, sizes)
         else:
-            images = self._crops(table, rest, sample_hashes(self.augment_seed, epoch, rest), batch_size)
+            images = self._crops(table, indices, sample_hashes(self.augment_seed, epoch, indices), sizes)
         yield from zip(images, labels, strict=True)
 
     def _table(self, device: torch.device, channels_last: bool) -> _Table:
@@ -168,7 +166,7 @@ class PreloadedSplit:
             self._tables[key] = _Table(images, self.labels.to(device), normalize, channels_last)
         return self._tables[key]
 
-    def _crops(self, table: _Table, indices: Tensor, hashes: Tensor, batch_size: int | list[int]) -> Iterator[Tensor]:
+    def _crops(self, table: _Table, indices: Tensor, hashes: Tensor, sizes: list[int]) -> Iterator[Tensor]:
         """Yield batches of cropped images; a batch is one gather of pixels from the padded images."""
         channels, height, width = self.images.shape[1:]
         padded_height, padded_width = height + 2 * CROP_PADDING, width + 2 * CROP_PADDING
@@ -179,19 +177,12 @@ class PreloadedSplit:
         place = table.images.device
         grids = torch.stack([plain_grid.flatten(), mirrored_grid.flatten()]).to(place)
         for corner, grid_number in zip(
-            torch.split(corners.to(place), batch_size), torch.split(mirror.to(place), batch_size), strict=True
+            torch.split(corners.to(place), sizes), torch.split(mirror.to(place), sizes), strict=True
         ):
             pixels = (corner[:, None] + grids.index_select(0, grid_number)).flatten()
             images = table.images.index_select(0, pixels).reshape(-1, height, width, channels)
             images = _to_device(images, table.labels.device).permute(0, 3, 1, 2)
             yield table.normalize(images if table.channels_last else images.contiguous())
-
-
-def _from_batch(number: int, indices: Tensor, batch_size: int | list[int]) -> tuple[Tensor, int | list[int]]:
-    """Return the indices from a batch on, and the size of the batches or the sizes of those that are left."""
-    if isinstance(batch_size, int):
-        return indices[number * batch_size :], batch_size
-    return indices[sum(batch_size[:number]) :], batch_size[number:]
 
 
 def _place(images: Tensor, device: torch.device) -> torch.device:
@@ -233,21 +224,18 @@ class StreamingSplit:
 
     def batches(
         self,
-        indices: Tensor,
+        samples: Sequence[Tensor],
         *,
-        batch_size: int | list[int],
         device: torch.device,
-        start_batch: int = 0,
         epoch: int = 0,
         channels_last: bool = False,
     ) -> Iterator[Batch]:
         """See PreloadedSplit.batches. Images are copied to the device as bytes, a quarter of the size of floats."""
         normalize = Normalize(self.mean, self.std, device)
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        rest, batch_size = _from_batch(start_batch, indices, batch_size)
         loader = torch.utils.data.DataLoader(
             _EpochImages(self.source, self.augment_seed, epoch),
-            batch_sampler=[part.tolist() for part in torch.split(rest, batch_size)] if len(rest) else [],
+            batch_sampler=[part.tolist() for part in samples if len(part)],
             num_workers=self.num_workers,
             pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # without it the loader draws a seed from the global generator

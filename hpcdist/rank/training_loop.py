@@ -1,5 +1,5 @@
-"""The epoch loop of the shipped trainers: meter, position and stop rules, optimizer and schedule, and a reproducible
-order of gradients.
+"""Parts of the shipped training loops: progress and stop rules, meter, optimizer and schedule, and a reproducible order
+of gradients.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -16,46 +15,66 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcdist.config.launch_schema import CheckpointConfig
-from hpcdist.config.schema import Config, OptimConfig, ScheduleConfig, StopConfig
+from hpcdist.config.schema import Config, OptimConfig, ScheduleConfig
 from hpcdist.errors import ConfigError
+from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 
-# Position in training: steps, epochs and evaluations done so far, and the stop rules that end training.
 
+class Progress:
+    """Steps, epochs and evaluations done so far, and the stop rules of the config, which end training.
 
-@dataclass
-class TrainingPosition:
-    """Counters of a training run. A checkpoint holds all of them, so that a resumed run continues exactly."""
+    Args:
+        cfg: its sections `stop`, `checkpoint` and `tracking` are used.
+        steps_per_epoch: optimizer steps of one epoch in this attempt.
+        saved: `state_dict()` in the checkpoint; None at the first start. If its steps per epoch differ, because the
+            number of ranks or the batch size has changed, the position within the epoch is rescaled.
+        goal: threshold of the task and its description; used if `stop.threshold` is not set.
 
-    step: int = 0  #: optimizer steps done in total
-    epoch: int = 0
-    step_in_epoch: int = 0
-    steps_per_epoch: int = 0  #: changes if the number of ranks or the batch size changes between attempts
-    evaluated_step: int = -1
-    best: float | None = None
-    num_evals_without_better: int = 0
-    samples: int = 0  #: training samples of all ranks until the last logged step
-    total_steps: int = 0  #: the step at which training ends; computed anew in each attempt
+    Attributes:
+        step: optimizer steps done in total.
+        epoch: epochs done, counted by `end_epoch`.
+        step_in_epoch: steps done in the current epoch.
+        samples: training samples of all ranks until the last logged step.
+        total_steps: the step at which training ends; computed anew in each attempt.
+    """
 
-    @classmethod
-    def resume(cls, saved: Mapping[str, Any] | None, steps_per_epoch: int, stop: StopConfig) -> TrainingPosition:
-        """Return the position to continue from.
+    def __init__(
+        self,
+        cfg: Config,
+        steps_per_epoch: int,
+        saved: Mapping[str, Any] | None = None,
+        *,
+        goal: tuple[float, str] | None = None,
+    ) -> None:
+        saved = saved or {}
+        self._cfg = cfg
+        self._goal = goal
+        self.step: int = saved.get("step", 0)
+        self.epoch: int = saved.get("epoch", 0)
+        self.steps_per_epoch = steps_per_epoch
+        self.step_in_epoch: int = saved.get("step_in_epoch", 0) * steps_per_epoch // saved.get("steps_per_epoch", 1)
+        self.samples: int = saved.get("samples", 0)
+        self._evaluated_step: int = saved.get("evaluated_step", -1)
+        self._best: float | None = saved.get("best")
+        self._num_evals_without_better: int = saved.get("num_evals_without_better", 0)
+        remaining = max(0, cfg.stop.max_epochs - self.epoch) * steps_per_epoch - self.step_in_epoch
+        self.total_steps = self.step + max(0, remaining)
+        if cfg.stop.max_steps is not None:
+            self.total_steps = min(self.total_steps, cfg.stop.max_steps)
 
-        Args:
-            saved: the fields of the position in the checkpoint; None at the first start.
-            steps_per_epoch: optimizer steps of one epoch in this attempt. If it differs from the saved value, the
-                position within the epoch is rescaled.
-            stop: the stop rules.
-        """
-        position = cls(steps_per_epoch=steps_per_epoch) if saved is None else cls(**saved)
-        position.step_in_epoch = position.step_in_epoch * steps_per_epoch // position.steps_per_epoch
-        position.steps_per_epoch = steps_per_epoch
-        remaining = max(0, stop.max_epochs - position.epoch) * steps_per_epoch - position.step_in_epoch
-        position.total_steps = position.step + max(0, remaining)
-        if stop.max_steps is not None:
-            position.total_steps = min(position.total_steps, stop.max_steps)
-        return position
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters for a checkpoint."""
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "step_in_epoch": self.step_in_epoch,
+            "steps_per_epoch": self.steps_per_epoch,
+            "samples": self.samples,
+            "evaluated_step": self._evaluated_step,
+            "best": self._best,
+            "num_evals_without_better": self._num_evals_without_better,
+        }
 
     @property
     def epochs(self) -> float:
@@ -63,12 +82,17 @@ class TrainingPosition:
         return self.epoch + self.step_in_epoch / self.steps_per_epoch
 
     @property
-    def remaining_steps_in_epoch(self) -> int:
-        """Steps to do before the next evaluation."""
+    def steps_until_evaluation(self) -> int:
+        """Steps to do before the next evaluation, at the end of the epoch or of training."""
         return min(self.steps_per_epoch - self.step_in_epoch, self.total_steps - self.step)
 
+    @property
+    def log_is_due(self) -> bool:
+        """Whether to log training metrics: every `tracking.log_every_steps` steps, and at the last step."""
+        return self.step % self._cfg.tracking.log_every_steps == 0 or self.step == self.total_steps
+
     def count_step(self) -> None:
-        """Count an optimizer step. `finish_epoch` counts the epoch."""
+        """Count an optimizer step. `end_epoch` counts the epoch."""
         self.step += 1
         self.step_in_epoch += 1
 
@@ -77,37 +101,36 @@ class TrainingPosition:
         self.samples += int(number)
         return self.samples
 
-    def finish_epoch(self) -> None:
-        """Count the epoch if all of its steps are done."""
-        if self.step_in_epoch == self.steps_per_epoch:
-            self.epoch, self.step_in_epoch = self.epoch + 1, 0
+    def end_epoch(self, metrics: Mapping[str, float]) -> None:
+        """Record an evaluation, and count the epoch if all of its steps are done.
 
-    def record_evaluation(self, metrics: Mapping[str, float], checkpoint: CheckpointConfig) -> None:
-        """Update the best value. Raises ConfigError if `checkpoint.monitor` is not among the metrics."""
+        Raises ConfigError if `checkpoint.monitor` is not among the metrics.
+        """
+        checkpoint = self._cfg.checkpoint
         if checkpoint.monitor not in metrics:
             raise ConfigError(
                 [f"checkpoint.monitor={checkpoint.monitor!r} is not measured: use one of {', '.join(metrics)}"]
             )
         value = metrics[checkpoint.monitor]
-        is_better = self.best is None or _reaches(value, self.best, checkpoint.monitor_mode, equal=False)
-        self.best = value if is_better else self.best
-        self.num_evals_without_better = 0 if is_better else self.num_evals_without_better + 1
-        self.evaluated_step = self.step
+        is_better = self._best is None or _reaches(value, self._best, checkpoint.monitor_mode, equal=False)
+        self._best = value if is_better else self._best
+        self._num_evals_without_better = 0 if is_better else self._num_evals_without_better + 1
+        self._evaluated_step = self.step
+        if self.step_in_epoch == self.steps_per_epoch:
+            self.epoch, self.step_in_epoch = self.epoch + 1, 0
 
-    def end_reason(
-        self, stop: StopConfig, checkpoint: CheckpointConfig, *, goal: tuple[float, str] | None = None
-    ) -> str:
-        """Return the reason why training is over, empty while it continues. Training ends after an evaluation only.
-
-        Args:
-            goal: threshold of the task and its description; used if `stop.threshold` is not set.
-        """
-        if self.evaluated_step != self.step or self.best is None:
+    @property
+    def end_reason(self) -> str:
+        """Why training is over, empty while it continues. Training ends after an evaluation only."""
+        if self._evaluated_step != self.step or self._best is None:
             return ""
-        threshold, source = (stop.threshold, "stop.threshold") if stop.threshold is not None else goal or (None, "")
-        if threshold is not None and _reaches(self.best, threshold, checkpoint.monitor_mode, equal=True):
-            return f"{checkpoint.monitor} reached {self.best:.6g} ({source}={threshold:g}) at step {self.step}"
-        if stop.patience is not None and self.num_evals_without_better >= stop.patience:
+        stop, checkpoint = self._cfg.stop, self._cfg.checkpoint
+        threshold, source = (
+            (stop.threshold, "stop.threshold") if stop.threshold is not None else self._goal or (None, "")
+        )
+        if threshold is not None and _reaches(self._best, threshold, checkpoint.monitor_mode, equal=True):
+            return f"{checkpoint.monitor} reached {self._best:.6g} ({source}={threshold:g}) at step {self.step}"
+        if stop.patience is not None and self._num_evals_without_better >= stop.patience:
             return f"no better {checkpoint.monitor} in {stop.patience} evaluations (stop.patience) at step {self.step}"
         if self.step >= self.total_steps:
             epochs = f"{self.epochs:.4g}"
@@ -121,9 +144,6 @@ def _reaches(value: float, other: float, mode: Literal["max", "min"], *, equal: 
     return value > other if mode == "max" else value < other
 
 
-# The epoch loop of the shipped trainers, and the meter that they log training metrics from.
-
-
 class Meter:
     """Named sums since the last logged step, such as of the loss. A checkpoint holds them.
 
@@ -135,6 +155,19 @@ class Meter:
             name: value.to(device) if isinstance(value, Tensor) else value for name, value in (saved or {}).items()
         }
         self._since = time.perf_counter()
+
+    @classmethod
+    def restore(cls, ctx: Context, saved: Restored | None) -> Meter:
+        """Return the meter whose sums were saved as the state `local` of each rank.
+
+        If the number of ranks has changed, rank 0 has the sums of all ranks.
+        """
+        sums = saved.local if saved is not None else None
+        if saved is not None and sums is None and ctx.is_main:
+            sums = {}
+            for one in saved.local_by_rank:
+                sums |= {name: sums.get(name, 0.0) + value for name, value in (one or {}).items()}
+        return cls(sums, ctx.device)
 
     def add(self, **values: float | Tensor) -> None:
         """Add values to the sums of their names."""
@@ -153,14 +186,10 @@ class Meter:
         yield
         self._since += time.perf_counter() - began
 
-    def restart_clock(self) -> None:
-        """Begin the interval of `elapsed_s` now."""
-        self._since = time.perf_counter()
-
     def reset(self) -> None:
         """Clear all sums and restart the clock, after a logged step."""
         self.sums.clear()
-        self.restart_clock()
+        self._since = time.perf_counter()
 
 
 class LoopState(Protocol):
@@ -169,9 +198,7 @@ class LoopState(Protocol):
     @property
     def ctx(self) -> Context: ...
     @property
-    def cfg(self) -> Config: ...
-    @property
-    def position(self) -> TrainingPosition: ...
+    def progress(self) -> Progress: ...
     @property
     def meter(self) -> Meter: ...
 
@@ -187,7 +214,6 @@ def run_epochs(
     save: Callable[[L, Mapping[str, float]], None],
     *,
     in_flight: Collection[Any] = (),
-    goal: tuple[float, str] | None = None,
 ) -> str:
     """Train epoch by epoch until a stop rule of the config applies or a stop is requested.
 
@@ -195,43 +221,40 @@ def run_epochs(
     `tracking.log_every_steps` steps, and at the last step.
 
     Args:
-        loop: its position is advanced; its meter, to which `train_epoch` adds, is reset after each logged step.
+        loop: its progress is advanced; its meter, to which `train_epoch` adds, is reset after each logged step.
         train_epoch: a generator that does the remaining steps of the current epoch and yields after each. It is not
             resumed after the last step of the epoch or of training.
         interval_metrics: returns the metrics of the steps since the last logged one.
         evaluate: returns the metrics of an evaluation.
         save: saves a checkpoint together with the metrics of an evaluation, if there is one.
         in_flight: batches whose update is incomplete: while there are any, the loop neither saves nor returns.
-        goal: see `TrainingPosition.end_reason`.
 
     Returns:
         The reason why training is over; empty if it was stopped before, with a checkpoint saved.
     """
-    ctx, cfg, position, meter = loop.ctx, loop.cfg, loop.position, loop.meter
-    meter.restart_clock()
+    ctx, progress, meter = loop.ctx, loop.progress, loop.meter
     ctx.training_begins()
-    while not (reason := position.end_reason(cfg.stop, cfg.checkpoint, goal=goal)):
-        for _ in islice(train_epoch(loop), position.remaining_steps_in_epoch):
-            position.count_step()
-            if position.step % cfg.tracking.log_every_steps == 0 or position.step == position.total_steps:
-                ctx.log(interval_metrics(loop), position.step)
+    while not progress.end_reason:
+        for _ in islice(train_epoch(loop), progress.steps_until_evaluation):
+            progress.count_step()
+            if progress.log_is_due:
+                ctx.log(interval_metrics(loop), progress.step)
                 meter.reset()
-            stop = ctx.should_stop(position.step, position.total_steps)
+            stop = ctx.should_stop(progress.step, progress.total_steps)
             if in_flight:
                 continue
             # If an evaluation follows, the checkpoint is saved after it, unless the ranks stop now.
-            if ctx.should_save(position.step) and (stop or position.remaining_steps_in_epoch > 0):
+            if ctx.should_save(progress.step) and (stop or progress.steps_until_evaluation > 0):
                 save(loop, {})
             if stop:
                 return ""
-        position.finish_epoch()
         with meter.paused():
             with ctx.evaluating():
                 metrics = evaluate(loop)
-            ctx.log(metrics, position.step)
-            position.record_evaluation(metrics, cfg.checkpoint)
+            ctx.log(metrics, progress.step)
+            progress.end_epoch(metrics)
             save(loop, metrics)
-    return reason
+    return progress.end_reason
 
 
 # The optimizer and the learning rate schedule of a config.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from context_scene import SINGLE_RANK, new_run, open_context
 from spawn import Rank, spawn_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.checkpoint.state import load_weights
 from hpcdist.config.launch_schema import CheckpointConfig, TrackingConfig
@@ -31,7 +33,7 @@ from hpcdist.data.loading import ImageData, PreloadedSplit, load_datasets
 from hpcdist.data.models import SimpleCNN
 from hpcdist.rank.context import Context
 from hpcdist.rank.device import seed_everything
-from hpcdist.rank.training_loop import build_optimizer, lr_factor, set_lr
+from hpcdist.rank.training_loop import Progress, build_optimizer, lr_factor, set_lr
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
 from hpcdist.trainers.ddp import train
@@ -77,12 +79,11 @@ def train_steps(ctx: Context, cfg: Config, num_steps: int = 3) -> dict[str, Any]
 
         model.register_comm_hook(None, count)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    indices = train.epoch_indices(ctx, cfg, data, 0)
-    batches = data.train.batches(indices, batch_size=cfg.data.batch_size, device=ctx.device)
     distances, loss_sum = [], 0.0
-    for step, micro_batches in zip(range(num_steps), train.grouped(batches, cfg.optim.grad_accum_steps), strict=False):
+    progress = Progress(cfg, train.steps_per_epoch(ctx, cfg, data))
+    for step, micro_batches in zip(range(num_steps), train.epoch_steps(ctx, cfg, data, model, progress), strict=False):
         set_lr(optimizer, cfg.optim.lr * lr_factor(step, 0, cfg.schedule))
-        loss_sum += float(train.train_step(ctx, cfg, model, optimizer, scaler, micro_batches))
+        loss_sum += float(train.train_step(ctx, cfg, model, optimizer, scaler, micro_batches)["loss_sum"])
         after = [parameter.detach().clone() for parameter in model.parameters()]
         distances.append(math.sqrt(sum((a - b).square().sum().item() for a, b in zip(after, before, strict=True))))
         before = after
@@ -266,10 +267,21 @@ def test_checkpoint_of_an_evaluated_step_has_its_metrics(tmp_path: Path) -> None
 # --- without ranks
 
 
-def test_last_group_of_micro_batches_may_be_smaller() -> None:
-    batches = [(torch.tensor(i), torch.tensor(i)) for i in range(5)]
-    assert [[int(image) for image, _ in group] for group in train.grouped(batches, 2)] == [[0, 1], [2, 3], [4]]
-    assert list(train.grouped([], 2)) == []
+@pytest.mark.parametrize("step_in_epoch", [0, 2, 3])
+def test_last_step_of_an_epoch_may_have_fewer_micro_batches(tmp_path: Path, step_in_epoch: int) -> None:
+    """67 samples are 9 batches: two steps of four and one of a single batch."""
+    cfg = config(optim=dataclasses.replace(SGD, grad_accum_steps=4))
+    data = load_datasets(cfg.data, cfg.seed)
+    with open_context(SINGLE_RANK, new_run(tmp_path), cfg) as ctx:
+        model = cast(DistributedDataParallel, SimpleNamespace(no_sync=nullcontext))
+        progress = Progress(cfg, train.steps_per_epoch(ctx, cfg, data))
+        progress.step_in_epoch = step_in_epoch
+        steps = [
+            [(len(labels), weight) for _, labels, weight in step]
+            for step in train.epoch_steps(ctx, cfg, data, model, progress)
+        ]
+        ctx.close()
+    assert steps == [[(8, 0.25)] * 4, [(8, 0.25)] * 4, [(3, 1.0)]][step_in_epoch:]
 
 
 @pytest.mark.faults  # slow: it compiles for half a minute

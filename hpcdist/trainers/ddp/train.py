@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,66 +22,16 @@ from hpcdist.config.schema import Config
 from hpcdist.data.download import prepare
 from hpcdist.data.loading import Batch, ImageData, eval_indices, load_datasets, log_image_data
 from hpcdist.data.models import build_model
-from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
-from hpcdist.rank.training_loop import (
-    Meter,
-    TrainingPosition,
-    build_optimizer,
-    lr_factor,
-    run_epochs,
-    set_lr,
-    settle_buckets,
-)
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr, settle_buckets
 from hpcdist.review.figures import MAX_CLASSES, Matrix
 
-# Figures of trainer `ddp` in the report of a run.
-
-
-def confusion_matrix(counts: Sequence[float], class_names: Sequence[str] = ()) -> Matrix:
-    """Return the confusion matrix of the test set.
-
-    Args:
-        counts: numbers of samples by true and predicted class, row by row, [num_classes × num_classes].
-        class_names: names of the classes; their numbers by default.
-    """
-    size = math.isqrt(len(counts))
-    return Matrix(
-        title="confusion matrix of the test set",
-        row_label="true class",
-        column_label="predicted class",
-        names=list(class_names) or [str(index) for index in range(size)],
-        values=[list(counts[row * size : (row + 1) * size]) for row in range(size)],
-    )
-
-
-@dataclass(frozen=True)
-class DdpLoop:
-    """State of the training loop of one rank."""
-
-    ctx: Context
-    cfg: Config
-    data: ImageData
-    model: DistributedDataParallel
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    position: TrainingPosition
-    meter: Meter
+WeightedBatch: TypeAlias = tuple[Tensor, Tensor, float]
+"""Images, labels, and the weight of their mean loss in the gradient of an optimizer step."""
 
 
 def train(ctx: Context, cfg: Config) -> None:
-    """Train, evaluate after each epoch, save checkpoints and export the final model."""
-    loop = make_loop(ctx, cfg)
-    ctx.end_reason = run_epochs(
-        loop, train_epoch, interval_metrics, lambda _: evaluate(ctx, loop.model.module, loop.data, cfg), save
-    )
-    if ctx.end_reason:
-        example, _ = next(loop.data.test.batches(torch.arange(2), batch_size=2, device=ctx.device))
-        ctx.export_model(loop.model.module, example)
-
-
-def make_loop(ctx: Context, cfg: Config) -> DdpLoop:
-    """Load the dataset, build model and optimizer, and restore the newest checkpoint; call it on every rank."""
+    """Train, evaluate after each epoch, save checkpoints and export the final model. Every rank calls it."""
     if ctx.topology.local_rank == 0:
         prepare(cfg.data)
     ctx.barrier()  # the other ranks of the node wait for the download
@@ -90,112 +40,168 @@ def make_loop(ctx: Context, cfg: Config) -> DdpLoop:
     model = build_ddp_model(ctx, cfg, data)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     scaler = torch.amp.GradScaler(ctx.device.type, enabled=cfg.precision.dtype == "fp16")
-    saved = ctx.restore()
+    # Its first call initialises it. In an elastic run a rank may have no samples in a step, and so make no call.
+    scaler.scale(torch.zeros((), device=ctx.device))
+    saved = ctx.restore()  # the newest valid checkpoint, None at the first start; restores random number generators
     if saved is not None:
         model.module.load_state_dict(saved.model)
         optimizer.load_state_dict(saved.trainer["optimizer"])
         scaler.load_state_dict(saved.trainer["scaler"])
-    if cfg.data.global_batch_size is None:
-        batches_per_epoch = math.ceil(math.ceil(len(data.train) / ctx.world_size) / cfg.data.batch_size)
-        steps_per_epoch = math.ceil(batches_per_epoch / cfg.optim.grad_accum_steps)
-    else:
-        steps_per_epoch = ctx.division(len(data.train)).steps_per_epoch
-    position = TrainingPosition.resume(saved.trainer["position"] if saved else None, steps_per_epoch, cfg.stop)
-    meter = Meter(saved_sums(ctx, cfg, saved), ctx.device)
-    return DdpLoop(ctx, cfg, data, model, optimizer, scaler, position, meter)
+    progress = Progress(cfg, steps_per_epoch(ctx, cfg, data), saved.trainer["position"] if saved else None)
+    meter = Meter.restore(ctx, saved)
+
+    def save(metrics: Mapping[str, float]) -> None:
+        state = {
+            "optimizer": optimizer.state_dict(),
+            "scaler": scaler.state_dict(),
+            "position": progress.state_dict(),
+        }
+        ctx.save(progress.step, model=model, trainer=state, local=meter.sums, metrics=metrics)
+
+    ctx.training_begins()  # the time until here counts as start-up
+    while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
+        model.train()
+        steps = epoch_steps(ctx, cfg, data, model, progress)
+        for micro_batches in islice(steps, progress.steps_until_evaluation):
+            set_lr(optimizer, cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule))
+            meter.add(**train_step(ctx, cfg, model, optimizer, scaler, micro_batches))
+            progress.count_step()
+            if progress.log_is_due:
+                ctx.log(interval_metrics(ctx, optimizer, progress, meter), progress.step)
+                meter.reset()
+            if ctx.should_stop(progress.step, progress.total_steps):  # the same answer on all ranks
+                save({})
+                return
+            # Before an evaluation no checkpoint is saved, as one with its metrics follows.
+            if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
+                save({})
+        with meter.paused():
+            with ctx.evaluating():
+                metrics = evaluate(ctx, model.module, data, cfg)
+            ctx.log(metrics, progress.step)
+            progress.end_epoch(metrics)
+            save(metrics)
+    ctx.end_reason = progress.end_reason
+    example, _ = next(data.test.batches([torch.arange(2)], device=ctx.device))
+    ctx.export_model(model.module, example)
 
 
-def train_epoch(loop: DdpLoop) -> Iterator[None]:
-    """Do the remaining steps of the epoch."""
-    ctx, cfg, position, optimizer = loop.ctx, loop.cfg, loop.position, loop.optimizer
-    loop.model.train()
-    if cfg.data.global_batch_size is not None:
-        yield from train_elastic_epoch(loop)
-        return
-    batches = loop.data.train.batches(
-        epoch_indices(ctx, cfg, loop.data, position.epoch),
-        batch_size=cfg.data.batch_size,
-        device=ctx.device,
-        start_batch=position.step_in_epoch * cfg.optim.grad_accum_steps,
-        epoch=position.epoch,
-        channels_last=cfg.model.channels_last,
-    )
-    for micro_batches in grouped(batches, cfg.optim.grad_accum_steps):
-        set_lr(optimizer, cfg.optim.lr * lr_factor(position.step, position.total_steps, cfg.schedule))
-        loss = train_step(ctx, cfg, loop.model, optimizer, loop.scaler, micro_batches)
-        loop.meter.add(loss_sum=loss, num_steps=1, num_samples=sum(len(labels) for _, labels in micro_batches))
-        yield
+def train_step(
+    ctx: Context,
+    cfg: Config,
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    micro_batches: Iterable[WeightedBatch],
+) -> dict[str, Any]:
+    """Do one optimizer step. Returns sums over this rank's micro-batches, the loss on the device."""
+    loss_sum = torch.zeros((), device=ctx.device, dtype=torch.float64)
+    weight_sum, num_samples = 0.0, 0
+    for images, labels, weight in micro_batches:
+        with autocast(ctx, cfg):
+            loss = F.cross_entropy(model(images), labels) * weight
+        scaler.scale(loss).backward()
+        loss_sum += loss.detach()
+        weight_sum, num_samples = weight_sum + weight, num_samples + len(labels)
+    if cfg.optim.max_grad_norm is not None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.max_grad_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return {"loss_sum": loss_sum, "weight_sum": weight_sum, "num_samples": num_samples}
 
 
-def train_elastic_epoch(loop: DdpLoop) -> Iterator[None]:
-    """Do the remaining steps of the epoch, each with this rank's micro-batches of a global batch."""
-    ctx, cfg, position, optimizer = loop.ctx, loop.cfg, loop.position, loop.optimizer
-    division = ctx.division(len(loop.data.train))
-    samples = division.rank_samples(position.epoch, position.step_in_epoch)
-    batches = loop.data.train.batches(
-        torch.cat(samples) if samples else torch.empty(0, dtype=torch.int64),
-        batch_size=[len(part) for part in samples],
-        device=ctx.device,
-        epoch=position.epoch,
-        channels_last=cfg.model.channels_last,
-    )
-    # A scaler has no scale before its first call, and a rank without samples in its first step makes none.
-    loop.scaler.scale(torch.zeros((), device=ctx.device))
-    for _ in range(position.step_in_epoch, division.steps_per_epoch):
-        set_lr(optimizer, cfg.optim.lr * lr_factor(position.step, position.total_steps, cfg.schedule))
-        loss_sum = torch.zeros((), device=ctx.device, dtype=torch.float64)
-        num_samples = 0
-        for micro in ctx.micro_batches(loop.model, position.step, len(loop.data.train)):
-            images, labels = next(batches)
-            with autocast(ctx, cfg):
-                loss = F.cross_entropy(loop.model(images), labels) * micro.weight
-            loop.scaler.scale(loss).backward()
-            loss_sum += loss.detach()
-            num_samples += len(labels)
-        update(cfg, loop.model, optimizer, loop.scaler)
-        loop.meter.add(loss_sum=loss_sum, num_steps=1, num_samples=num_samples)
-        yield
+def autocast(ctx: Context, cfg: Config) -> AbstractContextManager[Any]:
+    """Return torch.autocast in the configured precision."""
+    if cfg.precision.dtype == "fp32":
+        return nullcontext()
+    dtype = torch.bfloat16 if cfg.precision.dtype == "bf16" else torch.float16
+    return torch.autocast(ctx.device.type, dtype=dtype)
 
 
-def saved_sums(ctx: Context, cfg: Config, saved: Restored | None) -> dict[str, Any] | None:
-    """Return this rank's sums since the last logged step. After a change of the world size rank 0 takes those of all.
-
-    Without `data.global_batch_size` they are lost then, as the sample order changes as well.
-    """
-    if saved is None or saved.local is not None or cfg.data.global_batch_size is None:
-        return saved.local if saved else None
-    by_rank = [sums for sums in saved.local_by_rank if sums]
-    if not by_rank:
-        return None
-    share = {name: sum(sums[name] for sums in by_rank) if ctx.is_main else 0 for name in ("loss_sum", "num_samples")}
-    return {**share, "num_steps": by_rank[0]["num_steps"]}
-
-
-def interval_metrics(loop: DdpLoop) -> dict[str, float]:
-    """Return the training metrics since the last logged step."""
-    ctx, cfg, sums = loop.ctx, loop.cfg, loop.meter.sums
+def interval_metrics(
+    ctx: Context, optimizer: torch.optim.Optimizer, progress: Progress, meter: Meter
+) -> dict[str, float]:
+    """Return the training metrics since the last logged step, equal on all ranks."""
     # Reading the loss is the only place where a step waits for the device.
-    loss_sum, num_steps, num_samples = ctx.sum_over_ranks(
-        [float(sums["loss_sum"]), sums["num_steps"], sums.get("num_samples", 0)]
+    loss, weight, num_samples = ctx.sum_over_ranks(
+        [float(meter.sums[name]) for name in ("loss_sum", "weight_sum", "num_samples")]
     )
-    samples_per_step = cfg.data.batch_size * cfg.optim.grad_accum_steps * ctx.world_size
-    if cfg.data.global_batch_size is not None:
-        # The loss of a rank is its part of that of the global batch.
-        samples_per_step, num_steps = cfg.data.global_batch_size, sums["num_steps"]
     return {
-        "train/loss": loss_sum / num_steps,
-        "train/lr": loop.optimizer.param_groups[0]["lr"],
-        "train/epoch": loop.position.epochs,
-        "train/samples_per_s": samples_per_step * sums["num_steps"] / loop.meter.elapsed_s,
-        "samples": loop.position.count_samples(num_samples),
+        "train/loss": loss / weight,
+        "train/lr": optimizer.param_groups[0]["lr"],
+        "train/epoch": progress.epochs,
+        "train/samples_per_s": num_samples / meter.elapsed_s,
+        "samples": progress.count_samples(num_samples),
     }
 
 
-def save(loop: DdpLoop, metrics: Mapping[str, float]) -> None:
-    """Save a checkpoint; call it on every rank."""
-    position, optimizer, scaler = loop.position, loop.optimizer.state_dict(), loop.scaler.state_dict()
-    state = {"optimizer": optimizer, "scaler": scaler, "position": asdict(position)}
-    loop.ctx.save(position.step, model=loop.model, trainer=state, local=loop.meter.sums, metrics=metrics)
+# The data of an epoch: a rank's micro-batches of each optimizer step, plain or elastic.
+
+
+def steps_per_epoch(ctx: Context, cfg: Config, data: ImageData) -> int:
+    """Return the number of optimizer steps in an epoch. The last one may have fewer samples."""
+    if cfg.data.global_batch_size is not None:
+        return ctx.division(len(data.train)).steps_per_epoch
+    num_batches = math.ceil(math.ceil(len(data.train) / ctx.world_size) / cfg.data.batch_size)
+    return math.ceil(num_batches / cfg.optim.grad_accum_steps)
+
+
+def epoch_steps(
+    ctx: Context, cfg: Config, data: ImageData, model: DistributedDataParallel, progress: Progress
+) -> Iterator[Iterator[WeightedBatch]]:
+    """Yield this rank's micro-batches of each optimizer step that is left in the epoch.
+
+    In an elastic run (`data.global_batch_size`) they are a part of a global batch that is the same for any number of
+    ranks; a rank may have none in the last step of an epoch.
+    """
+    accum_steps, is_elastic = cfg.optim.grad_accum_steps, cfg.data.global_batch_size is not None
+    if is_elastic:
+        samples = ctx.division(len(data.train)).rank_samples(progress.epoch, progress.step_in_epoch)
+    else:
+        all_samples = epoch_indices(ctx, cfg, data, progress.epoch).split(cfg.data.batch_size)
+        samples = list(all_samples[progress.step_in_epoch * accum_steps :])
+    batches = data.train.batches(
+        samples, device=ctx.device, epoch=progress.epoch, channels_last=cfg.model.channels_last
+    )
+    for step in range(progress.step, progress.step + progress.steps_per_epoch - progress.step_in_epoch):
+        if is_elastic:
+            yield elastic_micro_batches(ctx, model, step, len(data.train), batches)
+        else:
+            yield plain_micro_batches(model, list(islice(batches, accum_steps)))
+
+
+def plain_micro_batches(model: DistributedDataParallel, batches: Sequence[Batch]) -> Iterator[WeightedBatch]:
+    """Yield the batches whose gradients are accumulated in one step."""
+    for number, (images, labels) in enumerate(batches, start=1):
+        # Gradients are exchanged once per step, during the last micro-batch's backward pass.
+        with nullcontext() if number == len(batches) else model.no_sync():
+            yield images, labels, 1 / len(batches)
+
+
+def elastic_micro_batches(
+    ctx: Context, model: DistributedDataParallel, step: int, num_samples: int, batches: Iterator[Batch]
+) -> Iterator[WeightedBatch]:
+    """Yield this rank's part of a global batch. `ctx.micro_batches` sums the gradients over the ranks at its end."""
+    for micro in ctx.micro_batches(model, step, num_samples):
+        images, labels = next(batches)
+        yield images, labels, micro.weight
+
+
+def epoch_indices(ctx: Context, cfg: Config, data: ImageData, epoch: int) -> Tensor:
+    """Return this rank's share of the training set in the epoch's order, int64 [n], padded to equal length."""
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        data.train.labels,  # type: ignore[arg-type]  # the sampler reads its length only
+        num_replicas=ctx.world_size,
+        rank=ctx.rank,
+        seed=cfg.seed,
+    )
+    sampler.set_epoch(epoch)
+    return torch.tensor(list(sampler))
+
+
+# Model and evaluation.
 
 
 def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDataParallel:
@@ -226,10 +232,8 @@ def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDa
         batch_size = cfg.data.batch_size
         if cfg.data.global_batch_size is not None:
             batch_size = max(1, cfg.data.global_batch_size // (cfg.elastic.micro_batches or ctx.world_size))
-        indices = torch.arange(batch_size) % len(data.test)
-        batches = data.test.batches(
-            indices, batch_size=len(indices), device=ctx.device, channels_last=cfg.model.channels_last
-        )
+        samples = [torch.arange(batch_size) % len(data.test)]
+        batches = data.test.batches(samples, device=ctx.device, channels_last=cfg.model.channels_last)
         images, labels = next(batches)
 
         def loss() -> Tensor:
@@ -238,72 +242,6 @@ def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDa
 
         settle_buckets(model, loss)
     return model
-
-
-def epoch_indices(ctx: Context, cfg: Config, data: ImageData, epoch: int) -> Tensor:
-    """Return this rank's share of the training set in the epoch's order, int64 [n], padded to equal length."""
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        data.train.labels,  # type: ignore[arg-type]  # the sampler reads its length only
-        num_replicas=ctx.world_size,
-        rank=ctx.rank,
-        seed=cfg.seed,
-    )
-    sampler.set_epoch(epoch)
-    return torch.tensor(list(sampler))
-
-
-def grouped(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
-    """Yield the micro-batches of each optimizer step; the last group of an epoch may be smaller."""
-    group: list[Batch] = []
-    for batch in batches:
-        group.append(batch)
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
-def train_step(
-    ctx: Context,
-    cfg: Config,
-    model: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    micro_batches: list[Batch],
-) -> Tensor:
-    """Do one optimizer step over its micro-batches; return the mean loss, on the device."""
-    loss_sum = torch.zeros((), device=ctx.device)
-    for number, (images, labels) in enumerate(micro_batches, start=1):
-        # Gradients are exchanged once per step, during the last micro-batch's backward pass.
-        exchange: AbstractContextManager[Any] = nullcontext() if number == len(micro_batches) else model.no_sync()
-        with exchange:
-            with autocast(ctx, cfg):
-                loss = F.cross_entropy(model(images), labels) / len(micro_batches)
-            scaler.scale(loss).backward()
-        loss_sum += loss.detach()
-    update(cfg, model, optimizer, scaler)
-    return loss_sum
-
-
-def update(
-    cfg: Config, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
-) -> None:
-    """Update the weights by their gradients, after clipping."""
-    if cfg.optim.max_grad_norm is not None:
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.max_grad_norm)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-
-
-def autocast(ctx: Context, cfg: Config) -> AbstractContextManager[Any]:
-    """Return torch.autocast in the configured precision."""
-    if cfg.precision.dtype == "fp32":
-        return nullcontext()
-    dtype = torch.bfloat16 if cfg.precision.dtype == "bf16" else torch.float16
-    return torch.autocast(ctx.device.type, dtype=dtype)
 
 
 @torch.no_grad()
@@ -326,10 +264,7 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
     confusion = torch.zeros(num_cells, device=ctx.device, dtype=torch.int64)
     indices = eval_indices(len(data.test), ctx.rank, ctx.world_size)
     batches = data.test.batches(
-        indices,
-        batch_size=cfg.data.eval_batch_size,
-        device=ctx.device,
-        channels_last=cfg.model.channels_last,
+        indices.split(cfg.data.eval_batch_size), device=ctx.device, channels_last=cfg.model.channels_last
     )
     for images, labels in batches:
         with autocast(ctx, cfg):
@@ -347,3 +282,20 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
     if num_cells:
         ctx.figure("confusion_matrix", confusion_matrix(cells, data.class_names))
     return {"eval/loss": loss / count, "eval/accuracy": correct / count}
+
+
+def confusion_matrix(counts: Sequence[float], class_names: Sequence[str] = ()) -> Matrix:
+    """Return the confusion matrix of the test set.
+
+    Args:
+        counts: numbers of samples by true and predicted class, row by row, [num_classes × num_classes].
+        class_names: names of the classes; their numbers by default.
+    """
+    size = math.isqrt(len(counts))
+    return Matrix(
+        title="confusion matrix of the test set",
+        row_label="true class",
+        column_label="predicted class",
+        names=list(class_names) or [str(index) for index in range(size)],
+        values=[list(counts[row * size : (row + 1) * size]) for row in range(size)],
+    )

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
 from typing import Any, cast
@@ -39,7 +39,7 @@ from hpcdist.errors import DataError
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import RpcGroup, rpc_group
-from hpcdist.rank.training_loop import Meter, TrainingPosition, build_optimizer, run_epochs, settle_buckets
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, run_epochs, settle_buckets
 from hpcdist.review.figures import Curves
 from hpcdist.trainers.hybrid import HybridConfig
 from hpcdist.trainers.hybrid.click_logs import Clicks, SyntheticLog, batches, identity, padded
@@ -238,7 +238,7 @@ class HybridLoop:
     model: DistributedDataParallel  #: the dense part
     optimizer: torch.optim.Optimizer
     lookups: Lookups
-    position: TrainingPosition
+    progress: Progress
     meter: Meter
 
 
@@ -316,7 +316,7 @@ def make_loop(ctx: Context, cfg: Config, layout: Layout, groups: ProcessGroups, 
         model=model,
         optimizer=optimizer,
         lookups=lookups,
-        position=TrainingPosition.resume(saved.trainer["position"] if saved else None, steps_per_epoch, cfg.stop),
+        progress=Progress(cfg, steps_per_epoch, saved.trainer["position"] if saved else None),
         meter=Meter(saved_sums(ctx, saved)),
     )
 
@@ -332,12 +332,12 @@ def _log_inputs(ctx: Context, cfg: Config, dense: nn.Module, *, num_train: int, 
 
 def train_epoch(loop: HybridLoop) -> Iterator[None]:
     """Do the remaining steps of the epoch; the rows of the next batch are requested before this one is computed."""
-    ctx, model, optimizer, lookups, position = loop.ctx, loop.model, loop.optimizer, loop.lookups, loop.position
+    ctx, model, optimizer, lookups, progress = loop.ctx, loop.model, loop.optimizer, loop.lookups, loop.progress
     model.train()
     # DDP and the servers average over the trainers, which may have different numbers of shares.
     num_shares, weight = len(loop.shares), len(loop.shares) * ctx.roles.count("trainer") / loop.num_shares
-    samples = _epoch_samples(loop.cfg, loop.data, loop.shares, epoch=position.epoch, start=position.step_in_epoch)
-    prepared = (_prepare(ctx, lookups, loop.data, one) for one in islice(samples, position.remaining_steps_in_epoch))
+    samples = _epoch_samples(loop.cfg, loop.data, loop.shares, epoch=progress.epoch, start=progress.step_in_epoch)
+    prepared = (_prepare(ctx, lookups, loop.data, one) for one in islice(samples, progress.steps_until_evaluation))
     batch, following = next(prepared), next(prepared, None)
     lookup = lookups.request(batch.units, train=True)
     while True:
@@ -367,9 +367,9 @@ def interval_metrics(loop: HybridLoop) -> dict[str, float]:
     )
     return {
         "train/loss": loss_sum / num_steps,
-        "train/epoch": loop.position.epochs,
+        "train/epoch": loop.progress.epochs,
         "train/samples_per_s": loop.cfg.section(HybridConfig).batch_size * num_steps / loop.meter.elapsed_s,
-        "samples": loop.position.count_samples(num_samples),
+        "samples": loop.progress.count_samples(num_samples),
     }
 
 
@@ -402,17 +402,17 @@ def evaluate(loop: HybridLoop) -> dict[str, float]:
 
 def save(loop: HybridLoop, metrics: Mapping[str, float]) -> None:
     """Save on every rank: rank 0 orders the servers to save once they have applied all gradients so far."""
-    ctx, position = loop.ctx, loop.position
+    ctx, progress = loop.ctx, loop.progress
     loop.lookups.flush()
     dist.barrier(group=loop.groups.host)
     if ctx.is_main:
-        loop.group.order("save", position.step, to=loop.group.of_role("parameter_server"))
+        loop.group.order("save", progress.step, to=loop.group.of_role("parameter_server"))
     ctx.save(
-        position.step,
+        progress.step,
         model=nn.ModuleDict({"dense": loop.model}),
         trainer={
             "optimizer": loop.optimizer.state_dict(),
-            "position": asdict(position),
+            "position": progress.state_dict(),
             "num_trainers": ctx.roles.count("trainer"),
             "num_shares": loop.num_shares,
         },

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import rpc_group
-from hpcdist.rank.training_loop import Meter, TrainingPosition, build_optimizer, lr_factor, run_epochs, set_lr
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, run_epochs, set_lr
 from hpcdist.trainers.pipeline import PipelineConfig
 from hpcdist.trainers.pipeline.engine import Inbox, RpcEngine, Wire, ideal_bubble
 from hpcdist.trainers.pipeline.stages import Stage, choose_cut, choose_micro_batches, use_onednn_for_pointwise
@@ -168,7 +168,7 @@ class PipelineLoop:
     cfg: Config
     setup: StageSetup
     num_micro_batches: int
-    position: TrainingPosition
+    progress: Progress
     meter: Meter
 
 
@@ -181,7 +181,7 @@ def train(ctx: Context, cfg: Config) -> None:
         whole = _gather_model(ctx, cfg, data, setup.stage) if ctx.end_reason else None
     # The export follows the end of RPC, which has a shorter time limit.
     if whole is not None:
-        images, _ = next(data.test.batches(torch.arange(2), batch_size=2, device=ctx.device))
+        images, _ = next(data.test.batches([torch.arange(2)], device=ctx.device))
         ctx.export_model(whole, as_rgb(cfg, images))
 
 
@@ -189,16 +189,16 @@ def make_loop(ctx: Context, cfg: Config, setup: StageSetup) -> PipelineLoop:
     """Choose the number of micro-batches and the position to continue from; call it on every rank."""
     num_micro_batches = select_micro_batches(ctx, cfg, setup)
     saved, steps_per_epoch = setup.saved, len(setup.data.train) // cfg.data.batch_size
-    position = TrainingPosition.resume(saved.trainer["position"] if saved else None, steps_per_epoch, cfg.stop)
-    return PipelineLoop(ctx, cfg, setup, num_micro_batches, position, Meter(saved.local if saved else None, ctx.device))
+    progress = Progress(cfg, steps_per_epoch, saved.trainer["position"] if saved else None)
+    return PipelineLoop(ctx, cfg, setup, num_micro_batches, progress, Meter(saved.local if saved else None, ctx.device))
 
 
 def train_epoch(loop: PipelineLoop) -> Iterator[None]:
     """Do the remaining steps of the epoch with this rank's stage."""
-    ctx, cfg, setup, position = loop.ctx, loop.cfg, loop.setup, loop.position
+    ctx, cfg, setup, progress = loop.ctx, loop.cfg, loop.setup, loop.progress
     setup.stage.train()
-    for images, labels in step_batches(ctx, cfg, setup.data, epoch=position.epoch, start=position.step_in_epoch):
-        set_lr(setup.optimizer, cfg.optim.lr * lr_factor(position.step, position.total_steps, cfg.schedule))
+    for images, labels in step_batches(ctx, cfg, setup.data, epoch=progress.epoch, start=progress.step_in_epoch):
+        set_lr(setup.optimizer, cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule))
         idle_s = setup.engine.idle_s
         loss = train_step(cfg, setup, images, labels, loop.num_micro_batches)
         # The loss is that of the last stage, zero elsewhere.
@@ -217,9 +217,9 @@ def interval_metrics(loop: PipelineLoop) -> dict[str, float]:
     return {
         "train/loss": loss_sum / num_steps,
         "train/lr": loop.setup.optimizer.param_groups[0]["lr"],
-        "train/epoch": loop.position.epochs,
+        "train/epoch": loop.progress.epochs,
         "train/samples_per_s": loop.cfg.data.batch_size * num_steps / elapsed_s,
-        "samples": loop.position.count_samples(loop.cfg.data.batch_size * num_steps),
+        "samples": loop.progress.count_samples(loop.cfg.data.batch_size * num_steps),
         "pipeline/bubble": all_idle_s / all_elapsed_s,
         "pipeline/bubble_in_theory": ideal_bubble(ctx.world_size, loop.num_micro_batches),
         **{f"pipeline/busy_s/stage_{index}": seconds / num_steps for index, seconds in enumerate(busy_s)},
@@ -229,10 +229,10 @@ def interval_metrics(loop: PipelineLoop) -> dict[str, float]:
 def save(loop: PipelineLoop, metrics: Mapping[str, float]) -> None:
     """Save a checkpoint, to which each stage adds its shard; call it on every rank."""
     loop.ctx.save(
-        loop.position.step,
+        loop.progress.step,
         model=None,
         trainer={
-            "position": asdict(loop.position),
+            "position": loop.progress.state_dict(),
             "units": [list(names) for names in loop.setup.units],
             "num_micro_batches": loop.num_micro_batches,
         },
@@ -263,18 +263,12 @@ def step_batches(
     size = cfg.data.batch_size
     generator = torch.Generator().manual_seed(cfg.seed + epoch)
     order = torch.randperm(len(data.train), generator=generator)[: len(data.train) // size * size]
+    samples = order.split(size)[start:]
     images = None
     if ctx.rank == 0:
-        images = data.train.batches(
-            order,
-            batch_size=size,
-            device=ctx.device,
-            start_batch=start,
-            epoch=epoch,
-            channels_last=cfg.model.channels_last,
-        )
+        images = data.train.batches(samples, device=ctx.device, epoch=epoch, channels_last=cfg.model.channels_last)
     is_last = ctx.rank == ctx.world_size - 1
-    for indices in order.split(size)[start:]:
+    for indices in samples:
         yield (
             None if images is None else as_rgb(cfg, next(images)[0]),
             data.train.labels[indices].to(ctx.device) if is_last else None,
@@ -318,24 +312,23 @@ def evaluate(loop: PipelineLoop) -> dict[str, float]:
     num_left = len(data.test)
     num_batches = math.ceil(num_left / size)
     # All batches have the same size; the samples that fill up the last one are not counted.
-    indices = torch.arange(num_batches * size) % num_left
+    samples = (torch.arange(num_batches * size) % num_left).split(size)
 
     def images() -> Iterator[Tensor | None]:
         if ctx.rank > 0:
             yield from [None] * num_batches
             return
-        for batch, _ in data.test.batches(
-            indices, batch_size=size, device=ctx.device, channels_last=cfg.model.channels_last
-        ):
+        for batch, _ in data.test.batches(samples, device=ctx.device, channels_last=cfg.model.channels_last):
             yield as_rgb(cfg, batch)
 
     engine.stage.eval()
     loss_sum = torch.zeros((), device=ctx.device, dtype=torch.float64)
     num_correct = torch.zeros((), device=ctx.device, dtype=torch.int64)
-    for logits, labels in zip(engine.infer(images()), data.test.labels[indices].split(size), strict=True):
+    for logits, indices in zip(engine.infer(images()), samples, strict=True):
         if logits is not None:
             num_counted = min(size, num_left)
-            logits, labels = logits[:num_counted].float(), labels[:num_counted].to(ctx.device)
+            logits = logits[:num_counted].float()
+            labels = data.test.labels[indices[:num_counted]].to(ctx.device)
             loss_sum += F.cross_entropy(logits, labels, reduction="sum")
             num_correct += (logits.argmax(dim=1) == labels).sum()
         num_left -= size

@@ -35,7 +35,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import RpcGroup, rpc_group
-from hpcdist.rank.training_loop import Meter, TrainingPosition, build_optimizer, lr_factor, run_epochs, set_lr
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, run_epochs, set_lr
 from hpcdist.review.figures import MAX_POINTS, Curves, Histogram, histogram
 from hpcdist.trainers.rl import RlConfig
 from hpcdist.trainers.rl.environments import Environments, Problem, greedy_returns, make_environments
@@ -159,7 +159,7 @@ class RlLoop:
     observers: ObserverGroup
     group: RpcGroup
     test_envs: Environments
-    position: TrainingPosition
+    progress: Progress
     meter: Meter
     history: History
     began: float  #: time of `time.perf_counter` at the start of this attempt
@@ -220,20 +220,20 @@ def make_loop(
         pending = [Rollout(*tensors) for tensors in saved.trainer["pending"]]
     observers = ObserverGroup(group, cfg, num_collectors, pending)
     test_envs = make_environments(problem, rl.num_eval_episodes, random_numbers(cfg.seed, 1, 0))
-    position = TrainingPosition.resume(saved.trainer["position"] if saved else None, rl.updates_per_epoch, cfg.stop)
+    goal = None
+    if problem.reward_threshold is not None and cfg.checkpoint.monitor == "eval/return":
+        goal = problem.reward_threshold, f"solved: {problem.name}'s reward_threshold"
+    progress = Progress(cfg, rl.updates_per_epoch, saved.trainer["position"] if saved else None, goal=goal)
     meter = Meter(saved.trainer["meter"] if saved else None, ctx.device)
     history = History(**saved.trainer["history"]) if saved else History()
     began = time.perf_counter()
-    return RlLoop(ctx, cfg, problem, policy, optimizer, observers, group, test_envs, position, meter, history, began)
+    return RlLoop(ctx, cfg, problem, policy, optimizer, observers, group, test_envs, progress, meter, history, began)
 
 
 def train_policy(loop: RlLoop) -> None:
     """Train as the agent, and export the final policy."""
-    ctx, cfg, problem = loop.ctx, loop.cfg, loop.problem
-    goal = None
-    if problem.reward_threshold is not None and cfg.checkpoint.monitor == "eval/return":
-        goal = problem.reward_threshold, f"solved: {problem.name}'s reward_threshold"
-    reason = run_epochs(loop, train_epoch, interval_metrics, evaluate, save, goal=goal)
+    ctx, problem = loop.ctx, loop.problem
+    reason = run_epochs(loop, train_epoch, interval_metrics, evaluate, save)
     if reason:
         ctx.end_reason = f"{reason}, {loop.history.env_steps} environment steps"
         ctx.export_model(loop.policy, torch.zeros(2, problem.num_inputs))
@@ -241,14 +241,14 @@ def train_policy(loop: RlLoop) -> None:
 
 def train_epoch(loop: RlLoop) -> Iterator[None]:
     """Do one PPO update after the other; `run_epochs` ends the epoch."""
-    cfg, position, policy, observers = loop.cfg, loop.position, loop.policy, loop.observers
+    cfg, progress, policy, observers = loop.cfg, loop.progress, loop.policy, loop.observers
     while True:
         if not observers.has_pending:
-            observers.request(position.step, policy.actor_state())
+            observers.request(progress.step, policy.actor_state())
         rollout = observers.take()
         if cfg.section(RlConfig).mode == "async":
-            observers.request(position.step + 1, policy.actor_state())
-        set_lr(loop.optimizer, cfg.optim.lr * lr_factor(position.step, position.total_steps, cfg.schedule))
+            observers.request(progress.step + 1, policy.actor_state())
+        set_lr(loop.optimizer, cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule))
         losses, num_losses = learn(policy, loop.optimizer, rollout, cfg, loop.ctx.device)
         if policy.normalize:
             policy.observe(rollout.observations[:-1][rollout.valid].to(loop.ctx.device))
@@ -286,7 +286,7 @@ def interval_metrics(loop: RlLoop) -> dict[str, float]:
 def evaluate(loop: RlLoop) -> dict[str, float]:
     """Play full greedy episodes at the agent, from other initial states at each evaluation."""
     policy, history = loop.policy, loop.history
-    loop.test_envs.begin(random_numbers(loop.cfg.seed, 1, 1 + loop.position.step))
+    loop.test_envs.begin(random_numbers(loop.cfg.seed, 1, 1 + loop.progress.step))
     actor = Actor(policy.actor_state(), policy.activation)
     returns = greedy_returns(loop.problem, loop.test_envs, actor, loop.ctx.alive)
     mean = float(returns.mean())
@@ -304,13 +304,13 @@ def evaluate(loop: RlLoop) -> dict[str, float]:
 def save(loop: RlLoop, metrics: Mapping[str, float]) -> None:
     """Save, with the observers between two rollouts; rollouts collected ahead are part of the checkpoint."""
     received = loop.observers.wait()
-    loop.group.order("save", loop.position.step)
+    loop.group.order("save", loop.progress.step)
     loop.ctx.save(
-        loop.position.step,
+        loop.progress.step,
         model=loop.policy,
         trainer={
             "optimizer": loop.optimizer.state_dict(),
-            "position": asdict(loop.position),
+            "position": loop.progress.state_dict(),
             "meter": loop.meter.sums,
             "history": asdict(loop.history),
             "pending": [list(rollout) for rollout in received],

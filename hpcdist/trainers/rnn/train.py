@@ -28,7 +28,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from hpcdist.data.loading import digest_of
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import RpcGroup, rpc_group
-from hpcdist.rank.training_loop import Meter, TrainingPosition, build_optimizer, lr_factor, run_epochs, set_lr
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, run_epochs, set_lr
 from hpcdist.review.figures import MAX_TEXT, Text
 from hpcdist.trainers.rnn import RnnConfig
 from hpcdist.trainers.rnn.text import Batch, Columns, Corpus, Tokenizer, load_corpus
@@ -281,7 +281,7 @@ class RnnLoop:
     columns: Columns  #: this trainer's share of the training text
     held_out: Columns
     vocab_size: int
-    position: TrainingPosition
+    progress: Progress
     meter: Meter
     in_flight: deque[Flight]  #: launched batches with an incomplete update
 
@@ -374,28 +374,28 @@ def make_loop(
     local = saved.local if saved is not None else None
     if local is not None and "h" in local:
         learner.state = local["h"].to(learner.device), local["c"].to(learner.device)
-    position = TrainingPosition.resume(saved.trainer["position"] if saved else None, len(columns), cfg.stop)
+    progress = Progress(cfg, len(columns), saved.trainer["position"] if saved else None)
     meter = Meter(local["meter"] if local else None)
-    return RnnLoop(ctx, cfg, learner, group, columns, held_out, vocab_size, position, meter, deque())
+    return RnnLoop(ctx, cfg, learner, group, columns, held_out, vocab_size, progress, meter, deque())
 
 
 def train_epoch(loop: RnnLoop) -> Iterator[None]:
     """Do the remaining steps of the epoch: launch batches and land the oldest one."""
-    cfg, learner, position, in_flight = loop.cfg, loop.learner, loop.position, loop.in_flight
+    cfg, learner, progress, in_flight = loop.cfg, loop.learner, loop.progress, loop.in_flight
     max_in_flight = 2 if cfg.section(RnnConfig).mode == "async" else 1
     every = cfg.checkpoint.every_steps
-    if position.step_in_epoch == 0:
+    if progress.step_in_epoch == 0:
         learner.state = None  # the columns start anew
-    upcoming = loop.columns[position.step_in_epoch]  # the next batch to launch
-    while left := position.remaining_steps_in_epoch:
+    upcoming = loop.columns[progress.step_in_epoch]  # the next batch to launch
+    while left := progress.steps_until_evaluation:
         # No batch is in flight at a step after which a checkpoint is saved or an evaluation follows.
         is_ending = loop.ctx.stop_agreed or loop.ctx.save_requested
-        limit = min(max_in_flight, left, every - position.step % every if every else left)
+        limit = min(max_in_flight, left, every - progress.step % every if every else left)
         while len(in_flight) < limit and not is_ending:
             in_flight.append(learner.launch(upcoming))
-            upcoming = loop.columns[(position.step_in_epoch + len(in_flight)) % position.steps_per_epoch]
+            upcoming = loop.columns[(progress.step_in_epoch + len(in_flight)) % progress.steps_per_epoch]
         flight = in_flight.popleft()
-        lr = cfg.optim.lr * lr_factor(position.step, position.total_steps, cfg.schedule)
+        lr = cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule)
         loop.meter.add(loss_sum=learner.land(flight, lr, upcoming.ids), num_tokens=len(flight.batch.targets))
         yield
 
@@ -407,25 +407,25 @@ def interval_metrics(loop: RnnLoop) -> dict[str, float]:
     return {
         "train/loss": loss_sum / num_tokens,
         "train/lr": loop.learner.optimizer.param_groups[0]["lr"],
-        "train/epoch": loop.position.epochs,
+        "train/epoch": loop.progress.epochs,
         "train/tokens_per_s": num_tokens / loop.meter.elapsed_s,
-        "samples": loop.position.count_samples(num_tokens),
+        "samples": loop.progress.count_samples(num_tokens),
     }
 
 
 def save(loop: RnnLoop, metrics: Mapping[str, float]) -> None:
     """Save on every rank: rank 0 orders the servers to save once they have all updates."""
-    ctx, learner, position = loop.ctx, loop.learner, loop.position
+    ctx, learner, progress = loop.ctx, loop.learner, loop.progress
     learner.settle()
     if ctx.is_main:
-        loop.group.order("save", position.step, to=loop.group.of_role(SERVER))
+        loop.group.order("save", progress.step, to=loop.group.of_role(SERVER))
     state = {} if learner.state is None else {"h": learner.state[0], "c": learner.state[1]}
     ctx.save(
-        position.step,
+        progress.step,
         model=nn.ModuleDict({"lstm": learner.lstm}),
         trainer={
             "optimizer": learner.optimizer.state_dict(),
-            "position": asdict(position),
+            "position": progress.state_dict(),
             "num_trainers": ctx.roles.count(TRAINER),
             "num_servers": ctx.roles.count(SERVER),
             "vocab_size": loop.vocab_size,

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -251,9 +252,10 @@ def make_split(kind: str, source: TensorImages) -> Split:
 KINDS = ["preloaded", "augmented", "streaming", "streaming augmented"]
 
 
-def run(split: Split, indices: Tensor, **options: object) -> list[tuple[Tensor, Tensor]]:
-    arguments: dict[str, object] = {"batch_size": 4, "device": CPU} | options
-    return list(split.batches(indices, **arguments))  # type: ignore[arg-type]
+def run(
+    split: Split, indices: Tensor, *, batch_size: int | list[int] = 4, start: int = 0, **options: Any
+) -> list[tuple[Tensor, Tensor]]:
+    return list(split.batches(indices.split(batch_size)[start:], device=CPU, **options))
 
 
 def normalized(images: Tensor) -> Tensor:
@@ -290,7 +292,7 @@ def test_start_batch_continues_an_epoch_exactly(kind: str, start_batch: int, sou
     indices = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(1))[:11]
     full = run(make_split(kind, source), indices, epoch=5)
     torch.manual_seed(99)  # the global generator of a resumed process has another state
-    tail = run(make_split(kind, source), indices, epoch=5, start_batch=start_batch)
+    tail = run(make_split(kind, source), indices, epoch=5, start=start_batch)
     assert len(tail) == max(0, 3 - start_batch)
     for (images, labels), (expected_images, expected_labels) in zip(tail, full[start_batch:], strict=True):
         assert torch.equal(images, expected_images)
@@ -305,7 +307,7 @@ def test_batches_of_different_sizes(kind: str, source: TensorImages) -> None:
     parts = run(split, indices, epoch=5, batch_size=[4, 2, 5])
     assert [len(labels) for _, labels in parts] == [4, 2, 5]
     assert torch.equal(torch.cat([images for images, _ in parts]), full)
-    ((images, labels),) = run(split, indices, epoch=5, batch_size=[4, 2, 5], start_batch=2)
+    ((images, labels),) = run(split, indices, epoch=5, batch_size=[4, 2, 5], start=2)
     assert torch.equal(images, full[6:])
     assert torch.equal(labels, source.labels[indices[6:]])
 
@@ -339,7 +341,7 @@ def test_empty_indices_yield_no_batches(kind: str, source: TensorImages) -> None
 @pytest.mark.parametrize("kind", ["preloaded", "augmented"])
 def test_changing_a_batch_in_place_does_not_change_the_split(kind: str, source: TensorImages) -> None:
     split = make_split(kind, source)
-    for images, _ in split.batches(torch.arange(NUM_SAMPLES), batch_size=4, device=CPU):
+    for images, _ in split.batches(torch.arange(NUM_SAMPLES).split(4), device=CPU):
         images.zero_()
     for (images, _), (expected, _) in zip(
         run(split, torch.arange(4)), run(make_split(kind, source), torch.arange(4)), strict=True

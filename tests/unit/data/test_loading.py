@@ -63,7 +63,7 @@ def test_digits_are_split_by_class_and_normalised() -> None:
     assert len(data.train) + len(data.test) == 1797
     assert torch.bincount(data.train.labels).tolist() == [142, 145, 141, 146, 144, 145, 144, 143, 139, 144]
     assert torch.bincount(data.test.labels).tolist() == [36, 37, 36, 37, 37, 37, 37, 36, 35, 36]
-    [(images, labels)] = data.train.batches(torch.arange(1433), batch_size=1433, device=CPU)
+    [(images, labels)] = data.train.batches([torch.arange(1433)], device=CPU)
     assert images.mean().abs() < 1e-3
     assert abs(images.std().item() - 1) < 1e-3
     assert torch.equal(labels, data.train.labels)
@@ -82,7 +82,7 @@ def test_mnist_like_datasets_are_loaded_from_idx_files(name: str, folder: str, t
     data = load_datasets(params(name, root=str(tmp_path)), seed=0)
     assert (len(data.train), len(data.test)) == (12, 5)
     assert (data.num_classes, data.in_channels, data.image_size) == (10, 1, 28)
-    [(images, labels)] = data.test.batches(torch.arange(5), batch_size=8, device=CPU)
+    [(images, labels)] = data.test.batches([torch.arange(5)], device=CPU)
     expected = (torch.arange(5) / 255 - data.test.mean[0]) / data.test.std[0]
     torch.testing.assert_close(images[:, 0, 3, 4], expected)
     assert labels.tolist() == [0, 1, 2, 3, 4]
@@ -92,7 +92,7 @@ def test_images_are_resized_to_image_size(tmp_path: Path) -> None:
     write_idx(tmp_path, "MNIST", num_train=12, num_test=5)
     data = load_datasets(params("mnist", root=str(tmp_path), image_size=32), seed=0)
     assert data.image_size == 32
-    [(images, _)] = data.test.batches(torch.arange(5), batch_size=8, device=CPU)
+    [(images, _)] = data.test.batches([torch.arange(5)], device=CPU)
     assert images.shape == (5, 1, 32, 32)
 
 
@@ -135,7 +135,7 @@ def test_image_folder_is_loaded_with_val_or_test_images(tmp_path: Path, test_nam
     data = load_datasets(params("image_folder", root=str(tmp_path), image_size=8), seed=0)
     assert (data.num_classes, data.in_channels, data.image_size) == (2, 3, 8)
     assert data.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
-    [(images, labels)] = data.test.batches(torch.arange(2), batch_size=2, device=CPU)
+    [(images, labels)] = data.test.batches([torch.arange(2)], device=CPU)
     assert labels.tolist() == [0, 1]
     expected = (torch.tensor([0, 100]) / 255 - data.test.mean[0]) / data.test.std[0]
     torch.testing.assert_close(images[:, 0, 0, 0], expected)
@@ -167,7 +167,7 @@ def test_synthetic_dataset_has_a_test_set_of_a_fifth() -> None:
     data = load_datasets(params("synthetic", image_size=16, num_samples=2000), seed=3)
     assert (len(data.train), len(data.test)) == (2000, 400)
     assert (data.num_classes, data.in_channels, data.image_size) == (4, 3, 16)
-    [(images, _)] = data.train.batches(torch.arange(2000), batch_size=2000, device=CPU)
+    [(images, _)] = data.train.batches([torch.arange(2000)], device=CPU)
     assert images.mean().abs() < 0.5
     assert 0.7 < images.std() < 1.4
 
@@ -193,11 +193,11 @@ def test_split_is_preloaded_or_streamed_by_preload_and_size(
 
 @pytest.mark.parametrize("augment", [False, True])
 def test_preloaded_and_streamed_batches_are_equal(augment: bool) -> None:
-    indices = torch.arange(20)
+    samples = torch.arange(20).split(8)
     epochs = []
     for preload in ("always", "never"):
         data = load_datasets(params("synthetic", preload=preload, augment=augment), seed=3)
-        epochs.append(list(data.train.batches(indices, batch_size=8, device=CPU, epoch=1)))
+        epochs.append(list(data.train.batches(samples, device=CPU, epoch=1)))
     for (images, labels), (other_images, other_labels) in zip(*epochs, strict=True):
         assert torch.equal(images, other_images)
         assert torch.equal(labels, other_labels)
@@ -242,7 +242,7 @@ def test_small_datasets_load_without_slow_imports(tmp_path: Path) -> None:
 @pytest.mark.skipif("HPCDIST_DATA_DIR" not in os.environ, reason="needs MNIST under HPCDIST_DATA_DIR")
 def test_mnist_has_mean_zero_and_std_one_after_normalisation() -> None:
     data = load_datasets(params("mnist", root=os.environ["HPCDIST_DATA_DIR"]), seed=0)
-    [(images, _)] = data.train.batches(torch.arange(60_000), batch_size=60_000, device=CPU)
+    [(images, _)] = data.train.batches([torch.arange(60_000)], device=CPU)
     assert images.mean().abs() < 1e-3
     assert abs(images.std().item() - 1) < 1e-3
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from hpcdist.config.launch_schema import CheckpointConfig, TrackingConfig
 from hpcdist.config.schema import Config, ScheduleConfig, StopConfig
 from hpcdist.errors import ConfigError
-from hpcdist.rank.training_loop import Meter, TrainingPosition, lr_factor, run_epochs
+from hpcdist.rank.training_loop import Meter, Progress, lr_factor, run_epochs
 
 
 class RecordingContext:
@@ -40,44 +40,45 @@ class RecordingContext:
         return step % self.save_every == 0 or step >= self.stop_at
 
 
-def run(ctx: RecordingContext, position: TrainingPosition, in_flight: list[int] | None = None) -> str:
+CFG = Config(
+    tracking=TrackingConfig(log_every_steps=2),
+    checkpoint=CheckpointConfig(monitor="accuracy"),
+    stop=StopConfig(max_epochs=2),
+)
+
+
+def run(ctx: RecordingContext, progress: Progress, in_flight: list[int] | None = None) -> str:
     meter, in_flight = Meter(), [] if in_flight is None else in_flight
 
     def train_epoch(loop: SimpleNamespace) -> Iterator[None]:
         while True:
-            ctx.events.append(f"step {position.step}")
+            ctx.events.append(f"step {progress.step}")
             meter.add(loss=1.0)
             if in_flight:
                 in_flight.pop()
             yield
 
     def interval_metrics(loop: SimpleNamespace) -> dict[str, float]:
-        assert meter.sums == {"loss": 1.0 if position.step % 2 else 2.0}, "the sums of one interval"
+        assert meter.sums == {"loss": 1.0 if progress.step % 2 else 2.0}, "the sums of one interval"
         return {"loss": 0.5}
-
-    cfg = Config(
-        tracking=TrackingConfig(log_every_steps=2),
-        checkpoint=CheckpointConfig(monitor="accuracy"),
-        stop=StopConfig(max_epochs=2),
-    )
 
     def evaluate(loop: SimpleNamespace) -> dict[str, float]:
         return {"accuracy": 0.5}
 
     def save(loop: SimpleNamespace, metrics: Mapping[str, float]) -> None:
-        ctx.events.append(f"save {'/'.join(metrics)} {position.step}".replace("  ", " "))
+        ctx.events.append(f"save {'/'.join(metrics)} {progress.step}".replace("  ", " "))
 
-    loop = SimpleNamespace(ctx=ctx, cfg=cfg, position=position, meter=meter)
+    loop = SimpleNamespace(ctx=ctx, progress=progress, meter=meter)
     return run_epochs(loop, train_epoch, interval_metrics, evaluate, save, in_flight=in_flight)
 
 
-def new_position(**fields: int) -> TrainingPosition:
-    return TrainingPosition.resume({"steps_per_epoch": 2, **fields}, 2, StopConfig(max_epochs=2))
+def new_progress(**counters: int) -> Progress:
+    return Progress(CFG, 2, {"steps_per_epoch": 2, **counters})
 
 
 def test_each_epoch_trains_evaluates_and_saves() -> None:
     ctx = RecordingContext()
-    assert run(ctx, new_position()) == "trained 4 steps, 2 epochs"
+    assert run(ctx, new_progress()) == "trained 4 steps, 2 epochs"
     first = ["step 0", "step 1", "log loss 2", "log accuracy 2", "save accuracy 2"]
     assert ctx.events == [*first, "step 2", "step 3", "log loss 4", "log accuracy 4", "save accuracy 4"]
 
@@ -85,13 +86,13 @@ def test_each_epoch_trains_evaluates_and_saves() -> None:
 def test_the_last_step_is_logged_between_two_intervals() -> None:
     """Otherwise the last values of a run of 3 steps are those of step 2."""
     ctx = RecordingContext()
-    assert run(ctx, TrainingPosition.resume(None, 3, StopConfig(max_epochs=1))) == "trained 3 steps, 1 epoch"
+    assert run(ctx, Progress(dataclasses.replace(CFG, stop=StopConfig(max_epochs=1)), 3)) == "trained 3 steps, 1 epoch"
     assert [event for event in ctx.events if event.startswith("log loss")] == ["log loss 2", "log loss 3"]
 
 
 def test_a_due_save_before_an_evaluation_waits_for_its_metrics() -> None:
     ctx = RecordingContext(save_every=1)
-    run(ctx, new_position())
+    run(ctx, new_progress())
     assert [event for event in ctx.events if event.startswith("save")] == [
         "save 1",
         "save accuracy 2",
@@ -102,21 +103,21 @@ def test_a_due_save_before_an_evaluation_waits_for_its_metrics() -> None:
 
 @pytest.mark.parametrize("stop_at", [1, 2])
 def test_a_stop_saves_once_and_returns_without_a_reason(stop_at: int) -> None:
-    ctx, position = RecordingContext(stop_at=stop_at), new_position()
-    assert run(ctx, position) == ""
+    ctx, progress = RecordingContext(stop_at=stop_at), new_progress()
+    assert run(ctx, progress) == ""
     assert ctx.events[-1] == f"save {stop_at}"
-    assert (position.step, position.epoch, position.step_in_epoch) == (stop_at, 0, stop_at)
+    assert (progress.step, progress.epoch, progress.step_in_epoch) == (stop_at, 0, stop_at)
 
 
 def test_a_run_stopped_before_an_evaluation_resumes_with_it() -> None:
     ctx = RecordingContext()
-    run(ctx, new_position(step=2, step_in_epoch=2))
+    run(ctx, new_progress(step=2, step_in_epoch=2))
     assert ctx.events[:2] == ["log accuracy 2", "save accuracy 2"]
 
 
 def test_loop_neither_saves_nor_stops_while_batches_are_in_flight() -> None:
     ctx = RecordingContext(stop_at=1)
-    assert run(ctx, new_position(), in_flight=[0, 0]) == ""
+    assert run(ctx, new_progress(), in_flight=[0, 0]) == ""
     assert ctx.events == ["step 0", "step 1", "log loss 2", "save 2"]
 
 
@@ -136,14 +137,23 @@ def test_the_meter_sums_excludes_pauses_and_restores(monkeypatch: pytest.MonkeyP
 # --- The position in training, and the stop rules.
 
 
+def evaluated(cfg: Config, metrics: Mapping[str, float], goal: tuple[float, str] | None = None) -> Progress:
+    """Return the progress after one epoch of 10 steps and its evaluation."""
+    progress = Progress(cfg, 10, {"step": 10, "step_in_epoch": 10, "steps_per_epoch": 10}, goal=goal)
+    progress.end_epoch(metrics)
+    return progress
+
+
 def end_reasons(cfg: Config, values: list[float]) -> list[str]:
     """Return the reason to end training after each evaluation; empty while training continues."""
-    position, reasons = TrainingPosition(steps_per_epoch=10, total_steps=100), []
-    for number, value in enumerate(values, start=1):
-        position.step, position.epoch = 10 * number, number
-        assert position.end_reason(cfg.stop, cfg.checkpoint) == "", "training ends only after an evaluation"
-        position.record_evaluation({"eval/loss": value, "eval/accuracy": value}, cfg.checkpoint)
-        reasons.append(position.end_reason(cfg.stop, cfg.checkpoint))
+    cfg = dataclasses.replace(cfg, stop=dataclasses.replace(cfg.stop, max_epochs=10))
+    progress, reasons = Progress(cfg, 10), []
+    for value in values:
+        for _ in range(10):
+            progress.count_step()
+            assert progress.end_reason == "", "training ends only after an evaluation"
+        progress.end_epoch({"eval/loss": value, "eval/accuracy": value})
+        reasons.append(progress.end_reason)
     return reasons
 
 
@@ -181,9 +191,8 @@ def test_training_ends_by_each_stop_rule(
 
 
 def test_reason_names_one_epoch() -> None:
-    position = TrainingPosition(step=10, epoch=1, steps_per_epoch=10, total_steps=10)
-    position.record_evaluation({"eval/accuracy": 0.5}, CheckpointConfig())
-    assert position.end_reason(StopConfig(), CheckpointConfig()) == "trained 10 steps, 1 epoch"
+    cfg = Config(stop=StopConfig(max_epochs=1))
+    assert evaluated(cfg, {"eval/accuracy": 0.5}).end_reason == "trained 10 steps, 1 epoch"
 
 
 def test_improvement_resets_the_patience() -> None:
@@ -196,34 +205,47 @@ def test_monitored_metric_must_be_measured() -> None:
 
 
 def test_goal_of_the_task_applies_if_the_config_has_no_threshold() -> None:
-    position, cfg = (
-        TrainingPosition(step=10, epoch=1, steps_per_epoch=10, total_steps=100),
-        Config(checkpoint=CheckpointConfig(monitor="eval/return")),
-    )
-    position.record_evaluation({"eval/return": 480.0}, cfg.checkpoint)
+    checkpoint = CheckpointConfig(monitor="eval/return")
     goal = (475.0, "the environment's own threshold")
     reason = "eval/return reached 480 (the environment's own threshold=475) at step 10"
-    assert position.end_reason(cfg.stop, cfg.checkpoint, goal=goal) == reason
-    assert position.end_reason(StopConfig(threshold=490.0), cfg.checkpoint, goal=goal) == ""
+    assert evaluated(Config(checkpoint=checkpoint), {"eval/return": 480.0}, goal).end_reason == reason
+    higher = Config(checkpoint=checkpoint, stop=StopConfig(threshold=490.0))
+    assert evaluated(higher, {"eval/return": 480.0}, goal).end_reason == ""
 
 
 def test_resumed_run_continues_at_its_position() -> None:
-    saved = asdict(TrainingPosition(step=15, epoch=1, step_in_epoch=5, steps_per_epoch=10))
-    assert TrainingPosition.resume(saved, 10, StopConfig(max_epochs=3)).total_steps == 30
-    assert TrainingPosition.resume(saved, 10, StopConfig(max_epochs=3, max_steps=12)).total_steps == 12
-    position = TrainingPosition.resume(saved, 20, StopConfig(max_epochs=3))  # batches of half the size
-    assert (position.step_in_epoch, position.epochs, position.total_steps) == (10, 1.5, 15 + 50 - 20)
+    def resumed(steps_per_epoch: int, **stop: int) -> Progress:
+        cfg = Config(stop=StopConfig(max_epochs=3, **stop))
+        return Progress(
+            cfg, steps_per_epoch, {"step": 15, "epoch": 1, "step_in_epoch": 5, "steps_per_epoch": 10, "samples": 480}
+        )
+
+    assert resumed(10).total_steps == 30
+    assert resumed(10, max_steps=12).total_steps == 12
+    halved = resumed(20)  # batches of half the size
+    assert (halved.step_in_epoch, halved.epochs, halved.total_steps) == (10, 1.5, 15 + 50 - 20)
+
+
+def test_a_checkpoint_holds_all_counters() -> None:
+    cfg = Config(stop=StopConfig(patience=2))
+    progress = evaluated(cfg, {"eval/accuracy": 0.5})
+    progress.count_samples(640)
+    restored = Progress(cfg, 10, progress.state_dict())
+    assert vars(restored) == vars(progress)
+    restored.end_epoch({"eval/accuracy": 0.4})
+    restored.end_epoch({"eval/accuracy": 0.4})
+    assert restored.end_reason == "no better eval/accuracy in 2 evaluations (stop.patience) at step 10"
 
 
 def test_epoch_is_counted_after_all_of_its_steps() -> None:
-    position = TrainingPosition(step=18, epoch=1, step_in_epoch=8, steps_per_epoch=10, total_steps=30)
-    position.finish_epoch()
-    assert (position.epoch, position.step_in_epoch, position.remaining_steps_in_epoch) == (1, 8, 2)
+    progress = Progress(Config(), 10, {"step": 18, "epoch": 1, "step_in_epoch": 8, "steps_per_epoch": 10})
+    progress.end_epoch({"eval/accuracy": 0.5})
+    assert (progress.epoch, progress.step_in_epoch, progress.steps_until_evaluation) == (1, 8, 2)
     for _ in range(2):
-        position.count_step()
-    assert position.remaining_steps_in_epoch == 0
-    position.finish_epoch()
-    assert (position.step, position.epoch, position.step_in_epoch) == (20, 2, 0)
+        progress.count_step()
+    assert progress.steps_until_evaluation == 0
+    progress.end_epoch({"eval/accuracy": 0.5})
+    assert (progress.step, progress.epoch, progress.step_in_epoch) == (20, 2, 0)
 
 
 # --- Learning rate schedules.
