@@ -139,6 +139,10 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
         (run.path / "syncs.json").write_text(json.dumps(syncs.places))
 
 
+#: Functions that the training loop of `ddp` calls in a step.
+PARTS_OF_LOOP = ("interval_metrics", "save", "train_step", "epoch_steps", "add", "should_stop")
+
+
 class SyncCounter:
     """Counts waits of the host for the device during training steps, by function of the trainer.
 
@@ -168,9 +172,9 @@ class SyncCounter:
             return
         frames = [frame for frame in traceback.extract_stack() if f"{os.sep}hpcdist{os.sep}" in frame.filename]
         names = {frame.name for frame in frames}
-        if "train_epoch" not in names or frames[-1].name == "epoch_indices":
+        part = next((name for name in PARTS_OF_LOOP if name in names), None)
+        if part is None or frames[-1].name == "epoch_indices":
             return
-        part = next((name for name in ("interval_metrics", "save", "train_step", "batches") if name in names), "loop")
         self.places[f"{part}: {Path(frames[-1].filename).name}:{frames[-1].lineno}"] += 1
 
 

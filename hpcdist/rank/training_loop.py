@@ -47,19 +47,19 @@ class Progress:
         *,
         goal: tuple[float, str] | None = None,
     ) -> None:
-        saved = saved or {}
+        saved = {} if saved is None else saved
         self._cfg = cfg
         self._goal = goal
         self.step: int = saved.get("step", 0)
         self.epoch: int = saved.get("epoch", 0)
-        self.steps_per_epoch = steps_per_epoch
+        self.steps_per_epoch: int = steps_per_epoch
         self.step_in_epoch: int = saved.get("step_in_epoch", 0) * steps_per_epoch // saved.get("steps_per_epoch", 1)
         self.samples: int = saved.get("samples", 0)
         self._evaluated_step: int = saved.get("evaluated_step", -1)
         self._best: float | None = saved.get("best")
         self._num_evals_without_better: int = saved.get("num_evals_without_better", 0)
         remaining = max(0, cfg.stop.max_epochs - self.epoch) * steps_per_epoch - self.step_in_epoch
-        self.total_steps = self.step + max(0, remaining)
+        self.total_steps: int = self.step + max(0, remaining)
         if cfg.stop.max_steps is not None:
             self.total_steps = min(self.total_steps, cfg.stop.max_steps)
 
