@@ -7,11 +7,10 @@ import json
 import os
 import re
 import secrets
-import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,13 +30,13 @@ from hpcdist.cli.options import (
     TrackingUri,
     Wait,
     argument,
-    console,
     flag,
     option,
 )
-from hpcdist.cli.submit import check_submission, enqueue, submission_flags
+from hpcdist.cli.run import run_here
+from hpcdist.cli.submit import submission_flags, submit_run
 from hpcdist.containers.spec import DETACHED
-from hpcdist.errors import UserMistake
+from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.host.log_files import say
 from hpcdist.host.machine import image_facts, num_cores
 from hpcdist.review.text import PATCH
@@ -45,8 +44,9 @@ from hpcdist.tracking.uri import redact_uri
 
 if TYPE_CHECKING:
     from hpcdist.config.schema import Config
-    from hpcdist.run.folder import RunDir
-    from hpcdist.run.snapshot import CodeSource
+    from hpcdist.review.comparison import RerunResult, Values
+    from hpcdist.run.folder import RunDir, State
+    from hpcdist.run.snapshot import CodeSource, CodeState
     from hpcdist.tracking.recorded_run import RecordedRun
 
 
@@ -115,93 +115,57 @@ def rerun(
 
         hpcdist rerun ddp-2026-rerun-1a2b --compare
     """
+    from hpcdist.run.folder import RunDir
+    from hpcdist.run.lookup import resolve_run
+    from hpcdist.run.records import read_origin
     from hpcdist.tracking.recorded_run import find_recorded
 
     del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
     ignored = tuple(ignore or ())
     with tempfile.TemporaryDirectory(prefix="hpcdist-rerun-") as scratch:
         if compare:
-            return _compare(run, runs_dir, Path(scratch), tolerance, ignored)
+            made = resolve_run(run, runs_dir)
+            return _report(made, _compare_again(made, runs_dir, Path(scratch), tolerance=tolerance, ignore=ignored))
         recorded = find_recorded(run, runs_dir, os.environ, Path(scratch))
-        config, changed = _config(recorded, overrides or [], runs_dir, steps, here=here)
+        on_slurm = recorded.environment.get("launcher") == "slurm" and not here
+        if (dependency or begin) and not on_slurm:
+            raise UserMistake("--dependency and --begin need Slurm, and this run is repeated on this machine")
+        config, changed = _config(recorded, overrides or [], runs_dir, steps, on_slurm=on_slurm)
         source = None if with_current_code else _code(recorded, repository)
-        plan = _plan(recorded, config, changed, source, here=here)
-        _show(plan)
+        missing = _missing(recorded, config, source, on_slurm=on_slurm)
+        _show(recorded, config, changed, source, missing)
         if dry_run:
             return 0
         if recorded.folder is None and not yes:
             _confirm(recorded.run_id)
-        made, code = _start(plan, dependency, begin, follow=follow, wait=wait, force=force)
-        return _conclude(
-            plan, made, code, is_over=follow or (plan.on_slurm and wait), tolerance=tolerance, ignore=ignored
+        origin = read_origin(recorded.folder) if recorded.folder is not None else None
+        restore = partial(_restore, recorded, config, source, missing)
+        if on_slurm:
+            flags = submission_flags(config, dependency, begin)
+            code = submit_run(config, flags, origin, follow=follow, wait=wait, force=force, restore=restore)
+        else:
+            code = run_here(config, origin=origin, follow=follow, restore=restore)
+        made, is_over = RunDir(config.folder), follow or (on_slurm and wait)
+        if is_over and not code:
+            return _report(made, _compared(recorded, made, tolerance=tolerance, ignore=ignored))
+        compares = f"`hpcdist rerun {made.name} --compare` compares its values"
+        say(
+            f"the rerun did not end as planned: {compares} until its end"
+            if is_over
+            else f"when it has ended: {compares}"
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """A recorded run, and how it is repeated."""
-
-    recorded: RecordedRun
-    config: Config
-    changed: Sequence[str]  #: overrides that change the config from that of the run
-    source: CodeSource | None  #: None for the code of the current folder
-    on_slurm: bool
-    missing: Sequence[str]  #: what differs from the run and cannot be restored, one sentence each
-
-
-def _plan(
-    recorded: RecordedRun, config: Config, changed: Sequence[str], source: CodeSource | None, *, here: bool
-) -> _Plan:
-    on_slurm = _is_slurm(recorded) and not here
-    missing = _missing(recorded, config, source, on_slurm=on_slurm)
-    return _Plan(recorded=recorded, config=config, changed=changed, source=source, on_slurm=on_slurm, missing=missing)
-
-
-def _start(
-    plan: _Plan, dependency: str | None, begin: str | None, *, follow: bool, wait: bool, force: bool
-) -> tuple[RunDir, int]:
-    """Start the rerun where the run was. Returns its folder and an exit code."""
-    if plan.on_slurm:
-        flags = submission_flags(plan.config, dependency, begin)
-        return _submit(plan, flags, follow=follow, wait=wait, force=force)
-    if dependency or begin:
-        raise UserMistake("--dependency and --begin need Slurm, and this run is repeated on this machine")
-    return _run_here(plan, follow=follow)
-
-
-def _conclude(plan: _Plan, made: RunDir, code: int, *, is_over: bool, tolerance: float, ignore: Sequence[str]) -> int:
-    """Compare the values of a rerun that has ended, or print how to do it later. Returns the exit code."""
-    from hpcdist.cli.rerun_report import compare_rerun, report
-
-    if is_over and not code:
-        return report(made, compare_rerun(plan.recorded, made, tolerance=tolerance, ignore=ignore))
-    compares = f"`hpcdist rerun {made.name} --compare` compares its values"
-    say(f"the rerun did not end as planned: {compares} until its end" if is_over else f"when it has ended: {compares}")
-    return code
-
-
-def _compare(name: str, runs_dir: Path, scratch: Path, tolerance: float, ignored: Sequence[str]) -> int:
-    """Compare a rerun that has ended with its original. Returns the exit code."""
-    from hpcdist.cli.rerun_report import compare_again, report
-    from hpcdist.run.lookup import resolve_run
-
-    made = resolve_run(name, runs_dir)
-    return report(made, compare_again(made, runs_dir, scratch, tolerance=tolerance, ignore=ignored))
-
-
-def _is_slurm(recorded: RecordedRun) -> bool:
-    return recorded.environment.get("launcher") == "slurm"
+        return code
 
 
 def _config(
-    recorded: RecordedRun, overrides: Sequence[str], runs_dir: Path, steps: int | None, *, here: bool
+    recorded: RecordedRun, overrides: Sequence[str], runs_dir: Path, steps: int | None, *, on_slurm: bool
 ) -> tuple[Config, list[str]]:
     """Return the config of the rerun, and the overrides that change it from that of the run."""
     from hpcdist.config.loading import load_run_config
     from hpcdist.run.records import kept
 
     env = {**(kept(recorded.folder) if recorded.folder is not None else {}), **os.environ}
-    changes = _changes(recorded, load_run_config(recorded.config, [], env, require_secrets=False), here=here)
+    changes = _changes(recorded, load_run_config(recorded.config, [], env, require_secrets=False), on_slurm=on_slurm)
     if steps is not None:
         changes["stop.pause_at_step"] = steps
     changed = [*(f"{key}={json.dumps(value)}" for key, value in changes.items()), *overrides]
@@ -213,19 +177,24 @@ def _config(
     return load_run_config(recorded.config, [*words, *changed], env), changed
 
 
-def _changes(recorded: RecordedRun, config: Config, *, here: bool) -> dict[str, Any]:
+def _changes(recorded: RecordedRun, config: Config, *, on_slurm: bool) -> dict[str, Any]:
     """Return the values that differ from the run's config so that the rerun repeats what the run did."""
     found: dict[str, Any] = {}
     if config.tracking.register_as is not None:
         found["tracking.register_as"] = None  # a rerun is no new version of the model
-    if _is_slurm(recorded) and not here:
+    if on_slurm:
         if config.container.runtime in DETACHED and recorded.image_digest.startswith("sha256:"):
             found["container.image"] = recorded.image_digest  # the name may mean another image now
         return found
     if recorded.world_size and not config.roles and config.launch.num_ranks != recorded.world_size:
         found["launch.num_ranks"] = recorded.world_size
     cores = recorded.environment.get("cores")
-    if not _is_slurm(recorded) and type(cores) is int and cores != num_cores() and not config.launch.num_threads:
+    if (
+        recorded.environment.get("launcher") != "slurm"
+        and type(cores) is int
+        and cores != num_cores()
+        and not config.launch.num_threads
+    ):
         # The number of threads determines the order of sums.
         found["launch.num_threads"] = max(1, cores // max(1, recorded.world_size))
     return found
@@ -258,17 +227,18 @@ def _missing(recorded: RecordedRun, config: Config, source: CodeSource | None, *
     return found
 
 
-def _show(plan: _Plan) -> None:
+def _show(
+    recorded: RecordedRun, config: Config, changed: Sequence[str], source: CodeSource | None, missing: Sequence[str]
+) -> None:
     from hpcdist.config.written import redacted_argument
 
-    recorded, config, source, changed = plan.recorded, plan.config, plan.source, plan.changed
     known_as = f" (MLflow run {recorded.run_id})" if recorded.run_id else ""
     say(f"repeats {recorded.experiment}/{recorded.name}{known_as} as {config.experiment}/{config.name}")
     say(f"code: {source.text if source is not None else f'the current folder, {Path.cwd()}'}")
     say("config: as recorded" + (f", except {' '.join(map(redacted_argument, changed))}" if changed else ""))
     if recorded.folder is None:
         _show_executed(recorded, source)
-    for text in plan.missing:
+    for text in missing:
         say(f"not restored: {text}")
 
 
@@ -305,54 +275,110 @@ def _confirm(run_id: str) -> None:
         raise typer.Abort
 
 
-def _create(plan: _Plan, config: Config, launcher: str) -> RunDir:
-    """Create the run folder with the code of the recorded run; remove it if that fails."""
-    from hpcdist.run import create
-    from hpcdist.run.records import RerunRecord, read_origin, write_rerun
+def _restore(
+    recorded: RecordedRun, config: Config, source: CodeSource | None, missing: Sequence[str], made: RunDir
+) -> CodeState:
+    """Record in the folder of the rerun what it repeats, and write its code there."""
+    from hpcdist.run import snapshot
+    from hpcdist.run.records import RerunRecord, write_rerun
 
-    recorded, source = plan.recorded, plan.source
-    made = create.create_run(
-        config,
-        Path.cwd(),
-        launcher=launcher,
-        origin=read_origin(recorded.folder) if recorded.folder is not None else None,
-        restore=partial(source.restore, config=config) if source is not None else None,
+    folder = str(recorded.folder.path) if recorded.folder is not None else ""
+    uri = redact_uri(recorded.uri)
+    write_rerun(
+        made, RerunRecord(name=recorded.name, folder=folder, run_id=recorded.run_id, uri=uri, missing=list(missing))
     )
-    try:
-        create.check_restored(made, config)
-        record = RerunRecord(
-            name=recorded.name,
-            folder=str(recorded.folder.path) if recorded.folder is not None else "",
-            run_id=recorded.run_id,
-            uri=redact_uri(recorded.uri),
-            missing=list(plan.missing),
-        )
-        write_rerun(made, record)
-    except BaseException:
-        shutil.rmtree(made.path)
-        raise
-    return made
+    return snapshot.take(config, made, Path.cwd()) if source is None else source.restore(made, config)
 
 
-def _run_here(plan: _Plan, *, follow: bool) -> tuple[RunDir, int]:
-    """Start the rerun on this machine. Returns its folder and the exit code of its supervision."""
-    from hpcdist.cli.render import show_plan
-    from hpcdist.cli.run import resolve_start, supervise_here
+# The comparison of a rerun with its original.
 
-    config = plan.config
-    start, uri = resolve_start(config)
-    show_plan(console(), config, start, config.folder, uri, verbose=False)
-    made = _create(plan, config, "local")
-    return made, supervise_here(made, config, start, uri, follow=follow)
+#: Differing metrics that are printed.
+_SHOWN = 8
 
 
-def _submit(plan: _Plan, flags: dict[str, str], *, follow: bool, wait: bool, force: bool) -> tuple[RunDir, int]:
-    """Submit the rerun to Slurm. Returns its folder and an exit code."""
-    from hpcdist.slurm.job.submit import resolve_het
+def _compared(recorded: RecordedRun, made: RunDir, *, tolerance: float, ignore: Collection[str]) -> RerunResult:
+    """Compare the values of a rerun that has ended with those of the recorded run.
 
-    config, note = resolve_het(plan.config)
-    if note:
+    Raises TrackingError if the recorded run is read from MLflow and that fails.
+    """
+    from hpcdist.review.comparison import RerunResult, compare_values, data_differences, image_differences
+    from hpcdist.review.facts import read_facts
+    from hpcdist.tracking.points import read_values
+
+    facts, after = read_facts(made), read_values(made)
+    values = compare_values(
+        recorded.values(),
+        after,
+        until=None if facts.state.status == "finished" else _last_step(made, facts.state, after),
+        exact=recorded.folder is not None,
+        tolerance=tolerance,
+        ignore=ignore,
+    )
+    notes = data_differences(recorded.datasets, facts.datasets) + image_differences(recorded.image_digest, facts)
+    if facts.state.status not in ("finished", "stopped"):
+        notes.append(f"the rerun is {facts.state.status}: values after its last step are not compared")
+    if tolerance:
+        notes.append(f"values with a relative difference of at most {tolerance:g} count as equal (--tolerance)")
+    if ignore:
+        notes.append(f"metrics not compared: {', '.join(sorted(ignore))} (--ignore)")
+    return RerunResult(values=values, notes=tuple(notes))
+
+
+def _last_step(made: RunDir, state: State, values: Values) -> int:
+    """Return the last step that a run has reported, or logged if it has reported none."""
+    beat = made.attempt(state.attempt).read_beat(0) if state.attempt else None
+    return (beat or {}).get("step") or max((step for points in values.values() for step in points), default=0)
+
+
+def _compare_again(
+    made: RunDir, runs_dir: Path, scratch: Path, *, tolerance: float, ignore: Collection[str]
+) -> RerunResult:
+    """Compare a rerun with the original that its folder names. Raises UserMistake if it is no rerun, or has not ended.
+
+    Args:
+        scratch: an existing folder for files from MLflow.
+    """
+    from hpcdist.run.folder import ENDED
+    from hpcdist.run.records import read_rerun
+    from hpcdist.tracking.recorded_run import find_recorded
+
+    record = read_rerun(made)
+    if record is None:
+        raise UserMistake(f"run {made.name} is not a rerun: `hpcdist compare` compares any runs")
+    if (status := made.read_state().status) not in ENDED:
+        raise UserMistake(f"run {made.name} is {status}: compare it when it has ended (`hpcdist follow {made.name}`)")
+    folder = Path(record.folder) if record.folder else None
+    name = str(folder) if folder is not None and folder.is_dir() else record.run_id
+    if not name:
+        raise UserMistake(f"the original of run {made.name} is gone: {record.folder} does not exist")
+    env = {**os.environ, **({"MLFLOW_TRACKING_URI": record.uri} if record.uri else {})}
+    return _compared(find_recorded(name, runs_dir, env, scratch), made, tolerance=tolerance, ignore=ignore)
+
+
+def _report(made: RunDir, result: RerunResult) -> int:
+    """Print the result of a comparison, and add it to the run folder and to MLflow. Returns the exit code."""
+    from hpcdist.run.records import read_rerun, write_rerun
+
+    values = result.values
+    for note in result.notes:
         say(note)
-    check_submission(config, flags, None, force=force)
-    made = _create(plan, config, "slurm")
-    return made, enqueue(made, config, flags, follow=follow, wait=wait)
+    for difference in values.differences[1 : _SHOWN + 1]:
+        say(f"also differs from {difference}")
+    if values.measured:
+        say(f"not compared, since they measure time or hardware: {', '.join(values.measured)}")
+    say(result.sentence)
+    record = read_rerun(made)
+    if record is not None:
+        write_rerun(made, replace(record, result="; ".join([result.sentence, *result.notes])))
+        _upload(made)
+    return 0 if result.is_equal else 1
+
+
+def _upload(made: RunDir) -> None:
+    """Update the description in MLflow, which contains the result."""
+    from hpcdist.tracking.sync_runs import sync_run
+
+    try:
+        sync_run(made, os.environ)
+    except (HpcdistError, OSError) as error:
+        say(f"the result is not in MLflow yet ({error}): `hpcdist sync {made.name}` uploads it")

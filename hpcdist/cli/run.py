@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hpcdist.config.schema import Config
     from hpcdist.run.folder import RunDir
     from hpcdist.run.records import Origin
+    from hpcdist.run.snapshot import CodeState
     from hpcdist.supervisor.plan import Plan
 
 
@@ -125,7 +126,13 @@ def _unfinished(config: Config) -> RunDir | None:
 
 
 def run_here(
-    config: Config, found: RunDir | None = None, origin: Origin | None = None, *, follow: bool, dry_run: bool
+    config: Config,
+    found: RunDir | None = None,
+    origin: Origin | None = None,
+    *,
+    follow: bool,
+    dry_run: bool = False,
+    restore: Callable[[RunDir], CodeState] | None = None,
 ) -> int:
     """Print the plan of a run on this machine and, unless it is a dry run, start it. Returns the exit code.
 
@@ -133,6 +140,7 @@ def run_here(
         config: The config, with the name of the run.
         found: An unfinished run of this config to continue.
         origin: The config of the command line, which the run folder records.
+        restore: Writes the code of another run into the folder.
     """
     from hpcdist.config.schema import new_run_problems
     from hpcdist.run import create
@@ -147,7 +155,7 @@ def run_here(
     if dry_run:
         show()
         return 0
-    made = found or create.create_run(config, Path.cwd(), origin=origin)
+    made = found or create.create_run(config, Path.cwd(), origin=origin, restore=restore)
     return supervise_here(made, config, plan, uri, follow=follow, show=show)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from hpcdist.config.schema import Config
     from hpcdist.run.folder import RunDir
     from hpcdist.run.records import Origin
+    from hpcdist.run.snapshot import CodeState
 
 app = typer.Typer()
 
@@ -109,6 +111,7 @@ def submit_run(
     dry_run: bool = False,
     test: bool = False,
     force: bool = False,
+    restore: Callable[[RunDir], CodeState] | None = None,
 ) -> int:
     """Check a submission to Slurm and, unless it is a dry run or a test, submit it. Returns the exit code.
 
@@ -116,6 +119,7 @@ def submit_run(
         config: The config, with the name of the run.
         flags: Flags of sbatch for this submission alone.
         origin: The config of the command line, which the run folder records.
+        restore: Writes the code of another run into the folder.
     """
     from hpcdist.run import create
     from hpcdist.run.folder import RunDir
@@ -131,11 +135,11 @@ def submit_run(
         script, step = render(config, RunDir(config.folder), flags)
         say(f"{script}\n# then, in the batch step:\n{commented(step)}\n#\n" + "\n".join(map(commented, components)))
         return 0
-    check_submission(config, flags, Path.cwd(), force=force)
+    check_submission(config, flags, Path.cwd() if restore is None else None, force=force)
     say("\n".join(components))
     if test:
         return 0
-    run = create.create_run(config, Path.cwd(), launcher="slurm", origin=origin)
+    run = create.create_run(config, Path.cwd(), launcher="slurm", origin=origin, restore=restore)
     return enqueue(run, config, flags, follow=follow, wait=wait)
 
 

@@ -112,9 +112,8 @@ def _check_syntax(key: str, file: Path) -> None:
         raise ConfigError([f"{key}: {place}: {type(error).__name__}: {getattr(error, 'msg', error)}{code}"]) from None
 
 
-def check_restored(run: RunDir, config: Config) -> None:
+def _check_restored(run: RunDir, config: Config, code: snapshot.CodeState) -> None:
     """Raise ConfigError like `check_trainer` if the restored code of a run does not contain its trainer."""
-    code = snapshot.code_state(run)
     file = config.trainer.script_file
     if file is None or run.snapshot_of(file) is None:
         check_trainer(config, Path(next(iter(snapshot.import_path(code, run)), code.cwd)))
@@ -132,7 +131,7 @@ def create_run(
 
     Args:
         cwd: folder of the user's code.
-        restore: writes the code of another run into the folder, instead of that in `cwd`.
+        restore: writes the code of another run into the folder, instead of that in `cwd`; its trainer is checked.
     """
     run = RunDir.create(config.folder)
     try:
@@ -141,6 +140,8 @@ def create_run(
             write_origin(run, origin)
         code = snapshot.take(config, run, cwd) if restore is None else restore(run)
         snapshot.write_environment(run, code, launcher=launcher)
+        if restore is not None:
+            _check_restored(run, config, code)
     except BaseException:
         with suppress(OSError):  # the first error explains more
             retry.retry(lambda: shutil.rmtree(run.path), run.path)

@@ -223,7 +223,7 @@ def from_mlflow(first: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(recorded_run, "find_recorded", recorded)
     monkeypatch.setattr(rerun, "_code", lambda found, _: CodeSource(recorded=found.code, patch=found.patch, text="t"))
-    monkeypatch.setattr(rerun, "_start", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(rerun, "run_here", lambda *_, **__: pytest.fail("started"))
     return config
 
 
@@ -243,8 +243,7 @@ def test_what_mlflow_would_execute_is_shown_and_needs_consent(
     patch = f"code.patch: sha256 {hashlib.sha256(PATCH).hexdigest()}, 1 lines; until you answer, it is"
     assert f"  {patch} {from_mlflow.parent}/code.patch.txt" in result.out.splitlines()
     assert hpcdist("rerun", "1a" * 16, "--dry-run").code == 0
-    monkeypatch.setattr(rerun, "_start", lambda plan, *_, **__: (RunDir(Path("made")), 7))
-    monkeypatch.setattr(rerun, "_conclude", lambda plan, made, code, **_: code)
+    monkeypatch.setattr(rerun, "run_here", lambda *_, **__: 7)
     assert hpcdist("rerun", "1a" * 16, "--yes").code == 7
     for answer, code in (("n", 130), ("", 130), ("y", 7)):
         monkeypatch.setattr(sys, "stdin", io.StringIO(f"{answer}\n"))
