@@ -127,7 +127,10 @@ def secret_keys(config: Config) -> list[tuple[str, ...]]:
 
 
 def secrets_of(config: Config) -> dict[str, str]:
-    """Return the environment variables from which `load_run_config` restores the redacted values."""
+    """Return the environment variables from which `load_run_config` restores the redacted values.
+
+    That of `notify.webhook` is HPCDIST_NOTIFY_WEBHOOK.
+    """
     tree = to_tree(config)
     values = dict(leaves(tree))
     return {

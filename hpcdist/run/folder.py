@@ -14,7 +14,9 @@ folder of runs above; and the identity that shows a replaced folder.
         rank_environment.json                    archive and versions of the ranks' environment (cluster.environment)
         journal/attempt-001.rank-00000.jsonl     metrics, one record per line
         journal/attempt-001.rank-00000.events.jsonl   parameters, tags and models that the code of a rank has logged
-        journal/shipped.json                     offsets of the records that MLflow has received
+        journal/sent-points.json                 offsets of the records that MLflow has received
+        journal/sent-files.json                  artifacts and models that MLflow has received
+        journal/sent-facts.json                  tags, parameters and report that MLflow has received
         journal/names.json                       original names of renamed metrics, parameters and tags
         checkpoints/step-00000100/               see checkpoint/folder.py
         model/                                   the final model in MLflow's layout

@@ -1,7 +1,7 @@
 """Commands by a tag of the MLflow run: `hpcdist.command` = `stop`, `save` or `profile steps=10 ranks=0,3`.
 
-The shipper reads the tag every few seconds if `tracking.commands` allows commands. It records the command
-(`ShippingState.command`) and removes the tag before it obeys, and answers in the tag `hpcdist.command.result`.
+The shipper reads the tag between its passes if `tracking.commands` allows commands. It records the command
+(`journal/command.json`) and removes the tag before it obeys, and answers in the tag `hpcdist.command.result`.
 If it dies between obeying and recording the result, the next shipper obeys again, which has no effect: a second
 request to stop is the first one, and the key of a `save` or `profile` finds the command that was sent.
 """
@@ -12,10 +12,11 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.errors import HpcdistError, TrackingError, UserMistake
+from hpcdist.host.files import read_json, write_json
 from hpcdist.run.commands import (
     DEFAULT_PROFILE_STEPS,
     LiveCommand,
@@ -26,96 +27,101 @@ from hpcdist.run.commands import (
     send_command,
 )
 from hpcdist.run.folder import ENDED, RunDir, State
+from hpcdist.tracking.mlflow_client import entities
 from hpcdist.tracking.mlflow_run import MlflowRun
-from hpcdist.tracking.points import ShippingState, completion_of
 from hpcdist.tracking.run_metadata import MAX_TAG, clean_text
 
 log = logging.getLogger(__name__)
 TAG = "hpcdist.command"
 RESULT_TAG = "hpcdist.command.result"
-#: Interval of requests for the tag, also during a pass of the shipper.
+#: Minimum interval of requests for the tag.
 INTERVAL_S = 10.0
 #: Author of the commands, for messages. MLflow does not record who has set a tag.
 AUTHOR = f"the tag {TAG} in MLflow"
 
 
 class CommandTag:
-    """The tag of one run.
+    """The tag of one run. The command that is not completely answered is kept in a file for the next process."""
 
-    Args:
-        save: writes the state of the upload to its file.
-    """
-
-    def __init__(self, run: RunDir, save: Callable[[], None]) -> None:
+    def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._save = save
+        self._path = run.journal / "command.json"
+        self._command: dict[str, str] = read_json(self._path) or {}
         self._next = -math.inf
 
-    def update(self, mlflow: MlflowRun, allowed: list[str], state: State, progress: ShippingState) -> None:
+    def update(self, mlflow: MlflowRun, allowed: Sequence[str], state: State) -> None:
         """Obey a new command and report the result of the last one: every INTERVAL_S, and when the run has ended.
 
         Args:
-            allowed: `tracking.commands` of the run.
+            allowed: the commands in `tracking.commands`.
 
         Raises:
             TrackingError: MLflow is unavailable or rejects a request; the next call continues.
         """
-        has_just_ended = state.status in ENDED and progress.complete != completion_of(state)
-        if not allowed or (time.monotonic() < self._next and not has_just_ended):
+        if not allowed or (time.monotonic() < self._next and state.status not in ENDED):
             return
         self._next = time.monotonic() + INTERVAL_S
-        if not _is_claimed(progress.command):
-            self._claim(mlflow, state, progress)
-        if _is_claimed(command := progress.command):
-            if mlflow.tag(TAG).strip()[:200] == command["text"]:  # a command set meanwhile stays for the next call
+        if not self._is_claimed:
+            self._claim(mlflow, state)
+        if self._is_claimed:
+            if _text(mlflow.current()) == self._command["text"]:  # a command set meanwhile stays for the next call
                 mlflow.delete_tag(TAG)
-            command = command | self._obey(command, allowed, state)
-            log.info("%s=%s: %s", TAG, command["text"], command["result"])
-            self._note(progress, command)
-        if "number" in progress.command:
-            self._follow(state, progress)
-        if progress.command:
-            self._answer(mlflow, progress)
+            answered = self._command | self._obey(self._command, allowed, state)
+            log.info("%s=%s: %s", TAG, answered["text"], answered["result"])
+            self._note(answered)
+        if "number" in self._command:
+            self._follow(state)
+        if self._command:
+            self._answer(mlflow)
 
-    def _claim(self, mlflow: MlflowRun, state: State, progress: ShippingState) -> None:
+    @property
+    def _is_claimed(self) -> bool:
+        """Whether a command was read and not obeyed yet."""
+        return "text" in self._command and "result" not in self._command
+
+    def _claim(self, mlflow: MlflowRun, state: State) -> None:
         """Read the tag. A new command replaces the last one, whose result may still be missing."""
-        text = mlflow.tag(TAG).strip()
-        if text:
+        current = mlflow.current()
+        if text := _text(current):
             # The status of the last pass: this is the first one after the resume of a run that had ended.
-            is_stale = progress.status.partition(" ")[0] in ("FINISHED", "FAILED", "KILLED")
-            command = {
-                "text": text[:200],
-                "key": secrets.token_hex(8),
-                "attempt": str(state.attempt),
-                "stale": "yes" if is_stale else "",
-            }
-            self._note(progress, command)
+            is_stale = current.info.status in ("FINISHED", "FAILED", "KILLED")
+            self._note(
+                {
+                    "text": text,
+                    "key": secrets.token_hex(8),
+                    "attempt": str(state.attempt),
+                    "stale": "yes" if is_stale else "",
+                }
+            )
 
-    def _follow(self, state: State, progress: ShippingState) -> None:
+    def _follow(self, state: State) -> None:
         """Look for the results of the ranks."""
-        command = dict(progress.command)
-        attempt = self._run.attempt(int(command["attempt"]))
+        attempt = self._run.attempt(int(self._command["attempt"]))
         is_over = state.status != "running" or state.attempt != attempt.number
-        ranks = [int(rank) for rank in command["ranks"].split(",")]
-        outcome = outcome_of(attempt, int(command["number"]), ranks, is_over=is_over)
+        ranks = [int(rank) for rank in self._command["ranks"].split(",")]
+        outcome = outcome_of(attempt, int(self._command["number"]), ranks, is_over=is_over)
         if outcome is not None:
-            del command["number"]
-            self._note(progress, command | {"result": "; ".join(outcome[0])})
+            rest = {key: value for key, value in self._command.items() if key != "number"}
+            self._note(rest | {"result": "; ".join(outcome[0])})
 
-    def _answer(self, mlflow: MlflowRun, progress: ShippingState) -> None:
+    def _answer(self, mlflow: MlflowRun) -> None:
         """Write a new result to the tag of results."""
-        command = dict(progress.command)
+        command = self._command
         if command["result"] != command.get("answered"):
             now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
             mlflow.set_tags({RESULT_TAG: clean_text(f"{now} {command['text']}: {command['result']}")[:MAX_TAG]})
         is_complete = "number" not in command
-        self._note(progress, {} if is_complete else command | {"answered": command["result"]})
+        self._note({} if is_complete else command | {"answered": command["result"]})
 
-    def _note(self, progress: ShippingState, command: dict[str, str]) -> None:
-        progress.command = command
-        self._save()
+    def _note(self, command: dict[str, str]) -> None:
+        if command != self._command:
+            try:
+                write_json(self._path, command)
+            except OSError as error:
+                raise TrackingError(f"{self._path} cannot be written ({error.strerror}): free space there") from error
+        self._command = command
 
-    def _obey(self, command: Mapping[str, str], allowed: list[str], state: State) -> dict[str, str]:
+    def _obey(self, command: Mapping[str, str], allowed: Sequence[str], state: State) -> dict[str, str]:
         """Obey a command. Returns its result, and for a command to the ranks its number."""
         if state.status in ENDED:
             return {"result": f"ignored, since the run has ended: it is {state.status}"}
@@ -137,9 +143,8 @@ class CommandTag:
         return {"result": "sent to the ranks", "attempt": str(attempt.number), "number": str(number), "ranks": ranks}
 
 
-def _is_claimed(command: Mapping[str, str]) -> bool:
-    """Return whether a command was read and not obeyed yet."""
-    return "text" in command and "result" not in command
+def _text(run: entities.Run) -> str:
+    return str(run.data.tags.get(TAG, "")).strip()[:200]
 
 
 def parse(text: str) -> LiveCommand | None:

@@ -4,16 +4,16 @@ code has logged, the ledger, the report.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 from hpcdist.config.redaction import redact_tree
+from hpcdist.config.schema import Config
 from hpcdist.config.written import StoredConfig
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.host.files import read_json, stays_inside
@@ -28,11 +28,306 @@ from hpcdist.tracking.journal import ChangedNames, Event, clean_name, event_file
 from hpcdist.tracking.mlflow_client import MlflowException, entities, translated
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.pages import NOTE_TAG, ParentRun, RunPage
-from hpcdist.tracking.points import Batches, Point, ShippingState, completion_of, read_series
+from hpcdist.tracking.points import Batches, Point, SentFacts, SentFiles, completion_of, read_series
+
+log = logging.getLogger(__name__)
+LOG_INTERVAL_S = 60.0
+CHECKPOINTS_INTERVAL_S = 10.0
+#: Time limit for the records of a running run in one pass, and for its artifacts: commands, tags and the status wait.
+PASS_S = 5.0
+#: The folder of a trainer's artifacts is searched less often if a search takes longer, at CHECKS_PER_S.
+SEARCH_S = 2.0
+#: Interval of saving the state during many uploads. After a crash, the artifacts of this time are uploaded again.
+SAVE_S = 2.0
+_FINAL_MODEL = """\
+Final model of {name}
+
+```python
+import mlflow
+
+model = mlflow.pytorch.load_model("runs:/{run_id}/model")
+```
+"""
+
+
+class Delivery:
+    """The upload of one run; the states `Sent` in `journal/` are those from which the next process continues.
+
+    All methods raise TrackingError if MLflow is unavailable or rejects a request, and may then be called again.
+    """
+
+    def __init__(self, run: RunDir, uri: str) -> None:
+        self.run = run
+        self.uri = uri
+        self.stored = run_metadata.read_config(run)
+        self._config_mark = ""
+        self._names = ChangedNames(run.journal / "names.json")
+        self._mlflow: MlflowRun | None = None
+        self._parent = ParentRun.of(run, uri)
+        self._report = ReportWriter(run)
+        self._page = RunPage(run)
+        self._ledger = LedgerMetrics(run)
+        self._command = CommandTag(run)
+        #: Status and attempt that MLflow shows.
+        self._status = ""
+        #: Phase of the run in which the prepared views were written: `live` or `ended`.
+        self._views_written = ""
+        #: Minimum time before the next pass: polling the journals of many nodes loads the file system.
+        self.pause_s = 0.0
+
+    def open_run(self) -> MlflowRun:
+        """Find or create the MLflow run, once."""
+        if self._mlflow is None:
+            opened = MlflowRun(self.run, self.uri)
+            self._sent = SentFacts.load(self.run.journal, opened.run_id)
+            self.batches = Batches(self.run, opened.run_id)
+            self.uploads = Uploads(self.run, opened)
+            self._mlflow = opened
+        return self._mlflow
+
+    def ship_once(self, state: State | None = None) -> int:
+        """Upload everything once, and obey the command that was set as a tag. Returns the number of points sent.
+
+        Args:
+            state: State of the run to report; by default that of `state.json`.
+        """
+        mlflow = self.open_run()
+        self._follow_config()
+        state = state or self.run.read_state()
+        config = self.stored.config
+        # An error of the command or of a file stops neither the upload of metrics nor that of the status.
+        failures: list[TrackingError] = []
+        with _collected(failures):
+            self._command.update(mlflow, config.tracking.commands, state)
+        num_points = self.ship_records(state)
+        self._page.update(mlflow, state, config.tracking.tags.get(NOTE_TAG, ""))
+        self._ship_tags(state)
+        self._ship_views(state)
+        self._ledger.ship(state, mlflow)
+        with _collected(failures):
+            self._ship_events()
+            if self._report.write_if_due(state, self._sent.report, has_new_points=num_points > 0):
+                self._sent.report = report_mark(state)
+                self._sent.save(self.run.journal)
+            self.uploads.ship(state, config, self.batches.last_step)
+        self._ship_status(state)
+        if failures:
+            raise failures[0]
+        if (mark := completion_of(state)) and self._sent.complete != mark:
+            self._sent.complete = mark
+            self._sent.save(self.run.journal)
+        return num_points
+
+    def _follow_config(self) -> None:
+        """Log the parameters of the config: at the start, and once a resume has changed the config of the run."""
+        if self._config_mark != (mark := artifacts.fingerprint(self.run.config)):
+            self.stored = run_metadata.read_config(self.run)
+            self.open_run().log_params(run_metadata.params(self.run, self.stored))
+            self._names.note(run_metadata.names(self.run, self.stored))
+            self._config_mark = mark
+
+    def ship_records(self, state: State) -> int:
+        """Send the records that MLflow does not have yet. Returns the number of points sent.
+
+        Limited to PASS_S for a running run, which may log as fast as MLflow accepts records.
+        """
+        mlflow = self.open_run()
+        num_before, polls_before = self.batches.counts.num_points, self.batches.num_polls
+        until = time.monotonic() + PASS_S if state.status == "running" else math.inf
+        try:
+            while (found := self.batches.next(state.attempt, over=state.status in ENDED)) is not None:
+                self._names.note(self.batches.names)
+                self.batches.commit(mlflow.log_points(found))
+                if time.monotonic() >= until:
+                    break
+        except (OSError, TrackingError) as error:
+            self.batches = Batches(self.run, mlflow.run_id)
+            if isinstance(error, TrackingError):
+                raise
+            raise TrackingError(f"the journal of {self.run.name} cannot be read: {error}") from error
+        self.pause_s = (self.batches.num_polls - polls_before) / CHECKS_PER_S
+        return self.batches.counts.num_points - num_before
+
+    def _ship_tags(self, state: State) -> None:
+        tags = (
+            run_metadata.fixed_tags(self.run, self.stored)
+            | run_metadata.job_tags(self.run)
+            | run_metadata.state_tags(state)
+        )
+        if self._parent is not None:
+            tags |= self._parent.cell_tags()
+        tags.pop(NOTE_TAG, None)  # part of the description, see `RunPage`
+        changed = {key: value for key, value in tags.items() if self._sent.tags.get(key) != value}
+        if changed:
+            self.open_run().set_tags(changed)
+            self._sent.tags = tags
+            self._sent.save(self.run.journal)
+
+    def _ship_events(self) -> None:
+        """Upload the parameters, tags, datasets and models that the code of the ranks has logged."""
+        for name, offset in ship_new_events(self.open_run(), self.run, self.stored, self._sent.events, self._names):
+            self._sent.events[name] = offset
+            self._sent.save(self.run.journal)
+
+    def _ship_views(self, state: State) -> None:
+        """Write the prepared views of the experiment in the first pass and at the end of the run.
+
+        At the end, columns appear again that another run has removed by writing at the same time.
+        """
+        phase = "ended" if state.status in ENDED else "live"
+        if self._views_written != phase:
+            self._views_written = phase
+            pages.write(self.open_run(), self.run, self.stored.config.checkpoint)
+
+    def _ship_status(self, state: State) -> None:
+        status = run_metadata.MLFLOW_STATUS.get(state.status, "RUNNING")
+        # The attempt is included, since a resumed run may end with the same status.
+        known = f"{status} {state.attempt}"
+        if self._status != known:
+            ended = state.ended if state.ended is not None else time.time()
+            # MLflow's duration is the difference of end and start: without pauses, it is the running time.
+            running_ms = int(1000 * sum(one.ended - one.began for one in allocations_of(self.run)))
+            end_ms = self.open_run().start_ms + running_ms if running_ms else int(ended * 1000)
+            self.open_run().set_status(status, end_ms if state.status in ENDED else None)
+            if self._parent is not None:
+                self._parent.refresh()
+            self._status = known
+
+
+@contextmanager
+def _collected(failures: list[TrackingError]) -> Iterator[None]:
+    """Append a TrackingError of the block to `failures` instead of raising it."""
+    try:
+        yield
+    except TrackingError as error:
+        failures.append(error)
+
+
+class Uploads:
+    """Uploads the files of one run that MLflow does not have: artifacts, and checkpoints and the final model as models.
+
+    All methods raise TrackingError if MLflow is unavailable or rejects a request, and may then be called again.
+    """
+
+    def __init__(self, run: RunDir, mlflow: MlflowRun) -> None:
+        self._run = run
+        self._mlflow = mlflow
+        self.sent = SentFiles.load(run.journal, mlflow.run_id)
+        self._checkpoints = CheckpointModels(run, mlflow, self.sent.checkpoints)
+        self._checkpoints_shipped = -math.inf
+        self._logs_shipped = 0.0
+        #: Time of the next search for artifacts of the trainer.
+        self._search_at = 0.0
+        #: Artifacts that are not uploaded, each of which is reported once.
+        self._left_out: set[str] = set()
+
+    def ship(self, state: State, config: Config, last_step: int) -> None:
+        """Upload what is new or has changed.
+
+        Args:
+            last_step: the last step of the training that MLflow has.
+        """
+        found = chain(artifacts.documents(self._run), artifacts.preflight(self._run))
+        if state.status in ENDED:
+            weights = artifacts.checkpoints(self._run, config.checkpoint) if state.status != "stopped" else ()
+            others = artifacts.trainer_artifacts(self._run), artifacts.reports(self._run, ended=True), weights
+            self._upload(chain(found, *others), counted=True)
+        else:
+            self._upload(found)
+            self._ship_trainer_artifacts()
+            if time.monotonic() - self._logs_shipped >= LOG_INTERVAL_S:
+                self._upload(artifacts.reports(self._run, ended=False))
+                self._logs_shipped = time.monotonic()
+        self._ship_checkpoints(is_running=state.status == "running")
+        if state.status == "finished" and (self._run.model / "MLmodel").is_file():
+            self._ship_model(config, last_step)
+
+    def _ship_trainer_artifacts(self) -> None:
+        """Upload the files of the trainer for PASS_S at most, so that metrics do not wait for many files."""
+        if time.monotonic() < self._search_at:
+            return
+        found = list(artifacts.trainer_artifacts(self._run))
+        is_complete = self._upload(found, within_s=PASS_S)
+        # The search reads the attributes of each file, which loads the file system.
+        pause_s = len(found) / CHECKS_PER_S
+        self._search_at = time.monotonic() + (pause_s if is_complete and pause_s > SEARCH_S else 0.0)
+
+    def _upload(self, found: Iterable[Artifact], within_s: float = math.inf, *, counted: bool = False) -> bool:
+        """Upload the files that MLflow does not have. Returns False if time was too short for all of them.
+
+        Args:
+            counted: record how many are left, for `upload_progress`.
+        """
+        until = time.monotonic() + within_s
+        saved_at, num_unsaved = time.monotonic(), 0
+        try:
+            if counted:
+                found = list(found)
+                self.sent.left = sum(map(self._is_new, found))
+                self._save()
+            for item in found:
+                if self._is_new(item):
+                    # Checked right before the upload, which follows links.
+                    if reason := artifacts.leaves_folder(item, self._run):
+                        if item.target not in self._left_out:
+                            log.warning("%s: not uploaded", reason)
+                        self._left_out.add(item.target)
+                        continue
+                    self._mlflow.upload(item.source, item.target)
+                    self.sent.artifacts[item.target] = item.fingerprint
+                    self.sent.left = max(0, self.sent.left - 1)
+                    num_unsaved += 1
+                    if time.monotonic() - saved_at >= SAVE_S:  # the state is large if the run has many artifacts
+                        self._save()
+                        log.info("%s: %d artifacts uploaded", self._run.name, len(self.sent.artifacts))
+                        saved_at, num_unsaved = time.monotonic(), 0
+                    if time.monotonic() >= until:
+                        return False
+        except OSError as error:
+            raise TrackingError(f"an artifact of {self._run.name} cannot be read: {error}") from error
+        finally:
+            if num_unsaved:
+                self._save()
+        return True
+
+    def _save(self) -> None:
+        self.sent.save(self._run.journal)
+
+    def _is_new(self, item: Artifact) -> bool:
+        return item.fingerprint not in ("", self.sent.artifacts.get(item.target))
+
+    def _ship_checkpoints(self, *, is_running: bool) -> None:
+        if is_running and time.monotonic() - self._checkpoints_shipped < CHECKPOINTS_INTERVAL_S:
+            return
+        try:
+            if self._checkpoints.update(all_sent=not is_running):
+                self._save()
+        except OSError as error:
+            raise TrackingError(f"a checkpoint of {self._run.name} cannot be read: {error}") from error
+        self._checkpoints_shipped = time.monotonic()
+
+    def _ship_model(self, config: Config, last_step: int) -> None:
+        model, mlflow, folder = self.sent.model, self._mlflow, self._run.model
+        mark = artifacts.fingerprint(folder)
+        if reason := artifacts.leaves_folder(Artifact(folder, "model", mark), self._run):
+            raise TrackingError(f"{reason}: the model is not uploaded")
+        if model.get("fingerprint") != mark:
+            description = _FINAL_MODEL.format(run_id=mlflow.run_id, name=self._run.name)
+            model_id = log_model(mlflow, folder, mark, last_step, description=description)
+            self._checkpoints.log_final_metrics(model_id, last_step)
+            model = self.sent.model = {"fingerprint": mark, "model_id": model_id}
+            self._save()
+        name = config.tracking.register_as
+        if name and "registered" not in model:
+            registered = register(mlflow, model["model_id"], name)
+            if config.checkpoint.monitor:
+                move_best(mlflow, name, registered.rpartition("/")[2], config.checkpoint)
+            model["registered"] = registered
+            self._save()
+
 
 # The ledger of a run as metrics of MLflow.
 
-log = logging.getLogger(__name__)
 #: Interval of the metrics of a running run.
 LEDGER_INTERVAL_S = 60.0
 #: MLflow draws the charts of metrics in the order of their prefixes: these come after `eval/` and `train/`.
@@ -47,52 +342,44 @@ class LedgerMetrics:
 
     The step of a record is the last training step, or the one after the step of the record before if that is larger:
     training steps are repeated after a restart, and accounting may change the ledger of an ended run. No two records
-    have the same step, and a later record has a later time, also if another process uploads it.
-
-    Args:
-        save: writes the state of the upload to its file.
+    have the same step, and a later record has a later time, also if another process uploads it: the first request is
+    for the last record in MLflow.
     """
 
-    def __init__(self, run: RunDir, save: Callable[[], None]) -> None:
+    def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._save = save
-        self._logged = time.monotonic()
+        self._logged_at = time.monotonic()
         self._state: tuple[str, int] | None = None
+        self._values: dict[str, float] | None = None  #: in MLflow; None if not known
+        self._step, self._time_ms = 0, 0  #: of these values
 
-    def ship(self, state: State, mlflow: MlflowRun, progress: ShippingState) -> None:
-        """Log the ledger if it is due. A run of an older hpcdist has none. Raises TrackingError like `log_points`."""
+    def ship(self, state: State, mlflow: MlflowRun) -> None:
+        """Log the ledger if it is due. A run of which nothing was measured has none. Raises TrackingError."""
         now, mark = time.monotonic(), (state.status, state.attempt)
-        if (now - self._logged < LEDGER_INTERVAL_S) if state.status == "running" else (mark == self._state):
+        if (now - self._logged_at < LEDGER_INTERVAL_S) if state.status == "running" else (mark == self._state):
             return
         try:
-            ledger, step = read_ledger(self._run), self._last_step(state)
+            ledger = read_ledger(self._run)
+            last_step = reached_step(self._run.attempt(state.attempt)) if state.attempt else 0
         except RunFolderError as error:  # a damaged file, which must not prevent the upload of everything else
             log.warning("the ledger of %s is not uploaded: %s", self._run.name, error)
-            ledger, step = Ledger(), 0
-        found = points(ledger, max(step, progress.ledger_step + 1), after=progress.ledger_time)
-        digest = hashlib.sha256(repr([(point.key, point.value) for point in found]).encode()).hexdigest()[:16]
-        if found and digest != progress.ledger_digest:
-            mlflow.log_points(found)
-            progress.ledger_step, progress.ledger_time = found[0].step, found[0].time_ms / 1000
-            progress.ledger_digest = digest
-            self._save()
-        self._state, self._logged = mark, now
+            ledger, last_step = Ledger(), 0
+        if values := _ledger_values(ledger):
+            if self._values is None:
+                self._values, self._step, self._time_ms = _logged_ledger(mlflow)
+            if not values.items() <= self._values.items():
+                step = max(last_step, self._step + 1)
+                time_ms = max(self._time_ms + 1, int(1000 * ledger.ended))
+                known, self._values = self._values, None  # also after a lost response
+                mlflow.log_points([Point(key, value, time_ms, step) for key, value in values.items()])
+                self._values, self._step, self._time_ms = known | values, step, time_ms
+        self._state, self._logged_at = mark, now
 
-    def _last_step(self, state: State) -> int:
-        return reached_step(self._run.attempt(state.attempt)) if state.attempt else 0
 
-
-def points(ledger: Ledger, step: int, *, after: float = 0.0) -> list[Point]:
-    """Return the ledger as points: GPU-hours or core-hours by cause, goodput, queue time and energy.
-
-    Their time is the end of the ledger.
-
-    Args:
-        step: of the points.
-        after: time of the points before, in seconds since the epoch.
-    """
+def _ledger_values(ledger: Ledger) -> dict[str, float]:
+    """Return the ledger as metrics: GPU-hours or core-hours by cause, goodput, queue time and energy."""
     if not ledger.entries:
-        return []
+        return {}
     sums = ledger.by(lambda entry: entry.cause)
     values: dict[str, float] = {cause: sums.get(cause, 0.0) / 3600 for cause in CAUSES}
     values |= {"allocated": ledger.allocated_s / 3600, "queue": ledger.queue_s / 3600}
@@ -100,11 +387,16 @@ def points(ledger: Ledger, step: int, *, after: float = 0.0) -> list[Point]:
         values["goodput"] = ledger.goodput
     if ledger.energy_kwh is not None:
         values["energy_kwh"] = ledger.energy_kwh
-    time_ms = max(round(1000 * after) + 1, int(1000 * ledger.ended))
-    return [
-        Point(key=LEDGER_PREFIX + name, value=round(value, _DIGITS), time_ms=time_ms, step=step)
-        for name, value in values.items()
-    ]
+    return {LEDGER_PREFIX + name: round(value, _DIGITS) for name, value in values.items()}
+
+
+def _logged_ledger(mlflow: MlflowRun) -> tuple[dict[str, float], int, int]:
+    """Return the last record of the ledger in MLflow: its values, its step, its time in ms."""
+    values = {key: value for key, value in mlflow.current().data.metrics.items() if key.startswith(LEDGER_PREFIX)}
+    with translated(mlflow.uri):
+        history = mlflow.client.get_metric_history(mlflow.run_id, f"{LEDGER_PREFIX}allocated") if values else []
+    last = max(((one.step, one.timestamp) for one in history), default=(0, 0))
+    return values, *last
 
 
 # Upload of what the code of the ranks has logged with MLflow, besides metrics and artifacts.
@@ -253,6 +545,11 @@ REPORT_INTERVAL_S = 300.0
 COST_FACTOR = 100.0
 
 
+def report_mark(state: State) -> str:
+    """Return the text by which a report is known to be that of a state."""
+    return f"{state.status} {state.attempt}"
+
+
 class ReportWriter:
     """Writes the report of one run when it is due."""
 
@@ -261,348 +558,28 @@ class ReportWriter:
         self._next = -math.inf
         self._tried = ""
 
-    def write_if_due(self, state: State, progress: ShippingState) -> None:
+    def write_if_due(self, state: State, last: str, *, has_new_points: bool) -> bool:
         """Write the report if the run has another state than in the last one. A failure is logged, not raised.
 
         Args:
-            progress: its `report` names the state in the last report.
+            last: mark of the last report.
+            has_new_points: whether MLflow has more points; they may arrive after the end of the run.
+
+        Returns:
+            Whether it was written.
         """
-        ended = state.status in ENDED
-        # Records may arrive after the end.
-        mark = f"{state.status} {state.attempt}" + (f" {progress.num_points}" if ended else "")
-        if mark in (progress.report, self._tried) and (ended or time.monotonic() < self._next):
-            return
-        self._tried = mark
+        ended, mark = state.status in ENDED, report_mark(state)
+        if mark in (last, self._tried) and (not has_new_points if ended else time.monotonic() < self._next):
+            return False
+        self._tried, is_written = mark, False
         began = time.monotonic()
         try:
             # Imported here: other commands that import the shipper draw nothing.
             from hpcdist.review.report import write_report
 
             write_report(self._run, read_series(self._run))
-            progress.report = mark
+            is_written = True
         except Exception:  # a report must not stop the upload of the metrics
             log.warning("the report of %s cannot be written", self._run.name, exc_info=True)
         self._next = time.monotonic() + max(REPORT_INTERVAL_S, COST_FACTOR * (time.monotonic() - began))
-
-
-# Upload of one run to MLflow in passes, each of which continues where the last one ended.
-
-LOG_INTERVAL_S = 60.0
-CHECKPOINTS_INTERVAL_S = 10.0
-#: Time limit for the records of a running run in one pass, and for its artifacts; tags and the status follow.
-PASS_S = 5.0
-#: The folder of a trainer's artifacts is searched less often if a search takes longer, at CHECKS_PER_S.
-SEARCH_S = 2.0
-#: Interval of saving the state during many uploads. After a crash, the artifacts of this time are uploaded again.
-SAVE_S = 2.0
-_FINAL_MODEL = """\
-Final model of {name}
-
-```python
-import mlflow
-
-model = mlflow.pytorch.load_model("runs:/{run_id}/model")
-```
-"""
-
-
-class Delivery:
-    """The upload of one run; `journal/shipped.json` records its state for the next process.
-
-    All methods raise TrackingError if MLflow is unavailable or rejects a request, and may then be called again.
-    """
-
-    def __init__(self, run: RunDir, uri: str) -> None:
-        self.run = run
-        self.uri = uri
-        self._config_mark = artifacts.fingerprint(run.config)
-        self.stored = run_metadata.read_config(run)
-        self.progress = ShippingState()
-        self._saved = run.journal / "shipped.json"
-        self._names = ChangedNames(run.journal / "names.json")
-        self._mlflow: MlflowRun | None = None
-        self._parent = ParentRun.of(run, uri)
-        self._report = ReportWriter(run)
-        self._page = RunPage(run)
-        self._ledger = LedgerMetrics(run, lambda: self.progress.save(self._saved))
-        self._command = CommandTag(run, lambda: self.progress.save(self._saved))
-        #: Status that the pass in progress reports.
-        self._state: State | None = None
-        #: Error of a request for the commands in this pass.
-        self._command_failure: TrackingError | None = None
-        self._checkpoints_shipped = -math.inf
-        self._logs_shipped = 0.0
-        #: Time of the next search for artifacts of the trainer.
-        self._search_at = 0.0
-        #: Artifacts that are not uploaded, each of which is reported once.
-        self._left_out: set[str] = set()
-        #: Phase of the run in which the prepared views were written: `live` or `ended`.
-        self._views_written = ""
-        #: Minimum time before the next pass: polling the journals of many nodes loads the file system.
-        self.pause_s = 0.0
-
-    def open_run(self) -> MlflowRun:
-        """Find or create the MLflow run, and log the parameters of the config; once."""
-        if self._mlflow is None:
-            opened = MlflowRun(self.run, self.uri)
-            opened.log_params(run_metadata.params(self.run, self.stored))
-            self._names.note(run_metadata.names(self.run, self.stored))
-            self._mlflow = opened
-            self._load()
-        return self._mlflow
-
-    def _load(self) -> None:
-        """Load the saved state, unless it belongs to another MLflow run."""
-        run_id = self.open_run().run_id
-        self.progress = ShippingState.load(self._saved)
-        if self.progress.run_id != run_id:
-            self.progress = ShippingState(run_id=run_id)
-        self._batches = Batches(self.run, self.progress)
-        self._checkpoints = CheckpointModels(self.run, self.open_run(), self.progress.checkpoints)
-
-    def ship_once(self, state: State | None = None) -> int:
-        """Upload everything once. Returns the number of points sent.
-
-        Args:
-            state: State of the run to report; by default that of `state.json`.
-        """
-        self.open_run()
-        self._follow_config()
-        state = state or self.run.read_state()
-        self._state, self._command_failure = state, None
-        self._obey_commands()
-        num_points = self.ship_records(state)
-        for ship in (self._ship_page, self._ship_tags, self._ship_views, self._ship_ledger):
-            ship(state)
-            self._obey_during_pass()
-        failure = None
-        try:
-            self._ship_events()
-            self._ship_artifacts(state)
-            self._ship_checkpoints(state)
-            if state.status == "finished":
-                self._ship_model()
-        except TrackingError as error:
-            failure = error  # the status of the run is reported in any case
-        self._ship_status(state)
-        if failure := failure or self._command_failure:
-            raise failure
-        if (mark := completion_of(state)) and self.progress.complete != mark:
-            self.progress.complete = mark
-            self.progress.save(self._saved)
-        return num_points
-
-    def _obey_commands(self) -> None:
-        """Obey the commands that were set as a tag, at their interval. An error does not stop the upload."""
-        assert self._state is not None
-        try:
-            self._command.update(self.open_run(), self.stored.config.tracking.commands, self._state, self.progress)
-        except TrackingError as error:
-            self._command_failure = error
-
-    def _obey_during_pass(self) -> None:
-        """Obey new commands to a running run: with a slow server or large files, a pass takes minutes."""
-        if self._command_failure is None and self._state is not None and self._state.status == "running":
-            self._obey_commands()
-
-    def _follow_config(self) -> None:
-        """Log the keys that a resume has changed, once they are in the config of the run."""
-        if self._config_mark != (mark := artifacts.fingerprint(self.run.config)):
-            self.stored = run_metadata.read_config(self.run)
-            self.open_run().log_params(run_metadata.params(self.run, self.stored))
-            self._load()  # with the budgets of the new config
-            self._config_mark = mark
-
-    def ship_records(self, state: State) -> int:
-        """Send the records that MLflow does not have yet. Returns the number of points sent.
-
-        Limited to PASS_S for a running run, which may log as fast as MLflow accepts records.
-        """
-        mlflow = self.open_run()
-        num_sent, polls_before = 0, self._batches.num_polls
-        until = time.monotonic() + PASS_S if state.status == "running" else math.inf
-        try:
-            while self._batches.plan(state.attempt, over=state.status in ENDED):
-                # The intent is saved before sending: after a crash the next process sends the same records again, and
-                # MLflow stores equal points once.
-                self.progress.save(self._saved)
-                points = self._batches.points()
-                self._names.note(self._batches.names)
-                num_refused = mlflow.log_points(points)
-                self.progress.commit()
-                self.progress.num_points += len(points) - num_refused
-                self.progress.num_refused += num_refused
-                self.progress.save(self._saved)
-                num_sent += len(points) - num_refused
-                self._obey_during_pass()
-                if time.monotonic() >= until:
-                    break
-        except OSError as error:
-            self._load()
-            raise TrackingError(f"the journal of {self.run.name} cannot be read: {error}") from error
-        except TrackingError:
-            self._load()
-            raise
-        self.pause_s = (self._batches.num_polls - polls_before) / CHECKS_PER_S
-        return num_sent
-
-    def _ship_tags(self, state: State) -> None:
-        tags = (
-            run_metadata.fixed_tags(self.run, self.stored)
-            | run_metadata.job_tags(self.run)
-            | run_metadata.state_tags(state)
-        )
-        if self._parent is not None:
-            tags |= self._parent.cell_tags()
-        tags.pop(NOTE_TAG, None)  # part of the description, see `_ship_page`
-        changed = {key: value for key, value in tags.items() if self.progress.tags.get(key) != value}
-        if changed:
-            self.open_run().set_tags(changed)
-            self.progress.tags = tags
-            self.progress.save(self._saved)
-
-    def _ship_page(self, state: State) -> None:
-        before = dict(self.progress.page)
-        self._page.update(self.open_run(), state, self.progress, self.stored.config.tracking.tags.get(NOTE_TAG, ""))
-        if self.progress.page != before:
-            self.progress.save(self._saved)
-
-    def _ship_events(self) -> None:
-        """Upload the parameters, tags, datasets and models that the code of the ranks has logged."""
-        for name, offset in ship_new_events(self.open_run(), self.run, self.stored, self.progress.events, self._names):
-            self.progress.events[name] = offset
-            self.progress.save(self._saved)
-            self._obey_during_pass()
-
-    def _ship_ledger(self, state: State) -> None:
-        self._ledger.ship(state, self.open_run(), self.progress)
-
-    def _ship_views(self, state: State) -> None:
-        """Write the prepared views of the experiment in the first pass and at the end of the run.
-
-        At the end, columns appear again that another run has removed by writing at the same time.
-        """
-        phase = "ended" if state.status in ENDED else "live"
-        if self._views_written != phase:
-            self._views_written = phase
-            pages.write(self.open_run(), self.run, self.stored.config.checkpoint)
-
-    def _ship_artifacts(self, state: State) -> None:
-        self._report.write_if_due(state, self.progress)
-        found = chain(artifacts.documents(self.run), artifacts.preflight(self.run))
-        if state.status in ENDED:
-            weights = (
-                artifacts.checkpoints(self.run, self.stored.config.checkpoint) if state.status != "stopped" else ()
-            )
-            others = artifacts.trainer_artifacts(self.run), artifacts.reports(self.run, ended=True), weights
-            self._upload(chain(found, *others), counted=True)
-            return
-        self._upload(found)
-        self._ship_trainer_artifacts()
-        if time.monotonic() - self._logs_shipped >= LOG_INTERVAL_S:
-            self._upload(artifacts.reports(self.run, ended=False))
-            self._logs_shipped = time.monotonic()
-
-    def _ship_trainer_artifacts(self) -> None:
-        """Upload the files of the trainer for PASS_S at most, so that metrics do not wait for many files."""
-        if time.monotonic() < self._search_at:
-            return
-        found = list(artifacts.trainer_artifacts(self.run))
-        is_complete = self._upload(found, within_s=PASS_S)
-        # The search reads the attributes of each file, which loads the file system.
-        pause_s = len(found) / CHECKS_PER_S
-        self._search_at = time.monotonic() + (pause_s if is_complete and pause_s > SEARCH_S else 0.0)
-
-    def _upload(self, found: Iterable[Artifact], within_s: float = math.inf, *, counted: bool = False) -> bool:
-        """Upload the files that MLflow does not have. Returns False if time was too short for all of them.
-
-        Args:
-            counted: record how many are left, for `upload_progress`.
-        """
-        until = time.monotonic() + within_s
-        saved_at, num_unsaved = time.monotonic(), 0
-        try:
-            if counted:
-                found = list(found)
-                self.progress.left = sum(map(self._is_new, found))
-                self.progress.save(self._saved)
-            for item in found:
-                if self._is_new(item):
-                    # Checked right before the upload, which follows links.
-                    if reason := artifacts.leaves_folder(item, self.run):
-                        if item.target not in self._left_out:
-                            log.warning("%s: not uploaded", reason)
-                        self._left_out.add(item.target)
-                        continue
-                    self.open_run().upload(item.source, item.target)
-                    self.progress.artifacts[item.target] = item.fingerprint
-                    self.progress.left = max(0, self.progress.left - 1)
-                    num_unsaved += 1
-                    self._obey_during_pass()
-                    if time.monotonic() - saved_at >= SAVE_S:  # the state is large if the run has many artifacts
-                        self.progress.save(self._saved)
-                        log.info("%s: %d artifacts uploaded", self.run.name, len(self.progress.artifacts))
-                        saved_at, num_unsaved = time.monotonic(), 0
-                    if time.monotonic() >= until:
-                        return False
-        except OSError as error:
-            raise TrackingError(f"an artifact of {self.run.name} cannot be read: {error}") from error
-        finally:
-            if num_unsaved:
-                self.progress.save(self._saved)
-        return True
-
-    def _is_new(self, item: Artifact) -> bool:
-        return item.fingerprint not in ("", self.progress.artifacts.get(item.target))
-
-    def _ship_checkpoints(self, state: State) -> None:
-        running = state.status == "running"
-        if running and time.monotonic() - self._checkpoints_shipped < CHECKPOINTS_INTERVAL_S:
-            return
-        try:
-            if self._checkpoints.update(all_sent=not running):
-                self.progress.save(self._saved)
-        except OSError as error:
-            raise TrackingError(f"a checkpoint of {self.run.name} cannot be read: {error}") from error
-        self._checkpoints_shipped = time.monotonic()
-
-    def _ship_model(self) -> None:
-        if not (self.run.model / "MLmodel").is_file():
-            return
-        model = self.progress.model
-        mark = artifacts.fingerprint(self.run.model)
-        if reason := artifacts.leaves_folder(Artifact(self.run.model, "model", mark), self.run):
-            raise TrackingError(f"{reason}: the model is not uploaded")
-        if model.get("fingerprint") != mark:
-            steps = [
-                own[1] for key, all_ in self.progress.steps.items() if key[:7] != "system/" for own in all_.values()
-            ]
-            last_step = max(steps, default=0)
-            mlflow = self.open_run()
-            description = _FINAL_MODEL.format(run_id=mlflow.run_id, name=self.run.name)
-            model_id = log_model(mlflow, self.run.model, mark, last_step, description=description)
-            self._checkpoints.log_final_metrics(model_id, last_step)
-            model = self.progress.model = {"fingerprint": mark, "model_id": model_id}
-            self.progress.save(self._saved)
-        name = self.stored.config.tracking.register_as
-        if name and "registered" not in model:
-            registered = register(self.open_run(), model["model_id"], name)
-            if (monitored := self.stored.config.checkpoint).monitor:
-                move_best(self.open_run(), name, registered.rpartition("/")[2], monitored)
-            model["registered"] = registered
-            self.progress.save(self._saved)
-
-    def _ship_status(self, state: State) -> None:
-        status = run_metadata.MLFLOW_STATUS.get(state.status, "RUNNING")
-        # The attempt is included, since a resumed run may end with the same status.
-        known = f"{status} {state.attempt}"
-        if self.progress.status != known:
-            ended = state.ended if state.ended is not None else time.time()
-            # MLflow's duration is the difference of end and start: without pauses, it is the running time.
-            running_ms = int(1000 * sum(one.ended - one.began for one in allocations_of(self.run)))
-            end_ms = self.open_run().start_ms + running_ms if running_ms else int(ended * 1000)
-            self.open_run().set_status(status, end_ms if state.status in ENDED else None)
-            if self._parent is not None:
-                self._parent.refresh()
-            self.progress.status = known
-            self.progress.save(self._saved)
+        return is_written

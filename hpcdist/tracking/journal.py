@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from hpcdist.errors import HpcdistError, TrackingError, UserMistake
 from hpcdist.host import retry
@@ -116,7 +116,7 @@ class JournalWriter:
         self._closed = False
         self._lock = threading.Lock()
 
-    def __enter__(self) -> JournalWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -175,10 +175,10 @@ class MlflowRun:
             for start in range(0, len(pairs), _MAX_TAGS):
                 self.client.log_batch(self.run_id, tags=pairs[start : start + _MAX_TAGS], synchronous=True)
 
-    def tag(self, key: str) -> str:
-        """Return the value of a tag in MLflow; empty if the run does not have it."""
+    def current(self) -> entities.Run:
+        """Return the run as MLflow has it now."""
         with translated(self.uri):
-            return str(self.client.get_run(self.run_id).data.tags.get(key, ""))
+            return self.client.get_run(self.run_id)
 
     def delete_tag(self, key: str) -> None:
         """Delete a tag of the run, if it has it."""

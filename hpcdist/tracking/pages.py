@@ -33,7 +33,6 @@ from hpcdist.tracking.journal import clean_name
 from hpcdist.tracking.links import VIEWS
 from hpcdist.tracking.mlflow_client import MlflowException, entities, translated
 from hpcdist.tracking.mlflow_run import MlflowRun
-from hpcdist.tracking.points import ShippingState
 from hpcdist.tracking.run_metadata import MAX_TAG, clean_text
 from hpcdist.tracking.server_errors import server_version
 from hpcdist.tracking.uri import is_server
@@ -64,9 +63,14 @@ class RunPage:
         self._run = run
         self._shown: object = None
         self._next = 0.0
+        #: What this process has sent, which a new process sends again.
+        self._text = ""
+        self._datasets: tuple[DatasetRecord, ...] = ()
+        self._tags: dict[str, str] = {}
+        self._has_primary_metric = False
 
-    def update(self, opened: MlflowRun, state: State, progress: ShippingState, own_note: str) -> None:
-        """Send what has changed; `progress.page` records it.
+    def update(self, opened: MlflowRun, state: State, own_note: str) -> None:
+        """Send what has changed.
 
         Args:
             own_note: description that the config of the run sets; it precedes the generated one.
@@ -83,12 +87,19 @@ class RunPage:
             text = describe(facts, ledger, max_chars=MAX_DESCRIPTION - len(own_note))
         except RunFolderError as error:
             raise TrackingError(str(error)) from error
-        if progress.page.get("description") != (mark := _hash(text)):
+        if text != self._text:
             set_note(opened, text, own_note=own_note)
-            progress.page["description"] = mark
-        _log_datasets(opened, facts, progress)
-        _set_primary_metric(opened, facts, progress)
-        _set_tags(opened, facts, ledger, progress)
+            self._text = text
+        if facts.datasets != self._datasets:
+            with translated(opened.uri):
+                opened.client.log_inputs(opened.run_id, [_input(dataset, facts.datasets) for dataset in facts.datasets])
+            self._datasets = facts.datasets
+        if not self._has_primary_metric and (facts.best is not None or facts.monitor in facts.metrics):
+            _set_primary_metric(opened, facts)
+            self._has_primary_metric = True
+        if (tags := view_tags(facts, ledger)) != self._tags:
+            opened.set_tags(tags)
+            self._tags = tags
         self._shown, self._next = status, now + INTERVAL_S
 
 
@@ -98,27 +109,16 @@ def set_note(opened: MlflowRun, text: str, *, own_note: str = "") -> None:
     Args:
         own_note: text above the description if the run has none yet.
     """
-    with translated(opened.uri):
-        current = opened.client.get_run(opened.run_id).data.tags.get(NOTE_TAG, "")
+    current = opened.current().data.tags.get(NOTE_TAG, "")
     above = (current.partition(MARK)[0] if current else own_note).strip()
     whole = f"{above}\n\n{MARK}\n\n{text}" if above else f"{MARK}\n\n{text}"
     # A long text of the user is kept, and the end of the description is left out.
     opened.set_tags({NOTE_TAG: whole.encode(errors="replace").decode()[:MAX_TAG]})
 
 
-def _log_datasets(opened: MlflowRun, facts: RunFacts, progress: ShippingState) -> None:
-    if not facts.datasets:
-        return
-    mark = _hash(json.dumps([asdict(dataset) for dataset in facts.datasets]))
-    if progress.page.get("datasets") != mark:
-        with translated(opened.uri):
-            opened.client.log_inputs(opened.run_id, [_input(dataset, facts.datasets) for dataset in facts.datasets])
-        progress.page["datasets"] = mark
-
-
 def _input(dataset: DatasetRecord, datasets: Iterable[DatasetRecord]) -> entities.DatasetInput:
     # MLflow identifies a dataset by name and digest and requires both. Splits of one file may have the same digest.
-    digest = dataset.digest or _hash(json.dumps(asdict(dataset)))[:8]
+    digest = dataset.digest or hashlib.sha256(json.dumps(asdict(dataset)).encode()).hexdigest()[:8]
     if any((one.name, one.digest) == (dataset.name, dataset.digest) and one.split != dataset.split for one in datasets):
         digest = f"{digest[: _MAX_DIGEST // 2]}-{dataset.split}"
     profile = {} if dataset.num_samples is None else {"num_rows": dataset.num_samples}
@@ -133,10 +133,8 @@ def _input(dataset: DatasetRecord, datasets: Iterable[DatasetRecord]) -> entitie
     return entities.DatasetInput(found, [entities.InputTag(_CONTEXT_TAG, dataset.split[:_MAX_NAME])])
 
 
-def _set_primary_metric(opened: MlflowRun, facts: RunFacts, progress: ShippingState) -> None:
+def _set_primary_metric(opened: MlflowRun, facts: RunFacts) -> None:
     """Make the monitored metric the primary one of the experiment, unless the experiment has one already."""
-    if "primary_metric" in progress.page or (facts.best is None and facts.monitor not in facts.metrics):
-        return
     tags = {_PRIMARY_METRIC: facts.monitor, _GREATER_IS_BETTER: str(facts.monitor_mode == "max")}
     try:
         with translated(opened.uri):
@@ -149,7 +147,6 @@ def _set_primary_metric(opened: MlflowRun, facts: RunFacts, progress: ShippingSt
         if not isinstance(cause, MlflowException) or cause.error_code != "PERMISSION_DENIED":
             raise
         log.warning("the primary metric of the experiment is not set: %s", error)
-    progress.page["primary_metric"] = facts.monitor
 
 
 def view_tags(facts: RunFacts, ledger: Ledger) -> dict[str, str]:
@@ -168,18 +165,6 @@ def view_tags(facts: RunFacts, ledger: Ledger) -> dict[str, str]:
     if known := [attempt.steps_lost for attempt in facts.attempts if attempt.steps_lost is not None]:
         tags["hpcdist.lost_steps"] = str(sum(known))
     return tags
-
-
-def _set_tags(opened: MlflowRun, facts: RunFacts, ledger: Ledger, progress: ShippingState) -> None:
-    tags = view_tags(facts, ledger)
-    mark = _hash(json.dumps(tags))
-    if tags and progress.page.get("tags") != mark:
-        opened.set_tags(tags)
-        progress.page["tags"] = mark
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
 
 # The MLflow parent run of a sweep, which the shippers of its cells keep up to date.

@@ -9,13 +9,11 @@ import itertools
 import json
 import math
 import time
-from array import array
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.host.files import fill, read_json, stamped, write_atomic
@@ -35,57 +33,91 @@ from hpcdist.tracking.journal import (
     read_range,
 )
 
-# The state of the upload of a run (`journal/shipped.json`), and the rule that sends each (key, step) once.
+# What MLflow has of a run, in three states. Each is a file in `journal/`, which only its owner writes.
 
 
 @dataclass(kw_only=True)
-class ShippingState:
+class Sent:
     """State from which a new shipper continues after any end of the last one."""
 
+    FILE: ClassVar[str]
     run_id: str = ""  #: of MLflow
+
+    @classmethod
+    def load(cls, folder: Path, run_id: str = "") -> Self:
+        """Return the state in the journal's folder. A missing or damaged file is a start from the beginning.
+
+        That is safe, also for `run_id`, the MLflow run, if the file belongs to another one.
+
+        Raises RunFolderError if a newer version of hpcdist has written the file.
+        """
+        path = folder / cls.FILE
+        raw = read_json(path) or {}
+        try:
+            found = fill(cls, raw, path)
+        except RunFolderError:
+            found = cls(run_id=run_id)
+        return found if run_id in ("", found.run_id) else cls(run_id=run_id)
+
+    def save(self, folder: Path) -> None:
+        """Write the state to the journal's folder. Raises TrackingError if that fails."""
+        path = folder / self.FILE
+        try:
+            write_atomic(path, json.dumps(stamped(asdict(self)), sort_keys=True))
+        except OSError as error:
+            raise TrackingError(f"{path} cannot be written ({error.strerror}): free space there") from error
+
+
+@dataclass(kw_only=True)
+class SentFacts(Sent):
+    """What else MLflow shows of the run; its owner is `Delivery`."""
+
+    FILE = "sent-facts.json"
+    tags: dict[str, str] = field(default_factory=dict)
+    """A tag that a user changes in MLflow is not set back."""
+    events: dict[str, int] = field(default_factory=dict)
+    """Event file → bytes that are in MLflow."""
+    report: str = ""  #: state of the run in `report.html`
+    complete: str = ""
+    """Status and attempt at whose end MLflow had everything; empty before."""
+
+
+@dataclass(kw_only=True)
+class SentFiles(Sent):
+    """The files and models in MLflow; the owner is `Uploads`."""
+
+    FILE = "sent-files.json"
+    artifacts: dict[str, str] = field(default_factory=dict)
+    """Artifact → fingerprint of the uploaded file."""
+    left: int = 0  #: artifacts of an ended run that are not uploaded yet
+    model: dict[str, str] = field(default_factory=dict)
+    """The final model: `fingerprint`, `model_id` and, if it is registered, `registered` (name/version)."""
+    checkpoints: dict[str, str] = field(default_factory=dict)
+    """Checkpoint folder → fingerprint of the manifest that its logged model has completely."""
+
+
+@dataclass(kw_only=True)
+class SentPoints(Sent):
+    """The points in MLflow, and the rule that sends each (key, step) once; the owner is `Batches`."""
+
+    FILE = "sent-points.json"
     offsets: dict[str, int] = field(default_factory=dict)
     """Journal file → bytes that are in MLflow."""
     intent: dict[str, int] = field(default_factory=dict)
     """Offsets up to which records are being sent. After a crash the same records are sent again: MLflow stores points
     that agree in key, time, step and value once."""
-    steps: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    """Metric → attempt → lowest and highest step in MLflow."""
     closing: dict[str, int] = field(default_factory=dict)
     """Attempt → last interval of node metrics that is being sent; part of the intent."""
     flushing: bool = False
     """Whether the points of open buckets (`series`) are being sent; part of the intent."""
+    steps: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    """Metric → attempt → lowest and highest step in MLflow."""
     series: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Metric → its number of points, and its open bucket (`PointBudget`)."""
     node_intervals: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Attempt → its intervals of node metrics (`NodeCharts`)."""
     marks: dict[str, list[int]] = field(default_factory=dict)
     """Attempt → time in ms and step of its point of the metric `attempt`."""
-    artifacts: dict[str, str] = field(default_factory=dict)
-    """Artifact → fingerprint of the uploaded file."""
-    left: int = 0  #: artifacts of an ended run that are not uploaded yet
-    model: dict[str, str] = field(default_factory=dict)
-    """The logged model: `fingerprint`, `model_id` and, if it is registered, `registered` (name/version)."""
-    events: dict[str, int] = field(default_factory=dict)
-    """Event file → bytes that are in MLflow."""
-    checkpoints: dict[str, str] = field(default_factory=dict)
-    """Checkpoint folder → fingerprint of the manifest that its logged model has completely."""
-    command: dict[str, str] = field(default_factory=dict)
-    """The command of the tag `hpcdist.command` that is not completely answered (`command_tag.py`)."""
-    ledger_step: int = 0  #: of the last points of the ledger
-    ledger_time: float = 0.0  #: their time, in seconds since the epoch
-    ledger_digest: str = ""  #: their values
-    tags: dict[str, str] = field(default_factory=dict)
-    page: dict[str, str] = field(default_factory=dict)
-    """Hashes of `description`, `datasets` and `tags`, and the `primary_metric`, see `RunPage`."""
-    status: str = ""
-    complete: str = ""
-    """Status and attempt at whose end MLflow had everything; empty before."""
-    report: str = ""  #: state of the run in `report.html`
-    num_points: int = 0  #: sent
-    num_repeated: int = 0  #: omitted, since MLflow has the step of the key from an earlier attempt
-    num_broken: int = 0  #: lines that are not records
-    num_refused: int = 0  #: points that MLflow rejected
-    num_thinned: int = 0  #: omitted beyond EXACT_POINTS, or held until their bucket ends
 
     @property
     def is_sending(self) -> bool:
@@ -96,25 +128,6 @@ class ShippingState:
         """Record that MLflow has the last batch."""
         self.offsets |= self.intent
         self.intent, self.closing, self.flushing = {}, {}, False
-
-    @classmethod
-    def load(cls, path: Path) -> ShippingState:
-        """Return the state in a file. A missing or damaged file means a start from the beginning, which is safe.
-
-        Raises RunFolderError if a newer version of hpcdist has written the file.
-        """
-        raw = read_json(path) or {}
-        try:
-            return fill(cls, raw, path)
-        except RunFolderError:
-            return cls()
-
-    def save(self, path: Path) -> None:
-        """Write the state to a file. Raises TrackingError if that fails."""
-        try:
-            write_atomic(path, json.dumps(stamped(asdict(self)), sort_keys=True))
-        except OSError as error:
-            raise TrackingError(f"{path} cannot be written ({error.strerror}): free space there") from error
 
     def admit(self, attempt: int, key: str, step: int, was_seen: Callable[[], bool]) -> bool:
         """Return whether a point is new to MLflow, and record it as sent.
@@ -152,7 +165,7 @@ class ShippingState:
 
 
 def completion_of(state: State) -> str:
-    """Return the value of `ShippingState.complete` for an ended run; empty for others."""
+    """Return the value of `SentFacts.complete` for an ended run; empty for others."""
     return f"{state.status} {state.attempt}" if state.status in ENDED else ""
 
 
@@ -161,113 +174,31 @@ def is_complete(run: RunDir) -> bool:
     mark = completion_of(run.read_state())
     if not mark:
         return False
-    shipped = ShippingState.load(run.journal / "shipped.json")
-    return shipped.complete == mark and all(
-        path.stat().st_size <= shipped.offsets.get(path.name, 0) for path in run.journal.glob("*.jsonl")
+    offsets = SentPoints.load(run.journal).offsets | SentFacts.load(run.journal).events
+    return SentFacts.load(run.journal).complete == mark and all(
+        path.stat().st_size <= offsets.get(path.name, 0) for path in run.journal.glob("*.jsonl")
     )
 
 
 def upload_progress(run: RunDir) -> str:
     """Return what the shipper of an ended run does. Raises RunFolderError and OSError."""
-    shipped = ShippingState.load(run.journal / "shipped.json")
-    num_done = len(shipped.artifacts)
-    return "uploading to MLflow" + (f": {num_done} of {num_done + shipped.left} files" if shipped.left else "")
-
-
-# A compact set of steps: regular sequences are ranges, others sorted arrays of 64-bit integers.
-
-#: Maximum length of an array; a longer one is split in two.
-MAX_ARRAY = 1024
+    sent = SentFiles.load(run.journal)
+    num_done = len(sent.artifacts)
+    return "uploading to MLflow" + (f": {num_done} of {num_done + sent.left} files" if sent.left else "")
 
 
 class StepSet:
-    """Steps of one metric in one attempt, added in any order.
-
-    Steps of a constant stride take no memory, others 8 bytes each, 12 with the reserve of the arrays on average.
-    """
+    """Steps of one metric in one attempt, added in any order: a bit each, in blocks of 1024 steps."""
 
     def __init__(self) -> None:
-        #: Lowest step of each chunk. Chunks are sorted, disjoint and not empty.
-        self._firsts: list[int] = []
-        self._chunks: list[range | array[int]] = []
+        self._blocks: dict[int, int] = {}
 
     def __contains__(self, step: int) -> bool:
-        place = bisect_right(self._firsts, step) - 1
-        if place < 0:
-            return False
-        chunk = self._chunks[place]
-        if isinstance(chunk, range):
-            return step in chunk
-        index = bisect_left(chunk, step)
-        return index < len(chunk) and chunk[index] == step
-
-    def __len__(self) -> int:
-        return sum(map(len, self._chunks))
+        return bool(self._blocks.get(step >> 10, 0) >> (step & 1023) & 1)
 
     def add(self, step: int) -> None:
-        """Add a step, if it is not in the set."""
-        place = bisect_right(self._firsts, step) - 1
-        if place < 0:
-            self._insert_first(step)
-            return
-        chunk = self._chunks[place]
-        if isinstance(chunk, range):
-            self._add_to_range(place, chunk, step)
-            return
-        index = bisect_left(chunk, step)
-        if index < len(chunk) and chunk[index] == step:
-            return
-        chunk.insert(index, step)
-        if len(chunk) > MAX_ARRAY:
-            self._replace(place, *_packed(chunk))
-
-    def _insert_first(self, step: int) -> None:
-        if self._chunks and not isinstance(self._chunks[0], range):
-            self._chunks[0].insert(0, step)
-            self._firsts[0] = step
-            if len(self._chunks[0]) > MAX_ARRAY:
-                self._replace(0, *_packed(self._chunks[0]))
-        else:
-            self._firsts.insert(0, step)
-            self._chunks.insert(0, range(step, step + 1))
-
-    def _add_to_range(self, place: int, chunk: range, step: int) -> None:
-        last = chunk[-1]
-        if step > last:
-            if len(chunk) == 1:
-                self._chunks[place] = range(chunk.start, step + 1, step - chunk.start)
-            elif step == last + chunk.step:
-                self._chunks[place] = range(chunk.start, step + 1, chunk.step)
-            elif len(chunk) < MAX_ARRAY:
-                # A short range is probably not the start of a regular sequence.
-                self._chunks[place] = array("q", [*chunk, step])
-            elif place + 1 < len(self._chunks) and not isinstance(after := self._chunks[place + 1], range):
-                after.insert(0, step)
-                self._firsts[place + 1] = step
-            else:
-                self._firsts.insert(place + 1, step)
-                self._chunks.insert(place + 1, range(step, step + 1))
-        elif step not in chunk:
-            # The part of the range around the step becomes an array, which can take more irregular steps.
-            index = bisect_left(chunk, step)
-            low, high = max(0, index - MAX_ARRAY // 4), index + MAX_ARRAY // 4
-            middle = array("q", [*chunk[low:index], step, *chunk[index:high]])
-            self._replace(place, chunk[:low], middle, chunk[high:])
-
-    def _replace(self, place: int, *chunks: range | array[int]) -> None:
-        kept = [chunk for chunk in chunks if len(chunk)]
-        self._firsts[place : place + 1] = [chunk[0] for chunk in kept]
-        self._chunks[place : place + 1] = kept
-
-
-def _packed(chunk: array[int]) -> list[range | array[int]]:
-    """Return a full array as a range if its steps are regular, else as two halves."""
-    stride = chunk[1] - chunk[0]
-    regular = range(chunk[0], chunk[-1] + 1, stride)
-    if len(regular) == len(chunk) and all(a == b for a, b in zip(regular, chunk, strict=True)):
-        return [regular]
-    middle = len(chunk) // 2
-    return [chunk[:middle], chunk[middle:]]
+        """Add a step."""
+        self._blocks[step >> 10] = self._blocks.get(step >> 10, 0) | 1 << (step & 1023)
 
 
 # The records of all ranks and attempts that MLflow does not have yet, in order, each point once.
@@ -287,6 +218,17 @@ class Point(NamedTuple):
     step: int
 
 
+@dataclass(kw_only=True)
+class Counts:
+    """What a process has sent and left out."""
+
+    num_points: int = 0  #: sent
+    num_repeated: int = 0  #: omitted, since MLflow has the step of the key from an earlier attempt
+    num_broken: int = 0  #: lines of the journal that are not records
+    num_refused: int = 0  #: points that MLflow rejected
+    num_thinned: int = 0  #: omitted beyond EXACT_POINTS, or held until their bucket ends
+
+
 def _records(chunks: dict[str, Chunk]) -> Iterator[tuple[int, Record]]:
     for name, chunk in chunks.items():
         for record in chunk.records:
@@ -296,13 +238,14 @@ def _records(chunks: dict[str, Chunk]) -> Iterator[tuple[int, Record]]:
 class JournalTail:
     """The part of a run's journal that MLflow does not have yet.
 
-    Memory grows with the number of keys, and by 8 bytes per step out of order (`StepSet`).
+    Memory grows with the number of keys, and with that of steps if they are out of order (`StepSet`).
     """
 
-    def __init__(self, folder: Path, progress: ShippingState, nodes: NodeCharts | None = None) -> None:
+    def __init__(self, folder: Path, sent: SentPoints, nodes: NodeCharts | None = None) -> None:
         self._folder = folder
-        self._progress = progress
+        self._sent = sent
         self._nodes = nodes
+        self.counts = Counts()
         #: Attempt → key → steps that were sent; only of attempts with steps that do not increase.
         self._seen: dict[int, dict[str, StepSet]] = {}
         #: Pairs (original, cleaned) of metric names in the last `new_points`.
@@ -323,11 +266,11 @@ class JournalTail:
             newest_attempt: The last attempt that was started; incomplete last lines of earlier ones are final.
             over: Whether the newest attempt has ended, too.
         """
-        offsets = self._progress.offsets
-        if self._progress.is_sending:
+        offsets = self._sent.offsets
+        if self._sent.is_sending:
             return {
                 name: read_range(self._folder / name, offsets.get(name, 0), end)
-                for name, end in self._progress.intent.items()
+                for name, end in self._sent.intent.items()
             }
         for attempt, files in itertools.groupby(journal_files(self._folder), key=lambda file: file.attempt):
             if not over and time.monotonic() > self._exhausted.get(attempt, math.inf) + LATE_S:
@@ -367,11 +310,11 @@ class JournalTail:
         """
         points: list[Point] = []
         self.names.clear()
-        nodes, complete = self._nodes, self._progress.closing
+        nodes, complete = self._nodes, self._sent.closing
         records = _records(chunks) if nodes is None else nodes.reduce(chunks, complete)
         for attempt, record in records:
             self._add(attempt, record, points)
-        self._progress.num_broken += sum(chunk.broken for chunk in chunks.values())
+        self.counts.num_broken += sum(chunk.broken for chunk in chunks.values())
         return points
 
     def _add(self, attempt: int, record: Record, points: list[Point]) -> None:
@@ -379,15 +322,15 @@ class JournalTail:
         for raw, value in metrics.items():
             key = clean_metric_name(raw)
             self.names.add((raw, key))
-            if self._progress.admit(attempt, key, step, lambda key=key: self._was_seen(attempt, key, step, points)):  # type: ignore[misc]
+            if self._sent.admit(attempt, key, step, lambda key=key: self._was_seen(attempt, key, step, points)):  # type: ignore[misc]
                 points.append(Point(key, value, time_ms, step))
                 if (seen := self._seen.get(attempt)) is not None:
                     seen[key].add(step)
             else:
-                self._progress.num_repeated += 1
+                self.counts.num_repeated += 1
         # System metrics count seconds, not steps.
         if any(not key.startswith("system/") for key in metrics):
-            mark = self._progress.mark(attempt, time_ms, step)
+            mark = self._sent.mark(attempt, time_ms, step)
             if mark is not None:
                 points.append(Point(ATTEMPT_METRIC, attempt, time_ms, mark))
 
@@ -409,7 +352,7 @@ class JournalTail:
         return step in seen[key]
 
     def _shipped(self, path: Path) -> Iterator[Record]:
-        end = self._progress.offsets.get(path.name, 0)
+        end = self._sent.offsets.get(path.name, 0)
         offset = 0
         while offset < end:
             chunk = read_chunk(path, offset)
@@ -537,20 +480,21 @@ FIRST_BUCKET = 16
 
 
 class PointBudget:
-    """The selection of the points of all metrics. Its state, a few points per metric, is part of `ShippingState`."""
+    """The selection of the points of all metrics.
 
-    def __init__(self, progress: ShippingState) -> None:
-        self._progress = progress
+    Args:
+        series: Metric → its number of points and its open bucket, a few points; changed by each selection.
+    """
 
-    def select(self, points: Iterable[Point]) -> list[Point]:
+    def __init__(self, series: dict[str, dict[str, Any]]) -> None:
+        self._series = series
+        self.num_thinned = 0
+
+    def select(self, points: Sequence[Point]) -> list[Point]:
         """Return the points to send: some of `points`, and earlier points of buckets that end with them."""
         selected: list[Point] = []
-        num_points = 0
         for point in points:
-            num_points += 1
-            series = self._progress.series.get(point.key)
-            if series is None:
-                series = self._progress.series[point.key] = {"count": 0}
+            series = self._series.setdefault(point.key, {"count": 0})
             number = series["count"]
             series["count"] = number + 1
             if number < EXACT_POINTS:
@@ -564,7 +508,7 @@ class PointBudget:
                 _hold(series, point)
             if is_last:
                 selected += _release(point.key, series)
-        self._progress.num_thinned += num_points - len(selected)
+        self.num_thinned += len(points) - len(selected)
         return selected
 
     def _place(self, number: int) -> tuple[bool, bool]:
@@ -577,12 +521,12 @@ class PointBudget:
     @property
     def is_holding(self) -> bool:
         """Whether buckets hold points that MLflow does not have."""
-        return any(series.get("held") for series in self._progress.series.values())
+        return any(series.get("held") for series in self._series.values())
 
     def flush(self) -> list[Point]:
         """Return the points of all open buckets, at the end of a run: the last point of every metric is sent."""
-        found = [point for key, series in self._progress.series.items() for point in _release(key, series)]
-        self._progress.num_thinned -= len(found)
+        found = [point for key, series in self._series.items() for point in _release(key, series)]
+        self.num_thinned -= len(found)
         return found
 
 
@@ -612,19 +556,20 @@ def _release(key: str, series: dict[str, Any]) -> list[Point]:
 
 
 class Batches:
-    """One batch after another, each in three steps: `plan` it, save the state, get its `points` and send them.
+    """One batch after another: take the `next`, send it, and `commit` it.
 
-    The state determines the points of a batch, so that a process that continues after a crash sends equal points. Both
-    methods raise OSError if the journal cannot be read; then, as after a failed request, make a new object with the
-    saved state.
+    The state determines the points of a batch, so that a process that continues after a crash sends equal points. All
+    methods raise OSError if the journal cannot be read, and TrackingError if the state cannot be written; then, as
+    after a failed request, make a new object, which loads the saved state.
     """
 
-    def __init__(self, run: RunDir, progress: ShippingState) -> None:
-        self._progress = progress
-        self._nodes = NodeCharts(progress.node_intervals, progress.steps)
-        self._tail = JournalTail(run.journal, progress, self._nodes)
-        self._budget = PointBudget(progress)
-        self._chunks: dict[str, Chunk] = {}
+    def __init__(self, run: RunDir, run_id: str = "") -> None:
+        self._folder = run.journal
+        self._sent = sent = SentPoints.load(run.journal, run_id)
+        self._nodes = NodeCharts(sent.node_intervals, sent.steps)
+        self._tail = JournalTail(run.journal, sent, self._nodes)
+        self._budget = PointBudget(sent.series)
+        self._num_points = 0  #: in the last batch
 
     @property
     def names(self) -> set[tuple[str, str]]:
@@ -636,27 +581,48 @@ class Batches:
         """Number of times that a journal file was polled."""
         return self._tail.num_polls
 
-    def plan(self, newest_attempt: int, *, over: bool) -> bool:
-        """Record in the state what the next batch holds. Returns False if there is nothing to send.
+    @property
+    def counts(self) -> Counts:
+        """What was sent and left out."""
+        return replace(self._tail.counts, num_thinned=max(0, self._budget.num_thinned))
+
+    @property
+    def last_step(self) -> int:
+        """The last step of the training in MLflow; system metrics count seconds."""
+        known = [own[1] for key, all_ in self._sent.steps.items() if key[:7] != "system/" for own in all_.values()]
+        return max(known, default=0)
+
+    def next(self, newest_attempt: int, *, over: bool) -> list[Point] | None:
+        """Return the points of the next batch, which may be none; None if there is nothing to send.
+
+        What the batch holds is saved before it is returned: after a crash the next process returns the same points.
 
         Args:
             newest_attempt: The last attempt that was started.
             over: Whether it has ended: the last batch holds the points that wait for the end of a bucket or interval.
         """
-        progress = self._progress
-        repeated = progress.is_sending
-        self._chunks = self._tail.next_chunks(newest_attempt, over=over)
+        sent, tail = self._sent, self._tail
+        repeated = sent.is_sending
+        chunks = tail.next_chunks(newest_attempt, over=over)
         if not repeated:
-            tail = self._tail
-            progress.closing = self._nodes.complete(self._chunks, tail.times, tail.behind, over=over)
-            progress.intent = {name: chunk.offset for name, chunk in self._chunks.items()}
-            progress.flushing = not self._chunks and over and (bool(progress.closing) or self._budget.is_holding)
-        return progress.is_sending
+            sent.closing = self._nodes.complete(chunks, tail.times, tail.behind, over=over)
+            sent.intent = {name: chunk.offset for name, chunk in chunks.items()}
+            sent.flushing = not chunks and over and (bool(sent.closing) or self._budget.is_holding)
+            if not sent.is_sending:
+                return None
+            sent.save(self._folder)
+        points = self._budget.select(tail.new_points(chunks))
+        if sent.flushing:
+            points += self._budget.flush()
+        self._num_points = len(points)
+        return points
 
-    def points(self) -> list[Point]:
-        """Return the points of the planned batch; the state records them as sent."""
-        points = self._budget.select(self._tail.new_points(self._chunks))
-        return points + self._budget.flush() if self._progress.flushing else points
+    def commit(self, num_refused: int = 0) -> None:
+        """Record that MLflow has the last batch, without the points that it refuses for good."""
+        self._sent.commit()
+        self._sent.save(self._folder)
+        self._tail.counts.num_points += self._num_points - num_refused
+        self._tail.counts.num_refused += num_refused
 
 
 # The metric series of a run as MLflow shows them, read from the journal for reports and comparisons.
@@ -690,8 +656,8 @@ def read_values(run: RunDir) -> dict[str, dict[int, float]]:
 def _points(run: RunDir) -> Iterator[Point]:
     """Yield the points of all ranks and attempts, without the steps that a later attempt repeats."""
     state = run.read_state()
-    progress = ShippingState()
-    tail = JournalTail(run.journal, progress)
+    sent = SentPoints()
+    tail = JournalTail(run.journal, sent)
     while chunks := tail.next_chunks(state.attempt, over=state.status in ENDED):
         yield from tail.new_points(chunks)
-        progress.offsets |= {name: chunk.offset for name, chunk in chunks.items()}
+        sent.offsets |= {name: chunk.offset for name, chunk in chunks.items()}

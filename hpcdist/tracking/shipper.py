@@ -3,7 +3,7 @@
     python -P -m hpcdist.tracking.shipper RUN_DIR [--through-queue]     HPCDIST_TRACKING_URI in the environment
 
 It reads the files of the ranks and the supervisor. A failure of the server, the shipper or the supervisor delays points
-but neither loses nor duplicates any, see `ShippingState`.
+but neither loses nor duplicates any, see `SentPoints`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from hpcdist.run import lease
 from hpcdist.run.folder import ENDED, RunDir, State, require_same
 from hpcdist.run.status import close_if_lost
 from hpcdist.tracking import run_metadata
-from hpcdist.tracking.points import EXACT_POINTS
+from hpcdist.tracking.points import EXACT_POINTS, Counts
 from hpcdist.tracking.uri import redact_uri
 
 if TYPE_CHECKING:
@@ -190,15 +190,10 @@ class _Loop:
         return self._try(replace(state, status="failed", reason=reason, ended=time.time()))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SyncReport:
+@dataclass(kw_only=True)
+class SyncReport(Counts):
     """Result of one `sync`."""
 
-    num_points: int = 0  #: sent
-    num_repeated: int = 0  #: omitted: MLflow has this step of the metric from an earlier attempt
-    num_broken: int = 0  #: lines of the journal that are not records
-    num_refused: int = 0  #: points that MLflow rejected
-    num_thinned: int = 0  #: omitted beyond the first EXACT_POINTS of a metric
     num_artifacts: int = 0  #: uploaded
     closed: str = ""  #: reason with which a run of a dead supervisor or job was closed
     busy: bool = False  #: another process uploads this run; nothing was done
@@ -235,18 +230,10 @@ def sync(run: RunDir, uri: str, *, close_dead: bool = True) -> SyncReport:
         closed = close_if_lost(run) if close_dead else ""
         delivery = Delivery(run, uri)
         delivery.open_run()
-        before = replace(delivery.progress, artifacts=dict(delivery.progress.artifacts))
-        num_points = delivery.ship_once()
-        after = delivery.progress
-        return SyncReport(
-            num_points=num_points,
-            num_repeated=after.num_repeated - before.num_repeated,
-            num_broken=after.num_broken - before.num_broken,
-            num_refused=after.num_refused - before.num_refused,
-            num_thinned=max(0, after.num_thinned - before.num_thinned),
-            num_artifacts=len(after.artifacts.items() - before.artifacts.items()),
-            closed=closed,
-        )
+        before = dict(delivery.uploads.sent.artifacts)
+        delivery.ship_once()
+        num_artifacts = len(delivery.uploads.sent.artifacts.items() - before.items())
+        return SyncReport(**asdict(delivery.batches.counts), num_artifacts=num_artifacts, closed=closed)
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:

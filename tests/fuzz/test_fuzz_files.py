@@ -76,7 +76,7 @@ FILES: dict[str, dict[str, Any]] = {
     "environment.json": {"code": {"root": "/x", "copied": True}},
     "container.json": {"runtime": "podman", "image": "a"},
     "sweep.json": {"keys": ["seed"], "cells": [], "base": {}},
-    "journal/shipped.json": {"files": {}},
+    "journal/sent-files.json": {"artifacts": {}},
     "attempts/001/rank-00000.outcome.json": {"outcome": "failed", "error": "x", "step": 1},
     "attempts/001/rank-00000.beat.json": {"time": 1e9, "step": 1, "phase": "x"},
     "attempts/001/request.json": {"action": "stop", "cause": "user", "by": "a"},

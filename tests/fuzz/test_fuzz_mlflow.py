@@ -21,7 +21,7 @@ from hpcdist.errors import TrackingError
 from hpcdist.host.files import read_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.sweeps import make_sweep, mark, parse_axes, write_sweep
-from hpcdist.tracking.points import ShippingState
+from hpcdist.tracking.points import SentFiles, SentPoints
 from hpcdist.tracking.shipper import sync
 
 pytestmark = [
@@ -45,7 +45,8 @@ class Upload:
         """Remove the records of earlier uploads."""
         for folder in (self.run.path, self.run.path.parent / "tune"):
             (folder / "mlflow.json").unlink(missing_ok=True)
-        (self.run.journal / "shipped.json").unlink(missing_ok=True)
+        for path in self.run.journal.glob("sent-*.json"):
+            path.unlink()
 
 
 def make_cell(folder: Path) -> RunDir:
@@ -95,7 +96,7 @@ def upload(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Upload]:
 def test_replayed_responses_give_a_complete_upload(upload: Upload) -> None:
     assert upload.num_points == NUM_STEPS + 1
     assert upload.num_requests > 20
-    assert "registered" in ShippingState.load(upload.run.journal / "shipped.json").model
+    assert "registered" in SentFiles.load(upload.run.journal).model
 
 
 @pytest.mark.slow
@@ -103,7 +104,6 @@ def test_replayed_responses_give_a_complete_upload(upload: Upload) -> None:
 def test_upload_survives_invalid_responses(upload: Upload, fault: Fault, position: float, num_faults: int) -> None:
     upload.reset()
     upload.server.expect(fault, first_fault=int(position * upload.num_requests), num_faults=num_faults)
-    saved = upload.run.journal / "shipped.json"
     try:
         report = sync(upload.run, upload.server.uri, close_dead=False)
     except TrackingError as error:
@@ -113,7 +113,7 @@ def test_upload_survives_invalid_responses(upload: Upload, fault: Fault, positio
         assert report.num_points + report.num_refused == upload.num_points
     # The saved state allows the next upload to continue.
     assert isinstance((read_json(upload.run.mlflow) or {}).get("run_id", ""), str)
-    state = ShippingState.load(saved)
+    state = SentPoints.load(upload.run.journal)
     (journal,) = upload.run.journal.glob("*.jsonl")
     assert state.offsets.get(journal.name, 0) in (0, journal.stat().st_size)
     upload.server.expect(None)
@@ -122,7 +122,7 @@ def test_upload_survives_invalid_responses(upload: Upload, fault: Fault, positio
     except TrackingError as error:
         check_message(error)  # such as an id in mlflow.json that the server does not know
     else:
-        assert ShippingState.load(saved).num_points + state.num_refused == upload.num_points
+        assert SentPoints.load(upload.run.journal).offsets == {journal.name: journal.stat().st_size}
 
 
 @fuzz(share=2, fault=faults, first_fault=st.integers(0, 2))

@@ -165,7 +165,7 @@ def slurm_files(slurm_runs: SlurmRuns) -> Callable[[str], set[str]]:
     """Return a function that lists the artifacts of a run in MLflow."""
 
     def files(name: str) -> set[str]:
-        shipped = json.loads((slurm_runs.run_dir(name).journal / "shipped.json").read_text())
+        shipped = json.loads((slurm_runs.run_dir(name).journal / "sent-files.json").read_text())
         return set(shipped["artifacts"])
 
     return files

@@ -35,21 +35,11 @@ from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job.submit_checks import longest_save
 from hpcdist.tracking import artifacts, links, run_metadata
 from hpcdist.tracking.journal import JournalWriter
-from hpcdist.tracking.points import JournalTail, ShippingState
+from hpcdist.tracking.points import JournalTail, SentFacts, SentFiles, SentPoints
 
 EXTRA = {
     "mlflow.json": {"uri": "sqlite:////x.db", "run_id": "a", "experiment_id": "1"},
     "cell.json": {"sweep": "grid", "label": "l", "values": {}},
-    "journal/shipped.json": {
-        "run_id": "a",
-        "status": "KILLED 1",
-        "num_points": 2,
-        "offsets": {"attempt-001.rank-00000.jsonl": 14},
-        "marks": {"1": [1795311489741, 1]},
-        "steps": {"train/loss": {"1": [1, 285]}},
-        "artifacts": {"config.yaml": "config.yaml:1:3119:1"},
-        "tags": {"hpcdist.host": "vm"},
-    },
     "attempts/001/rank-00000.beat.json": {"time": 1.0, "step": 285, "total_steps": 300, "metrics": {"loss": 0.1}},
     "attempts/001/rank-00000.outcome.json": {"outcome": "stopped", "rank": 0, "host": "h", "step": 285, "time": 1.0},
     "attempts/001/request.json": {"action": "stop", "cause": "user", "by": "u", "time": 1.0},
@@ -73,6 +63,14 @@ EXTRA = {
         "nodes": {"n1": {"allocated": 2, "share": 1, "ranks": [0, 1]}},
     },
     "attempts/001/network.json": {"text": "t", "warnings": []},
+    "journal/sent-points.json": {
+        "run_id": "1",
+        "offsets": {"attempt-001.rank-00000.jsonl": 14},
+        "marks": {"1": [1795311489741, 1]},
+        "steps": {"train/loss": {"1": [1, 285]}},
+    },
+    "journal/sent-files.json": {"run_id": "1", "artifacts": {"config.yaml": "1"}},
+    "journal/sent-facts.json": {"run_id": "1", "tags": {"hpcdist.state": "stopped"}, "complete": "stopped 1"},
 }
 FILES = [
     "state.json",
@@ -212,9 +210,11 @@ def sync_without_mlflow(run: RunDir) -> None:
     run_metadata.job_tags(run)
     run_metadata.state_tags(state)
     sweep_of(run)
-    progress = ShippingState.load(run.journal / "shipped.json")
-    progress.offsets = {}
-    tail = JournalTail(run.journal, progress)
+    SentFacts.load(run.journal)
+    SentFiles.load(run.journal)
+    sent = SentPoints.load(run.journal)
+    sent.offsets = {}
+    tail = JournalTail(run.journal, sent)
     tail.new_points(tail.next_chunks(1, over=True))
     list(artifacts.documents(run))
     list(artifacts.preflight(run))

@@ -47,7 +47,7 @@ PRINTERS = {
 PROGRAMS = """
 containers.self_test containers.pid1 environments.node_copy slurm.preflight.probe rank.forked_task rank.processes
 rank.node_parent rank.startup_check rank.worker slurm.job.watchdog slurm.job.node_ranks
-supervisor.hang supervisor.notifier
+supervisor.hang
 checks.storage
 """.split()  # noqa: SIM905
 

@@ -34,7 +34,7 @@ def test_hook_replaces_markers_and_refuses_unknown_ones() -> None:
 
 def test_run_folder_reference_has_its_files() -> None:
     text = packages.run_folder()
-    names = ("state.json", "journal/shipped.json", "attempts/001/", "srun.log")
+    names = ("state.json", "journal/sent-points.json", "attempts/001/", "srun.log")
     assert [name for name in names if name not in text] == []
 
 

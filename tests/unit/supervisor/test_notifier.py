@@ -103,48 +103,53 @@ def test_file_that_others_can_read_is_refused_and_the_run_continues(scene: Scene
     assert not (scene.run.path / "notifier.log").exists()
 
 
-def test_process_that_has_died_does_not_affect_the_run(scene: Scene, webhook: Webhook) -> None:
-    scene.notify = {"webhook": webhook.url}
-    with notifier.Notifier(scene.run, NotifyConfig(**scene.notify), {}, scene.report.note) as sender:
-        assert sender._process is not None
-        sender._process.kill()
-        sender._process.wait()
-        sender.send("started", scene.run.read_state())
-    assert scene.report.notes == ["the notification 'started' is not sent: [Errno 32] Broken pipe", LOST]
-
-
 @pytest.mark.parametrize(
     ("statuses", "num_delivered", "reason"),
     [([500, 503, 429], 2, "HTTP status 429"), ([302] * 5, 1, "HTTP status 302"), ([404] * 5, 1, "HTTP status 404")],
 )
 def test_tries_of_an_event_are_bounded(
+    scene: Scene,
     webhook: Webhook,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     statuses: list[int],
     num_delivered: int,
     reason: str,
 ) -> None:
-    monkeypatch.setattr(notifier, "_PAUSES_S", (0.0,) * 5)
+    monkeypatch.setattr(notifier, "_PAUSES_S", (0.0,) * 4)
     webhook.statuses = list(statuses)
-    lines = [b'{"event": "started"}\n', b'{"event": "ended"}\n']
-    assert notifier.main(lines, "", {notifier.URL: webhook.url}) == 2 - num_delivered
+    with notifier.Notifier(scene.run, NotifyConfig(webhook=webhook.url), {}, scene.report.note) as sender:
+        for event in ("started", "ended"):
+            sender.send(event, scene.run.read_state())
     assert [body["event"] for body in webhook.bodies] == ["started", "ended"][-num_delivered:]
-    printed = capsys.readouterr().out
-    assert printed.splitlines()[-1] == f"'started' is not delivered: {reason}"
-    assert len(printed.splitlines()) == len(statuses)
+    assert scene.report.notes == ([] if num_delivered == 2 else [LOST])
+    lines = (scene.run.path / "notifier.log").read_text().splitlines()
+    assert lines == [*lines[:-1], f"'started' is not delivered: {reason}"]
+    assert len(lines) == len(statuses)
 
 
-def test_reason_of_a_failure_does_not_show_the_url(hanging: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason_of_a_failure_does_not_show_the_url(
+    scene: Scene, hanging: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(notifier, "DELIVERY_S", 0.2)
-    facts = b'{"event": "ended", "run": "exp/first", "status": "failed"}'
-    reasons = [
-        notifier._deliver(facts, "", {notifier.URL: url})
-        for url in (hanging, "http://127.0.0.1:1/s3cret", "s3cret", "http://h/s3 cret")
+    monkeypatch.setattr(notifier, "_PAUSES_S", ())
+    (fails := tmp_path / "fails").write_text("#!/bin/sh\nexit 3\n")
+    fails.chmod(0o700)
+    (hangs := tmp_path / "hangs").write_text("#!/bin/sh\nexec sleep 300\n")
+    hangs.chmod(0o700)
+    for settings in (
+        *({"webhook": url} for url in (hanging, "http://127.0.0.1:1/s3cret", "http://h/s3 cret")),
+        *({"command": str(command)} for command in (fails, hangs, "/no/such/file")),
+    ):
+        with notifier.Notifier(scene.run, NotifyConfig(**settings), {}, scene.report.note) as sender:
+            sender.send("ended", scene.run.read_state())
+    prefix = "'ended' is not delivered: "
+    lines = (scene.run.path / "notifier.log").read_text().splitlines()
+    assert [line.partition(" timed out after")[0] for line in lines] == [
+        *(prefix + reason for reason in ("TimeoutError", "Connection refused", "InvalidURL")),
+        f"{prefix}Command '['{fails}', 'ended', 'exp/first', 'created']' returned non-zero exit status 3.",
+        f"{prefix}Command '['{hangs}', 'ended', 'exp/first', 'created']'",
+        f"{prefix}No such file or directory",
     ]
-    assert reasons == ["TimeoutError", "Connection refused", "ValueError", "InvalidURL"]
-    assert "returned non-zero exit status 1" in notifier._deliver(facts, "/bin/false", {})
-    assert notifier._deliver(facts, "/no/such/file", {}) == "No such file or directory"
 
 
 def test_address_is_a_secret_of_the_config(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from supervisor_scene import DONE, EXIT_0, Scene
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor import children
 from hpcdist.supervisor.children import ShipperProcess
-from hpcdist.tracking.points import ShippingState
+from hpcdist.tracking.points import SentFiles
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -83,14 +83,14 @@ def test_progress_of_a_longer_upload_is_noted(scene: Scene, monkeypatch: pytest.
     released = scene.run.path / "released"
     scene.tracking = {"drain_timeout_s": 60.0}
     scene.shipper = ["sh", "-c", f"until [ -e '{released}' ]; do sleep 0.01; done"]
-    saved = scene.run.journal / "shipped.json"
+    saved = scene.run.journal / SentFiles.FILE
 
     def continue_upload(text: str) -> None:
         scene.report.notes.append(text)
         if saved.exists():
             released.touch()
         else:
-            ShippingState(artifacts={"config.yaml": "1"}, left=2).save(saved)
+            SentFiles(artifacts={"config.yaml": "1"}, left=2).save(scene.run.journal)
 
     monkeypatch.setattr(scene.report, "note", continue_upload)
     scene.script(first=[[*DONE], EXIT_0])

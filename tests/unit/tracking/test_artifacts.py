@@ -29,7 +29,7 @@ from hpcdist.tracking import artifacts, delivery
 from hpcdist.tracking.artifacts import move_best
 from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.mlflow_run import MlflowRun
-from hpcdist.tracking.points import Point, upload_progress
+from hpcdist.tracking.points import Point, SentFacts, SentFiles, SentPoints, upload_progress
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 
@@ -155,7 +155,7 @@ from pathlib import Path
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import delivery
 from hpcdist.tracking import mlflow_run
-from hpcdist.tracking import points as shipping_state
+from hpcdist.tracking import points
 {trap}
 shipper = delivery.Delivery(RunDir(Path(sys.argv[1])), sys.argv[2])
 shipper.ship_once()
@@ -169,12 +169,9 @@ def trap(path, value, durable):
 mlflow_run.write_json = trap
 """
 BETWEEN_SEND_AND_PERSIST = """
-save = shipping_state.ShippingState.save
-def trap(self, path):
-    if self.num_points:
-        os.kill(os.getpid(), signal.SIGKILL)
-    save(self, path)
-shipping_state.ShippingState.save = trap
+def trap(self, num_refused):
+    os.kill(os.getpid(), signal.SIGKILL)
+points.Batches.commit = trap
 """
 
 
@@ -244,7 +241,8 @@ def test_rejected_points_do_not_block_other_points(scene: Scene, caplog: pytest.
 def test_lost_shipping_state_causes_no_duplicates(scene: Scene) -> None:
     scene.log(range(50))
     scene.shipper().ship_once()
-    (scene.run.journal / "shipped.json").write_text("{broken")
+    for sent in (SentPoints, SentFiles, SentFacts):
+        (scene.run.journal / sent.FILE).write_text("{broken")
     scene.shipper().ship_once()
     assert scene.steps() == list(range(50))
 
@@ -485,7 +483,7 @@ def test_model_is_logged_and_registered_once(scene: Scene, monkeypatch: pytest.M
     # Without the saved state, nothing is created twice.
     live = scene.shipper()
     live.open_run()
-    live.progress.model = {}
+    live.uploads.sent.model = {}
     live.ship_once()
     outputs = scene.entity.outputs.model_outputs
     assert [item.step for item in outputs] == [120]
@@ -533,7 +531,7 @@ def test_links_that_leave_the_run_folder_are_not_uploaded(
     shipper = scene.shipper()
     shipper.ship_once()
     shipper.ship_once()
-    uploaded = set(shipper.progress.artifacts)
+    uploaded = set(shipper.uploads.sent.artifacts)
     assert {"mine.txt", "same.txt"} <= uploaded
     assert not {"secret.txt", "folder/id_rsa", "code.patch.txt", "checkpoints/final"} & uploaded
     warnings = [record.message for record in caplog.records if "leaves the run folder" in record.message]

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 from tracking_scene import Scene
@@ -16,7 +17,7 @@ from tracking_scene import Scene
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import journal
 from hpcdist.tracking import points as tracking_points
-from hpcdist.tracking.points import Batches, Point, PointBudget, ShippingState, without_node
+from hpcdist.tracking.points import Batches, Point, PointBudget, without_node
 from hpcdist.tracking.shipper import sync
 
 LIMIT = 40
@@ -47,11 +48,12 @@ def points(values: list[float], key: str = "loss") -> list[Point]:
 
 def select(found: list[Point], *, batch: int = 7) -> list[Point]:
     """Return what MLflow gets, in batches with a new process after each."""
-    progress, sent = ShippingState(), []
+    series: dict[str, Any] = {}
+    sent: list[Point] = []
     for start in range(0, len(found), batch):
-        progress = ShippingState(series=json.loads(json.dumps(progress.series)))
-        sent += PointBudget(progress).select(found[start : start + batch])
-    return sent + PointBudget(progress).flush()
+        series = json.loads(json.dumps(series))
+        sent += PointBudget(series).select(found[start : start + batch])
+    return sent + PointBudget(series).flush()
 
 
 def test_metric_within_the_limit_is_exact() -> None:
@@ -97,8 +99,7 @@ def test_nan_and_infinities_of_a_bucket_are_sent() -> None:
 
 
 def test_metric_continues_after_the_end_of_a_run() -> None:
-    found, progress = points([float(step % 17) for step in range(200)]), ShippingState()
-    budget = PointBudget(progress)
+    found, budget = points([float(step % 17) for step in range(200)]), PointBudget({})
     sent = budget.select(found[:121])
     assert budget.is_holding
     sent += budget.flush()
@@ -107,7 +108,7 @@ def test_metric_continues_after_the_end_of_a_run() -> None:
     sent += budget.select(found[121:]) + budget.flush()
     assert len(sent) == len(set(sent))
     assert found[-1] in sent
-    assert progress.num_thinned == len(found) - len(sent)
+    assert budget.num_thinned == len(found) - len(sent)
 
 
 @pytest.mark.parametrize(
@@ -150,27 +151,19 @@ class Store:
         self.run = run
         self.random = random.Random(seed)
         self.received: set[Point] = set()
-        self._saved = run.journal / "shipped.json"
-        self._restart()
-
-    def _restart(self) -> None:
-        self.progress = ShippingState.load(self._saved)
-        self.batches = Batches(self.run, self.progress)
+        self.batches = Batches(run)
 
     def ship(self, newest: int = 1, *, over: bool, may_be_killed: bool = True) -> bool:
         """Send a batch as `Delivery.ship_records` does. Returns False if there is nothing to send."""
         killed_after = self.random.randrange(1, 8) if may_be_killed else 99
-        if not self.batches.plan(newest, over=over):
+        if (found := self.batches.next(newest, over=over)) is None:
             return False
         if killed_after > 1:
-            self.progress.save(self._saved)
-            found = self.batches.points()
             self.received |= set(found[: self.random.randrange(len(found) + 1)] if killed_after == 2 else found)
         if killed_after > 3:
-            self.progress.commit()
-            self.progress.save(self._saved)
+            self.batches.commit()
         if killed_after <= 4:
-            self._restart()
+            self.batches = Batches(self.run)
         return True
 
     def ship_rest(self, newest: int = 1) -> None:

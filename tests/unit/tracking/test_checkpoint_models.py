@@ -174,7 +174,7 @@ def test_nothing_is_created_twice_without_the_saved_state(scene: Scene) -> None:
     save(scene, 10, eval_accuracy=10)
     scene.shipper().ship_once()
     before = models(scene)["step-00000010"]
-    (scene.run.journal / "shipped.json").unlink()
+    (scene.run.journal / "sent-files.json").unlink()
     scene.shipper().ship_once()
     after = models(scene)["step-00000010"]
     assert (after.model_id, len(after.metrics or ())) == (before.model_id, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +17,6 @@ from hpcdist.run.lease import hold
 from hpcdist.tracking import command_tag
 from hpcdist.tracking.command_tag import parse
 from hpcdist.tracking.delivery import Delivery
-from hpcdist.tracking.mlflow_run import MlflowRun
-from hpcdist.tracking.points import ShippingState
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -79,8 +76,8 @@ def test_command_that_is_set_before_the_tag_is_removed_is_obeyed_next(
 ) -> None:
     note = command_tag.CommandTag._note
 
-    def note_and_set(self: command_tag.CommandTag, progress: ShippingState, command: dict[str, str]) -> None:
-        note(self, progress, command)
+    def note_and_set(self: command_tag.CommandTag, command: dict[str, str]) -> None:
+        note(self, command)
         if command.get("text") == "save" and "result" not in command:
             live.set("stop")
 
@@ -188,10 +185,10 @@ def test_command_is_obeyed_once_if_the_shipper_dies_after_obeying(
 ) -> None:
     note = command_tag.CommandTag._note
 
-    def crash_before_the_result(self: command_tag.CommandTag, progress: ShippingState, command: dict[str, str]) -> None:
+    def crash_before_the_result(self: command_tag.CommandTag, command: dict[str, str]) -> None:
         if "result" in command:
             raise KeyboardInterrupt
-        note(self, progress, command)
+        note(self, command)
 
     with monkeypatch.context() as patch:
         patch.setattr(command_tag.CommandTag, "_note", crash_before_the_result)
@@ -210,47 +207,11 @@ def test_command_is_obeyed_once_if_the_shipper_dies_after_obeying(
         assert live.attempt.command(2).exists()
 
 
-def test_command_is_obeyed_during_a_long_upload(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_tag, "INTERVAL_S", 0.0)
-    upload = MlflowRun.upload
-    uploaded: list[tuple[str, bool]] = []
-
-    def upload_and_set(self: MlflowRun, source: Path, target: str) -> None:
-        if not uploaded:
-            live.set("save")
-        upload(self, source, target)
-        uploaded.append((target, live.attempt.command(1).exists()))
-
-    monkeypatch.setattr(MlflowRun, "upload", upload_and_set)
-    for number in range(3):
-        live.scene.file(f"artifacts/{number}.txt", "text")
-    live.ship()
-    assert uploaded == [("0.txt", False), ("1.txt", True), ("2.txt", True)]
-
-
-def test_error_of_the_tag_during_a_pass_is_raised_at_its_end(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_tag, "INTERVAL_S", 0.0)
-    requests: list[int] = []
-
-    def fail_second(*_: object) -> str:
-        requests.append(1)
-        if len(requests) == 2:
-            raise TrackingError("no tags today")
-        return ""
-
-    monkeypatch.setattr(MlflowRun, "tag", fail_second)
-    live.scene.file("artifacts/one.txt", "text")
-    with pytest.raises(TrackingError, match="no tags today"):
-        live.ship()
-    assert live.scene.artifacts() >= {"one.txt"}
-    assert len(requests) == 2, "not requested again in this pass"
-
-
 def test_unavailable_tag_does_not_stop_the_upload(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> str:
         raise TrackingError("no tags today")
 
-    monkeypatch.setattr("hpcdist.tracking.mlflow_run.MlflowRun.tag", fail)
+    monkeypatch.setattr("hpcdist.tracking.command_tag.CommandTag._claim", fail)
     live.scene.log(range(3))
     with pytest.raises(TrackingError, match="no tags today"):
         live.ship()

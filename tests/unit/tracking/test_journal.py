@@ -298,7 +298,7 @@ def test_read_range_returns_an_earlier_chunk(tmp_path: Path, monkeypatch: pytest
 def test_journal_files_are_sorted_by_attempt_and_rank(tmp_path: Path) -> None:
     for name in ("attempt-1000.rank-00000.jsonl", "attempt-002.rank-00001.jsonl", "attempt-002.rank-00000.jsonl"):
         (tmp_path / name).touch()
-    for other in ("shipped.json", ".shipper.lock", "attempt-x.rank-0.jsonl"):
+    for other in ("sent-points.json", ".shipper.lock", "attempt-x.rank-0.jsonl"):
         (tmp_path / other).touch()
     assert [(file.attempt, file.rank) for file in journal_files(tmp_path)] == [(2, 0), (2, 1), (1000, 0)]
     assert read_records(tmp_path / "absent.jsonl") == ([], 0)

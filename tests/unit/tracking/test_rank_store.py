@@ -286,7 +286,7 @@ def test_datasets_and_models_are_uploaded_once(
     for _ in range(2):
         ship(scene)
         # As after a crash before the state was saved.
-        (scene.run.journal / "shipped.json").unlink()
+        (scene.run.journal / "sent-facts.json").unlink()
     (found,) = scene.client.search_logged_models(experiment)
     assert (found.name, found.status.value, found.tags["a"], found.params["p"]) == ("net", "READY", "1", "2")
     assert [it.model_id for it in scene.entity.outputs.model_outputs] == [found.model_id]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import logging
 import math
 import os
@@ -32,6 +31,7 @@ from hpcdist.slurm.output import JobInfo
 from hpcdist.supervisor.children import ShipperProcess
 from hpcdist.tracking import shipper
 from hpcdist.tracking.delivery import Delivery
+from hpcdist.tracking.points import Counts, SentPoints
 from hpcdist.tracking.shipper import SyncReport, _Parent, _wait_for_first_step, ship_forever, sync
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
@@ -126,12 +126,11 @@ def test_shipper_of_a_follower_continues_through_requeues(scene: Scene) -> None:
     scene.log([1, 2])
     scene.state(status="stopped", attempt=1, ended=2e9)
     shipper = ShipperProcess(scene.run, scene.uri, os.environ, through_queue=True)
-    shipped = scene.run.journal / "shipped.json"
-    wait_until(lambda: shipped.exists() and '"status": "KILLED 1"' in shipped.read_text(), 60)
+    wait_until(lambda: scene.run.mlflow.exists() and scene.status() == "KILLED", 60)
     # The job is requeued and runs again.
     scene.log([3], attempt=2)
     scene.state(status="running", attempt=2, ended=None)
-    wait_until(lambda: '"status": "RUNNING 2"' in shipped.read_text(), 60)
+    wait_until(lambda: scene.status() == "RUNNING", 60)
     scene.state(status="finished", ended=2e9)
     assert shipper.drain(60)
     assert (scene.steps(), scene.status()) == ([1, 2, 3], "FINISHED")
@@ -277,15 +276,15 @@ def wait_until(condition: Any, timeout_s: float) -> None:
 def test_killed_server_causes_no_loss_and_no_duplicates(scene: Scene, tmp_path: Path) -> None:
     port = free_port()
     scene.uri = f"http://127.0.0.1:{port}"
-    shipped = scene.run.journal / "shipped.json"
     scene.log(range(2000))
     scene.file("journal/attempt-001.rank-00001.jsonl", '{"t":5,"s":1,"m":{"nan":NaN,"up":Infinity}}\n')
+    journal_paths = list(scene.run.journal.glob("*.jsonl"))
     command = [sys.executable, "-P", "-m", "hpcdist.tracking.shipper", str(scene.run.path)]
     env = {**os.environ, "HPCDIST_TRACKING_URI": scene.uri}
     output = open(tmp_path / "shipper.log", "wb")  # noqa: SIM115 (closed below)
     with server(tmp_path, port):
         process = subprocess.Popen(command, env=env, stderr=output)
-        wait_until(lambda: shipped.exists() and '"num_points": 2003' in shipped.read_text(), 60)
+        wait_until(lambda: all(SentPoints.load(scene.run.journal).offsets.get(path.name) for path in journal_paths), 60)
         scene.log(range(2000, 3000))
     scene.log(range(3000, 3500))
     wait_until(lambda: b"records stay" in (tmp_path / "shipper.log").read_bytes(), 60)
@@ -416,10 +415,9 @@ def test_invalid_responses_lose_no_point(scene: Scene, tmp_path: Path, monkeypat
         proxy.response = None
         assert shipper.ship_once() == 60 + 1
         assert shipper.ship_once() == 0
+        assert shipper.batches.counts == Counts(num_points=60 + 1)
         history = scene.client.get_metric_history(scene.run_id, "acc_--0a78af425a78")
         assert [point.step for point in history] == list(range(30))
-        saved = json.loads((scene.run.journal / "shipped.json").read_text())
-        assert (saved["num_points"], saved["num_refused"], saved["num_broken"]) == (60 + 1, 0, 0)
 
         # Requests are split for a proxy that limits their size.
         scene.log(range(1000), key="many")

@@ -18,8 +18,8 @@ from hpcdist.errors import TrackingError
 from hpcdist.review import report
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import delivery, mlflow_run
-from hpcdist.tracking.delivery import ReportWriter
-from hpcdist.tracking.points import ShippingState
+from hpcdist.tracking.delivery import ReportWriter, report_mark
+from hpcdist.tracking.points import SentFiles
 
 
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -100,14 +100,14 @@ def test_many_artifacts_delay_neither_metrics_nor_the_state(
     for number in range(300):
         scene.file(f"artifacts/samples/{number:03d}.txt", str(number))
     saves: list[int] = []
-    save = ShippingState.save
-    monkeypatch.setattr(ShippingState, "save", lambda self, path: (saves.append(1), save(self, path))[1])
+    save = SentFiles.save
+    monkeypatch.setattr(SentFiles, "save", lambda self, folder: (saves.append(1), save(self, folder))[1])
     monkeypatch.setattr(delivery, "PASS_S", 0.0)
     live = scene.shipper()
     live.ship_once()
     live.ship_once()
-    assert "samples/001.txt" in live.progress.artifacts
-    assert "samples/002.txt" not in live.progress.artifacts
+    assert "samples/001.txt" in live.uploads.sent.artifacts
+    assert "samples/002.txt" not in live.uploads.sent.artifacts
     monkeypatch.setattr(delivery, "PASS_S", 1e9)
     monkeypatch.setattr(delivery, "CHECKS_PER_S", 0.001)
     monkeypatch.setattr(delivery, "SAVE_S", 0.0)
@@ -118,13 +118,13 @@ def test_many_artifacts_delay_neither_metrics_nor_the_state(
     scene.file("artifacts/late.txt", "late")
     monkeypatch.setattr(delivery, "SAVE_S", 1e9)
     live.ship_once()
-    assert "late.txt" not in live.progress.artifacts
+    assert "late.txt" not in live.uploads.sent.artifacts
     del saves[:]
     for number in range(300):
         scene.file(f"artifacts/samples/{number:03d}.txt", f"changed {number}")
     scene.state(status="finished", ended=2e9)
     live.ship_once()
-    assert "late.txt" in live.progress.artifacts
+    assert "late.txt" in live.uploads.sent.artifacts
     assert len(saves) < 10, "the state is not saved for each artifact"
 
 
@@ -143,7 +143,7 @@ def test_ten_thousand_artifacts_through_a_server(scene: Scene, tmp_path: Path, m
         live = scene.shipper()
         live.ship_once()
         assert scene.steps() == [1]
-        assert 0 < len(live.progress.artifacts) < 10_000, "a pass of a running run is bounded"
+        assert 0 < len(live.uploads.sent.artifacts) < 10_000, "a pass of a running run is bounded"
         scene.state(status="finished", ended=2e9)
         scene.shipper().ship_once()
         assert len(scene.artifacts("samples")) == 10_000
@@ -261,25 +261,21 @@ def run(tmp_path: Path) -> RunDir:
     return scene.run
 
 
+def write_if_due(writer: ReportWriter, run: RunDir, last: str = "", *, new: bool = False) -> bool:
+    return writer.write_if_due(run.read_state(), last, has_new_points=new)
+
+
 def test_report_is_written_after_each_change_of_state(run: RunDir, written: list[str]) -> None:
-    writer, progress = ReportWriter(run), ShippingState()
-    running = run.read_state()
-    for _ in range(3):
-        writer.write_if_due(running, progress)
-    assert len(written) == 1
+    writer = ReportWriter(run)
+    assert [write_if_due(writer, run, new=True) for _ in range(3)] == [True, False, False]
     ReportScene.state_of(run, status="running", attempt=2, ended=None)
-    writer.write_if_due(run.read_state(), progress)
-    assert len(written) == 2
+    assert write_if_due(writer, run)
     ReportScene.state_of(run, status="finished", attempt=2)
-    for _ in range(3):
-        writer.write_if_due(run.read_state(), progress)
-    assert len(written) == 3
+    assert [write_if_due(writer, run) for _ in range(3)] == [True, False, False]
     # Another process, such as `hpcdist sync`, does not write it again, unless records arrive after the end.
-    again = ReportWriter(run)
-    again.write_if_due(run.read_state(), progress)
-    assert len(written) == 3
-    progress.num_points += 1
-    again.write_if_due(run.read_state(), progress)
+    again, last = ReportWriter(run), report_mark(run.read_state())
+    assert not write_if_due(again, run, last)
+    assert write_if_due(again, run, last, new=True)
     assert len(written) == 4
 
 
@@ -288,10 +284,10 @@ def test_a_running_run_gets_a_new_report_now_and_then(
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr("hpcdist.tracking.delivery.time.monotonic", lambda: now[0])
-    writer, progress = ReportWriter(run), ShippingState()
+    writer = ReportWriter(run)
     for seconds, expected in ((0, 1), (299, 1), (2, 2), (299, 2), (2, 3)):
         now[0] += seconds
-        writer.write_if_due(run.read_state(), progress)
+        write_if_due(writer, run)
         assert len(written) == expected
 
 
@@ -302,10 +298,8 @@ def test_failure_of_a_report_is_logged_once(
         raise ZeroDivisionError("in a chart")
 
     monkeypatch.setattr(report, "write_report", fail)
-    writer, progress = ReportWriter(run), ShippingState()
+    writer = ReportWriter(run)
     ReportScene.state_of(run, status="failed")
-    for _ in range(3):
-        writer.write_if_due(run.read_state(), progress)
+    assert not any(write_if_due(writer, run) for _ in range(3))
     assert caplog.text.count("the report of first cannot be written") == 1
     assert "ZeroDivisionError: in a chart" in caplog.text
-    assert progress.report == ""
