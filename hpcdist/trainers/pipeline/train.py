@@ -21,6 +21,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import rpc_group
-from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, run_epochs, set_lr
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr
 from hpcdist.trainers.pipeline import PipelineConfig
 from hpcdist.trainers.pipeline.engine import Inbox, RpcEngine, Wire, ideal_bubble
 from hpcdist.trainers.pipeline.stages import Stage, choose_cut, choose_micro_batches, use_onednn_for_pointwise
@@ -160,55 +161,69 @@ def _example_images(cfg: Config, data: ImageData) -> Tensor:
     return images.contiguous(memory_format=torch.channels_last) if cfg.model.channels_last else images
 
 
-@dataclass(frozen=True)
-class PipelineLoop:
-    """State of the training loop of one stage."""
-
-    ctx: Context
-    cfg: Config
-    setup: StageSetup
-    num_micro_batches: int
-    progress: Progress
-    meter: Meter
-
-
 def train(ctx: Context, cfg: Config) -> None:
-    """Train, evaluate after each epoch, save checkpoints and export the final model."""
+    """Train, evaluate after each epoch, save checkpoints and export the final model. Every stage calls it."""
     ctx.roles.require(stage=None)
     with open_stage(ctx, cfg) as setup:
-        loop, data = make_loop(ctx, cfg, setup), setup.data
-        ctx.end_reason = run_epochs(loop, train_epoch, interval_metrics, evaluate, save)
-        whole = _gather_model(ctx, cfg, data, setup.stage) if ctx.end_reason else None
+        data, engine, optimizer, saved = setup.data, setup.engine, setup.optimizer, setup.saved
+        num_micro_batches = select_micro_batches(ctx, cfg, setup)
+        progress = Progress(
+            cfg, len(data.train) // cfg.data.batch_size, saved.trainer["position"] if saved is not None else None
+        )
+        meter = Meter(saved.local if saved is not None else None, ctx.device)
+
+        def save(metrics: Mapping[str, float]) -> None:
+            state = {
+                "position": progress.state_dict(),
+                "units": [list(names) for names in setup.units],
+                "num_micro_batches": num_micro_batches,
+            }
+            shard = stage_shard(setup.stage, optimizer)  # each stage adds its own
+            ctx.save(progress.step, model=None, trainer=state, local=meter.sums, metrics=metrics, shard=shard)
+
+        ctx.training_begins()  # the time until here counts as start-up
+        while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
+            setup.stage.train()
+            steps = step_batches(ctx, cfg, data, epoch=progress.epoch, start=progress.step_in_epoch)
+            for images, labels in islice(steps, progress.steps_until_evaluation):
+                set_lr(optimizer, cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule))
+                idle_s = engine.idle_s
+                loss = train_step(cfg, setup, images, labels, num_micro_batches)  # 0 in all stages but the last
+                meter.add(loss_sum=loss, num_steps=1, idle_s=engine.idle_s - idle_s)
+                progress.count_step()
+                if progress.log_is_due:
+                    metrics = interval_metrics(ctx, cfg, optimizer, progress, meter, num_micro_batches)
+                    ctx.log(metrics, progress.step)
+                    meter.reset()
+                if ctx.should_stop(progress.step, progress.total_steps):  # the same answer on all ranks
+                    save({})
+                    return
+                # Before an evaluation no checkpoint is saved, as one with its metrics follows.
+                if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
+                    save({})
+            with meter.paused():
+                with ctx.evaluating():
+                    metrics = evaluate(ctx, cfg, data, engine)
+                ctx.log(metrics, progress.step)
+                progress.end_epoch(metrics)
+                save(metrics)
+        ctx.end_reason = progress.end_reason
+        whole = _gather_model(ctx, cfg, data, setup.stage)
     # The export follows the end of RPC, which has a shorter time limit.
     if whole is not None:
         images, _ = next(data.test.batches([torch.arange(2)], device=ctx.device))
         ctx.export_model(whole, as_rgb(cfg, images))
 
 
-def make_loop(ctx: Context, cfg: Config, setup: StageSetup) -> PipelineLoop:
-    """Choose the number of micro-batches and the position to continue from; call it on every rank."""
-    num_micro_batches = select_micro_batches(ctx, cfg, setup)
-    saved, steps_per_epoch = setup.saved, len(setup.data.train) // cfg.data.batch_size
-    progress = Progress(cfg, steps_per_epoch, saved.trainer["position"] if saved else None)
-    return PipelineLoop(ctx, cfg, setup, num_micro_batches, progress, Meter(saved.local if saved else None, ctx.device))
-
-
-def train_epoch(loop: PipelineLoop) -> Iterator[None]:
-    """Do the remaining steps of the epoch with this rank's stage."""
-    ctx, cfg, setup, progress = loop.ctx, loop.cfg, loop.setup, loop.progress
-    setup.stage.train()
-    for images, labels in step_batches(ctx, cfg, setup.data, epoch=progress.epoch, start=progress.step_in_epoch):
-        set_lr(setup.optimizer, cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule))
-        idle_s = setup.engine.idle_s
-        loss = train_step(cfg, setup, images, labels, loop.num_micro_batches)
-        # The loss is that of the last stage, zero elsewhere.
-        loop.meter.add(loss_sum=loss, num_steps=1, idle_s=setup.engine.idle_s - idle_s)
-        yield
-
-
-def interval_metrics(loop: PipelineLoop) -> dict[str, float]:
+def interval_metrics(
+    ctx: Context,
+    cfg: Config,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    meter: Meter,
+    num_micro_batches: int,
+) -> dict[str, float]:
     """Return the training metrics since the last logged step, and the time that each stage has computed."""
-    ctx, meter = loop.ctx, loop.meter
     elapsed_s, idle_s, num_steps = meter.elapsed_s, meter.sums["idle_s"], meter.sums["num_steps"]
     busy_s = [0.0] * ctx.world_size
     busy_s[ctx.rank] = elapsed_s - idle_s
@@ -216,30 +231,14 @@ def interval_metrics(loop: PipelineLoop) -> dict[str, float]:
     loss_sum, all_idle_s, all_elapsed_s, *busy_s = sums
     return {
         "train/loss": loss_sum / num_steps,
-        "train/lr": loop.setup.optimizer.param_groups[0]["lr"],
-        "train/epoch": loop.progress.epochs,
-        "train/samples_per_s": loop.cfg.data.batch_size * num_steps / elapsed_s,
-        "samples": loop.progress.count_samples(loop.cfg.data.batch_size * num_steps),
+        "train/lr": optimizer.param_groups[0]["lr"],
+        "train/epoch": progress.epochs,
+        "train/samples_per_s": cfg.data.batch_size * num_steps / elapsed_s,
+        "samples": progress.count_samples(cfg.data.batch_size * num_steps),
         "pipeline/bubble": all_idle_s / all_elapsed_s,
-        "pipeline/bubble_in_theory": ideal_bubble(ctx.world_size, loop.num_micro_batches),
+        "pipeline/bubble_in_theory": ideal_bubble(ctx.world_size, num_micro_batches),
         **{f"pipeline/busy_s/stage_{index}": seconds / num_steps for index, seconds in enumerate(busy_s)},
     }
-
-
-def save(loop: PipelineLoop, metrics: Mapping[str, float]) -> None:
-    """Save a checkpoint, to which each stage adds its shard; call it on every rank."""
-    loop.ctx.save(
-        loop.progress.step,
-        model=None,
-        trainer={
-            "position": loop.progress.state_dict(),
-            "units": [list(names) for names in loop.setup.units],
-            "num_micro_batches": loop.num_micro_batches,
-        },
-        local=loop.meter.sums,
-        metrics=metrics,
-        shard=stage_shard(loop.setup.stage, loop.setup.optimizer),
-    )
 
 
 def select_micro_batches(ctx: Context, cfg: Config, setup: StageSetup) -> int:
@@ -305,9 +304,8 @@ def clip_gradients(setup: StageSetup, max_norm: float) -> None:
     torch._foreach_mul_(gradients, factor)
 
 
-def evaluate(loop: PipelineLoop) -> dict[str, float]:
+def evaluate(ctx: Context, cfg: Config, data: ImageData, engine: RpcEngine) -> dict[str, float]:
     """Return loss and accuracy over the test set, each sample counted once, equal on all ranks."""
-    ctx, cfg, data, engine = loop.ctx, loop.cfg, loop.setup.data, loop.setup.engine
     size = cfg.data.eval_batch_size
     num_left = len(data.test)
     num_batches = math.ceil(num_left / size)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import cast
 
@@ -35,7 +35,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import RpcGroup, rpc_group
-from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, run_epochs, set_lr
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr
 from hpcdist.review.figures import MAX_POINTS, Curves, Histogram, histogram
 from hpcdist.trainers.rl import RlConfig
 from hpcdist.trainers.rl.environments import Environments, Problem, greedy_returns, make_environments
@@ -232,36 +232,53 @@ def make_loop(
 
 def train_policy(loop: RlLoop) -> None:
     """Train as the agent, and export the final policy."""
-    ctx, problem = loop.ctx, loop.problem
-    reason = run_epochs(loop, train_epoch, interval_metrics, evaluate, save)
-    if reason:
-        ctx.end_reason = f"{reason}, {loop.history.env_steps} environment steps"
-        ctx.export_model(loop.policy, torch.zeros(2, problem.num_inputs))
+    ctx, cfg, progress, meter = loop.ctx, loop.cfg, loop.progress, loop.meter
+    policy, observers = loop.policy, loop.observers
+    ctx.training_begins()  # the time until here counts as start-up
+    while not progress.end_reason:  # solved, or a stop rule of the config applies; known after an evaluation
+        for _ in range(progress.steps_until_evaluation):
+            if not observers.has_pending:
+                observers.request(progress.step, policy.actor_state())
+            rollout = observers.take()
+            if cfg.section(RlConfig).mode == "async":
+                observers.request(progress.step + 1, policy.actor_state())
+            set_lr(loop.optimizer, cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule))
+            update(loop, rollout)
+            progress.count_step()
+            if progress.log_is_due:
+                ctx.log(interval_metrics(loop), progress.step)
+                meter.reset()
+            if ctx.should_stop(progress.step, progress.total_steps):
+                save(loop, {})
+                return
+            # Before an evaluation no checkpoint is saved, as one with its metrics follows.
+            if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
+                save(loop, {})
+        with meter.paused():
+            with ctx.evaluating():
+                metrics = evaluate(loop)
+            ctx.log(metrics, progress.step)
+            progress.end_epoch(metrics)
+            save(loop, metrics)
+    ctx.end_reason = f"{progress.end_reason}, {loop.history.env_steps} environment steps"
+    ctx.export_model(policy, torch.zeros(2, loop.problem.num_inputs))
 
 
-def train_epoch(loop: RlLoop) -> Iterator[None]:
-    """Do one PPO update after the other; `run_epochs` ends the epoch."""
-    cfg, progress, policy, observers = loop.cfg, loop.progress, loop.policy, loop.observers
-    while True:
-        if not observers.has_pending:
-            observers.request(progress.step, policy.actor_state())
-        rollout = observers.take()
-        if cfg.section(RlConfig).mode == "async":
-            observers.request(progress.step + 1, policy.actor_state())
-        set_lr(loop.optimizer, cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule))
-        losses, num_losses = learn(policy, loop.optimizer, rollout, cfg, loop.ctx.device)
-        if policy.normalize:
-            policy.observe(rollout.observations[:-1][rollout.valid].to(loop.ctx.device))
-        num_env_steps = int(rollout.valid.sum())
-        loop.history.env_steps += num_env_steps
-        loop.meter.add(
-            losses=losses,
-            num_losses=num_losses,
-            return_sum=float(rollout.returns.sum()),
-            num_episodes=len(rollout.returns),
-            num_env_steps=num_env_steps,
-        )
-        yield
+def update(loop: RlLoop, rollout: Rollout) -> None:
+    """Do one PPO update."""
+    policy, device = loop.policy, loop.ctx.device
+    losses, num_losses = learn(policy, loop.optimizer, rollout, loop.cfg, device)
+    if policy.normalize:
+        policy.observe(rollout.observations[:-1][rollout.valid].to(device))
+    num_env_steps = int(rollout.valid.sum())
+    loop.history.env_steps += num_env_steps
+    loop.meter.add(
+        losses=losses,
+        num_losses=num_losses,
+        return_sum=float(rollout.returns.sum()),
+        num_episodes=len(rollout.returns),
+        num_env_steps=num_env_steps,
+    )
 
 
 def interval_metrics(loop: RlLoop) -> dict[str, float]:
