@@ -16,7 +16,7 @@ from hpcdist.checks import containers
 from hpcdist.checks import machine as checks_machine
 from hpcdist.checks import storage as checks_storage
 from hpcdist.checks.containers import container_checks, program_checks
-from hpcdist.checks.machine import ResourceLimits, gpu_checks, resource_checks
+from hpcdist.checks.machine import ResourceLimits, all_gpu_checks, resource_checks
 from hpcdist.checks.slurm import SlurmFacts, client_checks, job_end_checks, partition_checks, read_slurm
 from hpcdist.checks.storage import MlflowStore, store_checks
 from hpcdist.host import machine as host_machine
@@ -155,7 +155,7 @@ def _software(*, on_cluster: bool) -> list[Check]:
 def _gpus(env: Mapping[str, str]) -> list[Check]:
     found = host_machine.gpus()
     visible = host_machine.visible_gpus(len(found), env)
-    return gpu_checks(found, visible, host_machine.gpu_device_files(), host_machine.driver_version())
+    return all_gpu_checks(found, visible, host_machine.gpu_device_files(), host_machine.driver_version())
 
 
 def _trials(env: Mapping[str, str]) -> list[Check]:

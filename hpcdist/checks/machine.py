@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,21 @@ from hpcdist.host.machine import (
     Check,
     Gpu,
     Level,
-    driver_problem,
     failure,
     install_command,
+    locked_memory,
     note,
     num_cores,
     ok,
     warning,
+)
+from hpcdist.host.machine_checks import (
+    driver_checks,
+    gpu_checks,
+    locked_memory_checks,
+    lookup_checks,
+    loopback_checks,
+    shm_checks,
 )
 
 # Checks of the installed software; nothing is imported for them.
@@ -88,10 +96,8 @@ def _torch(required: bool, cuda: str, driver: str) -> list[Check]:
             f"{version} beside a torchvision {version_of('torchvision')} built for {pinned}, which cannot be imported"
         )
         checks.append(failure("torch", text, TOGETHER))
-    if problem := driver_problem(cuda, driver):
-        text = f"torch {version} needs {problem}"
-        fix = "update the driver, or install a torch for an older CUDA: https://pytorch.org/get-started/locally"
-        checks.append(failure("driver", text, fix))
+    if problems := [*driver_checks({"torch": version, "cuda": cuda, "driver": driver})]:
+        checks += problems
     elif driver:
         checks.append(ok("driver", driver + (f", supports CUDA {cuda}" if cuda else "")))
     if driver and not cuda:
@@ -122,12 +128,9 @@ def _pin(distribution: str, requirement: str) -> str:
 
 # Checks of this machine's GPUs.
 
-#: Fraction of a GPU's memory; a display or a monitoring program uses less.
-_IN_USE = 0.1
 
-
-def gpu_checks(found: Sequence[Gpu], num_visible: int, num_devices: int, driver: str) -> list[Check]:
-    """Return one result per GPU, or one that explains why there are none.
+def all_gpu_checks(found: Sequence[Gpu], num_visible: int, num_devices: int, driver: str) -> list[Check]:
+    """Return the results of all GPUs, or one that explains why there are none.
 
     Args:
         num_visible: GPUs that a run would use according to CUDA_VISIBLE_DEVICES.
@@ -140,39 +143,21 @@ def gpu_checks(found: Sequence[Gpu], num_visible: int, num_devices: int, driver:
             fix = "see the error of `nvidia-smi`; in a container pass GPUs in (docker: --gpus all, podman: --device"
             return [warning("GPUs", text, f"{fix} nvidia.com/gpu=all)")]
         return [note("GPUs", "none: training uses the CPUs")]
-    checks = [_gpu(gpu) for gpu in found]
+    checks = []
+    for gpu in found:
+        text = gpu.name + (f", {gpu.total_mb / 1024:.0f} GiB" if gpu.total_mb else "")
+        problems = [replace(check, text=f"{text}: {check.text}") for check in gpu_checks(vars(gpu))]
+        checks += problems or [ok(f"GPU {gpu.index}", text)]
     if num_visible < len(found):
         text = f"{num_visible} of {len(found)} according to CUDA_VISIBLE_DEVICES"
         checks.append(note("visible", text, "unset it to use all of them"))
     return checks
 
 
-def _gpu(gpu: Gpu) -> Check:
-    name, text = f"GPU {gpu.index}", gpu.name
-    if gpu.total_mb:
-        text += f", {gpu.total_mb / 1024:.0f} GiB"
-    if gpu.uncorrected_errors:
-        text += f": {gpu.uncorrected_errors} uncorrected memory errors (ECC) since the driver was loaded"
-        fix = f"an administrator resets it: `nvidia-smi --gpu-reset -i {gpu.index}`; if errors return, the card is"
-        return warning(name, text, f"{fix} defective: exclude it by CUDA_VISIBLE_DEVICES")
-    if gpu.throttled:
-        text += f": throttled, {', '.join(gpu.throttled)}"
-        return warning(name, text, "report cooling or power supply to the administrators")
-    if gpu.used_mb and gpu.total_mb and gpu.used_mb > _IN_USE * gpu.total_mb:
-        user = f" by process {', '.join(map(str, gpu.pids))}" if gpu.pids else ""
-        text += f": {gpu.used_mb / 1024:.1f} GiB in use{user}"
-        fix = "`nvidia-smi` lists the processes; end leftover ones, or select other GPUs by CUDA_VISIBLE_DEVICES"
-        return warning(name, text, fix)
-    return ok(name, text)
-
-
 # Check of this machine's host name: address, lookup time, and reachability from other machines.
 
-#: Each rank pays this time at its start.
-SLOW_S = 1.0
 #: glibc queries each server twice for 5 s, forward and reverse.
 GIVE_UP_S = 15.0
-_SPEED_UP = "RES_OPTIONS='timeout:1 attempts:1' shortens it; names of all nodes in /etc/hosts avoid it"
 
 
 def host_name_checks(host: str, found: Mapping[str, Any], *, is_node: bool) -> list[Check]:
@@ -182,40 +167,12 @@ def host_name_checks(host: str, found: Mapping[str, Any], *, is_node: bool) -> l
         found: result of `Lookups` for `host` with the reverse lookup.
         is_node: whether this machine is a node of a cluster. Ranks of one machine use loopback and need no name.
     """
-    level: Level = "warning" if is_node else "note"
-    note = "" if is_node else "; runs on this machine alone are not affected"
-    if "late" in found:
-        text = f"the resolver gave no answer for {host} within {found['late']:g} s{note}"
-        fix = f"{_SPEED_UP}; /etc/resolv.conf lists the DNS servers"
-        return [Check(name="own name", level=level, text=text, fix=fix)]
-    forward_s = found["forward_s"]
-    if "error" in found:
-        text = f"{host} does not resolve here ({found['error']}, {forward_s:.1f} s){note}"
-        fix = f"add {host} to DNS, or to /etc/hosts on all machines of a run"
-        return [Check(name="own name", level=level, text=text, fix=fix)]
-    address = found["address"]
-    if address.startswith("127."):
-        text = f"{host} resolves to {address}, which other machines use for themselves{note}"
-        fix = "set its reachable address in /etc/hosts (Debian's installer writes 127.0.1.1)"
-        return [Check(name="own name", level=level, text=text, fix=fix)]
-    if forward_s > SLOW_S:
-        text = f"{host} → {address} takes {forward_s:.1f} s, and each rank looks it up at its start{note}"
-        first = Check(name="own name", level=level, text=text, fix=_SPEED_UP)
-    else:
-        first = ok("own name", f"{host} → {address} ({1000 * forward_s:.0f} ms)")
-    return [first, _reverse(found, level, note)]
-
-
-def _reverse(found: Mapping[str, Any], level: Level, note: str) -> Check:
-    reverse_s, error = found["reverse_s"], found.get("reverse_error", "")
-    if reverse_s > SLOW_S:
-        took = f"takes {reverse_s:.1f} s" + (f" and fails ({error})" if error else "")
-        text = f"the reverse lookup of {found['address']} {took}: process groups start later by that time{note}"
-        return Check(name="reverse", level=level, text=text, fix=_SPEED_UP)
-    took = f"{1000 * reverse_s:.0f} ms"
-    if error:
-        return ok("reverse", f"{found['address']} has no name ({error}, {took}): fast, so harmless")
-    return ok("reverse", f"{found['address']} → {found['reverse']} ({took})")
+    if problems := [*lookup_checks(host, found), *loopback_checks(host, found)]:
+        unaffected = "; runs on this machine alone are not affected"
+        return problems if is_node else [replace(one, level="note", text=one.text + unaffected) for one in problems]
+    back = found.get("reverse") or f"no name ({found['reverse_error']}): fast, so harmless"
+    took = f"{1000 * found['forward_s']:.0f} ms, reverse {1000 * found['reverse_s']:.0f} ms"
+    return [ok("names", f"{host} → {found['address']} → {back} ({took})")]
 
 
 # Cores, memory, shared memory and limits that processes on this machine may use.
@@ -223,8 +180,6 @@ def _reverse(found: Mapping[str, Any], level: Level, note: str) -> Check:
 GIB = 2**30
 #: Importing torch takes half a GiB per rank; two ranks with a small model need about this.
 _LITTLE_MEMORY = 2 * GIB
-#: docker's default of 64 MiB is the usual cause of `bus error` in data workers and NCCL.
-_LITTLE_SHM = 256 * 2**20
 #: Ranks, data workers and RPC open hundreds of sockets and files.
 _FEW_FILES = 1024
 _FEW_PROCESSES = 1024
@@ -244,7 +199,7 @@ class ResourceLimits:
     shm_free_bytes: int
     max_files: int
     max_processes: int
-    locked_bytes: int
+    locked_bytes: int | None  #: None without a limit
     rdma: bool  #: whether there is an InfiniBand device, which must lock memory
 
     @classmethod
@@ -266,7 +221,7 @@ class ResourceLimits:
             shm_free_bytes=size.f_bavail * size.f_frsize if size else 0,
             max_files=_soft(resource.RLIMIT_NOFILE),
             max_processes=_soft(resource.RLIMIT_NPROC),
-            locked_bytes=_soft(resource.RLIMIT_MEMLOCK),
+            locked_bytes=locked_memory(),
             rdma=(root / "sys/class/infiniband").is_dir() and any((root / "sys/class/infiniband").iterdir()),
         )
 
@@ -353,13 +308,9 @@ def _shm(found: ResourceLimits) -> list[Check]:
     if found.shm_bytes is None:
         text = "there is no /dev/shm: data workers and NCCL would fail"
         fix = "mount it (`mount -t tmpfs tmpfs /dev/shm`), or start the container with --ipc=host"
-        return [failure("shared memory", text, fix)]
+        return [failure("shm", text, fix)]
     text = f"{_size(found.shm_free_bytes)} of {_size(found.shm_bytes)} free in /dev/shm"
-    if found.shm_free_bytes < _LITTLE_SHM:
-        fix = "start the container with --ipc=host or --shm-size=8g; otherwise remove leftover files in /dev/shm"
-        text += ": data workers and NCCL need some hundred MiB"
-        return [warning("shared memory", text, fix)]
-    return [ok("shared memory", text)]
+    return [*shm_checks(found.shm_free_bytes)] or [ok("shm", text)]
 
 
 def _limits(found: ResourceLimits) -> list[Check]:
@@ -371,10 +322,8 @@ def _limits(found: ResourceLimits) -> list[Check]:
         if value < least:
             text = f"at most {value} (ulimit): many ranks or data workers exceed it"
             checks.append(warning(name, text, f"`{flag}`, or limits.conf (administrators)"))
-    if found.rdma and found.locked_bytes < _NO_LIMIT:
-        text = f"at most {found.locked_bytes // 1024} KiB may be locked, and InfiniBand locks its send buffers"
-        fix = "`ulimit -l unlimited` (limits.conf, slurmd's LimitMEMLOCK); containers: --ulimit memlock=-1"
-        checks.append(warning("locked memory", text, fix))
+    if found.rdma:
+        checks += locked_memory_checks(found.locked_bytes)
     shown = "unlimited" if found.max_files >= _NO_LIMIT else str(found.max_files)
     return checks or [ok("limits", f"{shown} open files")]
 

@@ -26,6 +26,7 @@ from hpcdist.errors import HpcdistError, RunFolderError, UserMistake, shortened
 from hpcdist.host import storage
 from hpcdist.host.files import require_safe
 from hpcdist.host.machine import Check, failure, install_command, note, ok, warning
+from hpcdist.host.machine_checks import SKEW_S, space_checks
 from hpcdist.run.folder import DATABASE, own_place
 from hpcdist.tracking.links import web_address
 from hpcdist.tracking.server_errors import version_in
@@ -34,14 +35,10 @@ from hpcdist.tracking.uri import VARIABLES, Credentials, read_credentials, sqlit
 # Checks of the folder of runs: permissions, space, speed, and the file operations that run folders need.
 
 GIB = 2**30
-_LITTLE_SPACE = 2 * GIB
-_FEW_FILES = 10_000
 #: Each block is synced, so caches do not hide the speed.
 _TEST_BYTES, _TEST_S = 32 * 2**20, 2.0
 #: At this speed, a checkpoint of 1 GiB takes a minute.
 _SLOW = 16 * 2**20
-#: Far above the rounding of time stamps by mount options.
-_CLOCK_S = 10.0
 _CHOOSE = "set another folder by --runs-dir or HPCDIST_RUNS_DIR"
 
 
@@ -77,7 +74,7 @@ def folder_checks(runs_dir: Path, *, on_cluster: bool = False, in_container: boo
         checks.append(warning("file system", text, f"mount a folder: -v $PWD/runs:{runs_dir.absolute()}"))
     else:
         checks.append(_shared(runs_dir, kind, source, on_cluster))
-    checks.append(_space(place))
+    checks += _space(place)
     if checks[-1].level != "failure":
         checks.append(_speed(place))
     if checks[-1].level == "failure":
@@ -134,7 +131,7 @@ def _file_operations(place: Path) -> list[Check]:
 
 
 def _clock(offset_s: float) -> list[Check]:
-    if abs(offset_s) < _CLOCK_S:
+    if abs(offset_s) < SKEW_S:
         return []
     text = f"the file server's clock is {abs(offset_s):.0f} s {'ahead of' if offset_s > 0 else 'behind'} this machine's"
     fix = "file times are misleading (`status`, `explain`): synchronise both clocks (chronyc, timedatectl)"
@@ -161,18 +158,10 @@ def _shared(runs_dir: Path, kind: str, source: str, on_cluster: bool) -> Check:
     return warning("file system", f"{text}, {where}: Slurm's nodes must see it", fix)
 
 
-def _space(place: Path) -> Check:
+def _space(place: Path) -> list[Check]:
     found = storage.space(place)
     text = f"{found['free'] / GIB:.1f} GiB free of {found['total'] / GIB:.1f}"
-    files = found.get("free_files")
-    if found["free"] == 0:
-        return failure("space", f"{text}: a run would fail", f"remove old runs; {_CHOOSE}")
-    if found["free"] < _LITTLE_SPACE:
-        return warning("space", f"{text}: checkpoints may not fit", f"remove old runs or checkpoints; {_CHOOSE}")
-    if files is not None and files < _FEW_FILES:
-        text = f"{text}, but only {files} more files (inodes)"
-        return warning("space", text, f"remove old runs, or raise the quota; {_CHOOSE}")
-    return ok("space", text)
+    return [*space_checks({"folder": place, **found})] or [ok("disk", text)]
 
 
 def _speed(place: Path) -> Check:

@@ -17,7 +17,7 @@ from typing import Any
 
 #: Time limit for the ranks of one machine to join the process group, in seconds.
 JOIN_TIMEOUT_S = 20.0
-_SIDE = 256
+_SIDE, _ELEMENTS = 256, 2**17
 
 
 def main(arguments: list[str]) -> int:
@@ -94,11 +94,12 @@ def _all_reduce(device: str, rank: int, ranks: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    values = torch.full((2**18,), float(rank + 1), device=torch.device(device, rank) if device == "cuda" else "cpu")
-    dist.all_reduce(values)
-    wrong = int((values != ranks * (ranks + 1) / 2).sum())
-    if wrong:
-        raise ArithmeticError(f"{wrong} of {values.numel()} sums are wrong")
+    from hpcdist.rank.collective_check import contribution, expected
+
+    sums = contribution(rank, ranks, _ELEMENTS, torch.float32).to(torch.device(device, rank * (device == "cuda")))
+    dist.all_reduce(sums)
+    if wrong := int((sums.cpu() != expected(ranks, _ELEMENTS, torch.float32)).sum()):
+        raise ArithmeticError(f"{wrong} of {sums.numel()} sums are wrong")
     dist.destroy_process_group()
     return {}
 

@@ -11,13 +11,13 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from hpcdist.host.machine import Check, Level
+from hpcdist.host.machine_checks import MB, SKEW_S
 from hpcdist.host.network import find_slow_links
 from hpcdist.slurm.preflight.probe import Request
 
 Answers = Mapping[str, Mapping[str, Any]]
 Pair = tuple[str, str]
 
-MB = 1e6
 #: A node or pair is slow if others are better by this factor and it is worse than the absolute value, because
 #: differences between sufficient values do not matter.
 SLOW, SLOW_BYTES_S, SLOW_LATENCY_S = 4, 125 * MB, 5e-3
@@ -25,8 +25,6 @@ SLOW, SLOW_BYTES_S, SLOW_LATENCY_S = 4, 125 * MB, 5e-3
 CRAWLING, CRAWLING_LATENCY_S = 10, 20e-3
 #: A single pair has one measurement, so it is reported only below the rate of a 100 Mbit/s link.
 SLOW_PAIR_BYTES_S = 12.5 * MB
-#: Above this, logs and metrics of nodes cannot be aligned.
-SKEW_S = 1.0
 #: A lease is renewed every 10 s and stale after 60 s by the reader's clock, so a live run could be considered dead.
 FATAL_SKEW_S = 30.0
 _SHOWN = 4

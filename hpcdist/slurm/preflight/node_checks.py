@@ -9,7 +9,18 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from hpcdist.host.machine import LEVELS, Check, Level, driver_problem
+from hpcdist.host.machine import LEVELS, Check, Level
+from hpcdist.host.machine_checks import (
+    MB,
+    NO_DISK_BYTES,
+    driver_checks,
+    gpu_checks,
+    locked_memory_checks,
+    lookup_checks,
+    loopback_checks,
+    shm_checks,
+    space_checks,
+)
 from hpcdist.slurm.preflight.network_checks import check_network, listed
 from hpcdist.slurm.preflight.probe import Request
 
@@ -20,19 +31,9 @@ ORDER = (
     *("answer", "run folder", "names", "port", "version", "driver", "gpu", "disk", "network", "clock"),
     *("infiniband", "interface", "shm", "cores", "temporary files", "preflight"),
 )
-MB = 1e6
-#: NCCL and torch's data workers pass tensors through it; docker gives a container 64 MiB.
-SMALL_SHM_BYTES = 2**29
-#: Assumed need of a checkpoint before the first one is saved.
-LITTLE_DISK_BYTES, NO_DISK_BYTES = 1e9, 100 * MB
-FEW_FILES, NO_FILES = 1000, 50
 LITTLE_TMP_BYTES = 100 * MB
 #: A node is reported as slow if it is slower than the others by the factor and slower than the absolute speed.
 SLOW_WRITE, SLOW_WRITE_BYTES_S = 10, 10 * MB
-#: The driver itself uses a few hundred MB of each GPU.
-USED_GPU_MB = 1024
-SLOW_LOOKUP_S = 1.0
-LOCKED_BYTES = 2**30
 
 
 def check_nodes(request: Request, answers: Answers) -> list[Check]:
@@ -149,31 +150,13 @@ def _run_folder(request: Request, node: str, answer: Mapping[str, Any]) -> Itera
 
 
 def _names(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
-    hosts = "add the nodes to /etc/hosts, or set cluster.env.RES_OPTIONS='timeout:1 attempts:1'"
     for name, look in answer["lookups"].items():
         own = "its own name" if name == node else f"the name {name}"
-        if "error" in look:
-            text = f"{own} cannot be looked up ({look['error']})"
-            yield Check(name="names", level="failure", text=text, fix=f"add it to the DNS or to /etc/hosts on {node}")
-        elif "late" in look or max(look["forward_s"], look.get("reverse_s", 0)) > SLOW_LOOKUP_S:
-            if "late" in look:
-                text = f"looking up {own}, or its address, took more than {look['late']:g} s"
-            elif look["forward_s"] > SLOW_LOOKUP_S:
-                text = f"looking up {own} took {look['forward_s']:.1f} s"
-            else:
-                text = f"the reverse lookup of {look['address']} took {look['reverse_s']:.1f} s"
-            yield Check(
-                name="names", level="warning", text=f"{text}; torch repeats the lookup when ranks start", fix=hosts
-            )
+        yield from lookup_checks(own, look)
         # Nodes on one machine, and nodes that reach no others, may use a loopback address.
         elsewhere = any(not address.startswith("127.") for address in answer["network"]["addresses"])
-        if name == node == request.nodes[0] and look.get("address", "").startswith("127.") and elsewhere:
-            yield Check(
-                name="names",
-                level="failure",
-                text=f"its own name resolves to {look['address']}, which other nodes cannot reach",
-                fix=f"set the cluster network's address of {node} in /etc/hosts on {node}",
-            )
+        if name == node == request.nodes[0] and elsewhere:
+            yield from loopback_checks(own, look)
 
 
 def _driver(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
@@ -182,10 +165,8 @@ def _driver(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[
         fix = f"see `nvidia-smi` and `dmesg | tail` on {node}"
         yield Check(name="driver", level="failure" if request.gpus_per_node else "warning", text=text, fix=fix)
         return
-    versions = answer["versions"]
-    if request.gpus_per_node and (old := driver_problem(versions.get("cuda", ""), versions.get("driver", ""))):
-        fix = f"update the driver on {node}, or use a torch (or an image) for an older CUDA"
-        yield Check(name="driver", level="failure", text=f"torch {versions['torch']} needs {old}", fix=fix)
+    if request.gpus_per_node:
+        yield from driver_checks(answer["versions"])
 
 
 def _gpus(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
@@ -201,48 +182,23 @@ def _gpus(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Ch
             fix=f"see `nvidia-smi` and `dmesg | grep NVRM` on {node}",
         )
     for gpu in answer.get("gpus", ()):
-        called = f"GPU {gpu['index']}"
-        if gpu["uncorrected_errors"]:
-            text = f"{called} has {gpu['uncorrected_errors']} uncorrected memory errors since its driver was loaded"
-            fix = f"drain {node} and reset it: `nvidia-smi --gpu-reset -i {gpu['index']}`"
-            yield Check(name="gpu", level="failure", text=text, fix=fix)
-        if gpu["throttled"]:
-            fix = f"check cooling and power on {node}, or exclude it (cluster.exclude={node})"
-            yield Check(
-                name="gpu", level="warning", text=f"{called} is throttled: {', '.join(gpu['throttled'])}", fix=fix
-            )
-        if (gpu["used_mb"] or 0) > USED_GPU_MB:
-            who = f" by process {', '.join(map(str, gpu['pids']))}" if gpu["pids"] else ""
-            full = gpu["total_mb"] and gpu["used_mb"] > gpu["total_mb"] / 2
-            yield Check(
-                name="gpu",
-                level="failure" if full else "warning",
-                text=f"{gpu['used_mb']:,} of {gpu['total_mb'] or 0:,} MB of {called} are in use{who}",
-                fix=f"find their owner on {node} (`nvidia-smi`; `ps -fp PID`), and end leftover processes",
-            )
+        for check in gpu_checks(gpu):
+            yield replace(check, name="gpu", text=f"{check.name} {check.text}")
 
 
 def _disk(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
     if not answer["witness"]:
         return  # another folder than that of the checkpoints
     disk = answer["checkpoints"]
-    where = disk["folder"]
-    fix = f"free space (`df -h {where}`, `hpcdist runs`), or set runs_dir to another file system"
     if problem := disk.get("error") or disk.get("write_error"):
+        where = disk["folder"]
         text = f"checkpoints cannot be written to {where}: {problem}"
         if disk.get("free", NO_DISK_BYTES) < NO_DISK_BYTES:
             text += f" ({disk['free'] / MB:,.0f} MB are free)"
+        fix = f"free space (`df -h {where}`, `hpcdist runs`), or set runs_dir to another file system"
         yield Check(name="disk", level="failure", text=text, fix=fix)
         return
-    size = request.checkpoint_bytes
-    need = f"the last checkpoint had {size / MB:,.0f} MB" if size else "possibly too little for a checkpoint"
-    if disk["free"] < (2 * size if size else LITTLE_DISK_BYTES):
-        few = disk["free"] < (size or NO_DISK_BYTES)
-        text = f"{disk['free'] / MB:,.0f} MB are free in {where}, {need}"
-        yield Check(name="disk", level="failure" if few else "warning", text=text, fix=fix)
-    if disk.get("free_files", FEW_FILES) < FEW_FILES:
-        text = f"{disk['free_files']:,} more files can be created in {where} (`df -i {where}`)"
-        yield Check(name="disk", level="failure" if disk["free_files"] < NO_FILES else "warning", text=text, fix=fix)
+    yield from space_checks(disk, request.checkpoint_bytes)
 
 
 def _infiniband(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
@@ -258,10 +214,8 @@ def _infiniband(request: Request, node: str, answer: Mapping[str, Any]) -> Itera
     elif not found["library"]:
         text = f"{ports}, but libibverbs cannot be loaded: NCCL will use sockets"
         fix = "install libibverbs1 and ibverbs-providers (rdma-core), also in the image"
-    elif answer["locked_memory"] is not None and answer["locked_memory"] < LOCKED_BYTES:
-        text = f"{ports}, but only {answer['locked_memory'] / MB:,.0f} MB may be locked in memory: NCCL may fail"
-        fix = "LimitMEMLOCK=infinity for slurmd, `--ulimit memlock=-1` for containers"
     else:
+        yield from (replace(check, name="infiniband") for check in locked_memory_checks(answer["locked_memory"]))
         return
     yield Check(name="infiniband", level="warning", text=text, fix=fix)
 
@@ -286,13 +240,8 @@ def _interface(request: Request, node: str, answer: Mapping[str, Any]) -> Iterat
 
 def _memory(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
     shm, tmp = answer["shm"], answer["tmp"]
-    if shm.get("total", SMALL_SHM_BYTES) < SMALL_SHM_BYTES and (request.num_workers or request.backend == "nccl"):
-        yield Check(
-            name="shm",
-            level="warning",
-            text=f"{shm['folder']} has {shm['total'] / 2**20:,.0f} MiB; data workers and NCCL pass tensors through it",
-            fix="start the container with --shm-size=8g or --ipc=host",
-        )
+    if "free" in shm and (request.num_workers or request.backend == "nccl"):
+        yield from shm_checks(shm["free"])
     if tmp.get("free", LITTLE_TMP_BYTES) < LITTLE_TMP_BYTES:
         text = f"{tmp['free'] / MB:,.0f} MB are free in {tmp['folder']}"
         yield Check(name="temporary files", level="warning", text=text, fix="free space, or set cluster.env.TMPDIR")

@@ -251,7 +251,7 @@ def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.processes
 def test_local_folder_is_ok(tmp_path: Path) -> None:
     found = folder_checks(tmp_path / "runs")
-    assert levels(found) == dict.fromkeys(("runs", "file system", "space", "files", "writing"), "ok") | {
+    assert levels(found) == dict.fromkeys(("runs", "file system", "disk", "files", "writing"), "ok") | {
         "writing": found[3].level
     }
     assert found[0].text == f"{tmp_path}/runs (the first run creates it)"
@@ -319,9 +319,9 @@ def test_read_only_file_system_fails(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("space", "level", "text"),
     [
-        ({"free": 0, "total": 100 * GIB}, "failure", "0.0 GiB free of 100.0: a run would fail"),
-        ({"free": GIB, "total": 100 * GIB}, "warning", "checkpoints may not fit"),
-        ({"free": 50 * GIB, "total": 100 * GIB, "free_files": 12}, "warning", "only 12 more files (inodes)"),
+        ({"free": 0, "total": 100 * GIB}, "failure", "0 MB are free in"),
+        ({"free": GIB // 2, "total": 100 * GIB}, "warning", "possibly too little for a checkpoint"),
+        ({"free": 50 * GIB, "total": 100 * GIB, "free_files": 12}, "failure", "12 more files can be created"),
         ({"free": 50 * GIB, "total": 100 * GIB, "free_files": 10**6}, "ok", "50.0 GiB free of 100.0"),
     ],
 )
@@ -329,7 +329,7 @@ def test_little_space_is_reported(
     space: dict[str, int], level: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder.storage, "space", lambda path: space)
-    check = next(check for check in folder_checks(tmp_path) if check.name == "space")
+    check = next(check for check in folder_checks(tmp_path) if check.name == "disk")
     assert (check.level, text in check.text) == (level, True)
 
 

@@ -139,11 +139,11 @@ def test_free_space_is_compared_with_the_size_of_the_last_checkpoint() -> None:
         ({"visible_gpus": 0, "gpus": [], "gpu_device_files": 2}, "failure",
          "0 of 2 GPUs are usable; the driver fails or does not answer; see"),
         ({"gpus": [GPU, GPU | {"index": 1, "uncorrected_errors": 2}]}, "failure",
-         "GPU 1 has 2 uncorrected memory errors since its driver was loaded; drain n3 and reset it"),
+         "GPU 1 has 2 uncorrected memory errors since its driver was loaded; an administrator drains"),
         ({"gpus": [GPU | {"throttled": ["power brake"]}]}, "warning", "GPU 0 is throttled: power brake; check"),
         ({"gpus": [GPU | {"used_mb": 9000, "pids": [12, 13]}]}, "warning",
-         "9,000 of 143,771 MB of GPU 0 are in use by process 12, 13; find their"),
-        ({"gpus": [GPU | {"used_mb": 140000}]}, "failure", "140,000 of 143,771 MB of GPU 0 are in use; find their"),
+         "GPU 0 has 9,000 of 143,771 MB in use by process 12, 13; find their"),
+        ({"gpus": [GPU | {"used_mb": 140000}]}, "failure", "GPU 0 has 140,000 of 143,771 MB in use; find their"),
         ({"gpus": [GPU | {"used_mb": None, "uncorrected_errors": None}], "visible_gpus": 0}, "failure", "0 of 2 GPUs"),
     ],
 )  # fmt: skip
@@ -211,7 +211,7 @@ def test_loopback_address_is_a_failure_on_the_first_node_only() -> None:
         ({"infiniband": INFINIBAND | {"device": False}}, "but /dev/infiniband is missing: NCCL will use sockets; pass"),
         ({"infiniband": INFINIBAND | {"library": False}}, "but libibverbs cannot be loaded: NCCL will use sockets"),
         ({"variables": {"NCCL_IB_DISABLE": "1"}}, "but NCCL_IB_DISABLE=1; unset it in cluster.env"),
-        ({"locked_memory": 65536}, "but only 0 MB may be locked in memory: NCCL may fail"),
+        ({"locked_memory": 65536}, "only 0 MB may be locked in memory, and InfiniBand locks"),
         ({"infiniband": {}}, "has 0 active InfiniBand ports, most nodes have 1"),
     ],
 )
@@ -242,7 +242,7 @@ def test_small_shared_memory_is_reported_if_data_workers_use_it() -> None:
     small = {"folder": "/dev/shm", "free": 2**26, "total": 2**26}
     found = node_finding({"shm": small}, num_workers=2)
     assert found.startswith(
-        "warning n3: shm: /dev/shm has 64 MiB; data workers and NCCL pass tensors through it; start"
+        "warning n3: shm: 64 MiB are free in /dev/shm; data workers and NCCL pass tensors through it; start"
     )
     assert messages(request(), healthy(shm=small)) == [], "no data workers"
 
