@@ -173,14 +173,7 @@ class CommError(HpcdistError):
 
 
 class TrackingError(HpcdistError):
-    """The tracking server refused a request or did not answer. Never raised in a training process.
-
-    `retry_after_s`: time that the server asked to wait before the next request, in seconds; 0 without one.
-    """
-
-    def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+    """The tracking server refused a request or did not answer. Never raised in a training process."""
 
 
 class DevClusterError(UserMistake):

@@ -477,13 +477,7 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
     Lines that are not events are skipped. Raises RunFolderError if a newer hpcdist has written the file, OSError if it
     cannot be read.
     """
-
-    def read() -> bytes:
-        with open_regular(path) as file:
-            file.seek(offset)
-            return file.read(_READ_BYTES)
-
-    data = retry.retry(read, path)
+    data = _read(path, offset, _READ_BYTES)
     end = data.rfind(b"\n") + 1
     if end == 0 and len(data) == _READ_BYTES:
         end = len(data)  # no event is so long: damaged

@@ -24,6 +24,8 @@ from hpcdist.tracking.uri import is_server, redact_uri, require_private_credenti
 for _name, _value in {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
+    # Transfers of files are retried five times, and would wait for as long as the server asks.
+    "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",
     "MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT": "600",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
@@ -38,7 +40,6 @@ from mlflow import MlflowClient, entities  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 from requests.exceptions import RequestException  # noqa: E402
 from sqlalchemy.exc import SQLAlchemyError  # noqa: E402
-from urllib3.util.retry import Retry  # noqa: E402
 
 # The cyclic garbage collector would visit the objects of these modules again and again during an upload.
 gc.freeze()
@@ -55,47 +56,14 @@ _FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
 _MALFORMED = (ParseError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 
 
-#: Limit of the wait that a server may ask for before MLflow's own retries, of which transfers of files have five.
-_MAX_WAIT_S = 15.0
-
-
-class _Wait:
-    """The time that the server asked to wait in its last answer (Retry-After), in seconds."""
-
-    seconds = 0.0
-
-
-def _note_wait(self: Retry, *args: Any, **more: Any) -> Retry:
-    """Note Retry-After of an answer, which the exceptions of urllib3 and MLflow do not contain."""
-    response = more.get("response")
-    if response is not None:
-        try:
-            _Wait.seconds = max(0.0, float(_asked_wait(self, response) or 0.0))
-        except Exception:  # an invalid value
-            _Wait.seconds = 0.0
-    return _increment(self, *args, **more)
-
-
-def _bounded_wait(self: Retry, response: Any) -> float:
-    return min(_MAX_WAIT_S, _asked_wait(self, response) or 0.0)
-
-
-_increment, _asked_wait = Retry.increment, Retry.get_retry_after
-Retry.increment = _note_wait  # type: ignore[method-assign, assignment]
-Retry.get_retry_after = _bounded_wait  # type: ignore[method-assign]
-
-
 @contextmanager
 def translated(uri: str) -> Iterator[None]:
     """Turn each failure of MLflow, its server or its disk into a TrackingError of one line."""
-    _Wait.seconds = 0.0
     try:
         yield
     except _FAILURES as error:
-        cause = explanation(error, uri, _Wait.seconds) if is_server(uri) else ""
-        raise TrackingError(
-            f"MLflow at {redact_uri(uri)}: {cause or _reason(error)}", retry_after_s=_Wait.seconds
-        ) from error
+        cause = explanation(error, uri) if is_server(uri) else ""
+        raise TrackingError(f"MLflow at {redact_uri(uri)}: {cause or _reason(error)}") from error
     except _MALFORMED as error:
         raise TrackingError(
             f"MLflow at {redact_uri(uri)}: the response is not MLflow's ({type(error).__name__}: {_reason(error)})"

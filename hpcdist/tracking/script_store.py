@@ -55,127 +55,8 @@ from hpcdist.tracking import script_records
 from hpcdist.tracking.artifacts import SCRIPT_FOLDER, is_own_name
 from hpcdist.tracking.script_records import SCHEME, RankRecords, run_id_of
 
-# Logged models of the code of a rank: folders in `logged_models/`, which the shipper turns into MLflow's.
-#
-# logged_models/m-…/model.json     name, type, tags, parameters, status, step logged_models/m-…/files/         the model
-# in MLflow's format
-
 MODEL_FILE, FILES = "model.json", "files"
 _STATUS = {"READY": LoggedModelStatus.READY, "FAILED": LoggedModelStatus.FAILED}
-
-
-class RankModels(AbstractStore):
-    """The part of the tracking store that handles logged models."""
-
-    _records: RankRecords
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._models: dict[str, dict[str, Any]] = {}
-
-    def create_logged_model(
-        self,
-        experiment_id: str,
-        name: str | None = None,
-        source_run_id: str | None = None,
-        tags: list[LoggedModelTag] | None = None,
-        params: list[LoggedModelParameter] | None = None,
-        model_type: str | None = None,
-    ) -> LoggedModel:
-        model_id = f"m-{uuid.uuid4().hex}"
-        self._models[model_id] = {
-            "name": name or "model",
-            "type": model_type,
-            "run": source_run_id,
-            "created": int(time.time() * 1000),
-            "status": "PENDING",
-            "step": 0,
-            "tags": {tag.key: tag.value for tag in tags or ()},
-            "params": {param.key: param.value for param in params or ()},
-        }
-        self._save(model_id)
-        return self.get_logged_model(model_id)
-
-    def get_logged_model(self, model_id: str, allow_deleted: bool = False) -> LoggedModel:
-        model = self._model(model_id)
-        return LoggedModel(
-            experiment_id="0",
-            model_id=model_id,
-            name=model["name"],
-            artifact_location=f"{SCHEME}://{self._records.run.logged_models / model_id / FILES}",
-            creation_timestamp=model["created"],
-            last_updated_timestamp=model["created"],
-            model_type=model["type"],
-            source_run_id=model["run"],
-            status=_STATUS.get(model["status"], LoggedModelStatus.PENDING),
-            tags=dict(model["tags"]),
-            params=dict(model["params"]),
-        )
-
-    def search_logged_models(
-        self,
-        experiment_ids: list[str],
-        filter_string: str | None = None,
-        datasets: list[dict[str, Any]] | None = None,
-        max_results: int | None = None,
-        order_by: list[dict[str, Any]] | None = None,
-        page_token: str | None = None,
-    ) -> PagedList[LoggedModel]:
-        models = [self.get_logged_model(model_id) for model_id in self._models]
-        found = SearchLoggedModelsUtils.filter_logged_models(models, filter_string, datasets)
-        return PagedList(SearchLoggedModelsUtils.sort(found, order_by)[:max_results], None)
-
-    def finalize_logged_model(self, model_id: str, status: Any) -> LoggedModel:
-        self._model(model_id)["status"] = status.value if isinstance(status, LoggedModelStatus) else str(status)
-        self._save(model_id)
-        return self.get_logged_model(model_id)
-
-    def set_logged_model_tags(self, model_id: str, tags: Sequence[LoggedModelTag]) -> None:
-        self._model(model_id)["tags"].update({tag.key: tag.value for tag in tags})
-        self._save(model_id)
-
-    def delete_logged_model_tag(self, model_id: str, key: str) -> None:
-        if self._model(model_id)["tags"].pop(key, None) is not None:
-            self._save(model_id)
-
-    def log_logged_model_params(self, model_id: str, params: Sequence[LoggedModelParameter]) -> None:
-        self._model(model_id)["params"].update({param.key: param.value for param in params})
-        self._save(model_id)
-
-    def log_outputs(self, run_id: str, models: Sequence[LoggedModelOutput]) -> None:
-        for output in models:
-            self._model(output.model_id).update(step=output.step, output=True)
-            self._save(output.model_id)
-
-    def outputs_of(self, run_id: str) -> list[LoggedModelOutput]:
-        """Return the models that a run has logged."""
-        return [
-            LoggedModelOutput(model_id, step=model["step"])
-            for model_id, model in self._models.items()
-            if model.get("output") and model["run"] == run_id
-        ]
-
-    def record_logged_model(self, run_id: str, mlflow_model: Any) -> None:
-        """Do nothing: MLflow 3 records a model as a logged model, not as a tag of the run."""
-
-    def _model(self, model_id: str) -> dict[str, Any]:
-        if model_id not in self._models:
-            saved = read_json(self._records.run.logged_models / str(model_id) / MODEL_FILE)
-            if saved is None:
-                raise MlflowException(f"Logged model {model_id!r} is not of this run", RESOURCE_DOES_NOT_EXIST)
-            self._models[model_id] = saved
-        return self._models[model_id]
-
-    def _save(self, model_id: str) -> None:
-        """Write the model's file; once the model is complete, record an event for the shipper."""
-        if not self._records.is_main:
-            return
-        folder = self._records.run.logged_models / model_id
-        (folder / FILES).mkdir(parents=True, exist_ok=True)
-        write_json(folder / MODEL_FILE, self._models[model_id])
-        if self._models[model_id]["status"] == "READY":
-            self._records.record("model", model_id)
-
 
 # MLflow's tracking store for the code of a rank: `mlflow.log_metric` and all loggers built on it write to the journal.
 #
@@ -204,17 +85,18 @@ class _JoinedRun:
     datasets: list[DatasetInput] = field(default_factory=list)
 
 
-class RankStore(RankModels):
+class RankStore(AbstractStore):
     """The tracking store; MLflow's `AbstractStore` documents the methods."""
 
     def __init__(self, store_uri: str, artifact_uri: str | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         known = script_records.current()
         self._records = known if known is not None and known.uri == store_uri else RankRecords.of_uri(store_uri)
         run = self._records.run
         self._started = int(began_of(run) * 1000)
         self._main = _JoinedRun(run_id_of(run), run.name)
         self._runs = {self._main.run_id: self._main}
+        self._models: dict[str, dict[str, Any]] = {}
         self._warned: set[str] = set()
 
     # --- experiments: there is one
@@ -323,7 +205,12 @@ class RankStore(RankModels):
             f"{SCHEME}://{records.run.artifacts}/{run.prefix}".rstrip("/"),
             run.name,
         )
-        return Run(info, data, RunInputs(run.datasets), RunOutputs(self.outputs_of(run.run_id)))
+        outputs = [
+            LoggedModelOutput(model_id, step=model["step"])
+            for model_id, model in self._models.items()
+            if model.get("output") and model["run"] == run.run_id
+        ]
+        return Run(info, data, RunInputs(run.datasets), RunOutputs(outputs))
 
     def update_run_info(self, run_id: str, run_status: Any, end_time: int | None, run_name: str | None) -> RunInfo:
         run = self._joined(run_id)
@@ -391,15 +278,6 @@ class RankStore(RankModels):
         self.log_batch(run_id, metrics, params, tags)
         return RunOperations(operation_futures=[])
 
-    def log_metric_async(self, run_id: str, metric: Metric) -> RunOperations:
-        return self.log_batch_async(run_id, [metric], [], [])
-
-    def log_param_async(self, run_id: str, param: Param) -> RunOperations:
-        return self.log_batch_async(run_id, [], [param], [])
-
-    def set_tag_async(self, run_id: str, tag: RunTag) -> RunOperations:
-        return self.log_batch_async(run_id, [], [], [tag])
-
     def get_metric_history(
         self, run_id: str, metric_key: str, max_results: int | None = None, page_token: str | None = None
     ) -> PagedList[Metric]:
@@ -416,6 +294,106 @@ class RankStore(RankModels):
         for item in datasets or ():
             run.datasets.append(item)
             self._records.record("dataset", item.to_dictionary())
+
+    # --- logged models: folders in `logged_models/`, which the shipper turns into MLflow's
+    #
+    # logged_models/m-…/model.json     name, type, tags, parameters, status, step
+    # logged_models/m-…/files/         the model in MLflow's format
+
+    def create_logged_model(
+        self,
+        experiment_id: str,
+        name: str | None = None,
+        source_run_id: str | None = None,
+        tags: list[LoggedModelTag] | None = None,
+        params: list[LoggedModelParameter] | None = None,
+        model_type: str | None = None,
+    ) -> LoggedModel:
+        model_id = f"m-{uuid.uuid4().hex}"
+        self._models[model_id] = {
+            "name": name or "model",
+            "type": model_type,
+            "run": source_run_id,
+            "created": int(time.time() * 1000),
+            "status": "PENDING",
+            "step": 0,
+            "tags": {tag.key: tag.value for tag in tags or ()},
+            "params": {param.key: param.value for param in params or ()},
+        }
+        self._save(model_id)
+        return self.get_logged_model(model_id)
+
+    def get_logged_model(self, model_id: str, allow_deleted: bool = False) -> LoggedModel:
+        model = self._model(model_id)
+        return LoggedModel(
+            experiment_id="0",
+            model_id=model_id,
+            name=model["name"],
+            artifact_location=f"{SCHEME}://{self._records.run.logged_models / model_id / FILES}",
+            creation_timestamp=model["created"],
+            last_updated_timestamp=model["created"],
+            model_type=model["type"],
+            source_run_id=model["run"],
+            status=_STATUS.get(model["status"], LoggedModelStatus.PENDING),
+            tags=dict(model["tags"]),
+            params=dict(model["params"]),
+        )
+
+    def search_logged_models(
+        self,
+        experiment_ids: list[str],
+        filter_string: str | None = None,
+        datasets: list[dict[str, Any]] | None = None,
+        max_results: int | None = None,
+        order_by: list[dict[str, Any]] | None = None,
+        page_token: str | None = None,
+    ) -> PagedList[LoggedModel]:
+        models = [self.get_logged_model(model_id) for model_id in self._models]
+        found = SearchLoggedModelsUtils.filter_logged_models(models, filter_string, datasets)
+        return PagedList(SearchLoggedModelsUtils.sort(found, order_by)[:max_results], None)
+
+    def finalize_logged_model(self, model_id: str, status: Any) -> LoggedModel:
+        self._model(model_id)["status"] = status.value if isinstance(status, LoggedModelStatus) else str(status)
+        self._save(model_id)
+        return self.get_logged_model(model_id)
+
+    def set_logged_model_tags(self, model_id: str, tags: Sequence[LoggedModelTag]) -> None:
+        self._model(model_id)["tags"].update({tag.key: tag.value for tag in tags})
+        self._save(model_id)
+
+    def delete_logged_model_tag(self, model_id: str, key: str) -> None:
+        if self._model(model_id)["tags"].pop(key, None) is not None:
+            self._save(model_id)
+
+    def log_logged_model_params(self, model_id: str, params: Sequence[LoggedModelParameter]) -> None:
+        self._model(model_id)["params"].update({param.key: param.value for param in params})
+        self._save(model_id)
+
+    def log_outputs(self, run_id: str, models: Sequence[LoggedModelOutput]) -> None:
+        for output in models:
+            self._model(output.model_id).update(step=output.step, output=True)
+            self._save(output.model_id)
+
+    def record_logged_model(self, run_id: str, mlflow_model: Any) -> None:
+        """Do nothing: MLflow 3 records a model as a logged model, not as a tag of the run."""
+
+    def _model(self, model_id: str) -> dict[str, Any]:
+        if model_id not in self._models:
+            saved = read_json(self._records.run.logged_models / str(model_id) / MODEL_FILE)
+            if saved is None:
+                raise MlflowException(f"Logged model {model_id!r} is not of this run", RESOURCE_DOES_NOT_EXIST)
+            self._models[model_id] = saved
+        return self._models[model_id]
+
+    def _save(self, model_id: str) -> None:
+        """Write the model's file; once the model is complete, record an event for the shipper."""
+        if not self._records.is_main:
+            return
+        folder = self._records.run.logged_models / model_id
+        (folder / FILES).mkdir(parents=True, exist_ok=True)
+        write_json(folder / MODEL_FILE, self._models[model_id])
+        if self._models[model_id]["status"] == "READY":
+            self._records.record("model", model_id)
 
 
 # MLflow's artifact repository for the code of a rank: files are copied to the run folder, which the shipper uploads.

@@ -30,16 +30,14 @@ _CODES = {
 _NOT_AN_API = frozenset({404, 405, 410, 501})
 
 
-def explanation(error: Exception, uri: str, retry_after_s: float) -> str:
+def explanation(error: Exception, uri: str) -> str:
     """Return cause and fix of a failed request; empty if the error itself says more.
 
     Args:
         error: exception of MLflow's client.
-        retry_after_s: time that the server asked to wait; 0 without one.
     """
     text = str(error)[:10_000]
     status = status_of(error)
-    wait = f", and asks to wait {retry_after_s:g} s" if retry_after_s else ""
     if status == 401:
         return _unauthenticated(uri)
     if status == 403:
@@ -52,9 +50,9 @@ def explanation(error: Exception, uri: str, retry_after_s: float) -> str:
             " `client_max_body_size` of nginx"
         )
     if status == 429:
-        return f"the server accepts no more requests at the moment (429){wait}"
+        return "the server accepts no more requests at the moment (429)"
     if status in (502, 503, 504):
-        return f"the server is not available at the moment ({status}){wait}"
+        return f"the server is not available at the moment ({status})"
     if status == 500:
         return "the server has an internal error (500): see its log"
     body = text.partition(" Response body: ")[2]

@@ -42,8 +42,6 @@ POLL_S = 2.0
 IMPORT_WITHIN_S = 10.0
 START_POLL_S = 0.2
 MAX_BACKOFF_S = 30.0
-#: Limit of the time that a server may ask to wait (Retry-After). After it, the next request is sent all the same.
-MAX_WAIT_S = 60.0
 _SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
@@ -136,7 +134,6 @@ class _Loop:
         self._run = delivery.run
         self._drain_s = delivery.stored.config.tracking.drain_timeout_s
         self._backoff_s = 0.0
-        self._wait_s = 0.0  #: that the server has asked for
         self._drain_until: float | None = None
 
     def run(self) -> bool:
@@ -156,7 +153,7 @@ class _Loop:
             if time.monotonic() >= next_try:
                 if self._try(state) and ended:
                     return True
-                next_try = time.monotonic() + max(self._backoff_s, self._wait_s, self._delivery.pause_s)
+                next_try = time.monotonic() + max(self._backoff_s, self._delivery.pause_s)
             if self._drain_until is not None and time.monotonic() >= self._drain_until:
                 log.warning(
                     "not all records were uploaded within %g s: `hpcdist sync %s` uploads the rest",
@@ -174,9 +171,7 @@ class _Loop:
             if not self._backoff_s:
                 log.warning("%s; records stay in the journal until MLflow is available", error)
             self._backoff_s = min(MAX_BACKOFF_S, max(1.0, 2 * self._backoff_s))
-            self._wait_s = min(MAX_WAIT_S, error.retry_after_s) if isinstance(error, TrackingError) else 0.0
             return False
-        self._wait_s = 0.0
         if self._backoff_s:
             log.warning("MLflow at %s is available again: no records were lost", redact_uri(self._delivery.uri))
             self._backoff_s = 0.0
