@@ -34,7 +34,7 @@ from hpcdist.rank.elastic import (
 )
 from hpcdist.rank.process_group import Groups
 from hpcdist.rank.step_timing import NodeTimes, StepTimer, clock_of
-from hpcdist.rank.stopping import LiveCommands, StopAgreement, stops_after
+from hpcdist.rank.stopping import LiveCommands, StopAgreement
 from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.review.figures import Figure, write_figure
 from hpcdist.run.folder import Attempt, RunDir
@@ -295,7 +295,7 @@ class Context:
         self._heartbeat.total_steps = total_steps
         self._heartbeat.beat(regular=True)
         asked = time.perf_counter()
-        stop = stops_after(step, self._stop, self.config.stop.pause_at_step, self.attempt)
+        stop = self._stop.at_boundary(step)
         self.timer.step_done(step, agreement_s=time.perf_counter() - asked)
         if times := self._times.due(step):
             self._journal.log(times, step)

@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcdist.config.topology import Topology
 from hpcdist.errors import TrainerError
 from hpcdist.rank.processes import StopFlag
 from hpcdist.rank.telemetry import Heartbeat, TimeAccount
-from hpcdist.run.commands import CommandFiles
+from hpcdist.run.commands import RequestReader
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import TrainingNotes, reached_before
 from hpcdist.tracking import script_records
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     import torch
 
     from hpcdist.config.schema import Config
-    from hpcdist.rank.context import Context
     from hpcdist.rank.stopping import LiveCommands, StopAgreement
 
 #: Folder of checkpoints outside of a run, in the current folder.
@@ -76,9 +75,7 @@ def should_stop(step: int, total_steps: int | None = None) -> bool:
 
     Raises TrainerError if there are several ranks and no process group, and RuntimeError if another rank has died.
     """
-    if _trainer is not None:
-        return _trainer.should_stop(step, total_steps)
-    return _script.should_stop(step, total_steps) if _script is not None else False
+    return _rank.should_stop(step, total_steps) if _rank is not None else False
 
 
 def should_save(step: int) -> bool:
@@ -91,9 +88,7 @@ def should_save(step: int) -> bool:
     Args:
         step: number of steps done.
     """
-    if _trainer is not None:
-        return _trainer.should_save(step)
-    return _script.should_save(step) if _script is not None else False
+    return _rank.should_save(step) if _rank is not None else False
 
 
 def agree_among(ranks: Sequence[int]) -> None:
@@ -107,10 +102,8 @@ def agree_among(ranks: Sequence[int]) -> None:
 
     Raises TrainerError if rank 0 is not among them.
     """
-    if _trainer is not None:
-        _trainer.agree_among(ranks)
-    elif _script is not None:
-        _script.agree_among(ranks)
+    if _rank is not None:
+        _rank.agree_among(ranks)
 
 
 def checkpoint_dir() -> Path:
@@ -180,7 +173,7 @@ class RunningScript:
         if self._topology.rank not in ranks:
             self._flag.install()
 
-    def should_stop(self, step: int, total_steps: int | None) -> bool:
+    def should_stop(self, step: int, total_steps: int | None = None) -> bool:
         """See the function `should_stop`."""
         if self._topology.rank not in self._ranks:
             raise TrainerError(f"hpcdist.should_stop: rank {self._topology.rank} is not in the ranks of agree_among")
@@ -191,10 +184,8 @@ class RunningScript:
         self._report_saved(step)
         if self.stop_agreed:
             return True
-        from hpcdist.rank.stopping import stops_after  # which imports torch
-
         commanded = self._commands is not None and self._commands.save_is_due
-        stop = stops_after(step, self._agreement(), self._config.stop.pause_at_step, self._attempt)
+        stop = self._agreement().at_boundary(step)
         if self._commands is not None and self._commands.profile_is_due:
             self._commands.step_done(step)
         if self._commands is not None and commanded and not self._asks_to_save:
@@ -228,18 +219,13 @@ class RunningScript:
         return self._heartbeat
 
     def _agreement(self) -> StopAgreement:
-        from hpcdist.rank.stopping import LiveCommands, StopAgreement
+        from hpcdist.rank.stopping import LiveCommands, StopAgreement  # which imports torch
 
         group = self._default_group()
         if self._stop is None:
             self._flag.install()
-            self._stop = StopAgreement(
-                None,
-                self._flag,
-                self._attempt.request,
-                watch_request=self._topology.rank == 0,
-                commands=CommandFiles(self._attempt) if self._topology.rank == 0 else None,
-            )
+            requests = RequestReader(self._attempt) if self._topology.rank == 0 else None
+            self._stop = StopAgreement(None, self._flag, requests, self._config.stop.pause_at_step)
             self._commands = LiveCommands(self._run, self._attempt, self._topology.rank, self._stop, _device())
             self._stop.agree_in(self._control_group())
         elif group is not self._group:
@@ -293,25 +279,34 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
 
 
-_script: RunningScript | None = None
-_trainer: Context | None = None
+class SteppingRank(Protocol):
+    """What answers the functions of this module: the `Context` of a trainer, or a `RunningScript`."""
+
+    def should_stop(self, step: int, total_steps: int | None = None) -> bool: ...
+    def should_save(self, step: int) -> bool: ...
+    def agree_among(self, ranks: Sequence[int]) -> None: ...
+
+
+_rank: SteppingRank | None = None
+
+
+def enter(rank: SteppingRank) -> None:
+    """Let the functions of this module ask `rank`; the worker calls it."""
+    global _rank
+    _rank = rank
 
 
 @contextmanager
-def entered(config: Config, attempt: Attempt, topology: Topology, records: RankRecords) -> Iterator[RunningScript]:
+def entered_script(
+    config: Config, attempt: Attempt, topology: Topology, records: RankRecords
+) -> Iterator[RunningScript]:
     """Make this process the script of a rank while the block runs; the worker calls it."""
-    global _script
-    _script = RunningScript(config, records.run, attempt, topology)
-    records.on_metrics = _script.note
+    script = RunningScript(config, records.run, attempt, topology)
+    enter(script)
+    records.on_metrics = script.note
     failed = True
     try:
-        yield _script
+        yield script
         failed = False
     finally:
-        _script.close(failed=failed)
-
-
-def enter_trainer(ctx: Context) -> None:
-    """Let `should_stop` ask the context of the trainer of this rank; the worker calls it."""
-    global _trainer
-    _trainer = ctx
+        script.close(failed=failed)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from hpcdist.rank.processes import StopFlag
-from hpcdist.run.commands import CommandFiles, CommandResult, LiveCommand, read_command, write_result
+from hpcdist.run.commands import CommandResult, LiveCommand, RequestReader, read_command, write_result
 from hpcdist.run.folder import Attempt, Request, RunDir
 from hpcdist.run.records import folder_name
 
@@ -42,9 +42,8 @@ class StopAgreement:
         group: a gloo group of all ranks, on which all ranks start collectives in the same order; None if the world size
             is 1.
         flag: the signal flag of this rank.
-        request: file whose existence requests a stop.
-        watch_request: whether this rank checks for the file, at most once a second; one rank is sufficient.
-        commands: the command files, for the rank that checks for the request; None for others.
+        requests: asked at most once a second on the one rank that has it; None on the others.
+        pause_at_step: `stop.pause_at_step`.
 
     Attributes:
         agreed: whether the ranks stop.
@@ -56,21 +55,16 @@ class StopAgreement:
         self,
         group: dist.ProcessGroup | None,
         flag: StopFlag,
-        request: Path,
-        *,
-        watch_request: bool,
-        commands: CommandFiles | None = None,
+        requests: RequestReader | None,
+        pause_at_step: int | None = None,
     ) -> None:
         self._group = group
         self.flag = flag
-        self._request = request
-        self.watches_request = watch_request
-        self._commands = commands
+        self._requests = requests
+        self._pause_at_step = pause_at_step
         self._next_check = 0.0
         self._is_unreachable = False
         self._message = torch.zeros(4)
-        #: Numbers of the newest commands that this rank has found, by action.
-        self._found = {"save": 0, "profile": 0}
         self._work: dist.Work | None = None
         self._skip = 0
         self._boundaries = 0
@@ -83,13 +77,22 @@ class StopAgreement:
         self.close()
         self._group = group
 
-    def at_boundary(self) -> bool:
-        """Return whether to stop now. Call it once for each step on every rank; it stays True once it is True.
+    def at_boundary(self, step: int) -> bool:
+        """Return whether to stop after `step`. Call it once for each step on every rank; it stays True once it is True.
 
         Raises RuntimeError if another rank has died; then no agreement is possible, and nothing may be saved.
         """
-        if self.agreed:
-            return True
+        if not self.agreed:
+            self._agree()
+        if not self.agreed and self._pause_at_step is not None and step >= self._pause_at_step:
+            # All ranks know the step. The request makes the end a requested stop, after which nothing starts again.
+            if self._requests is not None and not self._requests.attempt.request.exists():
+                pause = Request(cause="config", by=f"stop.pause_at_step={self._pause_at_step}")
+                self._requests.attempt.send_request(pause)
+            self.agreed = True
+        return self.agreed
+
+    def _agree(self) -> None:
         self._boundaries += 1
         if self._work is not None:
             self._work.wait()
@@ -102,19 +105,18 @@ class StopAgreement:
             self._skip -= 1
         else:
             self._begin_round()
-        return self.agreed
 
     def _begin_round(self) -> None:
         now = time.monotonic()
         step_s = (now - self._round_began) / self._boundaries
         self._round_began, self._boundaries = now, 0
         wanted = self._wanted(now)
+        save, profile = (0, 0) if self._requests is None else self._requests.newest.values()
         if self._group is None:
-            self.agreed = wanted
-            self.newest_save, self.newest_profile = self._found["save"], self._found["profile"]
+            self.agreed, self.newest_save, self.newest_profile = wanted, save, profile
             self._skip_for(step_s)
             return
-        self._message = torch.tensor([float(wanted), step_s, self._found["save"], self._found["profile"]])
+        self._message = torch.tensor([float(wanted), step_s, save, profile])
         self._work = dist.all_reduce(self._message, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def _skip_for(self, step_s: float) -> None:
@@ -123,17 +125,15 @@ class StopAgreement:
     def _wanted(self, now: float) -> bool:
         if self.flag.is_set:
             return True
-        if not self.watches_request or now < self._next_check:
+        if self._requests is None or now < self._next_check:
             return False
         self._next_check = now + REQUEST_INTERVAL_S
         try:
-            found = self._request.exists()
-            # One command a second, so that each number is part of a round.
-            if self._commands is not None and (command := self._commands.poll()) is not None:
-                self._found[command[1].action] = command[0]
+            found = self._requests.poll()
         except OSError as error:
             if not self._is_unreachable:
-                log.warning("%s: %s; the next check for a stop request is in a second", self._request, error.strerror)
+                place = self._requests.attempt.path
+                log.warning("%s: %s; the next check for requests is in a second", place, error.strerror)
             self._is_unreachable = True
             return False
         self._is_unreachable = False
@@ -144,26 +144,6 @@ class StopAgreement:
         if self._work is not None:
             self._work.wait()
             self._work = None
-
-
-def stops_after(step: int, stop: StopAgreement, pause_at_step: int | None, attempt: Attempt) -> bool:
-    """Return whether the ranks stop after a step: by agreement, or because the config says so.
-
-    Call it instead of `at_boundary`. All ranks know `pause_at_step`, so they need no agreement on it. The rank that
-    watches for requests writes one, so that the end counts as a requested stop, after which nothing is started again.
-
-    Args:
-        pause_at_step: `stop.pause_at_step`.
-        attempt: receives the request.
-    """
-    if stop.at_boundary():
-        return True
-    if pause_at_step is None or step < pause_at_step:
-        return False
-    if stop.watches_request and not attempt.request.exists():
-        attempt.send_request(Request(cause="config", by=f"stop.pause_at_step={pause_at_step}"))
-    stop.agreed = True
-    return True
 
 
 # A rank's part in commands that do not end the attempt: `save` and `profile` (`run/commands.py`).

@@ -105,7 +105,7 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
     ended: Literal["done", "stopped"]
     if config.trainer.script:
         with (
-            script_api.entered(config, attempt, topology, records) as script,
+            script_api.entered_script(config, attempt, topology, records) as script,
             _node_monitor(config, run, topology, records),
         ):
             outcome.step = script.last_step
@@ -163,7 +163,7 @@ def _train(
     from hpcdist.rank.stopping import StopAgreement
     from hpcdist.rank.system_metrics import EnergyMeter
     from hpcdist.rank.telemetry import Heartbeat
-    from hpcdist.run.commands import CommandFiles
+    from hpcdist.run.commands import RequestReader
 
     hang_s, nan_losses = config.launch.hang_s, config.stop.nan_losses
     heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, hang_s, nan_losses)
@@ -179,7 +179,7 @@ def _train(
         _connected_groups(config, attempt, topology, device, backend, outcome) as groups,
         _node_monitor(config, run, topology, records),
     ):
-        commands = CommandFiles(attempt) if topology.rank == 0 else None
+        requests = RequestReader(attempt) if topology.rank == 0 else None
         ctx = Context(
             config=config,
             run=run,
@@ -187,14 +187,12 @@ def _train(
             topology=topology,
             device=device,
             groups=groups,
-            stop=StopAgreement(
-                groups.control, stop_flag, attempt.request, watch_request=topology.rank == 0, commands=commands
-            ),
+            stop=StopAgreement(groups.control, stop_flag, requests, config.stop.pause_at_step),
             journal=records.journal,
             heartbeat=heartbeat,
         )
         records.on_metrics = heartbeat.note_logged
-        script_api.enter_trainer(ctx)
+        script_api.enter(ctx)
         with exit_as_return(config.trainer.target):
             train(ctx, config, *params)
         ctx.close()

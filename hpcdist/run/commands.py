@@ -192,22 +192,29 @@ def read_command(attempt: Attempt, number: int, *, within_s: float | None = None
         return None
 
 
-class CommandFiles:
-    """Finds the commands to an attempt in the order of their numbers."""
+class RequestReader:
+    """Finds on one rank what is requested of all ranks of an attempt: a stop, and commands by their numbers.
+
+    Attributes:
+        newest: number of the newest command by action; 0 before the first one.
+    """
 
     def __init__(self, attempt: Attempt) -> None:
-        self._attempt = attempt
+        self.attempt = attempt
+        self.newest: dict[Action, int] = {"save": 0, "profile": 0}
         self._next = 1
 
-    def poll(self) -> tuple[int, LiveCommand] | None:
-        """Return the next command and its number, or None if there is none yet. Raises OSError."""
-        if not self._attempt.command(self._next).exists():
-            return None
-        command = read_command(self._attempt, self._next, within_s=0)
-        if command is None:
-            return None  # half written
-        self._next += 1
-        return self._next - 1, command
+    def poll(self) -> bool:
+        """Look for the next command, and return whether a stop is requested. Raises OSError.
+
+        It finds one command at most, so that each number is part of a round of the ranks' agreement.
+        """
+        if self.attempt.command(self._next).exists():
+            command = read_command(self.attempt, self._next, within_s=0)
+            if command is not None:  # else it is half written
+                self.newest[command.action] = self._next
+                self._next += 1
+        return self.attempt.request.exists()
 
 
 def write_result(attempt: Attempt, number: int, rank: int, result: CommandResult) -> None:

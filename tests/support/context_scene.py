@@ -18,6 +18,7 @@ from hpcdist.rank.process_group import Groups
 from hpcdist.rank.processes import StopFlag
 from hpcdist.rank.stopping import StopAgreement
 from hpcdist.rank.telemetry import Heartbeat
+from hpcdist.run.commands import RequestReader
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import JournalWriter
 
@@ -60,7 +61,12 @@ def open_context(here: Rank, run: RunDir, config: Config, flag: StopFlag | None 
             device=torch.device("cpu"),
             # The store of `spawn_ranks`, a file.
             groups=Groups(group, dist.distributed_c10d._get_default_store() if group else dist.HashStore()),
-            stop=StopAgreement(group, flag or StopFlag(), attempt.request, watch_request=here.rank == 0),
+            stop=StopAgreement(
+                group,
+                flag or StopFlag(),
+                RequestReader(attempt) if here.rank == 0 else None,
+                config.stop.pause_at_step,
+            ),
             journal=journal,
             heartbeat=Heartbeat(attempt, here.rank, here.world_size, config.launch.hang_s),
         )

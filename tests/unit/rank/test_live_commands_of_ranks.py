@@ -18,7 +18,7 @@ from hpcdist.host.files import write_json
 from hpcdist.rank import stopping
 from hpcdist.rank.processes import StopFlag
 from hpcdist.rank.stopping import LiveCommands, StopAgreement
-from hpcdist.run.commands import CommandFiles, CommandResult, LiveCommand, read_result, send_command
+from hpcdist.run.commands import CommandResult, LiveCommand, RequestReader, read_result, send_command
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 
@@ -39,8 +39,7 @@ class OneRank:
         self.restart()
 
     def restart(self) -> None:
-        files = CommandFiles(self.attempt)
-        self.agreement = StopAgreement(None, StopFlag(), self.attempt.request, watch_request=True, commands=files)
+        self.agreement = StopAgreement(None, StopFlag(), RequestReader(self.attempt))
         self.commands = LiveCommands(self.run, self.attempt, 0, self.agreement, torch.device("cpu"))
 
     def send(self, command: LiveCommand) -> int:
@@ -51,7 +50,7 @@ class OneRank:
         for _ in range(num_steps):
             torch.rand(8, 8) @ torch.rand(8, 8)
             self.step += 1
-            assert not self.agreement.at_boundary()
+            assert not self.agreement.at_boundary(self.step)
             if self.commands.profile_is_due:
                 self.commands.step_done(self.step)
 

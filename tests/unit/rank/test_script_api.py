@@ -18,7 +18,7 @@ from hpcdist.config.schema import Config, StopConfig
 from hpcdist.config.topology import Topology
 from hpcdist.errors import TrainerError, UserMistake
 from hpcdist.rank import script_api
-from hpcdist.rank.script_api import RunningScript, entered
+from hpcdist.rank.script_api import RunningScript, entered_script
 from hpcdist.run.commands import CommandResult, LiveCommand, read_result, send_command
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
@@ -52,7 +52,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     made = RunDir.create(tmp_path / "runs" / "e" / "r")
     made.new_attempt()
     monkeypatch.setattr(script_records, "_own", None)
-    monkeypatch.setattr(script_api, "_script", None)
+    monkeypatch.setattr(script_api, "_rank", None)
     script_records.begin(RankRecords(made, attempt=1, rank=0, pid=os.getpid()))
     return made
 
@@ -62,7 +62,7 @@ def script(run: RunDir) -> Iterator[RunningScript]:
     records = script_records.current()
     assert records is not None
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
-    with entered(CONFIG, run.attempt(1), topology(1), records) as running:
+    with entered_script(CONFIG, run.attempt(1), topology(1), records) as running:
         yield running
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -71,7 +71,7 @@ def script(run: RunDir) -> Iterator[RunningScript]:
 
 def test_outside_of_a_run_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script_records, "_own", None)
-    monkeypatch.setattr(script_api, "_script", None)
+    monkeypatch.setattr(script_api, "_rank", None)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
     hpcdist.log({"loss": 1.0}, 1)
@@ -127,7 +127,7 @@ def test_a_script_pauses_at_the_step_of_its_config(run: RunDir) -> None:
     assert records is not None
     attempt = run.attempt(1)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
-    with entered(replace(CONFIG, stop=StopConfig(pause_at_step=3)), attempt, topology(1), records) as script:
+    with entered_script(replace(CONFIG, stop=StopConfig(pause_at_step=3)), attempt, topology(1), records) as script:
         assert [hpcdist.should_stop(step) for step in (1, 2)] == [False, False]
         assert attempt.read_request() is None
         assert hpcdist.should_stop(3)
@@ -202,7 +202,7 @@ def test_a_script_saves_at_the_interval_of_its_config_and_before_a_stop(run: Run
     assert records is not None
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
     config = replace(CONFIG, stop=StopConfig(pause_at_step=7), checkpoint=CheckpointConfig(every_steps=3))
-    with entered(config, run.attempt(1), topology(1), records) as script:
+    with entered_script(config, run.attempt(1), topology(1), records) as script:
         assert saved_at(script, 1, 6) == [3, 6]
         assert hpcdist.should_stop(7)
         assert hpcdist.should_save(7)
@@ -264,7 +264,7 @@ def test_first_reported_step_shows_where_the_attempt_began(run: RunDir) -> None:
 def test_log_notes_the_step_of_ranks_that_record_no_metrics(run: RunDir) -> None:
     """Otherwise a failure of rank 1 has no step."""
     records = script_records.begin(RankRecords(run, attempt=1, rank=1, pid=os.getpid()))
-    with entered(CONFIG, run.attempt(1), replace(topology(2), rank=1, local_rank=1), records) as other:
+    with entered_script(CONFIG, run.attempt(1), replace(topology(2), rank=1, local_rank=1), records) as other:
         hpcdist.log({"loss": 1.0}, 37)
         assert other.last_step() == 37
     records.close()

@@ -13,15 +13,18 @@ import pytest
 from hpcdist.rank import stopping
 from hpcdist.rank.processes import STOP_SIGNALS, StopFlag
 from hpcdist.rank.stopping import StopAgreement
+from hpcdist.run.commands import RequestReader
+from hpcdist.run.folder import Attempt
 
 
 def test_check_for_a_stop_request_is_retried_after_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (tmp_path := tmp_path / "001").mkdir()
     monkeypatch.setattr(stopping, "REQUEST_INTERVAL_S", 0.0)
     monkeypatch.setattr(stopping, "AGREEMENT_INTERVAL_S", 0.0)
-    request = tmp_path / "request.json"
-    request.touch()
+    attempt = Attempt(tmp_path)
+    attempt.request.touch()
     errors = [errno.ESTALE, errno.EIO]
     exists = Path.exists
 
@@ -32,9 +35,9 @@ def test_check_for_a_stop_request_is_retried_after_an_error(
         return exists(path)
 
     monkeypatch.setattr(Path, "exists", fail_first)
-    agreement = StopAgreement(None, StopFlag(), request, watch_request=True)
-    assert [agreement.at_boundary() for _ in range(3)] == [False, False, True]
-    assert caplog.messages == [f"{request}: Stale file handle; the next check for a stop request is in a second"]
+    agreement = StopAgreement(None, StopFlag(), RequestReader(attempt))
+    assert [agreement.at_boundary(step) for step in range(3)] == [False, False, True]
+    assert caplog.messages == [f"{attempt.path}: Stale file handle; the next check for requests is in a second"]
 
 
 def test_stop_signal_that_was_blocked_sets_the_flag() -> None:
