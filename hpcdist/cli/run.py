@@ -95,6 +95,7 @@ def run(
     """
     from hpcdist.config.loading import load_config
     from hpcdist.run import create
+    from hpcdist.run.lookup import find_unfinished
     from hpcdist.run.records import load_origin
 
     config, overrides = with_script(config, overrides)
@@ -114,15 +115,9 @@ def run(
         if not follow:
             raise UserMistake("--detach and --in exclude each other: the container runs in the foreground")
         return run_in_container(config, words, unnamed, engine=engine, image=image, resume=resume, dry_run=dry_run)
-    found = _unfinished(unnamed) if resume and not dry_run else None
+    found = find_unfinished(unnamed) if resume and not dry_run else None
     named = create.with_name(unnamed) if found is None else replace(unnamed, name=found.name)
     return run_here(named, found, load_origin(config, words), follow=follow, dry_run=dry_run)
-
-
-def _unfinished(config: Config) -> RunDir | None:
-    from hpcdist.run.find_by_config import find_unfinished
-
-    return find_unfinished(config)
 
 
 def run_here(

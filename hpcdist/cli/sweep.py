@@ -71,8 +71,8 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
     from rich.table import Column, Table
 
     from hpcdist.errors import RunFolderError
+    from hpcdist.review.description import common_metric
     from hpcdist.review.facts import last_beat
-    from hpcdist.review.sweep_description import common_metric
     from hpcdist.run.status import status_of
 
     beats = [last_beat(run) for _, run in cells]

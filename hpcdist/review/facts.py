@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.schema import Config
@@ -16,7 +17,7 @@ from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import read_json
 from hpcdist.review.ledger import Cause, read_account
-from hpcdist.run.folder import ENDED, Attempt, Request, RunDir, State
+from hpcdist.run.folder import ENDED, Attempt, RunDir, State
 from hpcdist.run.records import (
     MANIFEST_FILE,
     AttemptTimes,
@@ -35,6 +36,17 @@ from hpcdist.run.records import (
     script_files,
 )
 from hpcdist.run.slurm_job import JobStart, all_job_starts
+
+T = TypeVar("T")
+
+
+def readable(read: Callable[[], T]) -> T | None:
+    """Return the result of a function that reads files of a run; None if they are damaged or cannot be read."""
+    try:
+        return read()
+    except (RunFolderError, OSError):
+        return None
+
 
 # The checkpoints in a run folder, from their manifests; reads no tensors.
 
@@ -63,11 +75,7 @@ def best_checkpoint(checkpoints: Iterable[CheckpointFacts], monitor: CheckpointC
 
 
 def _read_checkpoint(path: Path, step: int) -> CheckpointFacts | None:
-    try:
-        manifest = read_json(path / MANIFEST_FILE)
-    except (RunFolderError, OSError):
-        return None
-    if manifest is None:
+    if (manifest := readable(lambda: read_json(path / MANIFEST_FILE))) is None:
         return None
     metrics = manifest.get("metrics")
     named = metrics.items() if isinstance(metrics, dict) else ()
@@ -163,10 +171,7 @@ def ends_by_slurm(run: RunDir) -> dict[int, JobStart]:
 
     An attempt that finished has none.
     """
-    try:
-        starts = all_job_starts(run)
-    except (RunFolderError, OSError):
-        return {}
+    starts = readable(lambda: all_job_starts(run)) or []
     known = [(attempt.number, times) for attempt in run.attempts() if (times := read_times(attempt)) is not None]
     last = {}
     for number, times in known:
@@ -183,7 +188,7 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
     made = (attempt.key if attempt.key.is_file() else attempt.path).stat().st_mtime
     times = read_times(attempt) or AttemptTimes(supervised=made, began=made)
     status, cause, ended = times.status, times.reason, times.ended
-    request = _request(attempt) if status in ("stopped", "cancelled") else None
+    request = readable(attempt.read_request) if status in ("stopped", "cancelled") else None
     # The state in Slurm's accounting says more than that Slurm ended the job.
     if request is not None and request.ends_run and not (by_slurm and request.cause == "preemption"):
         cause = request.after(cause)
@@ -193,7 +198,7 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
     elif not status and is_last and state.status == "running":
         status = "running"
     elif not status:
-        status, cause, ended = "failed", "", max(times.began, _last_sign(attempt, times))
+        status, cause, ended = "failed", "", max(times.began, readable(lambda: end_of(attempt, times)) or 0.0)
     if by_slurm and status not in ("running", "finished"):
         cause = f"{by_slurm}: {cause}" if cause else by_slurm
     last_step = _last_step(attempt, beat)
@@ -223,49 +228,21 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
     )
 
 
-def _request(attempt: Attempt) -> Request | None:
-    try:
-        return attempt.read_request()
-    except (RunFolderError, OSError):
-        return None
-
-
-def _last_sign(attempt: Attempt, times: AttemptTimes) -> float:
-    try:
-        return end_of(attempt, times)
-    except (RunFolderError, OSError):
-        return times.began
-
-
 def _last_step(attempt: Attempt, beat: Mapping[str, Any] | None) -> int | None:
-    steps = [one.get("step") for one in (beat or {}, *_outcomes(attempt))]
-    return max((step for step in steps if type(step) is int), default=None)
+    """Return the last step of rank 0; other ranks may stop before it."""
+    found = beat or {}, readable(lambda: read_json(attempt.outcome(0))) or {}
+    return max((step for one in found if type(step := one.get("step")) is int), default=None)
 
 
 def newest_beat(attempt: Attempt) -> dict[str, Any] | None:
     """Return the last heartbeat of rank 0; None if there is none or it cannot be read."""
-    try:
-        return attempt.read_beat(0)
-    except (RunFolderError, OSError):
-        return None
+    return readable(lambda: attempt.read_beat(0))
 
 
 def last_beat(run: RunDir) -> dict[str, Any]:
     """Return rank 0's last heartbeat in the last attempt; empty if there is none or it cannot be read."""
-    try:
-        attempts = run.attempts()
-    except (RunFolderError, OSError):
-        return {}
+    attempts = readable(run.attempts)
     return (newest_beat(attempts[-1]) or {}) if attempts else {}
-
-
-def _outcomes(attempt: Attempt) -> list[dict[str, Any]]:
-    """Return the outcome file of rank 0; other ranks may stop before the last step."""
-    try:
-        found = read_json(attempt.outcome(0))
-    except (RunFolderError, OSError):
-        return []
-    return [found] if found is not None else []
 
 
 # The facts of a run that its reviewers ask for, read from the run folder.
@@ -389,7 +366,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
     return replace(
         _setup(run, state, stored),
         parameters=parameters(run, stored),
-        num_job_starts=_num_job_starts(run),
+        num_job_starts=len(readable(lambda: all_job_starts(run)) or []),
         num_parameters=training.num_parameters,
         datasets=training.datasets,
         monitor=monitor.monitor,
@@ -478,20 +455,10 @@ def _last_logged(run: RunDir, attempts: tuple[AttemptFacts, ...], part: str) -> 
 
 def _samples_per_s(run: RunDir, attempts: tuple[AttemptFacts, ...], samples: float | None) -> float | None:
     """Return the samples per second of the steps, without start, saves, evaluations and repeated steps."""
-    try:
-        accounts = [read_account(run.attempt(attempt.number), 0) for attempt in attempts]
-    except (RunFolderError, OSError):
-        return None
+    accounts = [readable(partial(read_account, run.attempt(attempt.number), 0)) for attempt in attempts]
     causes: tuple[Cause, ...] = ("data", "compute", "communication")
     spent_s = sum(account.seconds.get(cause, 0.0) for account in accounts if account is not None for cause in causes)
     return samples / spent_s if samples and spent_s > 0 else None
-
-
-def _num_job_starts(run: RunDir) -> int:
-    try:
-        return len(all_job_starts(run))
-    except (RunFolderError, OSError):
-        return 0
 
 
 def _training(run: RunDir) -> TrainingRecord:
@@ -526,10 +493,7 @@ def _stored(run: RunDir) -> StoredConfig:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path) or {}
-    except (RunFolderError, OSError):
-        return {}
+    return readable(lambda: read_json(path)) or {}
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jinja2
 from markupsafe import Markup, escape
@@ -23,7 +23,7 @@ from hpcdist.errors import HpcdistError
 from hpcdist.host import retry
 from hpcdist.host.files import open_regular, read_json, stays_inside, write_atomic
 from hpcdist.host.log_files import last_lines
-from hpcdist.host.machine import LEVELS
+from hpcdist.host.machine import LEVELS, Check, ok, warning
 from hpcdist.review.charts import (
     MAX_ATTEMPTS,
     chart_of,
@@ -84,17 +84,6 @@ class Straggler:
     attempt: int
     event: str
     text: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreflightCheck:
-    """A result of the preflight, of the network check between the ranks included."""
-
-    level: str
-    node: str
-    name: str
-    text: str
-    fix: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,22 +194,18 @@ def read_stragglers(run: RunDir) -> list[Straggler]:
     return found[-MAX_ROWS:]
 
 
-def read_preflight(run: RunDir) -> list[PreflightCheck]:
+def read_preflight(run: RunDir) -> list[Check]:
     """Return the newest results of the checks before training, the most severe first; empty without a preflight."""
     newest_first = run.attempts()[::-1]
     preflight = next((found for it in newest_first if (found := read_json(it.preflight)) is not None), {})
     network = next((found for it in newest_first if (found := read_json(it.network)) is not None), {})
     checks = [
-        PreflightCheck(**{key: text_of(check.get(key) or "") for key in ("level", "node", "name", "text", "fix")})
+        Check(**cast(Any, {key: text_of(check.get(key) or "") for key in ("level", "node", "name", "text", "fix")}))
         for check in _items(preflight.get("checks"))
         if isinstance(check, Mapping)
     ]
-    texts = [("warning", text) for text in _items(network.get("warnings"))] + [("ok", network.get("text"))]
-    checks += [
-        PreflightCheck(level=level, node="", name="collectives", text=text_of(text), fix="")
-        for level, text in texts
-        if text
-    ]
+    checks += [warning("collectives", text_of(text)) for text in _items(network.get("warnings")) if text]
+    checks += [ok("collectives", text_of(text)) for text in [network.get("text")] if text]
     severity: dict[str, int] = {level: -number for number, level in enumerate(LEVELS)}
     return sorted(checks, key=lambda check: severity.get(check.level, 0))[:MAX_ROWS]
 

@@ -1,18 +1,22 @@
-"""Find runs and sweeps: all in a folder, or one by its name."""
+"""Find runs and sweeps: all in a folder, one by its name, or the unfinished one of a config."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpcdist.errors import RunFolderError, suggestion
-from hpcdist.host.files import is_mine
+from hpcdist.config.schema import Config
+from hpcdist.errors import RunFolderError, UserMistake, suggestion
+from hpcdist.host.files import is_mine, require_trusted
 from hpcdist.run.folder import RunDir
+from hpcdist.run.lease import is_held
 from hpcdist.run.sweeps import SweepDir
 
+log = logging.getLogger(__name__)
 _LONGEST = 1024
 
 
@@ -115,6 +119,44 @@ def resolve_run(text: str, runs_dir: Path) -> RunDir:
         cells = [cell.name for cell in found.cells()]
         raise RunFolderError(f"{found.name} is a sweep: name one of its cells ({', '.join(cells[:3])}, …)")
     return found
+
+
+def find_unfinished(config: Config) -> RunDir | None:
+    """Return the newest local run that was started with the same config and was stopped, or died, before its end.
+
+    Finished, failed and cancelled runs do not count, and neither do runs that a live supervisor holds. Takes up to a
+    minute if it is uncertain whether a supervisor in another container is alive.
+    """
+    found: list[tuple[float, RunDir]] = []
+    for run in find_runs(Path(config.runs_dir)):
+        if run.experiment != config.experiment or run.slurm.exists():
+            continue
+        try:
+            state = run.read_state()
+            require_trusted(run.path, "run --resume")
+        except (RunFolderError, OSError) as error:
+            log.warning("run %s is not resumed: %s", run.name, error)
+            continue
+        if state.status in ("stopped", "running") and _has_config(run, config):
+            found.append((state.created, run))
+    for _, run in sorted(found, key=lambda item: -item[0]):
+        if run.environment.is_file() and not is_held(run):
+            return run
+    return None
+
+
+def _has_config(run: RunDir, config: Config) -> bool:
+    """Return whether a run was started with a config; names are compared only if the config sets one."""
+    from hpcdist.config.loading import load_run_config
+    from hpcdist.config.written import to_yaml
+
+    if config.name not in ("", run.name):
+        return False
+    try:
+        theirs = load_run_config(run.config, [], {}, require_secrets=False)
+    except UserMistake:  # written by another version of hpcdist
+        return False
+    return to_yaml(theirs) == to_yaml(replace(config, name=run.name))
 
 
 def _open(folder: Path) -> RunDir | None:

@@ -21,10 +21,9 @@ from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError
 from hpcdist.host.files import read_json, write_json
 from hpcdist.host.lock import long_lock
-from hpcdist.review.description import describe
+from hpcdist.review.description import describe, describe_sweep, read_sweep_facts
 from hpcdist.review.facts import RunFacts, interruptions, read_facts
 from hpcdist.review.ledger import CAUSES, Ledger, percent, read_ledger
-from hpcdist.review.sweep_description import describe_sweep, read_sweep_facts
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.records import DatasetRecord
 from hpcdist.run.sweeps import SweepDir, sweep_of, text_of

@@ -23,9 +23,8 @@ from hpcdist.errors import HpcdistError
 from hpcdist.host.files import read_json, write_json
 from hpcdist.review.ledger import read_ledger
 from hpcdist.run.create import create_run
-from hpcdist.run.find_by_config import find_unfinished
 from hpcdist.run.folder import RunDir, State
-from hpcdist.run.lookup import find_runs
+from hpcdist.run.lookup import find_runs, find_unfinished
 from hpcdist.run.records import newest_step
 from hpcdist.run.slurm_job import update_job_starts
 from hpcdist.run.snapshot import code_state

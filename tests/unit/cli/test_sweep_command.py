@@ -17,7 +17,7 @@ from command_line import Cli
 
 from hpcdist.config.written import read_stored
 from hpcdist.errors import UserMistake
-from hpcdist.review.sweep_description import describe_sweep, read_sweep_facts
+from hpcdist.review.description import describe_sweep, read_sweep_facts
 from hpcdist.run.folder import Request, RunDir, State
 from hpcdist.run.records import parameters
 from hpcdist.run.sweeps import SweepDir

@@ -13,10 +13,9 @@ import pytest
 from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.config.written import StoredConfig
-from hpcdist.review.description import describe, wrapped
+from hpcdist.review.description import CellFacts, SweepFacts, describe, describe_sweep, wrapped
 from hpcdist.review.facts import AttemptFacts, CheckpointFacts, Progress, RunFacts
 from hpcdist.review.ledger import Entry, Ledger
-from hpcdist.review.sweep_description import CellFacts, SweepFacts, describe_sweep
 from hpcdist.review.text import duration, escaped
 from hpcdist.run.folder import State
 from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord, Override

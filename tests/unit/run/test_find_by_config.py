@@ -16,8 +16,8 @@ from hpcdist.config.schema import Config
 from hpcdist.host.files import write_json
 from hpcdist.run import lease
 from hpcdist.run.create import create_run
-from hpcdist.run.find_by_config import find_unfinished
 from hpcdist.run.folder import RunDir
+from hpcdist.run.lookup import find_unfinished
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
