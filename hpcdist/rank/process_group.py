@@ -6,12 +6,12 @@ import itertools
 import json
 import logging
 import os
+import secrets
 import socket
 import stat
-import struct
 import tempfile
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,9 +33,6 @@ from hpcdist.rank.rendezvous_store import CurveKeys, Meeting, RendezvousStore, h
 #: Host and port.
 Address = tuple[str, int]
 
-_TCP_INFO = 11
-_BYTES_RECEIVED = 128  # offset in struct tcp_info
-
 
 @dataclass(frozen=True)
 class OwnSocket:
@@ -47,12 +44,6 @@ class OwnSocket:
     local: Address
     peer: Address | None
     """None for a listening socket."""
-
-    @property
-    def bytes_received(self) -> int:
-        """Number of bytes that the peer has sent, including those not read yet."""
-        info = self.sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256)
-        return int(struct.unpack_from("Q", info, _BYTES_RECEIVED)[0])
 
     def stop_listening(self) -> None:
         """Close a listening socket, whose descriptor becomes that of a socket to which nobody can connect.
@@ -120,15 +111,13 @@ def inodes() -> frozenset[int]:
 
 # Admission of peers: only ranks of this run may connect to the sockets of gloo.
 #
-# gloo does not authenticate a peer. The ranks therefore exchange lists of their connections through their store, which
-# only ranks can access. A connection that a rank has accepted is genuine if another rank lists it too. gloo connects
-# all pairs in a group's constructor, and reads only a number from a connection before the first collective. The
-# connections are compared after the constructor, and the listening sockets are closed. A stranger that has sent data
-# may have taken the place of a rank: the ranks then agree through the store to create the group again.
+# gloo does not authenticate a peer: whoever connects first and sends the number of a pair takes a rank's place. gloo
+# connects all pairs in a group's constructor. After it, the ranks exchange lists of their connections and a random
+# number each through their store, which only ranks can access. Each rank closes its listening sockets and the
+# connections that no other rank lists, and sends its number to each rank over the group. A rank that does not receive
+# the right ones has lost a pair to a stranger: the ranks then agree through the store to create the group again.
 
 log = logging.getLogger(__name__)
-#: The local address and the peer's address of a connection.
-Connection = tuple[Address, Address]
 #: How often a group is created before its creation fails.
 NUM_ATTEMPTS = 100
 #: Time limit for the connections of a group whose ranks are all ready.
@@ -136,65 +125,57 @@ CONNECT_TIMEOUT = timedelta(seconds=30)
 _Gloo = distributed_c10d.ProcessGroupGloo
 
 
-def _listing(sockets: Iterable[OwnSocket]) -> str:
-    return json.dumps([(own.local, own.peer) for own in sockets if own.peer is not None])
-
-
-def _accepted(listings: Iterable[bytes]) -> set[Connection]:
-    """Return all listed connections as seen from their other ends."""
-    found = set()
-    for listing in listings:
-        for local, peer in json.loads(listing):
-            found.add(((peer[0], peer[1]), (local[0], local[1])))
-    return found
-
-
-def admit_group(store: Store, rank: int, size: int, before: frozenset[int], error: str = "") -> None:
-    """Compare a new group's connections with the lists of its other ranks, and close its listening sockets.
-
-    Either all ranks of the group return or all raise.
+def refuse_strangers(store: Store, rank: int, size: int, before: frozenset[int], number: int) -> tuple[list[int], str]:
+    """Close a new group's listening sockets and the connections that no rank of the group has made.
 
     Args:
         store: a store that only this group uses.
         rank: rank within the group.
         size: number of ranks in the group.
         before: inodes of the sockets that were open before the group was created.
-        error: why this rank could not create the group.
+        number: the random number of this rank.
 
-    Raises RendezvousError if a rank has an error, or if a process that is not a rank has sent data to one.
+    Returns the random numbers of all ranks, and a description of the first connection that was closed.
     """
     with tcp_sockets() as found:
         new = [own for own in found if own.inode not in before]
-        listening = [own for own in new if own.peer is None]
-        store.set(f"connections/{rank}", _listing(new))
-        known = _accepted(store.get(f"connections/{other}") for other in range(size))
-        for own in listening:
+        listening = {own.local: own for own in new if own.peer is None}
+        store.set(f"rank/{rank}", json.dumps([number, [(own.local, own.peer) for own in new if own.peer is not None]]))
+        numbers, known = [], set()
+        for other in range(size):
+            theirs, connections = json.loads(store.get(f"rank/{other}"))
+            numbers.append(theirs)
+            known |= {(tuple(peer), tuple(local)) for local, peer in connections}
+        for own in listening.values():
             own.stop_listening()
-        store.set(f"error/{rank}", error or _refuse_strangers({own.local for own in listening}, known))
-    if errors := [text.decode() for other in range(size) if (text := store.get(f"error/{other}"))]:
-        raise RendezvousError(errors[0])
-
-
-def _refuse_strangers(listening: set[Address], known: set[Connection]) -> str:
-    """Close the connections of processes that are not ranks; return an error if one of them has sent data."""
-    error = ""
+    strangers = []
     with tcp_sockets() as found:
         for own in found:
-            if own.peer is None or own.local not in listening or (own.local, own.peer) in known:
-                continue
-            if own.bytes_received:
-                error = (
-                    f"{_name(own.peer)} has connected to {_name(own.local)} and sent data, but is not a rank of this"
-                    " run: it is another program, or the network translates addresses between the nodes"
-                )
-            else:
-                log.warning("refused a connection from %s, which is not a rank of this run", _name(own.peer))
-            own.refuse()
-    return error
+            if own.peer and own.local in listening and (own.local, own.peer) not in known:
+                strangers.append((own.peer, own.local))
+                own.refuse()
+    if not strangers:
+        return numbers, ""
+    peer, local = strangers[0]
+    text = f"{_name(peer)} has connected to {_name(local)}, but is not a rank of this run"
+    log.warning("refused %d connections: %s", len(strangers), text)
+    return numbers, text
 
 
 def _name(address: Address) -> str:
     return f"{address[0]}:{address[1]}"
+
+
+def _reaches_all(group: dist.ProcessGroup, number: int, numbers: list[int]) -> bool:
+    """Send the rank's number to all ranks of a group; return whether theirs arrive."""
+    received = torch.zeros(len(numbers), dtype=torch.int64)
+    options = distributed_c10d.AllToAllOptions()
+    options.timeout = CONNECT_TIMEOUT
+    try:
+        group.alltoall_base(received, torch.full_like(received, number), [], [], options).wait()
+    except RuntimeError:
+        return False
+    return received.tolist() == numbers
 
 
 class _AdmittingGloo(_Gloo):
@@ -229,15 +210,26 @@ class _AdmittingGloo(_Gloo):
 
     @classmethod
     def _admitted(cls, store: Store, rank: int, size: int, arguments: Any, options: Any) -> _AdmittingGloo:
-        before = inodes()
-        group: _AdmittingGloo = super().__new__(cls)
-        error = ""
+        """Create a group of ranks only. Either all ranks return or all raise RendezvousError."""
+        before, number, error = inodes(), secrets.randbits(63), ""
+        group: Any = super().__new__(cls)
         try:
             super().__init__(group, store, rank, size, *arguments, **options)
         except RuntimeError as problem:
             error = f"rank {rank} cannot create a process group: {problem}"
-        admit_group(store, rank, size, before, error)
-        return group
+        numbers, stranger = refuse_strangers(store, rank, size, before, number)
+        if not error and not _reaches_all(group, number, numbers):
+            error = f"rank {rank} has lost the connection to a rank of a new process group: " + (
+                f"{stranger}; it is another program, or the network translates addresses between the nodes"
+                if stranger
+                else "another program has taken its place, or a rank has dropped the group"
+            )
+        if error:
+            group = None  # at once, since the other ranks wait for its connections
+        store.set(f"error/{rank}", error)
+        if errors := [text.decode() for other in range(size) if (text := store.get(f"error/{other}"))]:
+            raise RendezvousError(next((text for text in errors if "dropped" not in text), errors[0]))
+        return group  # type: ignore[no-any-return]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Do nothing: `__new__` has initialised the group."""

@@ -26,7 +26,7 @@ from torch.distributed import DistStoreError, FileStore, HashStore, PrefixStore,
 from hpcdist.config.topology import Topology
 from hpcdist.errors import HpcdistError, RendezvousError
 from hpcdist.rank import process_group
-from hpcdist.rank.process_group import _AdmittingGloo, admit_group, guard_gloo, open_store
+from hpcdist.rank.process_group import _AdmittingGloo, guard_gloo, open_store, refuse_strangers
 from hpcdist.rank.rendezvous_store import SOCKET_NAME, CurveKeys, Meeting, RendezvousStore
 from hpcdist.rank.rpc_torch import _SignedPickler
 
@@ -150,12 +150,12 @@ def survive_connections(here: Rank) -> tuple[int, float]:
     guard_gloo()
     ports: set[int] = set()
 
-    def note_ports(store: Store, rank: int, size: int, before: frozenset[int], error: str) -> None:
+    def note_ports(store: Store, rank: int, size: int, before: frozenset[int], number: int) -> tuple[list[int], str]:
         with process_group.tcp_sockets() as found:
             ports.update(own.local[1] for own in found if own.peer is None and own.inode not in before)
-        admit_group(store, rank, size, before, error)
+        return refuse_strangers(store, rank, size, before, number)
 
-    process_group.admit_group = note_ports
+    process_group.refuse_strangers = note_ports
     first, second = (dist.new_group(backend="gloo") for _ in range(2))
 
     def attack() -> int:
@@ -184,10 +184,10 @@ class AttackedStore(Store):
     """A rank's store: when gloo publishes its address, another user connects to its listening sockets and sends data.
 
     Args:
-        attacks: what is sent for each creation of a group.
+        attacks: for each creation of a group what is sent, and whether the connections stay open.
     """
 
-    def __init__(self, inner: Store, attacks: list[list[bytes]]) -> None:
+    def __init__(self, inner: Store, attacks: list[tuple[list[bytes], bool]]) -> None:
         super().__init__()
         self.inner, self.attacks, self.known = inner, attacks, process_group.inodes()
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -203,8 +203,9 @@ class AttackedStore(Store):
             ports = {own.local[1]: own.inode for own in found if own.peer is None and own.inode not in self.known}
         if ports and self.attacks:
             self.known |= set(ports.values())
-            for data in self.attacks.pop(0):
-                self.control.send(json.dumps([list(ports), data.hex()]).encode())
+            messages, stays = self.attacks.pop(0)
+            for data in messages:
+                self.control.send(json.dumps([list(ports), data.hex(), stays]).encode())
                 self.num_sent += int(self.control.recv(100))
         self.inner.set(key, value)
 
@@ -222,16 +223,18 @@ class AttackedStore(Store):
 
 
 def send_as_other_user(requests: socket.socket) -> None:
-    """Connect to ports and send data; the connections stay open until the other end of `requests` is closed."""
+    """Connect to ports and send data, until the other end of `requests` is closed."""
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
     kept = []
     while request := requests.recv(10_000):
-        ports, data = json.loads(request)
+        ports, data, stays = json.loads(request)
         for port in ports:
             kept.append(sock := socket.create_connection((HERE, port)))
             sock.sendall(bytes.fromhex(data))
+            if not stays:
+                sock.close()
         requests.send(str(len(ports) * len(data) // 2).encode())
 
 
@@ -239,30 +242,34 @@ def send_as_other_user(requests: socket.socket) -> None:
 NUMBERS = [number.to_bytes(8, "little") for number in range(4)]
 
 
-def create_attacked_groups(here: Rank) -> tuple[float, list[int], list[int]]:
-    """Create a group that is attacked three times, and one that is attacked each time."""
+def create_attacked_groups(here: Rank) -> tuple[list[float], list[int], list[int]]:
+    """Create a group that gets foreign data, one whose pairs are taken three times, and one that always loses them."""
     process_group.NUM_ATTEMPTS = 4
-    before, sums, num_sent, num_sockets = process_group.inodes(), [], [], []
+    known, sums, num_sent, num_sockets = process_group.inodes(), [], [], []
     shared = FileStore(str(here.folder / "store"), here.world_size)
-    wrong, occupying, longer = [b"12345678"], NUMBERS, [number + b"\xff" * 56 for number in NUMBERS]
-    for name, attacks in (("three", [wrong, occupying, longer]), ("always", [[b"x"]] * 5)):
+    longer = [number + b"\xff" * 56 for number in NUMBERS]
+    for name, attacks in (
+        ("once", [([b"", b"1", b"12345678"], True)]),
+        ("three", [(NUMBERS, True), (longer, True), (NUMBERS, False)]),
+        ("always", [(NUMBERS, True)] * 5),
+    ):
         store = AttackedStore(PrefixStore(name, shared), attacks)
         with suppress(RendezvousError):
             group = _AdmittingGloo(store, here.rank, here.world_size, timeout=timedelta(seconds=60))
             group.allreduce(total := torch.ones(1)).wait()
             sums.append(total.item())
         num_sent.append(store.num_sent)
-        num_sockets.append(len(process_group.inodes() - before))
+        num_sockets.append(len(process_group.inodes() - known))
+        known |= process_group.inodes()
     dist.barrier()  # a rank that ends closes the connections of the others
-    assert len(sums) == 1
-    return sums[0], num_sent, num_sockets
+    return sums, num_sent, num_sockets[1:]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_gloo_group_is_created_again_after_another_user_has_sent_data_to_it() -> None:
-    # 8 bytes, then 4 times 8, and 4 times 64; in the second group 1 byte for each of 4 attempts. What is left are the
-    # two connections of the first group: groups that were dropped are closed.
-    assert spawn_ranks(create_attacked_groups, 3) == [(3.0, [8 + 32 + 256, 4], [2, 2])] * 3
+def test_gloo_group_is_created_again_after_another_user_has_taken_the_place_of_a_rank() -> None:
+    # Bytes: 0 + 1 + 8; 4 times 8, 4 times 64, 4 times 8; 4 times 8 for each of 4 attempts. What is left are the two
+    # connections of the second group: groups that were dropped are closed.
+    assert spawn_ranks(create_attacked_groups, 3) == [([3.0, 3.0], [9, 32 + 256 + 32, 4 * 32], [2, 0])] * 3
 
 
 def test_rpc_message_without_valid_signature_is_refused() -> None:
@@ -276,31 +283,24 @@ def test_rpc_message_without_valid_signature_is_refused() -> None:
             pickler.deserialize(message, tensors)
 
 
-def test_foreign_connection_to_a_group_is_refused_and_fails_it_after_sending_data(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    for data in (b"", b"12345678"):
-        before = process_group.inodes()
-        with socket.create_server((HERE, 0)) as listener, socket.socket() as peer, socket.socket() as foreign:
-            peer.connect(address := listener.getsockname())
-            accepted = [listener.accept()[0]]
-            # Both ends are in this process, so the foreign end is excluded from the listing.
-            foreign.bind((HERE, 0))
-            before |= {os.fstat(foreign.fileno()).st_ino}
-            foreign.connect(listener.getsockname())
-            accepted.append(listener.accept()[0])
-            foreign.sendall(data)
-            store = HashStore()
-            if data:
-                with pytest.raises(RendezvousError, match="and sent data, but is not a rank of this run"):
-                    admit_group(store, 0, 1, before)
-            else:
-                admit_group(store, 0, 1, before)
-                assert foreign.recv(1) == b""
-                peer.sendall(b"on")
-                assert accepted[0].recv(2) == b"on"
-                with pytest.raises(ConnectionRefusedError):
-                    socket.create_connection(address)
-            for sock in accepted:
-                sock.close()
-        assert caplog.text.count("which is not a rank of this run") == 1
+def test_foreign_connection_to_a_group_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+    before = process_group.inodes()
+    with socket.create_server((HERE, 0)) as listener, socket.socket() as peer, socket.socket() as foreign:
+        peer.connect(address := listener.getsockname())
+        accepted = [listener.accept()[0]]
+        # Both ends are in this process, so the foreign end is excluded from the listing.
+        foreign.bind((HERE, 0))
+        before |= {os.fstat(foreign.fileno()).st_ino}
+        foreign.connect(listener.getsockname())
+        accepted.append(listener.accept()[0])
+        numbers, stranger = refuse_strangers(HashStore(), 0, 1, before, 7)
+        assert numbers == [7]
+        assert stranger.startswith("{}:{} has connected to".format(*foreign.getsockname()))
+        assert foreign.recv(1) == b""
+        peer.sendall(b"on")
+        assert accepted[0].recv(2) == b"on"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        for sock in accepted:
+            sock.close()
+    assert caplog.text.count("refused 1 connections") == 1
