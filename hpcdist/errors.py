@@ -176,6 +176,12 @@ class TrackingError(HpcdistError):
     """The tracking server refused a request or did not answer. Never raised in a training process."""
 
 
+class TrackingUriError(TrackingError):
+    """The tracking URI lacks its password, which only the user can add."""
+
+    exit_code = 2
+
+
 class DevClusterError(UserMistake):
     """The dev cluster cannot be created, changed or reached on this machine."""
 

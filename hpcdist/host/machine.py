@@ -391,16 +391,16 @@ def _found(env: Mapping[str, str], variable: str, *names: str) -> bool:
 def cache_environment(env: Mapping[str, str], run: Path) -> dict[str, str]:
     """Return the variables with which torch.compile executes no code that another user has put into its cache.
 
-    torch's default is a folder in /tmp whose name anyone can take first. `env` may have that default as a value, since
-    an import of torch sets it.
+    torch's default is a folder `torchinductor_USER` in /tmp, whose name anyone can take first. `env` may have that
+    default as a value, since an import of torch sets it, perhaps under another TMPDIR: such a name is not used.
 
     Args:
         run: a run folder, in which the cache is if another user has taken the name that hpcdist uses.
     """
-    default = str(Path(tempfile.gettempdir(), "torchinductor_"))
-    if not env.get(_CACHE, default).startswith(default):
+    prefix = "torchinductor_"
+    if not Path(env.get(_CACHE, prefix)).name.startswith(prefix):
         return {}
-    folder = Path(f"{default}{os.geteuid()}")
+    folder = Path(tempfile.gettempdir(), f"{prefix}{os.geteuid()}")
     try:
         make_private(folder)
     except RunFolderError as error:

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from hpcdist.config.redaction import REDACTED, redact_text
 from hpcdist.config.schema import Config
-from hpcdist.errors import TrackingError, UserMistake
+from hpcdist.errors import TrackingUriError, UserMistake
 from hpcdist.host.files import require_private
 from hpcdist.run.folder import DATABASE, own_place
 
@@ -47,11 +47,11 @@ def choose_uri(env: Mapping[str, str], configured: str, runs_dir: Path) -> str:
     """Return the tracking URI: `HPCDIST_TRACKING_URI`, else `configured`, else `default_uri`.
 
     Raises:
-        TrackingError: the password in the URI was redacted.
+        TrackingUriError: the password in the URI was redacted.
     """
     uri = env.get("HPCDIST_TRACKING_URI") or configured or default_uri(runs_dir)
     if f"{REDACTED}@" in uri or f"={REDACTED}" in uri:
-        raise TrackingError(
+        raise TrackingUriError(
             f"the password of {uri} is not kept in the run folder: set HPCDIST_TRACKING_URI to the whole URI"
         )
     return uri

@@ -46,7 +46,7 @@ def readable(folder: Path) -> list[str]:
 def test_planted_names_stop_no_run_and_get_nothing_of_it(
     planted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # an import of torch._dynamo in this process sets it
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/torchinductor_root")  # as an import of torch._dynamo sets it
     runs = Runs(tmp_path)
     runs.folder.rmdir()
     runs.folder = planted
