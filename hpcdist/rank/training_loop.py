@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -190,71 +189,6 @@ class Meter:
         """Clear all sums and restart the clock, after a logged step."""
         self.sums.clear()
         self._since = time.perf_counter()
-
-
-class LoopState(Protocol):
-    """State of a training loop. Each trainer has a dataclass with these and its own fields."""
-
-    @property
-    def ctx(self) -> Context: ...
-    @property
-    def progress(self) -> Progress: ...
-    @property
-    def meter(self) -> Meter: ...
-
-
-L = TypeVar("L", bound=LoopState)
-
-
-def run_epochs(
-    loop: L,
-    train_epoch: Callable[[L], Iterator[None]],
-    interval_metrics: Callable[[L], Mapping[str, float]],
-    evaluate: Callable[[L], Mapping[str, float]],
-    save: Callable[[L, Mapping[str, float]], None],
-    *,
-    in_flight: Collection[Any] = (),
-) -> str:
-    """Train epoch by epoch until a stop rule of the config applies or a stop is requested.
-
-    Each epoch trains, evaluates and saves, in this order. Metrics are logged every
-    `tracking.log_every_steps` steps, and at the last step.
-
-    Args:
-        loop: its progress is advanced; its meter, to which `train_epoch` adds, is reset after each logged step.
-        train_epoch: a generator that does the remaining steps of the current epoch and yields after each. It is not
-            resumed after the last step of the epoch or of training.
-        interval_metrics: returns the metrics of the steps since the last logged one.
-        evaluate: returns the metrics of an evaluation.
-        save: saves a checkpoint together with the metrics of an evaluation, if there is one.
-        in_flight: batches whose update is incomplete: while there are any, the loop neither saves nor returns.
-
-    Returns:
-        The reason why training is over; empty if it was stopped before, with a checkpoint saved.
-    """
-    ctx, progress, meter = loop.ctx, loop.progress, loop.meter
-    ctx.training_begins()
-    while not progress.end_reason:
-        for _ in islice(train_epoch(loop), progress.steps_until_evaluation):
-            progress.count_step()
-            if progress.log_is_due:
-                ctx.log(interval_metrics(loop), progress.step)
-                meter.reset()
-            stop = ctx.should_stop(progress.step, progress.total_steps)
-            if in_flight:
-                continue
-            # If an evaluation follows, the checkpoint is saved after it, unless the ranks stop now.
-            if ctx.should_save(progress.step) and (stop or progress.steps_until_evaluation > 0):
-                save(loop, {})
-            if stop:
-                return ""
-        with meter.paused():
-            with ctx.evaluating():
-                metrics = evaluate(loop)
-            ctx.log(metrics, progress.step)
-            progress.end_epoch(metrics)
-            save(loop, metrics)
-    return progress.end_reason
 
 
 # The optimizer and the learning rate schedule of a config.

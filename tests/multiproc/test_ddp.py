@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -262,6 +263,41 @@ def test_checkpoint_of_an_evaluated_step_has_its_metrics(tmp_path: Path) -> None
     newest = ctx._checkpoints.store.latest()
     assert newest is not None
     assert (newest.step, set(newest.metrics)) == (15, {"eval/loss", "eval/accuracy"})
+
+
+def events(here: Rank, path: Path, cfg: Config, stop_at: int | None = None) -> list[str]:
+    """Train like `fit`; return what the training loop has logged and saved, and the reason of its end."""
+    found: list[str] = []
+    original_log, original_save = Context.log, Context.save
+
+    def log(ctx: Context, metrics: Mapping[str, float], step: int) -> None:
+        found.append(f"log {'eval' if 'eval/loss' in metrics else 'train'} {step}")
+        original_log(ctx, metrics, step)
+
+    def save(ctx: Context, step: int, *, metrics: Mapping[str, float], **state: Any) -> None:
+        found.append(f"save {'eval ' * bool(metrics)}{step}")
+        original_save(ctx, step, metrics=metrics, **state)
+
+    Context.log, Context.save = log, save  # type: ignore[method-assign]
+    reason = fit(here, path, cfg, stop_at)
+    return [*found, reason]
+
+
+def test_each_epoch_trains_evaluates_and_saves(tmp_path: Path) -> None:
+    """A save that is due before an evaluation waits for its metrics; a run stopped there resumes with it."""
+    cfg = config(
+        data=dataclasses.replace(DATA, num_samples=24),  # 3 steps per epoch
+        stop=StopConfig(max_epochs=2),
+        tracking=TrackingConfig(log_every_steps=2),
+        checkpoint=CheckpointConfig(every_steps=1),
+    )
+    first = ["save 1", "log train 2", "save 2"]
+    rest = ["log eval 3", "save eval 3", "log train 4", "save 4", "save 5", "log train 6", "log eval 6", "save eval 6"]
+    run = new_run(tmp_path / "whole")
+    assert spawn_ranks(events, 1, path=run.path, cfg=cfg) == [[*first, *rest, "trained 6 steps, 2 epochs"]]
+    run = new_run(tmp_path / "stopped")
+    assert spawn_ranks(events, 1, path=run.path, cfg=cfg, stop_at=3) == [[*first, "save 3", "stopped"]]
+    assert spawn_ranks(events, 1, path=run.path, cfg=cfg) == [[*rest, "trained 6 steps, 2 epochs"]]
 
 
 # --- without ranks

@@ -39,11 +39,11 @@ from hpcdist.errors import DataError
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import RpcGroup, rpc_group
-from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, run_epochs, settle_buckets
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, settle_buckets
 from hpcdist.review.figures import Curves
 from hpcdist.trainers.hybrid import HybridConfig
 from hpcdist.trainers.hybrid.click_logs import Clicks, SyntheticLog, batches, identity, padded
-from hpcdist.trainers.hybrid.exchange import Lookups, serve_tables
+from hpcdist.trainers.hybrid.exchange import Lookup, Lookups, serve_tables
 from hpcdist.trainers.hybrid.tables import Layout, LookupPlan, Units, choose, weight_name
 
 # Click logs in shares of the samples, whose number stays when a run is resumed with fewer trainers.
@@ -86,17 +86,6 @@ def num_shares_of(saved: Restored | None, num_trainers: int) -> int:
         num_shares,
     )
     return num_trainers
-
-
-def saved_sums(ctx: Context, saved: Restored | None) -> Mapping[str, Any] | None:
-    """Return the sums of this trainer's meter; after a change of their number, trainer 0 has those of all trainers."""
-    if saved is None or saved.local is not None or not ctx.is_main:
-        return saved.local if saved is not None else None
-    whole: dict[str, Any] = {}
-    for sums in saved.local_by_rank[: saved.trainer.get("num_trainers", 0)]:
-        for name, value in (sums or {}).items():
-            whole[name] = whole.get(name, 0.0) + value
-    return whole
 
 
 # Figures of trainer `hybrid` in the report of a run: ROC curve and calibration of the test set.
@@ -254,7 +243,7 @@ def train(ctx: Context, cfg: Config) -> None:
         return
     with rpc_group(ctx) as group:
         loop = make_loop(ctx, cfg, layout, groups, group)
-        ctx.end_reason = run_epochs(loop, train_epoch, interval_metrics, evaluate, save)
+        train_dense_part(loop)
         loop.lookups.leave()
         if ctx.end_reason and ctx.is_main:
             _export(loop, layout)
@@ -317,7 +306,7 @@ def make_loop(ctx: Context, cfg: Config, layout: Layout, groups: ProcessGroups, 
         optimizer=optimizer,
         lookups=lookups,
         progress=Progress(cfg, steps_per_epoch, saved.trainer["position"] if saved else None),
-        meter=Meter(saved_sums(ctx, saved)),
+        meter=Meter.restore(ctx, saved),
     )
 
 
@@ -330,33 +319,59 @@ def _log_inputs(ctx: Context, cfg: Config, dense: nn.Module, *, num_train: int, 
     ctx.log_model_size(num_dense + sum(hybrid.tables.values()) * hybrid.embedding_dim)
 
 
-def train_epoch(loop: HybridLoop) -> Iterator[None]:
-    """Do the remaining steps of the epoch; the rows of the next batch are requested before this one is computed."""
-    ctx, model, optimizer, lookups, progress = loop.ctx, loop.model, loop.optimizer, loop.lookups, loop.progress
-    model.train()
+def train_dense_part(loop: HybridLoop) -> None:
+    """Train until a stop rule of the config applies, which becomes `ctx.end_reason`, or a stop is requested."""
+    ctx, model, optimizer, progress, meter = loop.ctx, loop.model, loop.optimizer, loop.progress, loop.meter
     # DDP and the servers average over the trainers, which may have different numbers of shares.
     num_shares, weight = len(loop.shares), len(loop.shares) * ctx.roles.count("trainer") / loop.num_shares
+    ctx.training_begins()  # the time until here counts as start-up
+    while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
+        model.train()
+        for batch, lookup, pooled in looked_up_batches(loop):
+            inputs = pooled.to(ctx.device).requires_grad_()
+            # The hook sends the gradients to the servers as soon as they are computed, during DDP's exchange.
+            inputs.register_hook(lambda gradient, lookup=lookup: loop.lookups.push(lookup, gradient))
+            loss = F.binary_cross_entropy_with_logits(_logits(model, inputs, batch.numeric), batch.labels)
+            (loss * weight if weight != 1 else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            meter.add(loss_sum=loss.item() * num_shares, num_steps=num_shares, num_samples=len(batch.labels))
+            progress.count_step()
+            if progress.log_is_due:
+                ctx.log(interval_metrics(loop), progress.step)
+                meter.reset()
+            if ctx.should_stop(progress.step, progress.total_steps):  # the same answer on all trainers
+                save(loop, {})
+                return
+            # Before an evaluation no checkpoint is saved, as one with its metrics follows.
+            if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
+                save(loop, {})
+        with meter.paused():
+            with ctx.evaluating():
+                metrics = evaluate(loop)
+            ctx.log(metrics, progress.step)
+            progress.end_epoch(metrics)
+            save(loop, metrics)
+    ctx.end_reason = progress.end_reason
+
+
+def looked_up_batches(loop: HybridLoop) -> Iterator[tuple[PreparedBatch, Lookup, Tensor]]:
+    """Yield each batch until the next evaluation, with its lookup and the sums of its bags.
+
+    The rows of the next batch are requested before a batch is yielded.
+    """
+    ctx, lookups, progress = loop.ctx, loop.lookups, loop.progress
     samples = _epoch_samples(loop.cfg, loop.data, loop.shares, epoch=progress.epoch, start=progress.step_in_epoch)
     prepared = (_prepare(ctx, lookups, loop.data, one) for one in islice(samples, progress.steps_until_evaluation))
-    batch, following = next(prepared), next(prepared, None)
-    lookup = lookups.request(batch.units, train=True)
-    while True:
+    batch, following = next(prepared, None), next(prepared, None)
+    lookup = lookups.request(batch.units, train=True) if batch is not None else None
+    while batch is not None and lookup is not None:
         with ctx.timer.waiting():
             pooled = lookups.collect(lookup)
         following_lookup = lookups.request(following.units, train=True) if following is not None else None
-        inputs = pooled.to(ctx.device).requires_grad_()
-        # The hook sends the gradients to the servers as soon as they are computed, during DDP's exchange.
-        inputs.register_hook(lambda gradient, lookup=lookup: lookups.push(lookup, gradient))
-        loss = F.binary_cross_entropy_with_logits(_logits(model, inputs, batch.numeric), batch.labels)
-        (loss * weight if weight != 1 else loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loop.meter.add(loss_sum=loss.item() * num_shares, num_steps=num_shares, num_samples=len(batch.labels))
-        after_following = next(prepared, None)  # while the servers apply the gradients
-        yield
-        if following is None or following_lookup is None:
-            return
-        batch, lookup, following = following, following_lookup, after_following
+        yield batch, lookup, pooled
+        # The next batch but one is prepared while the servers apply the gradients.
+        batch, lookup, following = following, following_lookup, next(prepared, None)
 
 
 def interval_metrics(loop: HybridLoop) -> dict[str, float]:

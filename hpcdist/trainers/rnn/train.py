@@ -27,7 +27,7 @@ import copy
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ from hpcdist.data.loading import digest_of
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import RpcGroup, rpc_group
-from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, run_epochs, set_lr
+from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr
 from hpcdist.review.figures import MAX_TEXT, Text
 from hpcdist.trainers.rnn import RnnConfig
 from hpcdist.trainers.rnn.text import Batch, Columns, Corpus, Tokenizer, load_corpus
@@ -283,7 +283,6 @@ class RnnLoop:
     vocab_size: int
     progress: Progress
     meter: Meter
-    in_flight: deque[Flight]  #: launched batches with an incomplete update
 
 
 def train(ctx: Context, cfg: Config) -> None:
@@ -317,7 +316,7 @@ def train(ctx: Context, cfg: Config) -> None:
         client = VocabularyClient(group, trainer=ctx.role_index, vocab_size=vocab_size[0], device=ctx.device)
         learner = Learner(lstm, cfg, client, trainers, ctx.device)
         loop = make_loop(ctx, cfg, learner, saved, streams, vocab_size[0], group)
-        ctx.end_reason = run_epochs(loop, train_epoch, interval_metrics, evaluate, save, in_flight=loop.in_flight)
+        train_lstm(loop)
         if corpus and ctx.end_reason:
             _export(ctx, cfg, learner, corpus.tokenizer)
         if not ctx.is_main:
@@ -376,28 +375,50 @@ def make_loop(
         learner.state = local["h"].to(learner.device), local["c"].to(learner.device)
     progress = Progress(cfg, len(columns), saved.trainer["position"] if saved else None)
     meter = Meter(local["meter"] if local else None)
-    return RnnLoop(ctx, cfg, learner, group, columns, held_out, vocab_size, progress, meter, deque())
+    return RnnLoop(ctx, cfg, learner, group, columns, held_out, vocab_size, progress, meter)
 
 
-def train_epoch(loop: RnnLoop) -> Iterator[None]:
-    """Do the remaining steps of the epoch: launch batches and land the oldest one."""
-    cfg, learner, progress, in_flight = loop.cfg, loop.learner, loop.progress, loop.in_flight
+def train_lstm(loop: RnnLoop) -> None:
+    """Train until a stop rule of the config applies, which becomes `ctx.end_reason`, or a stop is requested."""
+    ctx, cfg, learner, progress, meter = loop.ctx, loop.cfg, loop.learner, loop.progress, loop.meter
     max_in_flight = 2 if cfg.section(RnnConfig).mode == "async" else 1
     every = cfg.checkpoint.every_steps
-    if progress.step_in_epoch == 0:
-        learner.state = None  # the columns start anew
-    upcoming = loop.columns[progress.step_in_epoch]  # the next batch to launch
-    while left := progress.steps_until_evaluation:
-        # No batch is in flight at a step after which a checkpoint is saved or an evaluation follows.
-        is_ending = loop.ctx.stop_agreed or loop.ctx.save_requested
-        limit = min(max_in_flight, left, every - progress.step % every if every else left)
-        while len(in_flight) < limit and not is_ending:
-            in_flight.append(learner.launch(upcoming))
-            upcoming = loop.columns[(progress.step_in_epoch + len(in_flight)) % progress.steps_per_epoch]
-        flight = in_flight.popleft()
-        lr = cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule)
-        loop.meter.add(loss_sum=learner.land(flight, lr, upcoming.ids), num_tokens=len(flight.batch.targets))
-        yield
+    in_flight: deque[Flight] = deque()  # launched batches with an incomplete update
+    ctx.training_begins()  # the time until here counts as start-up
+    while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
+        if progress.step_in_epoch == 0:
+            learner.state = None  # the columns start anew
+        upcoming = loop.columns[progress.step_in_epoch % progress.steps_per_epoch]  # the next batch to launch
+        while left := progress.steps_until_evaluation:
+            # No batch is in flight at a step after which a checkpoint is saved or an evaluation follows.
+            is_ending = ctx.stop_agreed or ctx.save_requested
+            limit = min(max_in_flight, left, every - progress.step % every if every else left)
+            while len(in_flight) < limit and not is_ending:
+                in_flight.append(learner.launch(upcoming))
+                upcoming = loop.columns[(progress.step_in_epoch + len(in_flight)) % progress.steps_per_epoch]
+            flight = in_flight.popleft()
+            lr = cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule)
+            meter.add(loss_sum=learner.land(flight, lr, upcoming.ids), num_tokens=len(flight.batch.targets))
+            progress.count_step()
+            if progress.log_is_due:
+                ctx.log(interval_metrics(loop), progress.step)
+                meter.reset()
+            stop = ctx.should_stop(progress.step, progress.total_steps)  # the same answer on all trainers
+            if in_flight:
+                continue
+            if stop:
+                save(loop, {})
+                return
+            # Before an evaluation no checkpoint is saved, as one with its metrics follows.
+            if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
+                save(loop, {})
+        with meter.paused():
+            with ctx.evaluating():
+                metrics = evaluate(loop)
+            ctx.log(metrics, progress.step)
+            progress.end_epoch(metrics)
+            save(loop, metrics)
+    ctx.end_reason = progress.end_reason
 
 
 def interval_metrics(loop: RnnLoop) -> dict[str, float]:

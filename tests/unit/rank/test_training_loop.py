@@ -1,124 +1,18 @@
-"""The epoch loop with a context that records its calls, and the meter."""
+"""The parts of the shipped training loops: meter, progress with its stop rules, and learning rate schedules."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
+from collections.abc import Mapping
 
 import pytest
 import torch
 
-from hpcdist.config.launch_schema import CheckpointConfig, TrackingConfig
+from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.schema import Config, ScheduleConfig, StopConfig
 from hpcdist.errors import ConfigError
-from hpcdist.rank.training_loop import Meter, Progress, lr_factor, run_epochs
-
-
-class RecordingContext:
-    """Saves every `save_every` steps and stops at `stop_at`; `events` has the calls in order."""
-
-    def __init__(self, *, save_every: int = 100, stop_at: int = 100) -> None:
-        self.events: list[str] = []
-        self.save_every, self.stop_at = save_every, stop_at
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self.events.append(f"log {'/'.join(metrics)} {step}")
-
-    def should_stop(self, step: int, total_steps: int) -> bool:
-        return step >= self.stop_at
-
-    def training_begins(self) -> None:
-        """Ignore the begin of the first step."""
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def should_save(self, step: int) -> bool:
-        return step % self.save_every == 0 or step >= self.stop_at
-
-
-CFG = Config(
-    tracking=TrackingConfig(log_every_steps=2),
-    checkpoint=CheckpointConfig(monitor="accuracy"),
-    stop=StopConfig(max_epochs=2),
-)
-
-
-def run(ctx: RecordingContext, progress: Progress, in_flight: list[int] | None = None) -> str:
-    meter, in_flight = Meter(), [] if in_flight is None else in_flight
-
-    def train_epoch(loop: SimpleNamespace) -> Iterator[None]:
-        while True:
-            ctx.events.append(f"step {progress.step}")
-            meter.add(loss=1.0)
-            if in_flight:
-                in_flight.pop()
-            yield
-
-    def interval_metrics(loop: SimpleNamespace) -> dict[str, float]:
-        assert meter.sums == {"loss": 1.0 if progress.step % 2 else 2.0}, "the sums of one interval"
-        return {"loss": 0.5}
-
-    def evaluate(loop: SimpleNamespace) -> dict[str, float]:
-        return {"accuracy": 0.5}
-
-    def save(loop: SimpleNamespace, metrics: Mapping[str, float]) -> None:
-        ctx.events.append(f"save {'/'.join(metrics)} {progress.step}".replace("  ", " "))
-
-    loop = SimpleNamespace(ctx=ctx, progress=progress, meter=meter)
-    return run_epochs(loop, train_epoch, interval_metrics, evaluate, save, in_flight=in_flight)
-
-
-def new_progress(**counters: int) -> Progress:
-    return Progress(CFG, 2, {"steps_per_epoch": 2, **counters})
-
-
-def test_each_epoch_trains_evaluates_and_saves() -> None:
-    ctx = RecordingContext()
-    assert run(ctx, new_progress()) == "trained 4 steps, 2 epochs"
-    first = ["step 0", "step 1", "log loss 2", "log accuracy 2", "save accuracy 2"]
-    assert ctx.events == [*first, "step 2", "step 3", "log loss 4", "log accuracy 4", "save accuracy 4"]
-
-
-def test_the_last_step_is_logged_between_two_intervals() -> None:
-    """Otherwise the last values of a run of 3 steps are those of step 2."""
-    ctx = RecordingContext()
-    assert run(ctx, Progress(dataclasses.replace(CFG, stop=StopConfig(max_epochs=1)), 3)) == "trained 3 steps, 1 epoch"
-    assert [event for event in ctx.events if event.startswith("log loss")] == ["log loss 2", "log loss 3"]
-
-
-def test_a_due_save_before_an_evaluation_waits_for_its_metrics() -> None:
-    ctx = RecordingContext(save_every=1)
-    run(ctx, new_progress())
-    assert [event for event in ctx.events if event.startswith("save")] == [
-        "save 1",
-        "save accuracy 2",
-        "save 3",
-        "save accuracy 4",
-    ]
-
-
-@pytest.mark.parametrize("stop_at", [1, 2])
-def test_a_stop_saves_once_and_returns_without_a_reason(stop_at: int) -> None:
-    ctx, progress = RecordingContext(stop_at=stop_at), new_progress()
-    assert run(ctx, progress) == ""
-    assert ctx.events[-1] == f"save {stop_at}"
-    assert (progress.step, progress.epoch, progress.step_in_epoch) == (stop_at, 0, stop_at)
-
-
-def test_a_run_stopped_before_an_evaluation_resumes_with_it() -> None:
-    ctx = RecordingContext()
-    run(ctx, new_progress(step=2, step_in_epoch=2))
-    assert ctx.events[:2] == ["log accuracy 2", "save accuracy 2"]
-
-
-def test_loop_neither_saves_nor_stops_while_batches_are_in_flight() -> None:
-    ctx = RecordingContext(stop_at=1)
-    assert run(ctx, new_progress(), in_flight=[0, 0]) == ""
-    assert ctx.events == ["step 0", "step 1", "log loss 2", "save 2"]
+from hpcdist.rank.training_loop import Meter, Progress, lr_factor
 
 
 def test_the_meter_sums_excludes_pauses_and_restores(monkeypatch: pytest.MonkeyPatch) -> None:
