@@ -45,7 +45,7 @@ def test_sync_uploads_runs_that_have_no_shipper(
     with hold(busy):
         assert hpcdist("sync", "first") == Result(0, "first: 3 points shipped\n", "")
         result = hpcdist("sync")
-    assert result.code == 1
+    assert result.code == 2
     assert result.out.splitlines()[0] == "first: 3 points shipped"
     assert result.out.splitlines()[1].startswith(f"third: its supervisor runs (process {os.getpid()} on ")
     assert result.out.splitlines()[2:] == ["3 runs: 1 uploaded, 1 failed, 1 running"]
