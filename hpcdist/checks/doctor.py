@@ -16,7 +16,7 @@ from hpcdist.checks import containers
 from hpcdist.checks import machine as checks_machine
 from hpcdist.checks import storage as checks_storage
 from hpcdist.checks.containers import container_checks, program_checks
-from hpcdist.checks.machine import ResourceLimits, all_gpu_checks, resource_checks
+from hpcdist.checks.machine import ResourceLimits, all_gpu_checks, resource_checks, trial_checks
 from hpcdist.checks.slurm import SlurmFacts, client_checks, job_end_checks, partition_checks, read_slurm
 from hpcdist.checks.storage import MlflowStore, store_checks
 from hpcdist.host import machine as host_machine
@@ -163,14 +163,10 @@ def _trials(env: Mapping[str, str]) -> list[Check]:
     if not checks_machine.version_of("torch"):
         return []
     with ThreadPoolExecutor() as pool:
-        on_cpus = pool.submit(checks_machine.try_ranks, "cpu", "gloo", 2)
+        on_cpus = pool.submit(trial_checks, "cpu", 2, env)
         count = host_machine.visible_gpus(len(host_machine.gpus()) or host_machine.gpu_device_files(), env)
-        gpu_ranks = checks_machine.try_ranks("cuda", "nccl", count) if count else []
-        cpu_ranks = on_cpus.result()
-    checks = [*checks_machine.torch_checks(cpu_ranks), *checks_machine.rank_checks(cpu_ranks, "2 ranks, gloo")]
-    if gpu_ranks:
-        checks += checks_machine.rank_checks(gpu_ranks, f"{count} rank{'s' * (count > 1)}, nccl")
-    return [*checks, _private_network()]
+        on_gpus = trial_checks("cuda", count, env) if count else []
+        return [*on_cpus.result(), *on_gpus, _private_network()]
 
 
 def _private_network() -> Check:
