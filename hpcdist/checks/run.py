@@ -8,17 +8,15 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hpcdist.checks import containers
 from hpcdist.checks.doctor import Section
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import port_for
-from hpcdist.host.commands import run_within
+from hpcdist.host.commands import last_line
 from hpcdist.host.files import fill, read_json
 from hpcdist.host.machine import LEVELS, Check, note, ok, warning
 from hpcdist.host.nodelist import expand
@@ -28,9 +26,10 @@ from hpcdist.run.slurm_job import job_of, job_starts
 from hpcdist.run.status import RunStatus, status_of
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.on_nodes import ask, task_words
 from hpcdist.slurm.output import NodeState
 from hpcdist.slurm.preflight.node_checks import check_nodes
-from hpcdist.slurm.preflight.probe import Request, probe_command, probe_env, read_answers
+from hpcdist.slurm.preflight.probe import Request, probe_command, probe_env, witness_in
 
 # Preflight of the nodes of a running job, as a Slurm step beside the ranks.
 
@@ -49,7 +48,7 @@ def check_job_nodes(run: RunDir, config: Config, job_id: str, nodes: Sequence[st
     GPU memory in use is not reported, because the ranks use it.
     """
     gpus = config.cluster.gpus_per_node if config.launch.device != "cpu" else 0
-    with _witness(run) as (witness, token):
+    with witness_in(run.path / f".doctor-{secrets.token_hex(4)}") as (witness, token):
         request = Request(
             nodes=tuple(nodes),
             port=port_for(job_id, run.read_state().attempt + _OTHER_PORT),
@@ -66,16 +65,16 @@ def check_job_nodes(run: RunDir, config: Config, job_id: str, nodes: Sequence[st
         env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         if "SLURM_CONF" in os.environ:
             env["SLURM_CONF"] = os.environ["SLURM_CONF"]
-        done = run_within(step_command(job_id, nodes, request), STEP_TIMEOUT_S, env={**env, **probe_env(request)})
-    if done.returncode < 0:
+        flags = {"jobid": job_id, "time": STEP_LIMIT_MIN, "mem": 0, "gpus-per-node": gpus or None}
+        step = ["srun", *task_words(nodes, probe_command(request), "doctor", flags)]
+        answers, _, errors, is_late = ask(step, nodes, STEP_TIMEOUT_S, env={**env, **probe_env(request)})
+    look = f"`srun --jobid={job_id} --overlap hostname`"
+    if is_late:
         text = f"a step beside the ranks did not finish within {STEP_TIMEOUT_S:g} s"
-        return [
-            warning("nodes", text, f"`srun --jobid={job_id} --overlap hostname` shows the node that does not answer")
-        ]
-    answers = read_answers(done.stdout)
+        return [warning("nodes", text, f"{look} shows the node that does not answer")]
     if not answers:
-        message = (done.stderr.strip().splitlines() or ["srun printed nothing"])[-1]
-        return [warning("nodes", f"no node answered: {message[:200]}", f"`srun --jobid={job_id} --overlap hostname`")]
+        message = last_line(errors) or "srun printed nothing"
+        return [warning("nodes", f"no node answered: {message}", look)]
     checks = check_nodes(request, {node: _without_use(found) for node, found in answers.items()})
     if any(check.name in ("network", "disk") and check.level == "warning" for check in checks):
         checks.append(note("beside ranks", "the run was training during the measurement, so speeds are lower"))
@@ -85,40 +84,6 @@ def check_job_nodes(run: RunDir, config: Config, job_id: str, nodes: Sequence[st
 def _without_use(answer: Mapping[str, Any]) -> dict[str, Any]:
     """Return a node's answer without the GPU memory in use."""
     return {**answer, "gpus": [{**gpu, "used_mb": None} for gpu in answer.get("gpus", ())]}
-
-
-def step_command(job_id: str, nodes: Sequence[str], request: Request) -> list[str]:
-    """Return the srun command with one task on each node of a job."""
-    count = len(nodes)
-    return [
-        "srun",
-        f"--jobid={job_id}",
-        "--overlap",
-        "--job-name=doctor",
-        f"--time={STEP_LIMIT_MIN}",
-        f"--nodes={count}",
-        f"--ntasks={count}",
-        "--ntasks-per-node=1",
-        "--cpus-per-task=1",
-        "--mem=0",
-        *([f"--gpus-per-node={request.gpus_per_node}"] if request.gpus_per_node else []),
-        "--label",
-        *probe_command(request),
-    ]
-
-
-@contextmanager
-def _witness(run: RunDir) -> Iterator[tuple[Path, str]]:
-    """Create the file in the run folder that all nodes must see; remove its folder afterwards."""
-    token = secrets.token_hex(16)
-    folder = run.path / f".doctor-{secrets.token_hex(4)}"
-    folder.mkdir(mode=0o700)
-    try:
-        witness = folder / "witness"
-        witness.write_text(token)
-        yield witness, token
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 # `hpcdist doctor RUN`: sections about the run's status, failed attempts, and nodes.

@@ -19,6 +19,7 @@ from hpcdist.errors import HpcdistError, UserMistake, terminal_text
 from hpcdist.host.commands import run_within
 from hpcdist.host.files import parse_object
 from hpcdist.host.machine import driver_problem, source_digest, versions
+from hpcdist.slurm.on_nodes import lines_of_task
 
 #: Starting a container is quick, but a runtime may have to unpack the image on a node first.
 PROBE_TIMEOUT_S = 300.0
@@ -268,8 +269,8 @@ def check_image_on_nodes(spec: ContainerSpec, nodes: Sequence[str], output: str,
     # srun's own errors carry no task label.
     shared = [line for line in errors.splitlines() if _PYXIS_ERROR.match(line)]
     for task, node in enumerate(nodes):
-        messages = "\n".join([*shared, _of_task(errors, task)])
-        facts, problem, may_pass = probe_outcome(spec, _of_task(output, task), messages, node)
+        messages = "\n".join([*shared, lines_of_task(errors, task)])
+        facts, problem, may_pass = probe_outcome(spec, lines_of_task(output, task), messages, node)
         if problem:
             # One line for all nodes with the same problem.
             problems.setdefault(problem.replace(f"on {node}", "on {}"), []).append(node)
@@ -280,8 +281,3 @@ def check_image_on_nodes(spec: ContainerSpec, nodes: Sequence[str], output: str,
         text = "; ".join(problem.replace("on {}", f"on {', '.join(where)}") for problem, where in problems.items())
         raise HpcdistError(text) if passing else UserMistake(text)
     return answers[nodes[0]]
-
-
-def _of_task(text: str, task: int) -> str:
-    pattern = re.compile(rf"^\s*0*{task}: (.*)$", re.MULTILINE)
-    return "\n".join(pattern.findall(text))

@@ -55,6 +55,7 @@ from hpcdist.host.retry import retry
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.snapshot import git_root
 from hpcdist.slurm.components import components
+from hpcdist.slurm.on_nodes import task_words
 
 # The containers of a run's ranks on Slurm: from config to ContainerSpec, and the checks before submission.
 
@@ -256,7 +257,9 @@ class ContainerSteps:
             # Some components of a heterogeneous job may have no GPUs; the driver's version is visible without them.
             probe = image_probe_command(replace(self._spec, gpus="" if self._het else self._spec.gpus))
             env = image_probe_env(self._spec, self._env)
-            done = self._on_nodes(nodes, group, probe.argv, env, PROBE_TIMEOUT_S, "--label", *probe.srun_flags)
+            task = [*probe.srun_flags, *probe.argv]
+            step = ["srun", *task_words(nodes, task, CONTAINERS_STEP, {**group, "label": True})]
+            done = run_within(step, PROBE_TIMEOUT_S, env=env)
             facts = check_image_on_nodes(self._spec, nodes, done.stdout, done.stderr)
         self._checked = True
         write_json(
@@ -282,7 +285,8 @@ class ContainerSteps:
             return
         command = remove_command(self._spec, self._env.get("SLURM_JOB_ID", ""))
         for group, nodes in self._nodes():
-            done = self._on_nodes(nodes, group, command, self._env, REMOVE_S)
+            step = ["srun", *task_words(nodes, command, CONTAINERS_STEP, group)]
+            done = run_within(step, REMOVE_S, env=self._env)
             if done.returncode != 0 and not _JOB_IS_OVER.search(done.stderr):
                 log.warning("containers may remain on a node: %s", " ".join(done.stderr.split()))
 
@@ -339,31 +343,16 @@ class ContainerSteps:
                 found[rank] = _with_signal(code)
         return found
 
-    def _nodes(self) -> list[tuple[list[str], list[str]]]:
+    def _nodes(self) -> list[tuple[Mapping[str, Any], list[str]]]:
         """Return srun's flags and the nodes, in Slurm's order, of each component of the job."""
         if self.present:
-            return [([f"--nodelist={','.join(self.present)}"], list(self.present))]
+            return [({"nodelist": ",".join(self.present)}, list(self.present))]
         if not self._het:
-            return [([], expand(self._env["SLURM_JOB_NODELIST"]))]
+            return [({}, expand(self._env["SLURM_JOB_NODELIST"]))]
         size = int(self._env["SLURM_HET_SIZE"])
         return [
-            ([f"--het-group={index}"], expand(self._env[f"SLURM_JOB_NODELIST_HET_GROUP_{index}"]))
-            for index in range(size)
+            ({"het-group": index}, expand(self._env[f"SLURM_JOB_NODELIST_HET_GROUP_{index}"])) for index in range(size)
         ]
-
-    def _on_nodes(
-        self,
-        nodes: Sequence[str],
-        group: Sequence[str],
-        command: Sequence[str],
-        env: Mapping[str, str],
-        timeout_s: float,
-        *flags: str,
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a step with one task per node, which shares the nodes with running steps."""
-        step = ["srun", *group, "--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
-        options = ["--cpus-per-task=1", "--input=none", f"--job-name={CONTAINERS_STEP}", *flags]
-        return run_within([*step, *options, *command], timeout_s, env=env)
 
 
 def _read_code(path: Path) -> int:

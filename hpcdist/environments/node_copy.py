@@ -2,8 +2,8 @@
 
     python -m hpcdist.environments.node_copy REQUEST
 
-REQUEST is the JSON of a `NodeRequest`. Prints one line with a JSON object (`parse_answers`). One process per node does
-this; others on the same node wait for its lock and then find the copy. Needs the standard library alone.
+REQUEST is the JSON of a `NodeRequest`. One process per node does this; others on the same node wait for its lock and
+then find the copy. Needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,10 +29,10 @@ from typing import Any
 from hpcdist.environments.packed import first_difference, write_listing
 from hpcdist.errors import RunFolderError
 from hpcdist.host.files import make_private, parse_object
+from hpcdist.slurm.on_nodes import print_answer
 
 #: Packages that a rank imports before the user's code.
 REQUIRED = ("numpy", "psutil", "torch")
-_MARK = "hpcdist-environment "
 _CHUNK = 4 << 20
 #: Errors of a local folder that a retry does not solve.
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
@@ -78,12 +77,12 @@ class CopyError(Exception):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prepare the environment on this node and print the answer."""
+    """Prepare the environment on this node and print `copied`, `seconds` and `facts`, or `error` and `may_pass`."""
     # Slurm sends SIGUSR2 ahead of the time limit.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     request = NodeRequest(**json.loads(argv[0]))
     began = time.monotonic()
-    answer: dict[str, Any] = {"node": os.environ.get("SLURMD_NODENAME") or socket.gethostname()}
+    answer: dict[str, Any] = {}
     try:
         answer["copied"] = prepare(request)
         answer["facts"] = start_python(request)
@@ -96,17 +95,7 @@ def main(argv: Sequence[str]) -> None:
         fix = ": set cluster.environment.local_dir to a local disk with enough space" if unfit else ""
         answer |= {"error": f"{reason}: {error.filename or request.folder}{fix}", "may_pass": not unfit}
     answer["seconds"] = round(time.monotonic() - began, 2)
-    print(f"{_MARK}{json.dumps(answer)}", flush=True)
-
-
-def parse_answers(text: str) -> dict[str, dict[str, Any]]:
-    """Return the answers of nodes by node: `copied`, `seconds`, `facts`; or `error` and `may_pass`."""
-    answers = {}
-    for line in re.findall(rf"{_MARK}(\{{.*\}})", text):
-        with suppress(ValueError):  # a mixture of two lines counts as no answer
-            answer = parse_object(line, "node", "seconds")
-            answers[str(answer["node"])] = answer
-    return answers
+    print_answer(answer)
 
 
 def local_sources(request: NodeRequest) -> Path:

@@ -10,8 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from typing import TypeVar
+from typing import IO, TypeVar
 
 # Commands with a time limit.
 
@@ -22,12 +21,20 @@ POLL_S = 0.05
 
 
 def run_within(
-    command: Sequence[str], limit_s: float, *, env: Mapping[str, str] | None = None, stdin: str = ""
+    command: Sequence[str],
+    limit_s: float,
+    *,
+    env: Mapping[str, str] | None = None,
+    stdin: str = "",
+    is_enough: Callable[[str], bool] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command and return its output; end it after `limit_s` seconds.
 
     The output goes to files, because a leftover child process may keep pipes open for any time. After a timeout, the
     return code is negative and the last line of stderr names the limit.
+
+    Args:
+        is_enough: decides in place of the limit, from the output so far, when to kill the command.
 
     Raises:
         FileNotFoundError: the command does not exist.
@@ -38,7 +45,10 @@ def run_within(
         process = subprocess.Popen(command, env=env, stdin=given, stdout=output, stderr=errors, start_new_session=True)
         late = ""
         try:
-            if not _ends_within(process, limit_s):
+            if is_enough is not None:
+                while not _ends_within(process, POLL_S) and not is_enough(_text(output)):
+                    pass
+            elif not _ends_within(process, limit_s):
                 late = f"\nno answer within {limit_s:g} s\n"
                 process.terminate()
                 _ends_within(process, KILL_DELAY_S)
@@ -46,11 +56,13 @@ def run_within(
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        texts = []
-        for file in (output, errors):
-            file.seek(0)
-            texts.append(file.read().decode(errors="replace"))
-        return subprocess.CompletedProcess(command, -1 if late else process.returncode, texts[0], texts[1] + late)
+        code = -1 if late else process.returncode
+        return subprocess.CompletedProcess(command, code, _text(output), _text(errors) + late)
+
+
+def _text(file: IO[bytes]) -> str:
+    # Not `read`, which would move the position at which the command writes.
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
 
 
 def _ends_within(process: subprocess.Popen[bytes], limit_s: float) -> bool:
@@ -65,30 +77,6 @@ def _ends_within(process: subprocess.Popen[bytes], limit_s: float) -> bool:
         return bool(poll.poll(max(0.0, limit_s) * 1000))  # a negative limit would be none
     finally:
         os.close(descriptor)
-
-
-def run_until(command: Sequence[str], is_enough: Callable[[str], bool], *, env: Mapping[str, str] | None = None) -> str:
-    """Run a command until it ends or `is_enough` is true for its output so far; return the output.
-
-    Raises:
-        FileNotFoundError: the command does not exist.
-    """
-    with tempfile.TemporaryFile() as output:
-        null = subprocess.DEVNULL
-        process = subprocess.Popen(command, env=env, stdin=null, stdout=output, stderr=null, start_new_session=True)
-        try:
-            while True:
-                ended = process.poll() is not None
-                # Not `read`, which would move the position at which the command writes.
-                text = os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode(errors="replace")
-                if ended or is_enough(text):
-                    return text
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(POLL_S)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
 
 
 def last_line(text: str, limit_chars: int = 200) -> str:

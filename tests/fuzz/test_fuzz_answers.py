@@ -14,7 +14,6 @@ import hpcdist
 from hpcdist.containers.images import _of, inspected, parse, require_fit
 from hpcdist.containers.probe import probe_outcome
 from hpcdist.containers.steps import Engine
-from hpcdist.environments.node_copy import _MARK, parse_answers
 from hpcdist.errors import ImageError
 
 VALUES = st.recursive(
@@ -49,8 +48,7 @@ FACTS = {"node": "n1", "hpcdist": hpcdist.__version__, "python": "3.12.1", "cuda
 
 
 @fuzz(facts=answers(FACTS), cut=st.integers(0, 60))
-def test_answer_of_an_image_and_of_a_node(facts: Any, cut: int) -> None:
+def test_answer_of_an_image(facts: Any, cut: int) -> None:
     text = json.dumps(facts)
     for line in (text, text[cut:], text[:-cut]):
         probe_outcome(SPEC, f"hpcdist-image {line}\n", "", "n1")
-        parse_answers(f"{_MARK}{line}\n{_MARK}{text}")

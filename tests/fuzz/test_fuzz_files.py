@@ -27,8 +27,8 @@ from hpcdist.run.status import status_of
 from hpcdist.run.sweeps import SweepDir
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.on_nodes import answer_lines, read_answers
 from hpcdist.slurm.preflight.mesh import Link, UnknownPeerError
-from hpcdist.slurm.preflight.probe import answer_lines, read_answers
 from hpcdist.tracking.journal import read_records
 
 DEEP = "[" * 3000  # beyond the recursion limit

@@ -23,9 +23,9 @@ PACKAGE = Path(hpcdist.__file__).parent
 LAYERS = """
 errors
 host
-config devcluster slurm.preflight
+config devcluster
 slurm
-run
+run slurm.preflight
 checkpoint containers environments review
 tracking
 rank

@@ -6,7 +6,6 @@ import errno
 import logging
 import select
 import socket
-import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,15 +15,15 @@ from hpcdist.config.schema import Config
 from hpcdist.config.topology import port_for
 from hpcdist.containers.spec import CONTAINERS_STEP
 from hpcdist.errors import HpcdistError
-from hpcdist.host.commands import run_until
 from hpcdist.host.files import read_json
 from hpcdist.host.nodelist import expand
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import newest_step
 from hpcdist.slurm import client
 from hpcdist.slurm.current_job import CurrentJob
-from hpcdist.slurm.job.node_ranks import parse_rank_answers
-from hpcdist.slurm.job.srun import NODES_STEP, PREFLIGHT_STEP, nodes_command, step_name
+from hpcdist.slurm.job.node_ranks import ranks_on_nodes
+from hpcdist.slurm.job.srun import PREFLIGHT_STEP, step_name
+from hpcdist.slurm.on_nodes import NODES_STEP, JobNodes
 from hpcdist.slurm.output import parse_text
 from hpcdist.supervisor.restart_policy import Failure, suspect
 
@@ -246,17 +245,10 @@ def addresses_of(nodes: Iterable[str]) -> dict[str, str]:
 # and the next step overlaps it on the other nodes.
 
 log = logging.getLogger(__name__)
-#: Once a node has answered, the others have this time to answer as well.
-PATIENCE_S = 4.0
-#: Time limit for the first answer: Slurm's messages time out after 10 s.
-FIRST_ANSWER_S = 20.0
-#: Time limit for the end of the ranks on the nodes that answer.
-KILL_RANKS_S = 60.0
 #: With too few other nodes the run goes back into the queue, so a node is given more time to answer.
 SILENT_BEFORE_REQUEUE_S = 30.0
 #: Interval of checks for a new checkpoint and for lost nodes that answer again.
 CHECK_EVERY_S = 5.0
-_ALIVE = "hpcdist-alive"
 
 
 class _Examined(NamedTuple):
@@ -329,7 +321,7 @@ class ElasticNodes:
         """
         if not self.pool.can_lose(blamed):
             return False
-        answers = kill_ranks(self._run, blamed, self._env)
+        answers = self._kill_ranks(blamed)
         if silent := [node for node in blamed if node not in answers]:
             self.pool.drop_silent(silent)
             self.abandoned |= {PREFLIGHT_STEP, NODES_STEP, CONTAINERS_STEP}
@@ -362,7 +354,7 @@ class ElasticNodes:
         """
         self._drop_removed_nodes()
         asked = [node for node in self.pool.used if node not in self._lost]
-        answers = kill_ranks(self._run, asked, self._env)
+        answers = self._kill_ranks(asked)
         if not answers:
             return bool(self._lost)
         self._lost = (*self._lost, *(node for node in asked if node not in answers))
@@ -376,6 +368,10 @@ class ElasticNodes:
     def answering(self) -> tuple[str, ...]:
         """The nodes on which steps can run, as far as is known."""
         return tuple(node for node in self.pool.present if node not in self._lost)
+
+    def _kill_ranks(self, nodes: Sequence[str]) -> dict[str, list[int]]:
+        """Kill the run's ranks on nodes without Slurm; return those that survive on the nodes that answer."""
+        return ranks_on_nodes(self._run, "kill", JobNodes([nodes], chosen=True), self._env, patient=False)
 
     def _drop_removed_nodes(self) -> None:
         """Count nodes as lost that Slurm has taken out of the job: a step with them does not start on any node."""
@@ -461,7 +457,7 @@ class ElasticNodes:
         allocated = self._allocated_nodes()
         mine = [node for node in missing if node in allocated]
         # Ranks of an earlier attempt may have survived there.
-        answers = kill_ranks(self._run, mine, self._env)
+        answers = self._kill_ranks(mine)
         return _Examined(
             returned=[node for node in mine if answers.get(node) == []],
             gone=[node for node in missing if node not in allocated] if allocated else [],
@@ -496,40 +492,3 @@ def failure_of(attempt: Attempt) -> Failure | None:
     """Return the failure that the supervisor has recorded for an attempt, or None."""
     found = read_json(attempt.failure)
     return None if found is None else Failure(**found)
-
-
-def kill_ranks(run: RunDir, nodes: Sequence[str], env: Mapping[str, str]) -> Mapping[str, list[int]]:
-    """Kill a run's ranks on nodes without Slurm; return those that survive, by node, for the nodes that answer.
-
-    srun waits for nodes that do not answer. So it is ended when the others have had time to answer.
-    """
-    if not nodes:
-        return {}
-    words = [sys.executable, "-P", "-m", "hpcdist.slurm.job.node_ranks", str(run.path), "kill"]
-    # The first line comes before Python is loaded, perhaps from a slow file system.
-    command = ["sh", "-c", f'echo {_ALIVE} "$SLURMD_NODENAME"; exec "$@"', "sh", *words]
-    step = nodes_command([nodes], command, het=False, chosen=True)
-    text = run_until(step, _Answers(nodes).are_complete, env=env)
-    return parse_rank_answers(text, nodes)
-
-
-class _Answers:
-    """Decides when enough nodes have answered."""
-
-    def __init__(self, nodes: Iterable[str]) -> None:
-        self._nodes = set(nodes)
-        self._began = time.monotonic()
-        self._changed = self._began
-        self._num_alive = 0
-
-    def are_complete(self, text: str) -> bool:
-        """Return whether no more answers are expected after `text`, the output so far."""
-        now = time.monotonic()
-        rows = [line.split() for line in text.splitlines()]
-        alive = {row[1] for row in rows if len(row) > 1 and row[0] == _ALIVE} & self._nodes
-        if len(alive) != self._num_alive:
-            self._num_alive, self._changed = len(alive), now
-        if not alive:
-            return now - self._began > FIRST_ANSWER_S
-        over = parse_rank_answers(text, self._nodes).keys() >= alive or now - self._changed > KILL_RANKS_S
-        return over and (alive == self._nodes or now - self._changed > PATIENCE_S)

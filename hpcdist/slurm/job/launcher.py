@@ -10,19 +10,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
-import hpcdist
 from hpcdist.config.schema import Config, role_device
 from hpcdist.config.topology import Roles
 from hpcdist.containers.spec import ContainerSpec, outer_env
 from hpcdist.containers.steps import ContainerSteps
-from hpcdist.environments.node_copy import parse_answers
-from hpcdist.environments.rank_environment import RankEnvironment
+from hpcdist.environments.rank_environment import RankEnvironment, prepare_nodes
 from hpcdist.errors import HpcdistError, PreflightError, TopologyError, UserMistake
-from hpcdist.host.commands import last_line, run_within
-from hpcdist.host.files import write_json
-from hpcdist.host.machine import driver_problem
 from hpcdist.host.nodelist import expand, expand_tasks
 from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.run.records import NodeShare, Resources
@@ -39,7 +34,7 @@ from hpcdist.slurm.components import (
 from hpcdist.slurm.current_job import CurrentJob, running_steps, signal_steps
 from hpcdist.slurm.job.elastic import elastic_nodes, failing_node
 from hpcdist.slurm.job.node_parents import ParentSteps, obstacle_to_fork
-from hpcdist.slurm.job.node_ranks import parse_rank_answers
+from hpcdist.slurm.job.node_ranks import ranks_on_nodes
 from hpcdist.slurm.job.preflight_step import Preflight
 from hpcdist.slurm.job.rank_step import RankStep
 from hpcdist.slurm.job.srun import (
@@ -47,11 +42,10 @@ from hpcdist.slurm.job.srun import (
     STEP_NAMES,
     WATCHDOG_STEP,
     StepNodes,
-    node_names_command,
-    nodes_command,
     step_command,
 )
 from hpcdist.slurm.job.watchdog import WatchdogStep
+from hpcdist.slurm.on_nodes import JobNodes, announced, ask, nodes_command
 from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.plan import code_env, rank_command
 
@@ -117,85 +111,6 @@ def _end(names: tuple[str, ...], limit_s: float, abandoned: Collection[str]) -> 
             signal_steps(sorted(steps), "KILL")
             kill_at = now + _KILL_EVERY_S
         time.sleep(_POLL_EVERY_S)  # Slurm has no notification for the end of a step
-
-
-# The step that copies the ranks' environment to each node of a job and checks it there.
-
-log = logging.getLogger(__name__)
-#: Time limit for reading some gigabytes from a busy file system and writing tens of thousands of files.
-COPY_S = 1800.0
-
-
-def prepare_nodes(
-    environment: RankEnvironment,
-    run: RunDir,
-    nodes: Sequence[Sequence[str]],
-    env: Mapping[str, str],
-    *,
-    het: bool,
-    chosen: bool = False,
-) -> None:
-    """Prepare the environment on all nodes of a job, and record it with its versions in the run folder.
-
-    Args:
-        nodes: names of the nodes, by component.
-        env: environment of the step.
-        het: whether the job is heterogeneous.
-        chosen: whether the allocation may have more nodes.
-
-    Raises:
-        UserMistake: a retry cannot help: a node lacks a program or space, or the environment does not fit.
-        HpcdistError: a node does not answer, or cannot read the archive.
-    """
-    words = [sys.executable, "-P", "-m", "hpcdist.environments.node_copy", environment.request.text()]
-    done = run_within(nodes_command(nodes, words, het=het, chosen=chosen), COPY_S, env=env)
-    answers = parse_answers(done.stdout)
-    check_answers([node for own in nodes for node in own], answers, environment.python, last_line(done.stderr))
-    copied = [answer for answer in answers.values() if answer["copied"]]
-    if copied:
-        slowest = max(answer["seconds"] for answer in copied)
-        log.info("environment: copied to %d of %d nodes in %.1f s", len(copied), len(answers), slowest)
-    elif environment.request.folder:
-        log.info("environment: %s is on all %d nodes", environment.request.key, len(answers))
-    facts = next(iter(answers.values()))["facts"]
-    versions = {name: facts[name] for name in ("python", "torch", "cuda") if name in facts}
-    write_json(run.rank_environment, {**environment.record, **versions})
-
-
-def check_answers(nodes: Sequence[str], answers: Mapping[str, Mapping[str, Any]], python: str, message: str) -> None:
-    """Raise an error if a node has not prepared the environment, or if it does not fit this hpcdist.
-
-    Args:
-        message: the last line of srun's error output.
-    """
-    problems: dict[str, list[str]] = {}
-    may_pass = True
-    for node in nodes:
-        answer = answers.get(node)
-        if answer is None:
-            problem, passing = message or "no answer", True
-        elif "error" in answer:
-            problem, passing = str(answer["error"]), bool(answer["may_pass"])
-        else:
-            problem, passing = _unfit(answer["facts"], python), False
-        if problem:
-            problems.setdefault(problem, []).append(node)
-            may_pass = may_pass and passing
-    if problems:
-        lines = [f"environment on {', '.join(where)}: {problem}" for problem, where in problems.items()]
-        raise HpcdistError("; ".join(lines)) if may_pass else UserMistake("; ".join(lines))
-
-
-def _unfit(facts: Mapping[str, Any], python: str) -> str:
-    if tuple(map(int, facts["python"].split(".")[:2])) < (3, 11):
-        return f"{python} is Python {facts['python']}; hpcdist needs 3.11 or newer"
-    if facts["missing"]:
-        return f"{python} has no {', '.join(facts['missing'])}: add the packages to the environment"
-    if facts.get("hpcdist") != hpcdist.__version__:
-        return f"{python} imports hpcdist {facts.get('hpcdist')}, this is {hpcdist.__version__}: unset PYTHONPATH"
-    if old := driver_problem(str(facts.get("cuda") or ""), str(facts.get("driver") or "")):
-        return f"its torch needs {old}"
-    return ""
 
 
 # The GPUs or cores that a job's ranks use, by node. Pure functions.
@@ -272,12 +187,11 @@ def nodes_of(config: Config, env: Mapping[str, str]) -> list[tuple[str, ...]]:
 
 # The launcher of ranks inside an allocation of Slurm: one srun step per attempt, and checks of the nodes.
 
+log = logging.getLogger(__name__)
 #: A node that does not answer a step in this time counts as failed. Slurm's messages time out after 10 s.
 NODE_ANSWER_S = 20.0
 #: How long a restarted controller may take to reach its nodes; until then it starts no step on them.
 REGISTRATION_S = 120.0
-#: Time limit of the search for ranks, which starts Python on each node, perhaps from a slow file system.
-RANKS_ON_NODES_S = 60.0
 
 
 class SlurmLauncher:
@@ -330,9 +244,8 @@ class SlurmLauncher:
         self._parents: ParentSteps | None = None
         #: When the last attempt was started.
         self._began = time.time()
-        self._preflight = Preflight(
-            run, config, job, self.nodes, env=self._env, python=self._python, box=box, het=self._het
-        )
+        nodes = JobNodes(self.nodes, het=self._het)
+        self._preflight = Preflight(run, config, job, nodes, env=self._env, python=self._python, box=box)
 
     @property
     def sized(self) -> Config:
@@ -412,8 +325,8 @@ class SlurmLauncher:
             self._end_orphaned_steps()
             self._containers.prepare()
         if self._environment is not None and not self._is_prepared:
-            nodes, chosen = (self.nodes, False) if self.elastic is None else ([self.elastic.pool.fit], True)
-            prepare_nodes(self._environment, self._run, nodes, self._env, het=self._het, chosen=chosen)
+            nodes = self._step_nodes if self.elastic is None else JobNodes([self.elastic.pool.fit], chosen=True)
+            prepare_nodes(self._environment, self._run, nodes, self._env)
             self._is_prepared = True
         self._check_nodes(attempt)
         # Ranks of two attempts must not write to one run, and srun would wait forever for an old step's processors.
@@ -483,7 +396,7 @@ class SlurmLauncher:
         self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]
     ) -> None:
         """Run a command once on each node, outside of containers, for at most `limit_s` seconds."""
-        step = nodes_command(self.used_nodes, command, het=self._het, chosen=self.elastic is not None)
+        step = nodes_command(self._step_nodes, command)
         self._guard.run(step, env=self._env, cwd=self._cwd, output=output, limit_s=limit_s, interrupted=interrupted)
 
     def broken(self) -> str:
@@ -504,14 +417,12 @@ class SlurmLauncher:
 
     def _lost_nodes(self) -> str:
         """Return a sentence about nodes that do not answer."""
-        command = node_names_command(self.used_nodes, het=self._het, chosen=self.elastic is not None)
+        names, step = self._step_nodes.names, nodes_command(self._step_nodes, announced(["true"]))
         until = time.monotonic() + REGISTRATION_S
         # One of the nodes is this host, which is not lost: without any answer, the controller has started no step.
-        while not (answers := run_within(command, NODE_ANSWER_S, env=self._env).stdout.split()):
-            if time.monotonic() >= until:
-                break
+        while not (alive := ask(step, names, NODE_ANSWER_S, env=self._env).started) and time.monotonic() < until:
             time.sleep(1.0)
-        if lost := [node for node in self._all_nodes if node not in answers]:
+        if lost := [node for node in names if node not in alive]:
             # Without an idle replacement it is better to wait until this node is back.
             return f"lost {', '.join(lost)}" + self._avoid(lost, idle_only=True)
         return ""
@@ -523,7 +434,7 @@ class SlurmLauncher:
 
     def _failing_node(self) -> str:
         """Return a sentence about a node on which ranks fail repeatedly, if the partition can replace it."""
-        blamed = failing_node(self._run, self._all_nodes)
+        blamed = failing_node(self._run, self._step_nodes.names)
         if blamed and self._avoid([blamed]):
             return f"ranks on {blamed} have failed twice in a row, and on no other node: avoided from now on"
         return ""
@@ -538,9 +449,9 @@ class SlurmLauncher:
         return ", avoided from now on" if self.avoid else ""
 
     @property
-    def _all_nodes(self) -> list[str]:
+    def _step_nodes(self) -> JobNodes:
         """The nodes of the running or next attempt."""
-        return [node for own in self.used_nodes for node in own]
+        return JobNodes(self.used_nodes, het=self._het, chosen=self.elastic is not None)
 
     def _end_orphaned_steps(self, *names: str) -> UnkillableSteps | None:
         """End steps of earlier attempts; returns the steps that do not end, with the nodes that have rebooted."""
@@ -549,24 +460,17 @@ class SlurmLauncher:
         if left is None or left.nodes:
             return left
         try:
-            rebooted = client.nodes_booted_since(self._all_nodes, self._began)
+            rebooted = client.nodes_booted_since(self._step_nodes.names, self._began)
         except HpcdistError:  # the reason stays unknown
             rebooted = []
         return left._replace(reason=left.reason + f" ({', '.join(rebooted)} has rebooted)" * bool(rebooted))
 
     def _kill_ranks(self) -> list[str]:
         """Kill the run's ranks on all nodes without Slurm; returns the nodes on which ranks may have survived."""
-        answers = self._ranks_on_nodes("kill")
-        return [node for node in self._all_nodes if answers.get(node) != []]
+        answers = ranks_on_nodes(self._run, "kill", self._step_nodes, self._env)
+        return [node for node in self._step_nodes.names if answers.get(node) != []]
 
     def _running_ranks(self) -> set[int] | None:
         """Return the ranks of the run that run on any node; None if a node does not answer."""
-        answers = self._ranks_on_nodes("list")
-        return set().union(*answers.values()) if answers.keys() == set(self._all_nodes) else None
-
-    def _ranks_on_nodes(self, action: Literal["list", "kill"]) -> Mapping[str, list[int]]:
-        """Return the running ranks of each node that answers; after `kill` those that have survived."""
-        words = [sys.executable, "-P", "-m", "hpcdist.slurm.job.node_ranks", str(self._run.path), action]
-        step = nodes_command(self.used_nodes, words, het=self._het, chosen=self.elastic is not None)
-        done = run_within(step, RANKS_ON_NODES_S, env=self._env)
-        return parse_rank_answers(done.stdout, self._all_nodes)
+        answers = ranks_on_nodes(self._run, "list", self._step_nodes, self._env)
+        return set().union(*answers.values()) if answers.keys() == {*self._step_nodes.names} else None

@@ -7,32 +7,28 @@ them on the nodes, in the ranks' containers if there are any, and decides whethe
 from __future__ import annotations
 
 import logging
-import re
-import secrets
-import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from hpcdist.config.schema import Config, DataConfig
 from hpcdist.config.topology import port_for
 from hpcdist.containers.probe import PROBE_TIMEOUT_S
 from hpcdist.containers.spec import ContainerSpec, outer_env
 from hpcdist.errors import HpcdistError, PreflightError
-from hpcdist.host.commands import last_line, run_within
+from hpcdist.host.commands import last_line
 from hpcdist.host.files import write_atomic, write_json
 from hpcdist.host.machine import Check
 from hpcdist.host.nodelist import expand
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import complete_checkpoints
-from hpcdist.slurm.components import allocations, components
+from hpcdist.slurm.components import components
 from hpcdist.slurm.current_job import CurrentJob, signal_named_steps
 from hpcdist.slurm.job.srun import PREFLIGHT_STEP, preflight_command
+from hpcdist.slurm.on_nodes import Answers, JobNodes, ask, lines_of_task
 from hpcdist.slurm.preflight.node_checks import check_nodes
-from hpcdist.slurm.preflight.probe import Request, probe_command, probe_env, read_answers
+from hpcdist.slurm.preflight.probe import Request, probe_command, probe_env, witness_in
 
 log = logging.getLogger(__name__)
 #: Time limit for the start of the step and its containers and for the checks, in addition to the time in which nodes
@@ -42,21 +38,12 @@ STEP_S = {"quick": 60.0, "full": 180.0}
 ROUNDS = 2
 
 
-class StepAnswers(NamedTuple):
-    """Output of the preflight step."""
-
-    answers: dict[str, dict[str, Any]]  #: by node
-    errors: str
-
-
 class Preflight:
     """The preflight check at one start of a job.
 
     Args:
-        nodes: names of each component's nodes.
         env: environment of the ranks.
         python: interpreter of the ranks.
-        het: whether the job is heterogeneous.
     """
 
     def __init__(
@@ -64,23 +51,20 @@ class Preflight:
         run: RunDir,
         config: Config,
         job: CurrentJob,
-        nodes: Sequence[Sequence[str]],
+        nodes: JobNodes,
         *,
         env: Mapping[str, str],
         python: str,
         box: ContainerSpec | None,
-        het: bool,
     ) -> None:
         self._run = run
         self._config = config
         self._job = job
-        self._by_component = nodes
-        self._nodes = [node for own in nodes for node in own]
+        self._nodes = nodes
         self._env = env if box is None else outer_env(box, env)
         self._python = python
         self._box = box
-        self._het = het
-        self._done = config.preflight.mode == "off" or len(self._nodes) < 2
+        self._done = config.preflight.mode == "off" or len(nodes.names) < 2
         #: Nodes that failed and that other nodes can replace.
         self.avoid: list[str] = []
         #: Nodes that failed, unless the check concerns most nodes or `preflight.on_failure` is `stop`.
@@ -103,7 +87,7 @@ class Preflight:
             log.info("preflight: skipped, because the run is stopping")
             return
         # Slurm 22.05 numbers the tasks of heterogeneous steps incorrectly.
-        tasks = [] if self._het else expand(self._env["SLURM_JOB_NODELIST"])
+        tasks = [] if self._nodes.het else expand(self._env["SLURM_JOB_NODELIST"])
         checks = find_problems(request, found, tasks)
         seconds = time.monotonic() - began
         self._write(attempt, request, found, checks, seconds)
@@ -121,7 +105,7 @@ class Preflight:
         port = int(self._env.get("HPCDIST_MASTER_PORT") or port_for(self._env["SLURM_JOB_ID"], attempt.number))
         return Request(
             mode="full" if config.preflight.mode == "full" else "quick",
-            nodes=tuple(self._nodes),
+            nodes=tuple(self._nodes.names),
             port=port,
             token=token,
             run_folder=str(self._run.path),
@@ -146,27 +130,24 @@ class Preflight:
 
     # --- the step
 
-    def _ask(self, attempt: Attempt) -> tuple[Request, StepAnswers]:
+    def _ask(self, attempt: Attempt) -> tuple[Request, Answers]:
         """Return the request and the nodes' answers; repeats the step if answers are missing."""
         for _ in range(ROUNDS):
-            with _witness(attempt) as (witness, token):
+            with witness_in(attempt.path / "preflight") as (witness, token):
                 request = self._request(attempt, witness, token)
                 found = self._run_step(request)
-            if found.answers.keys() >= set(request.nodes) or attempt.request.exists():
+            if found.by_node.keys() >= set(request.nodes) or attempt.request.exists():
                 break
         return request, found
 
-    def _run_step(self, request: Request) -> StepAnswers:
-        parts = allocations(self._config)
-        probe = probe_command(request, self._python)
-        nodes = self._by_component if self._het else [self._nodes]
-        command = preflight_command(self._config, parts, nodes, probe, self._box, het=self._het)
-        env = {**self._env, **probe_env(request)}
-        done = run_within(command, request.deadline_s + STEP_S[request.mode], env=env)
-        if done.returncode < 0:
+    def _run_step(self, request: Request) -> Answers:
+        command = preflight_command(self._config, self._nodes, probe_command(request, self._python), self._box)
+        limit_s = request.deadline_s + STEP_S[request.mode]
+        found = ask(command, request.nodes, limit_s, env={**self._env, **probe_env(request)})
+        if found.is_late:
             # Killing srun does not end its tasks.
             signal_named_steps(PREFLIGHT_STEP, "KILL")
-        return StepAnswers(read_answers(done.stdout), done.stderr)
+        return found
 
     # --- the result
 
@@ -177,10 +158,10 @@ class Preflight:
         if self._config.preflight.on_failure == "stop":
             return sentence
         blamed = list(dict.fromkeys(check.node for check in failures))
-        if "" in blamed or 2 * len(blamed) > len(self._nodes):
+        if "" in blamed or 2 * len(blamed) > len(self._nodes.names):
             return f"{sentence}; it concerns most nodes: none is excluded"
         self.blamed = blamed
-        if self._het:
+        if self._nodes.het:
             return f"{sentence}; a heterogeneous job cannot be requeued without {', '.join(blamed)}"
         try:
             replaceable = self._job.replaceable(blamed, idle_only=False)
@@ -193,14 +174,14 @@ class Preflight:
         return sentence
 
     def _write(
-        self, attempt: Attempt, request: Request, found: StepAnswers, checks: Sequence[Check], seconds: float
+        self, attempt: Attempt, request: Request, found: Answers, checks: Sequence[Check], seconds: float
     ) -> None:
         report = {
             "mode": request.mode,
             "seconds": round(seconds, 3),
             "nodes": list(request.nodes),
             "checks": [asdict(check) for check in checks],
-            "answers": found.answers,
+            "answers": found.by_node,
         }
         try:
             write_json(attempt.preflight, report)
@@ -209,7 +190,7 @@ class Preflight:
             log.warning("cannot write the result of the preflight check: %s", error)
 
 
-def find_problems(request: Request, found: StepAnswers, tasks: Sequence[str]) -> list[Check]:
+def find_problems(request: Request, found: Answers, tasks: Sequence[str]) -> list[Check]:
     """Return the checks of the answers, with the error output of nodes that did not answer.
 
     Without any answer the step itself failed, which does not show a problem of the nodes: ranks may still start.
@@ -217,7 +198,7 @@ def find_problems(request: Request, found: StepAnswers, tasks: Sequence[str]) ->
     Args:
         tasks: the node of each task.
     """
-    if not found.answers:
+    if not found.by_node:
         return [
             Check(
                 name="probe",
@@ -226,18 +207,14 @@ def find_problems(request: Request, found: StepAnswers, tasks: Sequence[str]) ->
                 fix="the ranks start nevertheless",
             )
         ]
-    checks = check_nodes(request, found.answers)
-    silent = {node: task for task, node in enumerate(tasks) if node not in found.answers}
+    checks = check_nodes(request, found.by_node)
+    silent = {node: task for task, node in enumerate(tasks) if node not in found.by_node}
     return [
         replace(check, text=f"{check.text}: {message}")
-        if check.node in silent and (message := last_line(_of_task(found.errors, silent[check.node])))
+        if check.node in silent and (message := last_line(lines_of_task(found.errors, silent[check.node])))
         else check
         for check in checks
     ]
-
-
-def _of_task(text: str, task: int) -> str:
-    return "\n".join(re.findall(rf"^\s*0*{task}: (.*)$", text, re.MULTILINE))
 
 
 def log_lines(checks: Sequence[Check], seconds: float) -> list[str]:
@@ -270,16 +247,3 @@ def newest_checkpoint_bytes(run: RunDir) -> int | None:
     """Return the size of the newest complete checkpoint, or None."""
     complete = complete_checkpoints(run)
     return sum(path.stat().st_size for path in complete[-1][1].rglob("*") if path.is_file()) if complete else None
-
-
-@contextmanager
-def _witness(attempt: Attempt) -> Iterator[tuple[Path, str]]:
-    """Create a temporary file that all nodes must see; yields its path and the token in it."""
-    folder, token = attempt.path / "preflight", secrets.token_hex(16)
-    folder.mkdir(exist_ok=True)
-    witness = folder / "witness"
-    witness.write_text(token)
-    try:
-        yield witness, token
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

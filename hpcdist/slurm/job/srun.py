@@ -14,11 +14,10 @@ from hpcdist.containers.spec import CONTAINERS_STEP, IGNORE_USR2, ContainerSpec,
 from hpcdist.run.folder import Attempt
 from hpcdist.slurm.components import JobComponent, allocations, component_cluster, components, is_het
 from hpcdist.slurm.flags import option_value
+from hpcdist.slurm.on_nodes import NODES_STEP, JobNodes, srun_words, task_words
 from hpcdist.supervisor.plan import processor_env
 
 PREFLIGHT_STEP = "preflight"
-#: A step that runs a command on each node while other steps run.
-NODES_STEP = "hpcdist-nodes"
 WATCHDOG_STEP = "job-watchdog"
 #: The processes that fork the ranks of all attempts, one on each node.
 PARENTS_STEP = "rank-parents"
@@ -73,7 +72,7 @@ def srun_command(
     flags = _flags(cluster, attempt)
     if chosen is not None:
         flags |= {"nodelist": ",".join(chosen.names), "overlap": chosen.overlap or None}
-    return ["srun", *_options(flags), *_rank_words(attempt, command, box)]
+    return ["srun", *srun_words(flags), *_rank_words(attempt, command, box)]
 
 
 def _rank_words(attempt: Attempt | None, command: Sequence[str], box: ContainerSpec | None) -> list[str]:
@@ -96,7 +95,7 @@ def _het_command(
             if name not in config.cluster.srun:
                 del flags[name]
         env = _env_words(base, rank_env(config, part))
-        words += [":"] * (index > 0) + [f"--het-group={index}", *_options(flags)]
+        words += [":"] * (index > 0) + [f"--het-group={index}", *srun_words(flags)]
         if box is None:
             words += ["sh", "-c", _RANK_WITH_LOG, str(attempt.path), *env, *command]
         else:
@@ -118,7 +117,7 @@ def _placed_command(
     """Return the step with the node of each rank in the file that SLURM_HOSTFILE names."""
     flags = {**_flags(cluster, attempt), "nodes": None, "ntasks-per-node": None}
     flags |= {"ntasks": num_ranks, "distribution": "arbitrary"}
-    return ["srun", *_options(flags), *_rank_words(attempt, command, box)]
+    return ["srun", *srun_words(flags), *_rank_words(attempt, command, box)]
 
 
 def _flags(cluster: ClusterConfig, attempt: Attempt) -> dict[str, Any]:
@@ -141,10 +140,6 @@ def _flags(cluster: ClusterConfig, attempt: Attempt) -> dict[str, Any]:
 def step_name(attempt: Attempt) -> str:
     """Return the name of an attempt's step."""
     return f"attempt-{attempt.number:03d}"
-
-
-def _options(flags: Mapping[str, Any]) -> list[str]:
-    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items() if value is not None]
 
 
 def rank_env(config: Config, part: JobComponent | None = None) -> dict[str, str]:
@@ -201,66 +196,24 @@ def parents_command(
         "open-mode": "append",
         "output": str(output),
     }
-    return ["srun", *_options(flags), *command]
-
-
-def node_names_command(nodes: Sequence[Sequence[str]], *, het: bool, chosen: bool = False) -> list[str]:
-    """Return a step that prints the name of each node; see `nodes_command`."""
-    return nodes_command(nodes, ["sh", "-c", "echo $SLURMD_NODENAME"], het=het, chosen=chosen)
-
-
-def nodes_command(
-    nodes: Sequence[Sequence[str]], command: Sequence[str], *, het: bool, chosen: bool = False
-) -> list[str]:
-    """Return a step that runs a command once on each node while other steps run there.
-
-    Args:
-        nodes: names of the nodes, by component.
-        het: whether the job is heterogeneous.
-        chosen: whether the allocation may have more nodes.
-    """
-    words = ["srun"]
-    for index, own in enumerate(nodes if het else [[node for part in nodes for node in part]]):
-        words += [":"] * (index > 0) + [f"--het-group={index}"] * het
-        words += ["--overlap", f"--job-name={NODES_STEP}"]
-        words += [f"--nodes={len(own)}", f"--ntasks={len(own)}", "--ntasks-per-node=1"]
-        words += [f"--nodelist={','.join(own)}"] * chosen
-        words += ["--cpus-per-task=1", "--input=none", *command]
-    return words
+    return ["srun", *srun_words(flags), *command]
 
 
 def preflight_command(
-    config: Config,
-    parts: Sequence[JobComponent],
-    nodes: Sequence[Sequence[str]],
-    command: Sequence[str],
-    box: ContainerSpec | None = None,
-    *,
-    het: bool,
+    config: Config, nodes: JobNodes, command: Sequence[str], box: ContainerSpec | None = None
 ) -> list[str]:
-    """Return a step that runs a command once on each node, with the cores, GPUs and container of its ranks.
-
-    Args:
-        parts: the components of the job.
-        nodes: names of the nodes, by component.
-    """
+    """Return a step that runs a command once on each node, with the cores, GPUs and container of its ranks."""
     words = ["srun"]
-    for index, (part, own) in enumerate(zip(parts, nodes, strict=True)):
-        cluster = component_cluster(config.cluster, part)
+    for index, (part, own) in enumerate(zip(allocations(config), nodes.groups, strict=True)):
         flags = {
-            "job-name": PREFLIGHT_STEP,
-            "overlap": True,
             "label": True,
-            "nodes": len(own),
-            "ntasks": len(own),
-            "ntasks-per-node": 1,
-            "cpus-per-task": cluster.tasks_per_node * cluster.cpus_per_task,
-            "gpus-per-node": cluster.gpus_per_node or None,
-            "input": "none",
-            **{name: option_value(value) for name, value in cluster.srun.items()},
+            "cpus-per-task": part.tasks_per_node * part.cpus_per_task,
+            "gpus-per-node": part.gpus_per_node or None,
+            **{name: option_value(value) for name, value in config.cluster.srun.items()},
         }
-        words += [":"] * (index > 0) + [f"--het-group={index}"] * het + _options(flags)
-        words += _rank_words(None, command, _box_of(part, box) if box is not None else None)
+        words += [":"] * (index > 0) + [f"--het-group={index}"] * nodes.het
+        task = _rank_words(None, command, _box_of(part, box) if box is not None else None)
+        words += task_words(own, task, PREFLIGHT_STEP, flags)
     return words
 
 

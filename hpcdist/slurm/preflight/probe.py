@@ -8,14 +8,15 @@ torch is broken; psutil and pynvml are imported when their facts are read.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import re
+import secrets
+import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,11 +25,9 @@ from typing import Any, Literal
 from hpcdist.errors import HpcdistError
 from hpcdist.host import machine, storage
 from hpcdist.host.commands import done_within, start, within
-from hpcdist.host.files import parse_object
+from hpcdist.slurm.on_nodes import node_name, print_answer
 from hpcdist.slurm.preflight.mesh import Mesh
 
-#: srun splits a task's output after 1,024 bytes and inserts labels or the output of other tasks.
-_PIECE = 800
 #: Time until another machine's file is visible on a network file system.
 WITNESS_S = 3.0
 #: Limit of a file system's answer.
@@ -41,7 +40,6 @@ WRITE = {"quick": (4 * 2**20, 1.5), "full": (128 * 2**20, 5.0)}
 WRITERS = 64
 #: Prefix of the files that nodes create at their start, in the folder of the witness file.
 _MARK = "started-"
-_LINE = re.compile(r"hpcdist-preflight (\S+) ([0-9]{1,6})/([0-9]{1,6}) (.*)")
 _TOKEN = "HPCDIST_PREFLIGHT_TOKEN"  # noqa: S105  # a name
 
 
@@ -100,34 +98,16 @@ def probe_env(request: Request) -> dict[str, str]:
     return {_TOKEN: request.token}
 
 
-def read_answers(stdout: str) -> dict[str, dict[str, Any]]:
-    """Return the answers by node from the output of all probes, also with `srun --label`; omit incomplete ones."""
-    pieces: dict[str, dict[int, str]] = {}
-    totals: dict[str, int] = {}
-    for line in stdout.splitlines():
-        if (found := _LINE.search(line)) is not None:
-            node, number, total, text = found.groups()
-            pieces.setdefault(node, {})[int(number)] = text
-            totals[node] = int(total)
-    answers: dict[str, dict[str, Any]] = {}
-    for node, own in pieces.items():
-        if own.keys() != set(range(totals[node])):
-            continue
-        with contextlib.suppress(ValueError):
-            answers[node] = parse_object("".join(own[number] for number in range(totals[node])))
-    return answers
-
-
-def answer_lines(node: str, answer: Mapping[str, Any]) -> list[str]:
-    """Split an answer into lines that are short enough for srun."""
-    text = json.dumps(answer, separators=(",", ":"))
-    parts = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
-    return [f"hpcdist-preflight {node} {number}/{len(parts)} {part}" for number, part in enumerate(parts)]
-
-
-def node_name(env: Mapping[str, str]) -> str:
-    """Return this node's name in Slurm, or its host name outside of Slurm."""
-    return env.get("SLURMD_NODENAME") or socket.gethostname()
+@contextmanager
+def witness_in(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Create a temporary folder with the file that all nodes must see; yields its path and the token in it."""
+    witness, token = folder / "witness", secrets.token_hex(16)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    witness.write_text(token)
+    try:
+        yield witness, token
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def answer(request: Request, env: Mapping[str, str]) -> dict[str, Any]:
@@ -226,12 +206,10 @@ def main(arguments: Sequence[str]) -> int:
     """Print this node's answer and return the exit code."""
     request = Request.from_json(arguments[0], os.environ[_TOKEN])
     try:
-        lines = answer_lines(node_name(os.environ), answer(request, os.environ))
+        print_answer(answer(request, os.environ))
     except HpcdistError as error:
         print(f"hpcdist: {error}", file=sys.stderr)
         return error.exit_code
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    sys.stdout.flush()
     return 0
 
 

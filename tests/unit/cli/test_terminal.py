@@ -45,8 +45,8 @@ PRINTERS = {
 }
 #: Processes of hpcdist whose output is a log file or is read by a program.
 PROGRAMS = """
-containers.self_test containers.pid1 environments.node_copy slurm.preflight.probe rank.forked_task rank.processes
-rank.node_parent rank.worker slurm.job.watchdog slurm.job.node_ranks
+containers.self_test containers.pid1 slurm.on_nodes slurm.preflight.probe rank.forked_task rank.processes
+rank.node_parent rank.worker slurm.job.watchdog
 supervisor.hang
 checks.storage
 """.split()  # noqa: SIM905

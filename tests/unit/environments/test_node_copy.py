@@ -18,7 +18,7 @@ import pytest
 import hpcdist
 from hpcdist.config.launch_schema import EnvironmentConfig
 from hpcdist.environments import node_copy, packed
-from hpcdist.environments.node_copy import CopyError, NodeRequest, parse_answers, prepare, relocate, start_python
+from hpcdist.environments.node_copy import CopyError, NodeRequest, prepare, relocate, start_python
 from hpcdist.environments.packed import (
     Interpreter,
     Packed,
@@ -33,6 +33,7 @@ from hpcdist.environments.packed import (
     write_listing,
 )
 from hpcdist.errors import UserMistake
+from hpcdist.slurm.on_nodes import read_answers
 
 pytestmark = [
     pytest.mark.processes,
@@ -240,15 +241,15 @@ def test_answer_of_a_node(
     node_copy.main([request.text()])
     node_copy.main([request.text()])
     first, second = capsys.readouterr().out.splitlines()
-    answer = parse_answers(f"noise\n{first}\n")["n7"]
+    answer = read_answers(f"noise\n{first}\n")["n7"]
     assert answer["copied"]
-    assert not parse_answers(second)["n7"]["copied"]
+    assert not read_answers(second)["n7"]["copied"]
     node_copy.main([replace(request, key="other", archive="/no/archive.tar.zst").text()])
-    answer = parse_answers(capsys.readouterr().out)["n7"]
+    answer = read_answers(capsys.readouterr().out)["n7"]
     assert (answer["error"], answer["may_pass"]) == ("No such file or directory: /no/archive.tar.zst", True)
     (tmp_path / "file").write_text("")
     node_copy.main([replace(request, folder=str(tmp_path / "file" / "own")).text()])
-    answer = parse_answers(capsys.readouterr().out)["n7"]
+    answer = read_answers(capsys.readouterr().out)["n7"]
     assert answer["error"].endswith(
         f"{tmp_path}/file/own: set cluster.environment.local_dir to a local disk with enough space"
     )
@@ -256,7 +257,7 @@ def test_answer_of_a_node(
 
 
 @pytest.mark.parametrize("facts", ["{]}", "{}"])
-def test_odd_answers_of_a_python_and_of_a_node_are_clear_errors(facts: str, prepared: Prepared, tmp_path: Path) -> None:
+def test_odd_answers_of_a_python_are_clear_errors(facts: str, prepared: Prepared, tmp_path: Path) -> None:
     odd = tmp_path / "environment" / "bin" / "python3"
     odd.parent.mkdir(parents=True)
     odd.write_text(f"#!/bin/sh\n[ $1 = -I ] && echo '{facts}' || echo 'facts: {facts}'\n")
@@ -265,8 +266,6 @@ def test_odd_answers_of_a_python_and_of_a_node_are_clear_errors(facts: str, prep
         start_python(replace(prepared(), python=str(odd)))
     with pytest.raises(UserMistake, match=r"cluster\.environment: .*python3 does not start: "):
         interpreter(odd.parents[1], "python3")
-    # A line of a node that srun has cut off counts as no answer.
-    assert parse_answers(f"{node_copy._MARK}{facts}\n") == {}
 
 
 def test_full_disk_while_hpcdist_is_copied(
@@ -280,7 +279,7 @@ def test_full_disk_while_hpcdist_is_copied(
     request = prepared()
     monkeypatch.setattr(node_copy.shutil, "copytree", full)
     node_copy.main([request.text()])
-    (answer,) = parse_answers(capsys.readouterr().out).values()
+    (answer,) = read_answers(capsys.readouterr().out).values()
     assert answer["error"].startswith("[Errno 28] No space left on device: 'a': ")
     assert not answer["may_pass"]
 

@@ -14,18 +14,23 @@ from typing import Any
 import pytest
 from absent_torch import hide_torch
 
+import hpcdist
 from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, EnvironmentConfig, LaunchConfig
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.environments import rank_environment as tested
+from hpcdist.environments.node_copy import NodeRequest
 from hpcdist.environments.packed import Interpreter, build, store_of, uv_fingerprint, uv_problems
 from hpcdist.environments.rank_environment import (
+    RankEnvironment,
     activated,
+    check_answers,
     environment_problems,
     expanded,
     has_modules,
     load_modules,
     module_problems,
     modules_version,
+    prepare_nodes,
     program,
     python_of,
     rank_environment,
@@ -34,9 +39,10 @@ from hpcdist.environments.rank_environment import (
     torch_problems,
     user_folder,
 )
-from hpcdist.errors import ConfigError, UserMistake
+from hpcdist.errors import ConfigError, HpcdistError, UserMistake
 from hpcdist.host.files import read_json
 from hpcdist.run.folder import RunDir
+from hpcdist.slurm.on_nodes import JobNodes, answer_lines
 
 #: A definition of `module` as sites have it: it changes the shell's environment and reports errors on stderr.
 MODULES = """
@@ -381,3 +387,99 @@ def test_torch_in_folders_of_pythonpath_is_found(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "torch" / "__init__.py").touch()
     require_torch(Config(), path, on_slurm=False)
     require_torch(Config(launch=LaunchConfig(env=path)), {}, on_slurm=False)
+
+
+# --- the step that prepares the environment on the nodes of a job
+
+FACTS = {"python": "3.12.3", "hpcdist": hpcdist.__version__, "torch": "2.15.0", "cuda": "13.2", "missing": []}
+NODE_REQUEST = NodeRequest(python="/tmp/e/bin/python3", sources="/runs/hpcdist-1", folder="/tmp/e", key="venv-1")
+ENVIRONMENT = RankEnvironment(
+    python=NODE_REQUEST.python,
+    env={},
+    import_path="/tmp/e",
+    request=NODE_REQUEST,
+    record={"kind": "venv", "key": "venv-1"},
+)
+
+
+def answer(**changes: Any) -> dict[str, Any]:
+    return {"copied": True, "seconds": 2.5, "facts": FACTS | changes}
+
+
+@pytest.mark.processes
+def test_nodes_are_prepared_in_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunDir.create(tmp_path / "exp" / "first")
+    nodes = JobNodes([("n1", "n2")])
+    srun = tmp_path / "srun"
+    srun.write_text(f'#!/bin/sh\ncd {tmp_path}\necho "$@" > called\ncat answers\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def prepare(**copied: bool) -> None:
+        lines = [line for node, was in copied.items() for line in answer_lines(node, answer() | {"copied": was})]
+        (tmp_path / "answers").write_text("\n".join(lines))
+        prepare_nodes(ENVIRONMENT, run, nodes, os.environ)
+
+    with caplog.at_level(logging.INFO):
+        prepare(n1=True, n2=True)
+        prepare(n1=False, n2=False)
+    called = (tmp_path / "called").read_text()
+    assert "--ntasks-per-node=1" in called
+    assert called.endswith(f" -m hpcdist.environments.node_copy {NODE_REQUEST.text()}\n")
+    assert caplog.messages == [
+        "environment: copied to 2 of 2 nodes in 2.5 s",
+        "environment: venv-1 is on all 2 nodes",
+    ]
+    assert read_json(run.rank_environment) == {
+        "kind": "venv",
+        "key": "venv-1",
+        "python": "3.12.3",
+        "torch": "2.15.0",
+        "cuda": "13.2",
+    }
+    with pytest.raises(HpcdistError, match="environment on n2: no answer"):
+        prepare(n1=True)
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind", "message"),
+    [
+        ({"n1": answer()}, HpcdistError, "environment on n2: srun: error: x"),
+        (
+            {node: {"error": "zstd is not installed", "may_pass": False} for node in ("n1", "n2")},
+            UserMistake,
+            "environment on n1, n2: zstd is not installed",
+        ),
+        ({"n1": answer(), "n2": {"error": "stale", "may_pass": True}}, HpcdistError, "environment on n2: stale"),
+        (
+            {"n1": answer(), "n2": answer(python="3.9.2")},
+            UserMistake,
+            "environment on n2: /e/python3 is Python 3.9.2; hpcdist needs 3.11 or newer",
+        ),
+        (
+            {"n1": answer(missing=["psutil", "torch"]), "n2": answer()},
+            UserMistake,
+            "environment on n1: /e/python3 has no psutil, torch: add the packages to the environment",
+        ),
+        (
+            {"n1": answer(hpcdist="9.9"), "n2": answer()},
+            UserMistake,
+            f"environment on n1: /e/python3 imports hpcdist 9.9, this is {hpcdist.__version__}: unset PYTHONPATH",
+        ),
+        (
+            {"n1": answer(driver="470.1"), "n2": answer()},
+            UserMistake,
+            "environment on n1: its torch needs driver 580.65 or newer for its CUDA 13.2, found 470.1",
+        ),
+    ],
+)
+def test_problems_of_nodes(answers: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind) as found:
+        check_answers(["n1", "n2"], answers, "/e/python3", "srun: error: x")
+    assert (type(found.value), str(found.value)) == (kind, message)
+
+
+def test_fitting_answers_raise_nothing() -> None:
+    check_answers(["n1"], {"n1": answer()}, "/e/python3", "")

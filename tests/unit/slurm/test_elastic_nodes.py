@@ -17,7 +17,7 @@ from hpcdist.config.schema import Config, DataConfig
 from hpcdist.errors import HpcdistError
 from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
-from hpcdist.slurm import client
+from hpcdist.slurm import client, on_nodes
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job import elastic
 from hpcdist.slurm.job import elastic as module
@@ -28,7 +28,6 @@ from hpcdist.slurm.job.elastic import (
     NodePool,
     addresses_of,
     elastic_nodes,
-    kill_ranks,
 )
 from hpcdist.supervisor.restart_policy import Failure
 
@@ -50,7 +49,9 @@ class Slurm:
             """for word; do case $word in --nodelist=*) asked=${word#*=};; esac; done
             echo $asked >> asked
             for node in $(echo $asked | tr , ' '); do
-              if grep -qx $node alive; then echo "hpcdist-alive $node"; echo "$node$(cat surviving)"; else wait=1; fi
+              if ! grep -qx $node alive; then wait=1; continue; fi
+              echo "hpcdist-node $node"
+              echo "hpcdist-node $node 0/1 {\\"ranks\\": [$(cat surviving)]}"
             done
             [ -z "$wait" ] || exec sleep 100""",
         )
@@ -76,8 +77,8 @@ class Slurm:
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     fake = Slurm(tmp_path)
     monkeypatch.setenv("PATH", fake.env["PATH"])
-    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(module, "FIRST_ANSWER_S", 2.0)
+    monkeypatch.setattr(on_nodes, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(on_nodes, "FIRST_ANSWER_S", 2.0)
     monkeypatch.setattr(module, "CHECK_EVERY_S", 0.0)
     monkeypatch.setattr(module, "addresses_of", lambda nodes: {})
     monkeypatch.setattr(client, "JOB_RETRY_S", 0.0)
@@ -143,7 +144,7 @@ def test_failure_with_all_nodes_is_not_explained_by_them(slurm: Slurm, runs_dir:
 def test_step_with_ranks_that_survive_is_not_abandoned(slurm: Slurm, runs_dir: Path) -> None:
     nodes = of(slurm, runs_dir, min_nodes=2)
     slurm.alive("n1", "n2", "n4")
-    (slurm.folder / "surviving").write_text(" 1")
+    (slurm.folder / "surviving").write_text("1")
     assert nodes.end_ranks(nodes._run.new_attempt())
     assert nodes.abandoned == set()
 
@@ -282,11 +283,6 @@ def test_silent_node_of_the_attempt_is_reported_with_its_first_rank(
 def test_job_with_too_few_nodes_is_an_error(slurm: Slurm, runs_dir: Path) -> None:
     with pytest.raises(HpcdistError, match=re.escape("job 7 has 4 nodes, but cluster.min_nodes=5")):
         of(slurm, runs_dir, nodes=8, min_nodes=5)
-
-
-@pytest.mark.processes
-def test_no_nodes_are_not_asked(slurm: Slurm, runs_dir: Path) -> None:
-    assert kill_ranks(RunDir(runs_dir / "exp" / "first"), [], slurm.env) == {}
 
 
 # --- Detection of nodes that do not answer: refused connections are answers, silence after an answer is a loss.

@@ -19,9 +19,10 @@ from typing import Any
 
 import pytest
 
+from hpcdist.slurm.on_nodes import read_answers
 from hpcdist.slurm.preflight.mesh import ALL_PAIRS, MEASURED_ROUNDS, Mesh, connected
 from hpcdist.slurm.preflight.node_checks import check_nodes
-from hpcdist.slurm.preflight.probe import Request, answer_lines, probe_command, probe_env, read_answers
+from hpcdist.slurm.preflight.probe import Request, probe_command, probe_env
 
 #: Far longer than a probe takes.
 LIMIT_S = 60
@@ -215,12 +216,6 @@ def test_connections_of_other_programs_do_not_change_the_result(tmp_path: Path, 
     ]
 
 
-def test_damaged_answers_are_omitted() -> None:
-    deep = "[" * 100_000
-    text = f"hpcdist-preflight n1 0/1 {deep}\nhpcdist-preflight n2 0/1 [1]\nhpcdist-preflight n3 5/1 {{}}\n"
-    assert read_answers(f"{text}hpcdist-preflight n4 0/1 {'9' * 5000}\nhpcdist-preflight n5 {'9' * 5000}/1 1") == {}
-
-
 def test_connection_made_by_the_kernel_within_no_time_counts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         asyncio.run(connected("127.0.0.1", server.getsockname()[1], limit_s=0.0)).close()
@@ -294,23 +289,6 @@ def test_nodes_of_large_runs_connect_to_an_even_selection_in_both_directions() -
     assert all(MEASURED_ROUNDS < len(others) < ALL_PAIRS for others in peers.values())
     near = [sum(abs(int(node[1:]) - int(other[1:])) % 151 < 30 for other in peers[node]) for node in nodes]
     assert max(near) < ALL_PAIRS / 2, "not only neighbours, which may share a switch"
-
-
-def test_answers_are_read_from_labelled_and_interleaved_output() -> None:
-    answers = {"n1": {"text": "ö " * 3000}, "n2": {"text": "short"}}
-    lines = [(task, line) for task, node in enumerate(answers) for line in answer_lines(node, answers[node])]
-    assert max(len(line.encode()) for _, line in lines) < 1000, "srun splits lines after 1,024 bytes"
-    mixed = sorted(lines, key=lambda item: item[1][-1])
-    for text in (
-        "".join(f"{line}\n" for _, line in lines),
-        "some banner\n" + "".join(f" {task}: {line}\n" for task, line in mixed),
-    ):
-        assert read_answers(text) == answers
-
-
-def test_incomplete_answer_is_omitted() -> None:
-    lines = answer_lines("n1", {"text": "a" * 3000})
-    assert read_answers("\n".join(lines[:-1])) == {}
 
 
 def test_request_is_passed_on_the_command_line_without_the_token(tmp_path: Path) -> None:

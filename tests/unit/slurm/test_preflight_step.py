@@ -19,11 +19,11 @@ from hpcdist.host.files import read_json
 from hpcdist.host.machine import Check
 from hpcdist.run import folder as attempts
 from hpcdist.run.folder import RunDir
-from hpcdist.slurm.components import components
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job import preflight_step
 from hpcdist.slurm.job.preflight_step import Preflight, loaders, newest_checkpoint_bytes
 from hpcdist.slurm.job.srun import preflight_command
+from hpcdist.slurm.on_nodes import JobNodes
 from hpcdist.slurm.preflight.probe import Request
 
 #: All tests of this file may start processes.
@@ -66,7 +66,7 @@ class Scene:
         self.set_checks([OK])
 
     def set_answers(self, *nodes: str, errors: str = "") -> None:
-        lines = [f'{task}: hpcdist-preflight {node} 0/1 {{"node": "{node}"}}\n' for task, node in enumerate(nodes)]
+        lines = [f'{task}: hpcdist-node {node} 0/1 {{"node": "{node}"}}\n' for task, node in enumerate(nodes)]
         (self.folder / "answers").write_text("".join(lines))
         (self.folder / "errors").write_text(errors)
 
@@ -90,11 +90,10 @@ class Scene:
             self.run,
             Config(cluster=ClusterConfig(nodes=3, cpus_per_task=4), preflight=PreflightConfig(**settings)),
             cast(CurrentJob, FakeJob(spare)),
-            [nodes],
+            JobNodes([nodes], het=het),
             env={"PATH": f"{self.folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"},
             python=sys.executable,
             box=box,
-            het=het,
         )
         self.preflight.run(self.attempt)
         return self.preflight
@@ -259,11 +258,11 @@ def test_step_is_cancelled_after_its_time_limit(scene: Scene, monkeypatch: pytes
 def test_nodes_wait_for_others_whose_pyxis_unpacks_the_image(scene: Scene, runtime: str, more_s: float) -> None:
     """`srun` has this time, too: killing a step while `enroot create` runs lets Slurm drain the node."""
     limits = []
-    run_within = preflight_step.run_within
+    ask = preflight_step.ask
     scene.patch.setattr(
         preflight_step,
-        "run_within",
-        lambda command, limit_s, env: limits.append(limit_s) or run_within(command, limit_s, env=env),
+        "ask",
+        lambda step, nodes, limit_s, env: limits.append(limit_s) or ask(step, nodes, limit_s, env=env),
     )
     scene.run_preflight(box=ContainerSpec(runtime=runtime, image="/i", run=scene.run.path, workdir=scene.folder))
     (request,) = scene.requests
@@ -293,9 +292,9 @@ def test_number_of_loader_processes() -> None:
 
 def test_step_requests_the_cores_and_gpus_of_all_ranks_on_a_node() -> None:
     config = Config(cluster=ClusterConfig(nodes=3, tasks_per_node=2, cpus_per_task=4, gpus_per_node=2))
-    assert preflight_command(config, components(config), [NODES], ["probe"], het=False) == [
-        *("srun", "--job-name=preflight", "--overlap", "--label", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1"),
-        *("--cpus-per-task=8", "--gpus-per-node=2", "--input=none"),
+    assert preflight_command(config, JobNodes([NODES]), ["probe"]) == [
+        *("srun", "--job-name=preflight", "--overlap", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1"),
+        *("--cpus-per-task=8", "--input=none", "--label", "--gpus-per-node=2"),
         *("sh", "-c", "trap '' USR2; exec \"$@\"", "sh", "probe"),
     ]
 
@@ -305,7 +304,7 @@ def test_step_of_a_heterogeneous_job_has_one_container_command_per_component() -
         roles={"server": 1, "worker": 2}, cluster=ClusterConfig(roles={"worker": RoleRequest(gpus_per_node=1, nodes=2)})
     )
     box = ContainerSpec(runtime="apptainer", image="/i.sif", run=Path("/r"), mounts=(), workdir=Path("/r"), gpus="all")
-    words = preflight_command(config, components(config), [("n1",), ("n2", "n3")], ["probe"], box, het=True)
+    words = preflight_command(config, JobNodes([("n1",), ("n2", "n3")], het=True), ["probe"], box)
     first, second = words[1 : words.index(":")], words[words.index(":") + 1 :]
     assert first[0] == "--het-group=0"
     assert second[0] == "--het-group=1"

@@ -27,6 +27,7 @@ from hpcdist.slurm.job import rank_step
 from hpcdist.slurm.job.launcher import SlurmLauncher, nodes_of
 from hpcdist.slurm.job.preflight_step import Preflight
 from hpcdist.slurm.job.rank_step import RankStep
+from hpcdist.slurm.on_nodes import answer_lines
 from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.restart_policy import Failure, first_failure
 from hpcdist.supervisor.supervisor import Supervisor
@@ -259,6 +260,14 @@ def test_failure_of_a_step_without_messages_is_attributed_to_rank_0(step: Step) 
 # --- steps of a killed supervisor, and faulty nodes
 
 
+def alive(*names: str) -> str:
+    return "".join(f"hpcdist-node {name}\n" for name in names)
+
+
+def surviving(**ranks: list[int]) -> str:
+    return "".join(f"{line}\n" for node, own in ranks.items() for line in answer_lines(node, {"ranks": own}))
+
+
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of fake Slurm commands, the first one on PATH.
@@ -275,8 +284,9 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in scripts.items():
         (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    for name, text in {"steps": "7.batch batch", "nodes": "n1\nn2", "ranks": "n1\nn2", "booted": ""}.items():
-        (tmp_path / name).write_text(f"{text}\n")
+    outputs = {"steps": "7.batch batch\n", "nodes": alive("n1", "n2"), "ranks": surviving(n1=[], n2=[]), "booted": ""}
+    for name, text in outputs.items():
+        (tmp_path / name).write_text(text)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     return tmp_path
@@ -344,11 +354,17 @@ def test_no_ranks_start_while_an_old_step_remains(
     ("ranks", "booted", "spare", "why", "avoid"),
     [
         # Only Slurm's record of the step remains: a restart of the job on any nodes removes it.
-        ("n1\nn2", "2026-11-22T01:00:00", "n1 n2", ", although none of its ranks is left", []),
-        ("n1\nn2", "2036-11-22T01:00:00", "n1 n2", ", although none of its ranks is left (n2 has rebooted)", []),
-        ("n1\nn2 2 3", "", "n1 n2", ": ranks on n2 may survive SIGKILL, avoided from now on", ["n2"]),
-        ("n1\nn2 2 3", "", "", ": ranks on n2 may survive SIGKILL", []),
-        ("n2", "", "n1", ": ranks on n1 may survive SIGKILL, avoided from now on", ["n1"]),
+        (surviving(n1=[], n2=[]), "2026-11-22T01:00:00", "n1 n2", ", although none of its ranks is left", []),
+        (
+            surviving(n1=[], n2=[]),
+            "2036-11-22T01:00:00",
+            "n1 n2",
+            ", although none of its ranks is left (n2 has rebooted)",
+            [],
+        ),
+        (surviving(n1=[], n2=[2, 3]), "", "n1 n2", ": ranks on n2 may survive SIGKILL, avoided from now on", ["n2"]),
+        (surviving(n1=[], n2=[2, 3]), "", "", ": ranks on n2 may survive SIGKILL", []),
+        (surviving(n2=[]), "", "n1", ": ranks on n1 may survive SIGKILL, avoided from now on", ["n1"]),
     ],
 )
 def test_step_that_does_not_end_is_a_reason_to_requeue(
@@ -356,7 +372,7 @@ def test_step_that_does_not_end_is_a_reason_to_requeue(
 ) -> None:
     (slurm / "stubborn").touch()
     (slurm / "steps").write_text("7.0 attempt-001\n")
-    (slurm / "ranks").write_text(f"{ranks}\n")
+    (slurm / "ranks").write_text(ranks)
     (slurm / "booted").write_text(f"NodeName=n1 BootTime=2026-11-22T01:00:00\nNodeName=n2 BootTime={booted}\n")
     launcher = launcher_of(slurm, runs_dir, spare)
     assert launcher.broken() == f"step 7.0 (attempt-001) does not end{why}"
@@ -371,8 +387,9 @@ def test_step_that_ends_late_is_no_reason_to_requeue(
     """The ranks may have waited for a file system."""
     (slurm / "stubborn").touch()
     (slurm / "steps").write_text("7.0 attempt-001\n")
+    (slurm / "ranks").write_text(surviving(n1=[0], n2=[]))
     (slurm / "srun").write_text(
-        f'#!/bin/sh\ncd {slurm}\ncase "$*" in *node_ranks*) echo "n1 0"; echo n2; rm stubborn;; *) cat nodes;; esac\n'
+        f'#!/bin/sh\ncd {slurm}\ncase "$*" in *node_ranks*) cat ranks; rm stubborn;; *) cat nodes;; esac\n'
     )
     monkeypatch.setattr(job_launcher, "UNKILLABLE_S", 30.0)
     assert launcher_of(slurm, runs_dir).broken() == ""
@@ -459,7 +476,7 @@ def test_lost_and_failing_nodes_are_avoided_if_replaceable(
     avoid: list[str],
     idle_only: bool | None,
 ) -> None:
-    (slurm / "nodes").write_text("\n".join(answers.split()) + "\n")
+    (slurm / "nodes").write_text(alive(*answers.split()))
     run = RunDir.create(runs_dir / "exp" / "first")
     for host in failed_on:
         failure = Failure(kind="error", rank=0, host=host, step=1, error="device lost", traceback=("Traceback",))
@@ -499,8 +516,8 @@ def test_run_that_outlives_nodes_continues_without_a_node_that_fails_the_preflig
         raise PreflightError("preflight: n1: disk: full")
 
     monkeypatch.setattr(Preflight, "run", run_preflight)
-    answer = 'case "$*" in *node_ranks*) echo hpcdist-alive n1; echo n1;; *) echo "$@";; esac'
-    (slurm / "srun").write_text(f"#!/bin/sh\n{answer}\n")
+    (slurm / "ranks").write_text(surviving(n1=[]))
+    (slurm / "srun").write_text(f'#!/bin/sh\ncase "$*" in *node_ranks*) cat {slurm}/ranks;; *) echo "$@";; esac\n')
     launcher = launcher_of(slurm, runs_dir, min_nodes=1, tasks_per_node=2)
     cast(FakeJob, launcher._job).id = "5_2"
     with launcher:
@@ -527,7 +544,8 @@ def test_node_that_dies_before_the_ranks_start_is_left_out(
         raise HpcdistError("environment on n2: no answer")
 
     monkeypatch.setattr(Preflight, "run", run_preflight)
-    (slurm / "srun").write_text("#!/bin/sh\necho hpcdist-alive n1; echo n1\n")
+    (slurm / "srun").write_text(f"#!/bin/sh\ncat {slurm}/ranks\n")
+    (slurm / "ranks").write_text(surviving(n1=[]))
     with launcher_of(slurm, runs_dir, min_nodes=1) as launcher:
         assert launcher.elastic is not None
         with pytest.raises(HpcdistError, match="no answer"):
@@ -566,6 +584,6 @@ def test_examine_runs_a_command_once_per_node_beside_the_ranks(
         ranks.examine(["python", "-m", "look"], output=output, limit_s=60, interrupted=lambda: False)
         ranks.close()
     options = (
-        "--overlap --job-name=hpcdist-nodes --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --input=none"
+        "--job-name=hpcdist-nodes --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --input=none"
     )
     assert output.read_text() == f"{options} python -m look\n"

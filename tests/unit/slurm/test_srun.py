@@ -11,7 +11,6 @@ from hpcdist.config.schema import Config
 from hpcdist.run.folder import Attempt
 from hpcdist.slurm.job.srun import (
     StepNodes,
-    node_names_command,
     parents_command,
     rank_env,
     srun_command,
@@ -152,17 +151,6 @@ def test_watchdog_runs_on_a_node_of_the_second_component() -> None:
     ]
 
 
-def test_command_that_prints_node_names() -> None:
-    task = ["--ntasks-per-node=1", "--cpus-per-task=1", "--input=none", "sh", "-c", "echo $SLURMD_NODENAME"]
-    nodes = [("n1",), ("n2", "n3")]
-    step = ["--overlap", "--job-name=hpcdist-nodes"]
-    assert node_names_command(nodes, het=False) == ["srun", *step, "--nodes=3", "--ntasks=3", *task]
-    assert node_names_command(nodes, het=True) == [
-        *("srun", "--het-group=0", *step, "--nodes=1", "--ntasks=1", *task),
-        *(":", "--het-group=1", *step, "--nodes=2", "--ntasks=2", *task),
-    ]
-
-
 def test_rank_environment_has_threads_and_variables_of_the_config() -> None:
     cluster = ClusterConfig(cpus_per_task=6, env={"A": "job", "B": "job"})
     env = rank_env(Config(cluster=cluster, launch=LaunchConfig(env={"B": "rank"})))
@@ -195,7 +183,6 @@ def test_steps_on_some_nodes_of_an_allocation_name_them() -> None:
     words = step_command(config, attempt, RANK, None, StepNodes(("n1", "n3")))
     assert "--nodelist=n1,n3" in words
     assert "--overlap" not in words
-    assert "--nodelist=n1,n3" in node_names_command([("n1", "n3")], het=False, chosen=True)
     assert watchdog_command("41", "n3")[1] == "--nodelist=n3"
 
 

@@ -1,0 +1,175 @@
+"""Run a command once on each node of a job, in a step beside other steps, and read one answer of each node.
+
+Each line of the protocol has the name of its node, so it does not depend on srun's labels, and other output is ignored:
+
+    hpcdist-node n1                the node has started the command (`announced`)
+    hpcdist-node n1 0/2 {"copied"  piece 0 of 2 of the node's answer, a JSON object
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hpcdist.host.commands import run_within
+from hpcdist.host.files import parse_object
+
+#: Name of the step, unless its user has a name of its own.
+NODES_STEP = "hpcdist-nodes"
+#: srun waits for nodes that do not answer. A patient caller gives the other nodes this time after the last start of the
+#: command on a node, and this time for the first start: Slurm's messages time out after 10 s.
+PATIENCE_S = 4.0
+FIRST_ANSWER_S = 20.0
+_MARK = "hpcdist-node"
+#: srun splits a task's output after 1,024 bytes and inserts labels or the output of other tasks.
+_PIECE = 800
+_LINE = re.compile(rf"{_MARK} (\S+)(?: ([0-9]{{1,6}})/([0-9]{{1,6}}) (.*))?")
+
+
+@dataclass(frozen=True)
+class JobNodes:
+    """The nodes of a job on which a step runs."""
+
+    by_component: Sequence[Sequence[str]]
+    het: bool = False  #: whether the job is heterogeneous
+    chosen: bool = False  #: whether the allocation may have more nodes
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all nodes."""
+        return [node for own in self.by_component for node in own]
+
+    @property
+    def groups(self) -> Sequence[Sequence[str]]:
+        """The nodes of each part of a step, which has a part for each component of a heterogeneous job."""
+        return self.by_component if self.het else [self.names]
+
+
+class Answers(NamedTuple):
+    """The answers of nodes."""
+
+    by_node: Mapping[str, dict[str, Any]]
+    started: set[str]  #: nodes that have announced the command or answered it
+    errors: str  #: error output of srun
+    is_late: bool  #: whether the step has not ended in time
+
+
+# Before the step: its command line.
+
+
+def srun_words(flags: Mapping[str, Any]) -> list[str]:
+    """Return the words of options: True is an option without a value, None leaves it out."""
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items() if value is not None]
+
+
+def task_words(nodes: Sequence[str], command: Sequence[str], name: str, flags: Mapping[str, Any]) -> list[str]:
+    """Return the words behind `srun`, or those of one component, for one task on each node beside other steps."""
+    count = len(nodes)
+    own = {"job-name": name, "overlap": True, "nodes": count, "ntasks": count, "ntasks-per-node": 1}
+    return [*srun_words({**own, "cpus-per-task": 1, "input": "none", **flags}), *command]
+
+
+def nodes_command(nodes: JobNodes, command: Sequence[str]) -> list[str]:
+    """Return the step that runs a command on each node of the current job."""
+    words = ["srun"]
+    for index, own in enumerate(nodes.groups):
+        words += [":"] * (index > 0) + [f"--het-group={index}"] * nodes.het
+        words += task_words(own, command, NODES_STEP, {"nodelist": ",".join(own) if nodes.chosen else None})
+    return words
+
+
+def announced(command: Sequence[str]) -> list[str]:
+    """Return a command that first shows that its node has started it, before Python is loaded from a slow disk."""
+    return ["sh", "-c", f'echo {_MARK} "$SLURMD_NODENAME"; exec "$@"', "sh", *command]
+
+
+# On the node.
+
+
+def node_name(env: Mapping[str, str] = os.environ) -> str:
+    """Return this node's name in Slurm, or its host name outside of Slurm."""
+    return env.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def print_answer(answer: Mapping[str, Any]) -> None:
+    """Print the answer of this node."""
+    sys.stdout.write("".join(f"{line}\n" for line in answer_lines(node_name(), answer)))
+    sys.stdout.flush()
+
+
+def answer_lines(node: str, answer: Mapping[str, Any]) -> list[str]:
+    """Split an answer into lines that are short enough for srun."""
+    text = json.dumps(answer, separators=(",", ":"))
+    parts = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
+    return [f"{_MARK} {node} {number}/{len(parts)} {part}" for number, part in enumerate(parts)]
+
+
+# After the step: its output.
+
+
+def ask(
+    step: Sequence[str], nodes: Collection[str], limit_s: float, *, env: Mapping[str, str], patient: bool = True
+) -> Answers:
+    """Run a step and return the answers of nodes; end it after `limit_s` seconds.
+
+    Args:
+        patient: wait for all nodes. Otherwise `step` has an announced command, `limit_s` begins with the last start on
+            a node, and nodes without a start are given up after PATIENCE_S.
+    """
+    done = run_within(step, limit_s, env=env, is_enough=None if patient else _Enough(nodes, limit_s))
+    found = {node: answer for node, answer in read_answers(done.stdout).items() if node in nodes}
+    return Answers(found, _started(done.stdout) & {*nodes}, done.stderr, done.returncode < 0)
+
+
+def read_answers(text: str) -> dict[str, dict[str, Any]]:
+    """Return the answers by node in the output of all tasks, also with `srun --label`; omit incomplete ones."""
+    pieces: dict[str, dict[int, str]] = {}
+    totals: dict[str, int] = {}
+    for line in text.splitlines():
+        if (found := _LINE.search(line)) is not None and found[2] is not None:
+            node, number, total, piece = found.groups()
+            pieces.setdefault(node, {})[int(number)] = piece
+            totals[node] = int(total)
+    answers: dict[str, dict[str, Any]] = {}
+    for node, own in pieces.items():
+        if own.keys() == set(range(totals[node])):
+            with suppress(ValueError):
+                answers[node] = parse_object("".join(own[number] for number in range(totals[node])))
+    return answers
+
+
+def lines_of_task(text: str, task: int) -> str:
+    """Return the lines of a task in output with `srun --label`. Labels are wrong in a heterogeneous step (22.05)."""
+    return "\n".join(re.findall(rf"^\s*0*{task}: (.*)$", text, re.MULTILINE))
+
+
+def _started(text: str) -> set[str]:
+    return {found[1] for line in text.splitlines() if (found := _LINE.search(line)) is not None}
+
+
+class _Enough:
+    """Decides whether no more answers are expected."""
+
+    def __init__(self, nodes: Collection[str], limit_s: float) -> None:
+        self._nodes = {*nodes}
+        self._limit_s = limit_s
+        self._began = self._changed = time.monotonic()
+        self._num_started = 0
+
+    def __call__(self, output: str) -> bool:
+        now = time.monotonic()
+        started = _started(output) & self._nodes
+        if len(started) != self._num_started:
+            self._num_started, self._changed = len(started), now
+        if not started:
+            return now - self._began > FIRST_ANSWER_S
+        over = read_answers(output).keys() >= started or now - self._changed > self._limit_s
+        return over and (started == self._nodes or now - self._changed > PATIENCE_S)
