@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,6 +42,7 @@ from hpcdist.containers.spec import (
     ContainerSpec,
     Mount,
     container_command,
+    outer_env,
     remove_command,
     without_nested,
 )
@@ -222,31 +223,83 @@ REMOVE_S = 30.0
 _JOB_IS_OVER = re.compile("job \\d+ has expired|Unable to confirm allocation|already complet")
 
 
-class ContainerSteps:
+class NoContainers:
+    """The containers of ranks that run without any."""
+
+    def env(self, env: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the environment of the step that runs the ranks."""
+        return env
+
+    def prepare(self, end_steps: Callable[[], object]) -> None:
+        """Remove leftover containers and, the first time, check the image on every node.
+
+        Args:
+            end_steps: ends the remaining steps of the job.
+
+        Raises:
+            UserMistake: a retry cannot help: a node lacks the runtime or the image, or the image has another version.
+        """
+
+    def remove_containers(self, *, failed: bool = False) -> None:
+        """Remove the run's containers from every node; the run's lease guarantees that no other job uses them.
+
+        pyxis removes its containers itself, unless a signal to the step ends the creation or the removal.
+
+        Args:
+            failed: whether the step has failed or was killed.
+        """
+
+    def remove_files(self, attempt: Attempt) -> None:
+        """Remove what the wrappers of a killed step have left in the folder of an attempt."""
+
+    def exit_code(self, attempt: Attempt, rank: int, host: str, code: int) -> int:
+        """Return a rank's exit code as if it ran outside a container.
+
+        If the runtime could not start the container, write the outcome file that the rank could not write.
+        """
+        return code
+
+    def reported_exits(self, attempt: Attempt, *, skip: Container[int] = ()) -> dict[int, int]:
+        """Return the exit codes other than 0 that process 1 of the ranks' containers (`pid1.py`) has written, by rank.
+
+        srun reports the end of a rank only after the runtime's client has ended, which may take many seconds.
+        """
+        return {}
+
+
+class ContainerSteps(NoContainers):
     """The containers of a job from one start of its batch script to the next requeue.
 
     Args:
         env: the environment that ranks inherit.
         het: whether the job is heterogeneous: several components, each with its own nodes.
+        present: returns the nodes of the job on which steps can run, if these may not be all.
     """
 
-    def __init__(self, spec: ContainerSpec, run: RunDir, env: Mapping[str, str], *, het: bool = False) -> None:
+    def __init__(
+        self,
+        spec: ContainerSpec,
+        run: RunDir,
+        env: Mapping[str, str],
+        *,
+        het: bool = False,
+        present: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
         self._spec = spec
         self._run = run
         self._env = dict(env)
         self._het = het
         self._checked = False
-        #: The nodes of the job on which steps can run, if these are not all.
-        self.present: Sequence[str] = ()
+        self._present = present
         #: Whether a signal to a step, also of an earlier supervisor, may have ended pyxis' work on its containers.
         self._interrupted = True
 
-    def prepare(self) -> None:
-        """Remove leftover containers and, the first time, check the image on every node.
+    def env(self, env: Mapping[str, str]) -> Mapping[str, str]:
+        return outer_env(self._spec, env)
 
-        Raises:
-            UserMistake: a retry cannot help: a node lacks the runtime or the image, or the image has another version.
-        """
+    def prepare(self, end_steps: Callable[[], object]) -> None:
+        # pyxis may still be removing containers, and ending its step kills that: the next line removes the rest.
+        end_steps()
         self.remove_containers()
         self._interrupted = False
         if self._checked:
@@ -273,13 +326,6 @@ class ContainerSteps:
         )
 
     def remove_containers(self, *, failed: bool = False) -> None:
-        """Remove the run's containers from every node; the run's lease guarantees that no other job uses them.
-
-        pyxis removes its containers itself, unless a signal to the step ends the creation or the removal.
-
-        Args:
-            failed: whether the step has failed or was killed.
-        """
         self._interrupted |= failed
         if not (self._spec.outlives_step or (self._interrupted and self._spec.runtime == "pyxis")):
             return
@@ -291,17 +337,12 @@ class ContainerSteps:
                 log.warning("containers may remain on a node: %s", " ".join(done.stderr.split()))
 
     def remove_files(self, attempt: Attempt) -> None:
-        """Remove what the wrappers of a killed step have left in the folder of an attempt."""
         with suppress(OSError):  # nothing reads these files any more
             for path in attempt.path.glob("rank-*"):
                 if path.suffix in (".line", ".exit"):
                     path.unlink(missing_ok=True)
 
     def exit_code(self, attempt: Attempt, rank: int, host: str, code: int) -> int:
-        """Return a rank's exit code as if it ran outside a container.
-
-        If the runtime could not start the container, write the outcome file that the rank could not write.
-        """
         path = attempt.log(rank)
         text = "\n".join(line for _, line in last_lines(path, MAX_LINES)) if path.exists() else ""
         failed = start_failure(self._spec.runtime, code, text)
@@ -329,10 +370,6 @@ class ContainerSteps:
         return _with_signal(code)
 
     def reported_exits(self, attempt: Attempt, *, skip: Container[int] = ()) -> dict[int, int]:
-        """Return the exit codes other than 0 that process 1 of the ranks' containers (`pid1.py`) has written, by rank.
-
-        srun reports the end of a rank only after the runtime's client has ended, which may take many seconds.
-        """
         if not self._spec.outlives_step:
             return {}
         found = {}
@@ -345,8 +382,8 @@ class ContainerSteps:
 
     def _nodes(self) -> list[tuple[Mapping[str, Any], list[str]]]:
         """Return srun's flags and the nodes, in Slurm's order, of each component of the job."""
-        if self.present:
-            return [({"nodelist": ",".join(self.present)}, list(self.present))]
+        if present := self._present():
+            return [({"nodelist": ",".join(present)}, list(present))]
         if not self._het:
             return [({}, expand(self._env["SLURM_JOB_NODELIST"]))]
         size = int(self._env["SLURM_HET_SIZE"])

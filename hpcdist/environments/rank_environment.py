@@ -136,8 +136,8 @@ class RankEnvironment:
 
     python: str  #: path of the interpreter on the nodes
     env: Mapping[str, str]  #: all variables of the ranks
-    import_path: str  #: folder with hpcdist
-    request: NodeRequest
+    import_path: tuple[str, ...] = ()  #: the folder with hpcdist; none for the supervisor's Python
+    request: NodeRequest | None = None  #: the work of each node; none for the supervisor's Python
     record: Mapping[str, object] = field(default_factory=dict)  #: for the run folder
 
 
@@ -162,8 +162,8 @@ def record_environment(config: Config, runs: Sequence[RunDir], env: Mapping[str,
         write_json(run.rank_environment, asdict(packed))
 
 
-def rank_environment(config: Config, run: RunDir, env: Mapping[str, str]) -> RankEnvironment | None:
-    """Return the environment of a run's ranks in a job; None if they use the supervisor's Python.
+def rank_environment(config: Config, run: RunDir, env: Mapping[str, str]) -> RankEnvironment:
+    """Return the environment of a run's ranks in a job: the supervisor's Python without `cluster.environment`.
 
     Args:
         env: environment of the batch step.
@@ -173,7 +173,7 @@ def rank_environment(config: Config, run: RunDir, env: Mapping[str, str]) -> Ran
     """
     environment = config.cluster.environment
     if environment.kind == "none":
-        return None
+        return RankEnvironment(python=sys.executable, env=env)
     make_private(store := store_of(Path(config.runs_dir)))
     sources = str(copy_sources(store))
     packed = _packed(config, run, env)
@@ -203,7 +203,7 @@ def rank_environment(config: Config, run: RunDir, env: Mapping[str, str]) -> Ran
     record = asdict(packed) if packed else {"kind": environment.kind, "path": environment.path}
     record |= {"modules": environment.modules}
     return RankEnvironment(
-        python=python, env=env, import_path=str(local_sources(request)), request=request, record=record
+        python=python, env=env, import_path=(str(local_sources(request)),), request=request, record=record
     )
 
 
@@ -279,7 +279,7 @@ COPY_S = 1800.0
 
 
 def prepare_nodes(environment: RankEnvironment, run: RunDir, nodes: JobNodes, env: Mapping[str, str]) -> None:
-    """Prepare the environment on all nodes of a job, and record it with its versions in the run folder.
+    """Prepare the environment on nodes of a job, and record it with its versions in the run folder.
 
     Args:
         env: environment of the step.
@@ -288,6 +288,8 @@ def prepare_nodes(environment: RankEnvironment, run: RunDir, nodes: JobNodes, en
         UserMistake: a retry cannot help: a node lacks a program or space, or the environment does not fit.
         HpcdistError: a node does not answer, or cannot read the archive.
     """
+    if environment.request is None:
+        return
     words = [sys.executable, "-P", "-m", "hpcdist.environments.node_copy", environment.request.text()]
     answers, _, errors, _ = ask(nodes_command(nodes, words), nodes.names, COPY_S, env=env)
     check_answers(nodes.names, answers, environment.python, last_line(errors))

@@ -63,27 +63,26 @@ class Ranks(Protocol):
         ...
 
 
-class NodeChanges(Protocol):
-    """Changes of the nodes of a run that continues after node failures (`slurm/job/elastic.py`)."""
+class NodeChanges:
+    """Changes of the nodes of a run between its attempts: none. `slurm/job/elastic.py` has a run with changes."""
 
     def detect_lost(self) -> tuple[int, str] | None:
         """Return the first rank on a node that does not answer any more, and the node; None if all answer."""
-        ...
+        return None
 
     def replace_lost(self) -> str:
         """Choose the nodes of the next attempt after a failure.
 
         Return a sentence if they differ from those of the last attempt, which explains the failure; otherwise "".
         """
-        ...
+        return ""
 
     def detect_returned(self) -> str:
         """Return the names of the nodes for which the ranks should be restarted now, or "". Called often."""
-        ...
+        return ""
 
     def use_returned(self) -> None:
         """Choose more nodes for the next attempt, after `detect_returned` and the end of the ranks."""
-        ...
 
 
 class Launcher(Protocol):

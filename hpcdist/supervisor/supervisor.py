@@ -107,8 +107,8 @@ class Job(Protocol):
         ...
 
     @property
-    def nodes(self) -> NodeChanges | None:
-        """Changes of the nodes between attempts, if the run goes on without failed nodes."""
+    def nodes(self) -> NodeChanges:
+        """Changes of the nodes between attempts."""
         ...
 
     def is_ending(self) -> bool:
@@ -145,7 +145,7 @@ class Supervisor:
     ) -> None:
         self._job = job
         self._allocation = job.allocation if job is not None else None
-        self._nodes = job.nodes if job is not None else None
+        self._nodes = job.nodes if job is not None else NodeChanges()
         #: Number of restarts on other nodes, which `launch.max_restarts` does not limit.
         self._moves = 0
         self._run = run
@@ -262,8 +262,7 @@ class Supervisor:
         """Return the final state after an attempt without a failure; None if the run is restarted on more nodes."""
         if end == "stopped" and self._grows(attempt):
             write_times(attempt, replace(times, status=end, reason="restarted on more nodes"))
-            if self._nodes is not None:
-                self._nodes.use_returned()
+            self._nodes.use_returned()
             self._moves += 1
             return None
         request = None if end == "finished" else self._request_of(attempt)
@@ -312,7 +311,7 @@ class Supervisor:
 
     def _record_other_nodes(self, attempt: Attempt) -> None:
         """Record the nodes of the ranks again if the preflight check has left out some."""
-        if self._nodes is None or self._launcher.resources == self._resources:
+        if self._launcher.resources == self._resources:
             return
         self._times = begin(attempt, self._launcher.resources, self._times)
         self._write(replace(self._state, world_size=self._launcher.num_ranks))
@@ -324,9 +323,9 @@ class Supervisor:
 
     def _new_nodes(self, attempt: Attempt, failure: Failure) -> str:
         """Return a sentence if the run continues on other nodes than those of a failed attempt; otherwise ""."""
-        if self._nodes is None or failure.kind in ("rejected", "unfit", "interrupted"):
+        if failure.kind in ("rejected", "unfit", "interrupted") or self._request_of(attempt) is not None:
             return ""
-        if self._request_of(attempt) is not None:
+        if self._disk_is_full():
             return ""
         write_json(attempt.failure, asdict(failure))
         return self._nodes.replace_lost()
@@ -339,8 +338,7 @@ class Supervisor:
             reason = f"{failure.sentence()}; Slurm signals the time limit, so no restart here"
             return replace(state, status="stopped", reason=reason, ended=time.time())
         decision = decide(failures, self._config.launch.max_restarts, stop_requested=stop_requested)
-        disk = retry.retry(lambda: shutil.disk_usage(self._run.path), self._run.path)
-        disk_full = disk.free < ROOM_FOR_RESTART_BYTES
+        disk_full = self._disk_is_full()
         if not (stop_requested or disk_full or failure.kind == "rejected"):
             write_json(attempt.failure, asdict(failure))
             if why := self._launcher.broken():
@@ -353,6 +351,10 @@ class Supervisor:
             reason = f"{failure.sentence()}; no restart, since the disk of {self._run.path} is full"
         rejected = failure.kind == "rejected"
         return replace(state, status="failed", reason=reason, ended=time.time(), rejected=rejected)
+
+    def _disk_is_full(self) -> bool:
+        disk = retry.retry(lambda: shutil.disk_usage(self._run.path), self._run.path)
+        return disk.free < ROOM_FOR_RESTART_BYTES
 
     def _forward_request(self, attempt: Attempt) -> None:
         """Forward a request that reached the previous attempt after its failure."""

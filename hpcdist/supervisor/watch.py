@@ -61,7 +61,7 @@ class Watch:
         check_lease: Callable[[], None] = lambda: None,
         nodes: NodeChanges | None = None,
     ) -> None:
-        self._nodes = nodes
+        self._nodes = nodes or NodeChanges()
         self._attempt = attempt
         self._ranks = ranks
         self._config = config
@@ -114,7 +114,7 @@ class Watch:
 
     def _lost_node(self) -> Failure | None:
         """Return the failure of a node that does not answer any more."""
-        if self._nodes is None or (found := self._nodes.detect_lost()) is None:
+        if (found := self._nodes.detect_lost()) is None:
             return None
         rank, node = found
         error = "was lost: its node does not answer"
@@ -202,7 +202,7 @@ class Watch:
         asked = self._signal_request()
         if asked is None and self._allocation is not None and time.time() >= self._allocation.stop_at:
             asked = Request(cause="time_limit")
-        if asked is None and found is None and self._nodes is not None and (nodes := self._nodes.detect_returned()):
+        if asked is None and found is None and (nodes := self._nodes.detect_returned()):
             asked = Request(cause="growth", by=nodes)
         ends = found is not None and found.ends_run
         if asked is None or (found is not None and ends and (asked.action == "stop" or found.action == "cancel")):

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -88,7 +88,7 @@ class ScriptedJob:
     """A Slurm job whose answers a test prescribes."""
 
     allocation: Allocation | None = None
-    nodes: NodeChanges | None = None
+    nodes: NodeChanges = field(default_factory=NodeChanges)
     ending: bool = False
     requeue: Callable[[State], State] = lambda state: state
     num_questions: int = 0  #: number of calls of `is_ending`

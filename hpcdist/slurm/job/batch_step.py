@@ -46,11 +46,6 @@ from hpcdist.tracking.uri import is_server, resolve_uri
 # The supervisor in the batch step of a job, on the first node of the allocation. Called by submitit.
 
 log = logging.getLogger(__name__)
-#: Minimum time between the request for a requeue and the end of the batch step. A job that Slurm kills and starts
-#: again within one second fails: slurmd refuses its new credential ("Job credential revoked"). The job cannot start
-#: before its batch step has ended. Slurm delays most requeued jobs by 120 s, but `scontrol update StartTime=now` ends
-#: that.
-CREDENTIAL_S = 2.0
 
 
 class JobLog:
@@ -98,20 +93,6 @@ class JobLog:
     def failure(self, failure: Failure, path: Path) -> None:
         """Log a rank's failure with its traceback."""
         log.error("%s (full log: %s)\n%s", failure.sentence(), path, "".join(failure.traceback))
-
-
-def supervise_in_job(run_dir: str) -> str:
-    """Supervise a run from inside its job and return its final status, for `submitit_entry`.
-
-    It is called again, with the same arguments, each time that Slurm restarts the job. Raises HpcdistError if another
-    job holds the run or the run failed: then Slurm marks the job as failed, and dependent jobs see it.
-    """
-    state = supervise(run_dir)
-    if state.status == "failed":
-        raise HpcdistError(state.reason)
-    if state.status == "queued":
-        time.sleep(CREDENTIAL_S)
-    return state.sentence
 
 
 def supervise(run_dir: str) -> State:
@@ -170,13 +151,10 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
         # Paths of the host's packages are not valid in the image.
         for_ranks["PYTHONPATH"] = rank_env(config).get("PYTHONPATH", "")
     environment = rank_environment(config, run, for_ranks)
-    if environment is not None:
-        for_ranks, import_path = dict(environment.env), [*import_path, environment.import_path]
-    require_torch(config, for_ranks, on_slurm=True)
-    launcher = SlurmLauncher(
-        run, config, job, env=for_ranks, import_path=import_path, cwd=cwd, box=box, environment=environment
-    )
-    for line in rank_table_lines(launcher.sized, launcher.used_nodes):
+    import_path = [*import_path, *environment.import_path]
+    require_torch(config, environment.env, on_slurm=True)
+    launcher = SlurmLauncher(run, config, job, environment, import_path=import_path, cwd=cwd, box=box)
+    for line in rank_table_lines(launcher.nodes.sized(config), launcher.nodes.used.by_component):
         log.info("%s", line)
     with launcher:
         return Supervisor(
@@ -208,9 +186,9 @@ class SupervisedJob:
         return Allocation(end - self.config.signal_lead_s, end) if end is not None else None
 
     @property
-    def nodes(self) -> NodeChanges | None:
-        """Changes of the nodes between attempts; None if the run is not elastic."""
-        return self.launcher.elastic
+    def nodes(self) -> NodeChanges:
+        """Changes of the nodes between attempts."""
+        return self.launcher.nodes
 
     def is_ending(self) -> bool:
         """Return whether Slurm is ending the job.

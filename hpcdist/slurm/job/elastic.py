@@ -20,11 +20,13 @@ from hpcdist.host.nodelist import expand
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import newest_step
 from hpcdist.slurm import client
+from hpcdist.slurm.components import with_nodes
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job.node_ranks import ranks_on_nodes
 from hpcdist.slurm.job.srun import PREFLIGHT_STEP, step_name
 from hpcdist.slurm.on_nodes import NODES_STEP, JobNodes
 from hpcdist.slurm.output import parse_text
+from hpcdist.supervisor.launcher import NodeChanges
 from hpcdist.supervisor.restart_policy import Failure, suspect
 
 # The nodes of an allocation: those of the next attempt, spare ones, and those that are left out. No side effects.
@@ -259,8 +261,56 @@ class _Examined(NamedTuple):
     silent: list[str]
 
 
-class ElasticNodes:
-    """Detects lost nodes of the running attempt and chooses the nodes of the next one (`supervisor.NodeChanges`).
+class FixedNodes(NodeChanges):
+    """The nodes of a run that needs all nodes of its job."""
+
+    def __init__(self, nodes: JobNodes) -> None:
+        self._nodes = nodes
+        #: Names of steps that Slurm cannot end because a node is lost. None of their ranks is left on other nodes.
+        self.abandoned: set[str] = set()
+
+    @property
+    def used(self) -> JobNodes:
+        """The nodes of the running or next attempt."""
+        return self._nodes
+
+    @property
+    def fit(self) -> JobNodes:
+        """The nodes on which ranks can run."""
+        return self._nodes
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """The nodes without ranks on which steps can run."""
+        return ()
+
+    @property
+    def answering(self) -> tuple[str, ...]:
+        """The nodes on which steps can run, as far as is known, if these may change; otherwise empty."""
+        return ()
+
+    def sized(self, config: Config) -> Config:
+        """Return the config with the number of nodes of the running or next attempt."""
+        return config
+
+    def begin(self) -> bool:
+        """Prepare the next attempt; return whether it uses nodes again that were lost."""
+        return False
+
+    def drop_rejected(self, blamed: Sequence[str]) -> bool:
+        """Continue without nodes that fail the preflight check; return whether enough others are left."""
+        return False
+
+    def end_ranks(self, attempt: Attempt) -> bool:
+        """Kill the ranks without Slurm if a node may be lost; return whether Slurm cannot end the attempt's step."""
+        return False
+
+    def close(self) -> None:
+        """End the checks of nodes."""
+
+
+class ElasticNodes(FixedNodes):
+    """Detects lost nodes of the running attempt and chooses the nodes of the next one.
 
     Order of the calls for each attempt: `begin` at its start; `detect_lost` and `detect_returned` while it runs; at its
     end `end_ranks`, and then `replace_lost` after a failure or `use_returned` if it ended for more nodes.
@@ -275,9 +325,8 @@ class ElasticNodes:
     def __init__(
         self, pool: NodePool, run: RunDir, job_id: str, *, tasks_per_node: int, env: Mapping[str, str], grow: bool
     ) -> None:
+        super().__init__(JobNodes([pool.present], chosen=True))
         self.pool = pool
-        #: Names of steps that Slurm cannot end because a node is lost. None of their ranks is left on other nodes.
-        self.abandoned: set[str] = set()
         self._run = run
         self._job_id = job_id
         self._tasks_per_node = tasks_per_node
@@ -294,8 +343,26 @@ class ElasticNodes:
         self._lost_idle: set[str] = set()
         self._uses_returned = False
 
+    @property
+    def used(self) -> JobNodes:
+        return JobNodes([self.pool.used], chosen=True)
+
+    @property
+    def fit(self) -> JobNodes:
+        return JobNodes([self.pool.fit], chosen=True)
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        return self.pool.idle
+
+    @property
+    def answering(self) -> tuple[str, ...]:
+        return tuple(node for node in self.pool.present if node not in self._lost)
+
+    def sized(self, config: Config) -> Config:
+        return with_nodes(config, len(self.pool.used))
+
     def close(self) -> None:
-        """End the checks of nodes."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._probe.close()
 
@@ -305,7 +372,6 @@ class ElasticNodes:
         self._uses_returned = bool(self._returned)
 
     def begin(self) -> bool:
-        """Prepare the next attempt; return whether it uses nodes again that were lost."""
         uses_returned, self._uses_returned = self._uses_returned, False
         self._returned = []
         self._lost = ()
@@ -315,7 +381,7 @@ class ElasticNodes:
     # --- lost nodes
 
     def drop_rejected(self, blamed: Sequence[str]) -> bool:
-        """Continue without nodes that fail the preflight check; return whether enough others are left.
+        """Continue without nodes that fail the preflight check.
 
         Those that do not answer are lost, and Slurm cannot end the steps that the check has started on them.
         """
@@ -363,11 +429,6 @@ class ElasticNodes:
         if not any(answers.values()):
             self.abandoned |= {step_name(attempt), NODES_STEP, CONTAINERS_STEP}
         return True
-
-    @property
-    def answering(self) -> tuple[str, ...]:
-        """The nodes on which steps can run, as far as is known."""
-        return tuple(node for node in self.pool.present if node not in self._lost)
 
     def _kill_ranks(self, nodes: Sequence[str]) -> dict[str, list[int]]:
         """Kill the run's ranks on nodes without Slurm; return those that survive on the nodes that answer."""

@@ -20,7 +20,7 @@ from hpcdist.slurm.current_job import signal_named_steps
 from hpcdist.slurm.job.rank_step import ended_tasks
 from hpcdist.slurm.job.srun import PARENTS_STEP, parents_command
 from hpcdist.supervisor.launcher import Guard
-from hpcdist.supervisor.plan import forked_task_command, node_parent_command
+from hpcdist.supervisor.plan import forked_task_command, node_parent_command, rank_command
 
 log = logging.getLogger(__name__)
 #: Time for a new parent to listen: until Slurm has started its step, and Python has been loaded.
@@ -82,14 +82,24 @@ def _answer_limit_s(config: Config) -> float:
 
 
 class ParentSteps:
-    """Keeps one step of parents for the nodes of the attempts.
+    """Keeps one step of parents for the nodes of the attempts, if `cluster.fork` is set and the ranks can be forked.
 
     Args:
         env: environment of steps.
         python: interpreter of the ranks.
+        box: container of the ranks, if any.
     """
 
-    def __init__(self, run: RunDir, config: Config, guard: Guard, *, env: Mapping[str, str], python: str) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        config: Config,
+        guard: Guard,
+        *,
+        env: Mapping[str, str],
+        python: str,
+        box: ContainerSpec | None = None,
+    ) -> None:
         self._run = run
         self._config = config
         self._guard = guard
@@ -98,10 +108,13 @@ class ParentSteps:
         self._current: NodeParents | None = None
         #: Names of steps on other sets of nodes.
         self._abandoned: list[str] = []
-        self._is_usable = True
+        obstacle = obstacle_to_fork(config, box, env)
+        self._is_usable = config.cluster.fork and not obstacle
+        if config.cluster.fork and obstacle:
+            log.warning("cluster.fork has no effect: %s", obstacle)
 
-    def task_command(self, nodes: Sequence[str]) -> list[str] | None:
-        """Return the command of each task of an attempt on some nodes; None if their parents cannot fork.
+    def task_command(self, nodes: Sequence[str]) -> list[str]:
+        """Return the command of each task of an attempt on some nodes: the rank itself if no parents can fork it.
 
         Other nodes than before, and the end of a parent that could fork, lead to a new step.
         """
@@ -121,7 +134,9 @@ class ParentSteps:
             except OSError as error:  # ranks can do without it
                 log.warning("each rank imports torch itself, since their parent process cannot be started: %s", error)
                 self._is_usable = False
-        return None if self._current is None else self._current.task_command()
+        if self._current is None:
+            return rank_command(self._run.path, self._python)
+        return self._current.task_command()
 
     def _replace(self, current: NodeParents, nodes: Sequence[str]) -> None:
         """End a step that cannot fork the ranks of the next attempt."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
-from hpcdist.containers.steps import ContainerSteps
+from hpcdist.containers.steps import NoContainers
 from hpcdist.host.commands import last_line
 from hpcdist.host.files import read_json
 from hpcdist.host.log_files import PIECE_BYTES, last_lines
@@ -72,12 +72,20 @@ def ended_tasks(messages: str, first_ranks: Mapping[str, int] | None = None) -> 
     return found
 
 
-class NodeCommand(Protocol):
-    """Runs a command once on each node of the job; see `Ranks.examine`."""
+class StepNodes(Protocol):
+    """The nodes of a step of ranks (`SlurmLauncher`)."""
 
-    def __call__(
-        self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]
-    ) -> None: ...
+    def end_ranks(self, attempt: Attempt) -> bool:
+        """Kill the ranks without Slurm if a node may be lost; return whether Slurm cannot end the attempt's step."""
+        ...
+
+    def running_ranks(self) -> set[int] | None:
+        """Return the ranks that run on the nodes; None if that is unknown."""
+        ...
+
+    def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
+        """Run a command once on each node; see `Ranks.examine`."""
+        ...
 
 
 class RankStep:
@@ -87,10 +95,9 @@ class RankStep:
     searched only after the attempt's folder has changed.
 
     Args:
-        running_ranks: returns the ranks that run on the nodes, None if a node does not answer; called if srun does not
-            end after rank 0 has reported the end.
+        hosts: the planned host of each rank, if it is known.
+        first_ranks: see `ended_tasks`.
         shows_start: whether Slurm opens each rank's log when it launches the task.
-        end_ranks: kills the ranks without Slurm; returns whether Slurm cannot end the step, because a node is lost.
     """
 
     def __init__(
@@ -100,19 +107,15 @@ class RankStep:
         num_ranks: int,
         attempt: Attempt,
         guard: Guard,
+        nodes: StepNodes,
+        containers: NoContainers,
         *,
         cwd: Path,
         hosts: Sequence[str] = (),
         first_ranks: Mapping[str, int] | None = None,
-        containers: ContainerSteps | None = None,
-        on_each_node: NodeCommand | None = None,
-        running_ranks: Callable[[], set[int] | None] | None = None,
         shows_start: bool = True,
-        end_ranks: Callable[[Attempt], bool] | None = None,
     ) -> None:
-        self._end_ranks = end_ranks
-        self._on_each_node = on_each_node
-        self._running_ranks = running_ranks
+        self._nodes = nodes
         self._shows_start = shows_start
         self._next_query: float | None = None
         self._query_interval_s = REPORTED_S
@@ -184,7 +187,7 @@ class RankStep:
 
     def _query_running_ranks(self) -> None:
         """Count ranks as ended if none runs on any node: srun waits forever for the tasks of a killed slurmstepd."""
-        if self._running_ranks is not None and self._running_ranks() == set():
+        if self._nodes.running_ranks() == set():
             log.warning("srun waits for ranks that have ended: their slurmstepd has probably been killed")
             for rank in self.running:
                 self.exits[rank] = 0
@@ -240,7 +243,7 @@ class RankStep:
     def _count_exits(self, text: bytes) -> None:
         for rank, (host, code) in ended_tasks(text.decode(errors="replace"), self._first_ranks).items():
             self._hosts.setdefault(rank, host)
-            if self._containers is not None and rank not in self.exits:
+            if rank not in self.exits:
                 code = self._containers.exit_code(self._attempt, rank, host, code)
             self.exits.setdefault(rank, code)
 
@@ -261,9 +264,8 @@ class RankStep:
                 self.exits.setdefault(rank, 2 if outcome["outcome"] == "rejected" else 1)
             elif rank == 0:
                 self._next_query = began + self._query_interval_s
-        if self._containers is not None:
-            for rank, code in self._containers.reported_exits(self._attempt, skip=self.exits).items():
-                self.exits.setdefault(rank, code)
+        for rank, code in self._containers.reported_exits(self._attempt, skip=self.exits).items():
+            self.exits.setdefault(rank, code)
         # While thousands of ranks create their files the folder changes all the time.
         now = time.monotonic()
         self._next_search = now + SEARCH_PAUSE * (now - began)
@@ -274,13 +276,12 @@ class RankStep:
 
     def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
         """Run a command once on each node of the job."""
-        if self._on_each_node is not None:
-            self._on_each_node(command, output=output, limit_s=limit_s, interrupted=interrupted)
+        self._nodes.examine(command, output=output, limit_s=limit_s, interrupted=interrupted)
 
     def close(self) -> None:
         """End the step on every node that answers, and srun with it."""
         failed = self._process.poll() is None or any(self.exits.values())
-        left = failed and self._end_ranks is not None and self._end_ranks(self._attempt)
+        left = failed and self._nodes.end_ranks(self._attempt)
         if self._process.poll() is None:
             if left:
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -292,9 +293,8 @@ class RankStep:
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
-        if self._containers is not None:
-            self._containers.remove_containers(failed=failed)
-            self._containers.remove_files(self._attempt)
+        self._containers.remove_containers(failed=failed)
+        self._containers.remove_files(self._attempt)
         self._guard.forget(self._process.pid)
         self._log.close()
         os.close(self._descriptor)

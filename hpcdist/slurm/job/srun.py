@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hpcdist.config.launch_schema import ClusterConfig
 from hpcdist.config.schema import Config
@@ -28,24 +28,20 @@ _RANK_WITH_LOG = 'trap \'\' USR2; log=$(printf "%s/rank-%05d.log" "$0" "$SLURM_P
 _WITH_LOG = _RANK_WITH_LOG.removeprefix("trap '' USR2; ")
 
 
-class StepNodes(NamedTuple):
-    """The nodes of a step in an allocation of more nodes."""
-
-    names: Sequence[str]
-    overlap: bool = False  #: whether an earlier step, which Slurm cannot end, still has their processors
-
-
 def step_command(
     config: Config,
     attempt: Attempt,
     command: Sequence[str],
     box: ContainerSpec | None = None,
-    chosen: StepNodes | None = None,
+    chosen: Sequence[str] = (),
+    *,
+    overlap: bool = False,
 ) -> list[str]:
     """Return the step that runs all ranks of a run, in containers if `box` is given.
 
     Args:
-        chosen: the nodes, if they are not all of the allocation. Their number is `cluster.nodes`.
+        chosen: the nodes, if the allocation may have more. Their number is `cluster.nodes`.
+        overlap: whether an earlier step, which Slurm cannot end, still has their processors.
     """
     parts = components(config)
     if is_het(config):
@@ -53,7 +49,7 @@ def step_command(
     (whole,) = allocations(config)
     cluster = component_cluster(config.cluster, whole)
     if len(parts) == 1:
-        return srun_command(cluster, attempt, command, box, chosen)
+        return srun_command(cluster, attempt, command, box, chosen, overlap=overlap)
     return _placed_command(cluster, sum(part.num_ranks for part in parts), attempt, command, box)
 
 
@@ -62,16 +58,16 @@ def srun_command(
     attempt: Attempt,
     command: Sequence[str],
     box: ContainerSpec | None = None,
-    chosen: StepNodes | None = None,
+    chosen: Sequence[str] = (),
+    *,
+    overlap: bool = False,
 ) -> list[str]:
     """Return the step with the same number of ranks on each node.
 
     A rank that fails ends the others (`--kill-on-bad-exit`). The cores per task are repeated because srun does not
     inherit them from sbatch since Slurm 22.05.
     """
-    flags = _flags(cluster, attempt)
-    if chosen is not None:
-        flags |= {"nodelist": ",".join(chosen.names), "overlap": chosen.overlap or None}
+    flags = _flags(cluster, attempt) | {"nodelist": ",".join(chosen) or None, "overlap": overlap or None}
     return ["srun", *srun_words(flags), *_rank_words(attempt, command, box)]
 
 

@@ -7,6 +7,9 @@ function and a path, and importing NumPy takes as long as all other imports of t
 from __future__ import annotations
 
 import sys
+import time
+
+from hpcdist.errors import HpcdistError
 
 
 def main() -> None:
@@ -22,11 +25,27 @@ def main() -> None:
 # The function that submitit calls in a job; `submit`, which needs its name only, does not import the supervisor.
 
 
+#: Minimum time between the request for a requeue and the end of the batch step. A job that Slurm kills and starts
+#: again within one second fails: slurmd refuses its new credential ("Job credential revoked"). The job cannot start
+#: before its batch step has ended. Slurm delays most requeued jobs by 120 s, but `scontrol update StartTime=now` ends
+#: that.
+CREDENTIAL_S = 2.0
+
+
 def supervise_in_job(run_dir: str) -> str:
-    """Supervise a run from inside its job and return its final status; see `batch_step.supervise_in_job`."""
+    """Supervise a run from inside its job and return its final status.
+
+    It is called again, with the same arguments, each time that Slurm restarts the job. Raises HpcdistError if another
+    job holds the run or the run failed: then Slurm marks the job as failed, and dependent jobs see it.
+    """
     from hpcdist.slurm.job import batch_step
 
-    return batch_step.supervise_in_job(run_dir)
+    state = batch_step.supervise(run_dir)
+    if state.status == "failed":
+        raise HpcdistError(state.reason)
+    if state.status == "queued":
+        time.sleep(CREDENTIAL_S)
+    return state.sentence
 
 
 if __name__ == "__main__":

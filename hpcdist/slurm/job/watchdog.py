@@ -90,16 +90,16 @@ class WatchdogStep:
         self._process = self._guard.start(command, env=self._env, cwd=self._cwd, output=self._output)
 
     def move(self, batch_host: str, used: Sequence[str], present: Sequence[str]) -> None:
-        """Let the watchdog run on a node other than the batch host.
+        """Let the watchdog of a job whose nodes may change run on a node other than the batch host.
 
         Args:
             used: nodes with ranks, which come first.
-            present: all nodes that answer.
+            present: all nodes that answer; empty if the nodes do not change.
         """
         others = [node for node in present if node != batch_host]
         # With the loss of a node that runs ranks a new attempt begins, and with it a new watchdog.
         others = [node for node in others if node in used] or others
-        if self._process is not None and (self._process.poll() is not None or self._node not in others):
+        if self._process is not None and self._node and (self._process.poll() is not None or self._node not in others):
             self.close()
         if self._process is None and others:
             self.start(others[-1])

@@ -97,8 +97,8 @@ def test_each_attempt_removes_containers_and_the_first_checks_the_image(tmp_path
     env_before = os.environ.copy()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", job.env["PATH"])
-        steps.prepare()
-        steps.prepare()
+        steps.prepare(lambda: None)
+        steps.prepare(lambda: None)
     assert os.environ == env_before
     started = [call.split()[:8] for call in job.calls() if call.startswith("srun")]
     assert len(started) == 3, "two remove containers, one checks the image"
@@ -129,14 +129,14 @@ def test_containers_of_pyxis_are_removed_after_a_killed_supervisor_or_a_failed_s
     def num_removals() -> int:
         return sum(" remove pyxis 7" in call for call in job.calls())
 
-    steps.prepare()
+    steps.prepare(lambda: None)
     assert num_removals() == 1, "an earlier supervisor may have been killed"
     steps.remove_containers()
-    steps.prepare()
+    steps.prepare(lambda: None)
     assert num_removals() == 1, "pyxis removes the containers of a step that ends by itself"
     steps.remove_containers(failed=True)
     assert num_removals() == 2
-    steps.prepare()
+    steps.prepare(lambda: None)
     assert num_removals() == 3, "SIGKILL to a step that has not ended also ends pyxis' removal"
 
 
@@ -148,7 +148,7 @@ def test_each_component_of_a_heterogeneous_job_has_separate_steps(
     monkeypatch.setenv("PATH", job.env["PATH"])
     groups = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]"}
     spec = replace(SPEC, gpus="all")
-    ContainerSteps(spec, RunDir(tmp_path), job.env | groups | {"SLURM_HET_SIZE": "2"}, het=True).prepare()
+    ContainerSteps(spec, RunDir(tmp_path), job.env | groups | {"SLURM_HET_SIZE": "2"}, het=True).prepare(lambda: None)
     calls = [call for call in job.calls() if call.startswith("srun")]
     expected = [{"--het-group=0", "--nodes=1", "--ntasks=1"}, {"--het-group=1", "--nodes=2", "--ntasks=2"}]
     assert all(words <= {*call.split()} for call, words in zip(calls, [*expected, *expected], strict=True))

@@ -166,10 +166,9 @@ def test_modules_of_the_job_are_checked_with_its_variables(modules_env: dict[str
 @pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_environment_of_modules(modules_env: dict[str, str], tmp_path: Path, run: RunDir) -> None:
     found = rank_environment(config_of(tmp_path, kind="module", modules=["python"]), run, modules_env)
-    assert found is not None
     assert found.python == f"{modules_env['MODULE_BIN']}/python3"
     assert found.env["LOADEDMODULES"] == "first:python/3.12"
-    assert Path(found.import_path, "hpcdist", "__init__.py").is_file()
+    assert Path(*found.import_path, "hpcdist", "__init__.py").is_file()
     assert found.request.folder == ""
     assert found.record == {"kind": "module", "path": "", "modules": ["python"]}
 
@@ -255,7 +254,7 @@ def test_problems_of_uv_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_no_environment_by_default(tmp_path: Path, run: RunDir) -> None:
     config = config_of(tmp_path)
     record_environment(config, [run], os.environ)
-    assert rank_environment(config, run, os.environ) is None
+    assert rank_environment(config, run, os.environ).request is None
     assert python_of(config) is None
     assert not run.rank_environment.exists()
 
@@ -265,11 +264,10 @@ def test_no_environment_by_default(tmp_path: Path, run: RunDir) -> None:
 def test_environment_in_place(tmp_path: Path, run: RunDir, venv: Path) -> None:
     config = config_of(tmp_path, kind="venv", path=str(venv), stage=False)
     found = rank_environment(config, run, {"PATH": "/bin", "PYTHONHOME": "/x"})
-    assert found is not None
     assert found.python == f"{venv}/bin/python3" == python_of(config)
     assert found.env == {"PATH": f"{venv}/bin:/bin", "VIRTUAL_ENV": str(venv)}
     assert found.request.folder == ""
-    assert Path(found.import_path).parent == store_of(tmp_path / "runs")
+    assert Path(*found.import_path).parent == store_of(tmp_path / "runs")
 
 
 @pytest.mark.processes
@@ -284,23 +282,20 @@ def test_job_uses_the_environment_of_the_submission(
     (venv / "later").write_text("a change after the submission")
     env = {**os.environ, "SCRATCH": str(tmp_path / "disk")}
     found = rank_environment(config, run, env)
-    assert found is not None
     folder = tmp_path / "disk" / "x" / user_folder()
     assert (found.request.key, found.request.sha256) == (recorded["key"], recorded["sha256"])
     assert found.python == f"{folder}/{recorded['key']}/bin/python3"
-    assert Path(found.import_path).parent == folder
+    assert Path(*found.import_path).parent == folder
     assert python_of(config) == f"$SCRATCH/x/{user_folder()}/venv-…/bin/python3"
     # If the archive was removed, the ranks use the present content.
     Path(recorded["path"]).unlink()
     with caplog.at_level(logging.WARNING):
         again = rank_environment(config, run, env)
-    assert again is not None
     assert again.request.key != recorded["key"]
     assert "has changed since the run was submitted: the ranks use its present content" in caplog.text
     # `hpcdist in-job` has no submission.
     run.rank_environment.unlink()
     last = rank_environment(config, run, env)
-    assert last is not None
     assert last.request == again.request
 
 
@@ -396,7 +391,7 @@ NODE_REQUEST = NodeRequest(python="/tmp/e/bin/python3", sources="/runs/hpcdist-1
 ENVIRONMENT = RankEnvironment(
     python=NODE_REQUEST.python,
     env={},
-    import_path="/tmp/e",
+    import_path=("/tmp/e",),
     request=NODE_REQUEST,
     record={"kind": "venv", "key": "venv-1"},
 )

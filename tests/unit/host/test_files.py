@@ -147,8 +147,7 @@ def test_files_of_others_beside_the_runs_are_not_used(planted: Path, tmp_path: P
     environment = EnvironmentConfig(kind="venv", path=sys.prefix, stage=False)
     config = Config(runs_dir=str(planted), cluster=ClusterConfig(environment=environment))
     found = rank_environment(config, run, os.environ)
-    assert found is not None
-    sources = Path(found.import_path)
+    sources = Path(*found.import_path)
     assert sources.is_relative_to(planted / ".hpcdist-0"), sources
     assert "planted" not in (sources / "hpcdist" / "__init__.py").read_text()
     database = sqlite_path(default_uri(planted))

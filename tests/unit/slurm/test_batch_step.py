@@ -20,9 +20,10 @@ from hpcdist.run.folder import Cause, Request, RunDir, State, Status
 from hpcdist.run.lease import Held
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.current_job import CurrentJob
-from hpcdist.slurm.job import batch_step
+from hpcdist.slurm.job import batch_step, submitit_entry
 from hpcdist.slurm.job.batch_step import SupervisedJob
 from hpcdist.slurm.job.launcher import SlurmLauncher
+from hpcdist.supervisor.launcher import NodeChanges
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.watch import Allocation
 
@@ -79,7 +80,7 @@ def after(
         run.attempt(1).send_request(Request(cause=cause))
     state = State(status=status, attempt=1, reason="a reason", ended=7.0)
     before = run.read_state()
-    launcher = cast(SlurmLauncher, SimpleNamespace(avoid=list(avoid), elastic=None))
+    launcher = cast(SlurmLauncher, SimpleNamespace(avoid=list(avoid), nodes=NodeChanges()))
     after = supervised(run, job, launcher, max_requeues=max_requeues).requeue(state)
     assert run.read_state() == before, "a run that continues is never recorded as ended"
     return after
@@ -100,11 +101,11 @@ def test_run_of_a_cancelled_job_is_stopped(run: RunDir) -> None:
 
 def test_allocation_ends_the_ranks_before_the_job(run: RunDir) -> None:
     job = FakeJob()
-    launcher = SimpleNamespace(elastic=None)
+    launcher = SimpleNamespace(nodes=NodeChanges())
     assert supervised(run, job, launcher).allocation is None
     job.end_time = 1000.0
     found = supervised(run, job, launcher, signal_lead_s=90)
-    assert (found.allocation, found.nodes) == (Allocation(910.0, 1000.0), None)
+    assert (found.allocation, found.nodes) == (Allocation(910.0, 1000.0), launcher.nodes)
 
 
 def test_job_of_an_unknown_state_is_not_ending(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
@@ -153,21 +154,21 @@ def test_run_is_stopped_if_slurm_rejects_the_requeue(run: RunDir) -> None:
 def test_job_of_a_failed_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_step, "supervise", lambda run_dir: State(status="failed", reason=f"{run_dir} is broken"))
     with pytest.raises(HpcdistError, match=r"^/runs/first is broken$"):
-        batch_step.supervise_in_job("/runs/first")
+        submitit_entry.supervise_in_job("/runs/first")
     monkeypatch.setattr(batch_step, "supervise", lambda run_dir: State(status="stopped", reason="by ada"))
-    assert batch_step.supervise_in_job("/runs/first") == "stopped: by ada"
+    assert submitit_entry.supervise_in_job("/runs/first") == "stopped: by ada"
 
 
 def test_batch_step_of_a_requeued_job_does_not_end_within_the_second_of_the_requeue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(batch_step, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(submitit_entry, "time", SimpleNamespace(sleep=slept.append))
     for status in ("stopped", "queued"):
         state = State(status=cast(Status, status), reason="time limit")
         monkeypatch.setattr(batch_step, "supervise", lambda _, state=state: state)
-        assert batch_step.supervise_in_job("/runs/first") == f"{status}: time limit"
-    assert slept == [batch_step.CREDENTIAL_S]
+        assert submitit_entry.supervise_in_job("/runs/first") == f"{status}: time limit"
+    assert slept == [submitit_entry.CREDENTIAL_S]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,13 +17,13 @@ from supervisor_scene import Recorder
 
 from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
 from hpcdist.config.schema import Config
-from hpcdist.containers.steps import ContainerSteps
+from hpcdist.containers.steps import ContainerSteps, NoContainers
+from hpcdist.environments.rank_environment import RankEnvironment
 from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.host.files import write_json
 from hpcdist.run.folder import Attempt, RunDir
-from hpcdist.slurm import client
+from hpcdist.slurm import client, current_job
 from hpcdist.slurm.current_job import CurrentJob
-from hpcdist.slurm.job import launcher as job_launcher
 from hpcdist.slurm.job import rank_step
 from hpcdist.slurm.job.launcher import SlurmLauncher, nodes_of
 from hpcdist.slurm.job.preflight_step import Preflight
@@ -65,6 +66,22 @@ def test_nodes_by_component(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the ranks of a step
 
 
+class Nodes:
+    """The nodes of a step; `ranks` are the answers to queries for running ranks."""
+
+    def __init__(self) -> None:
+        self.ranks: list[set[int] | None] = []
+
+    def end_ranks(self, attempt: Attempt) -> bool:
+        return False
+
+    def running_ranks(self) -> set[int] | None:
+        return self.ranks.pop(0)
+
+    def examine(self, command: Sequence[str], **_: object) -> None:
+        raise AssertionError(command)
+
+
 class Step:
     """Four ranks under a fake srun, which prints the text that the test sends and then ends with exit code 1."""
 
@@ -72,8 +89,10 @@ class Step:
         self.attempt = attempt
         pipe = attempt.path.parent / "messages"
         os.mkfifo(pipe)
+        command = ["sh", "-c", f"cat '{pipe}'; exit 1"]
+        self.nodes = Nodes()
         self.ranks = RankStep(
-            ["sh", "-c", f"cat '{pipe}'; exit 1"], dict(os.environ), 4, attempt, guard, cwd=attempt.path
+            command, dict(os.environ), 4, attempt, guard, self.nodes, NoContainers(), cwd=attempt.path
         )
         self._pipe: int | None = os.open(pipe, os.O_WRONLY)
 
@@ -229,22 +248,15 @@ def test_nodes_are_queried_for_running_ranks_after_rank_0_has_ended(
     step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step.ranks, "_query_interval_s", 0.0)
-    answers: list[set[int] | None] = [None, {2}, set()]
-    queries = []
-
-    def running_ranks() -> set[int] | None:
-        queries.append(answers[0])
-        return answers.pop(0)
-
-    monkeypatch.setattr(step.ranks, "_running_ranks", running_ranks)
+    answers = step.nodes.ranks = [None, {2}, set()]
     step.ranks.wait(0)
     step.report(2, "done")
     step.ranks.wait(0.01)
-    assert (queries, step.ranks.running) == ([], [0, 1, 2, 3])
+    assert (len(answers), step.ranks.running) == (3, [0, 1, 2, 3])
     step.report(0, "done")
-    while len(queries) < 2:
+    while len(answers) > 1:
         step.ranks.wait(0.01)
-    assert queries == [None, {2}], "a node without an answer, then a running rank"
+    # A node without an answer, then a running rank.
     assert step.ranks.running == [0, 1, 2, 3]
     step.ranks.wait(0.01)
     assert step.ranks.exits == dict.fromkeys(range(4), 0)
@@ -296,7 +308,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the time limits for the end of steps to 0."""
     for name in ("END_S", "UNKILLABLE_S"):
-        monkeypatch.setattr(job_launcher, name, 0.0)
+        monkeypatch.setattr(current_job, name, 0.0)
     monkeypatch.setattr(client, "JOB_RETRY_S", 0.0)
 
 
@@ -304,12 +316,17 @@ def launcher_of(slurm: Path, runs_dir: Path, spare: str = "", **cluster: Any) ->
     run = RunDir.create(runs_dir / "exp" / "first")
     env = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7", "PATH": f"{slurm}:/usr/bin:/bin"}
     config = Config(cluster=ClusterConfig(nodes=2, **cluster))
-    return SlurmLauncher(run, config, cast(CurrentJob, FakeJob(spare)), env=env, import_path=[], cwd=slurm)
+    return launcher_in(slurm, run, config, env, FakeJob(spare))
+
+
+def launcher_in(slurm: Path, run: RunDir, config: Config, env: dict[str, str], job: FakeJob) -> SlurmLauncher:
+    environment = RankEnvironment(python=sys.executable, env=env)
+    return SlurmLauncher(run, config, cast(CurrentJob, job), environment, import_path=[], cwd=slurm)
 
 
 def test_obstacle_to_forks_is_logged_once(slurm: Path, runs_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with launcher_of(slurm, runs_dir, fork=True, sbatch={"gpus-per-task": "1"}) as launcher:
-        assert launcher._parents is None
+    with launcher_of(slurm, runs_dir, fork=True, sbatch={"gpus-per-task": "1"}):
+        pass
     (message,) = [message for message in caplog.messages if "fork" in message]
     assert message.startswith("cluster.fork has no effect: --gpus-per-task=1 gives each rank GPUs or memory of its own")
 
@@ -391,7 +408,7 @@ def test_step_that_ends_late_is_no_reason_to_requeue(
     (slurm / "srun").write_text(
         f'#!/bin/sh\ncd {slurm}\ncase "$*" in *node_ranks*) cat ranks; rm stubborn;; *) cat nodes;; esac\n'
     )
-    monkeypatch.setattr(job_launcher, "UNKILLABLE_S", 30.0)
+    monkeypatch.setattr(current_job, "UNKILLABLE_S", 30.0)
     assert launcher_of(slurm, runs_dir).broken() == ""
 
 
@@ -483,9 +500,7 @@ def test_lost_and_failing_nodes_are_avoided_if_replaceable(
         write_json(run.new_attempt().failure, asdict(failure))
     job = FakeJob(spare)
     env = {"SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{slurm}:/usr/bin:/bin"}
-    launcher = SlurmLauncher(
-        run, Config(cluster=ClusterConfig(nodes=2)), cast(CurrentJob, job), env=env, import_path=[], cwd=slurm
-    )
+    launcher = launcher_in(slurm, run, Config(cluster=ClusterConfig(nodes=2)), env, job)
     assert (launcher.broken(), launcher.avoid) == (why, avoid)
     assert job.queries == ([] if idle_only is None else [(["n2"], idle_only)])
 
@@ -502,10 +517,10 @@ def test_nodes_are_not_queried_after_a_failed_preflight(
     run = RunDir.create(runs_dir / "exp" / "first")
     config = Config(cluster=ClusterConfig(nodes=2))
     env = {"SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{slurm}:/usr/bin:/bin"}
-    launcher = SlurmLauncher(run, config, cast(CurrentJob, FakeJob("")), env=env, import_path=[], cwd=slurm)
-    with pytest.raises(PreflightError, match=r"^preflight: n2: disk: full$"):
-        launcher.start(run.new_attempt())
-    assert (launcher.broken(), launcher.avoid) == (why, avoid)
+    with launcher_in(slurm, run, config, env | {"SLURM_JOB_ID": "7"}, FakeJob("")) as launcher:
+        with pytest.raises(PreflightError, match=r"^preflight: n2: disk: full$"):
+            launcher.start(run.new_attempt())
+        assert (launcher.broken(), launcher.avoid) == (why, avoid)
 
 
 def test_run_that_outlives_nodes_continues_without_a_node_that_fails_the_preflight(
@@ -521,11 +536,11 @@ def test_run_that_outlives_nodes_continues_without_a_node_that_fails_the_preflig
     launcher = launcher_of(slurm, runs_dir, min_nodes=1, tasks_per_node=2)
     cast(FakeJob, launcher._job).id = "5_2"
     with launcher:
-        assert (launcher.num_ranks, launcher.used_nodes) == (4, [("n1", "n2")])
+        assert (launcher.num_ranks, launcher.nodes.used.by_component) == (4, [("n1", "n2")])
         ranks = launcher.start(launcher._run.new_attempt())
         ranks.wait(10)
         ranks.close()
-        assert (launcher.num_ranks, launcher.used_nodes) == (2, [("n2",)])
+        assert (launcher.num_ranks, launcher.nodes.used.by_component) == (2, [("n2",)])
         assert launcher.resources.idle == ("n1",)
         assert launcher.resources.nodes["n2"].ranks == [0, 1]
         assert ranks.host_of(1) == "n2"
@@ -547,10 +562,9 @@ def test_node_that_dies_before_the_ranks_start_is_left_out(
     (slurm / "srun").write_text(f"#!/bin/sh\ncat {slurm}/ranks\n")
     (slurm / "ranks").write_text(surviving(n1=[]))
     with launcher_of(slurm, runs_dir, min_nodes=1) as launcher:
-        assert launcher.elastic is not None
         with pytest.raises(HpcdistError, match="no answer"):
             launcher.start(launcher._run.new_attempt())
-        assert launcher.elastic.replace_lost() == "no answer from n2: continuing on 1 of 2 nodes"
+        assert launcher.nodes.replace_lost() == "no answer from n2: continuing on 1 of 2 nodes"
 
 
 def test_fixed_run_fails_with_a_node_that_fails_the_preflight(
@@ -578,7 +592,7 @@ def test_examine_runs_a_command_once_per_node_beside_the_ranks(
     attempt = run.new_attempt()
     env = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7", "PATH": f"{slurm}:/usr/bin:/bin"}
     config = Config(cluster=ClusterConfig(nodes=2))
-    with SlurmLauncher(run, config, cast(CurrentJob, FakeJob("")), env=env, import_path=[], cwd=slurm) as launcher:
+    with launcher_in(slurm, run, config, env, FakeJob("")) as launcher:
         ranks = launcher.start(attempt)
         output = attempt.path / "stacks.log"
         ranks.examine(["python", "-m", "look"], output=output, limit_s=60, interrupted=lambda: False)

@@ -10,7 +10,6 @@ from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleReques
 from hpcdist.config.schema import Config
 from hpcdist.run.folder import Attempt
 from hpcdist.slurm.job.srun import (
-    StepNodes,
     parents_command,
     rank_env,
     srun_command,
@@ -178,9 +177,9 @@ def test_rank_environment_is_that_of_the_first_component() -> None:
 
 def test_steps_on_some_nodes_of_an_allocation_name_them() -> None:
     config, attempt = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=2)), Attempt(Path("/a/002"))
-    words = step_command(config, attempt, RANK, None, StepNodes(("n1", "n3"), overlap=True))
+    words = step_command(config, attempt, RANK, None, ("n1", "n3"), overlap=True)
     assert {"--nodes=2", "--ntasks=4", "--nodelist=n1,n3", "--overlap"} <= set(words)
-    words = step_command(config, attempt, RANK, None, StepNodes(("n1", "n3")))
+    words = step_command(config, attempt, RANK, None, ("n1", "n3"))
     assert "--nodelist=n1,n3" in words
     assert "--overlap" not in words
     assert watchdog_command("41", "n3")[1] == "--nodelist=n3"

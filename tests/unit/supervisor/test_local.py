@@ -29,6 +29,7 @@ from hpcdist.run.folder import Attempt, RunDir, State
 from hpcdist.run.lease import hold
 from hpcdist.run.records import kept, read_times
 from hpcdist.supervisor import local, supervisor
+from hpcdist.supervisor.launcher import NodeChanges
 from hpcdist.supervisor.local import LocalRanks, supervise
 from hpcdist.supervisor.plan import Plan
 
@@ -344,7 +345,7 @@ def scene(runs_dir: Path) -> Scene:
     return Scene(RunDir.create(runs_dir / "exp" / "first"))
 
 
-class Nodes:
+class Nodes(NodeChanges):
     """Node changes that a test prescribes for the first attempts; later ones have none."""
 
     def __init__(self, *, changes: tuple[str, ...] = (), lost: tuple[int, str] | None = None, growth: str = "") -> None:
