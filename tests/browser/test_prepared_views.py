@@ -14,9 +14,6 @@ from hpcdist.review.ledger import CAUSES
 from hpcdist.run.lookup import find_runs
 from hpcdist.tracking import links
 
-# MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-
 
 def open_view(page: Page, site: Site, name: str) -> None:
     """Open a view by the link that `hpcdist ui` prints, in a window in which all of its columns are visible."""

@@ -16,9 +16,6 @@ from playwright.sync_api import Locator, Page, expect
 import hpcdist
 from hpcdist.host.files import read_json
 
-# MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-
 #: A chart with its title and buttons.
 CARD = "experiment-view-compare-runs-card"
 

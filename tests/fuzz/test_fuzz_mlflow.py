@@ -24,11 +24,6 @@ from hpcdist.run.sweeps import make_sweep, mark, parse_axes, write_sweep
 from hpcdist.tracking.points import SentFiles, SentPoints
 from hpcdist.tracking.shipper import sync
 
-pytestmark = [
-    # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates, and its server imports a deprecated module.
-    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated"),
-]
 NUM_STEPS = 20
 
 

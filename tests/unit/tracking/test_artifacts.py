@@ -31,10 +31,7 @@ from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.points import Point, SentFacts, SentFiles, SentPoints, upload_progress
 
-# MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 
-
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_upload_contains_params_tags_points_and_status(scene: Scene) -> None:
     scene.log([10, 20])
     scene.file(
@@ -63,7 +60,6 @@ def test_upload_contains_params_tags_points_and_status(scene: Scene) -> None:
     assert scene.shipper().ship_once() == 0
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 @pytest.mark.parametrize(
     ("status", "shown"),
     [("finished", "FINISHED"), ("failed", "FAILED"), ("cancelled", "KILLED"), ("stopped", "KILLED")],
@@ -83,7 +79,6 @@ def test_status_and_end_time_are_uploaded(scene: Scene, status: Any, shown: str)
     assert (scene.entity.info.status, scene.entity.info.end_time) == (shown, 2_100_000_000_000)
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_duration_in_mlflow_is_the_running_time(scene: Scene) -> None:
     """The cells of a sweep are created together, and a run may be extended after a pause of days."""
     scene.state(created=BEGAN - 500)
@@ -96,7 +91,6 @@ def test_duration_in_mlflow_is_the_running_time(scene: Scene) -> None:
     assert info.end_time - info.start_time == 1000 * (21 + 31)
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_pass_is_bounded_while_the_run_keeps_logging(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "PASS_S", 0.0)
     shipper = scene.shipper()
@@ -120,7 +114,6 @@ def test_pass_is_bounded_while_the_run_keeps_logging(scene: Scene, monkeypatch: 
     assert scene.steps() == [10, 20]
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_overlapping_attempts_are_uploaded_as_one_series(scene: Scene) -> None:
     live = scene.shipper()
     scene.log(range(0, 100, 10))
@@ -136,7 +129,6 @@ def test_overlapping_attempts_are_uploaded_as_one_series(scene: Scene) -> None:
     assert scene.entity.data.tags["hpcdist.attempts"] == "2"
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_param_changed_by_a_resume_becomes_a_tag(scene: Scene) -> None:
     scene.shipper().ship_once()
     scene.write_config({**CONFIG, "optim": {"lr": 0.1, "max_grad_norm": None}, "params": {"new": "x" * 7000}})
@@ -181,7 +173,6 @@ def kill_at(scene: Scene, trap: str) -> None:
     assert done.returncode == -signal.SIGKILL
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 @pytest.mark.processes
 def test_mlflow_run_is_created_once_if_its_creator_is_killed(scene: Scene) -> None:
     kill_at(scene, AFTER_CREATE)
@@ -191,7 +182,6 @@ def test_mlflow_run_is_created_once_if_its_creator_is_killed(scene: Scene) -> No
     assert [run.info.run_id for run in scene.client.search_runs([experiment.experiment_id])] == [scene.run_id]
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 @pytest.mark.processes
 def test_shipper_killed_after_sending_uploads_no_duplicates(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "PASS_S", math.inf)  # one pass sends everything, also on a busy machine
@@ -206,7 +196,6 @@ def test_shipper_killed_after_sending_uploads_no_duplicates(scene: Scene, monkey
     assert {metric.value % 1 for metric in scene.client.get_metric_history(scene.run_id, "loss")} == {0}
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_failed_request_is_repeated(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.log(range(1500))
     live = scene.shipper()
@@ -228,7 +217,6 @@ def test_failed_request_is_repeated(scene: Scene, monkeypatch: pytest.MonkeyPatc
     assert calls == [1000, 501, 1000, 501]
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_rejected_points_do_not_block_other_points(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     opened = scene.shipper().open_run()
     points = [Point("a", float(step), step, step) for step in range(7)]
@@ -237,7 +225,6 @@ def test_rejected_points_do_not_block_other_points(scene: Scene, caplog: pytest.
     assert "metric no\nname of step 3 is omitted" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_lost_shipping_state_causes_no_duplicates(scene: Scene) -> None:
     scene.log(range(50))
     scene.shipper().ship_once()
@@ -247,7 +234,6 @@ def test_lost_shipping_state_causes_no_duplicates(scene: Scene) -> None:
     assert scene.steps() == list(range(50))
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_error_for_deleted_runs_names_the_restore_command(scene: Scene) -> None:
     scene.shipper().ship_once()
     run_id, experiment = scene.run_id, scene.entity.info.experiment_id
@@ -267,7 +253,6 @@ def test_error_for_deleted_runs_names_the_restore_command(scene: Scene) -> None:
         delivery.Delivery(other, scene.uri).open_run()
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_missing_run_is_recreated_in_another_store_only(scene: Scene, empty_database: Path, tmp_path: Path) -> None:
     scene.log(range(20))
     scene.shipper().ship_once()
@@ -283,7 +268,6 @@ def test_missing_run_is_recreated_in_another_store_only(scene: Scene, empty_data
     assert scene.steps() == list(range(20))
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_unreadable_files_are_reported_and_retried(scene: Scene) -> None:
     live = scene.shipper()
     unreadable = scene.run.journal / "attempt-001.rank-00007.jsonl"
@@ -295,7 +279,6 @@ def test_unreadable_files_are_reported_and_retried(scene: Scene) -> None:
     assert live.ship_once() == 2
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_concurrently_created_experiment_is_used(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.client.create_experiment("exp")
     find = MlflowClient.get_experiment_by_name
@@ -309,7 +292,6 @@ def test_concurrently_created_experiment_is_used(scene: Scene, monkeypatch: pyte
         scene.shipper().open_run()
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_unreadable_config_raises_tracking_error(scene: Scene) -> None:
     for text, reason in (("[1]", "must hold keys and values, holds a list"), ("{", "cannot be read")):
         scene.run.config.write_text(text)
@@ -317,7 +299,6 @@ def test_unreadable_config_raises_tracking_error(scene: Scene) -> None:
             scene.shipper()
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_changed_artifacts_are_uploaded_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     live = scene.shipper()
     scene.file("code.patch", "diff")
@@ -343,7 +324,6 @@ def test_changed_artifacts_are_uploaded_again(scene: Scene, monkeypatch: pytest.
     assert Path(copy).read_text() == "one\ntwo\n"
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_artifacts_of_a_trainer_are_uploaded_during_training(scene: Scene) -> None:
     scene.file("artifacts/returns.png", "a picture")
     scene.file("artifacts/samples/step-100.txt", "a text")
@@ -353,7 +333,6 @@ def test_artifacts_of_a_trainer_are_uploaded_during_training(scene: Scene) -> No
     assert not any("step-200" in name for name in scene.artifacts())
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_logs_of_the_first_outcomes_are_uploaded_with_many_ranks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "MAX_RANKS", 3)
     for rank in range(6):
@@ -372,13 +351,11 @@ def test_logs_of_the_first_outcomes_are_uploaded_with_many_ranks(scene: Scene, m
     assert uploaded == ["0.log", "1.log", "4.log", "4.outcome.json"]
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_straggler_reports_are_uploaded_with_the_logs(scene: Scene) -> None:
     scene.file("attempts/001/stragglers.jsonl", "{}\n")
     assert "logs/attempt-001/stragglers.jsonl" in {item.target for item in artifacts.reports(scene.run, ended=False)}
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_bounded_number_of_stack_traces_is_uploaded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "MAX_RANKS", 2)
     monkeypatch.setattr(artifacts, "LIVE_LOG_BYTES", 100)
@@ -395,7 +372,6 @@ def test_bounded_number_of_stack_traces_is_uploaded(scene: Scene, monkeypatch: p
     assert uploaded == ["stacks.txt", *stacks, *records]
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_journals_of_many_nodes_are_polled_less_often(scene: Scene) -> None:
     for node in range(16):
         (scene.run.journal / f"attempt-001.rank-{node:05d}.jsonl").write_text("")
@@ -404,7 +380,6 @@ def test_journals_of_many_nodes_are_polled_less_often(scene: Scene) -> None:
     assert live.pause_s == 16 / CHECKS_PER_S
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_best_and_final_checkpoints_are_uploaded_at_the_end(scene: Scene) -> None:
     for step, accuracy in ((10, 0.8), (20, 0.9), (25, 0.9), (28, None), (30, 0.85)):
         scene.file(f"checkpoints/step-{step:08d}/model.pt", f"weights {step}")
@@ -426,7 +401,6 @@ def test_best_and_final_checkpoints_are_uploaded_at_the_end(scene: Scene) -> Non
     assert [item.target for item in artifacts.checkpoints(scene.run, other)] == ["checkpoints/final"]
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_number_of_files_that_are_left_is_recorded_at_the_end(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         scene.file(f"artifacts/{number}.txt", "text")
@@ -447,7 +421,6 @@ def test_number_of_files_that_are_left_is_recorded_at_the_end(scene: Scene, monk
     assert upload_progress(scene.run) == "uploading to MLflow"
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_status_is_uploaded_if_an_artifact_cannot_be_stored(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     live = scene.shipper()
     opened = live.open_run()
@@ -462,7 +435,6 @@ def test_status_is_uploaded_if_an_artifact_cannot_be_stored(scene: Scene, monkey
     assert scene.entity.info.status == "FINISHED"
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 @pytest.mark.processes  # torch starts ldconfig
 # MLflow's code emits these warnings when it saves and loads a model.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:mlflow")
@@ -499,7 +471,6 @@ def test_model_is_logged_and_registered_once(scene: Scene, monkeypatch: pytest.M
         assert torch.equal(mlflow.pytorch.load_model(uri)(x), net(x))
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_newest_preflight_reports_are_uploaded(scene: Scene) -> None:
     first, second = scene.run.new_attempt(), scene.run.new_attempt()
     for path in (first.preflight, first.network, second.network):
@@ -508,7 +479,6 @@ def test_newest_preflight_reports_are_uploaded(scene: Scene) -> None:
     assert found == {"preflight.json": first.preflight, "network.json": second.network}
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 @pytest.mark.parametrize(
     "name", ["artifacts/secret.txt", "artifacts/folder", "code.patch", "checkpoints/step-00000002/x"]
 )
@@ -541,8 +511,6 @@ def test_links_that_leave_the_run_folder_are_not_uploaded(
 # --- The alias `best` of a registered model in a real MLflow database.
 
 
-# MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
-
 NAME = "digits"
 METRIC = "eval/accuracy"
 #: Registers a version of a run with this value of the metric, without moving the alias. Returns run and version.
@@ -569,7 +537,6 @@ def best(scene: Scene) -> str:
     return str(aliases.get("best", ""))
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_alias_moves_to_strictly_better_versions_only(scene: Scene, register: Register) -> None:
     seen = []
     for value in (0.8, 0.7, 0.8, None, float("nan"), 0.9):
@@ -582,7 +549,6 @@ def test_alias_moves_to_strictly_better_versions_only(scene: Scene, register: Re
     assert tags == {"hpcdist.monitor": METRIC, "hpcdist.monitor_value": "0.9"}
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_alias_that_a_user_has_set_is_compared_by_its_run(scene: Scene, register: Register) -> None:
     _, strong = register(0.95)  # registered without hpcdist: no tags
     _, unknown = register(None)
@@ -595,7 +561,6 @@ def test_alias_that_a_user_has_set_is_compared_by_its_run(scene: Scene, register
     assert best(scene) == version
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_process_that_overtakes_another_is_compared_again(
     scene: Scene, register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -616,7 +581,6 @@ def test_process_that_overtakes_another_is_compared_again(
     assert best(scene) == second
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_alias_that_never_settles_ends_with_a_warning(
     scene: Scene, register: Register, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -626,7 +590,6 @@ def test_alias_that_never_settles_ends_with_a_warning(
     assert "the alias best of digits is moved by other processes all the time" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_server_without_aliases_is_skipped_with_a_debug_line(
     scene: Scene, register: Register, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -640,7 +603,6 @@ def test_server_without_aliases_is_skipped_with_a_debug_line(
     assert [record.levelname for record in caplog.records if "alias best is not moved" in record.message] == ["DEBUG"]
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_delivery_registers_the_model_and_sets_the_alias(scene: Scene) -> None:
     config = {**CONFIG, "checkpoint": {"monitor": "eval/loss", "monitor_mode": "min"}}
     config["tracking"] = {"register_as": NAME}

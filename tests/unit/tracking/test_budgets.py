@@ -255,7 +255,6 @@ def test_silent_node_does_not_delay_the_others(tmp_path: Path) -> None:
     assert (found[0][1], found[-1][1]) == (0.0, 1.0)
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_sync_reports_points_beyond_the_limit(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking_points, "EXACT_POINTS", 10)
     scene.log(range(100))
@@ -269,7 +268,6 @@ def test_sync_reports_points_beyond_the_limit(scene: Scene, monkeypatch: pytest.
     assert sync(scene.run, scene.uri).num_points == 0
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_charts_of_64_nodes_with_4_gpus(scene: Scene) -> None:
     scene.run.new_attempt()
     assert 64 * len(SYSTEM) == 1792

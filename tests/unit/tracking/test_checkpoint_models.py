@@ -20,9 +20,6 @@ from tracking_scene import Scene
 from hpcdist.errors import TrackingError
 from hpcdist.tracking import artifacts, delivery
 
-# MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-
 ACCURACY = "eval/accuracy"
 
 

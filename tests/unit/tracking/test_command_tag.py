@@ -18,9 +18,6 @@ from hpcdist.tracking import command_tag
 from hpcdist.tracking.command_tag import parse
 from hpcdist.tracking.delivery import Delivery
 
-# MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-
 
 class Live:
     """A running run whose config allows commands."""

@@ -453,7 +453,6 @@ def test_original_names_are_recorded_and_logged_once(tmp_path: Path, caplog: pyt
 # --- Parameters of a script in MLflow: its arguments, and what it logs itself.
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_arguments_and_logged_parameters_are_there_once(scene: Scene) -> None:
     script = ["/a/train.py", "--lr", "5e-5", "--fp16", "--batch-size=8"]
     scene.write_config(CONFIG | {"trainer": {"target": "ddp", "script": script}})

@@ -12,7 +12,6 @@ import pytest
 
 from hpcdist.tracking.mlflow_client import open_client
 
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 #: Kills itself before alembic's last migrations: some tables exist, others are missing.
 KILLED = """
 import os, signal, sys

@@ -370,7 +370,6 @@ def watch(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
 
 
 @pytest.mark.processes
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_watch_uploads_new_records_and_ends_on_sigterm(
     scene: Scene, tmp_path: Path, watch: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
@@ -402,7 +401,6 @@ def test_watch_uploads_new_records_and_ends_on_sigterm(
 
 
 @pytest.mark.processes
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_run_is_complete_until_it_has_new_records_or_another_attempt(scene: Scene) -> None:
     scene.log([1, 2])
     sync(scene.run, scene.uri, close_dead=False)
@@ -425,7 +423,6 @@ def test_run_is_complete_until_it_has_new_records_or_another_attempt(scene: Scen
 
 
 @pytest.mark.processes
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of another user")
 def test_watch_refuses_planted_locks_and_folders_of_others(tmp_path: Path) -> None:
     (runs := tmp_path / "runs").mkdir()
@@ -450,7 +447,6 @@ def new_metrics(scene: Scene) -> LedgerMetrics:
     return LedgerMetrics(scene.run)
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_ledger_of_an_ended_run_is_logged_once(scene: Scene) -> None:
     add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
     scene.state(status="finished", ended=BEGAN + 40, created=BEGAN - 10)
@@ -465,7 +461,6 @@ def test_ledger_of_an_ended_run_is_logged_once(scene: Scene) -> None:
     assert (point.step, point.timestamp) == (7, int((BEGAN + 37) * 1000)), "the last training step"
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_ledger_of_a_running_run_is_logged_in_intervals(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(delivery.time, "monotonic", lambda: now)
@@ -490,7 +485,6 @@ def test_ledger_of_a_running_run_is_logged_in_intervals(scene: Scene, monkeypatc
     assert found == pytest.approx(200 * 5 / 3600, abs=1e-6), "as accounting says"
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_ledger_that_accounting_changes_gets_the_next_step_from_the_next_process(scene: Scene) -> None:
     add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
     scene.state(status="finished", ended=BEGAN + 40, created=BEGAN - 10)
@@ -504,7 +498,6 @@ def test_ledger_that_accounting_changes_gets_the_next_step_from_the_next_process
     assert scene.entity.data.metrics["usage/allocated"] == pytest.approx(36.04 * 5 / 3600, abs=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_step_of_the_ledger_grows_after_a_restart(scene: Scene) -> None:
     add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
     scene.state(status="stopped", ended=BEGAN + 40, attempt=1)
@@ -519,7 +512,6 @@ def test_step_of_the_ledger_grows_after_a_restart(scene: Scene) -> None:
     assert scene.entity.data.metrics["usage/allocated"] == pytest.approx((37 + 17) * 5 / 3600, abs=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_ledger_is_logged_once_through_an_outage(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     add_attempt(scene.run, 1, 37, [account(1, 37)] * 4)
     scene.state(status="stopped", ended=BEGAN + 40)
@@ -540,7 +532,6 @@ def test_ledger_is_logged_once_through_an_outage(scene: Scene, monkeypatch: pyte
     assert sorted(point.step for point in history) == [7, 8]
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_run_without_a_ledger_has_no_metrics_of_it(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     scene.log([1])
     scene.state(status="finished", ended=BEGAN + 40)
@@ -551,7 +542,6 @@ def test_run_without_a_ledger_has_no_metrics_of_it(scene: Scene, caplog: pytest.
     assert not [key for key in scene.entity.data.metrics if key.startswith("usage/")]
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_energy_is_logged_where_it_is_known(scene: Scene) -> None:
     start = {"began": BEGAN, "ended": BEGAN + 50, "energy_j": 1.8e6}
     write_json(scene.run.path / "job.json", {"job_id": "1", "starts": {"0": start}})

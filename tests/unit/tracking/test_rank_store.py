@@ -26,10 +26,7 @@ from hpcdist.tracking.journal import EventWriter, event_files, read_events
 from hpcdist.tracking.run_metadata import MAX_PARAM
 from hpcdist.tracking.script_records import RankRecords, is_declared, run_id_of
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:mlflow"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:mlflow")
 
 Enter = Callable[..., MlflowClient]
 

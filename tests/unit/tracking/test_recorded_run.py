@@ -18,8 +18,6 @@ from hpcdist.tracking.mlflow_client import open_client
 from hpcdist.tracking.recorded_run import RecordedRun, find_recorded
 from hpcdist.tracking.shipper import sync
 
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-
 CODE = CodeState(cwd="/src/sub", root="/src", git_commit="abc", git_dirty=True, copied=True, num_untracked=0)
 
 

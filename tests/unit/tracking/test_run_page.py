@@ -20,9 +20,6 @@ from hpcdist.tracking import pages
 from hpcdist.tracking.pages import MARK, NOTE_TAG
 from hpcdist.tracking.run_metadata import MAX_RUN_NAME, run_name
 
-# MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-
 PRIMARY = "mlflow.experiment.primaryMetric.name"
 DATA = (
     DatasetRecord(name="digits", num_samples=9, digest="ab", source="/data"),

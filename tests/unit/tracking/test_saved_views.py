@@ -34,8 +34,6 @@ from hpcdist.tracking.mlflow_client import MlflowException
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.pages import ParentRun
 
-# MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
-
 TAG = "mlflow.sharedViewState."
 #: A view that the UI of MLflow 3.17.2 saved: other columns, sorted by a metric, grouped by a tag, a column moved.
 OF_THE_UI = (
@@ -74,8 +72,6 @@ def as_cell(scene: Scene, *keys: str) -> None:
     write_json(scene.run.path / "cell.json", {"sweep": "tune", "label": "x", "values": values})
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
 def test_state_has_the_keys_and_types_of_a_view_that_the_ui_saved() -> None:
     saved = unpacked(OF_THE_UI)
     for found in pages.prepared({"eval/accuracy": "max"}, ["optim.lr"]).values():
@@ -90,8 +86,6 @@ def test_state_has_the_keys_and_types_of_a_view_that_the_ui_saved() -> None:
     assert unpacked(pages._packed(saved)) == saved
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
 def test_views_of_a_run(scene: Scene) -> None:
     scene.shipper().ship_once()
     assert set(tags(scene)) == {f"{TAG}hpcdist-{name}" for name in ("overview", "failures", "cost")}
@@ -107,8 +101,6 @@ def test_views_of_a_run(scene: Scene) -> None:
     assert "duration" in overview["state"]["columnOrder"]
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
 def test_views_follow_monitors_and_axes_of_all_runs(scene: Scene) -> None:
     as_cell(scene, "optim.lr")
     scene.shipper().ship_once()
@@ -135,8 +127,6 @@ def test_views_follow_monitors_and_axes_of_all_runs(scene: Scene) -> None:
     assert view(scene, "sweep")["state"] == sweep["state"]
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
 def test_columns_of_tags_have_values(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.shipper().ship_once()
     tags = scene.entity.data.tags
@@ -176,8 +166,6 @@ def test_columns_of_tags_have_values(scene: Scene, monkeypatch: pytest.MonkeyPat
     assert tags["hpcdist.cost"] == "0.71 GPU-hours, goodput 100 %"
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
 def test_number_of_keys_of_other_runs_is_limited(scene: Scene) -> None:
     for first in range(0, 60, 20):
         as_cell(scene, *(f"params.key_{number}" for number in range(first, first + 20)))
@@ -186,8 +174,6 @@ def test_number_of_keys_of_other_runs_is_limited(scene: Scene) -> None:
     assert keys == [f"params.`params.key_{number}`" for number in range(30, 60)]
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
 def test_own_view_is_replaced_and_views_of_users_are_not_touched(scene: Scene) -> None:
     opened = MlflowRun(scene.run, scene.uri)
     users = json.dumps({"name": "Overview", "createdAt": 1, "updatedAt": 1, "state": OF_THE_UI})
@@ -200,8 +186,6 @@ def test_own_view_is_replaced_and_views_of_users_are_not_touched(scene: Scene) -
         assert view(scene, "overview")["state"]["selectedColumns"], damaged
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
 def test_another_version_of_mlflow_gets_no_views(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -213,8 +197,6 @@ def test_another_version_of_mlflow_gets_no_views(
     assert "views" not in (read_json(scene.run.mlflow) or {})
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
 def test_server_is_asked_for_its_version(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     responses: list[tuple[str, bytes]] = [
         ("200 OK", b"3.16.0"),
@@ -238,8 +220,6 @@ def test_server_is_asked_for_its_version(scene: Scene, tmp_path: Path, monkeypat
             assert len(tags(scene)) == 3
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
 def test_rejected_view_delays_nothing_and_is_tried_again_at_the_end(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -267,9 +247,6 @@ def test_rejected_view_delays_nothing_and_is_tried_again_at_the_end(
 
 
 # --- The MLflow parent run of a sweep, in a real database.
-
-
-# MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 
 
 class SweepScene:
@@ -322,7 +299,6 @@ def sweep(tmp_path: Path, empty_database: Path) -> SweepScene:
     return SweepScene(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_cells_are_child_runs_named_by_their_values(sweep: SweepScene) -> None:
     sweep.ship(0)
     sweep.ship(1)
@@ -339,7 +315,6 @@ def test_cells_are_child_runs_named_by_their_values(sweep: SweepScene) -> None:
     assert (read_json(sweep.folder.mlflow) or {})["run_id"] == found["tune"].info.run_id
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_status_of_the_parent_run_follows_its_cells(sweep: SweepScene) -> None:
     with hold(sweep.folder):
         sweep.ship(0, status="queued")
@@ -361,7 +336,6 @@ def test_status_of_the_parent_run_follows_its_cells(sweep: SweepScene) -> None:
     assert parent.tags["hpcdist.changed.seed"] == "1, 2, 3", "MLflow's parameters cannot change"
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_concurrent_shippers_create_one_parent_run(sweep: SweepScene) -> None:
     parents = [ParentRun.of(run, sweep.uri) for run in sweep.runs * 3]
     with ThreadPoolExecutor(6) as pool:
@@ -369,7 +343,6 @@ def test_concurrent_shippers_create_one_parent_run(sweep: SweepScene) -> None:
     assert ids == {sweep.entities()["tune"].info.run_id}
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_parent_run_with_an_unrecorded_id_is_found(sweep: SweepScene) -> None:
     sweep.ship(0)
     ids = read_json(sweep.folder.mlflow) or {}
@@ -378,7 +351,6 @@ def test_parent_run_with_an_unrecorded_id_is_found(sweep: SweepScene) -> None:
     assert sweep.entities()["seed=2"].data.tags["mlflow.parentRunId"] == ids["run_id"]
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_end_of_a_sweep_is_uploaded_after_an_outage(sweep: SweepScene, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of the last cell does not count as uploaded until the parent is updated."""
 
@@ -396,7 +368,6 @@ def test_end_of_a_sweep_is_uploaded_after_an_outage(sweep: SweepScene, monkeypat
     assert sweep.parent() == ("FINISHED", "2 cells: 2 finished")
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_update_of_the_parent_run_is_repeated_if_the_state_changes(
     sweep: SweepScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,14 +380,12 @@ def test_update_of_the_parent_run_is_repeated_if_the_state_changes(
     assert sweep.parent() == ("FINISHED", "new")
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_cell_without_a_sweep_folder_is_an_ordinary_run(sweep: SweepScene) -> None:
     shutil.rmtree(sweep.folder.path)
     sweep.ship(0)
     assert set(sweep.entities()) == {"tune-seed_1"}
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 @pytest.mark.parametrize(
     ("file", "message"),
     [("sweep.json", "sweep.json is (damaged|missing)"), (".mlflow.lock", "tune cannot be written")],

@@ -34,13 +34,10 @@ from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.points import Counts, SentPoints
 from hpcdist.tracking.shipper import SyncReport, _Parent, _wait_for_first_step, ship_forever, sync
 
-# MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
-
 #: Process id of a dead parent.
 DEAD_PARENT = -1
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_error_for_an_unreachable_server_contains_no_password(scene: Scene) -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
@@ -50,7 +47,6 @@ def test_error_for_an_unreachable_server_contains_no_password(scene: Scene) -> N
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_sync_closes_the_run_of_a_dead_supervisor(scene: Scene) -> None:
     scene.log([1, 2, 3])
     scene.log([2, 4], attempt=2)
@@ -74,7 +70,6 @@ def test_sync_closes_the_run_of_a_dead_supervisor(scene: Scene) -> None:
     assert sync(scene.run, scene.uri) == SyncReport()
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_sync_does_not_close_running_and_created_runs(scene: Scene) -> None:
     with lease.hold(scene.run):
         assert not sync(scene.run, scene.uri).closed
@@ -87,7 +82,6 @@ def test_sync_does_not_close_running_and_created_runs(scene: Scene) -> None:
     assert str(report) == "another process uploads it at the moment"
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 @pytest.mark.parametrize(
     ("state", "status"), [("CANCELLED", "KILLED"), ("NODE_FAIL", "FAILED"), ("OUT_OF_MEMORY", "FAILED")]
 )
@@ -120,7 +114,6 @@ def test_sync_closes_the_run_of_an_ended_job_with_the_reason_of_slurm(
     }
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 @pytest.mark.processes
 def test_shipper_of_a_follower_continues_through_requeues(scene: Scene) -> None:
     scene.log([1, 2])
@@ -136,14 +129,12 @@ def test_shipper_of_a_follower_continues_through_requeues(scene: Scene) -> None:
     assert (scene.steps(), scene.status()) == ([1, 2, 3], "FINISHED")
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_exit_of_a_follower_does_not_close_the_run(scene: Scene) -> None:
     scene.state(status="queued")
     assert not ship_forever(scene.run, scene.uri, DEAD_PARENT, through_queue=True)
     assert not scene.run.mlflow.exists()
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_shipper_of_a_job_exits_when_the_run_is_requeued(scene: Scene) -> None:
     scene.log([1, 2])
     scene.state(status="queued", attempt=1)
@@ -151,7 +142,6 @@ def test_shipper_of_a_job_exits_when_the_run_is_requeued(scene: Scene) -> None:
     assert (scene.steps(), scene.status()) == ([1, 2], "SCHEDULED")
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_shipper_marks_the_run_of_a_dead_supervisor_as_failed(scene: Scene) -> None:
     scene.log([1, 2])
     assert ship_forever(scene.run, scene.uri, DEAD_PARENT)
@@ -162,14 +152,12 @@ def test_shipper_marks_the_run_of_a_dead_supervisor_as_failed(scene: Scene) -> N
     assert scene.run.read_state().status == "running", "only a supervisor or a command writes the state"
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_shipper_of_a_dead_supervisor_leaves_a_held_run_unchanged(scene: Scene) -> None:
     with lease.hold(scene.run):
         assert not ship_forever(scene.run, scene.uri, DEAD_PARENT)
     assert not scene.run.mlflow.exists()
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_second_shipper_waits_and_exits_with_its_parent(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with open(scene.run.journal / ".shipper.lock", "a") as file:
@@ -178,7 +166,6 @@ def test_second_shipper_waits_and_exits_with_its_parent(scene: Scene, caplog: py
     assert "another shipper uploads first" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_shipper_runs_on_a_file_system_without_locks(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -196,7 +183,6 @@ def test_shipper_runs_on_a_file_system_without_locks(
     assert "first/journal/.shipper.lock cannot be locked (no flock)" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_lock_is_awaited_after_a_transient_error(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     flock, failures = fcntl.flock, [OSError(errno.EIO, os.strerror(errno.EIO))]
 
@@ -213,7 +199,6 @@ def test_lock_is_awaited_after_a_transient_error(scene: Scene, monkeypatch: pyte
     assert not failures
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_drain_ends_after_its_timeout(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     scene.write_config({**CONFIG, "tracking": {"drain_timeout_s": 0}})
     scene.state(status="finished", ended=2e9)
@@ -224,7 +209,6 @@ def test_drain_ends_after_its_timeout(scene: Scene, caplog: pytest.LogCaptureFix
     assert "`hpcdist sync first` uploads the rest" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 @pytest.mark.processes
 def test_shipper_process_reports_a_missing_run_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = (
@@ -270,7 +254,6 @@ def wait_until(condition: Any, timeout_s: float) -> None:
         signal.sigtimedwait([signal.SIGTERM], 0.1)
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_killed_server_causes_no_loss_and_no_duplicates(scene: Scene, tmp_path: Path) -> None:
@@ -306,8 +289,6 @@ def test_killed_server_causes_no_loss_and_no_duplicates(scene: Scene, tmp_path: 
 
 # --- An invalid response of a server or a proxy raises a one-line error and neither loses nor duplicates points.
 
-
-# MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 
 Response = tuple[str, dict[str, str], bytes]
 PAGE = b"<!DOCTYPE html><html><body>" + b"Please log in. " * 5000 + b"</body></html>"
@@ -388,8 +369,6 @@ def error_of(shipper: Delivery) -> str:
     return text
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
 def test_invalid_responses_lose_no_point(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.log(range(30), key="acc%")
     scene.log(range(30), key="acc#")

@@ -22,8 +22,6 @@ from hpcdist.tracking.delivery import ReportWriter, report_mark
 from hpcdist.tracking.points import SentFiles
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
 def test_run_stays_in_a_renamed_experiment(scene: Scene) -> None:
     scene.log([1, 2])
     scene.shipper().ship_once()
@@ -40,8 +38,6 @@ def test_run_stays_in_a_renamed_experiment(scene: Scene) -> None:
     assert delivery.Delivery(other, scene.uri).open_run().experiment_id != experiment
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
 @pytest.mark.processes
 def test_two_runs_are_uploaded_at_the_same_time(scene: Scene) -> None:
     second = RunDir.create(scene.run.path.parent / "second")
@@ -69,8 +65,6 @@ def test_two_runs_are_uploaded_at_the_same_time(scene: Scene) -> None:
         assert sorted(metric.step for metric in history) == list(range(2000))
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
 def test_names_values_and_files_with_any_characters(scene: Scene) -> None:
     text = "Größe 数据 🚀 עברית \u202e\u0000\ud800"
     scene.write_config({**CONFIG, "params": {"größe": "数据 🚀"}, "tracking": {"tags": {"équipe": "Zürich 🏔"}}})
@@ -91,8 +85,6 @@ def test_names_values_and_files_with_any_characters(scene: Scene) -> None:
     assert Path(copy).read_text() == "größe"
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
 def test_many_artifacts_delay_neither_metrics_nor_the_state(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -128,8 +120,6 @@ def test_many_artifacts_delay_neither_metrics_nor_the_state(
     assert len(saves) < 10, "the state is not saved for each artifact"
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_ten_thousand_artifacts_through_a_server(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,8 +179,6 @@ with socket.create_server(("127.0.0.1", 0)) as listening:
 """
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated")
 @pytest.mark.faults
 @pytest.mark.timeout(1800)
 def test_server_killed_50_times_gets_each_of_10_000_records_once(
