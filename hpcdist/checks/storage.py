@@ -29,8 +29,7 @@ from hpcdist.host.machine import Check, failure, install_command, note, ok, warn
 from hpcdist.host.machine_checks import SKEW_S, space_checks
 from hpcdist.run.folder import DATABASE, own_place
 from hpcdist.tracking.links import web_address
-from hpcdist.tracking.server_errors import version_in
-from hpcdist.tracking.uri import VARIABLES, Credentials, read_credentials, sqlite_path
+from hpcdist.tracking.uri import VARIABLES, Credentials, read_credentials, sqlite_path, version_in
 
 # Checks of the folder of runs: permissions, space, speed, and the file operations that run folders need.
 

@@ -30,10 +30,9 @@ from hpcdist.run.sweeps import SweepDir, sweep_of, text_of
 from hpcdist.tracking import run_metadata
 from hpcdist.tracking.journal import clean_name
 from hpcdist.tracking.links import VIEWS
-from hpcdist.tracking.mlflow_client import MlflowException, entities, translated
+from hpcdist.tracking.mlflow_client import MlflowException, entities, server_version, translated
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.run_metadata import MAX_TAG, clean_text
-from hpcdist.tracking.server_errors import server_version
 from hpcdist.tracking.uri import is_server
 
 # Description, datasets and primary metric of a run, as MLflow's UI shows them beside its metrics.

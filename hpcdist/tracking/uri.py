@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import configparser
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,3 +123,9 @@ def _saved(path: Path) -> Mapping[str, str]:
             f"{path} is not in the format of MLflow ({type(error).__name__}): it needs a section [mlflow] with"
             " mlflow_tracking_username and mlflow_tracking_password, in which % is written as %%"
         ) from None
+
+
+def version_in(answer: str) -> str:
+    """Return the version in an answer of `/version`; empty for another page, such as that of a login."""
+    text = answer.strip()
+    return text if re.fullmatch(r"[0-9]+\.[0-9]+[\w.]{0,30}", text) else ""

@@ -1,4 +1,4 @@
-"""Prepared views of an experiment in MLflow's store."""
+"""Prepared views of an experiment in MLflow's store, and the links to them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hpcdist.review.ledger import Entry, Ledger
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold
 from hpcdist.run.sweeps import SweepDir, make_sweep, mark, parse_axes, write_sweep
-from hpcdist.tracking import pages
+from hpcdist.tracking import links, pages
 from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.mlflow_client import MlflowException
 from hpcdist.tracking.mlflow_run import MlflowRun
@@ -399,3 +399,88 @@ def test_unusable_sweep_folder_raises_tracking_error(sweep: SweepScene, file: st
         (sweep.folder.path / file).mkdir()
     with pytest.raises(TrackingError, match=message):
         parent.cell_tags()
+
+
+# --- Links to MLflow's UI and its prepared views, printed without an import of MLflow.
+
+
+IDS = {"uri": "http://mlflow:5000", "experiment_id": "7", "run_id": "ab"}
+
+
+def make(root: Path, name: str, **ids: Any) -> RunDir:
+    run = RunDir.create(root / name)
+    write_json(run.mlflow, ids)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("uri", "address"),
+    [
+        ("http://mlflow:5000", "http://mlflow:5000"),
+        ("https://ada:***@mlflow.org/team/", "https://mlflow.org/team"),
+        ("http://ada@[::1]:5000/", "http://[::1]:5000"),
+    ],
+)
+def test_address_has_no_credentials(uri: str, address: str) -> None:
+    assert links.web_address(uri) == address
+
+
+def test_end_of_a_run_links_to_its_page_and_to_the_views(tmp_path: Path) -> None:
+    listing = "http://mlflow:5000/#/experiments/7/runs?workflowType=machine_learning"
+    page = "review in MLflow: http://mlflow:5000/#/experiments/7/runs/ab?workflowType=machine_learning"
+    assert links.end_of_run(make(tmp_path, "exp/old", **IDS)) == [page]
+    run = make(tmp_path, "exp/new", **IDS, views=["hpcdist-cost", "hpcdist-overview", "of a newer version", 3])
+    assert links.end_of_run(run) == [
+        page,
+        f"  Overview: {listing}&viewStateShareKey=hpcdist-overview",
+        f"  Cost: {listing}&viewStateShareKey=hpcdist-cost",
+    ]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        {},
+        IDS | {"uri": "sqlite:////runs/mlflow.db"},
+        IDS | {"run_id": 5},
+        {"uri": "http://mlflow:5000", "run_id": "ab"},
+    ],
+    ids=["no record", "database", "damaged", "incomplete"],
+)
+def test_run_without_an_address_has_no_links(tmp_path: Path, ids: dict[str, Any]) -> None:
+    assert links.end_of_run(make(tmp_path, "exp/run", **ids)) == []
+
+
+def test_link_to_the_newest_run_opens_the_view_with_metrics(tmp_path: Path) -> None:
+    found = [
+        make(tmp_path, "b/old", **IDS | {"experiment_id": "8"}, views=["hpcdist-overview"]),
+        make(tmp_path, "a/new", **IDS, views=["hpcdist-overview", "hpcdist-cost"]),
+        make(tmp_path, "c/elsewhere", **IDS | {"uri": "http://other"}),
+        make(tmp_path, "d/damaged", **IDS | {"experiment_id": "9"}),
+    ]
+    for number, run in enumerate(found):
+        run.write_state(State(status="finished", created=float(number)))
+    (found[3].path / "state.json").write_text("{")
+    address = "http://mlflow:5000/"
+    listing = f"{address}#/experiments/7/runs?workflowType=machine_learning"
+    assert links.of_newest(found, IDS["uri"], address) == f"{listing}&viewStateShareKey=hpcdist-overview"
+    write_json(found[1].mlflow, IDS | {"views": []})
+    assert links.of_newest(found, IDS["uri"], address) == listing
+    assert links.of_newest([], IDS["uri"], address) == f"{address}#/experiments?workflowType=machine_learning"
+
+
+def test_experiments_are_listed_with_the_views_of_all_their_runs(tmp_path: Path) -> None:
+    found = [
+        make(tmp_path, "b/one", **IDS, views=["hpcdist-overview"]),
+        make(tmp_path, "b/two", **IDS, views="damaged"),
+        make(tmp_path, "b/three", **IDS, views=["hpcdist-overview", "hpcdist-sweep"]),
+        make(tmp_path, "a/one", **IDS | {"experiment_id": "8"}),
+        make(tmp_path, "other/one", **IDS | {"uri": "http://other"}),
+    ]
+    address = "http://mlflow:5000/"
+    assert links.of_experiments(found, "http://mlflow:5000", address) == [
+        f"a: {address}#/experiments/8/runs?workflowType=machine_learning",
+        f"b: {address}#/experiments/7/runs?workflowType=machine_learning",
+        f"  Overview: {address}#/experiments/7/runs?workflowType=machine_learning&viewStateShareKey=hpcdist-overview",
+        f"  Sweep: {address}#/experiments/7/runs?workflowType=machine_learning&viewStateShareKey=hpcdist-sweep",
+    ]

@@ -1,7 +1,11 @@
-"""Each error of a server gives one line with its cause and its fix."""
+"""The connection to MLflow: each error of a server in one line, the tracking URI, and a new database."""
 
 from __future__ import annotations
 
+import signal
+import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,7 +19,7 @@ from mlflow_application import in_thread
 
 from hpcdist.errors import TrackingError, UserMistake
 from hpcdist.tracking.mlflow_client import open_client
-from hpcdist.tracking.uri import read_credentials
+from hpcdist.tracking.uri import choose_uri, default_uri, read_credentials, redact_uri, sqlite_path
 
 Answer = tuple[int, bytes, dict[str, str]]
 PAGE = b"<!DOCTYPE html><html><body>Please log in.</body></html>"
@@ -172,3 +176,83 @@ def test_a_request_waits_for_seconds_only_whatever_the_server_asks(
 def test_no_server(server: AnsweringServer) -> None:
     with pytest.raises(TrackingError, match=r"the server cannot be reached \(Connection refused\): check the address"):
         open_client("http://127.0.0.1:1")
+
+
+# --- Resolution and redaction of the tracking URI.
+
+
+@pytest.mark.parametrize(
+    ("text", "redacted"),
+    [
+        ("http://me:secret@host:5000", "http://me:***@host:5000"),
+        ("postgresql://me:p@ss:w@host/db", "postgresql://me:***@host/db"),
+        ("http://host:5000/a@b", "http://host:5000/a@b"),
+        ("sqlite:////runs/mlflow.db", "sqlite:////runs/mlflow.db"),
+        ("API request to http://me:secret@host/api failed", "API request to http://me:***@host/api failed"),
+    ],
+)
+def test_password_in_a_uri_is_redacted(text: str, redacted: str) -> None:
+    assert redact_uri(text) == redacted
+    assert redact_uri(redacted) == redacted
+
+
+def test_uri_precedence_is_environment_config_default_database(tmp_path: Path) -> None:
+    assert choose_uri({"HPCDIST_TRACKING_URI": "http://a"}, "http://b", tmp_path) == "http://a"
+    assert choose_uri({"HPCDIST_TRACKING_URI": ""}, "http://b", tmp_path) == "http://b"
+    assert choose_uri({}, "", tmp_path) == default_uri(tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
+    assert sqlite_path(default_uri(tmp_path)) == tmp_path / "mlflow.db"
+    assert sqlite_path("http://a") is None
+
+
+def test_redacted_uri_is_rejected() -> None:
+    with pytest.raises(TrackingError, match=r"password of http://me:.*@host is not kept .* set HPCDIST_TRACKING_URI"):
+        choose_uri({}, "http://me:***@host", Path("runs"))
+
+
+# --- A process that dies while MLflow creates its tables leaves an empty database, which the next one fills.
+
+
+#: Kills itself before alembic's last migrations: some tables exist, others are missing.
+KILLED = """
+import os, signal, sys
+from alembic.runtime import migration
+from hpcdist.tracking.mlflow_client import open_client
+
+number = 0
+update = migration.HeadMaintainer.update_to_step
+
+def update_to_step(self, step):
+    global number
+    number += 1
+    if number == 10:
+        os.kill(os.getpid(), signal.SIGKILL)
+    update(self, step)
+
+migration.HeadMaintainer.update_to_step = update_to_step
+open_client(sys.argv[1])
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_database_of_a_killed_process_is_created_by_the_next_one(tmp_path: Path) -> None:
+    database = tmp_path / "mlflow.db"
+    done = subprocess.run([sys.executable, "-c", KILLED, f"sqlite:///{database}"], check=False, timeout=240)
+    assert done.returncode == -signal.SIGKILL
+    assert database.stat().st_size == 0
+    (left,) = tmp_path.glob(".mlflow.db.*")
+    with sqlite3.connect(left) as connection:
+        assert connection.execute("select count(*) from sqlite_master").fetchone()[0] > 5, "killed in the middle"
+    client = open_client(f"sqlite:///{database}")
+    assert client.create_run(client.create_experiment("digits")).info.run_id
+    assert database.stat().st_mode & 0o777 == 0o600
+
+
+def test_failure_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(uri: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hpcdist.tracking.mlflow_client._connected", fail)
+    with pytest.raises(Exception, match="No space left on device"):
+        open_client(f"sqlite:///{tmp_path}/mlflow.db")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mlflow.db", "mlflow.db.lock"]
