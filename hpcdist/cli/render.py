@@ -29,6 +29,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from hpcdist.cli.options import wrapped
+from hpcdist.config.redaction import redact_text
 from hpcdist.config.schema import Config, find_trainer
 from hpcdist.config.topology import rank_table
 from hpcdist.config.written import redacted
@@ -41,7 +42,6 @@ from hpcdist.run.snapshot import code_state
 from hpcdist.supervisor.plan import Plan, rank_command
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.tracking import links
-from hpcdist.tracking.uri import redact_uri
 
 PLAIN_INTERVAL_S = 5.0
 TRACEBACK_LINES = 8
@@ -71,7 +71,7 @@ def show_plan(
         "roles": f"trainer → rank 0{f' … {last}' if last else ''}",
         "devices": f"{devices}, {plan.backend}, {plan.threads} thread{'s' * (plan.threads > 1)} per rank",
         "run folder": short_path(run_folder),
-        "MLflow": redact_uri(tracking_uri),
+        "MLflow": redact_text(tracking_uri),
     }
     run = RunDir(run_folder)
     if run.environment.exists() and (code := code_state(run)).copied:
@@ -236,7 +236,7 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
         _print_line(console, f"straggler: {text}", "yellow")
     store = f"--runs-dir {shlex.quote(short_path(config.runs_dir))}"
     if config.tracking.uri:
-        store = f"--tracking-uri {shlex.quote(redact_uri(config.tracking.uri))}"
+        store = f"--tracking-uri {shlex.quote(redact_text(config.tracking.uri))}"
     lines = links.end_of_run(run) or [f"review in MLflow: {program} ui {store}"]
     if run.report.is_file() and not is_benchmark:
         lines.append(f"report: {short_path(run.report)}")

@@ -35,12 +35,12 @@ from hpcdist.cli.options import (
 )
 from hpcdist.cli.run import run_here
 from hpcdist.cli.submit import submission_flags, submit_run
+from hpcdist.config.redaction import redact_text
 from hpcdist.containers.spec import DETACHED
 from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.host.log_files import say
 from hpcdist.host.machine import image_facts, num_cores
 from hpcdist.review.text import PATCH
-from hpcdist.tracking.uri import redact_uri
 
 if TYPE_CHECKING:
     from hpcdist.config.schema import Config
@@ -283,7 +283,7 @@ def _restore(
     from hpcdist.run.records import RerunRecord, write_rerun
 
     folder = str(recorded.folder.path) if recorded.folder is not None else ""
-    uri = redact_uri(recorded.uri)
+    uri = redact_text(recorded.uri)
     write_rerun(
         made, RerunRecord(name=recorded.name, folder=folder, run_id=recorded.run_id, uri=uri, missing=list(missing))
     )

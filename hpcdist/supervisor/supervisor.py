@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from types import FrameType
 from typing import Literal, Protocol
 
+from hpcdist.config.redaction import redact_text
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import Roles
 from hpcdist.errors import HpcdistError, LeaseLostError, UserMistake
@@ -28,7 +29,6 @@ from hpcdist.supervisor.notifier import Notifier
 from hpcdist.supervisor.progress import Reporter, log_of
 from hpcdist.supervisor.restart_policy import Failure, decide, error_text, failed_start, first_failure
 from hpcdist.supervisor.watch import Allocation, Watch, none_started
-from hpcdist.tracking.uri import redact_uri
 
 # Requests to stop or cancel a run by signals to its supervisor.
 
@@ -198,7 +198,7 @@ class Supervisor:
             notifier.send("requeued" if state.status == "queued" else "ended", state)
         if shipper is not None and not shipper.drain(self._config.tracking.drain_timeout_s, self._report.note):
             self._report.note(
-                f"MLflow at {redact_uri(self._tracking_uri or '')} has not received all records (see shipper.log);"
+                f"MLflow at {redact_text(self._tracking_uri or '')} has not received all records (see shipper.log);"
                 f" none are lost: `hpcdist sync {self._run.name}` ships the rest"
             )
         if failure is not None and not isinstance(failure, OSError):

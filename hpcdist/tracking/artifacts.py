@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from hpcdist.run.records import MANIFEST_FILE, complete_checkpoints
 from hpcdist.tracking.journal import clean_metric_name
 from hpcdist.tracking.mlflow_client import MlflowException, all_pages, entities, is_unsupported, require_id, translated
 from hpcdist.tracking.mlflow_run import MlflowRun
+from hpcdist.tracking.run_metadata import clean_text
 
 # The files of a run that become MLflow artifacts, with fingerprints that show which have changed.
 #
@@ -214,7 +214,7 @@ def _tagged_value(version: Any, metric: str) -> float | None:
     if tags.get(METRIC_TAG) != metric:
         return None
     try:
-        return _finite(float(tags[VALUE_TAG]))
+        return finite_number(float(tags[VALUE_TAG]))
     except (KeyError, ValueError):
         return None
 
@@ -222,15 +222,11 @@ def _tagged_value(version: Any, metric: str) -> float | None:
 def _run_value(run: MlflowRun, run_id: str, metric: str) -> float | None:
     """Return the last value of a metric of an MLflow run; None if there is none, or the run is removed."""
     try:
-        return _finite(run.client.get_run(run_id).data.metrics.get(metric, math.nan))
+        return finite_number(run.client.get_run(run_id).data.metrics.get(metric))
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
         return None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 # The kept checkpoints of a run as logged models of MLflow, without an upload of their files.
@@ -280,7 +276,7 @@ class KeptCheckpoint:
         """Parameters of the logged model, which MLflow's page shows."""
         return {
             "step": str(self.step),
-            "path": _text(str(self.folder)),
+            "path": clean_text(str(self.folder)),
             "sha256": self.sha256,
             "bytes": str(self.num_bytes),
             "world_size": str(self.world_size),
@@ -289,20 +285,15 @@ class KeptCheckpoint:
     @property
     def description(self) -> str:
         """What the checkpoint is and how to load it, as Markdown."""
-        path, name = _text(str(self.folder)), self.folder.parents[1].name
+        path, name = clean_text(str(self.folder)), clean_text(self.folder.parents[1].name)
         return (
             f"Checkpoint of step {self.step}, in the run folder: `{path}`\n\n"
             "```python\nfrom hpcdist.checkpoint.state import load_weights\n\n"
             f"folder = {path!r}\nstate_dict = load_weights(folder)\n```\n\n"
-            f"`hpcdist export {_text(name)} --checkpoint {self.step} --format safetensors` writes the weights to a file"
+            f"`hpcdist export {name} --checkpoint {self.step} --format safetensors` writes the weights to a file"
             " that other programs load without hpcdist. The parameter `sha256` is that of the output of"
             " `sha256sum *.pt`.\n"
         )
-
-
-def _text(name: str) -> str:
-    """Return a file name without lone surrogates."""
-    return name.encode(errors="replace").decode()
 
 
 def manifests(run: RunDir) -> dict[str, str]:

@@ -332,10 +332,10 @@ def attempt_of(file_name: str) -> int:
     return int(file_name.split(".")[0].removeprefix("attempt-"))
 
 
-def journal_files(folder: Path) -> list[JournalFile]:
+def journal_files(folder: Path, name: re.Pattern[str] = _FILE_NAME) -> list[JournalFile]:
     """Return all journal files of a run, sorted by attempt and rank."""
     entries = retry.retry(lambda: list(folder.iterdir()), folder)
-    found = [(match, entry) for entry in entries if (match := _FILE_NAME.fullmatch(entry.name))]
+    found = [(match, entry) for entry in entries if (match := name.fullmatch(entry.name))]
     return sorted(JournalFile(int(match[1]), int(match[2]), path) for match, path in found)
 
 
@@ -466,9 +466,7 @@ class EventWriter(JournalWriter):
 
 def event_files(folder: Path) -> list[Path]:
     """Return all event files of a run, sorted by attempt and rank."""
-    entries = retry.retry(lambda: list(folder.iterdir()), folder)
-    found = [(match, entry) for entry in entries if (match := _EVENTS_FILE.fullmatch(entry.name))]
-    return [path for _, path in sorted(found, key=lambda it: (int(it[0][1]), int(it[0][2]), it[1].name))]
+    return [file.path for file in journal_files(folder, _EVENTS_FILE)]
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:

@@ -10,11 +10,12 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from hpcdist.config.redaction import redact_text
 from hpcdist.errors import RunFolderError
 from hpcdist.host.files import read_json
 from hpcdist.review.text import TRAINING_PAGES
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.uri import is_server, redact_uri
+from hpcdist.tracking.uri import is_server
 
 #: Id of each prepared view and its name in the UI, see `tracking/pages.py`.
 VIEWS = {
@@ -70,7 +71,7 @@ def of_newest(runs: Iterable[RunDir], store: str, address: str) -> str:
     for run in runs:
         ids = _ids(run)
         with suppress(RunFolderError, OSError):
-            if ids.get("experiment_id") and ids.get("uri") == redact_uri(store):
+            if ids.get("experiment_id") and ids.get("uri") == redact_text(store):
                 found[run.read_state().created] = ids
     if not found:
         return experiments_page(address)
@@ -88,7 +89,7 @@ def of_experiments(runs: Iterable[RunDir], store: str, address: str) -> list[str
     views: dict[str, list[str]] = {}
     for run in runs:
         ids = _ids(run)
-        if ids.get("experiment_id") and ids.get("uri") == redact_uri(store):
+        if ids.get("experiment_id") and ids.get("uri") == redact_text(store):
             numbers[run.experiment] = ids["experiment_id"]
             views[run.experiment] = [*views.get(run.experiment, []), *ids["views"]]
     lines = []

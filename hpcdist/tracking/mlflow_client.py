@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from hpcdist.config.redaction import redact_text
 from hpcdist.errors import RunFolderError, TrackingError, UserMistake
 from hpcdist.host.lock import long_lock
 from hpcdist.run.folder import make_database
@@ -23,7 +24,6 @@ from hpcdist.tracking.uri import (
     VARIABLES,
     is_server,
     read_credentials,
-    redact_uri,
     require_private_credentials,
     sqlite_path,
     version_in,
@@ -75,15 +75,15 @@ def translated(uri: str) -> Iterator[None]:
         yield
     except _FAILURES as error:
         cause = explanation(error, uri) if is_server(uri) else ""
-        raise TrackingError(f"MLflow at {redact_uri(uri)}: {cause or _reason(error)}") from error
+        raise TrackingError(f"MLflow at {redact_text(uri)}: {cause or _reason(error)}") from error
     except _MALFORMED as error:
         raise TrackingError(
-            f"MLflow at {redact_uri(uri)}: the response is not MLflow's ({type(error).__name__}: {_reason(error)})"
+            f"MLflow at {redact_text(uri)}: the response is not MLflow's ({type(error).__name__}: {_reason(error)})"
         ) from error
 
 
 def _reason(error: Exception) -> str:
-    text = " ".join(redact_uri(str(error)[:10_000]).split())
+    text = " ".join(redact_text(str(error)[:10_000]).split())
     return f"{text[:300]}{'…' if len(text) > 300 else ''}"
 
 
@@ -123,7 +123,7 @@ def open_client(uri: str) -> MlflowClient:
         try:
             require_private_credentials(os.environ)
         except UserMistake as error:
-            raise TrackingError(f"MLflow at {redact_uri(uri)}: {error}") from error
+            raise TrackingError(f"MLflow at {redact_text(uri)}: {error}") from error
     with translated(uri):
         if database is None:
             return _connected(uri)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcdist.config.redaction import redact_text
 from hpcdist.errors import TrackingError
 from hpcdist.host.files import make_private, write_json
 from hpcdist.run.folder import RunDir, own_place, read_record
@@ -20,7 +21,7 @@ from hpcdist.run.records import began_of
 from hpcdist.tracking.journal import clean_name
 from hpcdist.tracking.mlflow_client import MlflowException, entities, open_client, require_id, translated
 from hpcdist.tracking.points import Point
-from hpcdist.tracking.uri import redact_uri, sqlite_path
+from hpcdist.tracking.uri import sqlite_path
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class MlflowRun:
             self.start_ms = int(found.info.start_time or 0)
             self.run_id = require_id(found.info.run_id, "a run")
             self.experiment_id = require_id(found.info.experiment_id, "a run's experiment")
-        ids = {"uri": redact_uri(uri), "experiment_id": self.experiment_id, "run_id": self.run_id}
+        ids = {"uri": redact_text(uri), "experiment_id": self.experiment_id, "run_id": self.run_id}
         if saved | ids != saved:
             write_json(run.mlflow, saved | ids, durable=True)
 
@@ -61,9 +62,9 @@ class MlflowRun:
         if not run_id:
             return None
         found = self._get(run_id)
-        if found is None and saved.get("uri") == redact_uri(self.uri):
+        if found is None and saved.get("uri") == redact_text(self.uri):
             raise TrackingError(
-                f"run {run_id} is no longer in MLflow at {redact_uri(self.uri)}: restore its database, or"
+                f"run {run_id} is no longer in MLflow at {redact_text(self.uri)}: restore its database, or"
                 f" remove {self._folder.mlflow} to upload everything again as a new run"
             )
         return found
@@ -77,7 +78,7 @@ class MlflowRun:
             raise
         if found.info.lifecycle_stage == "deleted":
             raise TrackingError(
-                f"run {run_id} is deleted in MLflow at {redact_uri(self.uri)}: restore it with"
+                f"run {run_id} is deleted in MLflow at {redact_text(self.uri)}: restore it with"
                 f" `mlflow runs restore --run-id {run_id}`"
             )
         return found
@@ -100,7 +101,7 @@ class MlflowRun:
             found = self.client.get_experiment_by_name(name)
             if found is not None and found.lifecycle_stage == "deleted":
                 raise TrackingError(
-                    f"experiment {name} is deleted in MLflow at {redact_uri(self.uri)}: restore it with `mlflow"
+                    f"experiment {name} is deleted in MLflow at {redact_text(self.uri)}: restore it with `mlflow"
                     f" experiments restore --experiment-id {found.experiment_id}`, or choose another `experiment`"
                 )
             if found is not None:
@@ -111,7 +112,7 @@ class MlflowRun:
             except MlflowException as error:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
-        raise TrackingError(f"experiment {name} cannot be created in MLflow at {redact_uri(self.uri)}")
+        raise TrackingError(f"experiment {name} cannot be created in MLflow at {redact_text(self.uri)}")
 
     def _artifact_location(self, experiment: str) -> str | None:
         """Return a folder beside a local database; None for a server, which chooses the location itself."""
@@ -155,7 +156,7 @@ class MlflowRun:
         """Raise TrackingError if the run is no longer in MLflow, or is deleted there."""
         with translated(self.uri):
             if self._get(self.run_id) is None:
-                raise TrackingError(f"run {self.run_id} is no longer in MLflow at {redact_uri(self.uri)}")
+                raise TrackingError(f"run {self.run_id} is no longer in MLflow at {redact_text(self.uri)}")
 
     def log_params(self, params: Mapping[str, str]) -> None:
         """Log parameters; since MLflow's are immutable, a changed one becomes a tag `hpcdist.changed.<key>`."""

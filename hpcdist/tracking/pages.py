@@ -79,12 +79,10 @@ class RunPage:
         status = (state.status, state.reason, state.attempt)
         if status == self._shown and now < self._next:
             return
-        try:
+        with _readable():
             facts = read_facts(self._run, state)
             ledger = read_ledger(self._run)
             text = describe(facts, ledger, max_chars=MAX_DESCRIPTION - len(own_note))
-        except RunFolderError as error:
-            raise TrackingError(str(error)) from error
         if text != self._text:
             set_note(opened, text, own_note=own_note)
             self._text = text
@@ -99,6 +97,15 @@ class RunPage:
             opened.set_tags(tags)
             self._tags = tags
         self._shown, self._next = status, now + INTERVAL_S
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Turn a RunFolderError into a TrackingError."""
+    try:
+        yield
+    except RunFolderError as error:
+        raise TrackingError(str(error)) from error
 
 
 def set_note(opened: MlflowRun, text: str, *, own_note: str = "") -> None:
@@ -200,16 +207,12 @@ class ParentRun:
 
     def _open(self) -> MlflowRun:
         if self._mlflow is None:
-            try:
-                facts = self._sweep.read()
-                # The lock lets one process create the run. Without locks two may create one: all cells use the one
-                # that mlflow.json names, at the latest in their next pass.
-                with _locked(self._sweep):
-                    opened = MlflowRun(self._sweep, self._uri)
-                    # A database rejects a parameter that two processes log at the same time.
-                    self._describe(opened, facts)
-            except RunFolderError as error:
-                raise TrackingError(str(error)) from error
+            # The lock lets one process create the run. Without locks two may create one: all cells use the one that
+            # mlflow.json names, at the latest in their next pass.
+            with _readable(), _locked(self._sweep):
+                opened = MlflowRun(self._sweep, self._uri)
+                # A database rejects a parameter that two processes log at the same time.
+                self._describe(opened, self._sweep.read())
             self._mlflow = opened
         return self._mlflow
 
@@ -247,16 +250,12 @@ class ParentRun:
                 return
 
     def _description(self, state: State) -> str:
-        try:
+        with _readable():
             return describe_sweep(read_sweep_facts(self._sweep, state), max_chars=MAX_DESCRIPTION)
-        except RunFolderError as error:
-            raise TrackingError(str(error)) from error
 
     def _read(self) -> State:
-        try:
+        with _readable():
             return self._sweep.read_state()
-        except RunFolderError as error:
-            raise TrackingError(str(error)) from error
 
 
 @contextmanager

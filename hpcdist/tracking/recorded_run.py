@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcdist.config.redaction import redact_text
 from hpcdist.errors import UserMistake
 from hpcdist.host import retry
 from hpcdist.host.files import is_mine, parse_object, read_json, require_trusted
@@ -19,7 +20,7 @@ from hpcdist.run.lookup import find_runs, resolve_run
 from hpcdist.run.records import DatasetRecord
 from hpcdist.run.snapshot import CodeState, code_of
 from hpcdist.tracking.points import read_values
-from hpcdist.tracking.uri import choose_uri, redact_uri
+from hpcdist.tracking.uri import choose_uri
 
 if TYPE_CHECKING:
     from hpcdist.tracking.mlflow_client import MlflowClient, entities
@@ -109,7 +110,7 @@ def _from_mlflow(run_id: str, uri: str, scratch: Path) -> RecordedRun:
     from hpcdist.tracking.mlflow_client import MlflowException, open_client, translated
 
     client = open_client(uri)
-    shown = redact_uri(uri)
+    shown = redact_text(uri)
     with translated(uri):
         try:
             run = client.get_run(run_id)
@@ -163,7 +164,7 @@ def _download(client: MlflowClient, run_id: str, uri: str, scratch: Path) -> Non
     absent = [name for name in _FILES[:2] if name not in present]
     if absent:
         raise UserMistake(
-            f"run {run_id} in MLflow at {redact_uri(uri)} has no artifact {absent[0]}: it was not started by hpcdist,"
+            f"run {run_id} in MLflow at {redact_text(uri)} has no artifact {absent[0]}: it was not started by hpcdist,"
             " or it is not uploaded yet (`hpcdist sync`)"
         )
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpcdist.config.redaction import redact_tree
+from hpcdist.config.redaction import redact_text, redact_tree
 from hpcdist.config.tree import flat
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, TrackingError
@@ -17,7 +17,6 @@ from hpcdist.run.records import PLAIN_SCRIPT, overrides, parameters, read_origin
 from hpcdist.run.slurm_job import job_starts
 from hpcdist.run.sweeps import affects_results, label
 from hpcdist.tracking.journal import clean_name
-from hpcdist.tracking.uri import redact_uri
 
 MAX_PARAM = 6000
 MAX_RUN_NAME = 250
@@ -144,4 +143,4 @@ def state_tags(state: State) -> dict[str, str]:
 
 def clean_text(text: str) -> str:
     """Return text without passwords and without lone surrogates, which file names may contain."""
-    return redact_uri(text).encode(errors="replace").decode()
+    return redact_text(text).encode(errors="replace").decode()

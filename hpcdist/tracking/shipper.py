@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpcdist.config.redaction import redact_text
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError
 from hpcdist.host import log_files, retry
 from hpcdist.host.lock import lock_now, open_lock
@@ -29,7 +30,6 @@ from hpcdist.run.folder import ENDED, RunDir, State, require_same
 from hpcdist.run.status import close_if_lost
 from hpcdist.tracking import run_metadata
 from hpcdist.tracking.points import EXACT_POINTS, Counts
-from hpcdist.tracking.uri import redact_uri
 
 if TYPE_CHECKING:
     from hpcdist.tracking.delivery import Delivery
@@ -173,7 +173,7 @@ class _Loop:
             self._backoff_s = min(MAX_BACKOFF_S, max(1.0, 2 * self._backoff_s))
             return False
         if self._backoff_s:
-            log.warning("MLflow at %s is available again: no records were lost", redact_uri(self._delivery.uri))
+            log.warning("MLflow at %s is available again: no records were lost", redact_text(self._delivery.uri))
             self._backoff_s = 0.0
         return True
 

@@ -10,18 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from hpcdist.config.redaction import REDACTED, redact_text
+from hpcdist.config.redaction import REDACTED
 from hpcdist.config.schema import Config
 from hpcdist.errors import TrackingUriError, UserMistake
 from hpcdist.host.files import require_private
 from hpcdist.run.folder import DATABASE, own_place
 
 # The tracking URI: its resolution from environment and config, and its redaction.
-
-
-def redact_uri(text: str) -> str:
-    """Return `text` with the secrets of all URIs in it redacted: `http://user:***@host`."""
-    return redact_text(text)
 
 
 def default_uri(runs_dir: Path) -> str:

@@ -21,8 +21,9 @@ from hpcdist_runs import unused_port
 from hpcdist.checks import storage as folder
 from hpcdist.checks import storage as module
 from hpcdist.checks.storage import GIB, MlflowStore, folder_checks, migrations, store_checks
+from hpcdist.config.redaction import redact_text
 from hpcdist.host.machine import Check
-from hpcdist.tracking.uri import redact_uri, sqlite_path
+from hpcdist.tracking.uri import sqlite_path
 
 KNOWN = migrations()
 (HEAD,) = KNOWN.keys() - {*KNOWN.values()}
@@ -31,7 +32,7 @@ BEFORE = KNOWN[HEAD]
 
 def last_check(uri: str, env: dict[str, str] | None = None, file_system: str = "") -> Check:
     """Return the last result; the first is about the client."""
-    found = MlflowStore(uri=uri, shown=redact_uri(uri), database=sqlite_path(uri))
+    found = MlflowStore(uri=uri, shown=redact_text(uri), database=sqlite_path(uri))
     client, *checks = store_checks(found, env or {}, file_system)
     assert (client.name, client.level) == ("client", "ok")
     return checks[-1]

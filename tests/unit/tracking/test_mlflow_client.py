@@ -17,9 +17,10 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.rest_utils import MlflowHostCreds, http_request
 from mlflow_application import in_thread
 
+from hpcdist.config.redaction import redact_text
 from hpcdist.errors import TrackingError, UserMistake
 from hpcdist.tracking.mlflow_client import open_client
-from hpcdist.tracking.uri import choose_uri, default_uri, read_credentials, redact_uri, sqlite_path
+from hpcdist.tracking.uri import choose_uri, default_uri, read_credentials, sqlite_path
 
 Answer = tuple[int, bytes, dict[str, str]]
 PAGE = b"<!DOCTYPE html><html><body>Please log in.</body></html>"
@@ -192,8 +193,8 @@ def test_no_server(server: AnsweringServer) -> None:
     ],
 )
 def test_password_in_a_uri_is_redacted(text: str, redacted: str) -> None:
-    assert redact_uri(text) == redacted
-    assert redact_uri(redacted) == redacted
+    assert redact_text(text) == redacted
+    assert redact_text(redacted) == redacted
 
 
 def test_uri_precedence_is_environment_config_default_database(tmp_path: Path) -> None:
