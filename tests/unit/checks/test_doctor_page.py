@@ -1,15 +1,26 @@
-"""Tests of the concurrent sections of `hpcdist doctor` and of the rendered report."""
+"""doctor's page, and its sections about a cluster."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
 
 from hpcdist.checks.doctor import Section, document, execute, section_lines, summary_lines, would_fail
+from hpcdist.checks.slurm import NEEDED, SlurmFacts, client_checks, job_end_checks, partition_checks, read_slurm
 from hpcdist.host.machine import Check
+from hpcdist.slurm import client as slurm_client
+from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.output import parse_partitions, parse_seconds, parse_settings
+
+# --- Tests of the concurrent sections of `hpcdist doctor` and of the rendered report
 
 OK = Check(name="cores", level="ok", text="16")
+
 FAILURE = Check(name="space", level="failure", text="0.0 GiB free of 100.0: a run would fail", fix="remove old runs")
+
 WARNING = Check(name="names", level="warning", text="the lookup of its own name took 5.0 s", node="n3")
 
 
@@ -105,3 +116,214 @@ def test_json_document_has_facts_verdict_and_all_checks() -> None:
         "node": "",
     }
     assert would_fail(page[:1]) is False
+
+
+# --- Tests of the sections of `hpcdist doctor` about Slurm, with settings recorded from a dev cluster (Slurm 22.05)
+
+RECORDED = parse_settings((Path(__file__).parent / "slurm_22_05" / "config.txt").read_text())
+
+PARTITIONS = """\
+PartitionName=main AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL Default=YES GraceTime=0 MaxNodes=UNLIMITED \
+MaxTime=1-00:00:00 MinNodes=0 Nodes=n[1-4] PreemptMode=REQUEUE State=UP
+PartitionName=high AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL Default=NO GraceTime=0 MaxNodes=UNLIMITED \
+MaxTime=1-00:00:00 MinNodes=0 Nodes=n[1-4] PreemptMode=OFF State=UP
+"""
+
+NODES = "main|4|8|32768|gpu:2|idle|n[1-4]\nhigh|4|8|32768|gpu:2|idle|n[1-4]\n"
+
+
+def slurm_facts(*, partitions: str = PARTITIONS, nodes: str = NODES, **settings: str) -> SlurmFacts:
+    return SlurmFacts(settings=RECORDED | settings, seconds=0.01, partitions=parse_partitions(partitions, nodes))
+
+
+def by_name(checks: list[Check]) -> dict[str, Check]:
+    assert len({check.name for check in checks}) == len(checks), checks
+    return {check.name: check for check in checks}
+
+
+def printing(output: str) -> object:
+    """Return a replacement for the Slurm client that prints an output."""
+    return lambda *command, **_: output
+
+
+def failing(message: str) -> object:
+    def run(*command: str, **_: object) -> str:
+        raise SlurmError(message, installed=True)
+
+    return run
+
+
+# --- the client
+def test_working_cluster_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm_client, "run", printing("devcluster\nroot\nroot\n"))
+    assert client_checks(slurm_facts(), "root") == [
+        Check(name="controller", level="ok", text="hpcdist, Slurm 22.05.8, answers in 0.01 s"),
+        Check(name="accounting", level="ok", text="root may use devcluster, root (cluster.account)"),
+    ]
+
+
+def test_missing_slurm_is_a_note_and_unreachable_controller_a_failure() -> None:
+    (missing,) = client_checks(SlurmFacts(missing=NEEDED), "ada")
+    assert (missing.level, "devcluster up" in missing.fix) == ("note", True)
+    (inside,) = client_checks(SlurmFacts(missing=NEEDED), "ada", in_container=True)
+    assert (inside.level, inside.fix) == ("ok", "")
+    (unreachable,) = client_checks(SlurmFacts(away="scontrol gave no answer in 10 s"), "ada")
+    assert (unreachable.level, unreachable.text) == (
+        "failure",
+        "scontrol gave no answer in 10 s: `hpcdist submit` would fail",
+    )
+    (unconfigured,) = client_checks(
+        SlurmFacts(away="scontrol: fatal: Could not establish a configuration source"), "ada"
+    )
+    assert (unconfigured.level, "SLURM_CONF" in unconfigured.fix) == ("warning", True)
+
+
+def test_missing_slurm_commands_are_named() -> None:
+    (check,) = client_checks(SlurmFacts(missing=("sbatch", "scontrol")), "ada")
+    assert check.level == "failure"
+    assert check.text.startswith("sbatch, scontrol not found, other Slurm commands are")
+
+
+@pytest.mark.parametrize(("version", "level"), [("21.08.6", "warning"), ("22.05.8", "ok"), ("24.11.0-0rc1", "ok")])
+def test_untested_old_slurm_version_is_a_warning(version: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm_client, "run", printing("root\n"))
+    assert client_checks(slurm_facts(SLURM_VERSION=version), "root")[0].level == level
+
+
+def test_accounting_problems_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def level(**settings: str) -> str:
+        return client_checks(slurm_facts(**settings), "ada")[-1].level
+
+    monkeypatch.setattr(slurm_client, "run", failing("sacctmgr: slurm_persist_conn_open: Connection refused"))
+    assert level(AccountingStorageType="accounting_storage/none") == "note"
+    check = client_checks(slurm_facts(), "ada")[-1]
+    assert (check.level, "sacctmgr: slurm_persist" in check.text, "slurmdbd" in check.fix) == ("warning", True, True)
+    monkeypatch.setattr(slurm_client, "run", printing(""))
+    assert level(AccountingStorageEnforce="associations,limits") == "failure"
+    assert level(AccountingStorageEnforce="none") == "ok"
+
+
+@pytest.mark.processes
+def test_facts_include_missing_commands_and_controller_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert read_slurm() == SlurmFacts(missing=NEEDED)
+    for name in NEEDED:
+        (tmp_path / name).write_text("#!/bin/sh\necho 'slurm_load_ctl_conf error: Unable to contact' >&2; exit 1\n")
+        (tmp_path / name).chmod(0o755)
+    found = read_slurm()
+    assert (found.missing, found.reached, found.away) == (
+        (),
+        False,
+        "scontrol: slurm_load_ctl_conf error: Unable to contact",
+    )
+
+
+# --- partitions
+def test_partitions_show_nodes_hardware_and_time_limit() -> None:
+    text = "4 nodes; 8 cores, 32 GiB, 2 GPUs each; at most 1 day"
+    assert partition_checks(slurm_facts()) == [
+        Check(name="main", level="ok", text=f"{text} (default)"),
+        Check(name="high", level="ok", text=text),
+    ]
+
+
+def test_unusable_and_restricted_partitions_are_reported() -> None:
+    many = "".join(f"PartitionName=p{number} State=UP MaxTime=UNLIMITED\n" for number in range(14))
+    listed = (
+        "PartitionName=down State=DOWN MaxTime=60 MaxNodes=2 AllowAccounts=ada,bob\n"
+        "PartitionName=drained State=UP MaxTime=INFINITE\n" + many
+    )
+    nodes = "drained|2|16|64000|(null)|drained|n[1-2]\n" + "".join(
+        f"p{n}|1|4|1024|(null)|idle|m{n}\n" for n in range(14)
+    )
+    found = by_name(partition_checks(slurm_facts(partitions=listed, nodes=nodes)))
+    assert found["down"].level == "note"
+    assert found["down"].text == "DOWN; 0 nodes; at most 60, 2 nodes a job, accounts ada, bob only"
+    assert found["drained"].level == "warning"
+    assert found["drained"].text == "no node accepts jobs; 0 of 2 nodes up; 16 cores, 62 GiB each; no time limit"
+    assert found["more"].text == "4 partitions: p10, p11, p12, p13"
+    assert found["default"].text == "no partition is the default: set cluster.partition"
+
+
+@pytest.mark.parametrize(
+    ("max_time", "text"),
+    [("2-12:00:00", "at most 2 days 12 h"), ("01:30:00", "at most 1 h 30 min"), ("60", "at most 60")],
+)
+def test_time_limits_are_readable(max_time: str, text: str) -> None:
+    listed = f"PartitionName=p MaxTime={max_time} State=UP"
+    check, _ = partition_checks(slurm_facts(partitions=listed, nodes="p|1|1|1024|(null)|idle|n1"))
+    assert check.text.endswith(text)
+
+
+def test_unknown_and_empty_lists_of_partitions_differ() -> None:
+    assert partition_checks(SlurmFacts()) == []
+    assert partition_checks(SlurmFacts(settings=RECORDED))[0].level == "warning"
+    assert partition_checks(SlurmFacts(settings=RECORDED, partitions=[]))[0].level == "failure"
+
+
+# --- end of jobs
+def test_default_settings_are_explained() -> None:
+    sentences = [check.sentence() for check in job_end_checks(slurm_facts(KillWait="30 sec"))]
+    assert sentences == [
+        "job ends: `scancel` sends SIGTERM, and SIGKILL 30 s later (KillWait); a run saves a checkpoint before its time"
+        " limit (cluster.signal_lead_s)",
+        "preemption: decided by partition; SIGTERM announces it, which suffices for hpcdist (preempt_send_user_signal"
+        " is not set)",
+        "preemption: preempted in main: SIGTERM, and SIGKILL 30 s later (GraceTime 0 + KillWait 30); Slurm requeues the"
+        " run",
+        "preemption: jobs in high are never preempted",
+        "lost node: Slurm detects it within 15 s (SlurmdTimeout)",
+        "clean-up: Slurm finds a job's processes by linuxproc; a process that cannot be killed within 60 s drains its"
+        " node (UnkillableStepTimeout)",
+        "sweeps: up to 1000 runs in one array (MaxArraySize)",
+    ]
+    assert job_end_checks(SlurmFacts()) == []
+
+
+def preemption_check(**changes: str) -> Check:
+    """Return the result for the first partition with changed settings."""
+    listed = PARTITIONS
+    for key, value in changes.items():
+        listed = listed.replace(f"{key}={'0' if key == 'GraceTime' else 'REQUEUE'}", f"{key}={value}", 1)
+    return job_end_checks(slurm_facts(partitions=listed))[2]
+
+
+def test_short_grace_time_is_a_note_with_its_parts() -> None:
+    short = preemption_check(GraceTime="10")
+    assert (short.level, "SIGKILL 15 s later (GraceTime 10 + KillWait 5)" in short.text) == ("note", True)
+    assert "fit into 15 s" in short.fix
+    assert preemption_check(GraceTime="60").level == "ok"
+
+
+def test_preemption_modes_are_explained() -> None:
+    cancelled = preemption_check(PreemptMode="CANCEL")
+    assert (cancelled.level, "does not requeue the run" in cancelled.text) == ("note", True)
+    assert cancelled.fix.startswith("`hpcdist resume RUN`")
+    suspended = preemption_check(PreemptMode="GANG,SUSPEND")
+    assert (suspended.level, "suspends the processes" in suspended.text) == ("note", True)
+    assert "launch.hang_timeout_s" in suspended.fix
+    off = job_end_checks(slurm_facts(PreemptType="preempt/none"))[1]
+    assert off.text == "off: no job ends because of another one"
+    signalled = job_end_checks(slurm_facts(SlurmctldParameters="enable_configless,preempt_send_user_signal"))[1]
+    assert "Slurm sends the user signal before it" in signalled.text
+
+
+def test_conflicting_settings_are_reported() -> None:
+    def levels(**settings: str) -> dict[str, str]:
+        return {
+            check.name: check.level for check in job_end_checks(slurm_facts(**settings)) if check.name != "preemption"
+        }
+
+    assert levels(RequeueExit="1-3")["requeue"] == "warning"
+    assert "requeue" not in levels(RequeueExit="142,143")
+    assert levels(JobRequeue="0")["requeue"] == "ok"
+    assert levels(SlurmdTimeout="0 sec")["lost node"] == "note"
+    assert levels(ProctrackType="proctrack/pgid")["clean-up"] == "note"
+    assert levels(MaxArraySize="1")["sweeps"] == "note"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30 sec", 30), ("5 min", 300), ("0", 0), ("INFINITE", None), ("(null)", None)]
+)
+def test_durations_of_settings_are_parsed(text: str, seconds: int | None) -> None:
+    assert parse_seconds(text) == seconds

@@ -1,24 +1,40 @@
-"""`hpcdist run`, and the hidden commands that it starts."""
+"""`hpcdist run` and `hpcdist resume`."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from absent_torch import hide_torch
-from command_line import Cli, one_line
+from command_line import Cli, job, one_line
 
+from hpcdist import __version__
+from hpcdist.config.loading import load_config
+from hpcdist.containers.steps import without_secrets
+from hpcdist.errors import UserMistake
+from hpcdist.host.files import read_json, write_json
+from hpcdist.run import create
 from hpcdist.run.folder import RunDir, State
+from hpcdist.run.lease import hold
+from hpcdist.run.records import kept
+from hpcdist.slurm.client import JobSnapshot
 from hpcdist.supervisor import local
+from tests.support.fake_nvml import gpu, install_fake_nvml
 
-#: These tests may start processes.
-pytestmark = pytest.mark.processes
+# --- `hpcdist run`, and the hidden commands that it starts
 
 
+@pytest.mark.processes
 def test_dry_run_shows_the_plan_and_writes_nothing(hpcdist: Cli, tmp_path: Path) -> None:
     result = hpcdist("run", "ddp_digits", "name=first", "launch.env.API_KEY=s3cret", "--dry-run")
     assert (result.code, result.err) == (0, "")
@@ -34,6 +50,7 @@ def test_dry_run_shows_the_plan_and_writes_nothing(hpcdist: Cli, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_run_prints_plan_and_final_status(hpcdist: Cli, tmp_path: Path, supervised: dict[str, Any]) -> None:
     result = hpcdist("run", "ddp_digits", "name=first", "launch.num_ranks=3")
     assert result.code == 0
@@ -45,6 +62,7 @@ def test_run_prints_plan_and_final_status(hpcdist: Cli, tmp_path: Path, supervis
     assert supervised["run"].config.is_file()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("sweep", [(), ("--sweep", "seed=1,2")], ids=["run", "sweep"])
 def test_syntax_error_of_the_code_is_reported_before_anything_is_written(
     hpcdist: Cli, supervised: dict[str, Any], tmp_path: Path, sweep: tuple[str, ...]
@@ -57,6 +75,7 @@ def test_syntax_error_of_the_code_is_reported_before_anything_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("sweep", [(), ("--sweep", "seed=1,2")], ids=["run", "sweep"])
 def test_run_without_torch_is_rejected_before_anything_is_written(
     hpcdist: Cli, supervised: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sweep: tuple[str, ...]
@@ -71,6 +90,7 @@ def test_run_without_torch_is_rejected_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("state", "code"),
     [
@@ -89,6 +109,7 @@ def test_exit_code_depends_on_the_status_of_the_run(
     assert hpcdist("run", "ddp_digits").code == code
 
 
+@pytest.mark.processes
 def test_run_rejects_a_name_in_use(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
     make("first")
     result = hpcdist("run", "ddp_digits", "name=first", "experiment=exp")
@@ -96,6 +117,7 @@ def test_run_rejects_a_name_in_use(hpcdist: Cli, make: Callable[..., RunDir], su
     assert "run" not in supervised
 
 
+@pytest.mark.processes
 def test_run_reports_a_folder_that_it_cannot_write(hpcdist: Cli, tmp_path: Path, supervised: dict[str, Any]) -> None:
     (tmp_path / "file").touch()
     result = hpcdist("run", "ddp_digits", "runs_dir=file/runs", "name=first")
@@ -105,6 +127,7 @@ def test_run_reports_a_folder_that_it_cannot_write(hpcdist: Cli, tmp_path: Path,
     )
 
 
+@pytest.mark.processes
 def test_detached_run_prints_the_follow_command(
     hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, supervised: dict[str, Any]
 ) -> None:
@@ -119,6 +142,7 @@ def test_detached_run_prints_the_follow_command(
     assert "run" not in supervised
 
 
+@pytest.mark.processes
 def test_supervise_runs_a_run_folder(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
     run = make("first", "seed=7")
     supervised["ends"] = State(status="failed", reason="a reason")
@@ -126,6 +150,7 @@ def test_supervise_runs_a_run_folder(hpcdist: Cli, make: Callable[..., RunDir], 
     assert (supervised["run"].path, supervised["config"].seed) == (run.path, 7)
 
 
+@pytest.mark.processes
 def test_worker_command_runs_one_rank(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(arguments: list[str]) -> None:
         assert arguments == ["/runs/exp/first"]
@@ -133,3 +158,425 @@ def test_worker_command_runs_one_rank(hpcdist: Cli, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setitem(sys.modules, "hpcdist.rank.worker", SimpleNamespace(main=work))
     assert hpcdist("worker", "/runs/exp/first").code == 7
+
+
+# --- `hpcdist resume`
+
+
+@pytest.mark.processes
+def test_resume_uses_the_config_of_the_run(
+    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]
+) -> None:
+    run = make("first", "seed=7", status="failed", attempt=1)
+    before = run.config.read_text()
+    assert hpcdist("resume", "fi").code == 0
+    assert supervised["run"].path == run.path
+    assert supervised["config"].seed == 7
+    assert run.config.read_text() == before
+    assert not run.lease.exists()
+
+
+@pytest.mark.processes
+def test_detached_resume_prints_where_it_continues(
+    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "detach", lambda run, env: 4711)
+    run = make("first", status="failed", attempt=1)
+    (run.checkpoints / "step-00000190").mkdir(parents=True)
+    (run.checkpoints / "step-00000190" / "manifest.json").write_text("{}")
+    write_json(run.attempt(1).outcome(0), {"outcome": "failed", "step": 204})
+    result = hpcdist("resume", "first", "--detach")
+    assert re.search(r"resuming at step 190, checkpoint of \d\d:\d\d:\d\d, 14 steps lost\n", result.out)
+
+
+@pytest.mark.processes
+def test_resume_saves_overrides(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
+    run = make("first", status="finished", attempt=1)
+    assert hpcdist("resume", "first", "stop.max_epochs=20").code == 0
+    assert supervised["config"].stop.max_epochs == 20
+    assert yaml.safe_load(run.config.read_text())["stop"]["max_epochs"] == 20
+
+
+@pytest.mark.processes
+def test_resume_rejects_a_finished_run(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
+    make("first", status="finished", attempt=1)
+    message = one_line(hpcdist("resume", "first"))
+    assert message == "run first is finished: to train longer, add an override such as stop.max_epochs=20"
+    assert "run" not in supervised
+
+
+@pytest.mark.processes
+def test_resume_rejects_a_held_run_and_keeps_its_config(
+    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]
+) -> None:
+    run = make("first", status="running", attempt=1)
+    before = run.config.read_text()
+    with hold(run):
+        message = one_line(hpcdist("resume", "first", "seed=9"))
+    assert message.startswith(f"run first is held by process {os.getpid()} of ")
+    assert run.config.read_text() == before
+    assert "run" not in supervised
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("current", [False, True])
+def test_resume_uses_the_code_snapshot_unless_current_code_is_requested(
+    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any], tmp_path: Path, current: bool
+) -> None:
+    code = tmp_path / "train.py"
+    code.write_text("old")
+    run = make("first", "trainer=train:train", status="failed", attempt=1)
+    assert "changed" not in hpcdist("resume", "first").out
+    code.write_text("new")
+    result = hpcdist("resume", "first", *["--with-current-code"] * current)
+    assert result.code == 0
+    hint = (
+        "changed since the run copied the code: train.py; this resume runs the copy, --with-current-code runs the new"
+    )
+    assert (hint in " ".join(result.out.split())) == (not current)
+    run.write_state(replace(run.read_state(), status="stopped"))
+    assert "changed" not in hpcdist("resume", "first").out
+    assert (run.code / "train.py").read_text() == ("new" if current else "old")
+    command = (read_json(run.environment) or {})["command"]
+    assert ("--with-current-code" in command) == current
+
+
+@pytest.mark.processes
+def test_current_code_with_a_syntax_error_is_refused_before_it_replaces_the_snapshot(
+    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any], tmp_path: Path
+) -> None:
+    code = tmp_path / "train.py"
+    code.write_text("old")
+    run = make("first", "trainer=train:train", status="failed", attempt=1)
+    code.write_text("print(\n")
+    result = hpcdist("resume", "first", "--with-current-code")
+    assert result.code == 2
+    assert one_line(result).startswith(f"trainer.target: {code}:1: SyntaxError: '(' was never closed in `print(`")
+    assert (run.code / "train.py").read_text() == "old"
+    assert "run" not in supervised
+
+
+@pytest.mark.processes
+def test_resume_after_the_end_requires_the_secrets_again(
+    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make("first", "launch.env.API_KEY=s3cret", status="failed", attempt=1)
+    assert hpcdist("resume", "first").code == 0
+    assert supervised["config"].launch.env == {"API_KEY": "s3cret"}
+    run.write_state(replace(run.read_state(), status="cancelled"))
+    assert not run.secrets.exists()
+    assert "launch.env.API_KEY was redacted when the run was written: set API_KEY in the environment" in one_line(
+        hpcdist("resume", "first")
+    )
+    monkeypatch.setenv("API_KEY", "s3cret")
+    assert hpcdist("resume", "first").code == 0
+    assert supervised["config"].launch.env == {"API_KEY": "s3cret"}
+    assert "s3cret" not in run.config.read_text()
+    monkeypatch.setenv("API_KEY", "another")
+    assert hpcdist("resume", "first").code == 0
+    assert supervised["config"].launch.env == {"API_KEY": "another"}
+    assert kept(run) == {"API_KEY": "another"}
+
+
+@pytest.mark.processes
+def test_resume_rejects_a_queued_run(
+    hpcdist: Cli, make: Callable[..., RunDir], slurm: Callable[[JobSnapshot], None]
+) -> None:
+    run = make("first", status="queued")
+    write_json(run.path / "slurm.json", {"job_id": "7"})
+    slurm(job("PENDING"))
+    assert one_line(hpcdist("resume", "first")) == ("run first is queued and cannot be resumed: `hpcdist follow first`")
+
+
+# --- `hpcdist image`, `hpcdist run --in` and `hpcdist run --resume`, with a fake podman in PATH
+
+IMAGE: list[dict[str, Any]] = [
+    {
+        "Id": "ab" * 32,
+        "Architecture": {"x86_64": "amd64", "aarch64": "arm64"}[os.uname().machine],
+        "Config": {
+            "Labels": {
+                "org.opencontainers.image.title": "hpcdist",
+                "org.opencontainers.image.version": __version__,
+            }
+        },
+    }
+]
+
+
+@pytest.fixture
+def podman(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Put a fake podman alone in PATH. It has one image; its `run` records the arguments and exits with 7."""
+    folder = tmp_path_factory.mktemp("bin")
+    (folder / "image.json").write_text(json.dumps(IMAGE))
+    (folder / "podman").write_text(
+        "#!/bin/sh\n"
+        f'case "$1 $2 $3" in --version*) ;; "image inspect hpcdist") /bin/cat {folder}/image.json;;\n'
+        f'run*) for word; do echo "$word" >> {folder}/words; done; exit 7;;\n'
+        '*) echo "image not known" >&2; exit 125;; esac\n'
+    )
+    (folder / "podman").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+@pytest.mark.processes
+def test_run_in_podman_prints_the_command_and_returns_its_exit_code(hpcdist: Cli, podman: Path, tmp_path: Path) -> None:
+    code, output, _ = hpcdist("run", "ddp_digits", "seed=3", "--in", "podman", "--new")
+    assert code == 7
+    (line,) = [line for line in output.splitlines() if line.startswith("podman run")]
+    assert shlex.split(line)[1:] == (podman / "words").read_text().splitlines()
+    assert line.endswith(" hpcdist run ddp_digits seed=3 --new")
+    assert (tmp_path / "runs").is_dir()
+    assert "no GPU is visible: training on CPUs" in output
+
+
+@pytest.mark.processes
+def test_script_runs_in_podman(hpcdist: Cli, podman: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    script = tmp_path_factory.mktemp("elsewhere") / "train.py"
+    script.touch()
+    code, output, _ = hpcdist("run", "--in", "podman", "--dry-run", "seed=3", str(script), "--lr", "0.10", "--dry-run")
+    assert code == 0
+    words = shlex.split(output.splitlines()[-1])
+    command = f'trainer.script=["{script}", "--lr", "0.10", "--dry-run"]'
+    assert words[-5:] == ["run", "plain_script", "experiment=train", "seed=3", command]
+    assert any(word.endswith(f"{script.parent}:{script.parent}") for word in words), "it is mounted"
+
+
+@pytest.mark.processes
+def test_dry_run_in_podman_writes_nothing(hpcdist: Cli, podman: Path, tmp_path: Path) -> None:
+    code, output, _ = hpcdist("run", "ddp_digits", "--in", "podman", "--dry-run")
+    assert code == 0
+    assert output.splitlines()[-1].startswith("podman run --rm")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.processes
+def test_dry_run_in_podman_needs_no_image(hpcdist: Cli, podman: Path, tmp_path: Path) -> None:
+    code, output, errors = hpcdist("run", "ddp_digits", "--in", "podman", "--image", "absent", "--dry-run")
+    assert code == 0
+    assert output.splitlines()[-1].startswith("podman run --rm")
+    assert "--env=HPCDIST_IMAGE_DIGEST= " in output
+    assert errors.startswith("hpcdist: podman has no image 'absent': `hpcdist image build` makes one here")
+    assert errors.count("\n") == 1
+    code, _, errors = hpcdist("run", "ddp_digits", "--in", "podman", "--image", "absent")
+    assert (code, errors.startswith("hpcdist: podman has no image 'absent'")) == (2, True)
+
+
+@pytest.mark.processes
+def test_user_config_is_mounted_at_the_same_path(hpcdist: Cli, podman: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    own = tmp_path / "elsewhere" / "mine.yaml"
+    own.write_text("runs_dir: ~/mine\n")
+    (tmp_path / "here").mkdir()
+    os.chdir(tmp_path / "here")
+    code, output, _ = hpcdist("run", str(own), "--in", "podman", "--dry-run")
+    assert code == 0
+    words = shlex.split(output.splitlines()[-1])
+    mounted = [word.removeprefix("--volume=") for word in words if word.startswith("--volume=")]
+    assert f"{own.parent}:{own.parent}" in mounted
+    assert f"{tmp_path}/here:{tmp_path}/here" in mounted
+    assert words[-3:] == ["run", str(own), f"runs_dir={Path.home()}/mine"]
+
+
+@pytest.mark.processes
+def test_old_driver_is_rejected_before_the_start(
+    hpcdist: Cli, podman: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    labels = {**IMAGE[0]["Config"]["Labels"], "hpcdist.cuda": "13.2"}
+    (podman / "image.json").write_text(json.dumps([{**IMAGE[0], "Config": {"Labels": labels}}]))
+    install_fake_nvml(monkeypatch, gpu("NVIDIA H200"), driver="550.54")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    code, _, errors = hpcdist("run", "ddp_digits", "--in", "podman")
+    assert code == 2
+    assert "needs driver 580.65 or newer for its CUDA 13.2, found 550.54 here" in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.processes
+def test_secret_override_is_not_printed(hpcdist: Cli, podman: Path) -> None:
+    _, output, _ = hpcdist("run", "ddp_digits", "seed=1", "tracking.tags.api_token=hidden", "--in", "podman")
+    assert "hidden" not in output
+    words = (podman / "words").read_text()
+    assert "hidden" not in words
+    assert "--env=HPCDIST_OVERRIDE_1\n" in words
+    assert "tracking.tags.api_token=${oc.env:HPCDIST_OVERRIDE_1}\n" in words
+
+
+@pytest.mark.processes
+def test_secret_override_is_passed_in_the_environment() -> None:
+    overrides = ["seed=1", "launch.env.A_KEY='1234'", "launch.env.B_KEY=${oc.env:B_KEY}", "tracking.uri=http://u:p@h"]
+    words, variables = without_secrets(overrides)
+    assert words == [
+        "seed=1",
+        "launch.env.A_KEY=${oc.env:HPCDIST_OVERRIDE_1}",
+        "launch.env.B_KEY=${oc.env:B_KEY}",
+        "tracking.uri=${oc.env:HPCDIST_OVERRIDE_3}",
+    ]
+    assert variables == {"HPCDIST_OVERRIDE_1": "1234", "HPCDIST_OVERRIDE_3": "http://u:p@h"}
+    with pytest.raises(UserMistake, match=r"^launch\.env holds a secret, .* such as launch\.env\.NAME=…$"):
+        without_secrets(["launch.env={A_KEY: abc}"])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run", "ddp_digits", "--in", "slurm"), "--in must be docker or podman, got 'slurm'"),
+        (("run", "ddp_digits", "--in", "docker"), "no container engine to use here: docker is not installed"),
+        (("run", "ddp_digits", "--in", "podman", "--image", "x"), "podman has no image 'x': `hpcdist image build`"),
+        (("run", "ddp_digits", "--in", "podman", "--detach"), "--detach and --in exclude each other"),
+        (("image", "build", "--target", "tiny"), "--target must be one of default, slim, mlflow, got 'tiny'"),
+        (("image", "check", "x"), "podman has no image 'x'"),
+        (("image", "convert", "--to", "zip"), "--to must be one of sqsh, sif, dir, got 'zip'"),
+        (("image", "convert", "--to", "sqsh"), "enroot is not installed here"),
+    ],
+)
+def test_a_user_error_is_one_line(hpcdist: Cli, podman: Path, arguments: tuple[str, ...], message: str) -> None:
+    code, _, errors = hpcdist(*arguments)
+    assert code == 2
+    assert errors.startswith(f"hpcdist: {message}")
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.processes
+def test_image_build_prints_its_command(hpcdist: Cli, podman: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = Path(__file__).resolve().parents[3]
+    monkeypatch.chdir(checkout)
+    code, output, _ = hpcdist("image", "build", "--target", "slim", "--base", "debian:12", "--dry-run")
+    assert code == 0
+    assert output.startswith(
+        f"podman build --format docker --file {checkout}/docker/Dockerfile --tag hpcdist:slim --target slim"
+        " --build-arg BASE_IMAGE=debian:12"
+    )
+
+
+# --- run --resume
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("flags", "env", "resumes"),
+    [
+        ((), {}, False),
+        (("--resume",), {}, True),
+        ((), {"HPCDIST_RESUME": "1"}, True),
+        (("--new",), {"HPCDIST_RESUME": "1"}, False),
+    ],
+)
+def test_run_resumes_a_stopped_run_on_request(
+    hpcdist: Cli,
+    supervised: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    flags: tuple[str, ...],
+    env: dict[str, str],
+    resumes: bool,
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    run = create.create_run(replace(load_config("ddp_digits", []), name="first"), tmp_path)
+    run.write_state(replace(run.read_state(), status="stopped"))
+    code, output, _ = hpcdist("run", "ddp_digits", *flags)
+    assert code == 0
+    assert (supervised["run"].name == "first") is resumes
+    assert supervised["config"].name == supervised["run"].name
+    assert ("continuing run first, which has the same config" in output) is resumes
+
+
+# --- `hpcdist run train.py --lr 0.1`: a script and its arguments instead of a config, or after it
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text("print('hello')\n")
+    return path
+
+
+@pytest.mark.processes
+def test_words_after_a_script_belong_to_it(hpcdist: Cli, script: Path, supervised: dict[str, Any]) -> None:
+    words = ["--lr", "0.10", "--amp", "no", "--code", "010", "--detach", "--help", "seed=3", "größe", "--", "other.py"]
+    result = hpcdist("run", "launch.num_ranks=3", "train.py", *words)
+    assert (result.code, result.err) == (0, "")
+    config = supervised["config"]
+    assert config.trainer.script == [str(script), *words]
+    assert (config.launch.num_ranks, config.experiment, config.seed) == (3, "train", 0)
+    assert config.name.startswith("train-20")
+
+
+@pytest.mark.processes
+def test_options_and_keys_precede_a_script(hpcdist: Cli, script: Path, supervised: dict[str, Any]) -> None:
+    config = script.with_name("mine.yaml")
+    config.write_text("{seed: 4, experiment: mine, params: {file: x.py}}")
+    result = hpcdist("run", "--tracking-uri", "sqlite:///a.db", "mine.yaml", "name=x.py", "./train.py")
+    assert (result.code, result.err) == (0, "")
+    found = supervised["config"]
+    assert found.trainer.script == [str(script)]
+    assert (found.seed, found.experiment, found.name) == (4, "mine", "x.py")
+    assert found.tracking.uri == f"sqlite:///{script.parent}/a.db"
+    assert hpcdist("run", "--experiment", "second", "train.py").code == 0
+    assert supervised["config"].experiment == "second"
+
+
+@pytest.mark.processes
+def test_module_instead_of_a_script(hpcdist: Cli, tmp_path: Path, supervised: dict[str, Any]) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/train.py").touch()
+    result = hpcdist("run", "-m", "package.train", "-m", "x")
+    assert (result.code, result.err) == (0, "")
+    config = supervised["config"]
+    assert (config.trainer.script, config.experiment) == (["-m", "package.train", "-m", "x"], "package.train")
+    (tmp_path / "package/train.py").write_text("def broken(:\n")
+    result = hpcdist("run", "-m", "package.train")
+    assert (result.code, "SyntaxError" in result.err) == (2, True)
+    assert hpcdist("run", "-m").err.startswith("hpcdist: command line: trainer.script needs a module after -m, as in")
+    assert hpcdist("run", "-m", "nopackage.train").err.startswith("hpcdist: trainer.script: no module 'nopackage' in ")
+
+
+@pytest.mark.processes
+def test_module_without_a_spec_is_a_mistake_of_the_user(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as in the command, which pytest is not
+    result = hpcdist("run", "-m", "__main__")
+    assert result.code == 2
+    assert result.err.startswith("hpcdist: trainer.script: no module '__main__' in ")
+
+
+@pytest.mark.processes
+def test_missing_script_is_named(hpcdist: Cli, tmp_path: Path) -> None:
+    assert hpcdist("run", "nope.py", "--lr", "1") == (
+        2,
+        "",
+        f"hpcdist: trainer.script: no such file: {tmp_path}/nope.py\n",
+    )
+
+
+@pytest.mark.processes
+def test_submission_of_a_script(hpcdist: Cli, script: Path) -> None:
+    result = hpcdist("submit", "--dry-run", "cluster.nodes=2", "name=first", "train.py", "--nodes", "7")
+    assert (result.code, result.err) == (0, "")
+    assert "#SBATCH --nodes=2" in result.out
+    assert f"{script.parent}/runs/train/first" in result.out
+
+
+@pytest.mark.processes
+def test_sweep_over_an_argument_of_a_script(hpcdist: Cli, script: Path) -> None:
+    result = hpcdist("run", "--dry-run", "--sweep", "params.lr=0.1,0.2", "train.py", "--lr", "${params.lr}")
+    assert (result.code, result.err) == (0, "")
+    assert "lr=0.2" in result.out
+    assert f"{script} --lr 0.1" in result.out, "of the first cell"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        ("trainer: train.py", "trainer.target is a trainer; for a script write trainer: {script: [train.py]}"),
+        (
+            "trainer: {script: train.py --lr 0.1}",
+            "trainer.script must be list[str], got 'train.py --lr 0.1': write [train.py, --lr, 0.1]",
+        ),
+        ("trainer: {script: [-m]}", "trainer.script needs a module after -m, as in [-m, package.module], got ''"),
+    ],
+)
+def test_wrong_spelling_in_yaml_names_the_right_one(hpcdist: Cli, script: Path, text: str, mistake: str) -> None:
+    script.with_name("mine.yaml").write_text(text)
+    assert hpcdist("run", "mine.yaml").err == f"hpcdist: mine.yaml: {mistake}\n"

@@ -1,23 +1,39 @@
-"""`hpcdist runs`, `status`, `logs`, `follow` and `explain`."""
+"""Commands on runs: list, status, logs, stop, cancel, save, profile, and how they find a run."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from command_line import Cli, Result, one_line
+from command_line import Cli, Result, job, one_line
 from rich.console import Console
+from typer.main import get_command
 
-from hpcdist.cli import doctor
-from hpcdist.run.folder import RunDir
-from hpcdist.run.lease import hold
+from hpcdist.cli import doctor, runs
+from hpcdist.cli.app import make_app
+from hpcdist.config.loading import load_config
+from hpcdist.config.written import run_yaml
+from hpcdist.errors import RunFolderError
+from hpcdist.host.files import read_json, write_json
+from hpcdist.run.commands import CommandResult, read_command, write_result
+from hpcdist.run.folder import Request, RunDir
+from hpcdist.run.lease import hold, user_name
+from hpcdist.run.lookup import find_runs, list_runs, resolve, resolve_run
+from hpcdist.run.sweeps import SweepDir
+from hpcdist.slurm.client import JobSnapshot
 
-#: These tests may start processes.
-pytestmark = pytest.mark.processes
+# --- `hpcdist runs`, `status`, `logs`, `follow` and `explain`
 
 
+@pytest.mark.processes
 def test_runs_lists_runs_by_creation_time(
     hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -32,6 +48,7 @@ def test_runs_lists_runs_by_creation_time(
     assert hpcdist("runs").out.startswith("no runs under ")
 
 
+@pytest.mark.processes
 def test_status_accepts_a_prefix_of_the_name(hpcdist: Cli, make: Callable[..., RunDir]) -> None:
     make("first", status="failed", attempt=1, reason="a reason")
     result = hpcdist("status", "fir")
@@ -39,6 +56,7 @@ def test_status_accepts_a_prefix_of_the_name(hpcdist: Cli, make: Callable[..., R
     assert result.out.splitlines()[:2] == ["status       failed: a reason", "folder       runs/exp/first"]
 
 
+@pytest.mark.processes
 def test_explanation_is_indented_on_a_terminal(
     hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,6 +68,7 @@ def test_explanation_is_indented_on_a_terminal(
     assert max(map(len, lines)) <= 40
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("command", ["status", "logs", "stop", "cancel", "resume", "sync"])
 def test_ambiguous_name_is_an_error_with_the_matches(
     hpcdist: Cli, make: Callable[..., RunDir], command: str, monkeypatch: pytest.MonkeyPatch
@@ -63,6 +82,7 @@ def test_ambiguous_name_is_an_error_with_the_matches(
     )
 
 
+@pytest.mark.processes
 def test_logs_prints_the_log_of_a_rank_and_attempt(hpcdist: Cli, make: Callable[..., RunDir]) -> None:
     run = make("first", status="finished", attempt=2)
     for attempt, rank in ((1, 0), (2, 0), (2, 1)):
@@ -73,6 +93,7 @@ def test_logs_prints_the_log_of_a_rank_and_attempt(hpcdist: Cli, make: Callable[
     assert one_line(hpcdist("logs", "first", "--rank", "2")).startswith("no log of rank 2 in attempt 2 of first (")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("status", "code"), [("finished", 0), ("stopped", 0), ("failed", 1), ("cancelled", 130)])
 def test_follow_of_an_ended_run_prints_its_status(
     hpcdist: Cli, make: Callable[..., RunDir], status: str, code: int
@@ -82,6 +103,7 @@ def test_follow_of_an_ended_run_prints_its_status(
     assert (result.code, result.out.splitlines()[-1]) == (code, f"{status}: a reason")
 
 
+@pytest.mark.processes
 def test_follow_leaves_the_run_running_on_ctrl_c(
     hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,12 +123,558 @@ def test_follow_leaves_the_run_running_on_ctrl_c(
     assert not run.attempt(1).request.exists()
 
 
+@pytest.mark.processes
 def test_follow_rejects_a_run_that_was_never_started(hpcdist: Cli, make: Callable[..., RunDir]) -> None:
     make("first")
     message = one_line(hpcdist("follow", "first"))
     assert message == "run first was never started: `hpcdist resume first` starts it"
 
 
+@pytest.mark.processes
 def test_explain_prints_findings(hpcdist: Cli, make: Callable[..., RunDir]) -> None:
     make("first", status="finished", attempt=1, reason="all epochs are done")
     assert hpcdist("explain", "first") == Result(0, "finished: all epochs are done; nothing to explain\n", "")
+
+
+# --- `hpcdist stop` and `hpcdist cancel`
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("command", "output"),
+    [
+        ("stop", "first will save and stop; `hpcdist status first` shows its progress\n"),
+        ("cancel", "first will end at once\n"),
+    ],
+)
+def test_request_is_written_to_the_last_attempt(
+    hpcdist: Cli, make: Callable[..., RunDir], command: str, output: str
+) -> None:
+    run = make("first", status="running", attempt=2)
+    with hold(run):
+        assert hpcdist(command, "first") == Result(0, output, "")
+    request = read_json(run.attempt(2).request) or {}
+    assert request["action"] == command
+    assert (request["cause"], request["by"]) == ("user", f"`hpcdist {command}` by {user_name()}")
+    assert not run.attempt(1).request.exists()
+
+
+@pytest.mark.processes
+def test_stop_of_a_plain_script_does_not_promise_a_save(
+    hpcdist: Cli, make: Callable[..., RunDir], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").touch()
+    run = make("first", f"trainer.script=[{tmp_path}/train.py]", status="running", attempt=1)
+    with hold(run):
+        assert hpcdist("stop", "first").out == (
+            "first: train.py gets SIGTERM, and SIGKILL unless it ends within launch.stop_grace_s;"
+            " `hpcdist status first` shows what it has saved\n"
+        )
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", ["stop", "cancel"])
+@pytest.mark.parametrize(
+    ("status", "attempt", "held"), [("running", 1, False), ("finished", 1, False), ("created", 0, True)]
+)
+def test_stop_and_cancel_reject_a_run_that_is_not_running(
+    hpcdist: Cli, make: Callable[..., RunDir], command: str, status: str, attempt: int, held: bool
+) -> None:
+    run = make("first", status=status, attempt=attempt)
+    holding: AbstractContextManager[None] = hold(run) if held else nullcontext()
+    with holding:
+        message = one_line(hpcdist(command, "first"))
+    assert message.startswith("run first is not running")
+    assert repr(status) in message
+    assert list(run.path.rglob("request.json")) == []
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("command", "status"), [("stop", "stopped"), ("cancel", "cancelled")])
+@pytest.mark.parametrize("before", ["queued", "running"])
+def test_stop_and_cancel_remove_a_queued_run_from_the_queue(
+    hpcdist: Cli,
+    make: Callable[..., RunDir],
+    slurm: Callable[[JobSnapshot], None],
+    monkeypatch: pytest.MonkeyPatch,
+    before: str,
+    command: str,
+    status: str,
+) -> None:
+    run = make("first", status=before, attempt=1)
+    write_json(run.path / "slurm.json", {"job_id": "7"})
+    slurm(job("PENDING", reason="Resources"))
+    cancelled: list[tuple[str, bool]] = []
+
+    def scancel(job_id: str, *, pending_only: bool) -> None:
+        cancelled.append((job_id, pending_only))
+        slurm(job("CANCELLED"))
+
+    monkeypatch.setattr("hpcdist.slurm.client.cancel_job", scancel)
+    output = "job 7 of first was taken out of the queue; `hpcdist resume first` submits it again\n"
+    assert hpcdist(command, "first") == Result(0, output, "")
+    assert cancelled == [("7", True)]
+    state = run.read_state()
+    assert state.status == status
+    assert state.reason.startswith(f"taken out of the queue (`hpcdist {command}` by ")
+
+
+@pytest.mark.processes
+def test_stop_sends_a_request_if_the_job_starts_meanwhile(
+    hpcdist: Cli, make: Callable[..., RunDir], slurm: Callable[[JobSnapshot], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make("first", status="queued")
+    write_json(run.path / "slurm.json", {"job_id": "7"})
+    slurm(job("PENDING"))
+    monkeypatch.setattr("hpcdist.slurm.client.cancel_job", lambda job_id, pending_only: slurm(job("RUNNING")))
+    holding = hold(run)
+
+    def supervisor_starts(seconds: float) -> None:
+        run.new_attempt()
+        run.write_state(replace(run.read_state(), status="running", attempt=1))
+        holding.__enter__()
+
+    monkeypatch.setattr("hpcdist.run.commands.time.sleep", supervisor_starts)
+    assert hpcdist("stop", "first").out.startswith("first will save and stop")
+    holding.__exit__(None, None, None)
+    assert (read_json(run.attempt(1).request) or {})["action"] == "stop"
+    assert run.read_state().status == "running"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("snapshot", "message"),
+    [
+        (
+            JobSnapshot(error="no squeue here"),
+            "run first has no supervisor, and Slurm does not answer about job 7: no squeue here",
+        ),
+        (
+            JobSnapshot(),
+            "run first is not running: it is lost: Slurm no longer knows job 7, and its supervisor did",
+        ),
+    ],
+    ids=["unavailable", "unknown job"],
+)
+def test_stop_reports_an_unknown_state_of_the_job(
+    hpcdist: Cli, make: Callable[..., RunDir], slurm: Callable[[JobSnapshot], None], snapshot: JobSnapshot, message: str
+) -> None:
+    run = make("first", status="queued")
+    write_json(run.path / "slurm.json", {"job_id": "7"})
+    slurm(snapshot)
+    assert one_line(hpcdist("stop", "first")).startswith(message)
+    assert run.read_state().status == "queued"
+
+
+# --- `hpcdist save` and `hpcdist profile`; the ranks are replaced
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set what happens while a command waits for the ranks."""
+
+    def act(action: Callable[[], None]) -> None:
+        class Clock:
+            time = staticmethod(time.time)
+
+            @staticmethod
+            def sleep(seconds: float) -> None:
+                action()
+
+        monkeypatch.setattr(runs, "time", Clock)
+
+    return act
+
+
+def running(make: Callable[..., RunDir], *overrides: str) -> RunDir:
+    return make("first", *overrides, status="running", attempt=1, world_size=4)
+
+
+@pytest.mark.processes
+def test_save_waits_for_the_checkpoint(hpcdist: Cli, make: Callable[..., RunDir], ranks: Callable[..., None]) -> None:
+    run = running(make)
+    ranks(lambda: write_result(run.attempt(1), 1, 0, CommandResult(step=7, path="checkpoints/step-00000007")))
+    with hold(run):
+        assert hpcdist("save", "first") == Result(
+            0, f"rank 0: saved step 7: {run.path}/checkpoints/step-00000007\n", ""
+        )
+    command = read_command(run.attempt(1), 1)
+    assert command is not None
+    assert command.action == "save"
+
+
+@pytest.mark.processes
+def test_profile_reports_each_rank(hpcdist: Cli, make: Callable[..., RunDir], ranks: Callable[..., None]) -> None:
+    run = running(make)
+
+    def finish() -> None:
+        write_result(run.attempt(1), 1, 0, CommandResult(step=7, num_steps=4, path="artifacts/t"))
+        write_result(run.attempt(1), 1, 3, CommandResult(error="disk full"))
+
+    ranks(finish)
+    with hold(run):
+        code, out, err = hpcdist("profile", "first", "--steps", "4", "--ranks", "3,0,3")
+    assert (code, err) == (1, "")
+    assert out == f"rank 0: profiled 4 steps from step 7 on: {run.path}/artifacts/t\nrank 3: disk full\n"
+    command = read_command(run.attempt(1), 1)
+    assert command is not None
+    assert (command.num_steps, command.ranks) == (4, [0, 3])
+
+
+@pytest.mark.processes
+def test_end_of_the_attempt_ends_the_wait(
+    hpcdist: Cli, make: Callable[..., RunDir], ranks: Callable[..., None]
+) -> None:
+    run = running(make)
+    ranks(lambda: run.write_state(replace(run.read_state(), attempt=2)))
+    with hold(run):
+        assert hpcdist("profile", "first") == Result(1, "rank 0: attempt 1 ended before it was done\n", "")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("profile", "first", "--ranks", "1,4"), "run first has no rank 4: its ranks are 0 to 3"),
+        (("profile", "first", "--ranks", "-1"), "--ranks '-1': expected ranks, separated by commas, such as 0,3"),
+        (("profile", "first", "--steps", "1001"), "a profile has 1 to 1000 steps, got 1001"),
+        (
+            ("profile", "first", "--ranks", "2"),
+            "rank 2 of run first (trainer:2) has no steps to profile: choose another rank",
+        ),
+    ],
+)
+def test_impossible_profiles_are_refused(
+    hpcdist: Cli, make: Callable[..., RunDir], arguments: tuple[str, ...], message: str
+) -> None:
+    run = running(make)
+    account = {"cause": "idle", "seconds": {"start": 1.0, "idle": 2.0}}
+    beat = {"time": 1.0, "step": 0, "total_steps": None, "metrics": {}, "account": account}
+    write_json(run.attempt(1).beat(2), beat)
+    with hold(run):
+        assert one_line(hpcdist(*arguments)) == message
+    assert not run.attempt(1).command(1).exists()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", ["save", "profile"])
+def test_runs_that_cannot_obey(hpcdist: Cli, make: Callable[..., RunDir], command: str) -> None:
+    run = running(make)
+    assert one_line(hpcdist(command, "first")) == "run first is not running: its state is 'running'"
+    with hold(run):
+        run.attempt(1).send_request(Request(cause="user", by="`hpcdist stop` by me"))
+        assert one_line(hpcdist(command, "first")) == "run first is ending (`hpcdist stop` by me)"
+    assert not run.attempt(1).command(1).exists()
+
+
+@pytest.mark.processes
+def test_scripts_without_steps(hpcdist: Cli, make: Callable[..., RunDir]) -> None:
+    run = running(make, "trainer.script=[train.py]")
+    with hold(run):
+        for command in ("save", "profile"):
+            assert one_line(hpcdist(command, "first")) == (
+                "run first reports no steps: its script must call hpcdist.should_stop(step) after each step"
+            )
+
+
+# --- Commands without the argument RUN act on the newest run of the folder, and print its name first
+
+Make = Callable[..., RunDir]
+
+
+@pytest.fixture
+def made(make: Make) -> list[RunDir]:
+    """An old run whose name is the last by the alphabet, and a new one."""
+    found = [make("zeta", status="failed", reason="killed", attempt=1, created=1.0, ended=2.0)]
+    found.append(make("alpha", status="finished", reason="done", attempt=1, created=9.0, ended=10.0))
+    for run in found:
+        run.attempt(1).log(0).write_text(f"log of {run.name}\n")
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", ["status", "logs", "explain", "follow", "cost"])
+def test_newest_run_is_chosen_and_named_on_standard_error(hpcdist: Cli, made: list[RunDir], command: str) -> None:
+    named = hpcdist(command, "alpha")
+    assert named.code == 0
+    newest = hpcdist(command)
+    assert newest.err.splitlines()[0] == "run: exp/alpha (the newest in runs)"
+    assert (newest.code, newest.out) == (0, named.out)
+
+
+@pytest.mark.processes
+def test_resume_takes_overrides_without_a_name(hpcdist: Cli, made: list[RunDir]) -> None:
+    result = hpcdist("resume", "stop.max_epochs=0")
+    assert result.code == 2
+    assert result.err.startswith("run: exp/alpha (the newest in runs)\n")
+    assert "stop.max_epochs" in result.err
+    assert "run alpha is finished" in hpcdist("resume").err
+
+
+@pytest.mark.processes
+def test_export_takes_the_newest_run(hpcdist: Cli, made: list[RunDir]) -> None:
+    pytest.importorskip("torch")
+    assert hpcdist("export", "--format", "torch").err.startswith("run: exp/alpha (the newest in runs)\nhpcdist: ")
+
+
+@pytest.mark.processes
+def test_stop_takes_the_newest_run_that_runs_or_waits(
+    hpcdist: Cli, make: Make, made: list[RunDir], tmp_path: Path
+) -> None:
+    fix = "name one, or its folder by --runs-dir"
+    assert one_line(hpcdist("stop")) == f"no run in {tmp_path / 'runs'} runs or waits: {fix}"
+    older = make("older", status="running", attempt=1, created=3.0)
+    newer = make("newer", status="running", attempt=1, created=4.0)
+    with hold(older), hold(newer):
+        result = hpcdist("stop")
+    assert (result.code, result.err) == (0, "run: exp/newer (the newest in runs that runs or waits)\n")
+    assert (read_json(newer.attempt(1).request) or {})["action"] == "stop"
+    assert not older.attempt(1).request.exists()
+
+
+@pytest.mark.processes
+def test_newest_sweep_stands_for_its_cells(hpcdist: Cli, make: Make, made: list[RunDir], tmp_path: Path) -> None:
+    make("grid-1", created=20.0)
+    write_json(tmp_path / "runs/exp/grid-1/cell.json", {"sweep": "grid"})
+    (tmp_path / "runs/exp/grid").mkdir()
+    cells = [{"name": "grid-1", "label": "1", "values": {"seed": 1}}]
+    write_json(
+        tmp_path / "runs/exp/grid/sweep.json",
+        {"uid": "u", "created": 19.0, "keys": ["seed"], "base": {}, "cells": cells},
+    )
+    assert hpcdist("status").err == "sweep: exp/grid (the newest in runs)\n"
+    assert hpcdist("logs").err.splitlines()[1] == "hpcdist: grid is a sweep: name one of its cells (grid-1, …)"
+
+
+@pytest.mark.processes
+def test_folder_without_runs_is_an_error_that_names_it(hpcdist: Cli, tmp_path: Path) -> None:
+    for command in ("status", "logs", "explain", "follow", "stop", "resume", "cost"):
+        message = one_line(hpcdist(command))
+        assert message.startswith(f"no run in {tmp_path / 'runs'}"), command
+
+
+@pytest.mark.processes
+def test_damaged_runs_are_passed_over(hpcdist: Cli, make: Make, made: list[RunDir]) -> None:
+    make("broken", created=50.0).path.joinpath("state.json").write_text("{")
+    assert hpcdist("status").err == "run: exp/alpha (the newest in runs)\n"
+
+
+@pytest.mark.processes
+def test_misspelt_names_have_a_suggestion(hpcdist: Cli, make: Make, made: list[RunDir]) -> None:
+    assert one_line(hpcdist("status", "alhpa")).endswith(": did you mean 'alpha'?")
+    assert one_line(hpcdist("status", "exp/zeat")).endswith(": did you mean 'exp/zeta'?")
+    assert one_line(hpcdist("status", "nothing-like-it")).endswith(": `hpcdist runs` lists them")
+
+
+@pytest.mark.processes
+def test_misspelt_trainer_has_a_suggestion(hpcdist: Cli) -> None:
+    assert "did you mean 'pipeline'?" in one_line(hpcdist("run", "ddp_digits", "trainer=pipelin", "--dry-run"))
+
+
+# --- The argument RUN: a name, prefix or folder finds the run; any other text is a one-line error
+
+Command = Callable[..., tuple[int, str]]
+
+
+def commands_of(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Return every command with an argument RUN, read from the command line so that new ones are included."""
+    for name, command in getattr(group, "commands", {}).items():
+        arguments = [param for param in command.params if param.param_type_name == "argument"]
+        if any("RUN" in (param.metavar or "") for param in arguments):
+            yield (*path, name)
+        yield from commands_of(command, (*path, name))
+
+
+COMMANDS = sorted(commands_of(get_command(make_app())))
+
+
+#: Commands that only read; the others would start processes for an existing run.
+READING = [("status",), ("logs",), ("explain",)]
+
+ENDING = [("stop",), ("cancel",)]
+
+
+@pytest.fixture
+def command(hpcdist: Cli) -> Command:
+    """Run a command in this process. Returns its exit code and its output."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        result = hpcdist(*arguments)
+        return result.code, result.out + result.err
+
+    return run
+
+
+def make(runs_dir: Path, name: str, experiment: str = "exp") -> RunDir:
+    run = RunDir.create(runs_dir / experiment / name)
+    run.config.write_text(run_yaml(load_config("ddp_digits", [f"name={name}", f"runs_dir={runs_dir}"])))
+    run.new_attempt().log(0).write_text("one line of the log\n")
+    run.write_state(replace(run.read_state(), status="finished", reason="ended", attempt=1, ended=2.0))
+    return run
+
+
+def make_sweep(runs_dir: Path, name: str, *cells: str) -> SweepDir:
+    sweep = SweepDir(runs_dir / "exp" / name)
+    sweep.path.mkdir(parents=True)
+    listed = [{"name": cell, "label": cell, "values": {"seed": 1}} for cell in cells]
+    write_json(sweep.file, {"uid": "u", "created": 1.0, "keys": ["seed"], "base": {}, "cells": listed})
+    return sweep
+
+
+def test_commands_with_a_run_argument_are_found() -> None:
+    assert set(COMMANDS) >= {
+        ("bench", "show"),
+        ("cancel",),
+        ("doctor",),
+        ("explain",),
+        ("follow",),
+        ("logs",),
+        ("resume",),
+        ("status",),
+        ("stop",),
+        ("sync",),
+    }
+
+
+def test_text_without_a_matching_run_is_a_one_line_error(
+    runs_dir: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(runs_dir, "first")
+    make(runs_dir, "second")
+    make_sweep(runs_dir, "grid", "grid-1")
+    before = run.path.joinpath("state.json").read_bytes()
+    monkeypatch.chdir(runs_dir)
+    (runs_dir / "a_file").touch()
+    texts = ["", " ", "*", "f*", "a**b", "?irst", "[f]irst", ".", "..", "/", "a_file", "exp", "x" * 5000, "exp/*"]
+    texts += ["\x00", "first\x00", "first\n", "nowhere/../first", "/dev/null", "~nobody", "-", "\udcff", "/" * 1500]
+    for words in COMMANDS:
+        # `cost` also takes an experiment.
+        for text in [text for text in texts if (words, text) != (("cost",), "exp")]:
+            code, output = command(*words, "--runs-dir", str(runs_dir), "--", text)
+            assert code == 2, (words, text, output)
+            assert "Traceback" not in output
+            assert len(output) < 500, (words, text)
+            assert output.startswith("hpcdist: "), (words, text, output)
+    assert run.path.joinpath("state.json").read_bytes() == before
+    assert not run.attempt(1).request.exists()
+
+
+@pytest.mark.parametrize("text", ["absolute", "relative", "slash", "dots", "dot", "first", "exp/first", "fir"])
+def test_run_is_found_by_folder_name_and_prefix(
+    runs_dir: Path, command: Command, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(runs_dir, "first")
+    make(runs_dir, "second")
+    monkeypatch.chdir(run.path if text == "dot" else runs_dir.parent)
+    texts = {"absolute": str(run.path), "relative": "runs/exp/first", "slash": f"{run.path}/"}
+    texts |= {"dots": "runs/exp/../exp/first", "dot": "."}
+    name = texts.get(text, text)
+    found = resolve_run(name, runs_dir)
+    assert found.path == run.path
+    assert (found.name, found.experiment) == ("first", "exp")
+    for words in READING:
+        code, output = command(*words, "--runs-dir", str(runs_dir), name)
+        assert code == 0, (words, output)
+    for words in ENDING:
+        code, output = command(*words, "--runs-dir", str(runs_dir), name)
+        assert code == 2, (words, output)
+        expected = "hpcdist: run first is not running: it has no supervisor, and its last state is 'finished'\n"
+        assert output == expected, "the run was found"
+
+
+def test_sweep_is_found_by_folder_name_and_prefix(runs_dir: Path, command: Command) -> None:
+    make(runs_dir, "first")
+    sweep = make_sweep(runs_dir, "grid", "grid-1")
+    for text in (str(sweep.path), f"{sweep.path}/", "grid", "exp/grid", "gri"):
+        found = resolve(text, runs_dir)
+        assert isinstance(found, SweepDir)
+        assert found.path == sweep.path
+        code, output = command("stop", "--runs-dir", str(runs_dir), text)
+        assert (code, output) == (2, "hpcdist: no cell of sweep grid runs or waits (1 cells: 1 missing)\n")
+    with pytest.raises(RunFolderError, match=r"^grid is a sweep: name one of its cells \(grid-1, …\)$"):
+        resolve_run("grid", runs_dir)
+
+
+def test_prefix_of_a_sweep_and_its_cells_is_ambiguous(runs_dir: Path) -> None:
+    make_sweep(runs_dir, "grid", "grid-1")
+    make(runs_dir, "grid-1")
+    assert isinstance(resolve("grid", runs_dir), SweepDir), "the whole name"
+    with pytest.raises(RunFolderError, match=r"^'gri' matches 2 runs \(exp/grid, exp/grid-1\): write more of the name"):
+        resolve("gri", runs_dir)
+
+
+# --- folders of other users
+@pytest.fixture
+def foreign_run(runs_dir: Path) -> RunDir:
+    if os.geteuid() != 0:
+        pytest.skip("only root can change the owner of a folder")
+    run = make(runs_dir, "theirs")
+    for path in [run.path, *run.path.rglob("*")]:
+        os.lchown(path, 65534, 65534)
+    return run
+
+
+def test_commands_on_all_runs_skip_runs_of_other_users(runs_dir: Path, foreign_run: RunDir, command: Command) -> None:
+    mine = make(runs_dir, "mine")
+    assert [run.path for run in find_runs(runs_dir)] == [mine.path]
+    assert list_runs(runs_dir).num_others == 1
+    note = "1 run folder of other users skipped: `hpcdist status RUN` shows one by its name"
+    code, output = command("runs", "--runs-dir", str(runs_dir))
+    assert code == 0
+    assert note in output
+    assert "theirs" not in output
+
+
+def test_run_of_another_user_can_be_read_but_not_changed(runs_dir: Path, foreign_run: RunDir, command: Command) -> None:
+    for words in READING:
+        code, output = command(*words, "--runs-dir", str(runs_dir), "theirs")
+        assert code == 0, (words, output)
+    for words in (("stop",), ("cancel",), ("resume",), ("doctor",), ("sync",)):
+        for text in ("theirs", str(foreign_run.path)):
+            code, output = command(*words, "--runs-dir", str(runs_dir), text)
+            assert code == 2, (words, output)
+            expected = (
+                f"run folder {foreign_run.path} belongs to nobody, and `hpcdist {words[0]}` acts only on your own runs"
+            )
+            assert expected in output
+    assert not foreign_run.attempt(1).request.exists()
+
+
+def test_link_of_another_user_to_an_own_run_is_skipped(runs_dir: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can change the owner of a link")
+    run = make(runs_dir.parent / "elsewhere", "mine")
+    (runs_dir / "exp").mkdir(parents=True)
+    link = runs_dir / "exp" / "planted"
+    link.symlink_to(run.path)
+    assert [found.name for found in find_runs(runs_dir)] == ["planted"]
+    os.lchown(link, 65534, 65534)
+    assert find_runs(runs_dir) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "inner", "refused"),
+    [
+        (0o700, 0o777, ""),
+        (0o770, 0o700, "first"),
+        (0o702, 0o700, "first"),
+        (0o755, 0o775, "attempts"),
+        (0o755, 0o755, ""),
+    ],
+)
+def test_resume_rejects_a_folder_that_others_can_write(
+    runs_dir: Path, command: Command, mode: int, inner: int, refused: str
+) -> None:
+    run = make(runs_dir, "first")
+    (run.path / "attempts").chmod(inner)
+    run.path.chmod(mode)
+    code, output = command("resume", "--runs-dir", str(runs_dir), "first")
+    assert code == 2
+    if refused:
+        path = next(path for path in (run.path, *run.path.iterdir()) if path.name == refused)
+        assert output == (
+            f"hpcdist: {path} is writable by group or others (mode {path.stat().st_mode & 0o7777:04o}), and"
+            f" `hpcdist resume` would execute their code: `chmod -R go-w {run.path}`\n"
+        )
+    else:
+        assert output == "hpcdist: run first is finished: to train longer, add an override such as stop.max_epochs=20\n"

@@ -1,8 +1,11 @@
-"""The changed config of a resume, and the parameters of a run."""
+"""The records of a run folder: a resume's config, parameters, secrets and saved checkpoints."""
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,20 +16,32 @@ import yaml
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.schema import Config
 from hpcdist.config.written import read_stored, run_yaml
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import write_json
+from hpcdist.review.facts import read_checkpoints
 from hpcdist.run import records
 from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.records import (
+    MANIFEST_FILE,
     AttemptTimes,
     TrainingRecord,
+    complete_checkpoints,
+    folder_name,
+    keep,
+    kept,
     load_origin,
+    newest_step,
     parameters,
+    resume_point,
     script_arguments,
+    step_of,
     write_origin,
     write_times,
     write_training,
 )
+from hpcdist.slurm.job.preflight_step import newest_checkpoint_bytes
+
+# --- The changed config of a resume, and the parameters of a run
 
 
 @pytest.fixture
@@ -144,8 +159,6 @@ def test_change_incompatible_with_the_checkpoint_is_an_error(run: RunDir, runs_d
 
 
 # --- interpolations
-
-
 def test_text_like_an_interpolation_survives_the_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VICTIM_SECRET", "hunter2")
     path = tmp_path / "config.yaml"
@@ -171,8 +184,6 @@ def test_interpolation_in_a_run_config_is_never_resolved(
 
 
 # --- Parameters of a run: those of a shipped trainer, of a trainer of the user's own, and of a script.
-
-
 def run_of(tmp_path: Path, yaml: str, *overrides: str, recorded: bool = True) -> RunDir:
     """Return the folder of a run that was started with a YAML and overrides."""
     config = tmp_path / "mine.yaml"
@@ -253,3 +264,163 @@ def test_run_without_a_recorded_origin_has_all_keys(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_arguments_of_a_script_by_name(command: str, expected: dict[str, str]) -> None:
     assert script_arguments(command.split()) == expected
+
+
+# --- `secrets.json` of a run, readable by its owner only
+
+VALUES = {"WANDB_API_KEY": "s3cret", "HPCDIST_PARAMS_X_KEY": "[1, 2]"}
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "exp" / "first")
+
+
+def test_file_is_private_with_any_umask(empty: RunDir) -> None:
+    before = os.umask(0)
+    try:
+        keep(empty, VALUES)
+    finally:
+        os.umask(before)
+    assert empty.secrets.stat().st_mode & 0o777 == 0o600
+    assert kept(empty) == VALUES
+    keep(empty, {"A": "b"})
+    assert kept(empty) == {"A": "b"}
+    assert sorted(path.name for path in empty.path.iterdir() if path.is_file()) == ["secrets.json", "state.json"]
+    keep(empty, {})
+    assert not empty.secrets.exists()
+    assert kept(empty) == {}
+
+
+@pytest.mark.parametrize(
+    ("status", "stays"),
+    [
+        ("queued", True),
+        ("running", True),
+        ("stopped", True),
+        ("failed", True),
+        ("finished", False),
+        ("cancelled", False),
+    ],
+)
+def test_file_is_removed_when_the_run_is_finished_or_cancelled(empty: RunDir, status: Status, stays: bool) -> None:
+    keep(empty, VALUES)
+    empty.write_state(replace(empty.read_state(), status=status))
+    assert empty.secrets.exists() == stays
+
+
+def test_removal_is_retried(empty: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(empty, VALUES)
+    unlink, failures = Path.unlink, [errno.ESTALE]
+
+    def fail(path: Path, *, missing_ok: bool = False) -> None:
+        if failures:
+            raise OSError(failures.pop(), "Stale file handle")
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    keep(empty, {})
+    assert not empty.secrets.exists()
+
+
+def test_failed_write_leaves_no_file(empty: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(records.os, "fsync", fail)
+    with pytest.raises(OSError, match="Invalid argument"):
+        keep(empty, VALUES)
+    assert [path.name for path in empty.path.iterdir() if path.is_file()] == ["state.json"]
+
+
+def test_file_readable_by_others_is_an_error(empty: RunDir) -> None:
+    keep(empty, VALUES)
+    empty.secrets.chmod(0o640)
+    with pytest.raises(
+        RunFolderError, match=r"secrets\.json has mode 0640, .* replace them, then `chmod 600` the file"
+    ):
+        kept(empty)
+
+
+def test_damaged_file_and_symbolic_link_are_errors(empty: RunDir) -> None:
+    keep(empty, VALUES)
+    for text in ("{", "[1]", '{"A": "b"}', '{"values": {"A": 1}}'):
+        empty.secrets.write_text(text)
+        with pytest.raises(RunFolderError, match=r"is damaged: remove it, and set its variables in the environment"):
+            kept(empty)
+    empty.secrets.rename(empty.path / "elsewhere")
+    empty.secrets.symlink_to("elsewhere")
+    with pytest.raises(RunFolderError, match=r"secrets\.json cannot be read: Too many levels of symbolic links"):
+        kept(empty)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="requires root to change the owner of a file")
+def test_file_of_another_user_is_ignored(empty: RunDir) -> None:
+    keep(empty, VALUES)
+    os.chown(empty.secrets, 65534, 65534)
+    assert kept(empty) == {}
+
+
+# --- Checkpoints by their names and manifests: copies, unfinished and damaged ones are not counted
+
+
+@pytest.fixture
+def stepped(tmp_path: Path) -> RunDir:
+    """A run with checkpoints of the steps 9 and 100,000,000, and folders that are none."""
+    stepped = RunDir.create(tmp_path / "runs" / "exp" / "first")
+    for name, manifest in {
+        "step-00000009": '{"step": 9}',
+        "step-100000000": '{"step": 100000000}',
+        "step-200000000": None,
+        "step-100000000-copy-of-a-user": '{"step": 300000000}',
+        ".tmp-step-00000400": '{"step": 400}',
+    }.items():
+        (stepped.checkpoints / name).mkdir(parents=True)
+        if manifest is not None:
+            (stepped.checkpoints / name / "manifest.json").write_text(manifest)
+    return stepped
+
+
+def test_names() -> None:
+    assert [folder_name(step) for step in (9, 10**9)] == ["step-00000009", "step-1000000000"]
+    names = ("step-00000009", "step-1000000000", "step-9", "step-00000009.old", "step-²²²²²²²²")
+    assert [step_of(Path("x") / name) for name in names] == [9, 10**9, None, None, None]
+
+
+def test_copies_and_unfinished_checkpoints_are_not_counted(stepped: RunDir) -> None:
+    assert [step for step, _ in complete_checkpoints(stepped)] == [9, 100_000_000]
+    assert newest_step(stepped) == 100_000_000
+    assert [facts.step for facts in read_checkpoints(stepped)] == [9, 100_000_000]
+    assert newest_checkpoint_bytes(stepped) == len('{"step": 100000000}')
+
+
+def test_damaged_manifest_is_not_the_newest(stepped: RunDir) -> None:
+    (stepped.checkpoints / "step-100000000" / "manifest.json").write_text("{")
+    assert newest_step(stepped) == 9
+    (stepped.checkpoints / "step-00000009" / "manifest.json").unlink()
+    assert newest_step(stepped) is None
+
+
+def test_resume_point_names_step_time_and_lost_steps(runs_dir: Path) -> None:
+    stepped = RunDir.create(runs_dir / "exp" / "first")
+    assert resume_point(stepped, 0) == "starting at step 0, since there is no checkpoint"
+    assert resume_point(stepped, 1) == "starting at step 0, since there is no checkpoint, 1 step lost"
+    manifest = stepped.checkpoints / folder_name(190) / MANIFEST_FILE
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text("{}")
+    saved = time.strftime("%H:%M:%S", time.localtime(manifest.stat().st_mtime))
+    assert resume_point(stepped, 190) == f"resuming at step 190, checkpoint of {saved}"
+    os.utime(manifest, (1e9, 1e9))
+    then = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1e9))
+    assert resume_point(stepped, 204) == f"resuming at step 190, checkpoint of {then}, 14 steps lost"
+
+
+def test_resume_point_of_a_script_names_its_newest_file(runs_dir: Path) -> None:
+    stepped = RunDir.create(runs_dir / "exp" / "first")
+    assert resume_point(stepped, 0, is_script=True) == "the script starts again, without a file in checkpoints/"
+    (stepped.checkpoints / "newest.pt").touch()
+    os.utime(stepped.checkpoints / "newest.pt", (1e9, 1e9))
+    then = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1e9))
+    assert resume_point(stepped, 204, is_script=True) == (
+        f"the script starts again (after step 204); its newest file in checkpoints/ is newest.pt of {then}"
+    )

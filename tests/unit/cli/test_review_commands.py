@@ -1,0 +1,491 @@
+"""Commands for the review of runs: cost, compare, export, ui, report and sync."""
+
+from __future__ import annotations
+
+import builtins
+import csv
+import io
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from command_line import Cli, Result, one_line
+from hpcdist_runs import unused_port
+from timed_runs import BEGAN, account, add_attempt
+
+from hpcdist.checkpoint.folder import Snapshot
+from hpcdist.checkpoint.store import CheckpointStore
+from hpcdist.errors import TrackingError
+from hpcdist.host.files import write_json
+from hpcdist.review.ledger import CAUSES
+from hpcdist.run.folder import RunDir
+from hpcdist.run.lease import hold
+from hpcdist.run.records import NodeShare, Resources
+from hpcdist.run.sweeps import SweepDir
+from hpcdist.slurm import client
+from hpcdist.slurm.output import AccountedStart
+from hpcdist.tracking import ui
+
+# --- `hpcdist cost`
+
+Make = Callable[..., RunDir]
+
+
+def rows(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+@pytest.fixture
+def runs(make: Make) -> list[RunDir]:
+    """Two runs on cores, one on GPUs, and one of an older version."""
+    found = [make("first"), make("second"), make("gpu", "experiment=other"), make("old")]
+    gpus = Resources(unit="GPU", nodes={"g1": NodeShare(allocated=2, share=1, ranks=[0, 1])})
+    add_attempt(found[0], 1, 3601, [account(1, 3601)] * 4)
+    add_attempt(found[1], 1, 7201, [account(1, 3601, closed=False)] * 4, failed=True)
+    add_attempt(found[2], 1, 3601, [account(1, 3601)] * 2, gpus)
+    for number, run in enumerate(found):
+        run.write_state(
+            replace(run.read_state(), created=time.mktime((2026, 10 + number // 2, 15, 12, 0, 0, 0, 0, -1)))
+        )
+        write_json(run.environment, {"user": "ada" if number != 1 else "bob"})
+    return found
+
+
+@pytest.mark.processes
+def test_cost_of_one_run_has_one_line_for_each_cause(hpcdist: Cli, runs: list[RunDir]) -> None:
+    result = hpcdist("cost", "second")
+    assert (result.code, result.err) == (0, "")
+    assert all(cause in result.out for cause in CAUSES)
+    assert "core-hours" in result.out
+    assert "goodput: 40.0%" in result.out
+    down = next(line for line in result.out.splitlines() if "down" in line)
+    assert [word for word in down.split() if word[0].isdigit()] == ["4.00", "40.0%"]
+
+
+@pytest.mark.processes
+def test_cost_of_all_runs_has_one_line_for_each_run(hpcdist: Cli, runs: list[RunDir]) -> None:
+    result = hpcdist("cost", "--by", "run")
+    assert result.err == "1 runs without a ledger are left out, such as runs that have not started: old\n"
+    assert [name in result.out for name in ("/first", "/second", "/gpu", "/old")] == [True, True, True, False]
+    assert "evaluation" not in result.out, "causes without hours have no column"
+
+
+@pytest.mark.processes
+def test_a_run_with_unreadable_files_is_named_and_left_out(hpcdist: Cli, runs: list[RunDir]) -> None:
+    phases = runs[0].attempt(1).phases
+    phases.symlink_to(phases)
+    result = hpcdist("cost", "--by", "run")
+    assert (result.code, "/first" in result.out, "/second" in result.out) == (0, False, True)
+    assert f"run first is left out: [Errno 40] Too many levels of symbolic links: '{phases}'\n" in result.err
+    assert one_line(hpcdist("cost", "first")).startswith("run first is left out: ")
+
+
+@pytest.mark.processes
+def test_narrow_terminal_shows_the_largest_losses(
+    hpcdist: Cli, runs: list[RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    from hpcdist.cli import review
+
+    monkeypatch.setattr(review, "console", lambda: Console(width=100))
+    assert "down 40%, idle 20%" in hpcdist("cost", "--by", "run").out
+
+
+@pytest.mark.processes
+def test_cells_of_a_sweep_are_told_apart_on_a_narrow_terminal(
+    hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    from hpcdist.cli import review
+
+    for rate in ("0.1", "0.01"):
+        run = make(f"ddp-20261122-121700-1a2b-optim.lr_{rate}-seed_1")
+        add_attempt(run, 1, 3601, [account(1, 3601)] * 4)
+    monkeypatch.setattr(review, "console", lambda: Console(width=80))
+    out = hpcdist("cost", "--by", "run").out
+    assert "…" not in out
+    text = "".join(line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│"))
+    assert all(f"optim.lr_{rate}-seed_1" in text for rate in ("0.1", "0.01"))
+
+
+@pytest.mark.processes
+def test_csv_has_all_causes_in_hours(hpcdist: Cli, runs: list[RunDir]) -> None:
+    found = rows(hpcdist("cost", "--csv", "--by", "run").out)
+    assert [row["run"].partition("/")[2] for row in found] == ["first", "second", "gpu"]
+    assert list(found[0]) == ["run", "unit", "runs", "allocated", "goodput", *CAUSES, "queue", "energy_kwh"]
+    assert float(found[1]["down"]) == 4.0
+    assert float(found[0]["allocated"]) == pytest.approx(5 * 3601 / 3600)
+    assert (found[0]["unit"], found[2]["unit"], found[0]["energy_kwh"]) == ("core", "GPU", "")
+
+
+@pytest.mark.processes
+def test_costs_are_summed_by_user_and_month(hpcdist: Cli, runs: list[RunDir]) -> None:
+    found = rows(hpcdist("cost", "--csv", "--by", "month,user").out)
+    assert [(row["user"], row["month"], row["unit"], row["runs"]) for row in found] == [
+        ("ada", "2026-10", "core", "1"),
+        ("ada", "2026-11", "GPU", "1"),
+        ("bob", "2026-10", "core", "1"),
+    ]
+    found = rows(hpcdist("cost", "--csv", "--by", "user").out)
+    assert [(row["user"], row["unit"]) for row in found] == [("ada", "GPU"), ("ada", "core"), ("bob", "core")]
+    assert [row["experiment"] for row in rows(hpcdist("cost", "other", "--csv", "--by", "experiment").out)] == ["other"]
+    assert "one of user, month, experiment, run" in one_line(hpcdist("cost", "--by", "group"))
+
+
+@pytest.mark.processes
+def test_accounting_completes_the_starts_of_a_job(
+    hpcdist: Cli, runs: list[RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = AccountedStart(
+        name="train",
+        began=BEGAN - 20,
+        ended=BEGAN + 7300,
+        queue_s=3600.0,
+        nodes="n[1-2]",
+        cores=5,
+        gpus=0,
+        energy_j=7.2e6,
+    )
+    asked: list[str] = []
+
+    def accounted_starts(job_id: str) -> list[AccountedStart]:
+        asked.append(job_id)
+        return [start, replace(start, name="other", began=BEGAN + 9000)]
+
+    monkeypatch.setattr(client, "accounted_starts", accounted_starts)
+    write_json(runs[1].path / "slurm.json", {"job_id": "41", "job_name": "train"})
+    write_json(runs[1].path / "job.json", {"job_id": "41", "starts": {"0": {"nodes": "n[1-2]", "began": BEGAN - 20.0}}})
+    for _ in range(2):
+        (row,) = rows(hpcdist("cost", "second", "--csv").out)
+        assert float(row["allocated"]) == pytest.approx(5 * 7320 / 3600, rel=1e-6)
+        assert (float(row["queue"]), float(row["energy_kwh"])) == (1.0, 2.0)
+    assert asked == ["41"], "complete records are not queried again"
+    assert "energy: 2 kWh" in hpcdist("cost", "second").out
+
+
+@pytest.mark.processes
+def test_cost_of_a_sweep_is_that_of_its_cells(
+    hpcdist: Cli, runs: list[RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = SweepDir(Path("runs") / "exp" / "grid")
+    monkeypatch.setattr(SweepDir, "cells", lambda self: runs[:2])
+    monkeypatch.setattr("hpcdist.run.lookup.resolve", lambda name, runs_dir: sweep)
+    assert len(rows(hpcdist("cost", "grid", "--csv").out)) == 2
+
+
+@pytest.mark.processes
+def test_nothing_to_show(hpcdist: Cli, make: Make) -> None:
+    make("old")
+    assert hpcdist("cost", "old").out == "no runs with a ledger\n"
+    assert "no run" in one_line(hpcdist("cost", "absent"))
+
+
+# --- `hpcdist compare`
+
+
+@pytest.fixture
+def two(make: Callable[..., RunDir]) -> tuple[RunDir, RunDir]:
+    return make("first", status="finished", attempt=1), make("second", "optim.lr=0.5", status="failed", attempt=1)
+
+
+@pytest.mark.processes
+def test_compare_prints_the_differences(hpcdist: Cli, two: tuple[RunDir, RunDir]) -> None:
+    result = hpcdist("compare", "first", "second")
+    assert result.code == 0
+    assert result.err == ""
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.out.splitlines() if "│" in line]
+    assert ["optim.lr", "0.001", "0.5"] in rows
+    assert ["state", "finished", "failed"] in rows
+    assert not [row for row in rows if row[0].startswith("data.")]
+    document = json.loads(hpcdist("compare", "first", "second", "--json").out)
+    assert document["runs"] == ["first", "second"]
+    assert document["differences"]["config"] == {"optim.lr": ["0.001", "0.5"]}
+
+
+@pytest.mark.processes
+def test_runs_of_the_same_name_are_labelled_by_experiment(
+    hpcdist: Cli, make: Callable[..., RunDir], tmp_path: Path
+) -> None:
+    first = make("first")
+    other = tmp_path / "runs" / "other" / "first"
+    other.parent.mkdir()
+    first.path.rename(other)
+    make("first")
+    assert json.loads(hpcdist("compare", "exp/first", "other/first", "--json").out)["runs"] == [
+        "exp/first", "other/first",
+    ]  # fmt: skip
+
+
+@pytest.mark.processes
+def test_compare_needs_two_runs(hpcdist: Cli, two: tuple[RunDir, RunDir]) -> None:
+    expected = "only first is given: name a second run to compare it with"
+    assert one_line(hpcdist("compare", "first")) == expected
+    assert one_line(hpcdist("compare", "first", str(two[0].path))) == expected
+    assert one_line(hpcdist("compare", "first", "none")).startswith("no run 'none' under ")
+
+
+# --- `hpcdist export` in the process of the test
+
+
+@pytest.fixture
+def run(make: Callable[..., RunDir]) -> RunDir:
+    run = make("first", "checkpoint.monitor=eval/loss", "checkpoint.monitor_mode=min")
+    for step, loss in ((10, 0.1), (20, 0.2)):
+        weights = {"w": torch.full((2,), float(step))}
+        metrics = {"eval/loss": loss}
+        CheckpointStore(run.checkpoints).write(
+            Snapshot(step=step, model=weights, trainer={}, rank_states=[None], metrics=metrics)
+        )
+    return run
+
+
+@pytest.mark.processes
+def test_best_checkpoint_is_written_to_a_file_named_by_the_run(hpcdist: Cli, run: RunDir, tmp_path: Any) -> None:
+    result = hpcdist("export", run.name, "--format", "torch")
+    file = tmp_path / "first-step-10.pt"
+    assert (result.code, result.out) == (0, f"first-step-10.pt: {file.stat().st_size:,} bytes, step 10 of first\n")
+    assert torch.load(file, weights_only=True)["w"].tolist() == [10, 10]
+    result = hpcdist("export", run.name, "--format", "torch", "--checkpoint", "final", "--output", "final.pt")
+    assert result.code == 0
+    assert torch.load(tmp_path / "final.pt", weights_only=True)["w"].tolist() == [20, 20]
+    assert "exists: remove it" in one_line(hpcdist("export", run.name, "--format", "torch"))
+
+
+@pytest.mark.processes
+def test_run_without_the_monitored_metric_exports_the_final_checkpoint_by_default(
+    hpcdist: Cli, make: Callable[..., RunDir]
+) -> None:
+    """The tutorial's own trainer logs a loss only."""
+    for name, monitor in (("own", "trainer=mine:train"), ("set", "checkpoint.monitor=eval/f1")):
+        run = make(name, monitor)
+        for step in (10, 20):
+            CheckpointStore(run.checkpoints).write(
+                Snapshot(step=step, model={"w": torch.ones(2)}, trainer={}, rank_states=[None], metrics={})
+            )
+    result = hpcdist("export", "own", "--format", "torch")
+    assert (result.code, result.err) == (0, "the final checkpoint, step 20: checkpoint.monitor is empty\n")
+    assert result.out.endswith("step 20 of own\n")
+    assert (
+        hpcdist("export", "set", "--format", "torch").err
+        == "the final checkpoint, step 20: no checkpoint has eval/f1\n"
+    )
+    message = one_line(hpcdist("export", "own", "--format", "torch", "--checkpoint", "best"))
+    assert message.startswith("no checkpoint of own has the metric of checkpoint.monitor (empty): choose --checkpoint")
+
+
+@pytest.mark.processes
+def test_mistakes_are_one_line(hpcdist: Cli, run: RunDir) -> None:
+    message = one_line(hpcdist("export", run.name, "--format", "keras"))
+    assert message == "--format keras: expected safetensors, onnx, torch"
+    assert "--format" in one_line(hpcdist("export", run.name))
+    assert "no run 'second'" in one_line(hpcdist("export", "second", "--format", "torch"))
+    assert "has no checkpoint of step 5: it has 10, 20" in one_line(
+        hpcdist("export", run.name, "--format", "torch", "--checkpoint", "5")
+    )
+
+
+@pytest.mark.processes
+def test_onnx_of_a_folder_that_others_can_write_is_refused(hpcdist: Cli, run: RunDir) -> None:
+    run.path.chmod(0o770)
+    assert "is writable by group or others" in one_line(hpcdist("export", run.name, "--format", "onnx"))
+
+
+@pytest.mark.processes
+def test_missing_torch_is_one_line(hpcdist: Cli, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = builtins.__import__
+
+    def without_torch(name: str, *args: Any) -> Any:
+        if name == "hpcdist.checkpoint":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+        return load(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", without_torch)
+    message = one_line(hpcdist("export", run.name, "--format", "torch"))
+    assert message == "export needs torch: run `pip install '.[train,export]'` in a checkout of hpcdist"
+
+
+# --- `hpcdist sync` and `hpcdist ui`
+
+
+@pytest.mark.processes
+def test_sync_uploads_runs_that_have_no_shipper(
+    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shipped: list[tuple[str, str]] = []
+
+    def ship(run: RunDir, uri: str) -> str:
+        if run.name == "down":
+            raise TrackingError("the server does not answer")
+        shipped.append((run.name, uri))
+        return "3 points shipped"
+
+    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipper", SimpleNamespace(sync=ship))
+    make("first")
+    second = make("second", "tracking.uri=http://ada:s3cret@mlflow", "launch.env.API_KEY=s3cret")
+    assert hpcdist("sync", "second").code == 0
+    second.write_state(replace(second.read_state(), status="finished"))
+    busy = make("third")
+    uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
+    with hold(busy):
+        assert hpcdist("sync", "first") == Result(0, "first: 3 points shipped\n", "")
+        result = hpcdist("sync")
+    assert result.code == 2
+    assert result.out.splitlines()[0] == "first: 3 points shipped"
+    assert result.out.splitlines()[1].startswith(f"third: its supervisor runs (process {os.getpid()} on ")
+    assert result.out.splitlines()[2:] == ["3 runs: 1 uploaded, 1 failed, 1 running"]
+    assert result.err == (
+        "second: the password of http://ada:***@mlflow is not kept in the run folder:"
+        " set HPCDIST_TRACKING_URI to the whole URI\n"
+    )
+    monkeypatch.setenv("HPCDIST_TRACKING_URI", "http://ada:s3cret@mlflow")
+    assert hpcdist("sync", "second").code == 0
+    with_password = ("second", "http://ada:s3cret@mlflow")
+    assert shipped == [with_password, ("first", uri), ("first", uri), with_password]
+    make("down")
+    assert hpcdist("sync", "down") == Result(1, "", "down: the server does not answer\n")
+
+
+def ship_all(monkeypatch: pytest.MonkeyPatch, *new: str) -> None:
+    """Replace the upload: the runs in `new` have records that MLflow lacks."""
+
+    def ship(run: RunDir, uri: str) -> str:
+        return "3 points shipped" if run.name in new else "0 points and 0 artifacts uploaded"
+
+    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipper", SimpleNamespace(sync=ship))
+
+
+@pytest.mark.processes
+def test_sync_of_all_runs_prints_news_and_a_summary(
+    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("first", "second", "third"):
+        make(name, status="finished")
+    ship_all(monkeypatch, "second")
+    assert hpcdist("sync") == Result(0, "second: 3 points shipped\n3 runs: 2 unchanged, 1 uploaded\n", "")
+    assert hpcdist("sync", "third").out == "third: 0 points and 0 artifacts uploaded\n", "named by the user"
+
+
+@pytest.mark.processes
+def test_ui_uploads_and_starts_mlflow_which_prints_one_link(
+    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[list[str]] = []
+    masks: list[int] = []
+    store = f"sqlite:///{tmp_path}/runs/mlflow.db"
+    for name in ui.variables(store, tmp_path, ""):
+        monkeypatch.setenv(name, "from the caller")  # restored after the test
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "false")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    def execv(path: str, arguments: list[str]) -> None:
+        # A link has been printed or follows at once: the port is held from now on, for uvicorn.
+        with socket.socket(fileno=os.dup(stdin)) as listener:
+            assert listener.getsockname() == ("127.0.0.1", port)
+            assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        started.append(arguments)
+
+    stdin = os.open(os.devnull, os.O_RDONLY)  # in place of that of the tests
+    dup2 = os.dup2
+    monkeypatch.setattr(os, "dup2", lambda descriptor, _: dup2(descriptor, stdin))
+    monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setattr(os, "umask", lambda mask: masks.append(mask))
+    ship_all(monkeypatch, "first")
+    run = make("first", status="finished")
+    write_json(run.mlflow, {"experiment_id": "7", "uri": store, "views": ["hpcdist-overview", "hpcdist-cost"]})
+    port = unused_port()
+    result = hpcdist("ui", "--port", str(port))
+    (file,) = tmp_path.glob("state/hpcdist/ui/*.token")
+    address = f"http://127.0.0.1:{port}"
+    starting = "first: 3 points shipped\nMLflow is starting, and prints its link then; Ctrl-C ends it\n"
+    assert result == Result(0, starting, "")
+    listing = "#/experiments/7/runs?workflowType=machine_learning"
+    overview = f"{listing}&viewStateShareKey=hpcdist-overview"
+    assert os.environ["HPCDIST_UI_LINK"] == f"{address}/?token={file.read_text()}{overview}"
+    assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+    assert os.environ["MLFLOW_BACKEND_STORE_URI"] == store
+    assert os.environ["HPCDIST_UI_TOKEN_FILE"] == str(file)
+    assert started == [ui.command(port)]
+    assert masks == [0o077]
+    os.close(stdin)  # the second start has the port
+    stdin = os.open(os.devnull, os.O_RDONLY)
+    assert hpcdist("ui", "--port", str(port), "--links").out.splitlines()[1:] == [
+        f"all experiments: {address}/?token={file.read_text()}#/experiments?workflowType=machine_learning",
+        f"exp: {address}/?token={file.read_text()}{listing}",
+        f"  Overview: {address}/?token={file.read_text()}{overview}",
+        f"  Cost: {address}/?token={file.read_text()}{listing}&viewStateShareKey=hpcdist-cost",
+        f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {file})",
+        "MLflow is starting, and prints its link then; Ctrl-C ends it",
+    ]
+
+
+@pytest.mark.processes
+def test_ui_rejects_an_invalid_port(hpcdist: Cli) -> None:
+    result = hpcdist("ui", "--port", "70000")
+    assert result.code == 2
+    assert "Invalid value for '--port'" in result.err
+
+
+@pytest.mark.processes
+def test_ui_prints_the_link_to_an_existing_server(
+    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("MLflow was started"))
+    ship_all(monkeypatch)
+    run = make("first", status="finished")
+    write_json(run.mlflow, {"experiment_id": "7", "uri": "http://ada:***@mlflow", "views": ["hpcdist-cost"]})
+    listing = "http://mlflow/#/experiments/7/runs?workflowType=machine_learning"
+    assert hpcdist("ui", "--tracking-uri", "http://ada:s3cret@mlflow") == (0, f"review in MLflow: {listing}\n", "")
+    assert hpcdist("ui", "--tracking-uri", "http://ada:s3cret@mlflow", "--links").out == (
+        f"exp: {listing}\n  Cost: {listing}&viewStateShareKey=hpcdist-cost\nreview in MLflow: {listing}\n"
+    )
+    monkeypatch.delenv("HPCDIST_TRACKING_URI")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://other")
+    page = "https://other/#/experiments?workflowType=machine_learning"
+    assert hpcdist("ui").out == f"review in MLflow: {page}\n"
+
+
+@pytest.mark.processes
+def test_ui_asks_a_server_that_does_not_answer_only_once(
+    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ship(run: RunDir, uri: str) -> str:
+        raise TrackingError("the server does not answer")
+
+    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipper", SimpleNamespace(sync=ship))
+    for name in ("first", "second"):
+        make(name, status="finished")
+    result = hpcdist("ui", "--tracking-uri", "http://mlflow")
+    assert (result.code, result.err) == (0, "first: the server does not answer\n")
+
+
+@pytest.mark.processes
+def test_report_is_written_and_its_path_printed(
+    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: not opened.append(address))
+    run = make("first", status="finished", created=1.0)
+    newer = make("second", status="finished", created=2.0)
+    assert hpcdist("report", "first") == Result(0, "runs/exp/first/report.html\n", "")
+    assert "first" in run.report.read_text()
+    assert opened == []
+    run.report.write_text("stale")
+    assert hpcdist("report", "first", "--open").code == 0
+    assert run.report.read_text() != "stale"
+    assert opened == [run.report.as_uri()]
+    assert hpcdist("report").out == "runs/exp/second/report.html\n"
+    assert newer.report.is_file()
+    monkeypatch.setattr("webbrowser.open", lambda address: False)
+    assert "no browser was found: open /" in hpcdist("report", "--open").err
+    assert "report       runs/exp/first/report.html" in hpcdist("status", "first").out
