@@ -173,7 +173,14 @@ class CommError(HpcdistError):
 
 
 class TrackingError(HpcdistError):
-    """The tracking server refused a request or did not answer. Never raised in a training process."""
+    """The tracking server refused a request or did not answer. Never raised in a training process.
+
+    `code`: the error code in MLflow's answer, such as `PERMISSION_DENIED`; empty without one.
+    """
+
+    def __init__(self, message: str, *, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class TrackingUriError(TrackingError):

@@ -22,7 +22,7 @@ from hpcdist.review.text import PATCH
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import MANIFEST_FILE, complete_checkpoints
 from hpcdist.tracking.journal import clean_metric_name
-from hpcdist.tracking.mlflow_client import MlflowException, all_pages, entities, is_unsupported, require_id, translated
+from hpcdist.tracking.mlflow_client import all_pages, entities, is_unsupported, require_id, tolerated, translated
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.run_metadata import clean_text
 
@@ -182,8 +182,7 @@ def move_best(run: MlflowRun, name: str, version: str, monitored: CheckpointConf
                     return
             log.warning("the alias %s of %s is moved by other processes all the time", ALIAS, name)
     except TrackingError as error:
-        cause = error.__cause__
-        if not isinstance(cause, MlflowException) or not is_unsupported(cause):
+        if not is_unsupported(error):
             raise
         log.debug("the alias %s is not moved, which this MLflow does not support: %s", ALIAS, error)
 
@@ -221,12 +220,9 @@ def _tagged_value(version: Any, metric: str) -> float | None:
 
 def _run_value(run: MlflowRun, run_id: str, metric: str) -> float | None:
     """Return the last value of a metric of an MLflow run; None if there is none, or the run is removed."""
-    try:
+    with tolerated("RESOURCE_DOES_NOT_EXIST"):
         return finite_number(run.client.get_run(run_id).data.metrics.get(metric))
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-        return None
+    return None
 
 
 # The kept checkpoints of a run as logged models of MLflow, without an upload of their files.
@@ -365,8 +361,7 @@ class CheckpointModels:
                 self._update(found, {name: kept for name, kept in all_kept.items() if kept is not None}, points)
         except TrackingError as error:
             self._models = None  # a request without a response may have been executed
-            cause = error.__cause__
-            if not isinstance(cause, MlflowException) or not is_unsupported(cause):
+            if not is_unsupported(error):
                 raise
             self._is_supported = False
             log.debug("checkpoints are not logged as models, which this MLflow does not support: %s", error)
@@ -383,9 +378,10 @@ class CheckpointModels:
 
     def _update(self, found: Mapping[str, str], kept: Mapping[str, KeptCheckpoint], points: _RunPoints) -> None:
         if self._models is None:
+            search, of_run = self._mlflow.client.search_logged_models, f"source_run_id = '{self._mlflow.run_id}'"
             self._models = {
                 (model.tags.get(_STEP_TAG, ""), model.tags[_SHA_TAG]): model
-                for model in self._search()
+                for model in all_pages(search, [self._mlflow.experiment_id], of_run, max_results=_MODELS_PAGE)
                 if _SHA_TAG in model.tags
             }
         for name, one in kept.items():
@@ -396,18 +392,11 @@ class CheckpointModels:
                 if self._log_metrics(model, one, points):
                     self._done[name] = found[name]
         for key in self._models.keys() - {one.key for one in kept.values()}:
-            self._delete(self._models[key].model_id)
+            with tolerated("RESOURCE_DOES_NOT_EXIST"):
+                self._mlflow.client.delete_logged_model(self._models[key].model_id)
             del self._models[key]
         for name in self._done.keys() - found.keys():
             del self._done[name]
-
-    def _search(self) -> Iterator[entities.LoggedModel]:
-        yield from all_pages(
-            self._mlflow.client.search_logged_models,
-            [self._mlflow.experiment_id],
-            f"source_run_id = '{self._mlflow.run_id}'",
-            max_results=_MODELS_PAGE,
-        )
 
     def _create(self, kept: KeptCheckpoint) -> entities.LoggedModel:
         model = self._mlflow.client.create_logged_model(
@@ -435,13 +424,6 @@ class CheckpointModels:
         if str(model.status) != "READY":
             self._mlflow.client.finalize_logged_model(model.model_id, "READY")
         return len(metrics) == len(missing)
-
-    def _delete(self, model_id: str) -> None:
-        try:
-            self._mlflow.client.delete_logged_model(model_id)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
 
 
 class _RunPoints:
@@ -533,11 +515,8 @@ def register(run: MlflowRun, model_id: str, name: str) -> str:
     """Register a logged model, once. Returns `name/version`."""
     with translated(run.uri):
         model = run.client.get_logged_model(model_id)
-        try:
+        with tolerated("RESOURCE_ALREADY_EXISTS"):
             run.client.create_registered_model(name, description=_REGISTERED)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
         known = run.client.search_model_versions(f"name = '{name}' AND run_id = '{run.run_id}'")
         # A database would look up `models:/<id>` at MLflow's global tracking URI.
         source = model.artifact_location

@@ -25,7 +25,7 @@ from hpcdist.tracking import artifacts, pages, run_metadata
 from hpcdist.tracking.artifacts import Artifact, CheckpointModels, log_model, move_best, register
 from hpcdist.tracking.command_tag import CommandTag
 from hpcdist.tracking.journal import ChangedNames, Event, clean_name, event_files, read_events
-from hpcdist.tracking.mlflow_client import MlflowException, entities, translated
+from hpcdist.tracking.mlflow_client import entities, translated
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.pages import NOTE_TAG, ParentRun, RunPage
 from hpcdist.tracking.points import Batches, Point, SentFacts, SentFiles, completion_of, read_series
@@ -474,8 +474,7 @@ def _skipped_if_rejected(mlflow: MlflowRun, what: str) -> Iterator[None]:
     try:
         yield
     except TrackingError as error:
-        cause = error.__cause__
-        if not isinstance(cause, MlflowException) or cause.error_code != "INVALID_PARAMETER_VALUE":
+        if error.code != "INVALID_PARAMETER_VALUE":
             raise
         mlflow.require_active()  # a deleted run gives the same error code
         log.warning("%s of the script: not uploaded: %s", what, error)

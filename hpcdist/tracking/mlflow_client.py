@@ -60,7 +60,7 @@ gc.freeze()
 for _name in ("mlflow.exceptions", "mlflow.utils.rest_utils"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
-__all__ = ["MlflowClient", "MlflowException", "entities", "is_unsupported", "open_client", "require_id", "translated"]
+__all__ = ["MlflowClient", "MlflowException", "entities", "open_client"]
 
 #: Exceptions of the client if the server, a proxy or the disk fails.
 _FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
@@ -75,7 +75,8 @@ def translated(uri: str) -> Iterator[None]:
         yield
     except _FAILURES as error:
         cause = explanation(error, uri) if is_server(uri) else ""
-        raise TrackingError(f"MLflow at {redact_text(uri)}: {cause or _reason(error)}") from error
+        code = str(getattr(error, "error_code", ""))
+        raise TrackingError(f"MLflow at {redact_text(uri)}: {cause or _reason(error)}", code=code) from error
     except _MALFORMED as error:
         raise TrackingError(
             f"MLflow at {redact_text(uri)}: the response is not MLflow's ({type(error).__name__}: {_reason(error)})"
@@ -97,10 +98,20 @@ def all_pages(search: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator
             return
 
 
-def is_unsupported(error: MlflowException) -> bool:
+@contextmanager
+def tolerated(code: str) -> Iterator[None]:
+    """End the block at an exception of MLflow with this error code."""
+    try:
+        yield
+    except MlflowException as error:
+        if error.error_code != code:
+            raise
+
+
+def is_unsupported(error: TrackingError) -> bool:
     """Return whether a request failed because the server or the store, such as an older MLflow, does not have it."""
-    return error.error_code in ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", "FEATURE_DISABLED") or (
-        " error code 404 " in str(error)  # a page instead of MLflow's JSON
+    return error.code in ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", "FEATURE_DISABLED") or (
+        " error code 404 " in str(error.__cause__)  # a page instead of MLflow's JSON
     )
 
 

@@ -19,7 +19,7 @@ from hpcdist.host.files import make_private, write_json
 from hpcdist.run.folder import RunDir, own_place, read_record
 from hpcdist.run.records import began_of
 from hpcdist.tracking.journal import clean_name
-from hpcdist.tracking.mlflow_client import MlflowException, entities, open_client, require_id, translated
+from hpcdist.tracking.mlflow_client import entities, open_client, require_id, tolerated, translated
 from hpcdist.tracking.points import Point
 from hpcdist.tracking.uri import sqlite_path
 
@@ -70,13 +70,10 @@ class MlflowRun:
         return found
 
     def _get(self, run_id: str) -> entities.Run | None:
-        try:
+        found = None
+        with tolerated("RESOURCE_DOES_NOT_EXIST"):
             found = self.client.get_run(run_id)
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return None
-            raise
-        if found.info.lifecycle_stage == "deleted":
+        if found is not None and found.info.lifecycle_stage == "deleted":
             raise TrackingError(
                 f"run {run_id} is deleted in MLflow at {redact_text(self.uri)}: restore it with"
                 f" `mlflow runs restore --run-id {run_id}`"
@@ -106,12 +103,9 @@ class MlflowRun:
                 )
             if found is not None:
                 return require_id(found.experiment_id, "an experiment")
-            try:
+            with tolerated("RESOURCE_ALREADY_EXISTS"):
                 location = self._artifact_location(name)
                 return require_id(self.client.create_experiment(name, location), "an experiment")
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                    raise
         raise TrackingError(f"experiment {name} cannot be created in MLflow at {redact_text(self.uri)}")
 
     def _artifact_location(self, experiment: str) -> str | None:
@@ -138,14 +132,10 @@ class MlflowRun:
                 self.client.log_batch(self.run_id, metrics=metrics, synchronous=True)
             return 0
         except TrackingError as error:
-            cause = error.__cause__
-            too_large = isinstance(cause, MlflowException) and " error code 413 " in str(cause) and len(metrics) > 1
-            if not too_large:
-                if not isinstance(cause, MlflowException) or cause.error_code != "INVALID_PARAMETER_VALUE":
+            if len(metrics) == 1 or " error code 413 " not in str(error.__cause__):
+                if error.code != "INVALID_PARAMETER_VALUE":
                     raise
-                with translated(self.uri):
-                    if self._get(self.run_id) is None:  # a deleted run gives the same error code
-                        raise
+                self.require_active()  # a deleted run gives the same error code
             if len(metrics) == 1:
                 log.warning("metric %s of step %d is omitted: %s", metrics[0].key, metrics[0].step, error)
                 return 1
@@ -183,12 +173,8 @@ class MlflowRun:
 
     def delete_tag(self, key: str) -> None:
         """Delete a tag of the run, if it has it."""
-        with translated(self.uri):
-            try:
-                self.client.delete_tag(self.run_id, key)
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                    raise
+        with translated(self.uri), tolerated("RESOURCE_DOES_NOT_EXIST"):
+            self.client.delete_tag(self.run_id, key)
 
     def set_status(self, status: str, ended_ms: int | None) -> None:
         """Set MLflow's status; FINISHED, FAILED and KILLED come with an end time."""

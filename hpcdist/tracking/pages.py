@@ -30,7 +30,7 @@ from hpcdist.run.sweeps import SweepDir, sweep_of, text_of
 from hpcdist.tracking import run_metadata
 from hpcdist.tracking.journal import clean_name
 from hpcdist.tracking.links import VIEWS
-from hpcdist.tracking.mlflow_client import MlflowException, entities, server_version, translated
+from hpcdist.tracking.mlflow_client import entities, server_version, translated
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.run_metadata import MAX_TAG, clean_text
 from hpcdist.tracking.uri import is_server
@@ -148,8 +148,7 @@ def _set_primary_metric(opened: MlflowRun, facts: RunFacts) -> None:
                 for key, value in tags.items():
                     opened.client.set_experiment_tag(opened.experiment_id, key, value)
     except TrackingError as error:
-        cause = error.__cause__
-        if not isinstance(cause, MlflowException) or cause.error_code != "PERMISSION_DENIED":
+        if error.code != "PERMISSION_DENIED":
             raise
         log.warning("the primary metric of the experiment is not set: %s", error)
 
