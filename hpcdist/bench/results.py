@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, Self, TypeVar
+from typing import Literal, Self
 
-from hpcdist.errors import RunFolderError
+from hpcdist.config.conversion import Mistake, convert_section
+from hpcdist.errors import RunFolderError, shown
 from hpcdist.host.files import parse_json
 from hpcdist.host.network import SlowLinks, amount, find_slow_links, rate, seconds, times
 
@@ -21,10 +22,8 @@ from hpcdist.host.network import SlowLinks, amount, find_slow_links, rate, secon
 # Uses the standard library only, so that a login node can read it. Times are in seconds, sizes in bytes, bandwidths in
 # bytes/s.
 
-VERSION = 1
 #: Path relative to the run's artifacts.
 ARTIFACT = "comm/results.json"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +114,7 @@ class Rpc:
 class Results:
     """All results of a benchmark; incomplete if the run was stopped."""
 
-    version: int = VERSION
+    version: Literal[1] = 1
     backend: str
     device: str  #: `cpu` or `cuda`
     world_size: int
@@ -145,38 +144,15 @@ class Results:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Parse the document; unknown keys are ignored. Raises ValueError if it is invalid."""
-        tree = parse_json(text)
-        if not isinstance(tree, dict) or tree.get("version") != VERSION:
-            version = tree.get("version") if isinstance(tree, dict) else None
-            raise ValueError(f"version {version!r} is not {VERSION}")
-        known = {item.name for item in dataclasses.fields(cls)}
-        values: dict[str, Any] = {key: value for key, value in tree.items() if key in known}
-        for key, kind in _TABLES.items():
-            if key in values:
-                values[key] = [_row(kind, item) for item in values[key]]
+        """Parse the document. Raises ValueError if it is invalid."""
+        mistakes: list[Mistake] = []
         try:
-            return cls(**values)
-        except TypeError as error:
-            raise ValueError(str(error)) from error
-
-
-_TABLES: dict[str, type[Any]] = {
-    "ranks": RankPlace,
-    "checked": CheckResult,
-    "rows": Row,
-    "pairs": Pair,
-    "overlap": Overlap,
-    "rpc": Rpc,
-}
-
-
-def _row(kind: type[T], item: Any) -> T:
-    known = {found.name for found in dataclasses.fields(kind)}  # type: ignore[arg-type]  # all in _TABLES are dataclasses
-    try:
-        return kind(**{key: value for key, value in item.items() if key in known})
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{item!r} is not a valid {kind.__name__}") from error
+            found = convert_section(cls, parse_json(text), "results", mistakes)
+        except TypeError as error:  # a required key is missing, or there are no keys
+            mistakes.append(" ".join(map(str, error.args)))
+        for mistake in mistakes:
+            raise ValueError(mistake if isinstance(mistake, str) else f"{mistake[0]} cannot be {shown(mistake[1])}")
+        return found
 
 
 def read_results(artifacts: Path) -> Results:
