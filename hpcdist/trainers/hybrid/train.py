@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.checkpoint.state import Shard
 from hpcdist.config.schema import Config
@@ -46,9 +45,218 @@ from hpcdist.trainers.hybrid.click_logs import Clicks, SyntheticLog, batches, id
 from hpcdist.trainers.hybrid.exchange import Lookup, Lookups, serve_tables
 from hpcdist.trainers.hybrid.tables import Layout, LookupPlan, Units, choose, weight_name
 
-# Click logs in shares of the samples, whose number stays when a run is resumed with fewer trainers.
-
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """The process groups of the trainer. Every rank creates all of them, in this order."""
+
+    exchange: dist.ProcessGroup  #: lookups and gradients of tables: all ranks, on the host
+    host: dist.ProcessGroup  #: metrics and barriers of the trainers
+    dense: dist.ProcessGroup  #: dense gradients of the trainers, on their devices
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """A batch before its lookup: the units to request from the servers, and the trainer's own part."""
+
+    units: Units
+    numeric: Tensor
+    labels: Tensor
+
+
+def train(ctx: Context, cfg: Config) -> None:
+    """Train, evaluate after each epoch, save checkpoints and, if the tables are small, export the final model."""
+    ctx.roles.require(trainer=None, parameter_server=None)
+    hybrid = cfg.section(HybridConfig)
+    layout = Layout(hybrid.tables, hybrid.embedding_dim, ctx.roles.count("parameter_server"))
+    ctx.agree_among(ctx.ranks_of("trainer"))
+    groups = _make_groups(ctx, cfg)
+    if ctx.role == "parameter_server":
+        serve_tables(ctx, cfg, layout, groups.exchange)
+        return
+    with rpc_group(ctx) as group:
+        train_dense_part(ctx, cfg, layout, groups, group)
+
+
+def _make_groups(ctx: Context, cfg: Config) -> ProcessGroups:
+    trainers = ctx.ranks_of("trainer")
+
+    def make(ranks: range, backend: str) -> dist.ProcessGroup:
+        # On a rank outside the group new_group returns a placeholder, which is not used.
+        timeout = timedelta(seconds=cfg.launch.hang_s + 60)
+        return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend=backend, timeout=timeout))
+
+    exchange, host = make(range(ctx.world_size), "gloo"), make(trainers, "gloo")
+    devices: list[str] = [""] * ctx.world_size
+    dist.all_gather_object(devices, ctx.device.type, group=exchange)
+    on_gpus = all(devices[rank] == "cuda" for rank in trainers)
+    return ProcessGroups(exchange, host, make(trainers, "nccl") if on_gpus and dist.is_nccl_available() else host)
+
+
+def train_dense_part(ctx: Context, cfg: Config, layout: Layout, groups: ProcessGroups, group: RpcGroup) -> None:
+    """Train as a trainer, and export the final model."""
+    hybrid, num_trainers = cfg.section(HybridConfig), ctx.roles.count("trainer")
+    num_inputs = len(layout.tables) * layout.dim + hybrid.num_numeric
+    model = ctx.wrap(dense_part(num_inputs, hybrid.hidden_sizes), process_group=groups.dense, static_graph=True)
+    if num_trainers > 2:  # the sum of two trainers does not depend on the order
+        example = torch.zeros(2, num_inputs, device=ctx.device)
+        settle_buckets(model, lambda: model(example).sum())
+    optimizer = build_optimizer(model.parameters(), cfg.optim)
+    saved = ctx.restore()  # the newest valid checkpoint, None at the first start
+    if saved is not None:
+        model.module.load_state_dict({name.removeprefix("dense."): value for name, value in saved.model.items()})
+        optimizer.load_state_dict(saved.trainer["optimizer"])
+
+    num_shares = num_shares_of(saved, num_trainers)
+    shares = share_of(ctx.role_index, num_trainers, num_shares)
+    loaded = load_clicks(hybrid, cfg.seed, shares=shares, num_shares=num_shares)
+    data, test = (clicks.with_ids(layout.place(clicks.bags.ids, clicks.table_of_id)) for clicks in loaded)
+    plan = _lookup_plan(cfg, layout, data, shares, num_trainers)
+    log.info("%d training and %d test samples; %s", len(data), len(test), plan)
+    num_test = [0.0] * num_trainers
+    num_test[ctx.role_index] = len(test)
+    test_sizes = _sum_over_trainers(groups, num_test)
+    num_eval_batches = math.ceil(max(test_sizes) / hybrid.eval_batch_size)  # equal on all trainers
+    share_size = len(data) // len(shares)
+    _log_inputs(ctx, cfg, model.module, num_train=share_size * num_shares, num_test=int(sum(test_sizes)))
+    lookups = Lookups(groups.exchange, ctx.ranks_of("parameter_server"), layout, plan)
+    steps_per_epoch = math.ceil(share_size / hybrid.batch_size)
+    progress = Progress(cfg, steps_per_epoch, saved.trainer["position"] if saved is not None else None)
+    meter = Meter.restore(ctx, saved)
+
+    def save(metrics: Mapping[str, float]) -> None:
+        """Save on every rank: rank 0 orders the servers to save once they have applied all gradients so far."""
+        lookups.flush()
+        dist.barrier(group=groups.host)
+        if ctx.is_main:
+            group.order("save", progress.step, to=group.of_role("parameter_server"))
+        ctx.save(
+            progress.step,
+            model=nn.ModuleDict({"dense": model}),
+            trainer={
+                "optimizer": optimizer.state_dict(),
+                "position": progress.state_dict(),
+                "num_trainers": num_trainers,
+                "num_shares": num_shares,
+            },
+            local=meter.sums,
+            metrics=metrics,
+            shard=Shard(),
+        )
+
+    # DDP and the servers average over the trainers, which may have different numbers of shares.
+    weight = len(shares) * num_trainers / num_shares
+    ctx.training_begins()  # the time until here counts as start-up
+    while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
+        model.train()
+        for batch, lookup, pooled in looked_up_batches(ctx, cfg, lookups, data, shares, progress):
+            inputs = pooled.to(ctx.device).requires_grad_()
+            # The hook sends the gradients to the servers as soon as they are computed, during DDP's exchange.
+            inputs.register_hook(lambda gradient, lookup=lookup: lookups.push(lookup, gradient))
+            loss = F.binary_cross_entropy_with_logits(_logits(model, inputs, batch.numeric), batch.labels)
+            (loss * weight if weight != 1 else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            meter.add(loss_sum=loss.item() * len(shares), num_steps=len(shares), num_samples=len(batch.labels))
+            progress.count_step()
+            if progress.log_is_due:
+                ctx.log(interval_metrics(cfg, groups, progress, meter), progress.step)
+                meter.reset()
+            if ctx.should_stop(progress.step, progress.total_steps):  # the same answer on all trainers
+                save({})
+                lookups.leave()
+                return
+            # Before an evaluation no checkpoint is saved, as one with its metrics follows.
+            if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
+                save({})
+        with meter.paused():
+            with ctx.evaluating():
+                metrics = evaluate(ctx, cfg, groups, lookups, model.module, test, num_eval_batches)
+            ctx.log(metrics, progress.step)
+            progress.end_epoch(metrics)
+            save(metrics)
+    ctx.end_reason = progress.end_reason
+    lookups.leave()
+    if ctx.is_main:
+        _export(ctx, cfg, layout, group, model.module, num_shares)
+
+
+def looked_up_batches(
+    ctx: Context, cfg: Config, lookups: Lookups, data: Clicks, shares: range, progress: Progress
+) -> Iterator[tuple[PreparedBatch, Lookup, Tensor]]:
+    """Yield each batch until the next evaluation, with its lookup and the sums of its bags.
+
+    The rows of the next batch are requested before a batch is yielded.
+    """
+    samples = _epoch_samples(cfg, data, shares, epoch=progress.epoch, start=progress.step_in_epoch)
+    prepared = (_prepare(ctx, lookups, data, one) for one in islice(samples, progress.steps_until_evaluation))
+    batch, following = next(prepared, None), next(prepared, None)
+    lookup = lookups.request(batch.units, train=True) if batch is not None else None
+    while batch is not None and lookup is not None:
+        with ctx.timer.waiting():
+            pooled = lookups.collect(lookup)
+        following_lookup = lookups.request(following.units, train=True) if following is not None else None
+        yield batch, lookup, pooled
+        # The next batch but one is prepared while the servers apply the gradients.
+        batch, lookup, following = following, following_lookup, next(prepared, None)
+
+
+def interval_metrics(cfg: Config, groups: ProcessGroups, progress: Progress, meter: Meter) -> dict[str, float]:
+    """Return the training metrics since the last logged step, equal on all trainers."""
+    loss_sum, num_steps, num_samples = _sum_over_trainers(
+        groups, [meter.sums[name] for name in ("loss_sum", "num_steps", "num_samples")]
+    )
+    return {
+        "train/loss": loss_sum / num_steps,
+        "train/epoch": progress.epochs,
+        "train/samples_per_s": cfg.section(HybridConfig).batch_size * num_steps / meter.elapsed_s,
+        "samples": progress.count_samples(num_samples),
+    }
+
+
+@torch.no_grad()
+def evaluate(
+    ctx: Context,
+    cfg: Config,
+    groups: ProcessGroups,
+    lookups: Lookups,
+    dense: nn.Module,
+    test: Clicks,
+    num_batches: int,
+) -> dict[str, float]:
+    """Return AUC and log-loss over the test set, equal on all trainers; for the synthetic log also its best AUC.
+
+    The scores of all trainers are gathered, eight bytes per sample and trainer: an AUC is not a mean of parts.
+    """
+    size = cfg.section(HybridConfig).eval_batch_size
+    scores = [torch.zeros(0)]
+    for number in range(num_batches):  # a share with fewer samples than others ends in empty batches
+        batch = _prepare(ctx, lookups, test, torch.arange(len(test))[number * size : (number + 1) * size])
+        pooled = lookups.collect(lookups.request(batch.units, train=False)).to(ctx.device)
+        if len(batch.labels):
+            scores.append(_logits(dense, pooled, batch.numeric).cpu())
+        ctx.alive()
+    mine = [torch.cat(scores), test.labels] + ([] if test.best_scores is None else [test.best_scores])
+    gathered: list[Any] = [None] * ctx.roles.count("trainer")
+    dist.all_gather_object(gathered, torch.stack(mine), group=groups.host)
+    logits, labels, *best = torch.cat(gathered, dim=1)
+    log_loss = F.binary_cross_entropy_with_logits(logits.double(), labels.double())
+    if ctx.is_main:
+        for name, figure in evaluation_figures(logits.sigmoid().double(), labels).items():
+            ctx.figure(name, figure)
+    metrics = {"eval/auc": auc(logits, labels), "eval/log_loss": float(log_loss)}
+    return metrics | ({"eval/best_auc": auc(best[0], labels)} if best else {})
+
+
+def _log_inputs(ctx: Context, cfg: Config, dense: nn.Module, *, num_train: int, num_test: int) -> None:
+    hybrid = cfg.section(HybridConfig)
+    name, source, digest = identity(hybrid, cfg.seed)
+    for split, count in (("train", num_train), ("test", num_test)):
+        ctx.log_dataset(name, split=split, num_samples=count, digest=digest, source=source)
+    num_dense = sum(weight.numel() for weight in dense.parameters())
+    ctx.log_model_size(num_dense + sum(hybrid.tables.values()) * hybrid.embedding_dim)
 
 
 def load_clicks(cfg: HybridConfig, seed: int, *, shares: range, num_shares: int) -> tuple[Clicks, Clicks]:
@@ -88,52 +296,62 @@ def num_shares_of(saved: Restored | None, num_trainers: int) -> int:
     return num_trainers
 
 
-# Figures of trainer `hybrid` in the report of a run: ROC curve and calibration of the test set.
-
-NUM_BINS = 10
-_NUM_POINTS = 200
-_DIAGONAL = [[0.0, 0.0], [1.0, 1.0]]
-
-
-def evaluation_figures(scores: Tensor, labels: Tensor) -> dict[str, Curves]:
-    """Return the figures of an evaluation by name; none if all labels are equal.
-
-    Args:
-        scores: predicted probabilities of a click, [N].
-        labels: 1 for a click, else 0, [N].
-    """
-    if len(labels) == 0 or bool((labels == labels[0]).all()):
-        return {}
-    return {"calibration": calibration(scores, labels), "roc": roc(scores, labels)}
+def _lookup_plan(cfg: Config, layout: Layout, data: Clicks, shares: range, num_trainers: int) -> LookupPlan:
+    """Return the plan with less traffic for the first two batches."""
+    first_two = [data.take(samples).bags for samples in islice(_epoch_samples(cfg, data, shares, epoch=0, start=0), 2)]
+    found = choose([(bags.ids, bags.offsets) for bags in first_two], layout.starts, num_trainers)
+    # In async mode no update is waited for, so later values are not better.
+    return replace(found, ahead=True) if cfg.section(HybridConfig).mode == "async" else found
 
 
-def calibration(scores: Tensor, labels: Tensor) -> Curves:
-    """Return the observed share of clicks over the predicted one, of NUM_BINS equally large groups of samples."""
-    order = scores.argsort()
-    groups = zip(scores[order].tensor_split(NUM_BINS), labels[order].tensor_split(NUM_BINS), strict=True)
-    points = [[float(group.mean()), float(clicks.double().mean())] for group, clicks in groups if len(group)]
-    return Curves(
-        title=f"calibration of the test set, {NUM_BINS} groups of equal size",
-        x_label="predicted share of clicks",
-        y_label="observed share of clicks",
-        lines={"model": points, "calibrated": [[points[0][0]] * 2, [points[-1][0]] * 2]},
+def _epoch_samples(cfg: Config, data: Clicks, shares: range, *, epoch: int, start: int) -> Iterator[Tensor]:
+    """Yield the samples of each step: one batch of every share, in the same order in all shares."""
+    size = len(data) // len(shares)
+    firsts = torch.arange(len(shares))[:, None] * size
+    for batch in batches(size, cfg.section(HybridConfig).batch_size, seed=cfg.seed, epoch=epoch, start=start):
+        yield (firsts + batch).flatten()
+
+
+def _prepare(ctx: Context, lookups: Lookups, data: Clicks, samples: Tensor) -> PreparedBatch:
+    batch = data.take(samples)
+    units = lookups.prepare(batch.bags.ids, batch.bags.offsets)
+    return PreparedBatch(units, batch.numeric.to(ctx.device), batch.labels.to(ctx.device))
+
+
+def _sum_over_trainers(groups: ProcessGroups, values: Sequence[float]) -> list[float]:
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, group=groups.host)
+    return [float(value) for value in tensor.tolist()]
+
+
+def _logits(dense: nn.Module, pooled: Tensor, numeric: Tensor) -> Tensor:
+    """Return logits [B] from the sums of all bags [B × tables, dim] and the numeric features [B, k]."""
+    logits: Tensor = dense(torch.cat([pooled.view(len(numeric), -1), numeric], dim=1))
+    return logits.squeeze(1)
+
+
+def _export(ctx: Context, cfg: Config, layout: Layout, group: RpcGroup, dense: nn.Module, num_shares: int) -> None:
+    """Export the final model for one process, if its tables are small enough to be gathered on rank 0."""
+    hybrid = cfg.section(HybridConfig)
+    size_mb = 4e-6 * sum(layout.tables.values()) * layout.dim
+    if size_mb > hybrid.export_max_mb:
+        log.info(
+            "no model is exported: its tables have %.0f MB, hybrid.export_max_mb is %g; checkpoints/ has the weights",
+            size_mb,
+            hybrid.export_max_mb,
+        )
+        return
+    data, _ = load_clicks(hybrid, cfg.seed, shares=range(1), num_shares=num_shares)
+    bag_size = int(data.bags.offsets.diff().max().clamp(min=1))
+    whole = ClickModel(
+        layout.tables, dim=layout.dim, num_numeric=hybrid.num_numeric, hidden=hybrid.hidden_sizes, bag_size=bag_size
     )
-
-
-def roc(scores: Tensor, labels: Tensor) -> Curves:
-    """Return true over false positive rates, at most about _NUM_POINTS of them; samples of equal score are one step."""
-    order = scores.argsort(descending=True)
-    sorted_scores, clicks = scores[order], labels[order].double()
-    ends = torch.cat([(sorted_scores[1:] != sorted_scores[:-1]).nonzero().flatten(), torch.tensor([len(clicks) - 1])])
-    hits, misses = clicks.cumsum(0)[ends], (1 - clicks).cumsum(0)[ends]
-    kept = torch.linspace(0, len(ends) - 1, min(_NUM_POINTS, len(ends))).round().long()
-    points = torch.stack([misses[kept] / misses[-1], hits[kept] / hits[-1]], dim=1).tolist()
-    return Curves(
-        title="ROC curve of the test set",
-        x_label="false positive rate",
-        y_label="true positive rate",
-        lines={"model": [[0.0, 0.0], *points], "chance": _DIAGONAL},
-    )
+    state = {f"dense.{name}": value for name, value in dense.state_dict().items()}
+    for table in layout.tables:
+        parts = group.call_all("parameter_server", "table_rows", table)
+        state[weight_name(table)] = torch.cat([part.result() for part in parts])
+    whole.load_state_dict(state)
+    ctx.export_model(whole, padded(data.take(torch.arange(2)), bag_size))
 
 
 # A click model: embedding bags of categorical features, numeric features, and an MLP on top.
@@ -193,303 +411,49 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     return float((rank[clicks].double().sum() - num * (num + 1) / 2) / (num * others))
 
 
-@dataclass(frozen=True)
-class ProcessGroups:
-    """The process groups of the trainer. Every rank creates all of them, in this order."""
+# Figures of trainer `hybrid` in the report of a run: ROC curve and calibration of the test set.
 
-    exchange: dist.ProcessGroup  #: lookups and gradients of tables: all ranks, on the host
-    host: dist.ProcessGroup  #: metrics and barriers of the trainers
-    dense: dist.ProcessGroup  #: dense gradients of the trainers, on their devices
+NUM_BINS = 10
+_NUM_POINTS = 200
+_DIAGONAL = [[0.0, 0.0], [1.0, 1.0]]
 
 
-@dataclass(frozen=True)
-class PreparedBatch:
-    """A batch before its lookup: the units to request from the servers, and the trainer's own part."""
+def evaluation_figures(scores: Tensor, labels: Tensor) -> dict[str, Curves]:
+    """Return the figures of an evaluation by name; none if all labels are equal.
 
-    units: Units
-    numeric: Tensor
-    labels: Tensor
-
-
-@dataclass(frozen=True)
-class HybridLoop:
-    """State of the training loop of one trainer."""
-
-    ctx: Context
-    cfg: Config
-    groups: ProcessGroups
-    group: RpcGroup
-    shares: range  #: this trainer's shares of the samples
-    num_shares: int
-    data: Clicks  #: the training samples of these shares, with global rows as ids
-    test: Clicks
-    num_eval_batches: int  #: equal on all trainers
-    model: DistributedDataParallel  #: the dense part
-    optimizer: torch.optim.Optimizer
-    lookups: Lookups
-    progress: Progress
-    meter: Meter
-
-
-def train(ctx: Context, cfg: Config) -> None:
-    """Train, evaluate after each epoch, save checkpoints and, if the tables are small, export the final model."""
-    ctx.roles.require(trainer=None, parameter_server=None)
-    hybrid = cfg.section(HybridConfig)
-    layout = Layout(hybrid.tables, hybrid.embedding_dim, ctx.roles.count("parameter_server"))
-    ctx.agree_among(ctx.ranks_of("trainer"))
-    groups = _make_groups(ctx, cfg)
-    if ctx.role == "parameter_server":
-        serve_tables(ctx, cfg, layout, groups.exchange)
-        return
-    with rpc_group(ctx) as group:
-        loop = make_loop(ctx, cfg, layout, groups, group)
-        train_dense_part(loop)
-        loop.lookups.leave()
-        if ctx.end_reason and ctx.is_main:
-            _export(loop, layout)
-
-
-def _make_groups(ctx: Context, cfg: Config) -> ProcessGroups:
-    trainers = ctx.ranks_of("trainer")
-
-    def make(ranks: range, backend: str) -> dist.ProcessGroup:
-        # On a rank outside the group new_group returns a placeholder, which is not used.
-        timeout = timedelta(seconds=cfg.launch.hang_s + 60)
-        return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend=backend, timeout=timeout))
-
-    exchange, host = make(range(ctx.world_size), "gloo"), make(trainers, "gloo")
-    devices: list[str] = [""] * ctx.world_size
-    dist.all_gather_object(devices, ctx.device.type, group=exchange)
-    on_gpus = all(devices[rank] == "cuda" for rank in trainers)
-    return ProcessGroups(exchange, host, make(trainers, "nccl") if on_gpus and dist.is_nccl_available() else host)
-
-
-def make_loop(ctx: Context, cfg: Config, layout: Layout, groups: ProcessGroups, group: RpcGroup) -> HybridLoop:
-    """Load this trainer's samples, build the dense part, and restore the newest checkpoint."""
-    hybrid, num_trainers = cfg.section(HybridConfig), ctx.roles.count("trainer")
-    num_inputs = len(layout.tables) * layout.dim + hybrid.num_numeric
-    model = ctx.wrap(dense_part(num_inputs, hybrid.hidden_sizes), process_group=groups.dense, static_graph=True)
-    if num_trainers > 2:  # the sum of two trainers does not depend on the order
-        example = torch.zeros(2, num_inputs, device=ctx.device)
-        settle_buckets(model, lambda: model(example).sum())
-    optimizer = build_optimizer(model.parameters(), cfg.optim)
-    saved = ctx.restore()
-    if saved is not None:
-        model.module.load_state_dict({name.removeprefix("dense."): value for name, value in saved.model.items()})
-        optimizer.load_state_dict(saved.trainer["optimizer"])
-
-    num_shares = num_shares_of(saved, num_trainers)
-    shares = share_of(ctx.role_index, num_trainers, num_shares)
-    loaded = load_clicks(hybrid, cfg.seed, shares=shares, num_shares=num_shares)
-    data, test = (clicks.with_ids(layout.place(clicks.bags.ids, clicks.table_of_id)) for clicks in loaded)
-    plan = _lookup_plan(cfg, layout, data, shares, num_trainers)
-    log.info("%d training and %d test samples; %s", len(data), len(test), plan)
-    num_test = [0.0] * num_trainers
-    num_test[ctx.role_index] = len(test)
-    test_sizes = _sum_over_trainers(groups, num_test)
-    num_eval_batches = math.ceil(max(test_sizes) / hybrid.eval_batch_size)
-    share_size = len(data) // len(shares)
-    _log_inputs(ctx, cfg, model.module, num_train=share_size * num_shares, num_test=int(sum(test_sizes)))
-    lookups = Lookups(groups.exchange, ctx.ranks_of("parameter_server"), layout, plan)
-    steps_per_epoch = math.ceil(share_size / hybrid.batch_size)
-    return HybridLoop(
-        ctx=ctx,
-        cfg=cfg,
-        groups=groups,
-        group=group,
-        shares=shares,
-        num_shares=num_shares,
-        data=data,
-        test=test,
-        num_eval_batches=num_eval_batches,
-        model=model,
-        optimizer=optimizer,
-        lookups=lookups,
-        progress=Progress(cfg, steps_per_epoch, saved.trainer["position"] if saved else None),
-        meter=Meter.restore(ctx, saved),
-    )
-
-
-def _log_inputs(ctx: Context, cfg: Config, dense: nn.Module, *, num_train: int, num_test: int) -> None:
-    hybrid = cfg.section(HybridConfig)
-    name, source, digest = identity(hybrid, cfg.seed)
-    for split, count in (("train", num_train), ("test", num_test)):
-        ctx.log_dataset(name, split=split, num_samples=count, digest=digest, source=source)
-    num_dense = sum(weight.numel() for weight in dense.parameters())
-    ctx.log_model_size(num_dense + sum(hybrid.tables.values()) * hybrid.embedding_dim)
-
-
-def train_dense_part(loop: HybridLoop) -> None:
-    """Train until a stop rule of the config applies, which becomes `ctx.end_reason`, or a stop is requested."""
-    ctx, model, optimizer, progress, meter = loop.ctx, loop.model, loop.optimizer, loop.progress, loop.meter
-    # DDP and the servers average over the trainers, which may have different numbers of shares.
-    num_shares, weight = len(loop.shares), len(loop.shares) * ctx.roles.count("trainer") / loop.num_shares
-    ctx.training_begins()  # the time until here counts as start-up
-    while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
-        model.train()
-        for batch, lookup, pooled in looked_up_batches(loop):
-            inputs = pooled.to(ctx.device).requires_grad_()
-            # The hook sends the gradients to the servers as soon as they are computed, during DDP's exchange.
-            inputs.register_hook(lambda gradient, lookup=lookup: loop.lookups.push(lookup, gradient))
-            loss = F.binary_cross_entropy_with_logits(_logits(model, inputs, batch.numeric), batch.labels)
-            (loss * weight if weight != 1 else loss).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            meter.add(loss_sum=loss.item() * num_shares, num_steps=num_shares, num_samples=len(batch.labels))
-            progress.count_step()
-            if progress.log_is_due:
-                ctx.log(interval_metrics(loop), progress.step)
-                meter.reset()
-            if ctx.should_stop(progress.step, progress.total_steps):  # the same answer on all trainers
-                save(loop, {})
-                return
-            # Before an evaluation no checkpoint is saved, as one with its metrics follows.
-            if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
-                save(loop, {})
-        with meter.paused():
-            with ctx.evaluating():
-                metrics = evaluate(loop)
-            ctx.log(metrics, progress.step)
-            progress.end_epoch(metrics)
-            save(loop, metrics)
-    ctx.end_reason = progress.end_reason
-
-
-def looked_up_batches(loop: HybridLoop) -> Iterator[tuple[PreparedBatch, Lookup, Tensor]]:
-    """Yield each batch until the next evaluation, with its lookup and the sums of its bags.
-
-    The rows of the next batch are requested before a batch is yielded.
+    Args:
+        scores: predicted probabilities of a click, [N].
+        labels: 1 for a click, else 0, [N].
     """
-    ctx, lookups, progress = loop.ctx, loop.lookups, loop.progress
-    samples = _epoch_samples(loop.cfg, loop.data, loop.shares, epoch=progress.epoch, start=progress.step_in_epoch)
-    prepared = (_prepare(ctx, lookups, loop.data, one) for one in islice(samples, progress.steps_until_evaluation))
-    batch, following = next(prepared, None), next(prepared, None)
-    lookup = lookups.request(batch.units, train=True) if batch is not None else None
-    while batch is not None and lookup is not None:
-        with ctx.timer.waiting():
-            pooled = lookups.collect(lookup)
-        following_lookup = lookups.request(following.units, train=True) if following is not None else None
-        yield batch, lookup, pooled
-        # The next batch but one is prepared while the servers apply the gradients.
-        batch, lookup, following = following, following_lookup, next(prepared, None)
+    if len(labels) == 0 or bool((labels == labels[0]).all()):
+        return {}
+    return {"calibration": calibration(scores, labels), "roc": roc(scores, labels)}
 
 
-def interval_metrics(loop: HybridLoop) -> dict[str, float]:
-    """Return the training metrics since the last logged step."""
-    sums = loop.meter.sums
-    loss_sum, num_steps, num_samples = _sum_over_trainers(
-        loop.groups, [sums["loss_sum"], sums["num_steps"], sums.get("num_samples", 0)]
-    )
-    return {
-        "train/loss": loss_sum / num_steps,
-        "train/epoch": loop.progress.epochs,
-        "train/samples_per_s": loop.cfg.section(HybridConfig).batch_size * num_steps / loop.meter.elapsed_s,
-        "samples": loop.progress.count_samples(num_samples),
-    }
-
-
-@torch.no_grad()
-def evaluate(loop: HybridLoop) -> dict[str, float]:
-    """Return AUC and log-loss over the test set, equal on all trainers; for the synthetic log also its best AUC.
-
-    The scores of all trainers are gathered, eight bytes per sample and trainer: an AUC is not a mean of parts.
-    """
-    ctx, test, lookups = loop.ctx, loop.test, loop.lookups
-    size = loop.cfg.section(HybridConfig).eval_batch_size
-    scores = [torch.zeros(0)]
-    for number in range(loop.num_eval_batches):  # a share with fewer samples than others ends in empty batches
-        batch = _prepare(ctx, lookups, test, torch.arange(len(test))[number * size : (number + 1) * size])
-        pooled = lookups.collect(lookups.request(batch.units, train=False)).to(ctx.device)
-        if len(batch.labels):
-            scores.append(_logits(loop.model.module, pooled, batch.numeric).cpu())
-        ctx.alive()
-    mine = [torch.cat(scores), test.labels] + ([] if test.best_scores is None else [test.best_scores])
-    gathered: list[Any] = [None] * ctx.roles.count("trainer")
-    dist.all_gather_object(gathered, torch.stack(mine), group=loop.groups.host)
-    logits, labels, *best = torch.cat(gathered, dim=1)
-    log_loss = F.binary_cross_entropy_with_logits(logits.double(), labels.double())
-    if ctx.is_main:
-        for name, figure in evaluation_figures(logits.sigmoid().double(), labels).items():
-            ctx.figure(name, figure)
-    metrics = {"eval/auc": auc(logits, labels), "eval/log_loss": float(log_loss)}
-    return metrics | ({"eval/best_auc": auc(best[0], labels)} if best else {})
-
-
-def save(loop: HybridLoop, metrics: Mapping[str, float]) -> None:
-    """Save on every rank: rank 0 orders the servers to save once they have applied all gradients so far."""
-    ctx, progress = loop.ctx, loop.progress
-    loop.lookups.flush()
-    dist.barrier(group=loop.groups.host)
-    if ctx.is_main:
-        loop.group.order("save", progress.step, to=loop.group.of_role("parameter_server"))
-    ctx.save(
-        progress.step,
-        model=nn.ModuleDict({"dense": loop.model}),
-        trainer={
-            "optimizer": loop.optimizer.state_dict(),
-            "position": progress.state_dict(),
-            "num_trainers": ctx.roles.count("trainer"),
-            "num_shares": loop.num_shares,
-        },
-        local=loop.meter.sums,
-        metrics=metrics,
-        shard=Shard(),
+def calibration(scores: Tensor, labels: Tensor) -> Curves:
+    """Return the observed share of clicks over the predicted one, of NUM_BINS equally large groups of samples."""
+    order = scores.argsort()
+    groups = zip(scores[order].tensor_split(NUM_BINS), labels[order].tensor_split(NUM_BINS), strict=True)
+    points = [[float(group.mean()), float(clicks.double().mean())] for group, clicks in groups if len(group)]
+    return Curves(
+        title=f"calibration of the test set, {NUM_BINS} groups of equal size",
+        x_label="predicted share of clicks",
+        y_label="observed share of clicks",
+        lines={"model": points, "calibrated": [[points[0][0]] * 2, [points[-1][0]] * 2]},
     )
 
 
-def _lookup_plan(cfg: Config, layout: Layout, data: Clicks, shares: range, num_trainers: int) -> LookupPlan:
-    """Return the plan with less traffic for the first two batches."""
-    first_two = [data.take(samples).bags for samples in islice(_epoch_samples(cfg, data, shares, epoch=0, start=0), 2)]
-    found = choose([(bags.ids, bags.offsets) for bags in first_two], layout.starts, num_trainers)
-    # In async mode no update is waited for, so later values are not better.
-    return replace(found, ahead=True) if cfg.section(HybridConfig).mode == "async" else found
-
-
-def _epoch_samples(cfg: Config, data: Clicks, shares: range, *, epoch: int, start: int) -> Iterator[Tensor]:
-    """Yield the samples of each step: one batch of every share, in the same order in all shares."""
-    size = len(data) // len(shares)
-    firsts = torch.arange(len(shares))[:, None] * size
-    for batch in batches(size, cfg.section(HybridConfig).batch_size, seed=cfg.seed, epoch=epoch, start=start):
-        yield (firsts + batch).flatten()
-
-
-def _prepare(ctx: Context, lookups: Lookups, data: Clicks, samples: Tensor) -> PreparedBatch:
-    batch = data.take(samples)
-    units = lookups.prepare(batch.bags.ids, batch.bags.offsets)
-    return PreparedBatch(units, batch.numeric.to(ctx.device), batch.labels.to(ctx.device))
-
-
-def _sum_over_trainers(groups: ProcessGroups, values: Sequence[float]) -> list[float]:
-    tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, group=groups.host)
-    return [float(value) for value in tensor.tolist()]
-
-
-def _logits(dense: nn.Module, pooled: Tensor, numeric: Tensor) -> Tensor:
-    """Return logits [B] from the sums of all bags [B × tables, dim] and the numeric features [B, k]."""
-    logits: Tensor = dense(torch.cat([pooled.view(len(numeric), -1), numeric], dim=1))
-    return logits.squeeze(1)
-
-
-def _export(loop: HybridLoop, layout: Layout) -> None:
-    """Export the final model for one process, if its tables are small enough to be gathered on rank 0."""
-    ctx, cfg, hybrid = loop.ctx, loop.cfg, loop.cfg.section(HybridConfig)
-    size_mb = 4e-6 * sum(layout.tables.values()) * layout.dim
-    if size_mb > hybrid.export_max_mb:
-        log.info(
-            "no model is exported: its tables have %.0f MB, hybrid.export_max_mb is %g; checkpoints/ has the weights",
-            size_mb,
-            hybrid.export_max_mb,
-        )
-        return
-    data, _ = load_clicks(hybrid, cfg.seed, shares=range(1), num_shares=loop.num_shares)
-    bag_size = int(data.bags.offsets.diff().max().clamp(min=1))
-    whole = ClickModel(
-        layout.tables, dim=layout.dim, num_numeric=hybrid.num_numeric, hidden=hybrid.hidden_sizes, bag_size=bag_size
+def roc(scores: Tensor, labels: Tensor) -> Curves:
+    """Return true over false positive rates, at most about _NUM_POINTS of them; samples of equal score are one step."""
+    order = scores.argsort(descending=True)
+    sorted_scores, clicks = scores[order], labels[order].double()
+    ends = torch.cat([(sorted_scores[1:] != sorted_scores[:-1]).nonzero().flatten(), torch.tensor([len(clicks) - 1])])
+    hits, misses = clicks.cumsum(0)[ends], (1 - clicks).cumsum(0)[ends]
+    kept = torch.linspace(0, len(ends) - 1, min(_NUM_POINTS, len(ends))).round().long()
+    points = torch.stack([misses[kept] / misses[-1], hits[kept] / hits[-1]], dim=1).tolist()
+    return Curves(
+        title="ROC curve of the test set",
+        x_label="false positive rate",
+        y_label="true positive rate",
+        lines={"model": [[0.0, 0.0], *points], "chance": _DIAGONAL},
     )
-    state = {f"dense.{name}": value for name, value in loop.model.module.state_dict().items()}
-    for table in layout.tables:
-        parts = loop.group.call_all("parameter_server", "table_rows", table)
-        state[weight_name(table)] = torch.cat([part.result() for part in parts])
-    whole.load_state_dict(state)
-    ctx.export_model(whole, padded(data.take(torch.arange(2)), bag_size))

@@ -18,7 +18,6 @@ https://arxiv.org/abs/1707.06347 (PPO), https://arxiv.org/abs/1506.02438 (GAE).
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -32,15 +31,167 @@ from torch import Tensor, nn
 from hpcdist.config.schema import Config
 from hpcdist.data.loading import digest_of
 from hpcdist.errors import ConfigError
-from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
-from hpcdist.rank.rpc import RpcGroup, rpc_group
+from hpcdist.rank.rpc import rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr
 from hpcdist.review.figures import MAX_POINTS, Curves, Histogram, histogram
 from hpcdist.trainers.rl import RlConfig
 from hpcdist.trainers.rl.environments import Environments, Problem, greedy_returns, make_environments
 from hpcdist.trainers.rl.observers import ObserverGroup, Rollout, num_collectors_of, random_numbers, serve_rollouts
 from hpcdist.trainers.rl.policy import Actor, Floats, Policy, log_prob
+
+#: Valid values of `checkpoint.monitor`.
+EVAL_METRICS = ("eval/return", "eval/return_std")
+
+
+@dataclass
+class History:
+    """Samples and evaluations so far; part of the checkpoint."""
+
+    env_steps: int = 0  #: transitions learned from, of all observers
+    #: (env_steps, mean return, smallest return, largest return) of each evaluation
+    evaluations: list[tuple[int, float, float, float]] = field(default_factory=list)
+    last_returns: list[float] = field(default_factory=list)  #: of the episodes of the last evaluation
+
+
+def train(ctx: Context, cfg: Config) -> None:
+    """Train until solved or stopped, evaluate after each epoch, save checkpoints and export the final policy."""
+    if (best := cfg.checkpoint.monitor) not in EVAL_METRICS:
+        raise ConfigError([f"checkpoint.monitor={best!r} is not measured: use one of {', '.join(EVAL_METRICS)}"])
+    rl = cfg.section(RlConfig)
+    problem = Problem.of(rl.env_id, rl.env_kwargs, rl.max_episode_steps)
+    if ctx.role == "observer":
+        serve_rollouts(ctx, cfg, problem)
+    else:
+        train_policy(ctx, cfg, problem)
+
+
+def train_policy(ctx: Context, cfg: Config, problem: Problem) -> None:
+    """Train as the agent, and export the final policy."""
+    rl = cfg.section(RlConfig)
+    policy = build_policy(problem, rl).to(ctx.device)
+    optimizer = build_optimizer(policy.parameters(), cfg.optim)
+    digest = digest_of(problem.name, problem.options, gymnasium.__version__)
+    ctx.log_dataset(rl.env_id, split="environment", digest=digest, source="gymnasium")
+    ctx.log_model_size(sum(parameter.numel() for parameter in policy.parameters()))
+    saved = ctx.restore()  # the newest valid checkpoint, None at the first start
+    pending, history, goal = [], History(), None
+    if saved is not None:
+        policy.load_state_dict(saved.model)
+        optimizer.load_state_dict(saved.trainer["optimizer"])
+        pending = [Rollout(*tensors) for tensors in saved.trainer["pending"]]
+        history = History(**saved.trainer["history"])
+    if problem.reward_threshold is not None and cfg.checkpoint.monitor == "eval/return":
+        goal = problem.reward_threshold, f"solved: {problem.name}'s reward_threshold"
+    with rpc_group(ctx, {}) as group:
+        ctx.agree_among([0])  # observers count no steps
+        observers = ObserverGroup(group, cfg, num_collectors_of(saved, ctx.roles.count("observer")), pending)
+        test_envs = make_environments(problem, rl.num_eval_episodes, random_numbers(cfg.seed, 1, 0))
+        progress = Progress(cfg, rl.updates_per_epoch, saved.trainer["position"] if saved else None, goal=goal)
+        meter = Meter(saved.trainer["meter"] if saved else None, ctx.device)
+        began = time.perf_counter()
+
+        def save(metrics: Mapping[str, float]) -> None:
+            """Save, with the observers between two rollouts; rollouts collected ahead are part of the checkpoint."""
+            received = observers.wait()
+            group.order("save", progress.step)
+            state = {
+                "optimizer": optimizer.state_dict(),
+                "position": progress.state_dict(),
+                "meter": meter.sums,
+                "history": asdict(history),
+                "pending": [list(rollout) for rollout in received],
+                "num_collectors": observers.num_collectors,
+            }
+            ctx.save(progress.step, model=policy, trainer=state, metrics=metrics)
+
+        ctx.training_begins()  # the time until here counts as start-up
+        while not progress.end_reason:  # solved, or a stop rule of the config applies; known after an evaluation
+            for _ in range(progress.steps_until_evaluation):
+                if not observers.has_pending:
+                    observers.request(progress.step, policy.actor_state())
+                rollout = observers.take()
+                if rl.mode == "async":
+                    observers.request(progress.step + 1, policy.actor_state())
+                set_lr(optimizer, cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule))
+                losses, num_losses = learn(policy, optimizer, rollout, cfg, ctx.device)
+                if policy.normalize:
+                    policy.observe(rollout.observations[:-1][rollout.valid].to(ctx.device))
+                num_env_steps = int(rollout.valid.sum())
+                history.env_steps += num_env_steps
+                meter.add(losses=losses, num_losses=num_losses, num_env_steps=num_env_steps)
+                meter.add(return_sum=float(rollout.returns.sum()), num_episodes=len(rollout.returns))
+                progress.count_step()
+                if progress.log_is_due:
+                    ctx.log(interval_metrics(optimizer, history, meter), progress.step)
+                    meter.reset()
+                if ctx.should_stop(progress.step, progress.total_steps):
+                    save({})
+                    return
+                # Before an evaluation no checkpoint is saved, as one with its metrics follows.
+                if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
+                    save({})
+            with meter.paused():
+                with ctx.evaluating():
+                    rng = random_numbers(cfg.seed, 1, 1 + progress.step)
+                    metrics = evaluate(ctx, problem, policy, test_envs, rng, history)
+                    metrics["eval/after_s"] = time.perf_counter() - began
+                ctx.log(metrics, progress.step)
+                progress.end_epoch(metrics)
+                save(metrics)
+        ctx.end_reason = f"{progress.end_reason}, {history.env_steps} environment steps"
+        ctx.export_model(policy, torch.zeros(2, problem.num_inputs))
+
+
+def build_policy(problem: Problem, cfg: RlConfig) -> Policy:
+    """Return a policy, initialised from torch's global generator."""
+    return Policy(
+        num_inputs=problem.num_inputs,
+        num_outputs=problem.num_outputs,
+        hidden=cfg.hidden_sizes,
+        is_discrete=problem.is_discrete,
+        activation=cfg.activation,
+        normalize=cfg.normalize_observations,
+    )
+
+
+def interval_metrics(optimizer: torch.optim.Optimizer, history: History, meter: Meter) -> dict[str, float]:
+    """Return the training metrics since the last logged step."""
+    sums = meter.sums
+    policy_loss, value_loss, entropy, divergence = (sums["losses"] / sums["num_losses"]).tolist()
+    metrics = {
+        "train/policy_loss": policy_loss,
+        "train/value_loss": value_loss,
+        "train/entropy": entropy,
+        "train/kl": divergence,
+        "train/lr": optimizer.param_groups[0]["lr"],
+        "train/env_steps": history.env_steps,
+        "train/env_steps_per_s": sums["num_env_steps"] / meter.elapsed_s,
+        "samples": history.env_steps,
+    }
+    if sums["num_episodes"]:
+        metrics["train/return"] = sums["return_sum"] / sums["num_episodes"]
+    return metrics
+
+
+def evaluate(
+    ctx: Context,
+    problem: Problem,
+    policy: Policy,
+    envs: Environments,
+    rng: np.random.Generator,
+    history: History,
+) -> dict[str, float]:
+    """Play full greedy episodes at the agent; `rng` draws their initial states. Adds the returns to `history`."""
+    envs.begin(rng)
+    returns = greedy_returns(problem, envs, Actor(policy.actor_state(), policy.activation), ctx.alive)
+    mean = float(returns.mean())
+    history.last_returns = returns.tolist()
+    history.evaluations.append((history.env_steps, mean, float(returns.min()), float(returns.max())))
+    ctx.figure("returns", returns_curves(problem.name, history.evaluations))
+    ctx.figure("returns_of_last_evaluation", returns_histogram(history.last_returns))
+    return {"eval/return": mean, "eval/return_std": float(returns.std())}
+
 
 # Proximal policy optimisation (https://arxiv.org/abs/1707.06347) with generalised advantage estimation.
 
@@ -130,208 +281,3 @@ def returns_curves(environment: str, evaluations: Sequence[tuple[int, float, flo
 def returns_histogram(returns: Sequence[float]) -> Histogram:
     """Return the distribution of the returns of the last evaluation."""
     return histogram("returns of the last evaluation", returns, x_label="return", y_label="episodes")
-
-
-log = logging.getLogger(__name__)
-#: Valid values of `checkpoint.monitor`.
-EVAL_METRICS = ("eval/return", "eval/return_std")
-
-
-@dataclass
-class History:
-    """Samples and evaluations so far; part of the checkpoint."""
-
-    env_steps: int = 0  #: transitions learned from, of all observers
-    #: (env_steps, mean return, smallest return, largest return) of each evaluation
-    evaluations: list[tuple[int, float, float, float]] = field(default_factory=list)
-    last_returns: list[float] = field(default_factory=list)  #: of the episodes of the last evaluation
-
-
-@dataclass(frozen=True)
-class RlLoop:
-    """State of the agent's training loop."""
-
-    ctx: Context
-    cfg: Config
-    problem: Problem
-    policy: Policy
-    optimizer: torch.optim.Optimizer
-    observers: ObserverGroup
-    group: RpcGroup
-    test_envs: Environments
-    progress: Progress
-    meter: Meter
-    history: History
-    began: float  #: time of `time.perf_counter` at the start of this attempt
-
-
-def train(ctx: Context, cfg: Config) -> None:
-    """Train until solved or stopped, evaluate after each epoch, save checkpoints and export the final policy."""
-    if (best := cfg.checkpoint.monitor) not in EVAL_METRICS:
-        raise ConfigError([f"checkpoint.monitor={best!r} is not measured: use one of {', '.join(EVAL_METRICS)}"])
-    rl = cfg.section(RlConfig)
-    problem = Problem.of(rl.env_id, rl.env_kwargs, rl.max_episode_steps)
-    if ctx.role == "observer":
-        serve_rollouts(ctx, cfg, problem)
-        return
-    policy = build_policy(problem, rl).to(ctx.device)
-    ctx.log_dataset(
-        rl.env_id,
-        split="environment",
-        digest=digest_of(problem.name, problem.options, gymnasium.__version__),
-        source="gymnasium",
-    )
-    ctx.log_model_size(sum(parameter.numel() for parameter in policy.parameters()))
-    saved = ctx.restore()
-    num_collectors = num_collectors_of(saved, ctx.roles.count("observer"))
-    with rpc_group(ctx, {}) as group:
-        ctx.agree_among([0])
-        train_policy(make_loop(ctx, cfg, problem, policy, saved, group, num_collectors))
-
-
-def build_policy(problem: Problem, cfg: RlConfig) -> Policy:
-    """Return a policy, initialised from torch's global generator."""
-    return Policy(
-        num_inputs=problem.num_inputs,
-        num_outputs=problem.num_outputs,
-        hidden=cfg.hidden_sizes,
-        is_discrete=problem.is_discrete,
-        activation=cfg.activation,
-        normalize=cfg.normalize_observations,
-    )
-
-
-def make_loop(
-    ctx: Context,
-    cfg: Config,
-    problem: Problem,
-    policy: Policy,
-    saved: Restored | None,
-    group: RpcGroup,
-    num_collectors: int,
-) -> RlLoop:
-    """Build the rest of the agent's state, and load it from the checkpoint if there is one."""
-    rl = cfg.section(RlConfig)
-    optimizer = build_optimizer(policy.parameters(), cfg.optim)
-    pending: list[Rollout] = []
-    if saved is not None:
-        policy.load_state_dict(saved.model)
-        optimizer.load_state_dict(saved.trainer["optimizer"])
-        pending = [Rollout(*tensors) for tensors in saved.trainer["pending"]]
-    observers = ObserverGroup(group, cfg, num_collectors, pending)
-    test_envs = make_environments(problem, rl.num_eval_episodes, random_numbers(cfg.seed, 1, 0))
-    goal = None
-    if problem.reward_threshold is not None and cfg.checkpoint.monitor == "eval/return":
-        goal = problem.reward_threshold, f"solved: {problem.name}'s reward_threshold"
-    progress = Progress(cfg, rl.updates_per_epoch, saved.trainer["position"] if saved else None, goal=goal)
-    meter = Meter(saved.trainer["meter"] if saved else None, ctx.device)
-    history = History(**saved.trainer["history"]) if saved else History()
-    began = time.perf_counter()
-    return RlLoop(ctx, cfg, problem, policy, optimizer, observers, group, test_envs, progress, meter, history, began)
-
-
-def train_policy(loop: RlLoop) -> None:
-    """Train as the agent, and export the final policy."""
-    ctx, cfg, progress, meter = loop.ctx, loop.cfg, loop.progress, loop.meter
-    policy, observers = loop.policy, loop.observers
-    ctx.training_begins()  # the time until here counts as start-up
-    while not progress.end_reason:  # solved, or a stop rule of the config applies; known after an evaluation
-        for _ in range(progress.steps_until_evaluation):
-            if not observers.has_pending:
-                observers.request(progress.step, policy.actor_state())
-            rollout = observers.take()
-            if cfg.section(RlConfig).mode == "async":
-                observers.request(progress.step + 1, policy.actor_state())
-            set_lr(loop.optimizer, cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule))
-            update(loop, rollout)
-            progress.count_step()
-            if progress.log_is_due:
-                ctx.log(interval_metrics(loop), progress.step)
-                meter.reset()
-            if ctx.should_stop(progress.step, progress.total_steps):
-                save(loop, {})
-                return
-            # Before an evaluation no checkpoint is saved, as one with its metrics follows.
-            if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
-                save(loop, {})
-        with meter.paused():
-            with ctx.evaluating():
-                metrics = evaluate(loop)
-            ctx.log(metrics, progress.step)
-            progress.end_epoch(metrics)
-            save(loop, metrics)
-    ctx.end_reason = f"{progress.end_reason}, {loop.history.env_steps} environment steps"
-    ctx.export_model(policy, torch.zeros(2, loop.problem.num_inputs))
-
-
-def update(loop: RlLoop, rollout: Rollout) -> None:
-    """Do one PPO update."""
-    policy, device = loop.policy, loop.ctx.device
-    losses, num_losses = learn(policy, loop.optimizer, rollout, loop.cfg, device)
-    if policy.normalize:
-        policy.observe(rollout.observations[:-1][rollout.valid].to(device))
-    num_env_steps = int(rollout.valid.sum())
-    loop.history.env_steps += num_env_steps
-    loop.meter.add(
-        losses=losses,
-        num_losses=num_losses,
-        return_sum=float(rollout.returns.sum()),
-        num_episodes=len(rollout.returns),
-        num_env_steps=num_env_steps,
-    )
-
-
-def interval_metrics(loop: RlLoop) -> dict[str, float]:
-    """Return the training metrics since the last logged step."""
-    sums = loop.meter.sums
-    policy_loss, value_loss, entropy, divergence = (sums["losses"] / sums["num_losses"]).tolist()
-    metrics = {
-        "train/policy_loss": policy_loss,
-        "train/value_loss": value_loss,
-        "train/entropy": entropy,
-        "train/kl": divergence,
-        "train/lr": loop.optimizer.param_groups[0]["lr"],
-        "train/env_steps": loop.history.env_steps,
-        "train/env_steps_per_s": sums["num_env_steps"] / loop.meter.elapsed_s,
-        "samples": loop.history.env_steps,
-    }
-    if sums["num_episodes"]:
-        metrics["train/return"] = sums["return_sum"] / sums["num_episodes"]
-    return metrics
-
-
-def evaluate(loop: RlLoop) -> dict[str, float]:
-    """Play full greedy episodes at the agent, from other initial states at each evaluation."""
-    policy, history = loop.policy, loop.history
-    loop.test_envs.begin(random_numbers(loop.cfg.seed, 1, 1 + loop.progress.step))
-    actor = Actor(policy.actor_state(), policy.activation)
-    returns = greedy_returns(loop.problem, loop.test_envs, actor, loop.ctx.alive)
-    mean = float(returns.mean())
-    history.last_returns = returns.tolist()
-    history.evaluations.append((history.env_steps, mean, float(returns.min()), float(returns.max())))
-    loop.ctx.figure("returns", returns_curves(loop.problem.name, history.evaluations))
-    loop.ctx.figure("returns_of_last_evaluation", returns_histogram(history.last_returns))
-    return {
-        "eval/return": mean,
-        "eval/return_std": float(returns.std()),
-        "eval/after_s": time.perf_counter() - loop.began,
-    }
-
-
-def save(loop: RlLoop, metrics: Mapping[str, float]) -> None:
-    """Save, with the observers between two rollouts; rollouts collected ahead are part of the checkpoint."""
-    received = loop.observers.wait()
-    loop.group.order("save", loop.progress.step)
-    loop.ctx.save(
-        loop.progress.step,
-        model=loop.policy,
-        trainer={
-            "optimizer": loop.optimizer.state_dict(),
-            "position": loop.progress.state_dict(),
-            "meter": loop.meter.sums,
-            "history": asdict(loop.history),
-            "pending": [list(rollout) for rollout in received],
-            "num_collectors": loop.observers.num_collectors,
-        },
-        metrics=metrics,
-    )

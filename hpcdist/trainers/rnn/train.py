@@ -59,6 +59,184 @@ from hpcdist.trainers.rnn.vocabulary import (
     shards_of_rows,
 )
 
+TRAINER, SERVER = "trainer", "parameter_server"
+
+
+def train(ctx: Context, cfg: Config) -> None:
+    """Train, evaluate after each epoch, save checkpoints, write a sample text and export the final model."""
+    rnn = cfg.section(RnnConfig)
+    ctx.roles.require(trainer=None, parameter_server=None)
+    ranks = list(ctx.ranks_of(TRAINER))
+    ctx.agree_among(ranks)
+    trainers = dist.new_group(ranks)
+    # Rank 0 alone reads the text, so all have the same. Servers need the size of the vocabulary.
+    corpus = load_corpus(rnn, cfg.seed) if ctx.is_main else None
+    if corpus:
+        _log_corpus(ctx, rnn, corpus)
+    vocab_size: list[Any] = [corpus and corpus.tokenizer.size]
+    dist.broadcast_object_list(vocab_size)
+    options: dict[str, Any] = {
+        "timeout_s": CALL_TIMEOUT_S,
+        "num_threads": max(16, 4 * len(ranks)),  # calls of all trainers but one may wait for that one
+    }
+    if ctx.role == SERVER:
+        server = _open_server(ctx, cfg, vocab_size[0])
+        with rpc_group(ctx, server.functions, **options) as group:
+            group.serve({"save": lambda step: ctx.save(step, model=None, trainer={}, shard=server_shard(server))})
+        return
+    assert isinstance(trainers, dist.ProcessGroup)
+    streams: list[Any] = [corpus.train, corpus.held_out] if corpus else [None, None]
+    dist.broadcast_object_list(streams, src=ranks[0], group=trainers)
+    lstm = _build_lstm(ctx, rnn, vocab_size[0])
+    saved = ctx.restore()  # at the same time as the servers, which restore before RPC starts
+    with rpc_group(ctx, **options) as group:
+        client = VocabularyClient(group, trainer=ctx.role_index, vocab_size=vocab_size[0], device=ctx.device)
+        learner = Learner(lstm, cfg, client, trainers, ctx.device)
+        # This trainer's share of both texts.
+        part = ctx.role_index, len(ranks)
+        columns, held_out = (Columns(stream, rnn.batch_size, rnn.bptt, part) for stream in streams)
+        train_lstm(ctx, cfg, learner, group, columns, held_out, saved, vocab_size[0])
+        if corpus and ctx.end_reason:
+            _export(ctx, cfg, learner, corpus.tokenizer)
+        if not ctx.is_main:
+            group.serve({})  # until rank 0 has written the model
+
+
+def train_lstm(
+    ctx: Context,
+    cfg: Config,
+    learner: Learner,
+    group: RpcGroup,
+    columns: Columns,
+    held_out: Columns,
+    saved: Restored | None,
+    vocab_size: int,
+) -> None:
+    """Train until a stop rule of the config applies, which becomes `ctx.end_reason`, or a stop is requested."""
+    local = None
+    if saved is not None:
+        check_vocab_size(saved, vocab_size)
+        learner.lstm.load_state_dict({name.removeprefix("lstm."): tensor for name, tensor in saved.model.items()})
+        learner.optimizer.load_state_dict(saved.trainer["optimizer"])
+        local = saved.local
+    if local is not None and "h" in local:
+        learner.state = local["h"].to(learner.device), local["c"].to(learner.device)
+    progress = Progress(cfg, len(columns), saved.trainer["position"] if saved is not None else None)
+    meter = Meter(local["meter"] if local is not None else None)
+
+    def save(metrics: Mapping[str, float]) -> None:
+        """Save on every rank: rank 0 orders the servers to save once they have all updates."""
+        learner.settle()
+        if ctx.is_main:
+            group.order("save", progress.step, to=group.of_role(SERVER))
+        hidden = {} if learner.state is None else {"h": learner.state[0], "c": learner.state[1]}
+        ctx.save(
+            progress.step,
+            model=nn.ModuleDict({"lstm": learner.lstm}),
+            trainer={
+                "optimizer": learner.optimizer.state_dict(),
+                "position": progress.state_dict(),
+                "num_trainers": ctx.roles.count(TRAINER),
+                "num_servers": ctx.roles.count(SERVER),
+                "vocab_size": vocab_size,
+            },
+            local={**hidden, "meter": meter.sums},
+            metrics=metrics,
+            shard=Shard(),
+        )
+
+    max_in_flight = 2 if cfg.section(RnnConfig).mode == "async" else 1
+    every = cfg.checkpoint.every_steps
+    in_flight: deque[Flight] = deque()  # launched batches with an incomplete update
+    ctx.training_begins()  # the time until here counts as start-up
+    while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
+        if progress.step_in_epoch == 0:
+            learner.state = None  # the columns start anew
+        upcoming = columns[progress.step_in_epoch % len(columns)]  # the next batch to launch
+        while left := progress.steps_until_evaluation:
+            # No batch is in flight at a step after which a checkpoint is saved or an evaluation follows.
+            is_ending = ctx.stop_agreed or ctx.save_requested
+            limit = min(max_in_flight, left, every - progress.step % every if every else left)
+            while len(in_flight) < limit and not is_ending:
+                in_flight.append(learner.launch(upcoming))
+                upcoming = columns[(progress.step_in_epoch + len(in_flight)) % len(columns)]
+            flight = in_flight.popleft()
+            lr = cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule)
+            meter.add(loss_sum=learner.land(flight, lr, upcoming.ids), num_tokens=len(flight.batch.targets))
+            progress.count_step()
+            if progress.log_is_due:
+                ctx.log(interval_metrics(learner, progress, meter), progress.step)
+                meter.reset()
+            stop = ctx.should_stop(progress.step, progress.total_steps)  # the same answer on all trainers
+            if in_flight:
+                continue
+            if stop:
+                save({})
+                return
+            # Before an evaluation no checkpoint is saved, as one with its metrics follows.
+            if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
+                save({})
+        with meter.paused():
+            with ctx.evaluating():
+                metrics = evaluate(ctx, learner, held_out)
+            ctx.log(metrics, progress.step)
+            progress.end_epoch(metrics)
+            save(metrics)
+    ctx.end_reason = progress.end_reason
+
+
+def interval_metrics(learner: Learner, progress: Progress, meter: Meter) -> dict[str, float]:
+    """Return the training metrics since the last logged step, equal on all trainers."""
+    loss_sum, num_tokens = learner.sum_over_trainers([meter.sums["loss_sum"], meter.sums["num_tokens"]])
+    return {
+        "train/loss": loss_sum / num_tokens,
+        "train/lr": learner.optimizer.param_groups[0]["lr"],
+        "train/epoch": progress.epochs,
+        "train/tokens_per_s": num_tokens / meter.elapsed_s,
+        "samples": progress.count_samples(num_tokens),
+    }
+
+
+def evaluate(ctx: Context, learner: Learner, held_out: Columns) -> dict[str, float]:
+    """Return mean loss in nats and perplexity over the held-out text, equal on all trainers."""
+    learner.settle()
+    loss_sum, num_tokens = learner.sum_over_trainers(learner.measure(held_out))
+    ctx.alive()
+    loss = loss_sum / num_tokens
+    return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+
+
+def _log_corpus(ctx: Context, rnn: RnnConfig, corpus: Corpus) -> None:
+    name, source = ("text", " ".join(rnn.files)) if rnn.files else ("python-stdlib", "Python's standard library")
+    for split, tokens in (("train", corpus.train), ("test", corpus.held_out)):
+        ctx.log_dataset(name, split=split, num_samples=len(tokens), digest=digest_of(tokens), source=source)
+
+
+def _open_server(ctx: Context, cfg: Config, vocab_size: int) -> VocabularyServer:
+    rnn = cfg.section(RnnConfig)
+    start, stop = row_bounds(vocab_size, ctx.roles.count(SERVER))[ctx.role_index : ctx.role_index + 2]
+    shard = VocabularyShard(
+        first_rows(start, stop, rnn.embedding_size, cfg.seed, ENCODER),
+        None if rnn.tie_weights else first_rows(start, stop, rnn.hidden_size, cfg.seed, DECODER),
+        start=start,
+        vocab_size=vocab_size,
+    )
+    num_trainers, is_async = ctx.roles.count(TRAINER), rnn.mode == "async"
+    server = VocabularyServer(shard, cfg.optim, num_trainers, device=ctx.device, is_async=is_async)
+    if (saved := ctx.restore()) is not None:
+        check_vocab_size(saved, vocab_size)
+        load_server(server, shards_of_rows(saved, start, stop))
+    return server
+
+
+def _build_lstm(ctx: Context, rnn: RnnConfig, vocab_size: int) -> nn.LSTM:
+    lstm = build_lstm(rnn.embedding_size, rnn.hidden_size, rnn.num_layers, rnn.dropout)
+    vocabulary_row = rnn.embedding_size + (0 if rnn.tie_weights else rnn.hidden_size) + 1  # and a bias of the decoder
+    ctx.log_model_size(sum(weight.numel() for weight in lstm.parameters()) + vocab_size * vocabulary_row)
+    ctx.seed_per_rank()
+    return lstm
+
+
 # A trainer's LSTM and the steps of a batch between LSTM and vocabulary servers.
 
 
@@ -265,205 +443,6 @@ def sample(
         tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         logits, state = model.step(torch.tensor(tokens[-1:])[:, None], state)
     return tokens
-
-
-TRAINER, SERVER = "trainer", "parameter_server"
-
-
-@dataclass(frozen=True)
-class RnnLoop:
-    """State of the training loop of one trainer."""
-
-    ctx: Context
-    cfg: Config
-    learner: Learner
-    group: RpcGroup
-    columns: Columns  #: this trainer's share of the training text
-    held_out: Columns
-    vocab_size: int
-    progress: Progress
-    meter: Meter
-
-
-def train(ctx: Context, cfg: Config) -> None:
-    """Train, evaluate after each epoch, save checkpoints, write a sample text and export the final model."""
-    rnn = cfg.section(RnnConfig)
-    ctx.roles.require(trainer=None, parameter_server=None)
-    ranks = list(ctx.ranks_of(TRAINER))
-    ctx.agree_among(ranks)
-    trainers = dist.new_group(ranks)
-    # Rank 0 alone reads the text, so all have the same. Servers need the size of the vocabulary.
-    corpus = load_corpus(rnn, cfg.seed) if ctx.is_main else None
-    if corpus:
-        _log_corpus(ctx, rnn, corpus)
-    vocab_size: list[Any] = [corpus and corpus.tokenizer.size]
-    dist.broadcast_object_list(vocab_size)
-    options: dict[str, Any] = {
-        "timeout_s": CALL_TIMEOUT_S,
-        "num_threads": max(16, 4 * len(ranks)),  # calls of all trainers but one may wait for that one
-    }
-    if ctx.role == SERVER:
-        server = _open_server(ctx, cfg, vocab_size[0])
-        with rpc_group(ctx, server.functions, **options) as group:
-            group.serve({"save": lambda step: ctx.save(step, model=None, trainer={}, shard=server_shard(server))})
-        return
-    assert isinstance(trainers, dist.ProcessGroup)
-    streams: list[Any] = [corpus.train, corpus.held_out] if corpus else [None, None]
-    dist.broadcast_object_list(streams, src=ranks[0], group=trainers)
-    lstm = _build_lstm(ctx, rnn, vocab_size[0])
-    saved = ctx.restore()  # at the same time as the servers, which restore before RPC starts
-    with rpc_group(ctx, **options) as group:
-        client = VocabularyClient(group, trainer=ctx.role_index, vocab_size=vocab_size[0], device=ctx.device)
-        learner = Learner(lstm, cfg, client, trainers, ctx.device)
-        loop = make_loop(ctx, cfg, learner, saved, streams, vocab_size[0], group)
-        train_lstm(loop)
-        if corpus and ctx.end_reason:
-            _export(ctx, cfg, learner, corpus.tokenizer)
-        if not ctx.is_main:
-            group.serve({})  # until rank 0 has written the model
-
-
-def _log_corpus(ctx: Context, rnn: RnnConfig, corpus: Corpus) -> None:
-    name, source = ("text", " ".join(rnn.files)) if rnn.files else ("python-stdlib", "Python's standard library")
-    for split, tokens in (("train", corpus.train), ("test", corpus.held_out)):
-        ctx.log_dataset(name, split=split, num_samples=len(tokens), digest=digest_of(tokens), source=source)
-
-
-def _open_server(ctx: Context, cfg: Config, vocab_size: int) -> VocabularyServer:
-    rnn = cfg.section(RnnConfig)
-    start, stop = row_bounds(vocab_size, ctx.roles.count(SERVER))[ctx.role_index : ctx.role_index + 2]
-    shard = VocabularyShard(
-        first_rows(start, stop, rnn.embedding_size, cfg.seed, ENCODER),
-        None if rnn.tie_weights else first_rows(start, stop, rnn.hidden_size, cfg.seed, DECODER),
-        start=start,
-        vocab_size=vocab_size,
-    )
-    num_trainers, is_async = ctx.roles.count(TRAINER), rnn.mode == "async"
-    server = VocabularyServer(shard, cfg.optim, num_trainers, device=ctx.device, is_async=is_async)
-    if (saved := ctx.restore()) is not None:
-        check_vocab_size(saved, vocab_size)
-        load_server(server, shards_of_rows(saved, start, stop))
-    return server
-
-
-def _build_lstm(ctx: Context, rnn: RnnConfig, vocab_size: int) -> nn.LSTM:
-    lstm = build_lstm(rnn.embedding_size, rnn.hidden_size, rnn.num_layers, rnn.dropout)
-    vocabulary_row = rnn.embedding_size + (0 if rnn.tie_weights else rnn.hidden_size) + 1  # and a bias of the decoder
-    ctx.log_model_size(sum(weight.numel() for weight in lstm.parameters()) + vocab_size * vocabulary_row)
-    ctx.seed_per_rank()
-    return lstm
-
-
-def make_loop(
-    ctx: Context,
-    cfg: Config,
-    learner: Learner,
-    saved: Restored | None,
-    streams: Sequence[Tensor],
-    vocab_size: int,
-    group: RpcGroup,
-) -> RnnLoop:
-    """Cut the text into this trainer's columns, and load the trainer's state from the checkpoint if there is one."""
-    rnn, part = cfg.section(RnnConfig), (ctx.role_index, ctx.roles.count(TRAINER))
-    columns, held_out = (Columns(stream, rnn.batch_size, rnn.bptt, part) for stream in streams)
-    if saved is not None:
-        check_vocab_size(saved, vocab_size)
-        learner.lstm.load_state_dict({name.removeprefix("lstm."): tensor for name, tensor in saved.model.items()})
-        learner.optimizer.load_state_dict(saved.trainer["optimizer"])
-    local = saved.local if saved is not None else None
-    if local is not None and "h" in local:
-        learner.state = local["h"].to(learner.device), local["c"].to(learner.device)
-    progress = Progress(cfg, len(columns), saved.trainer["position"] if saved else None)
-    meter = Meter(local["meter"] if local else None)
-    return RnnLoop(ctx, cfg, learner, group, columns, held_out, vocab_size, progress, meter)
-
-
-def train_lstm(loop: RnnLoop) -> None:
-    """Train until a stop rule of the config applies, which becomes `ctx.end_reason`, or a stop is requested."""
-    ctx, cfg, learner, progress, meter = loop.ctx, loop.cfg, loop.learner, loop.progress, loop.meter
-    max_in_flight = 2 if cfg.section(RnnConfig).mode == "async" else 1
-    every = cfg.checkpoint.every_steps
-    in_flight: deque[Flight] = deque()  # launched batches with an incomplete update
-    ctx.training_begins()  # the time until here counts as start-up
-    while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
-        if progress.step_in_epoch == 0:
-            learner.state = None  # the columns start anew
-        upcoming = loop.columns[progress.step_in_epoch % progress.steps_per_epoch]  # the next batch to launch
-        while left := progress.steps_until_evaluation:
-            # No batch is in flight at a step after which a checkpoint is saved or an evaluation follows.
-            is_ending = ctx.stop_agreed or ctx.save_requested
-            limit = min(max_in_flight, left, every - progress.step % every if every else left)
-            while len(in_flight) < limit and not is_ending:
-                in_flight.append(learner.launch(upcoming))
-                upcoming = loop.columns[(progress.step_in_epoch + len(in_flight)) % progress.steps_per_epoch]
-            flight = in_flight.popleft()
-            lr = cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule)
-            meter.add(loss_sum=learner.land(flight, lr, upcoming.ids), num_tokens=len(flight.batch.targets))
-            progress.count_step()
-            if progress.log_is_due:
-                ctx.log(interval_metrics(loop), progress.step)
-                meter.reset()
-            stop = ctx.should_stop(progress.step, progress.total_steps)  # the same answer on all trainers
-            if in_flight:
-                continue
-            if stop:
-                save(loop, {})
-                return
-            # Before an evaluation no checkpoint is saved, as one with its metrics follows.
-            if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
-                save(loop, {})
-        with meter.paused():
-            with ctx.evaluating():
-                metrics = evaluate(loop)
-            ctx.log(metrics, progress.step)
-            progress.end_epoch(metrics)
-            save(loop, metrics)
-    ctx.end_reason = progress.end_reason
-
-
-def interval_metrics(loop: RnnLoop) -> dict[str, float]:
-    """Return the training metrics since the last logged step."""
-    sums = loop.meter.sums
-    loss_sum, num_tokens = loop.learner.sum_over_trainers([sums["loss_sum"], sums["num_tokens"]])
-    return {
-        "train/loss": loss_sum / num_tokens,
-        "train/lr": loop.learner.optimizer.param_groups[0]["lr"],
-        "train/epoch": loop.progress.epochs,
-        "train/tokens_per_s": num_tokens / loop.meter.elapsed_s,
-        "samples": loop.progress.count_samples(num_tokens),
-    }
-
-
-def save(loop: RnnLoop, metrics: Mapping[str, float]) -> None:
-    """Save on every rank: rank 0 orders the servers to save once they have all updates."""
-    ctx, learner, progress = loop.ctx, loop.learner, loop.progress
-    learner.settle()
-    if ctx.is_main:
-        loop.group.order("save", progress.step, to=loop.group.of_role(SERVER))
-    state = {} if learner.state is None else {"h": learner.state[0], "c": learner.state[1]}
-    ctx.save(
-        progress.step,
-        model=nn.ModuleDict({"lstm": learner.lstm}),
-        trainer={
-            "optimizer": learner.optimizer.state_dict(),
-            "position": progress.state_dict(),
-            "num_trainers": ctx.roles.count(TRAINER),
-            "num_servers": ctx.roles.count(SERVER),
-            "vocab_size": loop.vocab_size,
-        },
-        local={**state, "meter": loop.meter.sums},
-        metrics=metrics,
-        shard=Shard(),
-    )
-
-
-def evaluate(loop: RnnLoop) -> dict[str, float]:
-    """Return mean loss in nats and perplexity over the held-out text, equal on all trainers."""
-    loop.learner.settle()
-    loss_sum, num_tokens = loop.learner.sum_over_trainers(loop.learner.measure(loop.held_out))
-    loop.ctx.alive()
-    loss = loss_sum / num_tokens
-    return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 
 
 def _export(ctx: Context, cfg: Config, learner: Learner, tokenizer: Tokenizer) -> None:

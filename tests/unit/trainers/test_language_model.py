@@ -1,0 +1,320 @@
+"""The trainer `rnn` without ranks: model, config, text, and vocabulary shards and servers."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hpcdist.config.loading import load_config
+from hpcdist.config.schema import OptimConfig
+from hpcdist.errors import ConfigError
+from hpcdist.trainers.rnn import RnnConfig
+from hpcdist.trainers.rnn.text import UNKNOWN, ByteTokenizer, Columns, WordTokenizer, load_corpus, read_texts
+from hpcdist.trainers.rnn.train import DECODER, ENCODER, LanguageModel, first_rows, sample
+from hpcdist.trainers.rnn.vocabulary import (
+    Space,
+    VocabularyServer,
+    VocabularyShard,
+    join_scores,
+    load_server,
+    row_bounds,
+    server_shard,
+)
+
+# --- The language model: initial rows, shapes, and sampled text.
+
+
+def small(**options: object) -> LanguageModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 7, "embedding": 8, "hidden": 8, "layers": 1, **options}
+    return LanguageModel(**sizes)  # type: ignore[arg-type]
+
+
+def test_initial_rows_do_not_depend_on_the_shards() -> None:
+    whole = first_rows(0, 2500, 3, 1, ENCODER)
+    pieces = [first_rows(start, stop, 3, 1, ENCODER) for start, stop in ((0, 900), (900, 1024), (1024, 2500))]
+    assert torch.equal(torch.cat(pieces), whole)
+    assert 0.09 < whole.abs().max() <= 0.1
+    others = first_rows(0, 2500, 3, 2, ENCODER), first_rows(0, 2500, 3, 1, DECODER)
+    assert not any(torch.equal(other, whole) for other in others)
+
+
+def test_steps_equal_the_whole_sequence_and_tied_weights_are_one_tensor() -> None:
+    model, tokens = small(), torch.randint(7, (2, 5))
+    logits = model.eval()(tokens)
+    assert logits.shape == (2, 5, 7)
+    by_steps, state = [], None
+    for column in tokens.t():
+        step, state = model.step(column[None], state)
+        by_steps.append(step[0])
+    torch.testing.assert_close(torch.stack(by_steps, dim=1), logits)
+    tied = small(tied=True)
+    assert tied.decoder.weight is tied.encoder.weight
+    assert set(tied.state_dict()) == set(model.state_dict())
+
+
+def test_sampled_text_continues_a_learned_sequence() -> None:
+    model, text = small(), torch.tensor([1, 2, 3, 4, 5, 6] * 4)[:, None]
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for _ in range(60):
+        logits, _ = model.step(text[:-1], None)
+        optimizer.zero_grad()
+        F.cross_entropy(logits.flatten(0, 1), text[1:, 0]).backward()
+        optimizer.step()
+    tokens = sample(model, [1, 2], 10, 0.3, torch.Generator().manual_seed(0))
+    assert tokens == [3, 4, 5, 6, 1, 2, 3, 4, 5, 6]
+
+
+# --- Validation of configs of `trainer: rnn`.
+
+
+def test_shipped_config_is_valid_and_paths_are_expanded() -> None:
+    config = load_config("rnn_lm", ["rnn.files=[~/text/*.txt]"])
+    assert (list(config.roles), config.checkpoint.monitor_mode) == (["trainer", "parameter_server"], "min")
+    assert config.section(RnnConfig).files[0].startswith("/")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "roles={server: 1, trainer: 1}",
+            "roles: trainer rnn needs trainers, then parameter_servers, got server: 1, trainer: 1: set",
+        ),
+        ("optim.grad_accum_steps=2", "optim.grad_accum_steps=2 is not for trainer rnn: use rnn.batch_size"),
+        ("rnn.dropout=1.0", r"rnn.dropout must be < 1, got 1.0"),
+        ("rnn.temperature=0", "rnn.temperature must be > 0, got 0"),
+        ("rnn.vocab_size=1", "rnn.vocab_size must be >= 2, got 1"),
+    ],
+)
+def test_invalid_values_raise_config_error(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config("rnn_lm", [override])
+
+
+def test_tied_weights_need_equal_sizes() -> None:
+    with pytest.raises(ConfigError, match=r"rnn.tie_weights needs embedding_size = hidden_size, got 64 and 128"):
+        load_config("rnn_lm", ["rnn.tie_weights=true", "rnn.embedding_size=64"])
+
+
+# --- Text: files and their order, tokenizers, and columns of consecutive tokens.
+
+
+CODE = "def f(x):\n    return x + 1  # größer\n\n\nclass A:\n    pass\n"
+
+
+def test_decoded_tokens_are_the_text() -> None:
+    words = WordTokenizer([CODE], 1000)
+    for tokenizer in (ByteTokenizer(), words):
+        (tokens,) = tokenizer.encode([CODE])
+        assert tokenizer.decode(tokens) == CODE
+        assert max(tokens) < tokenizer.size
+    assert words.decode(words.encode(["def g"])[0]) == f"def{UNKNOWN}"
+    assert ByteTokenizer().decode([0xC3]) == "�", "an incomplete character"
+
+
+def test_vocabulary_has_the_most_frequent_words_and_is_deterministic() -> None:
+    small = WordTokenizer([CODE], 5)
+    assert small.size == 5
+    assert UNKNOWN in small.decode(small.encode([CODE])[0])
+    assert small.encode([CODE]) == WordTokenizer([CODE], 5).encode([CODE])
+
+
+def test_seed_and_size_select_files_of_the_standard_library() -> None:
+    texts = read_texts([], 0.2, seed=0)
+    assert sum(len(text.encode()) for text in texts) == pytest.approx(0.2e6, rel=0.01)
+    assert texts == read_texts([], 0.2, seed=0)
+    assert texts != read_texts([], 0.2, seed=1)
+
+
+def test_files_are_matched_by_globs(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("a.txt", "sub/b.txt", "c.md"):
+        (tmp_path / name).write_text(name)
+    assert sorted(read_texts([f"{tmp_path}/**/*.txt", f"{tmp_path}/a.txt"], 1, 0)) == ["a.txt", "sub/b.txt"]
+    with pytest.raises(ConfigError, match=r"rnn.files: '.*\*\.rst' matches no file"):
+        read_texts([f"{tmp_path}/*.rst"], 1, 0)
+
+
+def test_whole_files_are_held_out_or_the_end_of_the_text_if_there_are_few(tmp_path: Path) -> None:
+    for number in range(10):
+        (tmp_path / f"{number}.txt").write_text(str(number) * 100)
+    corpus = load_corpus(RnnConfig(files=[f"{tmp_path}/*.txt"], tokenizer="byte", eval_fraction=0.2), seed=0)
+    assert (len(corpus.train), len(corpus.held_out)) == (800, 200)
+    assert not set(corpus.train.tolist()) & set(corpus.held_out.tolist())
+    corpus = load_corpus(RnnConfig(files=[f"{tmp_path}/3.txt"], tokenizer="byte", eval_fraction=0.2), seed=0)
+    assert (len(corpus.train), len(corpus.held_out)) == (80, 20)
+
+
+def test_columns_continue_from_batch_to_batch() -> None:
+    columns = Columns(torch.arange(50, 150), num_columns=4, bptt=7)
+    assert len(columns) == 4, "24 targets a column: 7, 7, 7 and 3"
+    inputs = torch.cat([batch.ids[batch.inverse] for batch in columns])
+    targets = torch.cat([batch.targets.view(-1, 4) for batch in columns])
+    assert torch.equal(inputs[:, 1], torch.arange(75, 99))
+    assert torch.equal(targets, inputs + 1)
+    assert columns.num_targets == targets.numel()
+    with pytest.raises(IndexError):
+        columns[4]
+    with pytest.raises(ConfigError, match=r"the text has 5 tokens, too few for 4 columns: raise rnn\.max_corpus_mb"):
+        Columns(torch.arange(5), num_columns=4, bptt=7)
+
+
+def test_columns_are_divided_among_ranks() -> None:
+    stream = torch.arange(1000)
+    whole, parts = Columns(stream, 4, 5), [Columns(stream, 2, 5, (index, 2)) for index in range(2)]
+    for number in range(len(whole)):
+        joined = torch.cat([part[number].ids[part[number].inverse] for part in parts], dim=1)
+        assert torch.equal(joined, whole[number].ids[whole[number].inverse])
+
+
+def test_repeated_token_is_looked_up_once() -> None:
+    batch = Columns(torch.tensor([5, 5, 3, 5, 3, 3, 5, 5]), 2, 3)[0]
+    assert batch.ids.tolist() == [3, 5]
+    assert batch.ids[batch.inverse].tolist() == [[5, 3], [5, 3], [3, 5]]
+
+
+# --- Explicit loss and gradients of vocabulary shards, compared with autograd.
+
+
+NUM_TOKENS, HIDDEN, VOCAB_SIZE = 37, 8, 50
+
+
+def by_autograd(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
+    leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    loss = F.cross_entropy(F.linear(*leaves), targets)
+    return loss.detach(), list(torch.autograd.grad(loss, leaves))
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("sharpness", [1.0, 300.0], ids=["normal", "probabilities below the smallest float"])
+def test_loss_and_gradients_equal_those_of_autograd(num_shards: int, sharpness: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(VOCAB_SIZE, HIDDEN, generator=generator) * sharpness
+    bounds = row_bounds(VOCAB_SIZE, num_shards)
+    shards = [
+        VocabularyShard(torch.zeros(b - a, 4), weight[a:b].clone(), start=a, vocab_size=VOCAB_SIZE)
+        for a, b in itertools.pairwise(bounds)
+    ]
+    for shard in shards:
+        torch.nn.init.normal_(shard.bias, generator=generator)
+    bias = torch.cat([shard.bias.detach() for shard in shards])
+    spaces: list[Space | None] = [None] * num_shards
+    for size in (NUM_TOKENS, NUM_TOKENS, 5):  # buffers are reused, or have another size
+        hidden = torch.randn(size, HIDDEN, generator=generator)
+        targets = torch.randint(VOCAB_SIZE, (size,), generator=generator)
+        scores = [shard.score(hidden, targets, space) for shard, space in zip(shards, spaces, strict=True)]
+        lse, losses = join_scores([space.lse for space, _ in scores], [chosen for _, chosen in scores])
+        parts = [shard.input_gradient(space, lse, 1 / size) for shard, (space, _) in zip(shards, scores, strict=True)]
+        gradients = [shard.weight_gradient(space) for shard, (space, _) in zip(shards, scores, strict=True)]
+        expected_loss, expected = by_autograd(hidden, weight, bias, targets)
+        torch.testing.assert_close(losses.mean(), expected_loss)
+        torch.testing.assert_close(torch.stack(parts).sum(0), expected[0], rtol=1e-4, atol=1e-5 * sharpness)
+        torch.testing.assert_close(torch.cat([part[0] for part in gradients]), expected[1], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(torch.cat([part[1] for part in gradients]), expected[2], rtol=1e-4, atol=1e-6)
+        spaces = [space for space, _ in scores]
+
+
+def test_lookup_uses_ids_of_the_whole_vocabulary() -> None:
+    rows = torch.randn(10, 4)
+    shard = VocabularyShard(rows[6:].clone(), None, start=6, vocab_size=10)
+    assert torch.equal(shard.lookup(torch.tensor([6, 9])), rows[[6, 9]])
+    assert shard.weight is shard.encoder
+    assert set(shard.named_rows) == {"encoder.weight", "decoder.weight", "decoder.bias"}
+    assert row_bounds(10, 3) == [0, 3, 6, 10]
+
+
+# --- Vocabulary servers without RPC: optimizers, and checkpoints of another number of servers.
+
+
+VOCAB_SIZE, WIDTH, CPU = 23, 4, torch.device("cpu")
+
+
+def servers(num: int, cfg: OptimConfig, *, tied: bool = False, num_trainers: int = 1) -> list[VocabularyServer]:
+    generator = torch.Generator().manual_seed(0)
+    encoder, weight = (torch.randn(VOCAB_SIZE, WIDTH, generator=generator) for _ in range(2))
+    return [
+        VocabularyServer(
+            VocabularyShard(
+                encoder[a:b].clone(), None if tied else weight[a:b].clone(), start=a, vocab_size=VOCAB_SIZE
+            ),
+            cfg,
+            num_trainers,
+            device=CPU,
+        )
+        for a, b in itertools.pairwise(row_bounds(VOCAB_SIZE, num))
+    ]
+
+
+def one_step(group: list[VocabularyServer], number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    hidden = torch.randn(6, WIDTH, generator=generator)
+    targets = torch.randint(VOCAB_SIZE, (6,), generator=generator)
+    ids = torch.randperm(VOCAB_SIZE, generator=generator)[:5].sort()[0]
+    rows = torch.randn(5, WIDTH, generator=generator)
+    scores = [server.score(0, number, hidden, targets) for server in group]
+    lse, _ = join_scores([lse for lse, _ in scores], [chosen for _, chosen in scores])
+    for server in group:
+        server.backward(0, number, lse, 1 / 6)
+        mine = (ids >= server.shard.start) & (ids < server.shard.stop)
+        server.push(0, number, ids[mine], rows[mine], 1.0, 0.1, ids[mine])
+
+
+def whole(group: list[VocabularyServer]) -> dict[str, Tensor]:
+    parts = [server.weights() for server in group]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        OptimConfig(),
+        OptimConfig(name="adamw", weight_decay=0.1),
+        OptimConfig(name="sgd"),
+        OptimConfig(name="sgd", momentum=0.0),
+    ],
+    ids=lambda cfg: f"{cfg.name} {cfg.momentum}",
+)
+def test_rows_and_optimizer_state_load_on_another_number_of_servers(cfg: OptimConfig, tied: bool) -> None:
+    before, control = servers(2, cfg, tied=tied), servers(1, cfg, tied=tied)
+    for number in range(3):
+        one_step(before, number)
+        one_step(control, number)
+    saved = [server_shard(server).content() for server in before]
+    for server in (after := servers(3, cfg, tied=tied)):
+        load_server(server, [content for content in saved if overlaps(content, server)])
+    for number in range(3, 6):
+        one_step(after, number)
+        one_step(control, number)
+    expected = whole(control)
+    for name, tensor in whole(after).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def overlaps(content: dict[str, Any], server: VocabularyServer) -> bool:
+    first = content["rows"]["decoder.bias"][0]
+    return first < server.shard.stop and server.shard.start < first + len(content["model"]["decoder.bias"])
+
+
+def test_error_of_a_background_task_is_raised_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcdist.trainers.rnn.vocabulary.MIN_BACKGROUND_SIZE", 0)
+    (server,) = servers(1, OptimConfig())
+    hidden, targets, ids = torch.randn(3, WIDTH), torch.tensor([0, 1, 2]), torch.tensor([0])
+    server.decode(0, 0, hidden, targets, 1.0)
+    server.decoder_optimizer.step = fail  # type: ignore[method-assign,assignment]
+    server.push(0, 0, ids, torch.zeros(1, WIDTH), 1.0, 0.1, ids)
+    with pytest.raises(ValueError, match="out of order"):
+        server.decode(0, 0, hidden, targets, 1.0)
+    with pytest.raises(ValueError, match="out of order"):
+        server.settle()
+
+
+def fail() -> None:
+    raise ValueError("out of order")
