@@ -1,9 +1,11 @@
-"""Tests of the command lines of all runtimes."""
+"""The specification of a container, and the recipes of images for each runtime."""
 
 from __future__ import annotations
 
 import resource
 import shlex
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,11 +31,15 @@ from hpcdist.run.folder import RunDir
 from hpcdist.slurm.job.srun import step_command
 from hpcdist.supervisor.plan import rank_command
 
+# --- Tests of the command lines of all runtimes
+
 RUN = RunDir(Path("/shared/runs/digits/my first"))
+
 MOUNTS = (
     Mount(source="/shared", target="/shared"),
     Mount(source="/scratch/imagenet", target="/data", read_only=True),
 )
+
 SPEC = ContainerSpec(
     runtime="podman",
     image="localhost/hpcdist:0.1.0",
@@ -45,10 +51,15 @@ SPEC = ContainerSpec(
     python="/opt/hpcdist/bin/python3",
     extra_args=("--cgroups=disabled",),
 )
+
 NAMES = "SLURM_*|NCCL_*|WANDB_MODE"
+
 WORKER = ["/opt/hpcdist/bin/python3", "-P", "-m", "hpcdist.rank.worker", str(RUN.path)]
+
 PID1 = ["/opt/hpcdist/bin/python3", "-P", "-m", "hpcdist.containers.pid1", f"{RUN.path}/attempts/001"]
+
 IGNORE_USR2 = ["sh", "-c", "trap '' USR2; exec \"$@\"", "sh"]
+
 SRUN = [
     "srun", "--job-name=attempt-001", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--cpus-per-task=1",
     "--gpus-per-node=4", "--kill-on-bad-exit=1", "--input=none", "--open-mode=append",
@@ -281,9 +292,8 @@ def test_path_with_colon_is_refused() -> None:
 
 
 # --- Tests of the command of `hpcdist run --in`.
-
-
 DIGEST = "sha256:" + "0" * 64
+
 HERE = Path("/home/ada/project")
 
 
@@ -412,3 +422,33 @@ def test_user_is_root_in_containers_of_a_rootless_daemon(monkeypatch: pytest.Mon
     spec = host_container("docker", "hpcdist", DIGEST, "ada", {}, rootless_daemon=True)
     assert spec.user == "0:0"
     assert spec.ulimits == (("memlock=-1",) if may_lock else ())
+
+
+# --- scripts/test_packages.sh installs a runtime again when its recipe or its sources have changed
+
+CHECKOUT = Path(__file__).parents[3]
+
+
+def stamp(checkout: Path, recipe: str) -> str:
+    script = '. "$1/scripts/runtimes/installed.sh"; stamp "$2"'
+    command = ["bash", "-euo", "pipefail", "-c", script, "bash", str(checkout), recipe]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("changed", "recipes"),
+    [
+        ("tests/vendor/pyxis-0.24.tar.gz", {"pyxis"}),
+        ("scripts/runtimes/enroot.sh", {"enroot"}),
+        ("scripts/runtimes/prefix.sh", {"apptainer", "enroot", "pyxis"}),
+    ],
+)
+def test_changed_source_is_installed_again(tmp_path: Path, changed: str, recipes: set[str]) -> None:
+    for folder in ("scripts/runtimes", "tests/vendor"):
+        shutil.copytree(CHECKOUT / folder, tmp_path / folder)
+    before = {recipe: stamp(tmp_path, recipe) for recipe in ("apptainer", "enroot", "pyxis")}
+    assert all(len(text) == 64 for text in before.values())
+    with (tmp_path / changed).open("ab") as file:
+        file.write(b"\n")
+    assert {recipe for recipe, text in before.items() if stamp(tmp_path, recipe) != text} == recipes

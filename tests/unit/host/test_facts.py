@@ -1,4 +1,4 @@
-"""Tests of the facts of this machine: versions, ports, name lookups, network interfaces."""
+"""Facts about this machine: versions, container, GPUs and compiler."""
 
 from __future__ import annotations
 
@@ -6,17 +6,36 @@ import errno
 import os
 import runpy
 import socket
+import sys
+import sysconfig
+import tempfile
 import threading
 from importlib.metadata import distribution
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
+import pynvml
 import pytest
 
 import hpcdist
+from hpcdist.errors import ConfigError
 from hpcdist.host import machine
-from hpcdist.host.machine import Lookups
+from hpcdist.host.machine import (
+    Gpu,
+    Lookups,
+    cache_environment,
+    container_runtime,
+    count_gpus,
+    driver_version,
+    image_facts,
+    require_compiler,
+    selected_gpus,
+    visible_gpus,
+)
+from tests.support.fake_nvml import FakeNvml, gpu, install_fake_nvml, memory, processes
+
+# --- Tests of the facts of this machine: versions, ports, name lookups, network interfaces
 
 
 def test_versions_equal_those_of_the_installed_packages() -> None:
@@ -90,3 +109,258 @@ def test_interfaces_are_unknown_if_their_state_cannot_be_read(monkeypatch: pytes
 def test_network_variables_exclude_all_others() -> None:
     env = {"NCCL_DEBUG": "INFO", "HOME": "/root", "GLOO_SOCKET_IFNAME": "eth0", "SECRET_TOKEN": "x"}
     assert machine.network_variables(env) == {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0"}
+
+
+# --- Tests of the GPU facts against a replacement for NVML, since test machines have no GPU
+
+IDLE = gpu(
+    "NVIDIA H200",
+    MemoryInfo=memory(4, 143771),
+    TotalEccErrors=0,
+    CurrentClocksEventReasons=0x01,
+    ComputeRunningProcesses=[],
+)
+
+BROKEN = gpu(
+    "NVIDIA H200",
+    MemoryInfo=memory(90210, 143771),
+    TotalEccErrors=2,
+    CurrentClocksEventReasons=0xC4,
+    ComputeRunningProcesses=processes(4711, 4712),
+)
+
+WITHOUT_ECC = gpu("NVIDIA GeForce RTX 4090", MemoryInfo=memory(12, 24564), CurrentClocksEventReasons=0)
+
+
+#: NVML reports the memory and processes of the slices instead.
+IN_MIG_MODE = gpu("NVIDIA A100-SXM4-40GB")
+
+
+def test_without_nvml_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # an environment of ranks with torch, NumPy and psutil only
+    assert machine.open_gpus() == {}
+
+
+def test_gpus_have_memory_errors_throttling_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fake_nvml(monkeypatch, IDLE, BROKEN)
+    idle, broken = machine.gpus()
+    assert idle == Gpu(index=0, name="NVIDIA H200", used_mb=4, total_mb=143771, uncorrected_errors=0)
+    assert (broken.used_mb, broken.uncorrected_errors, broken.pids) == (90210, 2, (4711, 4712))
+    assert broken.throttled == ("too hot (hardware slowdown)", "power brake"), "the power cap 0x04 is normal"
+
+
+def test_gpu_that_computes_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy, idle = (gpu("H100", UtilizationRates=SimpleNamespace(gpu=percent)) for percent in (3, 0))
+    install_fake_nvml(monkeypatch, busy, idle, IN_MIG_MODE)
+    assert [one.busy for one in machine.gpus()] == [True, False, False]
+
+
+def test_unsupported_queries_give_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fake_nvml(monkeypatch, WITHOUT_ECC, IN_MIG_MODE)
+    without_ecc, in_mig_mode = machine.gpus()
+    assert (without_ecc.total_mb, without_ecc.uncorrected_errors) == (24564, None)
+    assert (in_mig_mode.used_mb, in_mig_mode.total_mb, in_mig_mode.throttled, in_mig_mode.pids) == (None, None, (), ())
+
+
+def test_old_driver_reports_throttling_and_memory_by_the_former_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    def memory_info(handle: object, version: int | None = None) -> object:
+        if version is not None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        return memory(12, 24564)
+
+    fake = install_fake_nvml(monkeypatch, gpu("Tesla V100", CurrentClocksThrottleReasons=0x20))
+    object.__setattr__(fake, "nvmlDeviceGetMemoryInfo", memory_info)
+    (old,) = machine.gpus()
+    assert (old.used_mb, old.total_mb, old.throttled) == (12, 24564, ("too hot (software slowdown)",))
+
+
+def test_query_that_pynvml_has_not_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(self: FakeNvml, name: str) -> object:
+        if "Clocks" in name:
+            raise AttributeError(name)
+        return original(self, name)
+
+    original = FakeNvml.__getattr__
+    monkeypatch.setattr(FakeNvml, "__getattr__", without)
+    install_fake_nvml(monkeypatch, BROKEN)
+    assert [one.throttled for one in machine.gpus()] == [()]
+
+
+def test_lost_gpus_are_not_listed_and_others_keep_their_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fake_nvml(monkeypatch, IDLE, None, {}, BROKEN)
+    assert [one.index for one in machine.gpus()] == [0, 3]
+    assert count_gpus() == 3, "the third GPU fails later than the second"
+
+
+def test_machine_without_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: FakeNvml) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(FakeNvml, "nvmlInit", fail)
+    install_fake_nvml(monkeypatch, IDLE)
+    assert (machine.gpus(), count_gpus(), driver_version()) == ([], 0, "")
+
+
+def test_driver_that_does_not_answer_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr(FakeNvml, "nvmlInit", lambda self: answered.wait())
+    monkeypatch.setattr(machine, "DRIVER_S", 0.01)
+    install_fake_nvml(monkeypatch, IDLE)
+    assert (machine.gpus(), count_gpus()) == ([], 0)
+    answered.set()
+
+
+def test_driver_version_comes_from_nvml_if_proc_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "versions", dict)
+    install_fake_nvml(monkeypatch, IDLE, driver="550.54")
+    assert driver_version() == "550.54"
+
+
+@pytest.mark.parametrize(
+    ("value", "selected", "visible"),
+    [
+        (None, None, 2),
+        ("0,1", ["0", "1"], 2),
+        ("", [], 0),
+        ("-1", [], 0),
+        ("2,", ["2"], 1),
+        ("GPU-5a1c", ["GPU-5a1c"], 1),
+        ("0,1,2", ["0", "1", "2"], 2),
+    ],
+)
+def test_cuda_visible_devices_selects_gpus(value: str | None, selected: list[str] | None, visible: int) -> None:
+    env = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+    assert selected_gpus(env) == selected
+    assert visible_gpus(2, env) == visible
+
+
+def test_each_mig_slice_counts_as_a_gpu() -> None:
+    slices = ["MIG-GPU-8932f937/1/2", "MIG-5c4b", "MIG-77e2"]
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(slices)}
+    assert selected_gpus(env) == slices
+    assert visible_gpus(1, env) == 3, "one GPU has several slices"
+
+
+# --- Tests of the identity of the image that a process runs in.
+def test_process_outside_of_an_image_has_no_facts(tmp_path: Path) -> None:
+    assert image_facts({}, tmp_path / "absent", tmp_path / "absent", tmp_path) == {}
+
+
+def test_facts_come_from_the_environment_and_files_of_the_image(tmp_path: Path) -> None:
+    (tmp_path / "build-id").write_text("abc\n")
+    env = {"HPCDIST_IMAGE": "hpcdist", "HPCDIST_IMAGE_DIGEST": "sha256:0"}
+    (tmp_path / "base-image").write_text("sha256:1\n")
+    (tmp_path / ".dockerenv").touch()
+    assert image_facts(env, tmp_path / "build-id", tmp_path / "base-image", tmp_path) == {
+        "image": "hpcdist",
+        "image_digest": "sha256:0",
+        "image_build": "abc",
+        "image_base": "sha256:1",
+        "container_runtime": "docker",
+    }
+
+
+@pytest.mark.parametrize(
+    ("mark", "runtime"),
+    [(".dockerenv", "docker"), ("run/.containerenv", "podman"), ("ch/environment", "charliecloud"), ("etc/hosts", "")],
+)
+def test_runtime_is_known_by_its_files(tmp_path: Path, mark: str, runtime: str) -> None:
+    (tmp_path / mark).parent.mkdir(exist_ok=True)
+    (tmp_path / mark).touch()
+    assert container_runtime(tmp_path) == runtime
+
+
+@pytest.mark.parametrize(
+    ("root_mount", "runtime"),
+    [
+        # A virtual machine whose disk was made of an image of docker.
+        ("27 1 254:0 / / rw,relatime - ext4 /dev/vda rw", ""),
+        ("27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw", ""),
+        ("540 430 0:30 / / rw - overlay overlay rw,lowerdir=/a", "docker"),
+        ("540 430 254:0 /var/lib/docker/vfs/dir/0a / rw - ext4 /dev/vda rw", "docker"),
+        ("540 430 7:0 / / ro - squashfs /dev/loop0 ro", "docker"),
+    ],
+)
+def test_files_of_a_runtime_do_not_suffice_on_the_disk_of_a_machine(
+    tmp_path: Path, root_mount: str, runtime: str
+) -> None:
+    (tmp_path / ".dockerenv").touch()
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/mountinfo").write_text(f"22 27 0:21 / /proc rw - proc proc rw\n{root_mount}\n")
+    assert container_runtime(tmp_path) == runtime
+
+
+# --- Tests of the check for a compiler and headers, which torch.compile needs
+
+
+@pytest.fixture
+def host_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Return a folder that is both PATH and the folder of headers."""
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    return tmp_path
+
+
+def install(host_machine: Path, *names: str) -> None:
+    for name in names:
+        (host_machine / name).touch(mode=0o755)
+
+
+@pytest.mark.parametrize(
+    ("device", "installed", "missing"),
+    [
+        ("cpu", (), "a C++ compiler (g++) and Python's headers (Python.h)"),
+        ("cpu", ("gcc", "Python.h"), "a C++ compiler (g++)"),
+        ("cpu", ("g++",), "Python's headers (Python.h)"),
+        ("cuda", ("g++", "Python.h"), "a C compiler (gcc)"),
+    ],
+)
+def test_missing_parts_are_named(host_machine: Path, device: str, installed: tuple[str, ...], missing: str) -> None:
+    install(host_machine, *installed)
+    with pytest.raises(ConfigError) as raised:
+        require_compiler(device, {"PATH": str(host_machine)})
+    assert str(raised.value).startswith(f"model.compile=true needs {missing}, not found here: install g++")
+
+
+def is_accepted(device: str, env: dict[str, str]) -> bool:
+    try:
+        require_compiler(device, env)
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("device", "name"), [("cpu", "g++"), ("cuda", "clang")])
+def test_complete_installation_is_accepted(host_machine: Path, device: str, name: str) -> None:
+    assert not is_accepted(device, {"PATH": str(host_machine)})
+    install(host_machine, name, "Python.h")
+    assert is_accepted(device, {"PATH": str(host_machine)})
+
+
+def test_compiler_of_the_environment_is_used(host_machine: Path) -> None:
+    install(host_machine, "mine", "Python.h")
+    assert is_accepted("cpu", {"PATH": str(host_machine), "CXX": "mine -O1"})
+    assert not is_accepted("cpu", {"PATH": str(host_machine), "CXX": "absent"})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can plant a folder of another user")
+def test_cache_that_another_user_may_have_filled_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tmp_path.chmod(0o1777)
+    run, ours, planted = tmp_path / "run", tmp_path / "torchinductor_0", tmp_path / "torchinductor_root"
+    default = {"TORCHINDUCTOR_CACHE_DIR": str(planted)}
+    elsewhere = {"TORCHINDUCTOR_CACHE_DIR": "/var/tmp/torchinductor_root"}
+    assert cache_environment({"TORCHINDUCTOR_CACHE_DIR": "/data/cache"}, run) == {}
+    for _ in range(2):  # the second run finds the cache of the first
+        for env in ({}, default, elsewhere):
+            assert cache_environment(env, run) == {"TORCHINDUCTOR_CACHE_DIR": str(ours)}
+        assert ours.stat().st_mode & 0o777 == 0o700
+    in_run = {"TORCHINDUCTOR_CACHE_DIR": str(run / "torchinductor")}
+    ours.chmod(0o777)
+    assert cache_environment({}, run) == in_run
+    ours.chmod(0o700)
+    os.chown(ours, 65534, 65534)
+    assert cache_environment({}, run) == in_run
+    ours.rmdir()
+    ours.symlink_to(tmp_path)
+    os.lchown(ours, 65534, 65534)
+    assert cache_environment({}, run) == in_run

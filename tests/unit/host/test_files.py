@@ -1,11 +1,18 @@
-"""Folders that another user could replace are refused, as sshd does; planted files in a shared folder are not used."""
+"""Files that several processes and users share: ownership, formats, locks and retries."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import socket
+import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +21,8 @@ from hpcdist.config.schema import Config
 from hpcdist.environments.packed import copy_sources
 from hpcdist.environments.rank_environment import rank_environment
 from hpcdist.errors import RunFolderError
-from hpcdist.host import files
+from hpcdist.host import files, lock
+from hpcdist.host import retry as file_retry
 from hpcdist.host.files import (
     TRUSTED_GROUPS,
     make_private,
@@ -24,10 +32,13 @@ from hpcdist.host.files import (
     read_json_value,
     require_safe,
 )
-from hpcdist.host.lock import long_lock
+from hpcdist.host.lock import exclusive, long_lock, open_lock
+from hpcdist.host.retry import exists, give_up, make_folder, patient, rename, retry
 from hpcdist.run import folder as runs_dir_module
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.uri import default_uri, sqlite_path
+
+# --- Folders that another user could replace are refused, as sshd does; planted files in a shared folder are not used
 
 NOBODY = 65534
 
@@ -123,8 +134,6 @@ def test_group_of_one_user_is_that_user(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 # --- /runs of the images, mode 1777, in which another user has been first
-
-
 @pytest.fixture
 def planted(tmp_path: Path) -> Path:
     """A folder of runs with files of another user, made by that user."""
@@ -183,8 +192,6 @@ def test_own_folder_that_another_user_made_is_refused(planted: Path, tmp_path: P
 
 
 # --- Parsing of untrusted JSON: every failure is a ValueError.
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -229,8 +236,6 @@ def test_lines_above_the_limit_and_of_a_device_are_not_read(tmp_path: Path, monk
 
 
 # --- the format number
-
-
 @dataclass
 class Sample:
     whole: int
@@ -266,3 +271,233 @@ def test_fill_ignores_new_keys_and_names_invalid_values() -> None:
     for value in (float("nan"), float("inf"), 10**400, "1"):
         with pytest.raises(RunFolderError, match=r"^a\.json is damaged: ratio cannot be '"):
             files.fill(Sample, {"whole": 1, "ratio": value}, Path("a.json"))
+
+
+# --- Locks on file systems with and without flock
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / ".lock"
+
+
+@pytest.fixture
+def held(path: Path) -> Path:
+    return path.with_name(".lock.held")
+
+
+@pytest.fixture(params=sorted(lock.NO_FLOCK), ids=errno.errorcode.get)
+def no_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+
+
+def test_lock_file_is_used_without_flock(path: Path, held: Path, no_flock: None) -> None:
+    with exclusive(path):
+        assert held.read_text().startswith(f"{socket.gethostname()} {os.getpid()} ")
+        with (
+            pytest.raises(
+                RunFolderError, match=r"\.lock\.held has been locked by another process for more than 0\.1 s: `fus"
+            ),
+            exclusive(path, within_s=0.1),
+        ):
+            pytest.fail("held twice")
+    assert not held.exists()
+    with exclusive(path):
+        pass
+
+
+def test_no_lock_file_is_created_with_flock(path: Path, held: Path) -> None:
+    with exclusive(path):
+        assert not held.exists()
+        expected = pytest.raises(
+            RunFolderError, match=r"\.lock has been locked by another process for more than 0\.1 s"
+        )
+        with expected, exclusive(path, within_s=0.1):
+            pytest.fail("held twice")
+
+
+@pytest.mark.processes
+def test_lock_file_of_a_killed_process_is_removed_at_once(path: Path, held: Path, no_flock: None) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    held.write_text(f"{socket.gethostname()} {ended.pid} 1.0 abcd")
+    with exclusive(path, within_s=0.0):
+        assert f" {os.getpid()} " in held.read_text()
+
+
+@pytest.mark.parametrize("content", ["n2 7 1.0 abcd", ""], ids=["another host", "empty"])
+def test_unchanged_lock_file_is_removed(path: Path, held: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    monkeypatch.setattr(lock, "_try_flock", lambda _: None)
+    monkeypatch.setattr(lock, "LEFT_AFTER_S", 0.1)
+    held.write_text(content)
+    with exclusive(path):
+        assert f" {os.getpid()} " in held.read_text()
+    assert [entry.name for entry in held.parent.iterdir()] == [".lock"]
+
+
+def test_new_lock_file_is_not_removed_in_place_of_an_old_one(held: Path) -> None:
+    held.write_text("n3 8 1.0 new")
+    lock._remove_left(held, "n2 7 1.0 old")
+    assert held.read_text() == "n3 8 1.0 new"
+    assert [entry.name for entry in held.parent.iterdir()] == [held.name]
+
+
+def test_long_lock_without_flock_logs_a_warning(path: Path, no_flock: None, caplog: pytest.LogCaptureFixture) -> None:
+    with long_lock(path):
+        assert caplog.messages == [
+            f"{path} cannot be locked (no flock): do not start another process that writes there"
+        ]
+
+
+def test_other_errors_of_flock_are_raised(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(OSError, match="Bad file descriptor"), long_lock(path):
+        pytest.fail("held")
+    with pytest.raises(OSError, match="Bad file descriptor"), exclusive(path):
+        pytest.fail("held")
+
+
+@pytest.mark.parametrize("plant", ["link", "fifo", "file"])
+def test_planted_lock_file_is_refused(path: Path, tmp_path: Path, plant: str) -> None:
+    """Another user could otherwise have a file of this user truncated, or hold the lock for ever."""
+    (target := tmp_path / "mine").write_text("valuable")
+    if plant == "link":
+        path.symlink_to(target)
+    elif plant == "fifo":
+        os.mkfifo(path)
+    elif os.getuid() != 0:
+        pytest.skip("only root can make files of another user")
+    else:
+        path.touch()
+        os.chown(path, 65534, 65534)
+    with pytest.raises(OSError, match=r"Too many levels of symbolic links|it is not a lock file of this user"):
+        open_lock(path)
+    assert target.read_text() == "valuable"
+
+
+# --- Retries of file operations: errors, durations and log messages
+
+PATH = Path("/runs/exp/first/state.json")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_retry, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(file_retry, "COMMAND_S", 0.05)
+    monkeypatch.setattr(file_retry._Mode, "within_s", 0.05)
+
+
+def failing(*errors: int) -> Callable[[], str]:
+    """Return an operation that fails with these errors, one after the other, and then succeeds."""
+    remaining: Iterator[int] = iter(errors)
+
+    def operation() -> str:
+        if (number := next(remaining, None)) is not None:
+            raise OSError(number, os.strerror(number))
+        return "read"
+
+    return operation
+
+
+def always(number: int) -> Callable[[], str]:
+    return failing(*[number] * 10_000)
+
+
+@pytest.mark.parametrize("number", sorted(file_retry.TRANSIENT), ids=errno.errorcode.get)
+def test_transient_error_is_retried_and_logged_once(number: int, caplog: pytest.LogCaptureFixture) -> None:
+    assert retry(failing(number, number, number), PATH, within_s=10) == "read"
+    first, last = caplog.messages
+    assert first == f"{PATH}: {os.strerror(number)}; retrying for up to 10 s"
+    assert last.startswith(f"{PATH} is available again after 0.")
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EISDIR, errno.EACCES, errno.ENOSPC], ids=errno.errorcode.get)
+def test_permanent_error_is_raised_at_once(number: int, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(OSError, match=os.strerror(number)):
+        retry(failing(number), PATH)
+    assert caplog.messages == []
+
+
+def test_last_error_is_raised_with_the_file_name_after_the_retry_time() -> None:
+    with pytest.raises(OSError, match="Stale file handle") as caught:
+        retry(always(errno.ESTALE), PATH)
+    assert caught.value.filename == str(PATH)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
+def test_unattended_process_also_retries_denied_permission_and_full_disk(number: int) -> None:
+    with patient(10):
+        assert retry(failing(number, number), PATH) == "read"
+    with pytest.raises(OSError, match=os.strerror(number)):
+        retry(failing(number), PATH)
+
+
+def test_retry_time_on_a_full_disk_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_retry, "FULL_S", 0.01)
+    with patient(10_000), pytest.raises(OSError, match="No space left"):
+        retry(always(errno.ENOSPC), PATH)
+
+
+def test_no_retry_with_zero_retry_time() -> None:
+    with patient(10_000), pytest.raises(OSError, match="Stale"):
+        retry(failing(errno.ESTALE), PATH, within_s=0)
+
+
+def test_give_up_ends_current_and_later_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_retry, "_FIRST_PAUSE_S", 1000.0)
+    monkeypatch.setattr(file_retry, "_MAX_PAUSE_S", 1000.0)
+    with patient(10_000):
+        threading.Timer(0.05, give_up).start()
+        for _ in range(2):
+            with pytest.raises(OSError, match="Stale"):
+                retry(always(errno.ESTALE), PATH)
+    monkeypatch.setattr(file_retry, "_FIRST_PAUSE_S", 0.001)
+    assert retry(failing(errno.ESTALE), PATH) == "read"
+
+
+def test_rename_succeeds_if_the_file_was_renamed_despite_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_text("content")
+    real = os.rename
+
+    def rename_and_fail(source: Path, target: Path) -> None:
+        real(source, target)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "rename", rename_and_fail)
+    rename(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").read_text() == "content"
+    with pytest.raises(FileNotFoundError):
+        rename(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("created", [True, False])
+def test_new_folder_may_exist_after_an_error_but_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, created: bool
+) -> None:
+    real = Path.mkdir
+
+    def fail_once(path: Path, mode: int) -> None:
+        monkeypatch.setattr(Path, "mkdir", real)
+        if created:
+            real(path, mode)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(Path, "mkdir", fail_once)
+    make_folder(tmp_path / "a", 0o700)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
+    with pytest.raises(FileExistsError):
+        make_folder(tmp_path / "a")
+
+
+def test_exists_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = failing(errno.ESTALE)
+    monkeypatch.setattr(Path, "exists", lambda self: bool(answers()))
+    assert exists(PATH)
