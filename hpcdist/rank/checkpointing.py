@@ -202,9 +202,7 @@ class RankCheckpoints:
         Args:
             states: the state of every rank in the checkpoint.
         """
-        names = [str(state.get("role", "")) for state in states]
-        if not all(names):  # saved by an hpcdist that did not record the roles
-            return self._topology.rank if len(states) == self._topology.world_size else None
+        names = [str(state["role"]) for state in states]
         role = self._name.partition(":")[0]
         if sum(name.partition(":")[0] == role for name in names) != self._roles.count(role):
             return None

@@ -115,25 +115,25 @@ class SavedDivision:
     """The division with which a checkpoint was saved: it determines the samples of each step."""
 
     num_micro_batches: int
-    global_batch_size: int | None = None  #: None in checkpoints of an hpcdist that did not save it
-    num_samples: tuple[int, ...] = ()  #: of all training sets of the trainer
+    global_batch_size: int
+    num_samples: tuple[int, ...]  #: of all training sets of the trainer
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedDivision | None:
         """Return the division in the state of a rank; None if the run was not elastic."""
-        if state.get("num_micro_batches") is None:
+        if "num_micro_batches" not in state:
             return None
         return cls(
             num_micro_batches=state["num_micro_batches"],
-            global_batch_size=state.get("global_batch_size"),
-            num_samples=tuple(state.get("num_samples") or ()),
+            global_batch_size=state["global_batch_size"],
+            num_samples=tuple(state["num_samples"]),
         )
 
     def problems(self, config: Config, num_samples: int) -> list[str]:
         """Return the differences of a config and a training set from this division."""
         problems = []
         batch_size, number = config.data.global_batch_size, config.elastic.micro_batches
-        if self.global_batch_size not in (None, batch_size):
+        if self.global_batch_size != batch_size:
             problems.append(
                 f"data.global_batch_size={batch_size}, but the checkpoint was saved with {self.global_batch_size}:"
                 " set that, or start a new run"
@@ -143,7 +143,7 @@ class SavedDivision:
                 f"elastic.micro_batches={number}, but the checkpoint was saved with {self.num_micro_batches}:"
                 " set that, or start a new run"
             )
-        if self.num_samples and num_samples not in self.num_samples:
+        if num_samples not in self.num_samples:
             problems.append(
                 f"the training set has {num_samples} samples, but the checkpoint was saved with"
                 f" {' and '.join(map(str, self.num_samples))}: use the same data, or start a new run"

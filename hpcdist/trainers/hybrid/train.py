@@ -284,7 +284,7 @@ def load_clicks(cfg: HybridConfig, seed: int, *, shares: range, num_shares: int)
 
 def num_shares_of(saved: Restored | None, num_trainers: int) -> int:
     """Return the number of shares of the samples: that of the checkpoint, unless there are more trainers."""
-    num_shares = num_trainers if saved is None else int(saved.trainer.get("num_shares", num_trainers))
+    num_shares = num_trainers if saved is None else int(saved.trainer["num_shares"])
     if num_trainers <= num_shares:
         return num_shares
     log.warning(

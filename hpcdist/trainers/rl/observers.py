@@ -163,23 +163,16 @@ class Observer:
 
     def load(self, saved: Restored) -> None:
         """Load the states of this observer's collectors, which other observers may have saved."""
-        for index, state in _collector_states(saved).items():
-            if index in self.collectors:
-                self.collectors[index].load_state(state)
-
-
-def _collector_states(saved: Restored) -> dict[int, Any]:
-    """Return the saved states by collector. Older versions of hpcdist had one collector per observer."""
-    states: dict[int, Any] = {}
-    for observer, local in enumerate(saved.local_by_rank[1:]):
-        if local is not None:
-            states |= local.get("collectors", {observer: local})
-    return states
+        for local in saved.local_by_rank[1:]:
+            assert local is not None, "every observer saves its collectors"
+            for index, state in local["collectors"].items():
+                if index in self.collectors:
+                    self.collectors[index].load_state(state)
 
 
 def num_collectors_of(saved: Restored | None, num_observers: int) -> int:
     """Return the number of collectors: that of the checkpoint, unless there are more observers."""
-    num_collectors = num_observers if saved is None else int(saved.trainer.get("num_collectors", num_observers))
+    num_collectors = num_observers if saved is None else int(saved.trainer["num_collectors"])
     if num_observers > num_collectors:
         log.warning(
             "%d observers continue a run with %d collectors: an update learns from more environment steps from here on",

@@ -110,7 +110,7 @@ def test_number_of_micro_batches() -> None:
     """From the config, else from the checkpoint, else the largest number of ranks."""
     assert divide(config(), 100, 0, 2).num_micro_batches == 4
     assert divide(config(), 100, 0, 6).num_micro_batches == 6
-    saved = SavedDivision(num_micro_batches=8)
+    saved = SavedDivision(num_micro_batches=8, global_batch_size=24, num_samples=(100,))
     assert divide(config(), 100, 0, 2, saved).num_micro_batches == 8
     assert divide(config(micro_batches=12), 100, 0, 2, saved).num_micro_batches == 12
 
@@ -126,20 +126,14 @@ def test_checkpoint_of_another_division() -> None:
     ]
     same = Config(data=DataConfig(global_batch_size=48))
     assert saved.problems(same, 100) == saved.problems(same, 200) == []
-
-
-def test_checkpoint_of_an_hpcdist_that_saved_the_number_of_micro_batches_alone() -> None:
-    saved = SavedDivision.of({"num_micro_batches": 8})
-    assert saved == SavedDivision(num_micro_batches=8)
-    assert saved.problems(config(), 101) == []
-    assert SavedDivision.of({"rng": 0}) is SavedDivision.of({"num_micro_batches": None}) is None
+    assert SavedDivision.of({"rng": 0}) is None, "the run was not elastic"
 
 
 def test_impossible_divisions() -> None:
     with pytest.raises(ConfigError, match=r"data\.global_batch_size is not set: micro-batches need it"):
         divide(Config(), 100, 0, 2)
     with pytest.raises(ConfigError, match="6 ranks are more than the 4 micro-batches"):
-        divide(config(), 100, 0, 6, SavedDivision(num_micro_batches=4))
+        divide(config(), 100, 0, 6, SavedDivision(num_micro_batches=4, global_batch_size=24, num_samples=(100,)))
     with pytest.raises(ConfigError, match="cannot be divided into 5 equal micro-batches: use 25"):
         divide(config(), 100, 0, 5)
     with pytest.raises(ConfigError, match=r"2 ranks are fewer than elastic\.min_ranks=3: use more"):
