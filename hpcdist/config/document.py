@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,8 +20,6 @@ MAX_BYTES = 1 << 20
 _MAX_DEPTH = 40
 #: Python integers have no bounds, but those of JSON, NumPy, PyTorch and MLflow have.
 _MAX_INTEGER = 2**63 - 1
-#: Replaces `${` in text that OmegaConf must not interpolate; a private-use character makes a collision unlikely.
-_NO_INTERPOLATION = "$\ue0f7{"
 #: The explicit tags that are allowed; others construct objects, or fail on values of another form.
 _TAGS = (None, "!", "tag:yaml.org,2002:str")
 #: In C if PyYAML has it, which is seven times as fast.
@@ -123,30 +120,15 @@ def parse_texts(text: str) -> Any:
     return yaml.load(text, _TextLoader)  # noqa: S506  # it constructs no objects
 
 
-def protected(value: T) -> T:
-    """Return a text or plain containers without interpolations for OmegaConf; `as_literal` reverses this."""
+def escaped(value: T) -> T:
+    """Return plain containers whose texts OmegaConf resolves to those of `value`, also if they contain `${`."""
     found: Any = value
     if isinstance(found, dict):
-        found = {key: protected(item) for key, item in found.items()}
+        found = {key: escaped(item) for key, item in found.items()}
     elif isinstance(found, list):
-        found = [protected(item) for item in found]
+        found = [escaped(item) for item in found]
     elif isinstance(found, str):
-        found = found.replace("${", _NO_INTERPOLATION)
-    return cast(T, found)
-
-
-def as_literal(value: T) -> T:
-    """Return a config or a value of one with the strings that `protected` changed restored."""
-    found: Any = value
-    if dataclasses.is_dataclass(found) and not isinstance(found, type):
-        fields = {field.name: as_literal(getattr(found, field.name)) for field in dataclasses.fields(found)}
-        found = dataclasses.replace(found, **fields)
-    elif isinstance(found, dict):
-        found = {as_literal(key): as_literal(item) for key, item in found.items()}
-    elif isinstance(found, list):
-        found = [as_literal(item) for item in found]
-    elif isinstance(found, str):
-        found = found.replace(_NO_INTERPOLATION, "${")
+        found = re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", found)
     return cast(T, found)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.config.conversion import as_written, exact
-from hpcdist.config.document import as_literal, protected, read_document, unfit_values
+from hpcdist.config.document import escaped, read_document, unfit_values
 from hpcdist.config.launch_schema import map_paths
 from hpcdist.config.merging import COMMAND_LINE, merge
 from hpcdist.config.redaction import hide_values
@@ -145,10 +145,10 @@ def load_run_config(
     if (config := exact(tree)) is None:  # edited: read like any other config
         tree = _read_yaml(path)
         secrets = restore_secrets(tree, env, without=given, require=require_secrets, source=source)
-    if config is not None and not overrides:
-        with _hidden_values(tree):
+    with _hidden_values(tree):
+        if config is not None and not overrides:
             return resolve(replace(config, secret_texts=secrets), source)
-    config = as_literal(_with_overrides(protected(tree), overrides, source))
+        config = _with_overrides(escaped(tree), overrides, source)
     return replace(config, secret_texts={**secrets, **config.secret_texts})
 
 
@@ -219,8 +219,7 @@ def _hidden_values(tree: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        lines = hide_values(error.problems, tree, os.environ)
-        raise ConfigError(as_literal(lines), error.source) from None
+        raise ConfigError(hide_values(error.problems, tree, os.environ), error.source) from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
