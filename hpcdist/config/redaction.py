@@ -229,6 +229,10 @@ def hide_values(lines: Iterable[str], tree: Mapping[str, Any], env: Mapping[str,
     return [redact_text(pattern.sub(lambda match: instead[match[0]], line)) for line in lines]
 
 
+#: The beginning of an interpolation, and of an escaped one, which is text: after an odd number of backslashes.
+_INTERPOLATION, _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\$\{"), re.compile(r"(\\*)\\\$\{")
+
+
 def _hidden(value: Any, env: Mapping[str, str], secret: bool = False) -> Iterator[tuple[str, str]]:
     """Yield each value that must not occur in a message, with its replacement."""
     if isinstance(value, Mapping):
@@ -242,8 +246,8 @@ def _hidden(value: Any, env: Mapping[str, str], secret: bool = False) -> Iterato
             # The name may be an interpolation, which can refer to any variable.
             names = [name] if "$" not in name else [other for other, text in env.items() if len(text) >= _SHORT]
             yield from ((env.get(one, ""), f"${{oc.env:{one}}}") for one in names)
-        if secret and "${" not in value:
-            yield value, REDACTED
+        if secret and not _INTERPOLATION.search(value):
+            yield _ESCAPED.sub(lambda match: match[1][::2] + "${", value), REDACTED
     elif secret and isinstance(value, int | float) and not isinstance(value, bool):
         yield str(value), REDACTED
 

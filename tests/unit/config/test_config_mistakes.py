@@ -493,6 +493,7 @@ def test_restored_secrets_keep_their_types(write: Write, tmp_path: Path) -> None
         ("tracking: {uri: 'http://u:hunter-s3cret@h', log_every_steps: 'http://u:hunter-s3cret@h'}", []),
         ("params: {my_key: hunter-s3cret}\nseed: ${params.my_key}", []),
         ("params: {my_key: hunter-s3cret}\nexperiment: a/${params.my_key}", []),
+        (r"params: {my_key: 'hunter-\${x}-s3cret'}" + "\nseed: ${params.my_key}", []),
         ("seed: ${oc.env:MINE}", []),
         ("experiment: ${oc.env:MINE}", []),
         ("launch: {device: '${oc.env:MINE}'}", []),
