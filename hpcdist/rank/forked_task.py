@@ -1,11 +1,17 @@
-"""A task of srun whose rank is forked by the parent process on its node.
+"""Requests to the parent process of the ranks (`rank/parent.py`), and the task of srun whose rank that process forks.
 
     python -m hpcdist.rank.forked_task NAME CONNECT_S LIMIT_S RUN_FOLDER
 
-The task gives the parent (`rank/parent.py`) its environment, CPU affinity, folder, output and ignored signals, passes
-signals on to the rank, and ends as the rank ends, with the same exit code or signal: for Slurm it is the rank. When the
-task ends, the parent kills the rank. If no parent listens within CONNECT_S seconds, or if it has not forked the rank
-after LIMIT_S seconds, the task itself becomes the rank and imports torch.
+Protocol: each connection is one rank. The parent sends `{}` once it serves the connection. The request is a file with
+`env`, `cwd`, `affinity`, signals that are `ignored` and `blocked`, `rank` and `attempt`; with it come the files for
+standard output and error. The answer has the `pid`, the `error` for which the parent cannot fork this rank, or the
+`failure` for which no rank may start. When the connection is closed, the parent kills the rank and its process group;
+until then it does not reap the rank, so the other side can wait for the process and read its exit code.
+
+The task gives the parent its environment, CPU affinity, folder, output and ignored signals, passes signals on to the
+rank, and ends as the rank ends, with the same exit code or signal: for Slurm it is the rank. If no parent listens
+within CONNECT_S seconds, or if it has not forked the rank after LIMIT_S seconds, the task itself becomes the rank and
+imports torch.
 
 The parent may import torch for a long time. A stop signal in the meantime does not end the task: the rank gets it once
 it has a handler, as does a rank that imports torch itself.
@@ -22,14 +28,17 @@ import socket
 import struct
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
-from hpcdist.rank.node_parent import address
-from hpcdist.rank.processes import RANK_MODULE, STOP_SIGNALS
+from hpcdist.rank.processes import RANK_MODULE, STOP_SIGNALS, exit_code_of, wait_for_end
 
 MESSAGE_BYTES = 4096
 _CONNECT_EVERY_S = 0.02
+#: Time between the creation of the parent's socket file and the moment from which it listens, at most.
+_LISTEN_S = 1.0
 #: Signals that are not passed on: those of the task's own faults and child processes, and those that stop a process,
 #: which Slurm sends to all processes of a job.
 _OWN = {
@@ -43,6 +52,68 @@ class NoParentError(Exception):
     """The parent cannot fork the rank. The text is the reason."""
 
 
+class ParentEndedError(NoParentError):
+    """The parent has ended; its output may have the reason."""
+
+
+class RankRefusedError(Exception):
+    """No rank may start. The text is the reason."""
+
+
+def request_rank(parent: socket.socket, request: Mapping[str, Any], descriptors: Sequence[int], limit_s: float) -> int:
+    """Ask for a rank; returns its process id.
+
+    Args:
+        parent: a connection.
+        descriptors: files for standard output and error; perhaps the pipe of a process guard.
+        limit_s: time limit in seconds, which includes the imports of the parent.
+
+    Raises NoParentError, or RankRefusedError if no rank may start.
+    """
+    # The environment may be larger than a message.
+    with os.fdopen(os.memfd_create("request"), "wb") as file:
+        file.write(json.dumps(request).encode())
+        file.flush()
+        try:
+            socket.send_fds(parent, [b"{}"], [file.fileno(), *descriptors])
+        except OSError as error:
+            raise ParentEndedError("its parent process has ended") from error
+    until = time.monotonic() + limit_s
+    try:
+        while not (answer := receive(parent, until - time.monotonic())):  # `{}`: it serves the connection
+            pass
+    except TimeoutError as error:
+        raise NoParentError(f"its parent process has not forked it within {limit_s:g} s") from error
+    if "failure" in answer:
+        raise RankRefusedError(answer["failure"])
+    if "pid" not in answer:
+        raise NoParentError(str(answer["error"]))
+    return int(answer["pid"])
+
+
+def receive(parent: socket.socket, limit_s: float) -> dict[str, Any]:
+    """Return the next message. Raises ParentEndedError, or TimeoutError after `limit_s` seconds."""
+    if not select.select([parent], [], [], max(0.0, limit_s))[0]:
+        raise TimeoutError
+    with suppress(OSError):
+        if data := parent.recv(MESSAGE_BYTES):
+            return dict(json.loads(data))
+    raise ParentEndedError("its parent process has ended")
+
+
+@contextmanager
+def address(folder: str, name: str) -> Iterator[str]:
+    """Yield the address of a parent on this node: a file in the run folder, which other users cannot reach or create.
+
+    All nodes share that folder. A path through an open descriptor has less than the kernel's limit of 108 bytes.
+    """
+    descriptor = os.open(Path(folder, "attempts"), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}.{os.environ.get('SLURMD_NODENAME', '')}"
+    finally:
+        os.close(descriptor)
+
+
 def peer_uid(connection: socket.socket) -> int:
     """Return the user of the process at the other end of a Unix socket."""
     size = struct.calcsize("3i")
@@ -50,37 +121,53 @@ def peer_uid(connection: socket.socket) -> int:
     return int(uid)
 
 
+# The task.
+
+
 def main() -> NoReturn:
     """Let the rank be forked and wait for its end, or become the rank."""
     passed_on = signal.valid_signals() - _OWN
     signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
     name, connect_s, limit_s, folder = sys.argv[1:]
+    request = {
+        "env": dict(os.environ),
+        "cwd": os.getcwd(),
+        "affinity": sorted(os.sched_getaffinity(0)),
+        "ignored": [int(one) for one in signal.valid_signals() if signal.getsignal(one) == signal.SIG_IGN],
+        "blocked": [int(one) for one in STOP_SIGNALS],
+        "rank": os.environ.get("SLURM_PROCID"),
+        "attempt": os.environ.get("HPCDIST_ATTEMPT"),
+    }
     try:
         parent = _connect(folder, name, float(connect_s))
-        rank = _ask(parent, float(limit_s))
+        rank = request_rank(parent, request, [1, 2], float(limit_s))
+    except RankRefusedError as error:
+        sys.exit(f"hpcdist: {error}")
     except (OSError, NoParentError) as error:
         print(f"hpcdist: this rank imports torch itself: {error}", file=sys.stderr, flush=True)
-        signal.pthread_sigmask(
-            signal.SIG_UNBLOCK, passed_on - {*STOP_SIGNALS}
-        )  # `StopFlag.install` unblocks the others
+        # `StopFlag.install` unblocks the others.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on - {*STOP_SIGNALS})
         os.execv(sys.executable, [sys.executable, "-P", "-m", RANK_MODULE, folder])
     for number in passed_on:
         signal.signal(number, lambda number, _frame: _pass_on(rank, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
-    end_like(_answer(parent).get("status", -signal.SIGKILL))
+    wait_for_end(rank)
+    end_like(exit_code_of(rank))
 
 
 def _connect(folder: str, name: str, limit_s: float) -> socket.socket:
     until = time.monotonic() + limit_s
-    place = address(folder, name)
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.setblocking(False)  # a full backlog does not hold up the rank
         try:
-            connection.connect(place)
+            with address(folder, name) as place:
+                connection.connect(place)
             break
         except (ConnectionRefusedError, FileNotFoundError, BlockingIOError) as error:
             connection.close()
+            if isinstance(error, ConnectionRefusedError):  # the parent has ended, or is about to listen
+                until = min(until, time.monotonic() + _LISTEN_S)
             if time.monotonic() >= until:
                 raise NoParentError("no parent process of ranks listens on this node") from error
         time.sleep(_CONNECT_EVERY_S)
@@ -88,39 +175,6 @@ def _connect(folder: str, name: str, limit_s: float) -> socket.socket:
     if peer_uid(connection) != os.getuid():
         raise NoParentError("a process of another user listens in place of the parent process of ranks")
     return connection
-
-
-def _ask(parent: socket.socket, limit_s: float) -> int:
-    """Ask for the rank; returns its process id."""
-    request = {
-        "env": dict(os.environ),
-        "cwd": os.getcwd(),
-        "affinity": sorted(os.sched_getaffinity(0)),
-        "ignored": [int(one) for one in signal.valid_signals() if signal.getsignal(one) == signal.SIG_IGN],
-    }
-    # The environment may be larger than a message.
-    with os.fdopen(os.memfd_create("request"), "wb") as file:
-        file.write(json.dumps(request).encode())
-        file.flush()
-        socket.send_fds(parent, [b"{}"], [file.fileno(), 1, 2])
-    if not select.select([parent], [], [], limit_s)[0]:
-        parent.close()
-        raise NoParentError(f"its parent process has not forked it within {limit_s:g} s")
-    answer = _answer(parent)
-    if "failure" in answer:
-        sys.exit(f"hpcdist: {answer['failure']}")
-    if "pid" not in answer:
-        raise NoParentError(str(answer.get("error", "its parent process has ended")))
-    return int(answer["pid"])
-
-
-def _answer(parent: socket.socket) -> dict[str, Any]:
-    """Wait for a message; returns an empty one if the parent has ended."""
-    try:
-        data = parent.recv(MESSAGE_BYTES)
-    except OSError:
-        data = b""
-    return dict(json.loads(data or b"{}"))
 
 
 def _pass_on(rank: int, number: int) -> None:

@@ -1,10 +1,22 @@
-"""The parent process of the ranks on one machine, `python -m hpcdist.rank.parent RUN_FOLDER`, and its service for the
-tasks of srun.
+"""The parent process of the ranks on one machine: it imports torch once and forks the ranks of all attempts.
+
+    python -m hpcdist.rank.parent RUN_FOLDER                                started by the supervisor of a local run
+    python -m hpcdist.rank.parent RUN_FOLDER LIMIT_S NAME [EARLIER_NAME…]   on a node of a job, as a task of srun
+
+It imports torch and the modules of the run's trainer once, and then forks a process for each rank, in every attempt: a
+restart costs no import. User code is imported by the ranks alone, because it may start threads, use a GPU or read the
+rank's variables at its import. The parent has no threads and no CUDA context, and never runs code of a rank. A rank
+that is killed does not affect it. When the parent dies, the kernel kills the ranks.
+
+`rank/forked_task.py` has the protocol. The supervisor of a local run (`supervisor/children.py`) passes the connections
+on through standard output, which is a socket; the parent ends when the supervisor closes it. On a node, the tasks of
+ranks connect to a socket in the run folder, also while the parent imports torch. There, SIGALRM ends a parent whose
+imports take more than LIMIT_S seconds, and parents with earlier names are ended first, since Slurm cannot end a step
+with a lost node.
 """
 
 from __future__ import annotations
 
-import errno
 import faulthandler
 import gc
 import importlib
@@ -13,10 +25,10 @@ import os
 import select
 import signal
 import socket
-import stat
 import sys
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,257 +37,19 @@ from typing import Any
 from hpcdist.config.loading import load_run_config
 from hpcdist.config.schema import Config
 from hpcdist.host import retry
-from hpcdist.rank import private_network, processes
-from hpcdist.rank.forked_task import MESSAGE_BYTES, peer_uid
-from hpcdist.rank.node_parent import END
+from hpcdist.rank import private_network
+from hpcdist.rank.forked_task import MESSAGE_BYTES, address, peer_uid
 from hpcdist.rank.processes import (
     CANNOT_FORK,
     IGNORED,
     PARENT_MODULE,
     RANK_MODULE,
-    SPACE,
-    STOP_SIGNALS,
     fork_rank,
     leave,
-    set_place,
+    show_place,
+    wait_for_end,
 )
 from hpcdist.run.folder import RunDir, require_same
-
-# Requests of srun's tasks to the parent process on their node, which forks a rank for each (`rank/forked_task.py`).
-#
-# Each connection is one rank: the parent reports the end of the rank, and kills the rank's process group when the task
-# closes the connection. Ranks belong to the step of the parent, whose processors include those of all ranks on the
-# node.
-
-#: Interval of checks whether slurmstepd is alive: without it Slurm could not end this process.
-_CHECK_EVERY_S = 5.0
-#: Time for the ranks of an earlier attempt to end after SIGKILL.
-KILL_S = 10.0
-#: Beginnings of the names of variables that a rank cannot have of its own: those that libraries read while they are
-#: imported, and those by which Slurm gives a task GPUs of its own. The parent's step has all GPUs of the job there.
-_OF_ALL_RANKS = (
-    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH", "PYTORCH_", "TMPDIR"),
-    *("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
-)
-#: Descriptors of a request: the request itself, standard output, standard error.
-_TASK_DESCRIPTORS = 3
-
-
-def listening_socket() -> socket.socket | None:
-    """Return the socket that `node_parent` has left as standard input, and replace that by /dev/null; None if none."""
-    if not stat.S_ISSOCK(os.fstat(0).st_mode):
-        return None
-    listener = socket.socket(fileno=os.dup(0))
-    with open(os.devnull, "rb") as null:
-        os.dup2(null.fileno(), 0)
-    return listener
-
-
-@dataclass(eq=False)
-class _Task:
-    """A task and its rank."""
-
-    connection: socket.socket
-    pid: int = 0  #: 0 before the rank is forked
-    end: int = -1  #: descriptor of the rank's process, -1 if it has ended
-    is_open: bool = True
-
-    def close(self) -> None:
-        if self.is_open:
-            self.connection.close()
-            self.is_open = False
-
-
-class TaskServer:
-    """Forks ranks for tasks on this node until slurmstepd ends.
-
-    Args:
-        env: environment before the imports, which may set variables.
-        slurmstepd: process that started this one.
-    """
-
-    def __init__(self, listener: socket.socket, env: Mapping[str, str], slurmstepd: int) -> None:
-        self._listener = listener
-        self._env = env
-        self._slurmstepd = slurmstepd
-        self._space_bytes = len(env.get(SPACE, ""))
-        self._tasks: list[_Task] = []
-        self._affinity = os.sched_getaffinity(0)
-
-    def serve(self) -> None:
-        """Serve tasks. Returns in each forked rank; this process exits with slurmstepd."""
-        while os.getppid() == self._slurmstepd:
-            poll = select.poll()
-            poll.register(self._listener, select.POLLIN)
-            for task in self._tasks:
-                if task.is_open:
-                    poll.register(task.connection, select.POLLIN)
-                if task.end >= 0:
-                    poll.register(task.end, select.POLLIN)
-            ready = {descriptor for descriptor, _ in poll.poll(_CHECK_EVERY_S * 1000)}
-            for task in list(self._tasks):
-                if task.end in ready:
-                    self._report_end(task)
-                if task.is_open and task.connection.fileno() in ready and self._receive(task):
-                    return
-            self._reap()
-            if self._listener.fileno() in ready:
-                self._accept()
-        os._exit(0)
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            connection, _ = self._listener.accept()
-            if peer_uid(connection) != os.getuid():
-                connection.close()
-                return
-            self._tasks.append(_Task(connection))
-
-    def _receive(self, task: _Task) -> bool:
-        """Fork the rank of a task, or kill that of a task that has ended. Returns whether this process is the rank."""
-        try:
-            data, descriptors, _, _ = socket.recv_fds(task.connection, MESSAGE_BYTES, _TASK_DESCRIPTORS)
-        except OSError:
-            data, descriptors = b"", []
-        if data == END:
-            os._exit(0)
-        if not data or task.pid:
-            task.close()
-            _kill(task)
-        elif not _is_closed(task.connection):
-            answer = self._fork(task, descriptors)
-            if answer is None:
-                return True
-            with suppress(OSError):
-                task.connection.send(json.dumps(answer).encode())
-        for descriptor in descriptors:
-            os.close(descriptor)
-        return False
-
-    def _fork(self, task: _Task, descriptors: list[int]) -> dict[str, Any] | None:
-        """Fork a rank. Returns the answer to the task, None in the rank."""
-        if len(descriptors) < _TASK_DESCRIPTORS:
-            return {"error": "its parent process has too many open files"}
-        request = json.loads(os.pread(descriptors[0], os.fstat(descriptors[0]).st_size, 0))
-        if left := self._left():
-            return {"failure": f"process {left} of an earlier attempt survives SIGKILL on this node"}
-        env, own = request["env"], self._env
-        if differing := [
-            name
-            for name in sorted(env.keys() | own.keys())
-            if name.startswith(_OF_ALL_RANKS) and env.get(name) != own.get(name)
-        ]:
-            return {"error": f"{differing[0]} differs from that of its parent process"}
-        wanted = set(request["affinity"])
-        in_rank = False
-        try:
-            os.sched_setaffinity(0, wanted)
-            if os.sched_getaffinity(0) != wanted:
-                return {"error": "the step of its parent process has other processors"}
-            task.pid = fork_rank(lambda: self._become_rank(request, descriptors), request["ignored"], STOP_SIGNALS)
-            if in_rank := task.pid == 0:
-                return None
-            task.end = os.pidfd_open(task.pid)
-        except OSError as error:
-            if task.pid:  # the task becomes the rank instead
-                _kill(task)
-                os.waitpid(task.pid, 0)
-                task.pid = 0
-            return {"error": f"its parent process cannot fork it: {error.strerror}"}
-        finally:
-            if not in_rank:
-                os.sched_setaffinity(0, self._affinity)
-        place = f"task {env.get('SLURM_PROCID')} of attempt {env.get('HPCDIST_ATTEMPT')}"
-        with suppress(OSError):  # a full disk is no reason to end
-            os.write(1, f"process {os.getpid()} has forked process {task.pid} for {place}\n".encode())
-        return {"pid": task.pid}
-
-    def _become_rank(self, request: dict[str, Any], descriptors: list[int]) -> None:
-        self._listener.close()
-        for task in self._tasks:
-            task.close()
-            if task.end >= 0:
-                os.close(task.end)
-        for stream in (1, 2):
-            os.dup2(descriptors[stream], stream)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        env = self._environment(request["env"])
-        for name in os.environ.keys() - env.keys():
-            del os.environ[name]
-        changed = {name: value for name, value in env.items() if os.environ.get(name) != value}
-        set_place(request["cwd"], changed, self._space_bytes)
-
-    def _environment(self, of_task: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of a rank: that of its task, with the changes that the imports would make there."""
-        env = {**of_task, "SLURM_TASK_PID": str(os.getpid())}
-        for name in self._env.keys() | os.environ.keys():
-            before, after = self._env.get(name), os.environ.get(name)
-            if before != after and of_task.get(name) == before:
-                env.pop(name, None)
-                env |= {} if after is None else {name: after}
-        return env
-
-    def _report_end(self, task: _Task) -> None:
-        """Report the end of a rank, whose process id stays valid until its task has ended."""
-        found = os.waitid(os.P_PID, task.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        if found is None:
-            return
-        os.close(task.end)
-        task.end = -1
-        status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-        if task.is_open:
-            with suppress(OSError):
-                task.connection.send(json.dumps({"status": status}).encode())
-
-    def _reap(self) -> None:
-        """Forget the ranks that have ended and whose tasks have ended as well."""
-        for task in [task for task in self._tasks if not task.is_open and task.end < 0]:
-            if task.pid:
-                os.waitpid(task.pid, 0)
-            self._tasks.remove(task)
-
-    def _left(self) -> int:
-        """Wait for the end of ranks whose tasks have ended; returns one that survives SIGKILL, or 0."""
-        for task in self._tasks:
-            # A task that has ended may not have been noticed.
-            if task.is_open and task.pid and _is_closed(task.connection):
-                task.close()
-                _kill(task)
-            if not task.is_open and task.end >= 0:
-                poll = select.poll()
-                poll.register(task.end, select.POLLIN)
-                if not poll.poll(KILL_S * 1000):
-                    return task.pid
-        return 0
-
-
-def _kill(task: _Task) -> None:
-    """Kill a rank and its process group, which may outlive it. The rank need not lead the group yet."""
-    for kill in (os.killpg, os.kill) if task.pid else ():
-        with suppress(ProcessLookupError):
-            kill(task.pid, signal.SIGKILL)
-
-
-def _is_closed(connection: socket.socket) -> bool:
-    try:
-        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-# The parent process itself.
-#
-# It imports torch and the modules of the run's trainer once, and then forks a process for each rank, in every attempt
-# of the run: a restart costs no import. User code is imported by the ranks alone, because it may start threads, use a
-# GPU or read the rank's variables at its import.
-#
-# On one machine the supervisor (`supervisor/children.py`) is at the other end of standard output, which is a socket.
-# When the supervisor closes it or dies, the parent ends. On Slurm there is a parent on each node, and tasks of srun ask
-# it for their ranks (`TaskServer`). The parent has no threads and no CUDA context, and never runs code of a
-# rank. A rank that is killed does not affect it. When the parent dies, the kernel kills the ranks.
 
 #: Modules that every rank with a trainer imports.
 _OF_TRAINERS = (
@@ -293,46 +67,46 @@ _OF_STEPS = "hpcdist.rank.step_timing"
 _IDLE_S = 10.0
 #: How long the parent retries to read the config, as a rank does.
 FILE_TIMEOUT_S = 120.0
-#: Maximum size of a request; a larger one would be cut off.
-REQUEST_BYTES = 64 * 1024
-#: Descriptors of a request to fork: the guard's pipe and the log.
-_NUM_DESCRIPTORS = 2
+#: Beginnings of the names of variables that may differ between steps, or between tasks of a step: none of the parent's.
+OF_STEPS = ("SLURM", "SRUN_", "PMI", "HPCDIST_ATTEMPT", "HPCDIST_MASTER_")
 
 
 def main() -> None:
     """Serve the supervisor, or tasks of srun; in a forked process, run the rank."""
-    (folder,) = sys.argv[1:]
+    folder, *node = sys.argv[1:]
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    # The time limit of `node_parent`: shows where an import hangs, and ends the process.
-    faulthandler.register(signal.SIGALRM, chain=True)
-    env, slurmstepd = dict(os.environ), os.getppid()
-    listener = listening_socket()
-    control = None
-    if listener is None:
-        control = socket.socket(fileno=os.dup(1))
+    starter = os.getppid()
+    if node:
+        # Shows where an import hangs, and ends the process.
+        faulthandler.register(signal.SIGALRM, chain=True)
+        limit_s, name, *earlier = node
+        signal.setitimer(signal.ITIMER_REAL, float(limit_s))
+        source = _listen(folder, name, earlier)
+        for variable in [name for name in os.environ if name.startswith(OF_STEPS)]:
+            del os.environ[variable]
+    else:
+        source = socket.socket(fileno=os.dup(1))
         os.dup2(2, 1)  # the imports may print
+    env = dict(os.environ)
     try:
         with retry.patient(FILE_TIMEOUT_S):
-            config = _import_modules(RunDir(Path(folder)), late=listener is None)
+            config = _import_modules(RunDir(Path(folder)), late=not node)
     except BaseException:
         leave(traceback.format_exc(), CANNOT_FORK)
     if problem := _why_not_forkable():
         leave(problem, CANNOT_FORK)
-    if control is not None and private_network.is_wanted(config):
+    if not node and private_network.is_wanted(config):
         private_network.enter()
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    faulthandler.unregister(signal.SIGALRM)
-    if control is None:
-        assert listener is not None, "one of them is open"
-        TaskServer(listener, env, slurmstepd).serve()
-    else:
-        control.send(b"{}")
-        _serve(control, _IDLE_S if config.launch.max_restarts > 0 else None)
+    if node:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.unregister(signal.SIGALRM)
+    restarts = not node and config.launch.max_restarts > 0
+    ForkServer(source, env, starter, listens=bool(node), imports_late=restarts).serve()
     # In a rank.
     worker = importlib.import_module(RANK_MODULE)
     sys.argv = [str(worker.__file__), folder]
-    sys.orig_argv[:] = [RANK_MODULE if word == PARENT_MODULE else word for word in sys.orig_argv]
+    sys.orig_argv[:] = [*sys.orig_argv[: sys.orig_argv.index(PARENT_MODULE)], RANK_MODULE, folder]
     worker.main()
 
 
@@ -389,76 +163,259 @@ def _why_not_forkable() -> str:
     return f"the imports have started {threads - 1} threads" if threads > 1 else ""
 
 
-def _serve(control: socket.socket, timeout: float | None) -> None:
-    """Serve the supervisor's requests. Returns in each forked rank; the parent exits when the supervisor does.
+# The socket of a parent on a node.
+
+#: More connections at once than tasks on a node.
+_BACKLOG = 1024
+#: The message that ends a parent.
+_END = b"end"
+#: Time for an earlier parent to end. It may be importing torch.
+_END_S = 10.0
+
+
+def _listen(folder: str, name: str, earlier: Collection[str]) -> socket.socket:
+    """End earlier parents on this node, and return the socket of this one."""
+    for other in earlier:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, suppress(OSError):
+            connection.settimeout(_END_S)  # a full backlog is an error at once
+            with address(folder, other) as place:
+                connection.connect(place)
+                os.unlink(place)
+            connection.send(_END)
+            while connection.recv(MESSAGE_BYTES):  # until the other process has ended
+                pass
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with address(folder, name) as place:
+            listener.bind(place)
+    except OSError as error:  # a file system without sockets
+        leave(f"hpcdist: no socket can be created in {folder}/attempts: {error}", CANNOT_FORK)
+    listener.listen(_BACKLOG)
+    return listener
+
+
+# Forks ranks on request.
+
+#: Interval of checks whether the process that started this one is alive: without it nobody could end this process.
+_CHECK_EVERY_S = 5.0
+#: Time for the ranks of an earlier attempt to end after SIGKILL.
+KILL_S = 10.0
+#: Beginnings of the names of variables that a rank cannot have of its own: those that libraries read while they are
+#: imported, and those by which Slurm gives a task GPUs of its own. The parent's step has all GPUs of the job there.
+_OF_ALL_RANKS = (
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH", "PYTORCH_", "TMPDIR"),
+    *("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
+)
+#: Descriptors of a request: the request itself, standard output, standard error; perhaps the pipe of a process guard.
+_NUM_DESCRIPTORS = 3
+
+
+@dataclass(eq=False)
+class _Rank:
+    """A connection, and the rank that was forked for it."""
+
+    connection: socket.socket
+    pid: int = 0  #: 0 before the rank is forked
+    is_open: bool = True
+
+    def close(self) -> None:
+        if self.is_open:
+            self.connection.close()
+            self.is_open = False
+
+    def end(self) -> None:
+        """Kill the rank and its process group, which may outlive it. The rank need not lead the group yet."""
+        self.close()
+        for kill in (os.killpg, os.kill) if self.pid else ():
+            with suppress(ProcessLookupError):
+                kill(self.pid, signal.SIGKILL)
+
+
+class ForkServer:
+    """Forks a rank for each connection until the process that started this one ends.
 
     Args:
-        timeout: idle time in seconds before the imports for restarts; None without restarts.
+        source: socket that passes connections on, or accepts them if `listens`.
+        env: environment before the imports, which may set variables.
+        starter: process that started this one.
+        imports_late: whether to import `_OF_STEPS` for the second attempt.
     """
-    problem = ""
-    rank_has_ended = False
-    while True:
-        if not select.select([control], [], [], timeout)[0]:
-            timeout = None
-            problem = _import_for_restarts()
-            continue
+
+    def __init__(
+        self, source: socket.socket, env: Mapping[str, str], starter: int, *, listens: bool, imports_late: bool
+    ) -> None:
+        self._source = source
+        self._env = env
+        self._starter = starter
+        self._listens = listens
+        self._imports_at = time.monotonic() + _IDLE_S if imports_late else None
+        self._problem = ""
+        self._has_ended = False
+        self._ranks: list[_Rank] = []
+        self._affinity = os.sched_getaffinity(0)
+
+    def serve(self) -> None:
+        """Serve connections. Returns in each forked rank."""
+        while os.getppid() == self._starter:
+            poll = select.poll()
+            poll.register(self._source, select.POLLIN)
+            for rank in self._ranks:
+                if rank.is_open:
+                    poll.register(rank.connection, select.POLLIN)
+            ready = {descriptor for descriptor, _ in poll.poll(_CHECK_EVERY_S * 1000)}
+            for rank in [rank for rank in self._ranks if rank.is_open and rank.connection.fileno() in ready]:
+                if self._receive(rank):
+                    return
+            self._reap()
+            if self._source.fileno() in ready:
+                self._accept()
+            if self._imports_at is not None and time.monotonic() > self._imports_at:
+                self._import()
+        os._exit(0)
+
+    def _accept(self) -> None:
+        """Take a connection, and show that this process serves it."""
+        with suppress(OSError):
+            if self._listens:
+                connection, _ = self._source.accept()
+                if peer_uid(connection) != os.getuid():
+                    connection.close()
+                    return
+            else:
+                data, descriptors, _, _ = socket.recv_fds(self._source, 1, 1)
+                if not data:
+                    os._exit(0)
+                if not descriptors:  # this process has too many open files
+                    return
+                connection = socket.socket(fileno=descriptors[0])
+            self._ranks.append(_Rank(connection))
+            connection.send(b"{}")
+
+    def _import(self) -> None:
+        self._imports_at = None
+        self._problem = _import_for_restarts()
+
+    def _receive(self, rank: _Rank) -> bool:
+        """Fork a rank, or end that of a connection that was closed. Returns whether this process is the rank."""
         try:
-            data, descriptors, _, _ = socket.recv_fds(control, REQUEST_BYTES, _NUM_DESCRIPTORS)
+            data, descriptors, _, _ = socket.recv_fds(rank.connection, MESSAGE_BYTES, _NUM_DESCRIPTORS + 1)
         except OSError:
-            data = b""
-        if not data:
+            data, descriptors = b"", []
+        if data == _END:
             os._exit(0)
-        request = json.loads(data)
-        if "reap" in request:  # has no answer
-            os.waitpid(request["reap"], os.WNOHANG)
-            rank_has_ended = True
-            continue
-        if rank_has_ended and timeout is not None and len(descriptors) == _NUM_DESCRIPTORS:
-            # A restart within the idle time: one import here instead of one in each rank.
-            timeout = None
-            problem = _import_for_restarts()
-        if problem:
-            leave(problem, CANNOT_FORK)
-        pid, answer = _fork(request, descriptors, control)
-        if pid == 0:
-            return
+        if not data or rank.pid:
+            rank.end()
+            self._has_ended |= rank.pid > 0
+        elif not _is_closed(rank.connection):
+            answer = self._fork(rank, descriptors)
+            if answer is None:
+                return True
+            with suppress(OSError):
+                rank.connection.send(json.dumps(answer).encode())
         for descriptor in descriptors:
             os.close(descriptor)
-        with suppress(OSError):
-            control.send(json.dumps(answer).encode())
+        return False
+
+    def _fork(self, rank: _Rank, descriptors: list[int]) -> dict[str, Any] | None:
+        """Fork a rank. Returns the answer, None in the rank."""
+        if len(descriptors) < _NUM_DESCRIPTORS:
+            return {"error": "its parent process has too many open files"}
+        request = json.loads(os.pread(descriptors[0], os.fstat(descriptors[0]).st_size, 0))
+        if left := self._left():
+            return {"failure": f"process {left} of an earlier attempt survives SIGKILL on this node"}
+        if self._imports_at is not None:
+            self._imports_at = time.monotonic() + _IDLE_S
+            if self._has_ended:
+                # A restart within the idle time: one import here instead of one in each rank.
+                self._import()
+        if self._problem:
+            leave(self._problem, CANNOT_FORK)
+        env, own = request["env"], self._env
+        if differing := [
+            name
+            for name in sorted(env.keys() | own.keys())
+            if name.startswith(_OF_ALL_RANKS) and env.get(name) != own.get(name)
+        ]:
+            return {"error": f"{differing[0]} differs from that of its parent process"}
+        wanted = set(request["affinity"])
+        in_rank = False
+        try:
+            os.sched_setaffinity(0, wanted)
+            if os.sched_getaffinity(0) != wanted:
+                return {"error": "the step of its parent process has other processors"}
+            rank.pid = fork_rank(
+                lambda: self._become_rank(request, descriptors), request["ignored"], request["blocked"]
+            )
+            if in_rank := rank.pid == 0:
+                return None
+        except OSError as error:
+            return {"error": f"its parent process cannot fork it: {error.strerror}"}
+        finally:
+            if not in_rank:
+                os.sched_setaffinity(0, self._affinity)
+        if self._listens:
+            place = f"task {request['rank']} of attempt {request['attempt']}"
+            with suppress(OSError):  # a full disk is no reason to end
+                os.write(1, f"process {os.getpid()} has forked process {rank.pid} for {place}\n".encode())
+        return {"pid": rank.pid}
+
+    def _become_rank(self, request: dict[str, Any], descriptors: list[int]) -> None:
+        """Give this forked process what a rank has that was started by a command."""
+        _, output, errors, *guard = descriptors
+        for pipe in guard:  # first of all: the guard ends this process if the supervisor has died
+            with suppress(BrokenPipeError):
+                os.write(pipe, f"+{os.getpid()}\n".encode())
+        self._source.close()
+        for rank in self._ranks:
+            rank.close()
+        os.dup2(output, 1)
+        os.dup2(errors, 2)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        env = self._environment(request["env"])
+        for name in os.environ.keys() - env.keys():
+            del os.environ[name]
+        os.environ.update(env)
+        os.chdir(request["cwd"])
+        show_place(request["rank"], request["attempt"])
+        if (numpy := sys.modules.get("numpy.random")) is not None:
+            numpy.seed()  # Python's `random` does this itself
+
+    def _environment(self, requested: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of a rank, with the changes that the imports would make there."""
+        # The task has what its interpreter has added; a local rank would get that from its shell and interpreter.
+        env = {**requested, "SLURM_TASK_PID": str(os.getpid())} if self._listens else {**self._env, **requested}
+        for name in self._env.keys() | os.environ.keys():
+            before, after = self._env.get(name), os.environ.get(name)
+            if before != after and env.get(name) == before:
+                env.pop(name, None)
+                env |= {} if after is None else {name: after}
+        return env
+
+    def _reap(self) -> None:
+        """Forget ranks that have ended and whose connections are closed: until then their process ids stay valid."""
+        for rank in [rank for rank in self._ranks if not rank.is_open]:
+            if not rank.pid or os.waitpid(rank.pid, os.WNOHANG)[0]:
+                self._ranks.remove(rank)
+
+    def _left(self) -> int:
+        """Wait for the end of ranks whose connections are closed; returns one that survives SIGKILL, or 0."""
+        for rank in self._ranks:
+            # A connection that is closed may not have been noticed.
+            if rank.is_open and rank.pid and _is_closed(rank.connection):
+                rank.end()
+            if not rank.is_open and rank.pid and not wait_for_end(rank.pid, KILL_S):
+                return rank.pid
+        return 0
 
 
-def _fork(request: Mapping[str, Any], descriptors: list[int], control: socket.socket) -> tuple[int, dict[str, Any]]:
-    """Fork a rank. Returns its process id, 0 in the rank itself and -1 after an error, and the answer."""
-    if len(descriptors) < _NUM_DESCRIPTORS:
-        return -1, {"error": errno.EMFILE}
-
-    def become() -> None:
-        control.close()
-        _become_rank(request, *descriptors)
-
+def _is_closed(connection: socket.socket) -> bool:
     try:
-        pid = fork_rank(become)
-    except OSError as error:
-        return -1, {"error": error.errno}
-    return pid, {"pid": pid}
-
-
-def _become_rank(request: Mapping[str, Any], guard: int, log: int) -> None:
-    """Give this forked process what a rank has that was started by a command.
-
-    Args:
-        request: `env`: the variables that differ from the parent's; `cwd`: the working directory.
-        guard: pipe of the process guard.
-        log: file for standard output and error.
-    """
-    # First of all: the guard ends this process if the supervisor has died.
-    with suppress(BrokenPipeError), os.fdopen(guard, "wb", buffering=0) as pipe:
-        pipe.write(f"+{os.getpid()}\n".encode())
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    os.close(log)
-    set_place(request["cwd"], request["env"], processes.SPACE_BYTES)
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 if __name__ == "__main__":

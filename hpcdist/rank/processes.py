@@ -7,70 +7,63 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import re
+import select
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-# Command line and environment that the kernel shows of this process, in `ps` and in /proc.
-#
-# A forked process shows those of its parent. `pkill` and `supervisor/hang_node.py`, among others, identify a rank
-# by both, so a forked rank overwrites them in place. This needs no privilege, but neither part may grow: the new
-# command line has the length of the old one, and the new variables replace one that was reserved for them.
-
 #: Module of a rank's command.
 RANK_MODULE = "hpcdist.rank.worker"
-#: Forks the ranks. The names have the same length, because a forked process changes its command line in place.
+#: Forks the ranks, which have its command line and its first environment in /proc.
 PARENT_MODULE = "hpcdist.rank.parent"
 #: Task of srun that waits for its forked rank, and ends with it.
 TASK_MODULE = "hpcdist.rank.forked_task"
 #: Exit code of the process that forks ranks if it cannot fork.
 CANNOT_FORK = 69
-#: A variable of the parent process whose memory the variables of a rank replace.
-SPACE = "HPCDIST_ENV_SPACE"
-#: Enough for ten variables with a long job id.
-SPACE_BYTES = 2048
-#: Positions in /proc/self/stat behind the name in parentheses, see proc(5): arg_start, arg_end, env_start, env_end.
-_ADDRESSES = slice(45, 49)
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PLACE = re.compile(r"rank-(\d+)/(\d+)")
 
 
-def replace_word(old: str, new: str) -> None:
-    """Replace a word of the shown command line by one of the same length."""
-    assert len(old) == len(new), "the memory of the command line cannot grow"
-    start, end, _, _ = _addresses()
-    _overwrite(start, end, b"\0" + old.encode() + b"\0", b"\0" + new.encode() + b"\0")
+def show_place(rank: str, attempt: str) -> None:
+    """Name this process after its rank and attempt, as `ps` and `pkill` show it: the kernel allows 15 characters."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, f"rank-{rank}/{attempt}".encode())
 
 
-def show_variables(variables: Mapping[str, str], space_bytes: int = SPACE_BYTES) -> None:
-    """Add variables to the shown environment, in the place of SPACE; without enough space they are not shown.
-
-    Args:
-        space_bytes: length of the value with which SPACE was set at the start of the parent.
-    """
-    _, _, start, end = _addresses()
-    reserved = f"{SPACE}={' ' * space_bytes}".encode()
-    shown = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in variables.items())
-    rest = len(reserved) - len(shown) - len(SPACE) - 1
-    if rest >= 0:
-        _overwrite(start, end, reserved, shown + SPACE.encode() + b"=" + b" " * rest)
+def shown_place(name: str) -> tuple[int, int] | None:
+    """Return rank and attempt in the name of a forked rank's process; None for another name."""
+    found = _PLACE.fullmatch(name)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
-def _addresses() -> tuple[int, int, int, int]:
-    fields = Path("/proc/self/stat").read_bytes().rpartition(b") ")[2].split()
-    arg_start, arg_end, env_start, env_end = map(int, fields[_ADDRESSES])
-    return arg_start, arg_end, env_start, env_end
+def wait_for_end(pid: int, timeout_s: float | None = None) -> bool:
+    """Wait for the end of a process that need not be a child; return whether it has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+    finally:
+        os.close(descriptor)
 
 
-def _overwrite(start: int, end: int, old: bytes, new: bytes) -> None:
-    """Overwrite the first occurrence of `old` between two addresses; nothing if there is none."""
-    found = ctypes.string_at(start, end - start).find(old)
-    if found >= 0:
-        ctypes.memmove(start + found, new, len(new))
+def exit_code_of(pid: int) -> int:
+    """Return the exit code of a process that has ended, negative for a signal."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return -signal.SIGKILL  # by the kernel, at the death of the parent; another process has reaped it
+    # Field 52. The second one, the name in parentheses, may contain spaces.
+    return os.waitstatus_to_exitcode(int(stat.rpartition(")")[2].split()[49]))
 
 
 # The stop signals. This module does not import torch, so that signals are handled during torch's import.
@@ -107,11 +100,10 @@ class StopFlag:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-# Forking a rank from a process that has imported what ranks need: session, signals, shown command and environment.
+# Forking a rank from a process that has imported what ranks need: session and signals.
 
 #: Signals that end a process or a job. The parent of ranks ignores them: Slurm sends SIGTERM to all processes of a job.
 IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_PR_SET_PDEATHSIG = 1
 
 
 def fork_rank(become: Callable[[], None], ignored: Collection[int] = (), blocked: Collection[int] = ()) -> int:
@@ -157,23 +149,6 @@ def _first_handler(number: signal.Signals, ignored: Collection[int]) -> Any:
     if number in ignored:
         return signal.SIG_IGN
     return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-
-
-def set_place(cwd: str, changed: Mapping[str, str], space_bytes: int) -> None:
-    """Give a forked process the folder, the shown command and the environment of a rank.
-
-    Args:
-        cwd: working directory.
-        changed: variables that differ from those of the parent.
-        space_bytes: see `show_variables`.
-    """
-    os.chdir(cwd)
-    os.environ.pop(SPACE, None)
-    os.environ.update(changed)
-    replace_word(PARENT_MODULE, RANK_MODULE)
-    show_variables(changed, space_bytes)
-    if (random := sys.modules.get("numpy.random")) is not None:
-        random.seed()  # Python's `random` does this itself
 
 
 def leave(problem: str, code: int) -> NoReturn:

@@ -4,24 +4,22 @@ follow a Slurm run start as well.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.host.log_files import last_lines, say
-from hpcdist.rank.processes import SPACE, SPACE_BYTES
+from hpcdist.rank.forked_task import NoParentError, receive, request_rank
+from hpcdist.rank.processes import exit_code_of, wait_for_end
 from hpcdist.run.folder import VARIABLE, RunDir, identity
 from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.plan import parent_command
@@ -32,22 +30,15 @@ from hpcdist.tracking.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
 
-_MESSAGE_BYTES = 64 * 1024
-#: Maximum size of quoted output.
-_SHOWN_BYTES = 200
 #: Time for the parent to end after its socket is closed.
 _LEAVE_S = 5.0
-
-
-class ParentEnded(Exception):
-    """The parent process has ended or does not answer. The text is the reason, if it is known."""
 
 
 class RankParent:
     """A parent process of ranks, which is started at once and imports torch.
 
     Args:
-        env: environment of the parent, and of ranks except for the variables given to `fork`.
+        env: environment of the parent.
         cwd: working directory.
         output: file for the output of the parent.
         init_timeout_s: time limit in seconds for the imports, and for the answer to a request, which may import, too.
@@ -57,7 +48,6 @@ class RankParent:
         self, run: Path, guard: Guard, *, env: Mapping[str, str], cwd: Path, output: Path, init_timeout_s: float
     ) -> None:
         self._guard = guard
-        self._env = dict(env)
         self._cwd = cwd
         #: File with the output of the parent.
         self.output = output
@@ -71,9 +61,9 @@ class RankParent:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
-                space = {SPACE: " " * SPACE_BYTES}
-                command = parent_command(run)
-                self._process = guard.start(command, env={**env, **space}, cwd=cwd, output=output, control=theirs)
+                self._process = guard.start(parent_command(run), env=env, cwd=cwd, output=output, control=theirs)
+            #: A connection for the next rank.
+            self._next = self._connect()
         except BaseException:
             self._control.close()
             raise
@@ -81,15 +71,16 @@ class RankParent:
     def is_ready(self, timeout_s: float = 0.0) -> bool:
         """Wait until the parent has imported everything, and return whether it has.
 
-        Raises ParentEnded if it cannot fork, or has not imported everything in time.
+        Raises NoParentError if it cannot fork, or has not imported everything in time.
         """
         if self.was_ready:
             return True
-        if self._readable(min(timeout_s, max(0.0, self._ready_by - time.monotonic()))):
-            self._receive()
+        with suppress(TimeoutError):
+            receive(self._next, min(timeout_s, self._ready_by - time.monotonic()))
             self.was_ready = True
-        elif time.monotonic() >= self._ready_by:
-            self._kill(f"it was not ready within launch.init_timeout_s={self._init_timeout_s:g} s")
+        if not self.was_ready and time.monotonic() >= self._ready_by:
+            self._process.kill()
+            raise NoParentError(f"it was not ready within launch.init_timeout_s={self._init_timeout_s:g} s")
         return self.was_ready
 
     def is_alive(self) -> bool:
@@ -103,20 +94,24 @@ class RankParent:
             env: complete environment, which may differ from the parent's in a few variables.
             log: descriptor of the file for standard output and error.
 
-        Raises:
-            OSError: the process cannot be created.
-            ParentEnded: the parent does not answer.
+        Raises NoParentError if the parent does not answer, or cannot fork the rank.
         """
-        own = {name: value for name, value in env.items() if self._env.get(name) != value}
-        answer = self._request({"env": own, "cwd": str(self._cwd)}, [self._guard.fileno(), log])
-        if "error" in answer:
-            raise OSError(answer["error"], os.strerror(answer["error"]))
-        return ForkedRank(self, answer["pid"])
-
-    def reap(self, pid: int) -> None:
-        """Let the parent reap a rank that has ended. There is no answer to wait for, since the parent may import."""
-        with suppress(OSError):
-            self._control.send(json.dumps({"reap": pid}).encode(), socket.MSG_DONTWAIT)
+        request = {
+            "env": dict(env),
+            "cwd": str(self._cwd),
+            "affinity": sorted(os.sched_getaffinity(0)),
+            "ignored": [],
+            "blocked": [],
+            "rank": env["HPCDIST_RANK"],
+            "attempt": env["HPCDIST_ATTEMPT"],
+        }
+        connection, self._next = self._next, self._connect()
+        try:
+            pid = request_rank(connection, request, [log, log, self._guard.fileno()], self._init_timeout_s)
+        except BaseException:
+            connection.close()  # ends a rank that is forked later
+            raise
+        return ForkedRank(connection, pid)
 
     def last_words(self) -> str:
         """Return the last line that this parent has printed, if any."""
@@ -128,6 +123,7 @@ class RankParent:
     def close(self) -> None:
         """End the parent, and with it the ranks."""
         self._control.close()
+        self._next.close()
         try:
             self._process.wait(_LEAVE_S if self.was_ready else 0)
         except subprocess.TimeoutExpired:  # it still imports, or is stopped
@@ -136,54 +132,30 @@ class RankParent:
             self._process.wait()
         self._guard.forget(self._process.pid)
 
-    def _request(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> Mapping[str, Any]:
-        try:
-            socket.send_fds(self._control, [json.dumps(message).encode()], descriptors)
-        except OSError as error:
-            raise ParentEnded from error
-        if not self._readable(self._init_timeout_s):
-            self._kill(f"it did not fork a rank within launch.init_timeout_s={self._init_timeout_s:g} s")
-        return self._receive()
-
-    def _kill(self, reason: str) -> NoReturn:
-        """Kill the parent, and with it its ranks: they must not run unobserved."""
-        log.warning("the parent process of the ranks is killed: %s", reason)
-        self._process.kill()
-        raise ParentEnded(reason)
-
-    def _readable(self, timeout_s: float) -> bool:
-        return wait_readable(self._control.fileno(), timeout_s)
-
-    def _receive(self) -> Mapping[str, Any]:
-        try:
-            data = self._control.recv(_MESSAGE_BYTES)
-        except OSError as error:
-            raise ParentEnded from error
-        if not data:
-            raise ParentEnded
-        try:
-            answer = json.loads(data)
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict):
-            self._kill(f"the start of its interpreter prints {data[:_SHOWN_BYTES].decode(errors='replace')!r}")
-        return answer
+    def _connect(self) -> socket.socket:
+        """Return a connection for a rank, the other end of which the parent gets."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, suppress(OSError):  # without a parent, the request fails
+            socket.send_fds(self._control, [b"{}"], [theirs.fileno()])
+        return ours
 
 
 class ForkedRank:
     """A rank that the parent has forked, with the interface of `subprocess.Popen`.
 
-    The parent reaps a rank only when asked to, so that its process id stays valid until then.
+    The parent reaps it when its connection is closed, so that its process id stays valid until then.
     """
 
-    def __init__(self, parent: RankParent, pid: int) -> None:
-        self._parent = parent
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self._connection = connection
         self.pid = pid
         self._code: int | None = None
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while the process runs."""
-        return self._wait(0.0)
+        if self._code is None and wait_for_end(self.pid, 0.0):
+            self._code = exit_code_of(self.pid)
+        return self._code
 
     def kill(self) -> None:
         """Send SIGKILL to the process, which need not lead its process group yet."""
@@ -191,45 +163,12 @@ class ForkedRank:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        """Wait for the end of the process. Returns its exit code."""
-        code = self._wait(None)
-        assert code is not None, "there was no time limit"
+        """Wait for the end of the process, and let the parent reap it. Returns its exit code."""
+        wait_for_end(self.pid)
+        code = self.poll()
+        assert code is not None, "the process has ended"
+        self._connection.close()
         return code
-
-    def _wait(self, timeout_s: float | None) -> int | None:
-        if self._code is None and _wait_for_end(self.pid, timeout_s):
-            self._code = _code_of_zombie(self.pid)
-            self._parent.reap(self.pid)
-        return self._code
-
-
-def _wait_for_end(pid: int, timeout_s: float | None) -> bool:
-    """Wait for the end of a process that need not be a child; return whether it has ended."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return wait_readable(descriptor, timeout_s)
-    finally:
-        os.close(descriptor)
-
-
-def _code_of_zombie(pid: int) -> int:
-    """Return the exit code of a process that has ended, negative for a signal."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return -signal.SIGKILL  # by the kernel, at the death of the parent; another process has reaped it
-    # Field 52. The second one, the name in parentheses, may contain spaces.
-    return os.waitstatus_to_exitcode(int(stat.rpartition(")")[2].split()[49]))
-
-
-def wait_readable(descriptor: int, timeout_s: float | None) -> bool:
-    """Wait until a descriptor is readable, without a time limit if `timeout_s` is None; return whether it is."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 # The shipper process, which starts before the ranks and ends after them.

@@ -21,7 +21,7 @@ import psutil
 from hpcdist.config.topology import Topology
 from hpcdist.errors import TopologyError
 from hpcdist.host.files import open_regular, read_json, write_json
-from hpcdist.rank.processes import RANK_MODULE, TASK_MODULE
+from hpcdist.rank.processes import PARENT_MODULE, RANK_MODULE, TASK_MODULE, shown_place
 from hpcdist.run.folder import Attempt
 
 # Processes of a run's ranks on this machine, and the state of a process.
@@ -68,8 +68,8 @@ class ProcessState:
 def find_ranks(run: Path, attempt: int | None, node: str = "", *, with_tasks: bool = False) -> list[RankProcess]:
     """Return the processes of this user that are ranks of a run, by rank.
 
-    Command line and environment identify a rank. Its forked children share both, so a process whose parent is a rank
-    does not count.
+    Command line and environment identify a rank, and its name one that was forked. Its forked children share all of
+    them, so a process whose parent is a rank does not count.
 
     Args:
         attempt: number of the attempt; None for any.
@@ -79,12 +79,11 @@ def find_ranks(run: Path, attempt: int | None, node: str = "", *, with_tasks: bo
     ranks: dict[int, tuple[int, psutil.Process]] = {}
     for process in psutil.process_iter():
         try:
-            if process.uids().real != os.getuid() or not _is_rank(process.cmdline()[1:], run, with_tasks):
+            if process.uids().real != os.getuid() or (found := _place(process, run, with_tasks)) is None:
                 continue
-            env = process.environ()
-            topology = Topology.from_env(env)
-            if attempt in (None, topology.attempt) and (not node or env.get("SLURMD_NODENAME", node) == node):
-                ranks[process.pid] = topology.rank, process
+            rank, its_attempt = found
+            if attempt in (None, its_attempt) and (not node or process.environ().get("SLURMD_NODENAME", node) == node):
+                ranks[process.pid] = rank, process
         except (psutil.Error, OSError, TopologyError):
             continue  # the process has ended, or is not readable: its rank counts as not found
     return [
@@ -94,10 +93,16 @@ def find_ranks(run: Path, attempt: int | None, node: str = "", *, with_tasks: bo
     ]
 
 
-def _is_rank(arguments: Sequence[str], run: Path, with_tasks: bool) -> bool:
-    if arguments == ["-P", "-m", RANK_MODULE, str(run)]:
-        return True
-    return with_tasks and arguments[:3] == ["-P", "-m", TASK_MODULE] and arguments[-1] == str(run)
+def _place(process: psutil.Process, run: Path, with_tasks: bool) -> tuple[int, int] | None:
+    """Return rank and attempt of a process; None if it is no rank of the run."""
+    arguments = process.cmdline()[1:]
+    if arguments[:4] == ["-P", "-m", PARENT_MODULE, str(run)]:
+        return shown_place(process.name())
+    is_task = with_tasks and arguments[:3] == ["-P", "-m", TASK_MODULE] and arguments[-1] == str(run)
+    if not is_task and arguments != ["-P", "-m", RANK_MODULE, str(run)]:
+        return None
+    topology = Topology.from_env(process.environ())
+    return topology.rank, topology.attempt
 
 
 def state_of(pid: int) -> ProcessState | None:

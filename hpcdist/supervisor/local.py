@@ -21,11 +21,12 @@ from hpcdist.config.written import secrets_of
 from hpcdist.host import retry
 from hpcdist.host.files import write_json
 from hpcdist.host.machine import image_facts, num_cores
+from hpcdist.rank.forked_task import NoParentError, ParentEndedError, RankRefusedError
 from hpcdist.run import snapshot
 from hpcdist.run.folder import VARIABLE, Attempt, RunDir, State, identity, read_record, require_same
 from hpcdist.run.lease import hold
 from hpcdist.run.records import NodeShare, Resources
-from hpcdist.supervisor.children import ParentEnded, RankParent
+from hpcdist.supervisor.children import RankParent
 from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.plan import Plan, code_env, free_port, rank_command
 from hpcdist.supervisor.progress import Reporter
@@ -259,9 +260,10 @@ class LocalRanks:
             for env, path in zip(self._envs, self._logs, strict=True):
                 self._processes.append(self._start_one(self._parent, env, path))
             self._descriptors = [os.pidfd_open(process.pid) for process in self._processes]
-        except ParentEnded as error:
+        except (NoParentError, RankRefusedError) as error:
             assert self._parent is not None, "only a parent can end"
-            reason = str(error) or self._parent.last_words()
+            words = self._parent.last_words() if isinstance(error, ParentEndedError) else ""
+            reason = words or str(error)
             log.warning("each rank imports torch itself, since their parent process has ended: %s", reason)
             self._parent.is_usable = False
             self._kill_groups()

@@ -189,13 +189,13 @@ def rank_command(run_dir: Path, python: str = sys.executable) -> list[str]:
 
 
 def parent_command(run_dir: Path) -> list[str]:
-    """Return the command of the process that forks ranks; only the module differs from the ranks' command."""
+    """Return the command of the process that forks the ranks of a local run; see `rank/parent.py`."""
     return [*IGNORE_SIGNALS, sys.executable, "-P", "-m", PARENT_MODULE, str(run_dir)]
 
 
 def node_parent_command(run_dir: Path, limit_s: float, names: Sequence[str], python: str) -> list[str]:
-    """Return the command that starts such a process on a node of a Slurm job; see `rank/node_parent.py`."""
-    return [*IGNORE_SIGNALS, python, "-P", "-m", "hpcdist.rank.node_parent", str(run_dir), f"{limit_s:g}", *names]
+    """Return the command of such a process on a node of a Slurm job."""
+    return [*IGNORE_SIGNALS, python, "-P", "-m", PARENT_MODULE, str(run_dir), f"{limit_s:g}", *names]
 
 
 def forked_task_command(run_dir: Path, name: str, connect_s: float, limit_s: float, python: str) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fault_table import Cell
-from hpcdist_runs import TRAINING_METRICS, Descendants, Runs, assert_states_equal, finish, wait_for
+from hpcdist_runs import TRAINING_METRICS, Descendants, Runs, assert_states_equal, finish, rank_of, wait_for
 from mlflow_server import Server
 
 from hpcdist.host.files import read_json
@@ -67,8 +67,7 @@ def test_killed_rank_supervisor_and_server_do_not_change_the_results(
     wait_step(runs, name, 1, 120)
     server.kill()
     wait_step(runs, name, 1, 240)
-    ranks = [p for p in psutil.Process(first.pid).children(recursive=True) if "hpcdist.rank.worker" in p.cmdline()]
-    rank_1 = next(process for process in ranks if process.environ()["HPCDIST_RANK"] == "1")
+    rank_1 = next(child for child in psutil.Process(first.pid).children(recursive=True) if rank_of(child) == 1)
     rank_1.kill()
     wait_step(runs, name, 2, 520)
     descendants = Descendants(first.pid)

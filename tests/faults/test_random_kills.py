@@ -15,8 +15,10 @@ import psutil
 import pytest
 import torch
 from fault_table import Cell
-from hpcdist_runs import HPCDIST, Runs, assert_states_equal, wait_for
+from hpcdist_runs import HPCDIST, Runs, assert_states_equal, rank_of, wait_for
 from slurm_runs import create_database
+
+from hpcdist.rank.processes import PARENT_MODULE
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
 
@@ -98,11 +100,11 @@ class KilledRun:
     def _processes(self, kind: str) -> list[psutil.Process]:
         if kind == "supervisor":
             return [self._process]
-        module = "hpcdist.rank.worker" if kind == "rank" else "hpcdist.rank.parent"
         found = []
         for each in self._process.children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # it has just ended
-                if module in each.cmdline():
+                is_rank = rank_of(each) is not None
+                if is_rank if kind == "rank" else not is_rank and PARENT_MODULE in each.cmdline():
                     found.append(each)
         return found
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from context_scene import new_run, open_context
-from hpcdist_runs import Runs, assert_states_equal, finish
+from hpcdist_runs import Runs, assert_states_equal, finish, rank_of
 from spawn import Rank, spawn_ranks
 
 from hpcdist.checkpoint.state import load_weights
@@ -192,9 +192,9 @@ def test_run_restarts_exactly_after_a_rank_is_killed(rl_runs: Runs, control: str
     process = rl_runs.start(*command(rl_runs, name, *SHORT, *HOLD_OVERRIDES))
     (agent,) = rl_runs.wait_until_held(name, num_ranks=1)
     ranks = {
-        int(rank.environ()["HPCDIST_RANK"]): rank
+        number: rank
         for rank in psutil.Process(process.pid).children(recursive=True)
-        if "hpcdist.rank.worker" in rank.cmdline()
+        if (number := rank_of(rank)) is not None
     }
     assert ranks[0].pid == agent
     assert len(ranks) == 3
@@ -216,11 +216,7 @@ def test_run_restarts_exactly_after_an_observer_is_stopped(rl_runs: Runs, contro
     """It keeps its connections, so only the hang detection can find it; the agent waits for it."""
     process = rl_runs.start(*command(rl_runs, "frozen", *SHORT, *HOLD_OVERRIDES, "launch.hang_timeout_s=15"))
     rl_runs.wait_until_held("frozen", num_ranks=1)
-    (observer,) = (
-        rank
-        for rank in psutil.Process(process.pid).children(recursive=True)
-        if "hpcdist.rank.worker" in rank.cmdline() and rank.environ()["HPCDIST_RANK"] == "2"
-    )
+    (observer,) = (rank for rank in psutil.Process(process.pid).children(recursive=True) if rank_of(rank) == 2)
     observer.suspend()
     rl_runs.release("frozen")
     code, output = finish(process)

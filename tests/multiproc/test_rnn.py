@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from context_scene import new_run, open_context
-from hpcdist_runs import Runs, assert_no_ports, assert_states_equal, finish, listening
+from hpcdist_runs import Runs, assert_no_ports, assert_states_equal, finish, listening, rank_of
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
@@ -294,7 +294,7 @@ def server_pid(held: list[int]) -> int:
     (found,) = {
         child.pid
         for child in psutil.Process(psutil.Process(held[0]).ppid()).children()
-        if "hpcdist.rank.worker" in child.cmdline() and child.pid not in held
+        if rank_of(child) is not None and child.pid not in held
     }
     return found
 

@@ -130,7 +130,7 @@ def test_error_in_a_script_is_fixed_in_the_original_and_data_is_found_from_the_c
 
 NOT_PERMITTED_FOR_RANK_0 = """#!/bin/sh
 for pid; do :; done
-if tr '\\0' '\\n' </proc/"$pid"/environ | grep -qx HPCDIST_RANK=0; then
+if grep -q ^rank-0/ /proc/"$pid"/comm; then
   printf 'Error: Failed\\n\\nCaused by:\\n    Permission denied\\n' >&2
   exit 1
 fi

@@ -15,7 +15,7 @@ import hpcdist
 from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.config.written import to_yaml
-from hpcdist.rank.processes import PARENT_MODULE
+from hpcdist.rank.processes import PARENT_MODULE, shown_place
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.supervisor.local import LocalLauncher, LocalRanks
 from hpcdist.supervisor.plan import Plan
@@ -59,9 +59,10 @@ def new_run(runs_dir: Path) -> RunDir:
 
 def parents_of(run: RunDir) -> list[int]:
     """Return the processes that fork the ranks of a run."""
+    found = psutil.process_iter(["cmdline", "name"])
     words = [PARENT_MODULE, str(run.path)]
-    found = psutil.process_iter(["cmdline"])
-    return [process.pid for process in found if (process.info["cmdline"] or [])[-2:] == words]
+    parents = [process for process in found if (process.info["cmdline"] or [])[3:5] == words]
+    return [process.pid for process in parents if shown_place(process.info["name"]) is None]
 
 
 class Scene:

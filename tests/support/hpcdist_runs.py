@@ -24,6 +24,7 @@ import torch
 from process_stacks import kill_with_stacks
 
 from hpcdist.host.files import read_json
+from hpcdist.rank.processes import RANK_MODULE, shown_place
 from hpcdist.run.folder import Attempt, RunDir
 
 HPCDIST = Path(sys.executable).with_name("hpcdist")
@@ -236,6 +237,14 @@ def assert_equals_control(runs: Runs, name: str, control: str, controls: Runs | 
     assert len(expected) == 3 * LAST_STEP // 2 + 2 * 2
     assert runs.series(name) == expected
     assert runs.mlflow_status(name) == "FINISHED"
+
+
+def rank_of(process: psutil.Process) -> int | None:
+    """Return the rank of a process, by its name if a parent has forked it; None for another process."""
+    if RANK_MODULE in process.cmdline():
+        return int(process.environ()["HPCDIST_RANK"])
+    found = shown_place(process.name())
+    return None if found is None else found[0]
 
 
 class Descendants:

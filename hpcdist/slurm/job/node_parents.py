@@ -1,4 +1,4 @@
-"""The step of the processes that fork ranks, one on each node of a job: `rank/node_parent.py`, `rank/parent.py`."""
+"""The step of the processes that fork ranks, one on each node of a job; see `rank/parent.py`."""
 
 from __future__ import annotations
 

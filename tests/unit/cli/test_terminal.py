@@ -46,7 +46,7 @@ PRINTERS = {
 #: Processes of hpcdist whose output is a log file or is read by a program.
 PROGRAMS = """
 containers.self_test containers.pid1 slurm.on_nodes slurm.preflight.probe rank.forked_task rank.processes
-rank.node_parent rank.worker slurm.job.watchdog
+rank.worker slurm.job.watchdog
 supervisor.hang
 checks.storage
 """.split()  # noqa: SIM905

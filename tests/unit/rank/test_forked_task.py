@@ -18,9 +18,7 @@ from forked_scene import HELD, SOON_S, TORCH, new_run, parents_of, write_package
 from hpcdist_runs import wait_for
 from named_pipe import NamedPipe
 
-from hpcdist.rank import node_parent
-from hpcdist.rank import parent as rank_parent
-from hpcdist.rank.processes import CANNOT_FORK, SPACE_BYTES
+from hpcdist.rank.processes import CANNOT_FORK
 from hpcdist.slurm.job.node_ranks import kill_ranks
 from hpcdist.supervisor.hang_node import find_ranks
 from hpcdist.supervisor.plan import forked_task_command, node_parent_command
@@ -277,7 +275,7 @@ def test_signals_do_not_end_a_parent_that_is_starting(node: Node, tmp_path: Path
     with NamedPipe(tmp_path / "starts", reopened=True) as pipe:
         node.folder.mkdir()
         tell = f"open({str(pipe.path)!r}, 'w').write(f'{{os.getpid()}}\\n')"
-        hook = f"import os, sys\nif 'hpcdist.rank.node_parent' in sys.orig_argv:\n    {tell}\n"
+        hook = f"import os, sys\nif 'hpcdist.rank.parent' in sys.orig_argv:\n    {tell}\n"
         node.folder.joinpath("sitecustomize.py").write_text(hook)
         node.start_parent()
         parent = int(pipe.line())
@@ -376,22 +374,6 @@ def test_task_does_not_wait_at_a_full_backlog(node: Node) -> None:
     assert "no parent process of ranks listens on this node" in log
 
 
-def test_rank_that_the_parent_cannot_watch_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its task becomes the rank instead."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    request = os.memfd_create("request")
-    os.write(request, json.dumps({"env": {}, "affinity": sorted(os.sched_getaffinity(0)), "ignored": []}).encode())
-    monkeypatch.setattr(os, "pidfd_open", lambda pid: os.open(f"/{pid}", os.O_RDONLY))
-    with ours, theirs, os.fdopen(request), subprocess.Popen(["sleep", "600"]) as rank:
-        monkeypatch.setattr(rank_parent, "fork_rank", lambda *_: rank.pid)
-        task = rank_parent._Task(ours)
-        answer = rank_parent.TaskServer(ours, {}, os.getppid())._fork(task, [request, 1, 2])
-        is_left = psutil.pid_exists(rank.pid)
-        rank.kill()
-    assert answer == {"error": "its parent process cannot fork it: No such file or directory"}
-    assert (is_left, task.pid) == (False, 0)
-
-
 def test_parent_ends_those_before_it(node: Node, pipe: NamedPipe) -> None:
     """Slurm cannot end a step with a lost node. An earlier name without a parent does not matter."""
     node.start_parent()
@@ -417,13 +399,3 @@ def test_variables_that_libraries_have_read_and_gpus_may_not_differ(node: Node, 
     reason = f"hpcdist: this rank imports torch itself: {name} differs from that of its parent process\n"
     assert (code, log) == (4, reason)
     assert node.start(0, "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])").end() == (0, "0,1\n")
-
-
-def test_parent_has_no_variables_of_its_step() -> None:
-    """It has space for those of a rank."""
-    own = {"PATH": "/bin", "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0"}
-    removed = {"SLURM_PROCID": "3", "SLURMD_NODENAME": "n1", "HPCDIST_ATTEMPT": "1"}
-    found = node_parent.environment(own | removed)
-    space = found.pop("HPCDIST_ENV_SPACE")
-    assert found == own
-    assert len(space) > SPACE_BYTES + sum(len(f"{name}={value}") for name, value in removed.items())

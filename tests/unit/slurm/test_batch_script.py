@@ -124,7 +124,7 @@ def test_step_of_forked_ranks() -> None:
     parents, ranks = map(shlex.split, step.splitlines())
     assert parents[:5] == ["srun", "--job-name=rank-parents", "--overlap", "--whole", "--nodes=2"]
     assert f"--output={RUN.path}/attempts/rank-parent-%N.log" in parents
-    assert parents[-4:] == ["hpcdist.rank.node_parent", str(RUN.path), "120", "NAME"]
+    assert parents[-4:] == ["hpcdist.rank.parent", str(RUN.path), "120", "NAME"]
     assert ranks[:2] == ["srun", "--job-name=attempt-001"]
     assert ranks[-5:] == ["hpcdist.rank.forked_task", "NAME", "20", "60", str(RUN.path)]
     bound = ClusterConfig(**(site | {"sbatch": {"gpus-per-task": "1"}}))

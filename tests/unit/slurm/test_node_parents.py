@@ -76,7 +76,7 @@ def test_one_step_serves_all_attempts_on_the_same_nodes(scene: Scene) -> None:
     assert second == [*begin, name, "0", limit_s, run], "its parents listen, or have ended"
     (call,) = scene.calls(1)
     assert call.startswith(" --job-name=rank-parents --overlap --whole --nodes=2 "), "not limited to a task's cores"
-    assert call.endswith(f" /py -P -m hpcdist.rank.node_parent {run} 50 {name}")
+    assert call.endswith(f" /py -P -m hpcdist.rank.parent {run} 50 {name}")
     third = scene.steps.task_command(("n1", "n3"))
     assert third[4] != name
     assert third[5] == f"{CONNECT_S:g}"
