@@ -15,6 +15,7 @@ from slurm_cluster import WAIT_S, DevCluster
 
 from hpcdist.devcluster.host import node_members
 from hpcdist.host.files import read_json
+from hpcdist.rank.processes import shown_place
 from hpcdist.review.ledger import Ledger, read_ledger
 from hpcdist.run.folder import ENDED, State
 
@@ -179,10 +180,14 @@ class SlurmRuns(Runs):
     def rank_processes(self, name: str) -> dict[int, psutil.Process]:
         """Return the ranks' processes in the host's process table, also those in containers, by rank."""
         found = {}
-        for process in psutil.process_iter(["cmdline"]):
+        for process in psutil.process_iter(["cmdline", "name"]):
             words = process.info["cmdline"] or []
-            if words[1:4] == ["-P", "-m", "hpcdist.rank.worker"] and words[-1] == str(self.run_dir(name).path):
+            if str(self.run_dir(name).path) not in words:
+                continue
+            if words[1:4] == ["-P", "-m", "hpcdist.rank.worker"]:
                 found[int(process.environ()["SLURM_PROCID"])] = process
+            elif (place := shown_place(process.info["name"])) is not None:  # forked
+                found[place[0]] = process
         return found
 
     def processes(self, name: str) -> list[str]:

@@ -30,12 +30,9 @@ from hpcdist.host.network import tournament
 
 #: A busy node answers slowly, although the kernel accepts its connections at once.
 HELLO_S = 8.0
-#: Without any bytes for this long, a large message counts as lost.
+#: A measurement without an answer for this long is given up.
 STALL_S = 4.0
 FIRST_BYTES = 64 * 2**10
-MAX_STARVED = 0.8
-#: A link of 1 Gbit/s; faster results are not measured again.
-FAST_BYTES_S = 125e6
 
 MAX_HELLO_BYTES = 1024
 _NONCE_BYTES = 16
@@ -83,19 +80,10 @@ async def connected(address: str, port: int, limit_s: float) -> socket.socket:
     return sock
 
 
-def run_queue_wait_us() -> int:
-    """Return the microseconds that this thread waited for a processor; 0 if the kernel does not record them."""
-    try:
-        with open("/proc/thread-self/schedstat") as file:
-            return int(file.read().split()[1]) // 1000
-    except (OSError, IndexError):
-        return 0
-
-
 class Message(IntEnum):
     """Kinds of frames; each request is answered by a frame of the same kind."""
 
-    TIME = 0  #: the peer's clock, and its time without CPU (`run_queue_wait_us`)
+    TIME = 0  #: the peer's clock
     REACHED = 1  #: whether the peer has reached this node (1 or 0), once it knows
     ROUND = 2  #: answered when the peer comes to this round
     PUSH = 3  #: the peer receives this many bytes
@@ -205,13 +193,8 @@ class Link:
     async def burst(self, kind: Message, limit_s: float, limit_bytes: int) -> float:
         """Return bytes per second in one direction, measured by acknowledged transfers of growing size.
 
-        The time that either side waited for a processor is subtracted, at most `MAX_STARVED` of the total and up to a
-        result of `FAST_BYTES_S`.
-
-        Raises:
-            TimeoutError: a transfer takes more than `STALL_S`.
+        Raises TimeoutError if a transfer takes more than `STALL_S`.
         """
-        starved = -run_queue_wait_us() - (await self.request(Message.TIME))[0]
         size, times = FIRST_BYTES, [0.0]
         while sum(times) <= limit_s and size <= limit_bytes:
             began = time.perf_counter()
@@ -225,11 +208,9 @@ class Link:
                     await self.discard(size)
             times.append(time.perf_counter() - began)
             size *= 2
-        starved += run_queue_wait_us() + (await self.request(Message.TIME))[0]
         # The last two transfers, because rate limiters often pass the first bytes at full speed.
         sent = size // 2 + (size // 4 if len(times) > 2 else 0)
-        rate = sent / (times[-1] + times[-2])
-        return max(rate, min(FAST_BYTES_S, rate / (1 - min(MAX_STARVED, starved / 1e6 / sum(times)))))
+        return sent / (times[-1] + times[-2])
 
     async def _exactly(self, count: int) -> bytes:
         parts = bytearray()
@@ -311,8 +292,8 @@ ROUNDS_S = {"quick": 6.0, "full": 20.0}
 #: One burst in one direction grows until it takes this long or is this large.
 BURST_S = {"quick": 0.04, "full": 0.2}
 BURST_BYTES = {"quick": 4 * 2**20, "full": 64 * 2**20}
-#: A higher latency, or a bandwidth below `FAST_BYTES_S`, is measured again, because noise only makes results worse.
-SUSPECT_LATENCY_S = 2e-3
+#: The best result counts, because other load only makes results worse.
+REPEATS = 3
 
 
 class Rounds:
@@ -369,18 +350,12 @@ class Rounds:
             pass  # the connection has broken, or is too slow: not measured
 
     async def _measure(self, peer: Peer, link: Link) -> None:
-        peer.latency_s, peer.offset_s = await link.ping(20)
-        if peer.latency_s > SUSPECT_LATENCY_S:
-            again, _ = await link.ping(40)
-            peer.latency_s = min(peer.latency_s, again)
+        peer.latency_s, peer.offset_s = await link.ping(40)
         limits = BURST_S[self._mode], BURST_BYTES[self._mode]
-        best = []
-        for direction in (Message.PUSH, Message.PULL):
-            found = max([await link.burst(direction, *limits) for _ in range(2)])
-            if found < FAST_BYTES_S:
-                found = max([found, *[await link.burst(direction, *limits) for _ in range(2)]])
-            best.append(found)
-        peer.sent_bytes_s, peer.received_bytes_s = best
+        peer.sent_bytes_s, peer.received_bytes_s = [
+            max([await link.burst(direction, *limits) for _ in range(REPEATS)])
+            for direction in (Message.PUSH, Message.PULL)
+        ]
 
 
 # TCP connections between the nodes of a run: reachability, latency, bandwidth and clock offsets.
@@ -560,8 +535,6 @@ class Mesh:
                     await link.discard(number)
                 elif kind is Message.LEAVE:
                     await self._leaving.wait()
-                elif kind is Message.TIME:
-                    number = run_queue_wait_us()
                 await link.send_frame(kind, number)
                 if kind is Message.PULL:
                     await link.send(number)
@@ -622,23 +595,16 @@ class Mesh:
 
     async def _carries(self, peer: Peer, link: Link) -> bool:
         """Return whether a message larger than any packet arrives; set `stalled` if only small ones do."""
-
-        async def large() -> None:
-            await link.send_frame(Message.PUSH, LARGE_BYTES)
-            await link.send(LARGE_BYTES)
-            await link.receive_frame()
-
-        sending = asyncio.create_task(large())
-        done, _ = await asyncio.wait({sending}, timeout=STALL_S)
-        if not done:
-            # A peer without CPU time is silent as well, but then it does not answer small messages either.
-            status, _, other = await self._connect(peer)
-            if other is not None:
-                other.close()
-            done, _ = await asyncio.wait({sending}, timeout=1.0)
-            peer.stalled = not done and status == "ok"
-        sending.cancel()
-        return bool(done) and sending.exception() is None
+        try:
+            async with asyncio.timeout(HELLO_S):
+                await link.send_frame(Message.PUSH, LARGE_BYTES)
+                await link.send(LARGE_BYTES)
+                await link.receive_frame()
+        except TimeoutError:
+            peer.stalled = True
+        except (OSError, EOFError):
+            return False
+        return not peer.stalled
 
     async def _agree(self, peer: Peer) -> None:
         """Exchange clocks with a connected peer, and whether it has reached this node."""
