@@ -240,17 +240,12 @@ class NoContainers:
             UserMistake: a retry cannot help: a node lacks the runtime or the image, or the image has another version.
         """
 
-    def remove_containers(self, *, failed: bool = False) -> None:
-        """Remove the run's containers from every node; the run's lease guarantees that no other job uses them.
-
-        pyxis removes its containers itself, unless a signal to the step ends the creation or the removal.
+    def clean_up(self, attempt: Attempt, *, failed: bool) -> None:
+        """Remove what a step has left on the nodes and in the folder of an attempt.
 
         Args:
             failed: whether the step has failed or was killed.
         """
-
-    def remove_files(self, attempt: Attempt) -> None:
-        """Remove what the wrappers of a killed step have left in the folder of an attempt."""
 
     def exit_code(self, attempt: Attempt, rank: int, host: str, code: int) -> int:
         """Return a rank's exit code as if it ran outside a container.
@@ -325,8 +320,19 @@ class ContainerSteps(NoContainers):
             },
         )
 
-    def remove_containers(self, *, failed: bool = False) -> None:
+    def clean_up(self, attempt: Attempt, *, failed: bool) -> None:
         self._interrupted |= failed
+        self.remove_containers()
+        with suppress(OSError):  # nothing reads these files any more
+            for path in attempt.path.glob("rank-*"):
+                if path.suffix in (".line", ".exit"):
+                    path.unlink(missing_ok=True)
+
+    def remove_containers(self) -> None:
+        """Remove the run's containers from every node; the run's lease guarantees that no other job uses them.
+
+        pyxis removes its containers itself, unless a signal to the step ends the creation or the removal.
+        """
         if not (self._spec.outlives_step or (self._interrupted and self._spec.runtime == "pyxis")):
             return
         command = remove_command(self._spec, self._env.get("SLURM_JOB_ID", ""))
@@ -335,12 +341,6 @@ class ContainerSteps(NoContainers):
             done = run_within(step, REMOVE_S, env=self._env)
             if done.returncode != 0 and not _JOB_IS_OVER.search(done.stderr):
                 log.warning("containers may remain on a node: %s", " ".join(done.stderr.split()))
-
-    def remove_files(self, attempt: Attempt) -> None:
-        with suppress(OSError):  # nothing reads these files any more
-            for path in attempt.path.glob("rank-*"):
-                if path.suffix in (".line", ".exit"):
-                    path.unlink(missing_ok=True)
 
     def exit_code(self, attempt: Attempt, rank: int, host: str, code: int) -> int:
         path = attempt.log(rank)

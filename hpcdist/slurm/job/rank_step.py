@@ -293,8 +293,7 @@ class RankStep:
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
-        self._containers.remove_containers(failed=failed)
-        self._containers.remove_files(self._attempt)
+        self._containers.clean_up(self._attempt, failed=failed)
         self._guard.forget(self._process.pid)
         self._log.close()
         os.close(self._descriptor)

@@ -83,7 +83,7 @@ def test_files_of_killed_wrappers_are_removed(tmp_path: Path) -> None:
     os.mkfifo(attempt.path / "rank-00000.line")
     (attempt.path / "rank-00001.exit").write_text("137\n")
     attempt.log(1).write_text("stays")
-    ContainerSteps(SPEC, RunDir(tmp_path), {}).remove_files(attempt)
+    ContainerSteps(replace(SPEC, runtime="apptainer"), RunDir(tmp_path), {}).clean_up(attempt, failed=True)
     assert [path.name for path in attempt.path.iterdir()] == ["rank-00001.log"]
 
 
@@ -147,7 +147,7 @@ def test_containers_of_pyxis_are_removed_after_a_killed_supervisor_or_a_failed_s
     steps.remove_containers()
     steps.prepare(lambda: None)
     assert num_removals() == 1, "pyxis removes the containers of a step that ends by itself"
-    steps.remove_containers(failed=True)
+    steps.clean_up(Attempt(tmp_path / "001"), failed=True)
     assert num_removals() == 2
     steps.prepare(lambda: None)
     assert num_removals() == 3, "SIGKILL to a step that has not ended also ends pyxis' removal"
