@@ -386,14 +386,20 @@ class Context:
         # Its decorators import torch's compiler: seconds that a rank without DistributedDataParallel saves.
         from hpcdist.rank.step_timing import TimedDDP
 
+        is_elastic = self.config.data.global_batch_size is not None
+        if is_elastic:
+            options["static_graph"] = False  # not every backward pass exchanges gradients
         model = TimedDDP(
             module.to(self.device),
             self.timer,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-            **self._ddp_options(options),
+            **options,
         )
-        self._set_reduction(model)
+        if is_elastic:  # `MicroBatches` exchanges buffers, and gradients in part
+            model.broadcast_buffers = False
+            if not self.config.elastic.exact:
+                model.register_comm_hook(None, sum_over_ranks)
         return model
 
     def seed_per_rank(self) -> None:
@@ -466,7 +472,7 @@ class Context:
         restored = self._checkpoints.restore()
         if restored is not None:
             self._heartbeat.step = restored.step
-            self._forget_division()
+            self._micro_batches.clear()  # the checkpoint determines their number
         self._notes.begin(0 if restored is None else restored.step)
         return restored
 
@@ -490,7 +496,7 @@ class Context:
                 " call ctx.save(…) before returning when ctx.should_stop(…) returns True"
             )
 
-    # --- elastic runs: what `division`, `micro_batches`, `loader`, `wrap` and `should_stop` have in common
+    # --- elastic runs: what `division`, `micro_batches` and `loader` have in common
 
     def _batches_of(self, num_samples: int) -> MicroBatches:
         if num_samples not in self._micro_batches:
@@ -506,24 +512,6 @@ class Context:
             )
             self._micro_batches[num_samples] = MicroBatches(division, exact=self.config.elastic.exact)
         return self._micro_batches[num_samples]
-
-    def _forget_division(self) -> None:
-        """Divide the training set anew, because a restored checkpoint determines the number of micro-batches."""
-        self._micro_batches.clear()
-
-    def _ddp_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of DistributedDataParallel for a model of this run."""
-        if self.config.data.global_batch_size is None:
-            return dict(options)
-        return {**options, "static_graph": False}  # not every backward pass exchanges gradients
-
-    def _set_reduction(self, model: DistributedDataParallel) -> None:
-        """Leave the exchange of buffers, and that of gradients in part, to `MicroBatches`."""
-        if self.config.data.global_batch_size is None:
-            return
-        model.broadcast_buffers = False
-        if not self.config.elastic.exact:
-            model.register_comm_hook(None, sum_over_ranks)
 
     def _log_world_size(self, step: int) -> None:
         """Log the number of ranks of an elastic run at the first step of an attempt, and then regularly."""

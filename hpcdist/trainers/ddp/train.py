@@ -47,6 +47,7 @@ def train(ctx: Context, cfg: Config) -> None:
         model.module.load_state_dict(saved.model)
         optimizer.load_state_dict(saved.trainer["optimizer"])
         scaler.load_state_dict(saved.trainer["scaler"])
+    # Steps and epochs done so far, and sums of the loss and of samples since the last logged step.
     progress = Progress(cfg, steps_per_epoch(ctx, cfg, data), saved.trainer["position"] if saved else None)
     meter = Meter.restore(ctx, saved)
 
@@ -228,7 +229,9 @@ def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDa
         options["bucket_cap_mb"] = 25
     model = ctx.wrap(module, **options)
     ctx.seed_per_rank()
-    if ctx.world_size > 2 and not cfg.elastic.exact:  # the sum of two ranks does not depend on the order
+    # Let DDP choose now in which order it adds gradients. Otherwise it chooses after the first steps of each attempt,
+    # and a resumed run is rounded differently. The sum of two ranks does not depend on the order.
+    if ctx.world_size > 2 and not cfg.elastic.exact:
         batch_size = cfg.data.batch_size
         if cfg.data.global_batch_size is not None:
             batch_size = max(1, cfg.data.global_batch_size // (cfg.elastic.micro_batches or ctx.world_size))
