@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-import container_image
 import psutil
 import pytest
-from container_image import ContainerImage
 from containers import Containers
 from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, LAST_STEP, wait_for
 from slurm_cluster import DevCluster
@@ -18,14 +18,53 @@ from slurm_runs import JOB_ENDED, SlurmRuns
 
 from hpcdist.host.files import read_json
 
+# --- The image in which Slurm tests start ranks: by name with podman, as a folder with charliecloud
+
+
+@dataclass(frozen=True)
+class ContainerImage:
+    name: str  #: name in podman's store
+    folder: Path  #: the unpacked image
+    containers: Containers
+
+    def podman(self, *arguments: str) -> str:
+        return self.containers.podman(*arguments)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Return the variables by which podman finds the store of the image."""
+        return {name: value for name, value in self.containers.env.items() if name.startswith("CONTAINERS_")}
+
+
+@contextmanager
+def mounted_image(containers: Containers, name: str) -> Iterator[ContainerImage]:
+    """Yield an image mounted from podman's store, because a copy of several gigabytes would take minutes."""
+    container = containers.podman("create", name).strip()
+    try:
+        folder = Path(containers.podman("mount", container).strip())
+        # The files that `hpcdist image convert` adds.
+        (folder / "ch").mkdir()
+        (folder / "ch/environment").write_text(
+            "".join(f"{line}\n" for line in containers.inspect(name)["Config"]["Env"])
+        )
+        yield ContainerImage(name, folder, containers)
+        containers.podman("unmount", container)
+    finally:
+        containers.podman("rm", "--force", container)
+
+
+# --- Ranks in containers on a real Slurm: charliecloud, and podman with containers that are not children of the step
+
 RUNTIMES = ("podman", "charliecloud")
+
+
 #: Containers end at most this long after their job.
 REMOVAL_TIMEOUT_S = 30.0
 
 
 @pytest.fixture(scope="module")
 def unpacked_image(containers: Containers, image: Callable[[str], str]) -> Iterator[ContainerImage]:
-    with container_image.mounted_image(containers, image("slim")) as found:
+    with mounted_image(containers, image("slim")) as found:
         yield found
 
 
@@ -213,8 +252,6 @@ def test_job_saves_and_requeues_itself_ahead_of_the_time_limit(
 
 
 # --- user errors
-
-
 def test_run_is_rejected_if_the_nodes_lack_the_container_runtime(
     slurm_runs: SlurmRuns, devcluster: DevCluster, tmp_path: Path
 ) -> None:

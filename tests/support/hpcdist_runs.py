@@ -21,23 +21,74 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 import torch
-from process_stacks import kill_with_stacks
 
 from hpcdist.host.files import read_json
 from hpcdist.rank.processes import RANK_MODULE, shown_place
 from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.supervisor.hang_node import py_spy
+
+# --- Stacks of the processes of a command that does not end, for the message of the test that waits for it
+
+
+#: Frames of each thread; the innermost ones come first.
+MAX_FRAMES = 6
+
+SPY_TIMEOUT_S = 30.0
+
+
+def kill_with_stacks(pid: int) -> str:
+    """Kill a process and all its descendants; return what each of their threads did."""
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        processes = [root, *root.children(recursive=True)]
+        text = "\n".join(_stacks(process) for process in processes)
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        return text
+    return "the process has ended"
+
+
+def _stacks(process: psutil.Process) -> str:
+    try:
+        title = f"== {process.pid}: {' '.join(process.cmdline())[:150]}"
+        spy = py_spy(os.environ)
+        if spy is None:
+            return f"{title}\npy-spy is not installed"
+        command = [spy, "dump", "--pid", str(process.pid)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SPY_TIMEOUT_S, check=False)
+    except (psutil.NoSuchProcess, subprocess.TimeoutExpired) as error:
+        return f"== {process.pid}: {error}"
+    if done.returncode != 0:
+        return f"{title}\n{done.stderr[:200]}"
+    threads = [thread.strip("\n").splitlines() for thread in done.stdout.split("\nThread ")[1:]]
+    return "\n".join([title, *(line for thread in threads for line in thread[: MAX_FRAMES + 1])])
+
+
+# --- Runs started with the real command: start and wait for them, then read their checkpoints and MLflow records
 
 HPCDIST = Path(sys.executable).with_name("hpcdist")
+
 USER_CODE = Path(__file__).resolve().parent / "user_code"
+
+
 #: Metrics that depend only on the training, not on its speed.
 TRAINING_METRICS = ("train/loss", "train/lr", "train/epoch", "eval/loss", "eval/accuracy")
+
+
 #: 45 steps per epoch; checkpoints at 20, 40, 45, 60, 80 and 90, of which the last two (and the best) are kept.
 TRAINING = ["data.batch_size=16", "stop.max_epochs=2", "checkpoint.every_steps=20"]
+
 AUGMENTED = ["data.augment=true"]
+
 LAST_STEP = 90
+
+
 #: A step in the second epoch, before its first checkpoint.
 HOLD_STEP = 50
+
 HOLD_OVERRIDES = ["trainer=gated:train", f"params.hold_at={HOLD_STEP}"]
+
 T = TypeVar("T")
 
 
@@ -271,8 +322,6 @@ class Descendants:
 
 
 # --- sockets
-
-
 def documented_sockets() -> dict[str, str]:
     """Return the address of each kind of listening socket, from the table in SECURITY.md."""
     text = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text()

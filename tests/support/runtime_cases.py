@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import stat
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
@@ -14,24 +15,154 @@ from pathlib import Path
 import psutil
 import pytest
 import small_image
-from containers import RUNTIMES, STORE, Containers
-from docker_nodes import docker_nodes
+from containers import CHECKOUT, RUNTIMES, STORE, Containers
 from hpcdist_runs import wait_for
 from slurm_cluster import WAIT_S, DevCluster
 from slurm_runs import SlurmRuns
+from small_image import SmallImage
 
 from hpcdist.devcluster import cluster as devcluster_cluster
-from hpcdist.devcluster import host
+from hpcdist.devcluster import host, settings
 from hpcdist.devcluster import settings as devcluster_settings
+
+# --- A docker daemon on every node of the dev cluster, as on a real one, and a client that uses the node's own daemon
+
+
+#: Leaves out limits that root may not raise, which would fail every start in a container like CI's.
+RUNC = CHECKOUT / "hpcdist/devcluster/runc_within_limits.sh"
+
+
+#: After the failure of one node a job may start on any two of the others.
+NODES = ("n1", "n2", "n3", "n4")
+
+
+@dataclass(frozen=True)
+class DockerNodes:
+    cluster: DevCluster
+    image: SmallImage
+    folder: Path
+    group: str = "root"  #: group of users who may use the daemons
+
+    @property
+    def bin(self) -> Path:
+        """The folder with the client `docker`; on a machine that is no node it speaks to n1's daemon."""
+        return self.folder / "bin"
+
+    def data(self, node: str) -> Path:
+        """Return the folder in which a node's daemon keeps and mounts images."""
+        return self.folder / node / "data"
+
+    def write_client(self) -> None:
+        self.bin.mkdir()
+        client = self.bin / "docker"
+        client.write_text(
+            "#!/bin/sh\n"
+            f"socket={self.folder}/$(hostname).sock\n"
+            f'[ -S "$socket" ] || socket={self.folder}/n1.sock\n'
+            f'DOCKER_HOST=unix://$socket exec {shutil.which("docker")} "$@"\n'
+        )
+        client.chmod(0o755)
+
+    def docker(self, node: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "DOCKER_HOST": f"unix://{self.folder}/{node}.sock"}
+        return subprocess.run(["docker", *arguments], env=env, capture_output=True, text=True, check=False, timeout=120)
+
+    def start_all(self) -> None:
+        """Start the daemons that do not run, and import the image where it is missing."""
+        for node in NODES:
+            if not self._runs(node):
+                self._start(node)
+            if self.docker(node, "image", "inspect", self.image.name).returncode != 0:
+                done = self.docker(node, "import", str(self.image.tar), self.image.name)
+                assert done.returncode == 0, done.stderr
+
+    def _start(self, node: str) -> None:
+        at = self.folder / node
+        for left in (at.with_suffix(".sock"), at.with_suffix(".pid")):
+            left.unlink(missing_ok=True)
+        self._unmount(at)
+        daemon = [
+            "dockerd", f"--host=unix://{at}.sock", f"--group={self.group}", f"--pidfile={at}.pid",
+            f"--data-root={self.data(node)}",
+            f"--exec-root={at}/exec", "--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false",
+            "--bridge=none", "--storage-driver=overlay2", f"--add-runtime=here={RUNC}", "--default-runtime=here",
+        ]  # fmt: skip
+        with at.with_suffix(".log").open("ab") as log:
+            command = ["setsid", "--fork", *settings.on_node(self.cluster.layout, node, daemon)]
+            subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True)
+        try:
+            wait_for(lambda: self.docker(node, "version").returncode == 0, "dockerd to answer", timeout_s=60)
+        except AssertionError as error:
+            lines = at.with_suffix(".log").read_text().splitlines()[-5:]
+            raise AssertionError(f"dockerd of {node} does not answer: {lines}") from error
+
+    def _runs(self, node: str) -> bool:
+        with suppress(FileNotFoundError, ProcessLookupError, ValueError):
+            pid = int((self.folder / f"{node}.pid").read_text())
+            return b"dockerd" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return False
+
+    def containers(self, run: Path) -> list[str]:
+        """Return the names of a run's containers, including stopped ones; the daemon of a dead node has none."""
+        found = []
+        for node in filter(self._runs, NODES):
+            done = self.docker(node, "ps", "--all", "--filter", f"label=hpcdist.run={run}", "--format", "{{.Names}}")
+            assert done.returncode == 0, f"docker ps on {node}: {done.stderr}"
+            found += done.stdout.split()
+        return found
+
+    @staticmethod
+    def _unmount(folder: Path) -> None:
+        """Remove what a killed daemon has left mounted below a folder."""
+        for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
+            if (place := line.split()[4]).startswith(f"{folder}/"):
+                subprocess.run(["umount", "--lazy", place], check=False)
+
+    def stop(self) -> None:
+        """Stop all daemons and remove what killed ones left mounted."""
+        stopped = []  # all at once: each one takes 10 s to end
+        for node in NODES:
+            with suppress(FileNotFoundError, ProcessLookupError, ValueError):
+                pid = int((self.folder / f"{node}.pid").read_text())
+                os.kill(pid, signal.SIGTERM)
+                stopped.append(Path(f"/proc/{pid}/cmdline"))
+        wait_for(lambda: not any(path.exists() for path in stopped), "the daemons to end", timeout_s=60)
+        self._unmount(self.folder)
+        for node in NODES:
+            shutil.rmtree(self.folder / node, ignore_errors=True)
+
+
+@contextmanager
+def docker_nodes(cluster: DevCluster, image: SmallImage, folder: Path, group: str = "root") -> Iterator[DockerNodes]:
+    """Run a daemon with the image on every node of `NODES` for the duration of the block."""
+    found = DockerNodes(cluster, image, folder, group)
+    found.write_client()
+    try:
+        found.start_all()
+        yield found
+    finally:
+        found.stop()
+
+
+# --- Container runtimes of the matrix runtime x fault: what each one needs on this machine, and what it must not leave
+
 
 #: enroot's state of all nodes, see scripts/runtimes/enroot.sh.
 ENROOT_STATE = Path("/tmp/enroot-state")
+
 PYXIS = RUNTIMES / "pyxis/spank_pyxis.so"
+
+
 #: Nothing of a container is left on a node this long after its job.
 REMOVAL_TIMEOUT_S = 30.0
+
 CAP_SYS_RESOURCE = 24
+
+
 #: Processes of a node that outlive jobs. `containerd-shim` is one per container and is not among them.
 _DAEMONS = ("slurmd", "slurmstepd", "dockerd", "containerd")
+
+
 #: Beginnings of the types of file systems that squashfuse, squashfuse_ll and fuse-overlayfs mount.
 _IMAGE_MOUNTS = ("fuse.squash", "fuse.fuse-overlayfs")
 
@@ -197,8 +328,6 @@ def _restart(cluster: DevCluster) -> None:
 
 
 # --- what a job leaves
-
-
 def left_on_nodes(cluster: DevCluster, dead: str = "") -> list[str]:
     """Return what is left of containers: processes on the nodes, and enroot's containers on those that are not dead."""
     members = host.node_members(cluster.layout, cluster.settings)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,13 +14,44 @@ from typing import Any
 import pytest
 import typer.main
 from command_line import Cli
-from contract import check, normalised
 
 from hpcdist.cli import app
 from hpcdist.run.folder import RunDir
 
-#: These tests may start processes.
-pytestmark = pytest.mark.processes
+# --- Comparison of what users see with golden files: a difference is a mistake or an intended change
+
+ROOT = Path(__file__).resolve().parents[3]
+
+CONTRACT = ROOT / "tests/contract"
+
+
+def check(name: str, text: str) -> None:
+    """Compare a text with a golden file, or write the file."""
+    path, text = CONTRACT / name, text.rstrip() + "\n"
+    if os.environ.get("WRITE_CONTRACT") == "1":
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(text)
+        return
+    before = path.read_text() if path.exists() else ""
+    lines = before.splitlines(), text.splitlines()
+    if diff := "\n".join(difflib.unified_diff(*lines, f"tests/contract/{name}", "now", lineterm="")):
+        test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
+        again = f"If this is intended: WRITE_CONTRACT=1 .venv/bin/python -m pytest -m '' '{test}'"
+        pytest.fail(f"{diff}\n\n{again}", pytrace=False)
+
+
+def normalised(text: str, folder: Path) -> str:
+    """Return an output without what depends on the machine, on the test's folder, or on names of modules."""
+    for value, name in ((sys.executable, "PYTHON"), (ROOT, "CHECKOUT"), (folder, "TMP")):
+        text = text.replace(str(value), name)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # the colours that typer prints on CI services
+    text = re.sub(r"-m hpcdist\.[\w.]+", "-m hpcdist.MODULE", text)
+    text = re.sub(r"CHECKOUT/hpcdist/\S+/", "CHECKOUT/hpcdist/PACKAGE/", text)
+    text = re.sub(r"/hpcdist-\d+/", "/hpcdist-UID/", text)
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+# --- Golden files of commands that start no run: help texts, plans and batch scripts, exit codes
 
 
 def _walk(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -27,6 +61,7 @@ def _walk(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]
             yield from _walk(one, (*path, name))
 
 
+@pytest.mark.processes
 def test_help_texts(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     text = ""
@@ -38,7 +73,6 @@ def test_help_texts(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 # --- plans and batch scripts
-
 SITE = """\
 partition: gpu
 account: climate
@@ -53,10 +87,15 @@ srun: {mpi: none}
 env: {NCCL_DEBUG: WARN}
 setup: [module load cuda]
 """
+
+
 #: Keys of all runs, which `KEYS` stands for: the plan does not depend on the machine.
 KEYS = "name=first launch.num_threads=1 --dry-run"
+
 HERE = f"{KEYS} launch.device=cpu"
+
 ON_SITE = f"{KEYS} --cluster site.yaml"
+
 IMAGES = {
     "docker": "hpcdist",
     "podman": "hpcdist",
@@ -65,6 +104,7 @@ IMAGES = {
     "enroot": "/images/hpcdist.sqsh",
     "pyxis": "/images/hpcdist.sqsh",
 }
+
 DRY_RUNS = {
     "here": f"run ddp_digits {HERE} launch.num_ranks=3",
     "here_roles": f"run hybrid_clicks {HERE}",
@@ -94,6 +134,7 @@ DRY_RUNS = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("case", DRY_RUNS)
 def test_dry_run(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
     (tmp_path / "site.yaml").write_text(SITE)
@@ -111,6 +152,8 @@ def test_dry_run(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
 
 #: Each of these runs has the status of its name; `rejected` has failed because of a user error.
 RUNS = ("finished", "stopped", "failed", "rejected", "cancelled")
+
+
 #: Commands on an existing run; no Slurm, no container engine and no other program is in PATH.
 SITUATIONS = (
     *("", "--version", "--help", "nonsense", "run", "run nonsense", "run ddp_digits --nonsense"),
@@ -128,6 +171,7 @@ SITUATIONS = (
 )
 
 
+@pytest.mark.processes
 def test_exit_codes(hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in RUNS:
         status = "failed" if name == "rejected" else name
