@@ -1,4 +1,4 @@
-"""The supervisor in a job: states after its attempts, with a fake job, the job's log, and the user's own batch script."""
+"""The supervisor in a job: its states, with a fake job, the job's log, and batch scripts of users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parsers of output recorded from Slurm 22.05, 24.11 and 26.05: jobs, nodes, starts; the resources of a job's ranks."""
+"""Parsers of output recorded from Slurm 22.05, 24.11 and 26.05; the resources of a job's ranks."""
 
 from __future__ import annotations
 
