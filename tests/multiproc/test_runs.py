@@ -129,7 +129,7 @@ def _sleepers(runs: Runs) -> list[int]:
     ]
 
 
-@pytest.mark.faults  # test_run_failures.py has another error of this kind; test_roles.py has the message
+@pytest.mark.faults  # test_run_failures.py has another error of this kind; test_topology.py has the message
 def test_roles_that_a_trainer_does_not_support_are_a_user_error(runs: Runs) -> None:
     code, output = runs.command("run", *runs.config("wrong-roles", "trainer=roles:train", "roles.worker=2"))
     message = (

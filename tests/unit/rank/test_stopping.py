@@ -1,4 +1,4 @@
-"""The commands `save` and `profile` on one rank, with a real profiler."""
+"""Stop requests, and the commands `save` and `profile` on one rank, with a real profiler."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import gzip
 import json
 import logging
 import os
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,10 @@ import torch
 
 from hpcdist.host.files import write_json
 from hpcdist.rank import stopping
-from hpcdist.rank.processes import StopFlag
+from hpcdist.rank.processes import STOP_SIGNALS, StopFlag
 from hpcdist.rank.stopping import LiveCommands, StopAgreement
 from hpcdist.run.commands import CommandResult, LiveCommand, RequestReader, read_result, send_command
-from hpcdist.run.folder import RunDir
+from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.lease import hold
 
 SAVE = LiveCommand(action="save")
@@ -199,3 +201,46 @@ def test_result_that_cannot_be_written_is_logged(rank: OneRank, caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         rank.commands.saving(2)()
     assert "command-001.rank-00000.json: Is a directory" in caplog.text
+
+
+# --- stop requests on a file system that is temporarily unreachable
+
+
+def test_check_for_a_stop_request_is_retried_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path := tmp_path / "001").mkdir()
+    monkeypatch.setattr(stopping, "REQUEST_INTERVAL_S", 0.0)
+    monkeypatch.setattr(stopping, "AGREEMENT_INTERVAL_S", 0.0)
+    attempt = Attempt(tmp_path)
+    attempt.request.touch()
+    errors = [errno.ESTALE, errno.EIO]
+    exists = Path.exists
+
+    def fail_first(path: Path) -> bool:
+        if errors:
+            number = errors.pop(0)
+            raise OSError(number, os.strerror(number))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", fail_first)
+    agreement = StopAgreement(None, StopFlag(), RequestReader(attempt))
+    assert [agreement.at_boundary(step) for step in range(3)] == [False, False, True]
+    assert caplog.messages == [f"{attempt.path}: Stale file handle; the next check for requests is in a second"]
+
+
+def test_stop_signal_that_was_blocked_sets_the_flag() -> None:
+    """Ranks of forked tasks begin so."""
+    handlers = [(number, signal.getsignal(number)) for number in STOP_SIGNALS]
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        flag = StopFlag()
+        flag.install()
+        assert flag.is_set
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {*STOP_SIGNALS}
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, signal.SIG_IGN)  # drops a signal that still waits
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+            signal.signal(number, handler)
