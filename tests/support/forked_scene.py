@@ -35,6 +35,20 @@ def main():
 if __name__ == "__main__":
     main()
 """
+#: Prints the facts of a rank that a forked and a started one have in common, and a line to standard error.
+REPORT = """
+import json, os, signal, sys
+print(json.dumps({
+    "parent": os.getppid(), "pid": os.getpid(), "is_leader": os.getsid(0) == os.getpgid(0) == os.getpid(),
+    "env": dict(os.environ), "cwd": os.getcwd(), "argv": sys.argv, "orig_argv": sys.orig_argv[1:],
+    "input": os.read(0, 9).decode(), "files": sorted(os.listdir("/proc/self/fd")),
+    "affinity": sorted(os.sched_getaffinity(0)), "threads": len(os.listdir("/proc/self/task")),
+    "handlers": {name: str(signal.getsignal(getattr(signal, name)))
+                 for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")},
+    "mask": len(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+}))
+print("error", file=sys.stderr)
+"""
 #: Writes a line to the pipe, and holds it open until the process is killed.
 HELD = "pipe = open({pipe!r}, 'w', buffering=1); pipe.write('up\\n'); import time; time.sleep(600)"
 
