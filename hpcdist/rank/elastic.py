@@ -363,14 +363,6 @@ class Exchange:
         dist.all_gather_into_tensor(gathered, own_part.contiguous())
         return gathered[: len(like)]
 
-    def sent_bytes(self, num_values: int, rank: int, *, size_bytes: int = 4) -> int:
-        """Return the bytes that a rank sends to others in one sum of vectors of `num_values`."""
-        world_size = len(self.shares)
-        part = -(-num_values // world_size)
-        share = self.shares[rank]
-        num_nodes = len(list(nodes_within(share, (0, self.num_leaves)))) if share else 0
-        return (num_nodes + 1) * (world_size - 1) * part * size_bytes
-
 
 # The micro-batches of one optimizer step on this rank, and the sum of their gradients over all ranks.
 

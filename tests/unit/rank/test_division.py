@@ -15,7 +15,6 @@ from hpcdist.errors import ConfigError
 from hpcdist.rank.elastic import (
     BufferChanges,
     Division,
-    Exchange,
     PartialSums,
     SavedDivision,
     divide,
@@ -175,13 +174,6 @@ def test_partial_sums_are_those_of_the_whole_tree(num_leaves: int) -> None:
             nodes = nodes_within(range(low, high), (0, num_leaves))
             for node, vector in zip(nodes, partial.vectors(), strict=True):
                 assert torch.equal(vector, tree(*node)), (world_size, node)
-
-
-def test_bytes_of_the_exchange_equal_those_of_a_ring_all_reduce_with_one_micro_batch_per_rank() -> None:
-    for world_size in (2, 4, 8):
-        exchange = Exchange(world_size, [range(rank, rank + 1) for rank in range(world_size)])
-        ring = 2 * (world_size - 1) * 800 // world_size * 4
-        assert [exchange.sent_bytes(800, rank) for rank in range(world_size)] == [ring] * world_size
 
 
 # --- Buffers over the micro-batches of a step: every way in which a forward pass changes them.
