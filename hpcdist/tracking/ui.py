@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import html
-import json
 import os
 import secrets
 import socket
@@ -12,12 +11,14 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qs
+from typing import TYPE_CHECKING, Any
 
 from hpcdist.errors import UserMistake
 from hpcdist.host.files import write_private
 from hpcdist.host.log_files import say
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
 
 # The token check in front of MLflow's server that `hpcdist ui` starts.
 #
@@ -32,7 +33,7 @@ TOKEN_FILE = "HPCDIST_UI_TOKEN_FILE"  # noqa: S105 - the name of a variable
 LINK = "HPCDIST_UI_LINK"
 #: Sets the key with which MLflow 3.17 records that it has opened the panel of its assistant, which it does on the first
 #: visit of a browser. The fragment of the link names the page.
-_ENTRY = b"""<!doctype html><title>hpcdist ui</title><script>
+_ENTRY = """<!doctype html><title>hpcdist ui</title><script>
 localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true");
 location.replace("/" + location.hash);
 </script><noscript>MLflow's UI needs JavaScript.</noscript>"""
@@ -41,6 +42,8 @@ HELP = (
     " makes a new token, and links and cookies of an earlier start are refused. In a script, set MLFLOW_TRACKING_TOKEN"
     " to the content of the file that `hpcdist ui` named."
 )
+#: Headers of the answers that hpcdist gives itself.
+_PRIVATE = {"cache-control": "no-store", "referrer-policy": "no-referrer"}
 FOREIGN_ORIGIN = "This request comes from a page of another server; its cookie is not accepted."
 
 Scope = MutableMapping[str, Any]
@@ -61,7 +64,7 @@ class TokenGate:
 
     def __init__(self, app: App, token: str, link: str = "") -> None:
         self._app = app
-        self._token = token.encode()
+        self._token = token
         self._link = link
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,87 +78,52 @@ class TokenGate:
             await self._app(scope, receive, announce)
         elif scope["type"] != "http":  # MLflow has no websockets
             await send({"type": "websocket.close", "code": 1008})
-        elif scope["path"] == "/" and self._is_token(_query_token(scope)):
-            await self._set_cookie(scope, send)
-        elif self._is_token(_bearer(scope)):
-            await self._app(scope, receive, send)
-        elif not self._is_token(_cookie(scope)):
-            await _refuse(scope, send, 401, "UNAUTHENTICATED", HELP)
-        elif _is_foreign(scope):
-            await _refuse(scope, send, 403, "PERMISSION_DENIED", FOREIGN_ORIGIN)
         else:
-            await self._app(scope, receive, send)
+            await self._answer(scope)(scope, receive, send)
 
-    def _is_token(self, offered: bytes) -> bool:
-        return bool(offered) and hmac.compare_digest(offered, self._token)
+    def _answer(self, scope: Scope) -> App:
+        """Return what answers a request: MLflow's server, the page that sets the cookie, or a refusal."""
+        from starlette.requests import Request  # which comes with MLflow's server
+        from starlette.responses import HTMLResponse
 
-    async def _set_cookie(self, scope: Scope, send: Send) -> None:
-        """Answer the printed link: set the cookie, and open the address without the token."""
-        cookie = _cookie_name(scope) + b"=" + self._token + b"; Path=/; HttpOnly; SameSite=Strict"
-        await _answer(send, 200, b"text/html; charset=utf-8", _ENTRY, [(b"set-cookie", cookie)])
+        request = Request(scope)
+        # With the port: browsers send a cookie of 127.0.0.1 to all of its ports.
+        cookie = f"hpcdist-ui-{scope['server'][1]}"
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        if scope["path"] == "/" and self._is_token(request.query_params.get("token", "")):
+            # The printed link: set the cookie, and open the address without the token.
+            headers = {"set-cookie": f"{cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"}
+            return HTMLResponse(_ENTRY, headers=_PRIVATE | headers)
+        if scheme.lower() == "bearer" and self._is_token(bearer.strip()):
+            return self._app
+        if not self._is_token(request.cookies.get(cookie, "")):
+            return _refusal(request, 401, "UNAUTHENTICATED", HELP)
+        return _refusal(request, 403, "PERMISSION_DENIED", FOREIGN_ORIGIN) if _is_foreign(request) else self._app
 
-
-def _header(scope: Scope, name: bytes) -> bytes:
-    return next((bytes(value) for key, value in scope["headers"] if key == name), b"")
-
-
-def _query_token(scope: Scope) -> bytes:
-    """Return the `token` of the query string, empty without one."""
-    query = str(scope["query_string"], "latin-1")
-    return parse_qs(query).get("token", [""])[0].encode()
-
-
-def _bearer(scope: Scope) -> bytes:
-    scheme, _, value = _header(scope, b"authorization").partition(b" ")
-    return value.strip() if scheme.lower() == b"bearer" else b""
-
-
-def _cookie_name(scope: Scope) -> bytes:
-    """Return a name with the port: browsers send a cookie of 127.0.0.1 to all of its ports."""
-    return f"hpcdist-ui-{scope['server'][1]}".encode()
+    def _is_token(self, offered: str) -> bool:
+        return bool(offered) and hmac.compare_digest(offered.encode(), self._token.encode())
 
 
-def _cookie(scope: Scope) -> bytes:
-    name = _cookie_name(scope)
-    for part in _header(scope, b"cookie").split(b";"):
-        key, _, value = part.strip().partition(b"=")
-        if key == name:
-            return value
-    return b""
-
-
-def _is_foreign(scope: Scope) -> bool:
+def _is_foreign(request: Request) -> bool:
     """Return whether the page that sent the request belongs to another server, such as another port of 127.0.0.1.
 
     For a browser all ports of a host are one site, so SameSite does not cover this.
     """
-    origin = _header(scope, b"origin")
-    site = _header(scope, b"sec-fetch-site")
-    if origin:
-        return origin != b"http://" + _header(scope, b"host")
-    return site not in (b"", b"same-origin", b"none") and _header(scope, b"sec-fetch-mode") != b"navigate"
+    headers = request.headers
+    if origin := headers.get("origin"):
+        return origin != f"http://{headers.get('host')}"
+    site = headers.get("sec-fetch-site", "none")
+    return site not in ("same-origin", "none") and headers.get("sec-fetch-mode") != "navigate"
 
 
-async def _refuse(scope: Scope, send: Send, status: int, code: str, message: str) -> None:
-    challenge = [(b"www-authenticate", b"Bearer")] if status == 401 else []
-    if b"text/html" in _header(scope, b"accept"):
-        text = f"<!doctype html><title>hpcdist ui</title><h1>hpcdist ui</h1><p>{html.escape(message)}</p>"
-        await _answer(send, status, b"text/html; charset=utf-8", text.encode(), challenge)
-    else:
-        body = json.dumps({"error_code": code, "message": message}).encode()
-        await _answer(send, status, b"application/json", body, challenge)
+def _refusal(request: Request, status: int, code: str, message: str) -> App:
+    from starlette.responses import HTMLResponse, JSONResponse
 
-
-async def _answer(send: Send, status: int, kind: bytes, body: bytes, more: list[tuple[bytes, bytes]]) -> None:
-    headers = [
-        (b"content-type", kind),
-        (b"content-length", str(len(body)).encode()),
-        (b"cache-control", b"no-store"),
-        (b"referrer-policy", b"no-referrer"),
-        *more,
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    headers = _PRIVATE | ({"www-authenticate": "Bearer"} if status == 401 else {})
+    if "text/html" in request.headers.get("accept", ""):
+        page = f"<!doctype html><title>hpcdist ui</title><h1>hpcdist ui</h1><p>{html.escape(message)}</p>"
+        return HTMLResponse(page, status, headers)
+    return JSONResponse({"error_code": code, "message": message}, status, headers)
 
 
 # Start MLflow's UI for one user: a token of this start, and the command of the server that asks for it.
