@@ -188,14 +188,14 @@ def _upload(runs: Sequence[RunDir], *, verbose: bool = False, quick: bool = Fals
         The exit code, and the number of runs by result.
     """
     from hpcdist.tracking.points import is_complete
-    from hpcdist.tracking.sync_runs import NOTHING_NEW, exit_code, sync_run
+    from hpcdist.tracking.sync_runs import exit_code, sync_run
 
     code, counts = 0, Counter[str]()
     for run in runs:
         try:
             if quick and is_complete(run):
                 continue
-            text, is_busy = sync_run(run, os.environ)
+            report = sync_run(run, os.environ)
         except (HpcdistError, OSError) as error:
             code = max(code, exit_code(error))
             counts["failed"] += 1
@@ -203,10 +203,9 @@ def _upload(runs: Sequence[RunDir], *, verbose: bool = False, quick: bool = Fals
             if quick and isinstance(error, TrackingError):
                 break
             continue
-        kind = "running" if is_busy else "unchanged" if text in NOTHING_NEW else "uploaded"
-        counts[kind] += 1
-        if verbose or kind != "unchanged":
-            say(f"{run.name}: {text}")
+        counts[report.kind] += 1
+        if verbose or report.kind != "unchanged":
+            say(f"{run.name}: {report}")
     return code, counts
 
 

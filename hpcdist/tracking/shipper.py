@@ -191,11 +191,16 @@ class SyncReport(Counts):
 
     num_artifacts: int = 0  #: uploaded
     closed: str = ""  #: reason with which a run of a dead supervisor or job was closed
-    busy: bool = False  #: another process uploads this run; nothing was done
+    busy: str = ""  #: what uploads the run instead; nothing was done
+
+    @property
+    def kind(self) -> str:
+        """The result in one word."""
+        return "running" if self.busy else "unchanged" if self == SyncReport() else "uploaded"
 
     def __str__(self) -> str:
         if self.busy:
-            return "another process uploads it at the moment"
+            return self.busy
         text = f"{self.num_points} points and {self.num_artifacts} artifacts uploaded"
         for number, meaning in (
             (self.num_repeated, "points omitted that an earlier attempt had logged"),
@@ -219,7 +224,7 @@ def sync(run: RunDir, uri: str, *, close_dead: bool = True) -> SyncReport:
     """
     with _only_shipper(run) as only:
         if not only:
-            return SyncReport(busy=True)
+            return SyncReport(busy="another process uploads it at the moment")
         from hpcdist.tracking.delivery import Delivery  # imports MLflow
 
         closed = close_if_lost(run) if close_dead else ""

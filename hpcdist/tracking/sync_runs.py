@@ -22,20 +22,17 @@ from hpcdist.run.lookup import list_runs
 from hpcdist.run.records import kept
 from hpcdist.run.slurm_job import job_of, update_job_starts
 from hpcdist.tracking.points import is_complete
+from hpcdist.tracking.shipper import SyncReport, sync
 from hpcdist.tracking.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
-#: Results of a run that had nothing to upload, or that another process uploads.
-NOTHING_NEW = frozenset({"0 points and 0 artifacts uploaded", "another process uploads it at the moment"})
 
 
-def sync_run(run: RunDir, env: Mapping[str, str]) -> tuple[str, bool]:
-    """Upload the records of a run that MLflow does not have.
+def sync_run(run: RunDir, env: Mapping[str, str]) -> SyncReport:
+    """Upload the records of a run that MLflow does not have, unless its supervisor uploads them.
 
-    Returns a sentence on the result, and whether the supervisor of the run uploads it instead.
     Raises HpcdistError or OSError if the run cannot be read or uploaded.
     """
-    from hpcdist.tracking.shipper import sync  # imports MLflow
 
     require_trusted(run.path, "sync")
     config = load_run_config(run.config, [], {**kept(run), **env}, require_secrets=False)
@@ -43,9 +40,9 @@ def sync_run(run: RunDir, env: Mapping[str, str]) -> tuple[str, bool]:
     # A Slurm job uploads to a server only; a database is filled from the host of the database.
     uploads_itself = job_of(run) is None or is_server(uri)
     if uploads_itself and (busy := holder(run)) is not None:
-        return f"its supervisor runs (process {busy['pid']} on {busy['host']}) and uploads it", True
+        return SyncReport(busy=f"its supervisor runs (process {busy['pid']} on {busy['host']}) and uploads it")
     update_job_starts(run)
-    return str(sync(run, uri)), False
+    return sync(run, uri)
 
 
 def exit_code(error: HpcdistError | OSError) -> int:
@@ -103,7 +100,7 @@ class Watch:
         try:
             if is_complete(run):
                 return
-            text, is_busy = sync_run(run, self._env)
+            report = sync_run(run, self._env)
         except (HpcdistError, OSError) as error:
             message = " ".join(str(error).split())
             if self._failures.get(run.path) != message:
@@ -113,8 +110,8 @@ class Watch:
         except Exception as error:  # of one run: the others are uploaded
             log.exception("%s: internal error (%s)", run.name, type(error).__name__)
             return
-        if self._failures.pop(run.path, "") or not (is_busy or text in NOTHING_NEW):
-            log.info("%s: %s", run.name, text)
+        if self._failures.pop(run.path, "") or report.kind == "uploaded":
+            log.info("%s: %s", run.name, report)
 
 
 @contextmanager
