@@ -231,6 +231,20 @@ def _run_value(run: MlflowRun, run_id: str, metric: str) -> float | None:
 # checkpoint was removed is deleted in MLflow, so that the tab *Models* lists the existing checkpoints only.
 
 MODEL_TYPE = "checkpoint"
+#: What the checkpoint is and how to load it, for its page in MLflow.
+_CHECKPOINT = """\
+Checkpoint of step {step}, in the run folder: `{path}`
+
+```python
+from hpcdist.checkpoint.state import load_weights
+
+folder = {path!r}
+state_dict = load_weights(folder)
+```
+
+`hpcdist export {name} --checkpoint {step} --format safetensors` writes the weights to a file that other programs load \
+without hpcdist. The parameter `sha256` is that of the output of `sha256sum *.pt`.
+"""
 _SHA_TAG = "hpcdist.checkpoint.sha256"
 _STEP_TAG = "hpcdist.checkpoint.step"
 _NOTE_TAG = "mlflow.note.content"
@@ -261,35 +275,6 @@ class KeptCheckpoint:
     def key(self) -> tuple[str, str]:
         """Step and hash. Checkpoints of different steps may have the same content."""
         return str(self.step), self.sha256
-
-    @property
-    def tags(self) -> dict[str, str]:
-        """Tags of the logged model. MLflow's page shows only the description."""
-        return {_EXTERNAL_TAG: "true", _SHA_TAG: self.sha256, _STEP_TAG: str(self.step), _NOTE_TAG: self.description}
-
-    @property
-    def params(self) -> dict[str, str]:
-        """Parameters of the logged model, which MLflow's page shows."""
-        return {
-            "step": str(self.step),
-            "path": clean_text(str(self.folder)),
-            "sha256": self.sha256,
-            "bytes": str(self.num_bytes),
-            "world_size": str(self.world_size),
-        }
-
-    @property
-    def description(self) -> str:
-        """What the checkpoint is and how to load it, as Markdown."""
-        path, name = clean_text(str(self.folder)), clean_text(self.folder.parents[1].name)
-        return (
-            f"Checkpoint of step {self.step}, in the run folder: `{path}`\n\n"
-            "```python\nfrom hpcdist.checkpoint.state import load_weights\n\n"
-            f"folder = {path!r}\nstate_dict = load_weights(folder)\n```\n\n"
-            f"`hpcdist export {name} --checkpoint {self.step} --format safetensors` writes the weights to a file"
-            " that other programs load without hpcdist. The parameter `sha256` is that of the output of"
-            " `sha256sum *.pt`.\n"
-        )
 
 
 def manifests(run: RunDir) -> dict[str, str]:
@@ -399,12 +384,16 @@ class CheckpointModels:
             del self._done[name]
 
     def _create(self, kept: KeptCheckpoint) -> entities.LoggedModel:
+        step, path, name = str(kept.step), clean_text(str(kept.folder)), clean_text(kept.folder.parents[1].name)
+        note = _CHECKPOINT.format(step=step, path=path, name=name)
+        sizes = {"bytes": str(kept.num_bytes), "world_size": str(kept.world_size)}
         model = self._mlflow.client.create_logged_model(
             self._mlflow.experiment_id,
             name=kept.folder.name,
             source_run_id=self._mlflow.run_id,
-            tags=kept.tags,
-            params=kept.params,
+            # MLflow's page shows the parameters, and of the tags only the description.
+            tags={_EXTERNAL_TAG: "true", _SHA_TAG: kept.sha256, _STEP_TAG: step, _NOTE_TAG: note},
+            params={"step": step, "path": path, "sha256": kept.sha256} | sizes,
             model_type=MODEL_TYPE,
         )
         require_id(model.model_id, "a logged model")

@@ -28,7 +28,7 @@ from hpcdist.tracking.journal import ChangedNames, Event, clean_name, event_file
 from hpcdist.tracking.mlflow_client import entities, translated
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.pages import NOTE_TAG, ParentRun, RunPage
-from hpcdist.tracking.points import Batches, Point, SentFacts, SentFiles, completion_of, read_series
+from hpcdist.tracking.points import Batches, Point, SentFacts, SentFiles, mark_of, read_series
 
 log = logging.getLogger(__name__)
 LOG_INTERVAL_S = 60.0
@@ -68,7 +68,7 @@ class Delivery:
         self._page = RunPage(run)
         self._ledger = LedgerMetrics(run)
         self._command = CommandTag(run)
-        #: Status and attempt that MLflow shows.
+        #: State that MLflow shows.
         self._status = ""
         #: Phase of the run in which the prepared views were written: `live` or `ended`.
         self._views_written = ""
@@ -107,14 +107,14 @@ class Delivery:
         with _collected(failures):
             self._ship_events()
             if self._report.write_if_due(state, self._sent.report, has_new_points=num_points > 0):
-                self._sent.report = report_mark(state)
+                self._sent.report = mark_of(state)
                 self._sent.save(self.run.journal)
             self.uploads.ship(state, config, self.batches.last_step)
         self._ship_status(state)
         if failures:
             raise failures[0]
-        if (mark := completion_of(state)) and self._sent.complete != mark:
-            self._sent.complete = mark
+        if state.status in ENDED and self._sent.complete != mark_of(state):
+            self._sent.complete = mark_of(state)
             self._sent.save(self.run.journal)
         return num_points
 
@@ -180,10 +180,8 @@ class Delivery:
             pages.write(self.open_run(), self.run, self.stored.config.checkpoint)
 
     def _ship_status(self, state: State) -> None:
-        status = run_metadata.MLFLOW_STATUS.get(state.status, "RUNNING")
-        # The attempt is included, since a resumed run may end with the same status.
-        known = f"{status} {state.attempt}"
-        if self._status != known:
+        if self._status != mark_of(state):
+            status = run_metadata.MLFLOW_STATUS.get(state.status, "RUNNING")
             ended = state.ended if state.ended is not None else time.time()
             # MLflow's duration is the difference of end and start: without pauses, it is the running time.
             running_ms = int(1000 * sum(one.ended - one.began for one in allocations_of(self.run)))
@@ -191,7 +189,7 @@ class Delivery:
             self.open_run().set_status(status, end_ms if state.status in ENDED else None)
             if self._parent is not None:
                 self._parent.refresh()
-            self._status = known
+            self._status = mark_of(state)
 
 
 @contextmanager
@@ -349,13 +347,13 @@ class LedgerMetrics:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._logged_at = time.monotonic()
-        self._state: tuple[str, int] | None = None
+        self._state = ""
         self._values: dict[str, float] | None = None  #: in MLflow; None if not known
         self._step, self._time_ms = 0, 0  #: of these values
 
     def ship(self, state: State, mlflow: MlflowRun) -> None:
         """Log the ledger if it is due. A run of which nothing was measured has none. Raises TrackingError."""
-        now, mark = time.monotonic(), (state.status, state.attempt)
+        now, mark = time.monotonic(), mark_of(state)
         if (now - self._logged_at < LEDGER_INTERVAL_S) if state.status == "running" else (mark == self._state):
             return
         try:
@@ -370,9 +368,9 @@ class LedgerMetrics:
             if not values.items() <= self._values.items():
                 step = max(last_step, self._step + 1)
                 time_ms = max(self._time_ms + 1, int(1000 * ledger.ended))
-                known, self._values = self._values, None  # also after a lost response
+                self._values = None  # if the response is lost
                 mlflow.log_points([Point(key, value, time_ms, step) for key, value in values.items()])
-                self._values, self._step, self._time_ms = known | values, step, time_ms
+                self._values, self._step, self._time_ms = values, step, time_ms
         self._state, self._logged_at = mark, now
 
 
@@ -544,11 +542,6 @@ REPORT_INTERVAL_S = 300.0
 COST_FACTOR = 100.0
 
 
-def report_mark(state: State) -> str:
-    """Return the text by which a report is known to be that of a state."""
-    return f"{state.status} {state.attempt}"
-
-
 class ReportWriter:
     """Writes the report of one run when it is due."""
 
@@ -567,7 +560,7 @@ class ReportWriter:
         Returns:
             Whether it was written.
         """
-        ended, mark = state.status in ENDED, report_mark(state)
+        ended, mark = state.status in ENDED, mark_of(state)
         if mark in (last, self._tried) and (not has_new_points if ended else time.monotonic() < self._next):
             return False
         self._tried, is_written = mark, False

@@ -77,9 +77,8 @@ class SentFacts(Sent):
     """A tag that a user changes in MLflow is not set back."""
     events: dict[str, int] = field(default_factory=dict)
     """Event file → bytes that are in MLflow."""
-    report: str = ""  #: state of the run in `report.html`
-    complete: str = ""
-    """Status and attempt at whose end MLflow had everything; empty before."""
+    report: str = ""  #: state of the run in `report.html` (`mark_of`)
+    complete: str = ""  #: ended state of which MLflow had everything (`mark_of`)
 
 
 @dataclass(kw_only=True)
@@ -164,19 +163,19 @@ class SentPoints(Sent):
         return step
 
 
-def completion_of(state: State) -> str:
-    """Return the value of `SentFacts.complete` for an ended run; empty for others."""
-    return f"{state.status} {state.attempt}" if state.status in ENDED else ""
+def mark_of(state: State) -> str:
+    """Return a text that differs between the starts and ends of a run."""
+    return f"{state.status} {state.attempt}"
 
 
 def is_complete(run: RunDir) -> bool:
     """Return whether MLflow has everything of an ended run, without a request. Raises RunFolderError and OSError."""
-    mark = completion_of(run.read_state())
-    if not mark:
-        return False
-    offsets = SentPoints.load(run.journal).offsets | SentFacts.load(run.journal).events
-    return SentFacts.load(run.journal).complete == mark and all(
-        path.stat().st_size <= offsets.get(path.name, 0) for path in run.journal.glob("*.jsonl")
+    state, facts = run.read_state(), SentFacts.load(run.journal)
+    offsets = SentPoints.load(run.journal).offsets | facts.events
+    return (
+        state.status in ENDED
+        and facts.complete == mark_of(state)
+        and all(path.stat().st_size <= offsets.get(path.name, 0) for path in run.journal.glob("*.jsonl"))
     )
 
 

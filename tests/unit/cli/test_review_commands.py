@@ -8,12 +8,10 @@ import io
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +31,8 @@ from hpcdist.run.records import NodeShare, Resources
 from hpcdist.run.sweeps import SweepDir
 from hpcdist.slurm import client
 from hpcdist.slurm.output import AccountedStart
-from hpcdist.tracking import ui
+from hpcdist.tracking import sync_runs, ui
+from hpcdist.tracking.shipper import SyncReport
 
 # --- `hpcdist cost`
 
@@ -324,13 +323,13 @@ def test_sync_uploads_runs_that_have_no_shipper(
 ) -> None:
     shipped: list[tuple[str, str]] = []
 
-    def ship(run: RunDir, uri: str) -> str:
+    def ship(run: RunDir, uri: str) -> SyncReport:
         if run.name == "down":
             raise TrackingError("the server does not answer")
         shipped.append((run.name, uri))
-        return "3 points shipped"
+        return SyncReport(num_points=3)
 
-    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipper", SimpleNamespace(sync=ship))
+    monkeypatch.setattr(sync_runs, "sync", ship)
     make("first")
     second = make("second", "tracking.uri=http://ada:s3cret@mlflow", "launch.env.API_KEY=s3cret")
     assert hpcdist("sync", "second").code == 0
@@ -338,10 +337,10 @@ def test_sync_uploads_runs_that_have_no_shipper(
     busy = make("third")
     uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
     with hold(busy):
-        assert hpcdist("sync", "first") == Result(0, "first: 3 points shipped\n", "")
+        assert hpcdist("sync", "first") == Result(0, "first: 3 points and 0 artifacts uploaded\n", "")
         result = hpcdist("sync")
     assert result.code == 2
-    assert result.out.splitlines()[0] == "first: 3 points shipped"
+    assert result.out.splitlines()[0] == "first: 3 points and 0 artifacts uploaded"
     assert result.out.splitlines()[1].startswith(f"third: its supervisor runs (process {os.getpid()} on ")
     assert result.out.splitlines()[2:] == ["3 runs: 1 uploaded, 1 failed, 1 running"]
     assert result.err == (
@@ -359,10 +358,10 @@ def test_sync_uploads_runs_that_have_no_shipper(
 def ship_all(monkeypatch: pytest.MonkeyPatch, *new: str) -> None:
     """Replace the upload: the runs in `new` have records that MLflow lacks."""
 
-    def ship(run: RunDir, uri: str) -> str:
-        return "3 points shipped" if run.name in new else "0 points and 0 artifacts uploaded"
+    def ship(run: RunDir, uri: str) -> SyncReport:
+        return SyncReport(num_points=3 if run.name in new else 0)
 
-    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipper", SimpleNamespace(sync=ship))
+    monkeypatch.setattr(sync_runs, "sync", ship)
 
 
 @pytest.mark.processes
@@ -372,7 +371,9 @@ def test_sync_of_all_runs_prints_news_and_a_summary(
     for name in ("first", "second", "third"):
         make(name, status="finished")
     ship_all(monkeypatch, "second")
-    assert hpcdist("sync") == Result(0, "second: 3 points shipped\n3 runs: 2 unchanged, 1 uploaded\n", "")
+    assert hpcdist("sync") == Result(
+        0, "second: 3 points and 0 artifacts uploaded\n3 runs: 2 unchanged, 1 uploaded\n", ""
+    )
     assert hpcdist("sync", "third").out == "third: 0 points and 0 artifacts uploaded\n", "named by the user"
 
 
@@ -407,7 +408,9 @@ def test_ui_uploads_and_starts_mlflow_which_prints_one_link(
     result = hpcdist("ui", "--port", str(port))
     (file,) = tmp_path.glob("state/hpcdist/ui/*.token")
     address = f"http://127.0.0.1:{port}"
-    starting = "first: 3 points shipped\nMLflow is starting, and prints its link then; Ctrl-C ends it\n"
+    starting = (
+        "first: 3 points and 0 artifacts uploaded\nMLflow is starting, and prints its link then; Ctrl-C ends it\n"
+    )
     assert result == Result(0, starting, "")
     listing = "#/experiments/7/runs?workflowType=machine_learning"
     overview = f"{listing}&viewStateShareKey=hpcdist-overview"
@@ -459,10 +462,10 @@ def test_ui_prints_the_link_to_an_existing_server(
 def test_ui_asks_a_server_that_does_not_answer_only_once(
     hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ship(run: RunDir, uri: str) -> str:
+    def ship(run: RunDir, uri: str) -> SyncReport:
         raise TrackingError("the server does not answer")
 
-    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipper", SimpleNamespace(sync=ship))
+    monkeypatch.setattr(sync_runs, "sync", ship)
     for name in ("first", "second"):
         make(name, status="finished")
     result = hpcdist("ui", "--tracking-uri", "http://mlflow")

@@ -18,8 +18,8 @@ from hpcdist.errors import TrackingError
 from hpcdist.review import report
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import delivery, mlflow_run
-from hpcdist.tracking.delivery import ReportWriter, report_mark
-from hpcdist.tracking.points import SentFiles
+from hpcdist.tracking.delivery import ReportWriter
+from hpcdist.tracking.points import SentFiles, mark_of
 
 
 def test_run_stays_in_a_renamed_experiment(scene: Scene) -> None:
@@ -261,7 +261,7 @@ def test_report_is_written_after_each_change_of_state(run: RunDir, written: list
     ReportScene.state_of(run, status="finished", attempt=2)
     assert [write_if_due(writer, run) for _ in range(3)] == [True, False, False]
     # Another process, such as `hpcdist sync`, does not write it again, unless records arrive after the end.
-    again, last = ReportWriter(run), report_mark(run.read_state())
+    again, last = ReportWriter(run), mark_of(run.read_state())
     assert not write_if_due(again, run, last)
     assert write_if_due(again, run, last, new=True)
     assert len(written) == 4
