@@ -16,8 +16,9 @@ from hpcdist.host.files import read_regular
 T = TypeVar("T")
 #: Limit of a config file that a user writes.
 MAX_BYTES = 1 << 20
-#: A few thousand levels overflow the stack of libyaml's recursive composer, which ends the interpreter.
-_MAX_DEPTH = 40
+#: Limit of a document, and of an override's key and value together. A few thousand levels overflow the stack of
+#: libyaml's recursive composer, which ends the interpreter.
+MAX_DEPTH = 40
 #: Python integers have no bounds, but those of JSON, NumPy, PyTorch and MLflow have.
 _MAX_INTEGER = 2**63 - 1
 #: The explicit tags that are allowed; others construct objects, or fail on values of another form.
@@ -108,8 +109,8 @@ def _load(text: str, loader: type[StrictLoader]) -> Any:
     for event in yaml.parse(text, Loader=_Loader):  # in contrast to yaml.load, it does not recurse
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         where = f"line {event.start_mark.line + 1 if event.start_mark else 1}"
-        if depth > _MAX_DEPTH:
-            raise ValueError(f"{where}: nested more than {_MAX_DEPTH} levels deep")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{where}: nested more than {MAX_DEPTH} levels deep")
         if getattr(event, "tag", None) not in _TAGS:
             raise ValueError(f"{where}: explicit tags are not supported: put a value that begins with '!' in quotes")
     return yaml.load(text, loader)  # noqa: S506  # a SafeLoader

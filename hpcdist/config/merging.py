@@ -13,7 +13,7 @@ from typing import Any
 
 from hpcdist.config.conversion import as_written, convert
 from hpcdist.config.describe import describe
-from hpcdist.config.document import first_line, parse_texts, unfit_values
+from hpcdist.config.document import MAX_DEPTH, first_line, parse_texts, unfit_values
 from hpcdist.config.redaction import REDACTED, is_secret_name, named_secrets
 from hpcdist.config.schema import Config, SecretTexts, find_trainer, to_tree, trainer_sections
 from hpcdist.config.tree import expand_short_forms, insert, leaves, parse_value
@@ -59,13 +59,22 @@ def _apply(overrides: Sequence[str], tree: dict[str, Any]) -> list[str]:
             name = re.split(r"[:\s]", text, maxsplit=1)[0]
             redacted = f"{name} {REDACTED}" if name != text and is_secret_name(name) else text
             problems.append(f"{shown(redacted)} is no override: write key=value, as in optim.lr=0.01")
-        elif not insert(tree, path := key.split("."), _override_value(path, raw)):
+        elif len(path := key.split(".")) > MAX_DEPTH or len(path) + _depth(_override_value(path, raw)) > MAX_DEPTH:
+            problems.append(f"{shown(key)}: nested more than {MAX_DEPTH} levels deep")
+        elif not insert(tree, path, _override_value(path, raw)):
             problems.append(f"{key}: a part of this path is a value already, not a section")
     given = {text.partition("=")[0] for text in overrides}
     if "cluster.nodes" in given and "cluster.min_nodes" not in given and isinstance(tree.get("cluster"), dict):
         # A new number or range of nodes replaces the old range: the config of a run folder contains both keys.
         tree["cluster"].pop("min_nodes", None)
     return [f"{COMMAND_LINE}{line}" for line in problems]
+
+
+def _depth(value: Any) -> int:
+    """Return the number of levels of nested containers."""
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)
 
 
 @functools.cache

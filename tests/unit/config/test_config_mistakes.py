@@ -560,6 +560,11 @@ def test_deep_and_recursive_documents_are_rejected(write: Write) -> None:
         (problem,) = problems(write(text))
         # libyaml has a limit of its own since PyYAML 6.0.4.
         assert problem == "line 1: nested more than 40 levels deep" or "maximum nesting depth" in problem
+    deep = "params" + ".a" * 19
+    for override in (f"params{'.a' * 4000}=1", f"{deep}={'[' * 21}{']' * 21}"):
+        (problem,) = problems(write(""), override)
+        assert problem.endswith("nested more than 40 levels deep")
+    load_config(write(""), [f"{deep}={'[' * 20}{']' * 20}"])
     (problem,) = problems(write("params: &a {b: *a}"))
     assert problem == "an alias contains itself"
 
