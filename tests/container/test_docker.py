@@ -11,6 +11,7 @@ import re
 import secrets
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from typing import Any, Literal
 
 import psutil
 import pytest
+import yaml
 from containers import (
     BASE,
     CHECKOUT,
@@ -33,6 +35,7 @@ from containers import (
 )
 from hpcdist_runs import wait_for
 
+import hpcdist
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.launcher import Guard
 
@@ -511,3 +514,124 @@ def test_server_and_database_restart_after_a_kill_and_keep_their_data(project: P
         wait_for(is_back, f"docker restarts {service}", timeout_s=600)
     path = "/api/2.0/mlflow/users/get?username=hpcdist"
     assert project.status(path, "admin", project.secret("admin_password")) == "200"
+
+
+# --- Tests of docker/compose.yaml as podman-compose reads it: ports, secrets and dependencies.
+
+
+SERVICES = ("db", "mlflow", "mlflow-users", "train", "train-cpu")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of docker/ after compose-init.sh."""
+    folder = tmp_path_factory.mktemp("compose")
+    shutil.copytree(CHECKOUT / "docker", folder / "docker", ignore=shutil.ignore_patterns("secrets", ".env"))
+    subprocess.run(["bash", folder / "docker" / "compose-init.sh"], check=True, capture_output=True, umask=0o022)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def services(checkout: Path) -> dict[str, Any]:
+    """Return the services with substituted variables."""
+    command = [sys.executable, "-m", "podman_compose", "--file", str(checkout / "docker" / "compose.yaml")]
+    profiles = ["--profile", "train", "--profile", "train-cpu"]
+    done = subprocess.run([*command, *profiles, "config"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = yaml.safe_load(done.stdout)["services"]
+    return found
+
+
+def test_all_services_are_defined(services: dict[str, Any]) -> None:
+    assert sorted(services) == sorted(SERVICES)
+
+
+def test_ports_are_published_on_this_machine_alone(services: dict[str, Any]) -> None:
+    published = [str(port) for service in services.values() for port in service.get("ports", [])]
+    assert published == ["127.0.0.1:5000:5000"]
+    assert not [name for name, service in services.items() if service.get("network_mode") == "host"]
+
+
+def test_secrets_are_private_files_and_not_in_the_configuration(services: dict[str, Any], checkout: Path) -> None:
+    files = {path.name: path for path in (checkout / "docker" / "secrets").iterdir()}
+    assert sorted(files) == ["admin_password", "db_password", "flask_key", "mlflow_credentials", "train_password"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files.values()} == {0o600}
+    assert len({path.read_text() for path in files.values()}) == 5
+    configuration = yaml.safe_dump(services)
+    assert not [path for path in files.values() if path.read_text() in configuration]
+    for name in ("mlflow", "mlflow-users", "train", "train-cpu"):
+        assert services[name]["user"] == f"{os.getuid()}:{os.getgid()}"
+
+
+def test_training_receives_the_password_of_its_user_alone(services: dict[str, Any], checkout: Path) -> None:
+    secrets = {path.name: path.read_text() for path in (checkout / "docker" / "secrets").iterdir()}
+    for name in ("train", "train-cpu"):
+        (secret,) = services[name]["secrets"]
+        assert (secret["source"], secret["target"]) == ("mlflow_credentials", "/home/hpcdist/.mlflow/credentials")
+        assert services[name]["depends_on"]["mlflow-users"]["condition"] == "service_completed_successfully"
+    assert secrets["mlflow_credentials"] == (
+        f"[mlflow]\nmlflow_tracking_username = hpcdist\nmlflow_tracking_password = {secrets['train_password']}\n"
+    )
+    assert services["mlflow-users"]["secrets"] == ["admin_password", "train_password"]
+    assert services["mlflow-users"]["depends_on"]["mlflow"]["condition"] == "service_healthy"
+
+
+def test_second_init_keeps_the_secrets(checkout: Path) -> None:
+    before = {path.name: path.read_text() for path in (checkout / "docker" / "secrets").iterdir()}
+    subprocess.run(["bash", checkout / "docker" / "compose-init.sh"], check=True, capture_output=True)
+    assert before == {path.name: path.read_text() for path in (checkout / "docker" / "secrets").iterdir()}
+
+
+def test_training_waits_for_a_healthy_server_and_has_time_to_save(services: dict[str, Any]) -> None:
+    assert services["mlflow"]["depends_on"]["db"]["condition"] == "service_healthy"
+    assert services["db"]["healthcheck"]["test"][1] == "pg_isready"
+    for name in ("train", "train-cpu"):
+        service = services[name]
+        assert service["depends_on"]["mlflow"]["condition"] == "service_healthy"
+        assert service["stop_grace_period"] == "3m"
+        assert service["ipc"] == "host"
+    (device,) = services["train"]["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", "all", ["gpu"])
+    assert "resources" not in (services["train-cpu"].get("deploy") or {})
+
+
+# --- Test of an image that `hpcdist image convert` writes for charliecloud.
+
+
+TINY = "localhost/hpcdist-tiny:test"
+
+
+@pytest.fixture
+def tiny(containers: Containers, tmp_path: Path) -> str:
+    """Return a small image with the labels of hpcdist."""
+    (tmp_path / "Dockerfile").write_text(
+        f"FROM {BASE}\n"
+        "LABEL org.opencontainers.image.title=hpcdist\n"
+        f"LABEL org.opencontainers.image.version={hpcdist.__version__}\n"
+        "ENV GREETING=hello\n"
+        "RUN mkdir /runs && echo inside > /marker\n"
+    )
+    options = ("--format", "docker", "--isolation", "chroot", "--network", "host")
+    containers.podman("build", *options, "--tag", TINY, str(tmp_path))
+    return TINY
+
+
+def test_converted_directory_runs_in_charliecloud(containers: Containers, tiny: str, tmp_path: Path) -> None:
+    if shutil.which("ch-run") is None:
+        assert os.environ.get("HPCDIST_REQUIRE_CONTAINERS") != "1", "charliecloud is not installed"
+        pytest.skip("charliecloud is not installed: run scripts/test_packages.sh")
+    command = ("image", "convert", tiny, "--to", "dir", "--into", str(tmp_path / "images"), "--engine", "podman")
+    done = containers.hpcdist(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = Path(done.stdout.strip())
+    digest = containers.inspect(tiny)["Id"]
+    assert folder.name == f"hpcdist-{hpcdist.__version__}-{digest[:12]}"
+    assert last_lines(containers.hpcdist(*command, cwd=tmp_path)) == [f"{folder} exists already"]
+
+    (tmp_path / "runs").mkdir()
+    ch_run = ["ch-run", "--set-env", f"--bind={tmp_path}/runs:/runs", str(folder), "--"]
+    script = "cat /marker; echo $GREETING > /runs/greeting"
+    env = {**os.environ, "USER": "ada"}
+    done = subprocess.run([*ch_run, "sh", "-c", script], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "inside\n"), done.stderr
+    assert (tmp_path / "runs" / "greeting").read_text() == "hello\n"

@@ -8,19 +8,19 @@ import os
 import re
 import sqlite3
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from containers import BASE, CHECKOUT, UNKNOWN_UID, Containers, last_lines, runs_of_other_users
+import runtime_cases
+import small_image
+from containers import BASE, CHECKOUT, RUNTIMES, UNKNOWN_UID, Containers, last_lines, runs_of_other_users
 from hpcdist_runs import wait_for
 
 import hpcdist
 from hpcdist.host.files import read_json
 from hpcdist.run.folder import RunDir
 
-#: The first test that needs an image builds it.
-pytestmark = pytest.mark.timeout(1200)
 BuildImage = Callable[[str], str]
 #: The flags of the README's command that need neither a GPU nor the permission to raise limits.
 FLAGS = ("--ipc=host", "--user", f"{UNKNOWN_UID}:{UNKNOWN_UID}")
@@ -38,6 +38,7 @@ def weights_hash(run: RunDir) -> str:
     return f"{newest.name} {hashlib.sha256((newest / 'model.pt').read_bytes()).hexdigest()}"
 
 
+@pytest.mark.timeout(1200)
 def test_image_check_passes(containers: Containers, image: BuildImage, tmp_path: Path) -> None:
     done = containers.hpcdist("image", "check", image("default"), "--engine", "podman", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -52,6 +53,7 @@ def test_image_check_passes(containers: Containers, image: BuildImage, tmp_path:
     assert found["digest"] == f"sha256:{containers.inspect(image('default'))['Id']}"
 
 
+@pytest.mark.timeout(1200)
 def test_image_has_labels_and_an_unprivileged_user(containers: Containers, image: BuildImage) -> None:
     config = containers.inspect(image("default"))["Config"]
     labels = {key.removeprefix("org.opencontainers.image."): value for key, value in config["Labels"].items()}
@@ -64,6 +66,7 @@ def test_image_has_labels_and_an_unprivileged_user(containers: Containers, image
     assert config["User"] == "1000:1000"
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("target", "package"), [("default", "torch"), pytest.param("mlflow", "mlflow", marks=pytest.mark.slow)]
 )
@@ -90,6 +93,7 @@ def test_bill_of_materials_lists_all_installed_packages(
     assert opt == ["hpcdist" if target == "default" else "mlflow"], "the image does not contain the tools"
 
 
+@pytest.mark.timeout(1200)
 def test_run_in_podman_trains_and_records_the_image_digest(
     containers: Containers, image: BuildImage, tmp_path: Path
 ) -> None:
@@ -113,6 +117,7 @@ def test_run_in_podman_trains_and_records_the_image_digest(
     assert tags["hpcdist.image_base"] == f"sha256:{containers.inspect(BASE)['Id']}"
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.slow
 def test_restarted_container_resumes_the_stopped_run(
     containers: Containers, image: BuildImage, runs: Path, tmp_path: Path
@@ -155,6 +160,7 @@ def started(containers: Containers, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.timeout(1200)
 def test_folder_without_write_permission_is_an_error_with_the_fix(
     containers: Containers, image: BuildImage, tmp_path: Path
 ) -> None:
@@ -167,6 +173,7 @@ def test_folder_without_write_permission_is_an_error_with_the_fix(
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.faults
 def test_default_image_supports_torch_compile(containers: Containers, image: BuildImage, runs: Path) -> None:
     command = (*TRAIN, "model.compile=true", "stop.max_steps=2", "launch.num_ranks=1")
@@ -174,6 +181,7 @@ def test_default_image_supports_torch_compile(containers: Containers, image: Bui
     assert "finished: trained 2 steps" in done
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.slow
 def test_slim_image_refuses_torch_compile(containers: Containers, image: BuildImage, runs: Path) -> None:
     command = (*TRAIN, "model.compile=true", "stop.max_steps=3")
@@ -187,6 +195,7 @@ def test_slim_image_refuses_torch_compile(containers: Containers, image: BuildIm
     assert list(runs.iterdir()) == []
 
 
+@pytest.mark.timeout(1200)
 def test_other_and_missing_images_are_refused(containers: Containers, image: BuildImage, tmp_path: Path) -> None:
     image("default")
     for name, error in {
@@ -221,6 +230,7 @@ FORBIDDEN = re.compile(
 SMALL = 2**20
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "target", ["default", *(pytest.param(target, marks=pytest.mark.slow) for target in ("slim", "mlflow"))]
 )
@@ -244,3 +254,76 @@ def test_layers_contain_no_secrets_caches_or_git_folders(
     assert num_files > 1000
     metadata = json.dumps(containers.inspect(name)) + containers.podman("history", "--no-trunc", name)
     assert containers.canary not in metadata
+
+
+# --- Tests of `hpcdist image convert` with the real enroot and apptainer, which start what was written.
+
+
+TAG = f"{small_image.NAME}-converted"
+#: Start a command in each format, with the checkout and its packages mounted, as in the matrix of runtimes.
+STARTS: dict[str, Sequence[str]] = {
+    "sif": ("apptainer", "exec", "--no-home", *small_image.mount_flags("apptainer"), "IMAGE"),
+    "sqsh": ("enroot", "start", *small_image.mount_flags("enroot"), "IMAGE"),
+    "dir": ("ch-run", "--set-env", *small_image.mount_flags("charliecloud"), "IMAGE", "--"),
+}
+CASES = {"sif": "apptainer-sif", "sqsh": "enroot-sqsh", "dir": "charliecloud"}
+
+
+@pytest.fixture(scope="module")
+def labelled(containers: Containers) -> Iterator[str]:
+    """An image that names hpcdist's version and sets a variable, as `hpcdist image build` makes it."""
+    image = small_image.build(containers)
+    text = f"""
+        FROM {image.name}
+        LABEL org.opencontainers.image.title=hpcdist
+        LABEL org.opencontainers.image.version={hpcdist.__version__}
+        ENV OF_IMAGE=here
+        CMD ["true"]
+    """  # enroot does not import an image without a command
+    command = ["podman", "build", "--isolation=chroot", f"--tag={TAG}", "-"]
+    subprocess.run(command, env=containers.env, input=text, capture_output=True, text=True, check=True)
+    yield TAG
+    containers.podman("image", "rm", TAG)
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """All runtimes on PATH; returns the folder of their temporary files."""
+    bins = ":".join(str(RUNTIMES / name / "bin") for name in ("apptainer", "enroot"))
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    for name, value in {
+        "PATH": f"{bins}:{os.environ['PATH']}",
+        "TMPDIR": str(folder),
+        **runtime_cases.apptainer_env(),
+        **{f"ENROOT_{part}_PATH": str(tmp_path / "enroot") for part in ("DATA", "RUNTIME", "CACHE")},
+        "ENROOT_LOGIN_SHELL": "no",
+        "USER": "root",  # ch-run does not start without it
+    }.items():
+        monkeypatch.setenv(name, value)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("form", CASES)
+def test_converted_image_starts(form: str, containers: Containers, labelled: str, tools: Path, tmp_path: Path) -> None:
+    if (reason := small_image.mismatch() or runtime_cases.missing_program(CASES[form])) is not None:
+        pytest.skip(reason)
+    command = ("image", "convert", labelled, "--engine", "podman", "--to", form, "--into", "images")
+    done = containers.hpcdist(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    stem = f"hpcdist-{hpcdist.__version__}-{containers.inspect(labelled)['Id'][:12]}"
+    name = stem if form == "dir" else f"{stem}.{form}"
+    assert done.stdout == f"images/{name}\n"
+    again = containers.hpcdist(*command, cwd=tmp_path)
+    assert again.stdout == f"images/{name} exists already\n", again.stderr
+
+    start = [str(tmp_path / "images" / name) if word == "IMAGE" else word for word in STARTS[form]]
+    code = "import os, hpcdist, torch; print(hpcdist.__version__, os.environ['OF_IMAGE'])"
+    ran = subprocess.run([*start, "python3", "-c", code], capture_output=True, text=True, check=False)
+    assert ran.stdout == f"{hpcdist.__version__} here\n", ran.stderr
+
+    assert {path.name for path in (tmp_path / "images").iterdir()} == {name, f".{name}.lock"}
+    assert list(tools.iterdir()) == []
+    assert containers.podman("ps", "--all", "--quiet", f"--filter=ancestor={labelled}") == ""

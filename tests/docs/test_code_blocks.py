@@ -1,7 +1,7 @@
 """The code blocks of README, tutorials and how-to guides work.
 
 The commands of a console block marked `test` are executed in a temporary folder with the `file=NAME` blocks of the
-page. `tests/slurm/test_tutorial.py` executes the blocks that are also marked `slurm`.
+page. `tests/slurm/test_submit.py` executes the blocks that are also marked `slurm`.
 """
 
 from __future__ import annotations

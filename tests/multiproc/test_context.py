@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,9 @@ import torch
 from context_scene import SINGLE_RANK, new_run, open_context
 from hpcdist_runs import assert_states_equal
 from spawn import Rank, spawn_ranks
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
+from torch.distributed import HashStore, PrefixStore
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -25,11 +29,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from hpcdist.checkpoint.state import load_weights
-from hpcdist.config.launch_schema import CheckpointConfig, LaunchConfig
+from hpcdist.checkpoint.state import Shard, ShardExchange, load_weights, merge
+from hpcdist.config.launch_schema import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.config.schema import Config, DataConfig, ElasticConfig
 from hpcdist.errors import CheckpointError, ConfigError
+from hpcdist.host.files import read_json
+from hpcdist.rank.context import Context
 from hpcdist.rank.processes import StopFlag
+from hpcdist.rank.step_timing import Totals
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
 
@@ -344,3 +351,225 @@ def test_context_has_role_of_each_rank(tmp_path: Path) -> None:
         ("observer", 0, "observer:0", [1, 2], "observer:1"),
         ("observer", 1, "observer:1", [1, 2], "observer:1"),
     ]
+
+
+# --- Checkpoints of a model that several ranks own: each rank writes its shard, one process reads the whole model.
+
+
+TABLE = torch.arange(10.0).view(5, 2)
+
+
+def shard_of(rank: int, scale: float = 1.0) -> Shard:
+    """Return the shard of a rank: ranks 1 and 2 own rows of a table, rank 2 also a bias, rank 0 no parameters."""
+    if rank == 0:
+        return Shard()
+    rows = slice(0, 3) if rank == 1 else slice(3, 5)
+    model = {"table.weight": scale * TABLE[rows]} | ({"bias": torch.full((2,), scale)} if rank == 2 else {})
+    return Shard(model=model, rows={"table.weight": (rows.start, 5)}, trainer={"rank": rank, "scale": scale})
+
+
+def save_twice(here: Rank, path: Path) -> None:
+    with open_context(here, RunDir(path), Config()) as ctx:
+        assert ctx.restore() is None
+        for step, scale in ((1, 1.0), (2, 3.0)):
+            shard = shard_of(here.rank, scale)
+            torch.manual_seed(0)
+            ctx.save(step, model=nn.Linear(2, 2) if ctx.is_main else None, trainer={"at": step}, shard=shard)
+            for tensor in shard.model.values():
+                tensor.fill_(-1)  # changes after the save must not be in the checkpoint
+        ctx.save(2, model=None, trainer={"at": 2}, shard=shard_of(here.rank), metrics={"eval/loss": 1.0})
+        ctx.close()
+
+
+def restore(here: Rank, path: Path) -> Any:
+    with open_context(here, RunDir(path), Config()) as ctx:
+        found = ctx.restore()
+        assert found is not None
+        return found.trainer, [found.shard(rank) for rank in range(3)], set(found.model)
+
+
+def test_owners_write_shards_and_one_process_reads_the_whole_model(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    spawn_ranks(save_twice, 3, path=run.path)
+    whole = load_weights(run.checkpoints / "step-00000002")
+    assert set(whole) == {"weight", "table.weight", "bias"}
+    assert torch.equal(whole["table.weight"], 3 * TABLE)
+    assert torch.equal(whole["bias"], torch.full((2,), 3.0))
+    assert torch.equal(load_weights(run.checkpoints / "step-00000001")["table.weight"], TABLE)
+    assert [path.name for path in run.checkpoints.iterdir() if path.name.startswith(".")] == []
+    for trainer, shards, own in spawn_ranks(restore, 3, path=run.path):
+        assert trainer == {"at": 2}
+        assert shards[0] is None
+        assert [shard["trainer"] for shard in shards[1:]] == [{"rank": 1, "scale": 3.0}, {"rank": 2, "scale": 3.0}]
+        assert own == {"weight", "bias"}
+
+    # A checkpoint with a damaged shard is invalid.
+    (run.checkpoints / "step-00000002" / "shard-00001.pt").write_bytes(b"")
+    assert spawn_ranks(restore, 3, path=run.path)[0][0] == {"at": 1}
+
+
+def fail_to_write(here: Rank, path: Path) -> str:
+    with open_context(here, RunDir(path), Config()) as ctx:
+        if here.rank == 2:  # a folder with the name of the shard
+            (ctx._checkpoints.store.staging(1, ctx.attempt.number) / "shard-00002.pt").mkdir(parents=True)
+        ctx.barrier()
+        ctx.save(1, model=None, trainer={}, shard=shard_of(here.rank))
+        try:
+            ctx.close()
+        except CheckpointError as error:
+            return str(error)
+    return "closed"
+
+
+def test_shard_that_cannot_be_written_leaves_no_checkpoint(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    main, other, failed = spawn_ranks(fail_to_write, 3, path=run.path)
+    assert other == "closed"
+    assert failed.startswith("rank 2 could not write its shard of step 1: Is a directory")
+    assert failed in main
+    assert list(run.checkpoints.iterdir()) == []
+
+
+def test_merge_refuses_missing_rows() -> None:
+    first, second = (shard_of(rank).content() for rank in (1, 2))
+    assert torch.equal(merge([second, first], "x")["table.weight"], TABLE)
+    with pytest.raises(CheckpointError, match=r"x: rows of table.weight are missing after row 3 of 5"):
+        merge([first], "x")
+    with pytest.raises(CheckpointError, match=r"missing after row 0 of 5"):
+        merge([second], "x")
+
+
+def test_damaged_shards_and_reports_are_refused(tmp_path: Path) -> None:
+    for damage in ({"model": 7}, {"rows": {"table.weight": 3}}, {"rows": {"table.weight": [0]}}):
+        with pytest.raises(CheckpointError, match=r"x: a shard is damaged \(\w+Error: "):
+            merge([shard_of(1).content() | damage], "x")
+    store = HashStore()
+    exchange = ShardExchange(store, rank=0, attempt=1)
+    for report in ("[" * 100_000, "[]", '{"bytes": 1e999, "sha256": ""}', '{"bytes": 3}'):
+        PrefixStore("shards/1", store).set("5/2", report)
+        with pytest.raises(CheckpointError, match="rank 2 reported its shard of step 5 as b"):
+            exchange.collect(5, [2], tmp_path / "staging", tmp_path)
+
+
+# --- Step timing of real ranks, of which one has a slow forward pass and one slow data loading.
+
+
+SLOW_S = 0.1
+NUM_STEPS = 12
+LOG_EVERY = 4
+
+
+class SlowNetwork(nn.Module):
+    """A small network with buffers and an artificial delay in the forward pass."""
+
+    def __init__(self, forward_s: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+        self.layers[0].weight.requires_grad_(False)
+        self.forward_s = forward_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.forward_s)
+        y: Tensor = self.layers(x)
+        return y
+
+
+def train(ctx: Context, first: int, *, compute_s: float = 0.0, data_s: float = 0.0, accumulate: int = 1) -> Totals:
+    """Train a few steps; return the totals of all steps but the first."""
+    model = ctx.wrap(SlowNetwork(compute_s))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    before = Totals()
+    for step in range(first, first + NUM_STEPS + 1):
+        for number in range(accumulate):
+            time.sleep(data_s)  # data loading
+            with nullcontext() if number == accumulate - 1 else model.no_sync():
+                model(torch.ones(4, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ctx.should_stop(step)
+        if step == first:
+            before = ctx.timer.totals
+        if step % 5 == 0:  # an evaluation, with the wrapped model, and a checkpoint
+            model.eval()
+            model(torch.ones(4, 4))
+            model.train()
+            ctx.save(step, model=model, trainer={})
+    return Totals(*(after - then for after, then in zip(ctx.timer.totals, before, strict=True)))
+
+
+def timed_totals(here: Rank) -> dict[str, Any]:
+    config = Config(tracking=TrackingConfig(uri="", log_every_steps=LOG_EVERY))
+    run = new_run(here.folder) if here.rank == 0 else RunDir(here.folder / "runs" / "exp" / "first")
+    with open_context(here, run, config) as ctx:
+        found = {
+            "apart": train(ctx, 1, compute_s=SLOW_S * (here.rank == 1), data_s=SLOW_S * (here.rank == 2)),
+            # All ranks wait for the buffers of rank 0 before the forward pass.
+            "first": train(ctx, 21, data_s=SLOW_S * (here.rank == 0)),
+            "accumulated": train(ctx, 41, data_s=SLOW_S * (here.rank == 2), accumulate=3),
+        }
+        ctx.close()
+        journal, beat = run.journal / f"attempt-001.rank-{here.rank:05d}.jsonl", read_json(ctx.attempt.beat(here.rank))
+    lines = journal.read_text().splitlines()[1:] if journal.exists() else []  # the first line has the format
+    return {**found, "journal": [json.loads(line) for line in lines], "beat": beat}
+
+
+def test_slow_compute_and_slow_data_are_attributed_to_the_slow_rank(tmp_path: Path) -> None:
+    ranks = spawn_ranks(timed_totals, num_ranks=3)
+    num_timed = NUM_STEPS - 2  # steps after an evaluation are not counted
+
+    apart = [found["apart"] for found in ranks]
+    assert [totals.own_steps for totals in apart] == [num_timed] * 3
+    assert min(totals.step_s for totals in apart) >= num_timed * SLOW_S, "all ranks are as slow as the slowest"
+    assert apart[1].compute_s >= num_timed * SLOW_S > max(apart[0].compute_s, apart[2].compute_s)
+    assert apart[2].data_s >= num_timed * SLOW_S > max(apart[0].data_s, apart[1].data_s)
+
+    first = [found["first"] for found in ranks]
+    assert first[0].data_s >= num_timed * SLOW_S > max(first[1].data_s, first[2].data_s)
+    assert max(totals.compute_s for totals in first) < num_timed * SLOW_S, "waiting for buffers is not compute time"
+
+    accumulated = [found["accumulated"] for found in ranks]
+    assert accumulated[2].data_s >= 3 * num_timed * SLOW_S > accumulated[0].data_s
+
+    points = [line for line in ranks[0]["journal"] if "time/step_s" in line["m"]]
+    assert [line["s"] for line in points[:3]] == [4, 8, 12]
+    assert all(set(line["m"]) == {"time/step_s", "time/data_s", "time/compute_s"} for line in points)
+    assert all("time/step_s" not in line["m"] for found in ranks[1:] for line in found["journal"]), "one rank per node"
+    timing = ranks[2]["beat"]["timing"]
+    assert timing["own_steps"] >= 3 * num_timed
+    assert timing["data_s"] >= 4 * num_timed * SLOW_S
+
+
+def compiled_and_copied(here: Rank) -> dict[str, Any]:
+    """Return the number of timed steps of compiled models, and the output and timer of a copied model."""
+    run = new_run(here.folder)
+    with open_context(here, run, Config(tracking=TrackingConfig(uri=""))) as ctx:
+
+        def own_steps(model: nn.Module) -> int:
+            before = ctx.timer.totals.own_steps
+            for step in range(4):
+                model(torch.ones(4, 4)).sum().backward()
+                ctx.should_stop(step + 1)
+            return ctx.timer.totals.own_steps - before
+
+        module = SlowNetwork(0.0)
+        module.layers.compile(backend="eager")
+        wrapped = ctx.wrap(SlowNetwork(0.0), static_graph=True)
+        found = {
+            "plain": own_steps(wrapped),
+            "compiled inside": own_steps(ctx.wrap(module)),
+            "compiled outside": own_steps(torch.compile(ctx.wrap(SlowNetwork(0.0)), backend="eager")),  # type: ignore[arg-type]
+        }
+        copied = copy.deepcopy(wrapped)
+        with torch.no_grad():
+            copied.module.layers[3].weight.zero_()
+            copied.module.layers[3].bias.fill_(7.0)
+        copied.eval()
+        found["copy"] = (copied(torch.ones(1, 4)).tolist(), copied._timer)
+        ctx.close()
+    return found
+
+
+def test_compiled_models_are_timed_and_copies_are_not() -> None:
+    (found,) = spawn_ranks(compiled_and_copied, num_ranks=1)
+    assert found["copy"] == ([[7.0, 7.0]], None)
+    assert (found["plain"], found["compiled inside"], found["compiled outside"]) == (3, 4, 4)

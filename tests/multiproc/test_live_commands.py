@@ -5,21 +5,32 @@ from __future__ import annotations
 import base64
 import configparser
 import gzip
+import itertools
 import json
 import os
+import re
+import signal
 import subprocess
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hpcdist_runs import HPCDIST, Runs, finish, unused_port, wait_for
+import torch
+import torch.distributed as dist
+from hpcdist_runs import HPCDIST, Runs, assert_equals_control, finish, unused_port, wait_for
+from spawn import Rank, spawn_ranks
 
 from hpcdist.host.files import read_json
+from hpcdist.rank.processes import StopFlag
+from hpcdist.rank.stopping import REQUEST_INTERVAL_S, StopAgreement
+from hpcdist.run.commands import RequestReader
+from hpcdist.run.folder import Attempt
 
 COMMANDS = "tracking.commands=[stop,save,profile]"
 #: Limit of each wait: on a loaded machine, a pass of the shipper takes minutes.
@@ -194,3 +205,254 @@ def test_commands_need_edit_permission_on_a_server(server: tuple[Path, str], run
             "GET", f"2.0/mlflow/artifacts/list?run_id={run_id}&path={os.path.dirname(trace).removeprefix('artifacts/')}"
         )
         assert [Path(item["path"]).name for item in artifacts["files"]] == [Path(trace).name]
+
+
+# --- StopAgreement: all ranks stop at the same step, whichever rank gets the request; with a dead peer, no rank saves.
+
+
+REQUEST_AT = 6
+MAX_STEPS = 200_000
+
+
+def train_until_stopped(stop: StopAgreement, act: Callable[[int], None], *, pace: int = 1) -> int | None:
+    """Step until the ranks agree to stop. Returns the number of steps, or None if they do not agree in time."""
+    weights = torch.rand(40, 40)
+    until = time.monotonic() + 30
+    for step in range(1, MAX_STEPS):
+        for _ in range(pace):
+            weights = torch.tanh(weights @ weights)
+        act(step)
+        if stop.at_boundary(step):
+            assert stop.agreed
+            assert stop.at_boundary(step), "an agreed stop is not revoked"
+            return step
+        if time.monotonic() > until:
+            return None
+    return None
+
+
+def _installed() -> StopFlag:
+    flag = StopFlag()
+    flag.install()
+    return flag
+
+
+def stop_scenarios(here: Rank) -> dict[str, int | None]:
+    """Return the step at which this rank stopped in each scenario."""
+    group = dist.new_group(backend="gloo")
+    (here.folder / "001").mkdir(exist_ok=True)
+    (here.folder / "002").mkdir(exist_ok=True)
+    no_request, attempt = Attempt(here.folder / "001"), Attempt(here.folder / "002")
+    stopped: dict[str, int | None] = {}
+
+    def scenario(name: str, flag: StopFlag, attempt: Attempt, act: Callable[[int], None]) -> None:
+        dist.barrier()  # scenarios begin together; the ranks have different step times
+        stop = StopAgreement(group, flag, RequestReader(attempt) if here.rank == 0 else None)
+        stopped[name] = train_until_stopped(stop, act, pace=1 + here.rank)
+        stop.close()
+
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        for target in range(here.world_size):
+
+            def send(step: int, number: int = number, target: int = target) -> None:
+                if step == REQUEST_AT and here.rank == target:
+                    os.kill(os.getpid(), number)
+
+            scenario(f"{signal.Signals(number).name} to rank {target}", _installed(), no_request, send)
+
+    def write_request(step: int) -> None:
+        if step == REQUEST_AT and here.rank == 1:  # rank 0 reads the request
+            attempt.request.write_text("{}")
+
+    scenario("request", _installed(), attempt, write_request)
+
+    early = _installed()
+    if here.rank == here.world_size - 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    scenario("flag set before the first step", early, no_request, lambda _: None)
+    return stopped
+
+
+def test_all_ranks_stop_at_the_same_step() -> None:
+    by_rank = spawn_ranks(stop_scenarios, 3)
+    assert len(by_rank[0]) == 8
+    for name, step in by_rank[0].items():
+        assert step is not None, f"{name}: no agreement"
+        assert [other[name] for other in by_rank] == [step] * 3, name
+    first = by_rank[0].pop("flag set before the first step")
+    assert first == 2, "the first exchange"
+    assert all(step > REQUEST_AT for step in by_rank[0].values())
+
+
+def peer_dies(here: Rank) -> tuple[str, bool]:
+    """Return the error of a surviving rank, and whether it would have saved."""
+    group = dist.new_group(backend="gloo")
+    flag = _installed()
+
+    def act(step: int) -> None:
+        if step == REQUEST_AT:
+            # As with `srun --kill-on-bad-exit`: one rank has died, and the others get SIGTERM.
+            os.kill(os.getpid(), signal.SIGKILL if here.rank == 2 else signal.SIGTERM)
+
+    stop = StopAgreement(group, flag, None)
+    saved = False
+    try:
+        train_until_stopped(stop, act)
+        saved = True
+    except RuntimeError as error:
+        assert not stop.agreed
+        return str(error), saved
+    return "", saved
+
+
+def test_no_rank_saves_after_the_death_of_a_peer() -> None:
+    *survivors, dead = spawn_ranks(peer_dies, 3, killed=[2])
+    assert dead is None
+    for message, saved in survivors:
+        assert not saved
+        assert "Connection" in message or "closed" in message
+
+
+def test_single_rank_stops_without_communication(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    (folder := tmp_path / "001").mkdir()
+    flag, attempt = StopFlag(), Attempt(folder)
+
+    def boundaries(stop: StopAgreement, num: int) -> list[bool]:
+        answers = []
+        for _ in range(num):
+            clock[0] += REQUEST_INTERVAL_S  # a slow step, so that each boundary checks the request
+            answers.append(stop.at_boundary(1))
+        return answers
+
+    stop = StopAgreement(None, flag, RequestReader(attempt))
+    assert boundaries(stop, 3) == [False] * 3
+    attempt.request.write_text("{}")
+    assert boundaries(stop, 2) == [True] * 2
+    attempt.request.unlink()
+    stop = StopAgreement(None, flag, RequestReader(attempt))
+    assert boundaries(stop, 2) == [False] * 2
+    flag.is_set = True
+    assert boundaries(stop, 2) == [True] * 2
+    stop.close()
+
+
+def test_request_is_checked_at_most_once_per_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    checks: list[float] = []
+    monkeypatch.setattr(Path, "exists", lambda self: checks.append(clock[0]))
+    stop = StopAgreement(None, StopFlag(), RequestReader(Attempt(tmp_path / "001")))
+    for _ in range(10_000):
+        clock[0] += 0.001
+        stop.at_boundary(1)
+    times = sorted(set(checks))
+    assert 9 <= len(times) <= 10
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert min(gaps) >= REQUEST_INTERVAL_S - 1e-9
+
+
+# --- `hpcdist rerun` with real ranks: a run repeated from its folder, and one of which only MLflow and git are left.
+
+
+#: A step in the second epoch; log steps are even.
+PAUSE_STEP = 50
+NEW_NAME = re.compile(r"repeats \S+ .* as (\S+)/(\S+)")
+
+
+def name_in(output: str) -> str:
+    found = NEW_NAME.search(output)
+    assert found is not None, output
+    return found[2]
+
+
+@pytest.fixture(scope="module")
+def repeated(runs: Runs, control_run: str) -> tuple[str, str]:
+    """The name of a rerun of the first steps, and the output of the command."""
+    code, output = runs.command("rerun", runs.mlflow_id(control_run), "--steps", str(PAUSE_STEP))
+    assert code == 0, output
+    return name_in(output), output
+
+
+def test_a_rerun_of_some_steps_repeats_the_values(runs: Runs, control_run: str, repeated: tuple[str, str]) -> None:
+    original = runs.mlflow_id(control_run)
+    name, output = repeated
+    assert f"stopped: everything saved (stop.pause_at_step={PAUSE_STEP})" in output
+    # Three training metrics and the samples at every second step, two of the evaluation after the first epoch.
+    assert output.splitlines()[-1] == f"no value differs: {4 * PAUSE_STEP // 2 + 2} values of 6 metrics at 26 steps"
+    assert runs.run_dir(name).read_state().status == "stopped"
+    assert runs.checkpoint_steps(name)[-1] == PAUSE_STEP
+    tags = runs.tags(name)
+    assert tags["hpcdist.rerun_of"] == original
+    assert f"**Repeats** &ensp;| {control_run} (MLflow run {original})" in tags["mlflow.note.content"]
+    assert "**Values** &ensp;| no value differs: " in tags["mlflow.note.content"]
+
+
+@pytest.mark.slow
+def test_a_rerun_of_some_steps_continues_as_the_original(
+    runs: Runs, control_run: str, repeated: tuple[str, str]
+) -> None:
+    """The schedule is that of the whole run, so the paused one ends with the same weights."""
+    name, _ = repeated
+    code, output = runs.command("resume", name, "stop.pause_at_step=null")
+    assert code == 0, output
+    assert_equals_control(runs, name, control_run)
+    code, output = runs.command("rerun", name, "--compare")
+    assert (code, output.splitlines()[-1].partition(":")[0]) == (0, "no value differs"), output
+
+
+@pytest.mark.faults
+def test_a_run_is_repeated_from_mlflow_and_git_after_its_folder_is_gone(runs: Runs, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "walk.py").write_text(
+        "import torch\nfrom factor import FACTOR\n"
+        "def train(ctx, cfg):\n"
+        "    ctx.restore()\n"
+        "    x = 0.0\n"
+        "    for step in range(1, 21):\n"
+        "        x += FACTOR * float(torch.rand(()))\n"
+        "        ctx.log({'train/x': x}, step)\n"
+        "        if ctx.should_stop(step, 20):\n"
+        "            ctx.save(step, model=torch.nn.Linear(1, 1), trainer={})\n"
+        "            return\n"
+        "    ctx.end_reason = 'walked'\n"
+    )
+    (project / "factor.py").write_text("FACTOR = 1.0\n")
+
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=ada", "-c", "user.email=ada@example.org"]
+        subprocess.run(["git", *identity, *arguments], cwd=project, check=True)
+
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    (project / "factor.py").write_text("FACTOR = 2.0\n")
+    (project / "notes.txt").write_text("not in git\n")
+    runs.project, before = project, runs.project
+    try:
+        overrides = ["trainer=walk:train", f"experiment={runs.experiment}", "launch.num_ranks=1"]
+        code, output = runs.command("run", *runs.config("walk", *overrides, export=True))
+        assert code == 0, output
+        run_id = runs.mlflow_id("walk")
+        runs.run_dir("walk").path.rename(tmp_path / "gone")
+        git("commit", "--quiet", "--all", "-m", "second")
+        (project / "factor.py").write_text("FACTOR = 3.0\n")
+        store = f"sqlite:///{runs.database}"
+
+        code, output = runs.command("rerun", run_id, "--tracking-uri", store, "--yes")
+        assert code == 0, output
+        assert "not restored: files that were not in git: notes.txt" in output
+        assert output.splitlines()[-1] == "no value differs: 20 values of 1 metrics at 20 steps"
+        name = name_in(output)
+        assert (runs.run_dir(name).code / "factor.py").read_text() == "FACTOR = 2.0\n"
+        assert (project / "factor.py").read_text() == "FACTOR = 3.0\n"
+
+        code, output = runs.command(
+            "rerun", run_id, "--tracking-uri", store, "--yes", "--with-current-code", "--steps", "3"
+        )
+        assert code == 1, output
+        assert output.splitlines()[-1].startswith("the first difference is at step 1: train/x was ")
+    finally:
+        runs.project = before

@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import resource
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import zmq
+from attacker import as_other_user
 from hpcdist_runs import unused_port
 from spawn import Rank, rank_env, spawn_ranks
+from torch.distributed import DistStoreError, FileStore, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import Topology
 from hpcdist.config.written import to_yaml
-from hpcdist.errors import RendezvousError
-from hpcdist.rank.process_group import deadline, open_store, process_groups
+from hpcdist.errors import HpcdistError, RendezvousError
+from hpcdist.rank import process_group
+from hpcdist.rank.process_group import (
+    _AdmittingGloo,
+    deadline,
+    guard_gloo,
+    open_store,
+    process_groups,
+    refuse_strangers,
+)
+from hpcdist.rank.rendezvous_store import SOCKET_NAME, CurveKeys, Meeting, RendezvousStore
+from hpcdist.rank.rpc_torch import _SignedPickler
 from hpcdist.run.folder import RunDir
 
 CPU = torch.device("cpu")
@@ -201,3 +222,282 @@ def _expired() -> None:
 
 def test_both_groups_reduce_over_all_ranks() -> None:
     assert spawn_ranks(rendezvous_twice, 2, ports=[unused_port() for _ in range(3)]) == [[3.0] * 4] * 2
+
+
+# --- The store, signed RPC messages, and the comparison of gloo's connections; SECURITY.md has the table.
+
+
+STORE_KEY, OTHER = bytes(32), bytes([1] * 32)
+HERE = "127.0.0.1"
+
+
+def store_at(folder: Path, port: int, *, rank: int, num_nodes: int) -> Store:
+    topology = Topology(
+        rank=rank,
+        world_size=2,
+        local_rank=rank % (2 // num_nodes),
+        local_world_size=2 // num_nodes,
+        node_rank=rank // (2 // num_nodes),
+        num_nodes=num_nodes,
+        master_addr=HERE,
+        master_port=port,
+        launcher="hpcdist",
+        job_id="attacked",
+        attempt=1,
+    )
+    return open_store(topology, STORE_KEY, 30, folder)
+
+
+def use_plain_socket(endpoint: str) -> bool:
+    """Return whether a client without keys gets an answer."""
+    with zmq.Context() as context, context.socket(zmq.REQ) as sock:
+        sock.linger = 0
+        sock.connect(endpoint)
+        sock.send_multipart([b"set", b"key", b"changed"])
+        return bool(sock.poll(500))
+
+
+def test_store_of_one_machine_has_no_port_and_one_user() -> None:
+    before = process_group.inodes()
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # its parent folder is open to all users
+    ours, theirs = (store_at(folder, 1, rank=rank, num_nodes=1) for rank in range(2))
+    ours.set("key", "value" * 100_000)
+    assert theirs.get("key") == b"value" * 100_000
+    with process_group.tcp_sockets() as found:
+        assert not [own for own in found if own.inode not in before]
+    path = str(folder / SOCKET_NAME)
+    assert as_other_user(lambda: socket.socket(socket.AF_UNIX).connect(path)).startswith("PermissionError")
+    shutil.rmtree(folder)
+
+
+def test_store_between_nodes_answers_only_those_who_know_the_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = unused_port()
+    ours, theirs = (store_at(tmp_path, port, rank=rank, num_nodes=2) for rank in range(2))
+    ours.set("key", "value")
+    assert theirs.get("key") == b"value"
+
+    def attack() -> list[Any]:
+        answers: list[Any] = []
+        for data in (b"GET / HTTP/1.1\r\n\r\n", bytes(64), b"\xff" + bytes(8) + b"\x7f\x03\0NULL" + bytes(48)):
+            with socket.create_connection((HERE, port)) as sock, suppress(ConnectionResetError):
+                sock.sendall(data)
+                while sock.recv(100):  # a greeting, and no more
+                    pass
+        answers.append(use_plain_socket(f"tcp://{HERE}:{port}"))
+        for wrong, token in ((OTHER, "hpcdist/attacked/1"), (STORE_KEY, "hpcdist/attacked/2")):
+            foreign = Meeting(token=token, folder=tmp_path, host=HERE, port=port, keys=CurveKeys(wrong, token))
+            try:
+                RendezvousStore(foreign, timedelta(seconds=10), serve=False)
+            except RendezvousError as error:
+                answers.append(str(error))
+        return answers
+
+    is_answered, *problems = as_other_user(attack)
+    assert not is_answered
+    assert all(problem.endswith("it does not know this attempt's key") for problem in problems)
+    assert len(problems) == 2
+    assert theirs.get("key") == b"value"
+    assert ours.num_keys() == 1  # type: ignore[attr-defined]  # of the C++ classes too
+    assert caplog.text.count("without this attempt's key") == 1
+
+
+def test_store_does_what_torch_expects(tmp_path: Path) -> None:
+    _, client = (store_at(tmp_path, 1, rank=rank, num_nodes=1) for rank in range(2))
+    ours: Any = PrefixStore("of", client)  # calls through torch's C++ code
+    reference: Any = PrefixStore("of", HashStore())
+    for store in (ours, reference):
+        store.set("a", "1")
+        store.append("a", "2")
+        store.append("new", "3")
+        store.multi_set(["b", "c"], ["4", "5"])
+    for name, *arguments in (
+        ("multi_get", ["a", "new", "b"]),
+        ("add", "count", 2),
+        ("add", "count", -3),
+        ("get", "count"),
+        ("check", ["a", "b"]),
+        ("check", ["a", "none"]),
+        ("compare_set", "a", "12", "x"),
+        ("compare_set", "a", "12", "y"),
+        ("compare_set", "fresh", "", "z"),
+        ("delete_key", "a"),
+        ("delete_key", "a"),
+        ("num_keys",),
+        ("has_extended_api",),
+    ):
+        assert getattr(ours, name)(*arguments) == getattr(reference, name)(*arguments), name
+    assert ours.clone().get("b") == b"4"
+    with pytest.raises(DistStoreError, match=r"no rank has set 'of/never' within the time limit"):
+        ours.wait(["b", "never"], timedelta(seconds=0.05))
+    ours.append("b", "x")
+    with pytest.raises(DistStoreError, match="invalid literal for int"):
+        ours.add("b", 1)
+    # A thread that waits does not keep others from the store.
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(ours.wait, ["late"], timedelta(days=100)) for _ in range(8)]
+        ours.set("late", "")
+        assert [one.result() for one in waiting] == [None] * 8
+
+
+def survive_connections(here: Rank) -> tuple[int, float]:
+    """Create gloo groups, and use them while another user connects to all ports that they have opened."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
+    guard_gloo()
+    ports: set[int] = set()
+
+    def note_ports(store: Store, rank: int, size: int, before: frozenset[int], number: int) -> tuple[list[int], str]:
+        with process_group.tcp_sockets() as found:
+            ports.update(own.local[1] for own in found if own.peer is None and own.inode not in before)
+        return refuse_strangers(store, rank, size, before, number)
+
+    process_group.refuse_strangers = note_ports
+    first, second = (dist.new_group(backend="gloo") for _ in range(2))
+
+    def attack() -> int:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+        kept = []
+        for port in [*ports] * (1 + 1000 // len(ports)):
+            with suppress(ConnectionRefusedError):
+                kept.append(socket.create_connection((HERE, port)))
+        return len(kept)
+
+    num_accepted = as_other_user(attack)
+    total = torch.ones(100_000)
+    for group in (first, second, dist.new_group(backend="gloo")):
+        dist.all_reduce(total, group=group)
+    dist.destroy_process_group(first)
+    dist.all_reduce(total, group=second)
+    assert len(ports) >= 2
+    return num_accepted, total[0].item()
+
+
+def test_gloo_survives_a_thousand_connections_and_accepts_none() -> None:
+    assert spawn_ranks(survive_connections, 2) == [(0, 16.0)] * 2
+
+
+class AttackedStore(Store):
+    """A rank's store: when gloo publishes its address, another user connects to its listening sockets and sends data.
+
+    Args:
+        attacks: for each creation of a group what is sent, and whether the connections stay open.
+    """
+
+    def __init__(self, inner: Store, attacks: list[tuple[list[bytes], bool]]) -> None:
+        super().__init__()
+        self.inner, self.attacks, self.known = inner, attacks, process_group.inodes()
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            self.control.close()
+            send_as_other_user(theirs)
+            os._exit(0)
+        theirs.close()
+        self.num_sent = 0
+
+    def set(self, key: str, value: Any) -> None:
+        with process_group.tcp_sockets() as found:
+            ports = {own.local[1]: own.inode for own in found if own.peer is None and own.inode not in self.known}
+        if ports and self.attacks:
+            self.known |= set(ports.values())
+            messages, stays = self.attacks.pop(0)
+            for data in messages:
+                self.control.send(json.dumps([list(ports), data.hex(), stays]).encode())
+                self.num_sent += int(self.control.recv(100))
+        self.inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self.inner.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self.inner.add(key, amount)
+
+    def wait(self, *arguments: Any) -> None:
+        self.inner.wait(*arguments)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.inner.check(keys)
+
+
+def send_as_other_user(requests: socket.socket) -> None:
+    """Connect to ports and send data, until the other end of `requests` is closed."""
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    kept = []
+    while request := requests.recv(10_000):
+        ports, data, stays = json.loads(request)
+        for port in ports:
+            kept.append(sock := socket.create_connection((HERE, port)))
+            sock.sendall(bytes.fromhex(data))
+            if not stays:
+                sock.close()
+        requests.send(str(len(ports) * len(data) // 2).encode())
+
+
+#: What gloo expects from a peer that connects: the number of a pair, which begins with 0.
+NUMBERS = [number.to_bytes(8, "little") for number in range(4)]
+
+
+def create_attacked_groups(here: Rank) -> tuple[list[float], list[int], list[int]]:
+    """Create a group that gets foreign data, one whose pairs are taken three times, and one that always loses them."""
+    process_group.NUM_ATTEMPTS = 4
+    known, sums, num_sent, num_sockets = process_group.inodes(), [], [], []
+    shared = FileStore(str(here.folder / "store"), here.world_size)
+    longer = [number + b"\xff" * 56 for number in NUMBERS]
+    for name, attacks in (
+        ("once", [([b"", b"1", b"12345678"], True)]),
+        ("three", [(NUMBERS, True), (longer, True), (NUMBERS, False)]),
+        ("always", [(NUMBERS, True)] * 5),
+    ):
+        store = AttackedStore(PrefixStore(name, shared), attacks)
+        with suppress(RendezvousError):
+            group = _AdmittingGloo(store, here.rank, here.world_size, timeout=timedelta(seconds=60))
+            group.allreduce(total := torch.ones(1)).wait()
+            sums.append(total.item())
+        num_sent.append(store.num_sent)
+        num_sockets.append(len(process_group.inodes() - known))
+        known |= process_group.inodes()
+    dist.barrier()  # a rank that ends closes the connections of the others
+    return sums, num_sent, num_sockets[1:]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_gloo_group_is_created_again_after_another_user_has_taken_the_place_of_a_rank() -> None:
+    # Bytes: 0 + 1 + 8; 4 times 8, 4 times 64, 4 times 8; 4 times 8 for each of 4 attempts. What is left are the two
+    # connections of the second group: groups that were dropped are closed.
+    assert spawn_ranks(create_attacked_groups, 3) == [([3.0, 3.0], [9, 32 + 256 + 32, 4 * 32], [2, 0])] * 3
+
+
+def test_rpc_message_without_valid_signature_is_refused() -> None:
+    ours, theirs = _SignedPickler(STORE_KEY), _SignedPickler(OTHER)
+    content, tensors = ours.serialize(["text", torch.ones(2)])
+    found: Any = ours.deserialize(content, tensors)
+    assert found[0] == "text"
+    assert found[1].tolist() == [1.0, 1.0]
+    for pickler, message in ((theirs, content), (ours, content[:-1] + b"!"), (ours, b""), (ours, content[32:])):
+        with pytest.raises(HpcdistError, match="an RPC message is not signed with this attempt's key"):
+            pickler.deserialize(message, tensors)
+
+
+def test_foreign_connection_to_a_group_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+    before = process_group.inodes()
+    with socket.create_server((HERE, 0)) as listener, socket.socket() as peer, socket.socket() as foreign:
+        peer.connect(address := listener.getsockname())
+        accepted = [listener.accept()[0]]
+        # Both ends are in this process, so the foreign end is excluded from the listing.
+        foreign.bind((HERE, 0))
+        before |= {os.fstat(foreign.fileno()).st_ino}
+        foreign.connect(listener.getsockname())
+        accepted.append(listener.accept()[0])
+        numbers, stranger = refuse_strangers(HashStore(), 0, 1, before, 7)
+        assert numbers == [7]
+        assert stranger.startswith("{}:{} has connected to".format(*foreign.getsockname()))
+        assert foreign.recv(1) == b""
+        peer.sendall(b"on")
+        assert accepted[0].recv(2) == b"on"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        for sock in accepted:
+            sock.close()
+    assert caplog.text.count("refused 1 connections") == 1

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import logging
 import os
+import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from context_scene import new_run, open_context
+import zmq
+from context_scene import SINGLE_RANK, new_run, open_context
+from hpcdist_runs import listening
 from spawn import Rank, spawn_ranks
 
-from hpcdist.config.launch_schema import LaunchConfig
-from hpcdist.config.schema import Config
-from hpcdist.errors import PeerLost, RemoteError
+from hpcdist.checkpoint.state import load_weights
+from hpcdist.checkpoint.store import CheckpointStore
+from hpcdist.config.launch_schema import CheckpointConfig, LaunchConfig
+from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, StopConfig
+from hpcdist.errors import ConfigError, HpcdistError, PeerLost, RemoteError
 from hpcdist.rank.context import Context
+from hpcdist.rank.rendezvous_store import CurveKeys
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.run.folder import RunDir
+from hpcdist.trainers.hybrid import HybridConfig
+from hpcdist.trainers.pipeline import PipelineConfig
+from hpcdist.trainers.rl import RlConfig
+from hpcdist.trainers.rnn import RnnConfig
 
 NAMES = ["agent:0", "observer:0", "observer:1"]
 CONFIG = Config(roles={"agent": 1, "observer": 2})
@@ -186,3 +203,241 @@ def test_death_of_a_rank_ends_the_others_soon(tmp_path: Path, victim: int, confi
         lost = "agent:0 (rank 0)" if rank else "observer:0 (rank 1)"
         assert outcomes[rank].startswith(f"PeerLost: {lost} does not answer: ")
         assert "no answer in" not in outcomes[rank], "noticed by the connection's end"
+
+
+# --- RPC against others: a second user finds no door, malformed messages are ignored, and torch's RPC is not needed.
+
+
+NOBODY = 65534
+EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+
+def start_groups(here: Rank, path: Path, num_starts: int) -> dict[str, Any]:
+    """Start RPC again and again; return the TCP ports of this rank and the answers."""
+    ports, answers = set(), []
+    with open_context(here, RunDir(path), Config()) as ctx:
+        before = listening(os.getpid())
+        for number in range(num_starts):
+            with rpc_group(ctx, {"double": lambda value: 2 * value}) as group:
+                ports |= listening(os.getpid()) - before
+                answers.append(group.call(1 - ctx.rank, "double", number).result())
+                ctx.barrier()
+    return {"ports": ports, "answers": answers}
+
+
+def besiege(path: Path, done: threading.Event, found: list[str]) -> None:
+    """As another user, connect to every Unix socket that appears in the system, until `done`."""
+    code = f"""if True:
+        import os, socket, time
+        os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
+        seen = set()
+        print("ready", flush=True)
+        while not time.sleep(0.0005):
+            for line in open("/proc/net/unix").read().splitlines()[1:]:
+                name = line.split()[7:]
+                if name and ("rpc-" in name[0]) and name[0] not in seen:
+                    base = os.path.basename(name[0])
+                    seen.add(name[0])
+                    for target in (name[0], os.path.join({str(path)!r}, base)):
+                        try:
+                            socket.socket(socket.AF_UNIX).connect(target)
+                            print("connected", target, flush=True)
+                        except OSError as error:
+                            print("refused", type(error).__name__, flush=True)
+        """
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    found.append(process.stdout.readline())
+    reader = threading.Thread(target=lambda: found.extend(process.stdout or ()))
+    reader.start()
+    done.wait()
+    process.kill()
+    process.wait()
+    reader.join()
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("num_starts", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_another_user_can_connect_to_nothing_while_rpc_starts(tmp_path: Path, num_starts: int) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can be another user")
+    run = new_run(tmp_path)
+    done, found = threading.Event(), []
+    attacker = threading.Thread(target=besiege, args=(run.path / "attempts" / "001", done, found))
+    attacker.start()
+    try:
+        while not found:
+            attacker.join(0.01)
+        first, second = spawn_ranks(start_groups, 2, path=run.path, num_starts=num_starts)
+    finally:
+        done.set()
+        attacker.join()
+    assert first == second == {"ports": set(), "answers": [2 * number for number in range(num_starts)]}
+    assert [line for line in found if line.startswith("connected")] == []
+    assert [line for line in found if line.startswith("refused")], "the attacker has seen the sockets"
+
+
+def test_malformed_messages_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    random.seed(0)
+    valid = [0, 10**6, 0, "echo", {"tuple": [{"tensor": 0}]}, [["float32", [2], [0], False]]]
+    with (
+        caplog.at_level(logging.WARNING),
+        open_context(SINGLE_RANK, new_run(tmp_path), Config()) as ctx,
+        rpc_group(ctx, {"echo": lambda *values: values}) as group,
+    ):
+        peer = group.transport._peers[0]  # type: ignore[attr-defined]
+        bad: list[Any] = [None, {}, [], [0] * 6, "x", [0, [], 0, "echo", [], []], [1, {}, 0, "", 0, []]]
+        for index in range(6):
+            bad += [[*valid[:index], value, *valid[index + 1 :]] for value in (None, -1, 99, "?", [], {}, [[]], 1e999)]
+        for shape in ([3], [-2], [2**62, 8], ["2"], [1.0, 2.0]):
+            bad.append([*valid[:5], [["float32", shape, list(range(len(shape))), False]]])
+        text = json.dumps(valid).encode()
+        raw = [json.dumps(content).encode() for content in bad] + [b"[" * 100_000, b"\xff\x00"]
+        for _ in range(300):
+            broken = bytearray(text)
+            broken[random.randrange(len(text))] = random.randrange(256)
+            raw.append(bytes(broken))
+        for header in raw:
+            for frames in ([], [b"12345678"], [b"1", b"2"]):
+                with peer.lock:
+                    peer.sock.send_multipart([header, *frames])
+        assert group.call(0, "echo", torch.ones(2)).result()[0].tolist() == [1.0, 1.0]
+        assert group.transport._num_malformed > 300  # type: ignore[attr-defined]
+    assert caplog.text.count("RPC: ignored") == 1
+
+
+def test_socket_of_another_node_requires_the_key_of_both_sides() -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    ours, theirs = CurveKeys(bytes(32), "rpc/token"), CurveKeys(bytes([1] * 32), "rpc/token")
+    server = context.socket(zmq.PULL)
+    zap = ours.be_server(server)
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+
+    def knock(keys: CurveKeys | None, server_key: bytes | None = None) -> bool:
+        """Return whether a message of a client arrives."""
+        with context.socket(zmq.PUSH) as client, closing(client.get_monitor_socket(EVENTS)) as monitor:
+            client.linger = 0
+            if keys is not None:
+                keys.be_client(client)
+            if server_key is not None:
+                client.curve_serverkey = server_key
+            client.connect(f"tcp://127.0.0.1:{port}")
+            client.send(b"hello")
+            poller = zmq.Poller()
+            for sock in (zap, monitor, server):
+                poller.register(sock, zmq.POLLIN)
+            until = time.monotonic() + 10
+            while time.monotonic() < until:
+                events = dict(poller.poll(1000))
+                if zap in events:
+                    ours.admit(zap)
+                if server in events:
+                    return bool(server.recv() == b"hello")
+                if monitor in events:
+                    number = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
+                    if number == zmq.EVENT_DISCONNECTED:
+                        return False
+            raise AssertionError("neither accepted nor refused")
+
+    assert knock(ours)
+    assert not knock(None), "without CURVE"
+    assert not knock(theirs), "it does not know the server"
+    assert not knock(theirs, ours._server_public), "the server does not know it"
+    assert knock(ours)
+    context.destroy(linger=0)
+
+
+def test_torch_rpc_is_refused_where_its_sockets_can_be_reached(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"launch.rpc=torch: every user and program .* launch.rpc_trusted_nodes"):
+        spawn_ranks(open_torch_rpc, 2, path=new_run(tmp_path).path)
+    assert ConfigError.exit_code == 2
+
+
+def open_torch_rpc(here: Rank, path: Path) -> None:
+    with open_context(here, RunDir(path), Config(launch=LaunchConfig(rpc="torch"))) as ctx, rpc_group(ctx):
+        pass
+
+
+def load_unsigned(here: Rank, path: Path) -> str:
+    """Start torch's RPC with a pickler that checks nothing, as after a change in torch; return the error."""
+    from hpcdist.rank import rpc_torch
+
+    rpc_torch._SignedPickler = lambda _: rpc_torch.internal._InternalRPCPickler()  # type: ignore[assignment,misc]
+    with open_context(here, RunDir(path), Config(launch=LaunchConfig(rpc="torch"))) as ctx:
+        with pytest.raises(HpcdistError) as failed, rpc_group(ctx):
+            pass
+        return str(failed.value)
+
+
+def test_signatures_that_are_not_checked_fail_the_start_of_torch_rpc(tmp_path: Path) -> None:
+    (error,) = spawn_ranks(load_unsigned, 1, path=new_run(tmp_path).path)
+    assert "loads pickles without hpcdist's signature" in error
+
+
+# --- Trainers with roles learn the same weights over both transports of RPC; over ZeroMQ without torch.distributed.rpc.
+
+
+SERVERS = {"trainer": 2, "parameter_server": 2}
+RL: dict[str, Any] = {"num_envs": 4, "num_rollout_steps": 32, "num_eval_episodes": 3}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "rl": {"roles": {"agent": 1, "observer": 2}, "sections": {"rl": RlConfig(**RL)}},
+    "rnn": {
+        "roles": SERVERS,
+        "sections": {
+            "rnn": RnnConfig(
+                tokenizer="byte", max_corpus_mb=0.01, embedding_size=12, hidden_size=12, batch_size=4, bptt=5,
+                num_sample_tokens=0,
+            )
+        },
+        "optim": OptimConfig(max_grad_norm=0.05),
+    },
+    "hybrid": {
+        "roles": SERVERS,
+        "sections": {"hybrid": HybridConfig(tables={"user": 50, "tag": 3}, num_samples=400, batch_size=16)},
+    },
+    "pipeline": {
+        "roles": {"stage": 2},
+        "sections": {"pipeline": PipelineConfig()},
+        "model": ModelConfig(name="resnet18", channels_last=True),
+        "data": DataConfig(name="synthetic", image_size=16, num_samples=64, batch_size=16),
+    },
+}  # fmt: skip
+MONITORS = {"rl": "eval/return", "hybrid": "eval/auc"}
+
+
+def remove_torch_rpc() -> None:
+    """Make torch.distributed.rpc unimportable in this process, as if torch had no RPC any more."""
+    for name in ["torch.distributed.rpc", *(name for name in sys.modules if name.startswith("torch.distributed.rpc."))]:
+        sys.modules[name] = None  # type: ignore[assignment]
+    vars(torch.distributed).pop("rpc", None)
+
+
+def train(here: Rank, path: Path, trainer: str, cfg: Config) -> None:
+    if cfg.launch.rpc == "zmq":
+        remove_torch_rpc()
+    with open_context(here, RunDir(path), cfg) as ctx:
+        ctx.export_model = lambda *_: None  # type: ignore[method-assign]  # MLflow takes seconds
+        importlib.import_module(f"hpcdist.trainers.{trainer}.train").train(ctx, cfg)
+        ctx.close()
+
+
+def final_weights(folder: Path, trainer: str, **launch: Any) -> dict[str, torch.Tensor]:
+    cfg = Config(
+        **CONFIGS[trainer],
+        stop=StopConfig(max_steps=4, max_epochs=99),
+        checkpoint=CheckpointConfig(monitor=MONITORS.get(trainer, "eval/loss")),
+    )
+    run = new_run(folder)
+    cfg = replace(cfg, launch=replace(cfg.launch, **launch))
+    spawn_ranks(train, sum(cfg.roles.values()), path=run.path, trainer=trainer, cfg=cfg)
+    newest = CheckpointStore(run.checkpoints).latest()
+    assert newest is not None
+    return load_weights(newest.path)
+
+
+@pytest.mark.parametrize("trainer", ["rl", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CONFIGS][1:])])
+def test_both_transports_train_the_same_weights(tmp_path: Path, trainer: str) -> None:
+    default = final_weights(tmp_path / "zmq", trainer)
+    other = final_weights(tmp_path / "torch", trainer, rpc="torch", rpc_trusted_nodes=True)
+    assert default.keys() == other.keys()
+    assert [name for name, value in default.items() if not torch.equal(value, other[name])] == []

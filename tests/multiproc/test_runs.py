@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
+from attacker import NOBODY, as_other_user
 from hpcdist_runs import (
     AUGMENTED,
     HOLD_OVERRIDES,
@@ -21,6 +27,7 @@ from hpcdist_runs import (
     listening,
     wait_for,
 )
+from io_faults import Fault
 
 
 def test_run_logs_metrics_and_saves_the_model(runs: Runs, control_run: str) -> None:
@@ -138,3 +145,229 @@ def test_roles_that_a_trainer_does_not_support_are_a_user_error(runs: Runs) -> N
     assert (code, f"failed with {message}" in output) == (2, True), output
     assert "(worker:" in output
     assert runs.run_dir("wrong-roles").read_state().attempt == 1
+
+
+# --- Ranks end as Python ends a process, and their output and loggers are their own: `support/user_code/ending.py`.
+
+
+def written(folder: Path) -> list[str]:
+    """Return the files in which the end of the ranks has left its text."""
+    return sorted(path.name for path in folder.iterdir() if path.read_text() == "written")
+
+
+def assert_complete(runs: Runs, name: str, folder: Path) -> None:
+    """Assert that all ranks have left all their files, and rank 0 a metric that its thread has logged."""
+    assert written(folder) == of_ranks(0, 1)
+    (journal,) = runs.run_dir(name).journal.glob("attempt-001.rank-00000.jsonl")
+    assert '"late":1.0' in journal.read_text()
+
+
+def of_ranks(*ranks: int) -> list[str]:
+    return [f"{name}-{rank}" for name in ("atexit", "buffer", "thread") for rank in ranks]
+
+
+def start(runs: Runs, name: str, *overrides: str) -> tuple[int, str]:
+    return runs.command("run", *runs.config(name, "tracking.drain_timeout_s=0", *overrides))
+
+
+def test_script_ends_as_python_ends_it(runs: Runs, tmp_path: Path) -> None:
+    code, output = start(runs, "script-end", f"trainer.script=[ending.py,{tmp_path}]")
+    assert code == 0, output
+    assert "finished: ending.py ended with exit status 0" in output
+    assert_complete(runs, "script-end", tmp_path)
+    # `logging.basicConfig` of the script works, and hpcdist adds nothing to its lines.
+    assert "INFO of my own: rank 0\nprinted by rank 0\n" in output
+    assert "INFO of my own: rank 1\n" in runs.attempt("script-end").log(1).read_text()
+
+
+def test_failed_script_ends_likewise_and_does_not_wait_for_an_endless_thread(runs: Runs, tmp_path: Path) -> None:
+    name = "script-fails"
+    code, output = start(runs, name, f"trainer.script=[ending.py,{tmp_path},1]", "launch.max_restarts=0")
+    assert code == 1, output
+    assert "failed with ValueError: a mistake" in output.splitlines()[-1]
+    assert written(tmp_path) == of_ranks(0, 1)
+    log = runs.attempt(name).log(1).read_text()
+    assert "thread 'endless upload'" in log
+    code, output = runs.command("logs", name)
+    assert log in output, "the log of the rank that failed"
+
+
+def test_forked_rank_with_an_own_trainer_ends_as_python_ends_it(runs: Runs, tmp_path: Path) -> None:
+    code, output = start(runs, "trainer-end", "trainer=ending:train", f"params.folder={tmp_path}")
+    assert code == 0, output
+    assert_complete(runs, "trainer-end", tmp_path)
+    assert "\nINFO of my own: rank 0\nprinted by rank 0\n" in output
+    assert "this is rank 0 of" not in output, "lines of hpcdist are in the log only"
+
+
+# --- Another user who may write to the folder above all runs replaces it during the start of a run.
+
+
+#: In the parent of the ranks and before its imports: the attacker puts a copy of the runs with another config and
+#: another module of the code in their place.
+SITE = """
+import os, shutil, sys
+if "hpcdist.rank.parent" in sys.orig_argv:
+    runs, planted = {runs!r}, {runs!r} + ".planted"
+    # The attacker cannot read the identity.
+    shutil.copytree(runs, planted, symlinks=True, ignore=shutil.ignore_patterns("identity", "key"))
+    for folder, _, files in os.walk(planted):
+        for path in [folder, *(os.path.join(folder, name) for name in files)]:
+            os.lchown(path, {nobody}, {nobody})
+            if path.endswith("/config.yaml"):
+                text = open(path).read().replace("counting:train", "evil:train")
+                open(path, "w").write(text)
+            if path.endswith("/code"):
+                for name in ("evil.py", "usercustomize.py", "sitecustomize.py"):
+                    open(os.path.join(path, name), "w").write("import sys; print(sys.argv, file=open({marker!r}, 'a'))")
+    if (child := os.fork()) == 0:
+        os.setgroups([])
+        os.setgid({nobody})
+        os.setuid({nobody})
+        os.rename(runs, runs + ".old")
+        os.rename(planted, runs)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.fixture
+def open_runs(empty_database: Path) -> Iterator[Runs]:
+    """Runs in a folder of the group `nogroup`, which has the mode of many project folders."""
+    root = Path(tempfile.mkdtemp(dir="/var/tmp"))
+    os.chown(root, 0, NOBODY)
+    root.chmod(0o2770)
+    yield Runs(root, empty_database)
+    shutil.rmtree(root)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
+def test_folder_that_another_user_replaces_during_the_imports_is_not_used(open_runs: Runs, tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    text = SITE.format(runs=str(open_runs.folder), nobody=NOBODY, marker=str(marker))
+    (tmp_path / "sitecustomize.py").write_text(text)
+    path = f"launch.env.PYTHONPATH={tmp_path}:{open_runs.no_mlflow}"
+    words = open_runs.config("first", "trainer=counting:train", "params.until=3", "tracking.drain_timeout_s=0", path)
+    code, output = open_runs.command("run", *words)
+    assert code == 2
+    assert f"others may write to {open_runs.folder.parent} (mode 2770)" in output
+    # This site trusts the group.
+    code, output = open_runs.command("run", *words, HPCDIST_TRUSTED_GROUPS="nogroup")
+    assert (open_runs.folder.parent / "runs.old").exists(), output
+    assert not marker.exists(), marker.read_text()
+    assert code == 2, output
+    assert f"{open_runs.folder}/digits/first has been replaced by another one" in output.splitlines()[-1]
+    assert "Traceback" not in output
+
+
+# --- A run in a folder like /tmp, in which another user has taken all names that hpcdist, MLflow and torch use.
+
+
+SCRIPT = "import os, torch._dynamo; print('cache:', os.environ['TORCHINDUCTOR_CACHE_DIR'])\n"
+FOLDERS = (".environments", "mlartifacts", "torchinductor_root", "torchinductor_0")
+LINKS = ("mlflow.db", "mlflow.db-journal", "mlflow.db-wal", "mlflow.db-shm", "mlflow.db.lock", ".sync.lock")
+
+
+@pytest.fixture
+def planted() -> Iterator[Path]:
+    """A folder with mode 1777 and what the other user has made in it; the links lead to `victim` beside it."""
+    if os.getuid() != 0:
+        pytest.skip("only root can act as a second user")
+    parent = Path(tempfile.mkdtemp(dir="/var/tmp"))
+    parent.chmod(0o755)
+    (parent / "victim").write_text("valuable")
+    (folder := parent / "runs").mkdir()
+    folder.chmod(0o1777)
+    for name in FOLDERS:
+        (folder / name).mkdir()
+    for name in LINKS:
+        (folder / name).symlink_to(parent / "victim")
+    for path in folder.iterdir():
+        os.lchown(path, NOBODY, NOBODY)
+    yield folder
+    shutil.rmtree(parent)
+
+
+def readable(folder: Path) -> list[str]:
+    """Return the files and links below a folder that this user can read."""
+    found = [os.path.join(place, name) for place, _, names in os.walk(folder) for name in names]
+    return sorted(os.path.basename(path) for path in found if os.access(path, os.R_OK))
+
+
+def test_planted_names_stop_no_run_and_get_nothing_of_it(
+    planted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/torchinductor_root")  # as an import of torch._dynamo sets it
+    runs = Runs(tmp_path)
+    runs.folder.rmdir()
+    runs.folder = planted
+    (runs.project / "cache.py").write_text(SCRIPT)
+    code, output = runs.command("run", "experiment=exp", "name=first", "cache.py", TMPDIR=str(planted))
+    assert code == 0, output
+    code, output = runs.command("sync", "exp/first", TMPDIR=str(planted))
+    assert code == 0, output
+    run = planted / "exp/first"
+    assert (planted / ".hpcdist-0/mlflow.db").is_file()
+    assert f"cache: {run}/torchinductor\n" in (run / "attempts/001/rank-00000.log").read_text()
+    assert (planted.parent / "victim").read_text() == "valuable"
+    assert [name for name in FOLDERS if os.listdir(planted / name)] == []
+    assert as_other_user(lambda: readable(planted.parent)) == sorted([*LINKS, "victim"])
+
+
+# --- Runs on a file system that fails for some calls of ranks, supervisor and shipper: the results do not change.
+
+
+#: Part of the command line of all hpcdist processes, but not of pytest.
+ALL = "hpcdist"
+#: Six calls in a row, after the start of the process.
+SIX = {"first": 12, "count": 6}
+heavy = pytest.mark.faults
+
+
+@pytest.mark.parametrize(
+    ("only", "fault"),
+    [
+        pytest.param(ALL, Fault(operation="*", path="journal/*", error=errno.EIO, **SIX), id="journal", marks=heavy),
+        pytest.param(ALL, Fault(operation="*", path="checkpoints/*", error=errno.ESTALE, **SIX), id="checkpoints"),
+        pytest.param(ALL, Fault(operation="*", path="attempts/001/*", error=errno.ESTALE, **SIX), id="a", marks=heavy),
+        # Not all paths: before a supervisor holds the run, a command reports this error at once.
+        pytest.param(ALL, Fault(operation="*", path="attempts/*", error=errno.EACCES, **SIX), id="denied", marks=heavy),
+        pytest.param(
+            "hpcdist.rank.", Fault(operation="*", path="*", error=errno.EACCES, **SIX), id="ranks denied", marks=heavy
+        ),
+        pytest.param(ALL, Fault(operation="fsync", path="*", error=errno.EIO, **SIX), id="fsync", marks=heavy),
+        pytest.param(ALL, Fault(operation="*", path="*", error=errno.EINTR, **SIX), id="interrupted", marks=heavy),
+        pytest.param(ALL, Fault(operation="write", path="*", short=True, count=0), id="short writes", marks=heavy),
+        pytest.param(ALL, Fault(operation="read", path="*", short=True, count=0), id="short reads", marks=heavy),
+        pytest.param(ALL, Fault(operation="*", path="*", error=errno.ESTALE, count=6), id="start", marks=heavy),
+        pytest.param(ALL, Fault(operation="write", path="*.jsonl", first=9, delay_ms=60_000), id="hang", marks=heavy),
+        pytest.param(
+            # The library is loaded once, into the process that forks the ranks.
+            "hpcdist.rank.", Fault(operation="open", path="checkpoints/*", first=5, delay_ms=60_000),
+            id="save hangs", marks=heavy,
+        ),
+        pytest.param(
+            "shipping.shipper", Fault(operation="*", path="*", error=errno.ESTALE, **SIX), id="shipper", marks=heavy
+        ),
+    ],
+)  # fmt: skip
+def test_failing_file_system_calls_do_not_change_the_results(
+    runs: Runs,
+    control_run: str,
+    io_faults: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    only: str,
+    fault: Fault,
+) -> None:
+    name = f"storage-{request.node.callspec.id.replace(' ', '-')}"
+    fired = tmp_path / "fired"
+    env = fault.environment(io_faults, runs.run_dir(name).path, only=only, fired=fired)
+    code, output = runs.command("run", *runs.config(name, *TRAINING), **env)
+    assert code == 0, output
+    run = runs.run_dir(name)
+    logs = [output, *(path.read_text() for path in (run.path / "shipper.log", *run.attempt(1).path.glob("*.log")))]
+    assert not [text for text in logs if "Traceback" in text]
+    assert len(fired.read_text().splitlines()) >= fault.count
+    assert len(run.attempts()) == 1
+    assert_equals_control(runs, name, control_run)

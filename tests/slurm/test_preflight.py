@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 import pytest
 from hpcdist_runs import wait_for
@@ -16,8 +19,12 @@ from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
 import hpcdist
+from hpcdist.bench.results import bottleneck, read_results
+from hpcdist.config.loading import load_config
 from hpcdist.devcluster import cluster, host, settings
-from hpcdist.host.files import read_json
+from hpcdist.devcluster.cluster import slow_node
+from hpcdist.host.files import read_json, write_json
+from hpcdist.run import create
 from hpcdist.run.folder import State
 
 BAD = "n3"
@@ -169,3 +176,135 @@ def slurm_files(slurm_runs: SlurmRuns) -> Callable[[str], set[str]]:
         return set(shipped["artifacts"])
 
     return files
+
+
+# --- `hpcdist doctor` on a real Slurm: the report on the cluster and on the nodes of a run.
+
+
+DRAINED = "bad DIMM in slot 4"
+
+
+@pytest.fixture
+def grace_s(devcluster: DevCluster) -> Iterator[None]:
+    cluster.set_grace_time(devcluster.layout, 7)
+    yield
+    cluster.set_grace_time(devcluster.layout, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("grace_s")
+def test_report_describes_the_cluster(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
+    release = devcluster.run("scontrol", "--version").split()[1]
+    code, report = slurm_runs.command("doctor")
+    assert (code, "FAILURE" in report) == (0, False), report
+    words = " ".join(report.split())
+    for line in (
+        f"ok controller hpcdist, Slurm {release}",
+        "ok accounting root may use devcluster, root",
+        "ok main 4 nodes; 8 cores, 32 GiB, 2 GPUs each; at most 1 day (default)",
+        "ok high 4 nodes;",
+        "`scancel` sends SIGTERM, and SIGKILL 5 s later (KillWait)",
+        "preempted in main: SIGTERM, and SIGKILL 12 s later (GraceTime 7 + KillWait 5); Slurm requeues the run",
+        "jobs in high are never preempted",
+        "(preempt_send_user_signal is not set)",
+    ):
+        assert line in words, report
+
+
+@pytest.fixture
+def drained(devcluster: DevCluster) -> Iterator[str]:
+    devcluster.run("scontrol", "update", "nodename=n2", "state=drain", f"reason={DRAINED}")
+    yield "n2"
+    devcluster.cancel_all()
+    devcluster.run("scontrol", "update", "nodename=n2", "state=resume")
+
+
+def test_report_on_a_run_shows_drained_nodes(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, request: pytest.FixtureRequest
+) -> None:
+    """The job only sleeps: the report does not depend on ranks."""
+    project = slurm_runs.project
+    config = load_config("ddp_digits", ["name=examined", f"runs_dir={slurm_runs.folder}", "cluster.nodes=2"])
+    run = create.create_run(config, project)
+    job = devcluster.sbatch("sleep 600", "--nodes=2", "--job-name=digits/examined", f"--chdir={project}")
+    write_json(run.path / "slurm.json", {"job_id": job, "job_name": "digits/examined", "cluster": "hpcdist"})
+    run.write_state(replace(run.read_state(), status="running"))
+    devcluster.wait_job_state(job, "RUNNING")
+    request.getfixturevalue("drained")
+    code, text = slurm_runs.command("doctor", "examined", "--json")
+    assert code == 0, text
+    found: dict[tuple[str, str], dict[str, Any]] = {
+        (check["section"], check["name"]): check for check in json.loads(text)["checks"]
+    }
+    assert found["Run", "state"]["text"].startswith(f"running; job {job} is RUNNING on n[1-2]")
+    drained = found["Nodes in Slurm", "n2"]
+    assert (drained["level"], drained["node"]) == ("warning", "n2")
+    assert drained["text"].startswith("draining, since 20")
+    assert drained["text"].endswith(f"{DRAINED!r} by root")
+    assert found["Nodes in Slurm", "n1"]["level"] == "ok"
+    assert found["Node preflight", "preflight"]["text"].startswith("2 of 2 nodes answered")
+    assert not list(run.path.glob(".doctor-*"))
+
+
+# --- `hpcdist bench comm` on four nodes: measurements, MLflow artifacts, and detection of a slow node.
+
+
+FOUR_NODES = ("--cluster", "devcluster", "cluster.nodes=4", "cluster.tasks_per_node=1", "preflight=off")
+SLOW = "n3"
+
+
+@pytest.fixture
+def restored_link(devcluster: DevCluster) -> Iterator[None]:
+    """The slow node has its full bandwidth again after the test."""
+    yield
+    slow_node(devcluster.layout, SLOW)
+
+
+def bench(runs: SlurmRuns, name: str, *more: str) -> str:
+    keys = (
+        f"name={name}",
+        "experiment=digits",
+        f"tracking.uri=sqlite:///{runs.database}",
+        "comm.operations=[send_recv,ring_all_reduce,all_reduce,pairs]",
+        "comm.max_bytes=64K",
+        "tracking.system_interval_s=0",
+    )
+    code, output = runs.command("bench", "comm", *FOUR_NODES, *keys, *more)
+    assert code == 0, output
+    return output
+
+
+@pytest.mark.faults
+@pytest.mark.usefixtures("restored_link")
+def test_report_names_the_slow_one_of_four_nodes(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
+    output = bench(slurm_runs, "bench-healthy")
+    results = read_results(slurm_runs.run_dir("bench-healthy").artifacts)
+    assert (results.nodes, results.partition, results.world_size) == (["n1", "n2", "n3", "n4"], "main", 4)
+    assert {(pair.source, pair.target) for pair in results.pairs} == {
+        (a, b) for a in range(4) for b in range(4) if a != b
+    }
+    assert "4 ranks on 4 nodes (n1, n2, n3, n4), gloo on cpu, partition main" in output
+    assert f"{SLOW} is " not in output
+    assert artifacts(slurm_runs, "bench-healthy") >= {
+        "bandwidth.png", "latency.png", "pairs.png", "report.txt", "results.csv", "results.json",
+    }  # fmt: skip
+
+    slow_node(devcluster.layout, SLOW, rate_mbit=20)
+    output = bench(slurm_runs, "bench-slow", "--compare", "bench-healthy")
+    slow = read_results(slurm_runs.run_dir("bench-slow").artifacts)
+    (sentence,) = bottleneck(slow)
+    assert sentence.startswith(f"{SLOW} is ")
+    assert "slower than the median pair in both directions (2." in sentence
+    assert f"bottleneck: {sentence}" in output
+    assert f"bottleneck: {sentence}" in slurm_runs.attempt("bench-slow").log(0).read_text()
+    assert "compared with bench-healthy: " in output
+
+
+def artifacts(runs: SlurmRuns, name: str) -> set[str]:
+    """Return the names of the benchmark's non-empty artifacts in MLflow."""
+    with sqlite3.connect(runs.database) as connection:
+        (uri,) = connection.execute(
+            "select artifact_uri from runs where run_uuid = ?", [runs.mlflow_id(name)]
+        ).fetchone()
+    connection.close()
+    return {path.name for path in (Path(urlparse(uri).path) / "comm").iterdir() if path.stat().st_size > 0}

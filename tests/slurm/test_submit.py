@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 import shutil
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import HOLD_STEP, LAST_STEP, unused_port, wait_for
+from doc_blocks import ROOT, blocks
+from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, HPCDIST, LAST_STEP, unused_port, wait_for
 from mlflow_server import Server
 from slurm_cluster import WAIT_S, DevCluster
-from slurm_runs import SlurmRuns
+from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
 from hpcdist.slurm.output import parse_time
 
@@ -197,3 +204,191 @@ def test_test_option_shows_the_expected_start_and_submits_nothing(
     assert "the job would start at 20" in output
     assert not slurm_runs.run_dir(name).path.exists()
     assert devcluster.run("squeue", "--noheader") == ""
+
+
+# --- `slurm/run.sbatch`: runs in jobs that the user submits with sbatch.
+
+
+COUNTING = ("trainer=counting:train", "params.until=1000000")
+SCRIPT = Path(__file__).resolve().parents[2] / "slurm" / "run.sbatch"
+
+
+def sbatch(runs: SlurmRuns, name: str, *flags: str, overrides: tuple[str, ...] = ()) -> str:
+    """Submit the script with a short run that is held in the second epoch; return the job id."""
+    command = ["sbatch", "--parsable", f"--output={runs.folder.parent}/{name}.log", *flags, str(SCRIPT)]
+    done = subprocess.run(
+        [*command, *runs.config(name, *ON_FOUR_RANKS, *HOLD_OVERRIDES, *overrides)],
+        cwd=runs.project,
+        env=runs.env(HPCDIST=str(HPCDIST)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def job_log(runs: SlurmRuns, name: str) -> str:
+    return (runs.folder.parent / f"{name}.log").read_text()
+
+
+def test_requeued_job_resumes_until_it_is_stopped(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
+    """The ranks only count."""
+    name = "by-hand-counting"
+    job = sbatch(
+        slurm_runs, name, "--ntasks-per-node=1", overrides=("launch.num_ranks=2", *COUNTING, "checkpoint.every_steps=5")
+    )
+    wait_for(lambda: slurm_runs.checkpoint_steps(name), "a checkpoint", timeout_s=WAIT_S)
+    devcluster.run("scontrol", "requeue", job)
+    saved = slurm_runs.wait_queued_again(name)
+    slurm_runs.start_now(job)
+    wait_for(slurm_runs.attempt(name, 2).beat(1).exists, "the ranks to start again", timeout_s=WAIT_S)
+    code, output = slurm_runs.command("stop", name)
+    assert code == 0, output
+    state = slurm_runs.wait_end(name, job)
+    assert (state.status, state.attempt, state.restarts) == ("stopped", 2, 0)
+    assert slurm_runs.resumed_at(name, 2) == saved
+    assert slurm_runs.checkpoint_steps(name)[-1] > saved
+    assert devcluster.job(job)["Restarts"] == "1"
+    assert "(`hpcdist stop` by " in state.reason
+
+
+@pytest.mark.slow
+def test_requeued_job_resumes_at_the_last_step(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str
+) -> None:
+    name = "by-hand"
+    job = sbatch(slurm_runs, name)
+    slurm_runs.wait_until_held(name, NUM_RANKS)
+    devcluster.run("scontrol", "requeue", job)
+    slurm_runs.release(name)
+    saved = slurm_runs.wait_queued_again(name)
+    assert HOLD_STEP <= saved < LAST_STEP, "stopped in the middle of the second epoch"
+    slurm_runs.start_now(job)
+
+    slurm_runs.assert_finished_as(name, job, slurm_control)
+    assert slurm_runs.resumed_at(name, 2) == saved
+    assert (devcluster.job(job)["Restarts"], slurm_runs.state(name).restarts) == ("1", 0)
+    assert f"finished: trained {LAST_STEP} steps, 2 epochs" in job_log(slurm_runs, name)
+
+
+@pytest.mark.faults
+def test_job_requeues_itself_ahead_of_the_time_limit(slurm_runs: SlurmRuns, slurm_control: str) -> None:
+    name = "by-hand-time-limit"
+    flags = ("--time=2", "--signal=USR2@60")
+    job = sbatch(slurm_runs, name, *flags, overrides=("cluster.signal_lead_s=60",))
+    state = slurm_runs.run_dir(name).path / "state.json"
+    wait_for(state.exists, "the run folder")
+    saved = slurm_runs.wait_queued_again(name)
+    assert 0 < saved < LAST_STEP
+    slurm_runs.start_now(job)
+    slurm_runs.assert_finished_as(name, job, slurm_control)
+    assert slurm_runs.resumed_at(name, 2) == saved
+
+
+@pytest.mark.faults
+def test_run_of_a_job_without_requeue_stops_and_can_be_resumed(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str
+) -> None:
+    """SIGUSR2 is the signal that Slurm sends ahead of the time limit."""
+    name = "by-hand-once"
+    job = sbatch(slurm_runs, name, "--no-requeue")
+    slurm_runs.wait_until_held(name, NUM_RANKS)
+    assert "WARNING Slurm will not requeue this job: " in job_log(slurm_runs, name)
+    devcluster.run("scancel", "--signal=USR2", job)
+    slurm_runs.release(name)
+    state = slurm_runs.wait_end(name, job)
+    assert state.status == "stopped"
+    assert "; Slurm does not requeue the job (scontrol: Requested operation is presently disabled" in state.reason
+    assert devcluster.job(job)["JobState"] == "COMPLETED"
+    saved = slurm_runs.checkpoint_steps(name)[-1]
+    assert saved >= HOLD_STEP
+
+    # A profile would say that the nodes see this folder in /tmp.
+    code, output = slurm_runs.command("resume", name, "--detach", "cluster.shared_runs=true")
+    assert code == 0, output
+    second = slurm_runs.job_id(name)
+    fields = devcluster.job(second)
+    assert (fields["NumNodes"].partition("-")[0], fields["TimeLimit"]) == ("2", "00:30:00")
+    slurm_runs.assert_finished_as(name, second, slurm_control)
+    assert slurm_runs.resumed_at(name, 2) == saved
+
+
+# --- The console blocks of the documentation that need Slurm, run on the dev cluster.
+
+
+PAGE = ROOT / "docs" / "tutorials" / "first-slurm-job.md"
+
+
+@pytest.mark.slow
+def test_commands_of_the_slurm_tutorial_succeed(slurm_runs: SlurmRuns, tmp_path: Path) -> None:
+    commands = [command for block in blocks(PAGE) if "slurm" in block.words for command in block.commands]
+    assert len(commands) >= 3
+    env = {
+        **slurm_runs.env(),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HPCDIST_RUNS_DIR": str(tmp_path / "runs"),
+    }
+    for command in commands:
+        done = subprocess.run(shlex.split(command), cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+
+# --- `hpcdist rerun` of a run of Slurm: submitted again, and repeated on this machine.
+
+
+PAUSE_STEP = 20
+
+
+@pytest.mark.faults
+def test_a_submitted_run_is_submitted_again_and_repeated_here(slurm_runs: SlurmRuns) -> None:
+    job = slurm_runs.submit("to-repeat")
+    assert slurm_runs.wait_end("to-repeat", job).reason == f"trained {LAST_STEP} steps, 2 epochs"
+    # Four metrics at every second step. The job is not requeued after its pause.
+    result = f"no value differs: {4 * PAUSE_STEP // 2} values of 4 metrics at {PAUSE_STEP // 2} steps"
+
+    code, output = slurm_runs.command("rerun", "to-repeat", "--steps", str(PAUSE_STEP), "--wait", "--detach")
+    assert code == 0, output
+    found = re.search(r"^(\S+) is job (\d+)", output, re.MULTILINE)
+    assert found is not None, output
+    name, again = found.groups()
+    assert output.splitlines()[-1] == result
+    state = slurm_runs.wait_end(name, again)
+    assert (state.status, state.attempt) == ("stopped", 1)
+    assert slurm_runs.hosts(name) == slurm_runs.hosts("to-repeat")
+
+    code, output = slurm_runs.command("rerun", "to-repeat", "--steps", str(PAUSE_STEP), "--here")
+    assert code == 0, output
+    assert "4 × cpu" in output
+    assert output.splitlines()[-1] == result
+
+
+# --- A user's own script with MLflow's autologging in a Slurm job: every value is in the run of hpcdist once.
+
+
+NUM_EPOCHS = 4
+
+
+@pytest.mark.faults
+def test_autologged_metrics_of_a_job_arrive_once(slurm_runs: SlurmRuns) -> None:
+    name = "autologged"
+    cluster = ["cluster.nodes=2", "cluster.tasks_per_node=1"]
+    # `export=True`: with the MLflow of this environment.
+    arguments = slurm_runs.config(name, "trainer.script=[autologged.py, --fail]", *cluster, export=True)
+    code, output = slurm_runs.command("submit", *arguments, "--cluster", "devcluster")
+    assert code == 0, output
+    job = slurm_runs.job_id(name)
+    state = slurm_runs.wait_end(name, job)
+    logs = [slurm_runs.attempt(name, state.attempt).log(rank).read_text() for rank in range(2)]
+    assert state.status == "finished", f"{state}\n{logs[0]}"
+    assert state.attempt == 2, "the script fails once, after its second epoch"
+    for log in logs:
+        assert "of 2 ranks" in log, "the ranks are one process group on two nodes"
+    code, output = slurm_runs.command("sync", name)
+    assert code == 0, output
+    counts = Counter((key, step) for key, step, _ in slurm_runs.points(name))
+    assert set(counts.values()) == {1}
+    assert sorted(step for key, step in counts if key == "train_loss") == list(range(NUM_EPOCHS))
+    assert slurm_runs.param(name, "optimizer_name") == "SGD"
+    assert slurm_runs.param(name, "epochs") == str(NUM_EPOCHS)
+    assert slurm_runs._query("select count(*) from runs where name like 'autologged%'") == [(1,)], "the run of hpcdist"
+    assert slurm_runs.mlflow_status(name) == "FINISHED"

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from hpcdist_runs import HOLD_OVERRIDES, finish
-from slurm_cluster import DevCluster
+from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, finish, wait_for
+from slurm_cluster import WAIT_S, DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
+from webhook import SECRET, Webhook, listening_webhook
 
+from hpcdist.devcluster import cluster as devcluster_cluster
+from hpcdist.devcluster.settings import HOST
 from hpcdist.host.files import read_json, write_json
+from hpcdist.review.ledger import Entry
+from hpcdist.run.records import read_times
 
 WAITING = "cluster.sbatch.begin=now+1hour"
 
@@ -176,3 +185,198 @@ def test_explain_shows_why_a_run_was_rejected(slurm_runs: SlurmRuns, tmp_path: P
     assert rows["cause"] == "the configuration cannot run on these nodes"
     assert f"{tmp_path}/nowhere" in rows["evidence"] + rows["status"]
     assert rows["slurm"].startswith(f"job {job} ended as ")
+
+
+# --- Notifications of a Slurm job reach a real HTTP server once each, and nothing shows the address of the webhook.
+
+
+NAME = "notified"
+
+
+@pytest.fixture
+def webhook(devcluster: DevCluster) -> Iterator[Webhook]:
+    """Listen on the address at which the nodes reach this machine."""
+    with listening_webhook(devcluster.settings.addresses[HOST]) as server:
+        yield server
+
+
+def wait_step(runs: SlurmRuns, attempt: int, step: int) -> None:
+    beat = runs.attempt(NAME, attempt).beat(0)
+    wait_for(lambda: int((read_json(beat) or {}).get("step", 0)) >= step, f"step {step}", timeout_s=WAIT_S)
+
+
+@pytest.mark.faults
+def test_starts_restart_requeue_and_end_of_a_job_are_reported_once(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, webhook: Webhook
+) -> None:
+    runs = slurm_runs
+    arguments = [*ON_FOUR_RANKS, *HOLD_OVERRIDES, "stop.max_epochs=100000", "notify.webhook=${oc.env:MY_HOOK}"]
+    shown = []
+    for option in (["--dry-run"], []):
+        submit = ["submit", *runs.config(NAME, *arguments), "--cluster", "devcluster", *option]
+        code, output = runs.command(*submit, MY_HOOK=webhook.url)
+        assert code == 0, output
+        shown.append(output)
+    job = runs.job_id(NAME)
+    runs.wait_until_held(NAME, NUM_RANKS)
+    shown += [devcluster.run("scontrol", "show", "job", "-dd", job), subprocess.check_output(["ps", "axww"], text=True)]
+    shown.append(devcluster.run("scontrol", "write", "batch_script", job, "-"))
+    assert runs.run_dir(NAME).secrets.stat().st_mode & 0o777 == 0o600
+    os.kill(int((runs.attempt(NAME).path / "held-3").read_text()), signal.SIGKILL)
+    runs.release(NAME)
+    wait_step(runs, 2, HOLD_STEP + 10)
+    devcluster.run("scontrol", "requeue", job)
+    runs.wait_requeued(NAME)
+    wait_for(lambda: len(webhook.bodies) >= 3, "the event of the requeue")
+    runs.start_now(job)
+    wait_for(lambda: runs.attempt(NAME, 3).path.exists(), "the third attempt", timeout_s=WAIT_S)
+    wait_step(runs, 3, HOLD_STEP + 20)
+    assert runs.command("stop", NAME)[0] == 0
+    runs.wait_end(NAME, job)
+    wait_for(lambda: len(webhook.bodies) >= 5, "the event of the end")
+
+    assert [(body["event"], body["attempt"], body["status"]) for body in webhook.bodies] == [
+        ("started", 1, "running"),
+        ("restarted", 2, "running"),
+        ("requeued", 2, "queued"),
+        ("started", 3, "running"),
+        ("ended", 3, "stopped"),
+    ]
+    assert {body["run"] for body in webhook.bodies} == {f"digits/{NAME}"}
+    restart, requeue, end = (webhook.bodies[index]["reason"] for index in (1, 2, 4))
+    assert restart.startswith("rank 3 on n2 was killed by SIGKILL")
+    assert requeue.startswith("everything saved (Slurm ends")
+    assert end.startswith("everything saved (`hpcdist stop` by ")
+    assert webhook.bodies[-1]["mlflow_run_id"] == runs.mlflow_id(NAME)
+
+    code, output = runs.command("sync", NAME)
+    assert code == 0, output
+    folder = runs.run_dir(NAME)
+    paths = [path for path in folder.path.rglob("*") if path.is_file() and path != folder.secrets]
+    shown += [output, runs.job_log(NAME), runs.param(NAME, "notify.webhook"), *runs.tags(NAME).values()]
+    shown += [path.read_text(errors="replace") for path in paths]
+    shown.append((devcluster.layout.logs / "slurmctld.log").read_text(errors="replace"))
+    assert len(paths) > 20
+    assert [text for text in shown if SECRET in text] == []
+
+
+# --- The ledger of a run with a killed rank, a preemption, a dead node and a second job equals Slurm's accounting.
+
+
+LEDGER_RUN = "three-faults"
+
+
+@pytest.fixture
+def runs(slurm_runs: SlurmRuns) -> Iterator[SlurmRuns]:
+    yield slurm_runs
+    slurm_runs.cluster.restore_nodes()
+
+
+def wait_ledger_step(runs: SlurmRuns, attempt: int, step: int) -> None:
+    """Wait until an attempt has done a number of steps."""
+    beat = runs.attempt(LEDGER_RUN, attempt).beat(0)
+    what = f"step {step} of attempt {attempt}"
+    wait_for(lambda: int((read_json(beat) or {}).get("step", 0)) >= step, what, timeout_s=WAIT_S)
+
+
+def cause_of(entry: Entry) -> str:
+    return entry.cause
+
+
+@pytest.mark.faults
+def test_ledger_of_a_run_with_three_faults_equals_accounting(runs: SlurmRuns) -> None:
+    cluster = runs.cluster
+    job = runs.submit_held(LEDGER_RUN, "stop.max_epochs=100000", "launch.hang_timeout_s=60")
+    os.kill(int((runs.attempt(LEDGER_RUN).path / "held-3").read_text()), signal.SIGKILL)
+    runs.release(LEDGER_RUN)
+    wait_ledger_step(runs, 2, HOLD_STEP + 10)
+
+    high = cluster.start_high_priority_job("--nodes=4")
+    runs.wait_requeued(LEDGER_RUN)
+    cluster.wait_job_state(high, "COMPLETED")
+    runs.start_now(job)
+    wait_for(lambda: read_times(runs.attempt(LEDGER_RUN, 3)), "the third attempt", timeout_s=WAIT_S)
+    first = runs.state(LEDGER_RUN).attempt
+    wait_ledger_step(runs, first, HOLD_STEP + 60)
+
+    devcluster_cluster.kill_node(cluster.layout, "n2")
+    cluster.wait_until(lambda: int(cluster.job(job)["Restarts"]) >= 2, "the job is queued again")
+    if cluster.job(job)["JobState"] == "PENDING":
+        runs.start_now(job)
+    wait_for(lambda: runs.state(LEDGER_RUN).attempt > first, "another attempt", timeout_s=WAIT_S)
+    wait_ledger_step(runs, runs.state(LEDGER_RUN).attempt, HOLD_STEP + 100)
+    code, output = runs.command("stop", LEDGER_RUN)
+    assert code == 0, output
+    runs.wait_end(LEDGER_RUN, job)
+    first_job_attempt = runs.state(LEDGER_RUN).attempt
+    code, output = runs.command("resume", LEDGER_RUN, "--detach")
+    assert code == 0, output
+    second = runs.job_id(LEDGER_RUN)
+    wait_for(
+        lambda: runs.state(LEDGER_RUN).attempt > first_job_attempt, "the attempt of the second job", timeout_s=WAIT_S
+    )
+    wait_ledger_step(runs, first_job_attempt + 1, HOLD_STEP + 140)
+    code, output = runs.command("stop", LEDGER_RUN)
+    assert code == 0, output
+    runs.wait_end(LEDGER_RUN, second)
+
+    ledger = runs.ledger(LEDGER_RUN, job, second)
+    causes = ledger.by(cause_of)
+    assert set(causes) >= {"start", "compile", "data", "compute", "communication", "checkpoint", "redone", "down"}
+    assert ledger.queue_s > 0
+    assert {entry.node for entry in ledger.entries if entry.seconds} >= {"n1", "n2"}
+    dead = [entry for entry in ledger.entries if entry.attempt == first and entry.node == "n2"]
+    assert sum(entry.seconds for entry in dead if entry.cause == "down") > 0, "the dead node"
+    assert {len(times.shares) for a in runs.run_dir(LEDGER_RUN).attempts() if (times := read_times(a))} == {2}
+    assert sum(len(s.ranks) for s in read_times(runs.attempt(LEDGER_RUN)).shares.values()) == NUM_RANKS  # type: ignore[union-attr]
+
+    code, output = runs.command("cost", LEDGER_RUN, "--csv", "--by", "user,month")
+    (row,) = csv.DictReader(io.StringIO(output))
+    assert float(row["allocated"]) * 3600 == pytest.approx(ledger.allocated_s, abs=0.01)
+    code, output = runs.command("sync", LEDGER_RUN)
+    assert code == 0, output
+    logged = {key: value for key, _, value in runs.points(LEDGER_RUN) if key.startswith("usage/")}
+    assert logged["usage/allocated"] * 3600 == pytest.approx(ledger.allocated_s, abs=0.01)
+    assert logged["usage/redone"] * 3600 == pytest.approx(causes["redone"], abs=0.01)
+    print({cause: round(seconds, 1) for cause, seconds in causes.items()}, ledger.allocated_s, ledger.queue_s)
+
+
+# --- Detection of a slow node on a real Slurm.
+
+
+@pytest.mark.faults
+def test_only_the_slow_one_of_four_nodes_is_reported(slurm_runs: SlurmRuns) -> None:
+    name = "uneven"
+    job = slurm_runs.submit(
+        name,
+        "trainer=uneven:train",
+        "params.forward_s=0.04",
+        "params.slow_host=n3",
+        "cluster.nodes=4",
+        "cluster.tasks_per_node=1",
+        "tracking.log_every_steps=50",
+        # `submit` ships records until there are no new ones.
+        "tracking.system_interval_s=10",
+    )
+    attempt = slurm_runs.attempt(name)
+    wait_for(attempt.straggler_events, "the straggler's line", timeout_s=WAIT_S)
+    assert slurm_runs.command("stop", name)[0] == 0
+    slurm_runs.wait_end(name, job)
+
+    lines = attempt.straggler_events()
+    assert {(line["name"], line["event"], line["rank"]) for line in lines} == {("n3", "slow", 2)}
+    assert lines[0]["slower"] >= 0.2
+    assert lines[0]["compute_s"] - lines[0]["others_compute_s"] >= 0.01
+    text = lines[0]["text"]
+    assert " % slower than the median node (compute " in text
+    assert "over the last minute" in text
+    assert text in slurm_runs.job_log(name)
+
+    code, output = slurm_runs.command("sync", name)
+    assert code == 0, output
+    points = {key: value for key, _, value in slurm_runs.points(name)}
+    assert {
+        f"time/nodes_{kind}/{part}_s" for kind in ("min", "mean", "max") for part in ("step", "data", "compute")
+    } <= points.keys()
+    assert points["time/nodes_max/compute_s"] >= 1.2 * points["time/nodes_min/compute_s"]
+    assert text in slurm_runs.command("explain", name)[1]

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import ast
+import json
+import logging
 import os
+import pty
+import re
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import typer
 import yaml
 from command_line import Cli, one_line
 
-from hpcdist.cli import app
-
-#: These tests may start processes.
-pytestmark = pytest.mark.processes
-
+import hpcdist
+from hpcdist import __version__
+from hpcdist.cli import app, options
+from hpcdist.cli.options import with_options
+from hpcdist.errors import TrackingError
+from hpcdist.host import log_files
+from hpcdist.host.files import read_json, write_json
+from hpcdist.run.folder import RunDir
+from hpcdist.tracking import sync_runs
 
 COMMANDS = (
     "run",
@@ -37,6 +53,7 @@ COMMANDS = (
 )
 
 
+@pytest.mark.processes
 def test_help_lists_public_commands_only(hpcdist: Cli) -> None:
     result = hpcdist("--help")
     assert (result.code, result.err) == (0, "")
@@ -45,6 +62,7 @@ def test_help_lists_public_commands_only(hpcdist: Cli) -> None:
     assert "supervise" not in result.out
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_every_command_has_an_example(hpcdist: Cli, command: str) -> None:
     result = hpcdist(command, "--help")
@@ -53,6 +71,7 @@ def test_help_of_every_command_has_an_example(hpcdist: Cli, command: str) -> Non
     assert f"hpcdist {command}" in result.out.partition("Example")[2]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "heavy"),
     [
@@ -74,6 +93,7 @@ def test_fast_commands_import_no_heavy_modules(tmp_path: Path, arguments: list[s
     assert ast.literal_eval(done.stderr) == []
 
 
+@pytest.mark.processes
 def test_a_command_imports_its_own_module_only(tmp_path: Path) -> None:
     code = (
         "import atexit, sys\n"
@@ -88,6 +108,7 @@ def test_a_command_imports_its_own_module_only(tmp_path: Path) -> None:
     assert ast.literal_eval(done.stderr) == ["hpcdist.cli.config"]
 
 
+@pytest.mark.processes
 def test_table_of_commands_is_complete() -> None:
     for modules in app.PANELS.values():
         for name, commands in modules.items():
@@ -96,6 +117,7 @@ def test_table_of_commands_is_complete() -> None:
             assert ({own.info.name} if name in app._GROUPS else names) == set(commands), name
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -135,6 +157,7 @@ def test_a_user_error_is_one_line(hpcdist: Cli, arguments: list[str], message: s
     assert os.listdir() == []
 
 
+@pytest.mark.processes
 def test_several_config_mistakes_are_listed(hpcdist: Cli) -> None:
     result = hpcdist("run", "ddp_digits", "optim.lr=-1", "seed=-1", "nope=1")
     assert result.code == 2
@@ -143,6 +166,7 @@ def test_several_config_mistakes_are_listed(hpcdist: Cli) -> None:
     assert sorted(line.split()[1] for line in lines) == ["nope", "optim.lr", "seed"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -159,6 +183,7 @@ def test_usage_error_has_no_traceback(hpcdist: Cli, arguments: list[str], messag
     assert "Traceback" not in result.err
 
 
+@pytest.mark.processes
 def test_process_exits_with_one_line_and_code_2(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hpcdist", "run", "ddp_digits", "optim.lr=-1"],
@@ -173,6 +198,7 @@ def test_process_exits_with_one_line_and_code_2(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
@@ -191,6 +217,7 @@ def test_os_errors_and_interrupts_print_no_traceback(
     assert (result.code, result.err) == (code, message)
 
 
+@pytest.mark.processes
 def test_unexpected_exception_is_one_line_with_the_path_of_the_traceback(
     monkeypatch: pytest.MonkeyPatch, hpcdist: Cli, tmp_path: Path
 ) -> None:
@@ -209,6 +236,7 @@ def test_unexpected_exception_is_one_line_with_the_path_of_the_traceback(
     assert "Traceback (most recent call last)" in hpcdist("runs").err
 
 
+@pytest.mark.processes
 def test_unexpected_exception_of_a_supervisor_is_logged_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("hpcdist.run.folder.RunDir.open", lambda _: 1 // 0)
     monkeypatch.setattr(sys, "argv", ["hpcdist", "supervise", str(tmp_path)])
@@ -216,6 +244,7 @@ def test_unexpected_exception_of_a_supervisor_is_logged_whole(monkeypatch: pytes
         app.main()
 
 
+@pytest.mark.processes
 def test_config_prints_the_resolved_config(hpcdist: Cli) -> None:
     result = hpcdist("config", "ddp_digits", "optim.lr=0.01", "launch.env.API_KEY=s3cret", "params.lr=${optim.lr}")
     assert (result.code, result.err) == (0, "")
@@ -224,8 +253,421 @@ def test_config_prints_the_resolved_config(hpcdist: Cli) -> None:
     assert shown["launch"]["env"] == {"API_KEY": "***"}
 
 
+@pytest.mark.processes
 def test_config_schema_prints_type_default_and_help_of_keys(hpcdist: Cli) -> None:
     result = hpcdist("config", "--schema")
     assert result.code == 0
     assert "optim.lr: float = 0.001\n    Peak learning rate.\n" in result.out
     assert "launch.max_restarts: int = 3\n" in result.out
+
+
+# --- Shell completion in bash, zsh and fish, without error messages and in bounded time.
+
+
+BIN = Path(sys.executable).parent
+#: Completes the words as readline does after it has split the line at COMP_WORDBREAKS, and prints the candidates.
+BASH = """
+source "$HOME/.bash_completions/hpcdist.sh"
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
+_hpcdist_completion hpcdist
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+Complete = Callable[..., list[str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Make two runs and a sweep in two experiments, and a config of the user."""
+    for name, file in (
+        ("digits/first", "state.json"),
+        ("digits/second", "state.json"),
+        ("mnist/sweep-a", "sweep.json"),
+        ("mnist/nothing", "notes.txt"),
+    ):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / file).touch()
+    (tmp_path / "mine.yaml").touch()
+    return tmp_path
+
+
+@pytest.fixture
+def bash(folder: Path) -> Complete:
+    """Install the completion by its option, and complete words in bash."""
+    env = {"HOME": str(folder), "PATH": f"{BIN}:{os.environ['PATH']}", "LANG": "C.UTF-8"}
+    env["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
+    install = [str(BIN / "hpcdist"), "--install-completion", "bash"]
+    subprocess.run(install, env=env, cwd=folder, check=True, capture_output=True)
+
+    def complete(*words: str, **more: str) -> list[str]:
+        done = subprocess.run(
+            ["bash", "--norc", "-c", BASH, "-", "hpcdist", *words],
+            env=env | more,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stderr == ""
+        return done.stdout.split()
+
+    return complete
+
+
+@pytest.mark.processes
+def test_bash_completes_commands_runs_configs_and_keys(bash: Complete) -> None:
+    assert bash("resu") == ["resume"]
+    assert bash("status", "") == ["sweep-a", "second", "first"]
+    assert bash("status", "fi") == ["first"]
+    assert bash("status", "digits/") == ["digits/second", "digits/first"]
+    assert bash("run", "ddp_d") == ["ddp_digits"]
+    assert bash("run", "mi") == ["mine.yaml"]
+    assert bash("run", "ddp_digits", "optim.l") == ["optim.lr=", "optim.lr=0.001"]
+    assert bash("run", "ddp_digits", "model.compile", "=", "t") == ["true"]
+    assert bash("run", "ddp_digits", "model.compile", "=") == ["true", "false"]
+
+
+@pytest.mark.processes
+def test_completion_prints_no_errors(bash: Complete, folder: Path) -> None:
+    assert bash("status", "", HPCDIST_RUNS_DIR="/dev/null") == []
+    assert bash("run", "ddp_digits", "no.such.key", "=") == []
+    assert bash("status", "fi", HPCDIST_RUNS_DIR=str(folder / "missing")) == []
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_zsh_and_fish_complete_config_keys(folder: Path, shell: str) -> None:
+    env = {
+        "PATH": os.environ["PATH"],
+        "_HPCDIST_COMPLETE": f"complete_{shell}",
+        "_TYPER_COMPLETE_ARGS": "hpcdist run ddp_digits optim.l",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    done = subprocess.run([BIN / "hpcdist"], env=env, cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert "optim.lr=" in done.stdout
+    assert "optim.lr=0.001" in done.stdout
+
+
+@pytest.mark.processes
+def test_completion_imports_no_heavy_modules(folder: Path) -> None:
+    code = (
+        "import sys; from hpcdist.cli import app, options as completion\n"
+        "app.make_app()\n"
+        "from types import SimpleNamespace\n"
+        "print(completion.runs(SimpleNamespace(params={}), 'fi'))\n"
+        "print(sorted({'torch', 'mlflow', 'omegaconf', 'rich', 'psutil', 'yaml', 'numpy'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["['first']", "[]"]
+
+
+def complete(completer: Any, incomplete: str, **params: Any) -> list[str]:
+    return completer(SimpleNamespace(params=params), incomplete)  # type: ignore[no-any-return]
+
+
+def test_completion_is_bounded_in_time_on_a_hanging_file_system(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = options._folders
+
+    def slow(path: Path) -> Any:
+        if path.name == "digits":
+            time.sleep(30)
+        return listed(path)
+
+    monkeypatch.setattr(options, "_folders", slow)
+    monkeypatch.setattr(options, "LIMIT_S", 0.2)
+    began = time.monotonic()
+    assert complete(options.runs, "", runs_dir=folder / "runs") == ["sweep-a"]
+    assert time.monotonic() - began < 5
+
+
+def test_completers_return_experiments_profiles_keys_and_configs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert complete(options.experiments, "") == ["digits"]
+    assert complete(options.runs_or_last, "") == ["last", "sweep-a", "second", "first"]
+    assert complete(options.profiles, "dev") == ["devcluster"]
+    assert complete(options.one_of("docker", "podman"), "p") == ["podman"]
+    assert complete(options.keys, "data.name=") == [
+        f"data.name={name}" for name in ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic")
+    ]
+    assert "launch.max_restarts=" in complete(options.keys, "launch.m")
+    assert complete(options.configs, f"{folder}/mi") == [f"{folder}/mine.yaml"]
+
+
+# --- Options have the same form and the same meaning in all commands.
+
+
+def commands(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{path}{name} ")
+        elif not command.hidden:
+            yield f"{path}{name}", command
+
+
+OPTION_COMMANDS = dict(commands(typer.main.get_command(app.make_app())))
+#: Commands on run folders; the others take no run.
+ON_RUNS = (
+    "runs",
+    "status",
+    "logs",
+    "follow",
+    "stop",
+    "cancel",
+    "resume",
+    "explain",
+    "doctor",
+    "sync",
+    "ui",
+    "bench show",
+)
+ON_CONFIGS = ("run", "submit", "config", "bench comm")
+
+
+def options_of(command: Any) -> dict[str, tuple[str, ...]]:
+    return {
+        name: tuple(sorted({*param.opts, *param.secondary_opts})) for param in command.params for name in param.opts
+    }
+
+
+def test_each_option_has_the_same_forms_on_all_commands() -> None:
+    forms: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+    for name, command in OPTION_COMMANDS.items():
+        for option, names in options_of(command).items():
+            if option.startswith("--") and (option, name) != ("--follow", "logs"):  # which has no `--detach`
+                forms[option].add(names)
+    assert {option: found for option, found in forms.items() if len(found) > 1} == {}
+
+
+def test_commands_on_runs_and_on_configs_share_their_options() -> None:
+    assert [name for name in (*ON_RUNS, *ON_CONFIGS) if "--runs-dir" not in options_of(OPTION_COMMANDS[name])] == []
+    shared = {"--experiment", "--tracking-uri", "--runs-dir"}
+    assert [name for name in ON_CONFIGS if not shared <= options_of(OPTION_COMMANDS[name]).keys()] == []
+    for name in ("runs", "status", "config", "doctor", "bench show", "devcluster status"):
+        assert "--json" in options_of(OPTION_COMMANDS[name]), name
+
+
+@pytest.mark.parametrize("name", OPTION_COMMANDS)
+def test_every_command_has_a_short_help_option(hpcdist: Cli, name: str) -> None:
+    code, out, err = hpcdist(*name.split(), "-h")
+    assert (code, err) == (0, "")
+    assert "Example" in out
+    assert hpcdist(*name.split(), "--help")[1] == out
+
+
+def test_version_option_prints_the_version(hpcdist: Cli) -> None:
+    assert hpcdist("--version") == (0, f"hpcdist {__version__}\n", "")
+
+
+def test_options_of_config_commands_are_overrides(hpcdist: Cli, tmp_path: Path) -> None:
+    uri = "http://mlflow:5000"
+    options = ("--runs-dir", "my runs", "--experiment", "first", "--tracking-uri", uri)
+    code, out, err = hpcdist("config", "ddp_digits", "--json", *options)
+    assert (code, err) == (0, "")
+    shown = json.loads(out)
+    assert (shown["runs_dir"], shown["experiment"]) == (f"{tmp_path}/my runs", "first")
+    assert shown["tracking"]["uri"] == uri
+    assert os.environ["HPCDIST_TRACKING_URI"] == uri, "takes precedence over the environment of the caller"
+    assert with_options(["seed=1"]) == ["seed=1"]
+
+
+@pytest.mark.processes
+def test_run_uses_the_runs_dir_option(hpcdist: Cli, tmp_path: Path) -> None:
+    code, out, _ = hpcdist("run", "ddp_digits", "name=first", "--runs-dir", "elsewhere", "--dry-run")
+    assert code == 0
+    assert f"{tmp_path}/elsewhere/digits/first" in out
+
+
+def test_empty_list_of_runs_as_json(hpcdist: Cli) -> None:
+    code, out, err = hpcdist("runs", "--json")
+    assert (code, json.loads(out), err) == (0, {"runs": [], "notes": []}, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "override"),
+    [
+        ("run --lr 0.1", "optim.lr=0.1"),
+        ("run ddp_digits --max-steps=10", "stop.max_steps=10"),
+        ("submit ddp_digits --patience --dry-run", "stop.patience=VALUE"),
+        ("config ddp_digits --seed 7", "seed=7"),
+        ("run ddp_digits --webhook abc", "notify.webhook=***"),
+        ("run ddp_digits --nonsense 1", "as in optim.lr=0.1"),
+    ],
+)
+def test_config_key_that_is_written_as_an_option_is_explained(hpcdist: Cli, words: str, override: str) -> None:
+    code, out, err = hpcdist(*words.split())
+    assert (code, out) == (2, "")
+    assert f": config keys are written key=value: {override} (see `hpcdist {words.split()[0]} --help`)\n" in err
+
+
+def test_usage_error_names_the_help_of_its_command(hpcdist: Cli) -> None:
+    code, out, err = hpcdist("bench", "comm", "--nonsense")
+    assert (code, out) == (2, "")
+    assert err.startswith("hpcdist: No such option: --nonsense")
+    assert err.endswith("(see `hpcdist bench comm --help`)\n")
+
+
+# --- Text of others on a terminal: logs, names and messages must not control it. One function prints, and it cleans.
+
+
+#: Sets the title, clears the screen, C1 forms of the same, overwrites a line, and reverses the order of characters.
+EVIL = "\x1b]0;PWNED\x07\x1b[2J\x1b]8;;http://e\x1b\\\x9b2J\x9d0;x\x9c\x08\u202e\u2066"
+#: Sequences that rich writes: colours, and those of a progress display.
+RICH = re.compile(r"\x1b\[(\d+(;\d+)*m|\?25[hl]|\d?[AK]|0?m)")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+#: Functions that print, or ask on the terminal: those that a name alone may pass on, and those that are called.
+PRINTING = {"print", "sys.stdout", "sys.stderr"}
+CALLED = {"Console", "input", "pprint", "typer.echo", "typer.secho", "typer.prompt", "typer.confirm", "click.echo"}
+#: Modules that print otherwise, none of them to the terminal of a command: module → reader of their output.
+PRINTERS = {
+    "host.log_files": "the one place that prints",
+    "cli.app": "sets the error handler of the streams",
+    "cli.rerun": "asks for a confirmation, if standard input and output are a terminal",
+    "cli.runs": "asks whether standard output is a terminal",
+    "rank.outcome": "flushes the streams",
+    "bench.report": "a console that writes a file",
+    "containers.images": "the standard output of a tool of the engine goes to standard error",
+}
+#: Processes of hpcdist whose output is a log file or is read by a program.
+PROGRAMS = """
+containers.self_test containers.pid1 slurm.on_nodes slurm.preflight.probe rank.forked_task rank.processes
+rank.worker slurm.job.watchdog
+supervisor.hang
+checks.storage
+""".split()  # noqa: SIM905
+
+
+def test_only_one_function_prints() -> None:
+    package, found = Path(hpcdist.__file__).parent, set()
+    for path in package.rglob("*.py"):
+        if not re.search(r"\b(print|sys\.std|Console\(|input\(|echo|prompt|confirm)", text := path.read_text()):
+            continue
+        nodes = list(ast.walk(ast.parse(text)))  # comments and strings may have these words
+        names = {ast.unparse(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
+        calls = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+        if names & PRINTING or calls & CALLED:
+            found.add(".".join(path.relative_to(package).with_suffix("").parts))
+    assert found == {*PRINTERS, *PROGRAMS}
+
+
+@pytest.fixture
+def terminal(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Run a command with a terminal as its standard output and error. Returns what the terminal receives."""
+
+    def call(*arguments: str) -> str:
+        ours, theirs = pty.openpty()
+        received = []
+
+        def read() -> None:
+            try:
+                while data := os.read(ours, 65_536):
+                    received.append(data)
+            except OSError:  # EIO: the other end is closed
+                return
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        with monkeypatch.context() as patch, open(theirs, "w", encoding="utf-8") as stream:
+            for name in ("stdout", "stderr"):
+                patch.setattr(sys, name, stream)
+            patch.setenv("TERM", "xterm-256color")
+            patch.setattr(sys, "argv", ["hpcdist", *arguments])
+            with pytest.raises(SystemExit):
+                app.main()
+        reader.join()
+        os.close(ours)
+        return b"".join(received).decode()
+
+    return call
+
+
+@pytest.fixture
+def planted(make: Callable[..., RunDir], tmp_path: Path) -> RunDir:
+    """A failed run whose files contain control sequences wherever a text can stand."""
+    run = make("first", status="failed", reason=f"reason {EVIL}", attempt=1, world_size=1)
+    folder = run.attempt(1).path
+    run.attempt(1).log(0).write_text(f"log {EVIL}\nRuntimeError: {EVIL}\n")
+    beat = {"step": 3, "total_steps": 4, "time": 1.0, "metrics": {f"metric {EVIL}": 1.0}, "doing": f"doing {EVIL}"}
+    write_json(folder / "rank-00000.beat.json", beat)
+    failure = {"kind": "error", "rank": 0, "host": f"host {EVIL}", "step": 1, "error": f"error {EVIL}"}
+    write_json(folder / "failure.json", failure | {"traceback": [f"trace {EVIL}\n"], "log": f"log {EVIL}"})
+    text = f"rank 0 is slow {EVIL}"
+    with (folder / "stragglers.jsonl").open("w") as file:
+        file.write(f'{{"role": "", "name": "n", "event": "slow", "text": {ascii_json(text)}}}\n')
+    facts = read_json(run.environment) or {}
+    write_json(run.environment, {**facts, "python": EVIL, "image": EVIL, "image_digest": EVIL, "gpu": EVIL})
+    write_json(run.path / "dataset.json", {"name": EVIL})
+    (run.checkpoints / f"step-{EVIL}").mkdir(parents=True)
+    (run.path.parent / f"named{EVIL.replace('/', '')}").mkdir()
+    return run
+
+
+def ascii_json(text: str) -> str:
+    import json
+
+    return json.dumps(text)
+
+
+TERMINAL_COMMANDS = {
+    "runs": ["runs"],
+    "status": ["status", "first"],
+    "explain": ["explain", "first"],
+    "logs": ["logs", "first"],
+    "logs -f": ["logs", "first", "-f"],
+    "follow": ["follow", "first"],
+    "compare": ["compare", "first", "second"],
+    "cost": ["cost"],
+    "doctor": ["doctor", "first"],
+    "rerun": ["rerun", "first", "--dry-run"],
+    "sync": ["sync", "first"],
+    "stop": ["stop", "first"],
+    "report": ["report", "first"],
+    "unknown": ["status", EVIL],
+    "file": ["run", f"{EVIL}.yaml"],
+    "key": ["config", "ddp_digits", f"name={EVIL}"],
+    "option": ["runs", f"--{EVIL}"],
+}
+#: In these, planted text must be visible; the others show none of it in this scene.
+SHOWING = ("runs", "status", "explain", "logs", "logs -f", "follow", "compare", "rerun", "sync", "unknown", "option")
+
+
+@pytest.mark.processes
+def test_no_control_sequence_of_others_reaches_the_terminal(
+    terminal: Callable[..., str], planted: RunDir, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("second", "seed=2", status="finished", attempt=1, world_size=1)
+
+    def refused(*_: object) -> None:
+        raise TrackingError(f"MLflow answered: {EVIL}")
+
+    monkeypatch.setattr(sync_runs, "sync_run", refused)
+    received = {name: terminal(*arguments) for name, arguments in TERMINAL_COMMANDS.items()}
+    kept = {name: CONTROL.findall(RICH.sub("", text)) for name, text in received.items()}
+    assert {name: found for name, found in kept.items() if found} == {}
+    assert [name for name in SHOWING if "PWNED" not in received[name]] == [], received
+
+
+def test_a_log_is_raw_in_a_pipe_and_on_demand(terminal: Callable[..., str], planted: RunDir, hpcdist: Cli) -> None:
+    planted.attempt(1).log(0).write_text(f"10 %\r\x1b[32m20 %\x1b[0m\r\nü\t{EVIL}")
+    assert hpcdist("logs", "first").out == f"10 %\r\x1b[32m20 %\x1b[0m\r\nü\t{EVIL}", "standard output is no terminal"
+    assert EVIL in terminal("logs", "first", "--raw")
+    text = terminal("logs", "first").replace("\r\n", "\n")
+    assert text.startswith("10 %\n20 %\nü\t\\x1b]0;PWNED\\x07\\x1b[2J")
+
+
+def test_log_records_are_clean(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(logging, "captureWarnings", lambda _: None)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    level, ours = root.level, logging.getLogger("hpcdist").level
+    log_files.configure()
+    try:
+        raise ValueError(EVIL)
+    except ValueError:
+        root.exception("failed: %s", EVIL)
+    finally:
+        root.setLevel(level)
+        logging.getLogger("hpcdist").setLevel(ours)
+    assert CONTROL.findall(capsys.readouterr().err) == []

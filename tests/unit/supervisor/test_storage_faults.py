@@ -6,21 +6,29 @@ import errno
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hpcdist_runs import wait_for
 from io_faults import Fault, recorded
+from supervisor_scene import DONE, EXIT_0, Scene, fails
+from webhook import PATH, SECRET, Webhook, listening_webhook
 
+from hpcdist.config.launch_schema import NotifyConfig
+from hpcdist.config.loading import load_config, load_run_config
+from hpcdist.config.written import run_yaml, secrets_of
+from hpcdist.errors import ConfigError
 from hpcdist.run.folder import RunDir
 from hpcdist.run.status import close_if_lost
-
-#: All tests of this file may start processes.
-pytestmark = pytest.mark.processes
+from hpcdist.supervisor import children, notifier
+from hpcdist.supervisor.children import ShipperProcess
+from hpcdist.tracking.points import SentFiles
 
 SCENE = Path(__file__).parents[2] / "support" / "storage_scene.py"
 ENDS = {"done": "finished", "restart": "finished", "slow": "finished", "stop": "stopped", "stop by signal": "stopped"}
@@ -111,6 +119,7 @@ def assert_unchanged(player: Player, cells: Sequence[Cell]) -> Result:
     return played
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_one_stale_handle_in_any_file_operation_does_not_change_the_result(player: Player) -> None:
     operations = player.operations()
@@ -133,12 +142,14 @@ def test_one_stale_handle_in_any_file_operation_does_not_change_the_result(playe
     assert re.search(r"run-\d+/state\.json is available again after 0\.\d s\n", played.messages)
 
 
+@pytest.mark.processes
 @pytest.mark.faults
 @pytest.mark.parametrize("error", [name for name in ERRORS if name != "ESTALE"])
 def test_one_error_in_any_file_operation_does_not_change_the_result(player: Player, error: str) -> None:
     assert_unchanged(player, each_once(player.operations(), error=getattr(errno, error)))
 
 
+@pytest.mark.processes
 @pytest.mark.faults
 def test_short_reads_and_writes_do_not_change_the_result(player: Player) -> None:
     transfers = [item for item in player.operations() if item[0] in ("read", "write")]
@@ -146,6 +157,7 @@ def test_short_reads_and_writes_do_not_change_the_result(player: Player) -> None
     assert_unchanged(player, each_once(transfers, short=True, count=0))
 
 
+@pytest.mark.processes
 @pytest.mark.faults
 def test_one_minute_of_delay_in_a_file_operation_does_not_change_the_result(player: Player) -> None:
     launch = {"launch": {"hang_timeout_s": 10.0}}
@@ -162,6 +174,7 @@ HANGS = {
 }
 
 
+@pytest.mark.processes
 def test_run_folder_unavailable_for_seconds_only_delays_the_run(player: Player) -> None:
     cells = [
         {"scene": scene, "fault": asdict(Fault(operation="*", error=error, window_ms=1500))}
@@ -170,6 +183,7 @@ def test_run_folder_unavailable_for_seconds_only_delays_the_run(player: Player) 
     assert_unchanged(player, cells)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_time_without_file_system_does_not_count_as_a_hang(player: Player) -> None:
     """The ranks write no heartbeat for 3 s, and the supervisor waits for the file system most of this time."""
@@ -184,6 +198,7 @@ def test_time_without_file_system_does_not_count_as_a_hang(player: Player) -> No
     assert_unchanged(player, cells)
 
 
+@pytest.mark.processes
 def test_ranks_get_a_signal_if_the_request_cannot_be_written(player: Player) -> None:
     full = Fault(operation="create", path="attempts/001/.request.json.*", error=errno.ENOSPC, count=0)
     cells = [{"scene": "stop by signal", "fault": asdict(full)}]
@@ -195,6 +210,7 @@ def test_ranks_get_a_signal_if_the_request_cannot_be_written(player: Player) -> 
     assert answer["on_disk"] == ["stopped", "everything saved (SIGTERM to the supervisor)"]
 
 
+@pytest.mark.processes
 def test_run_folder_that_stays_unavailable_fails_the_run(player: Player) -> None:
     lasting = {"error": errno.EIO, "count": 0}
     cells = [
@@ -218,3 +234,249 @@ def test_run_folder_that_stays_unavailable_fails_the_run(player: Player) -> None
     run = RunDir(player.folder / "run-0002")
     assert close_if_lost(run) == "its supervisor died"
     assert run.read_state().status == "failed"
+
+
+# --- The shipper of a supervisor with fake ranks (`support/fake_rank.py`).
+
+
+@pytest.fixture
+def scene(runs_dir: Path) -> Scene:
+    return Scene(RunDir.create(runs_dir / "exp" / "first"))
+
+
+@pytest.mark.processes
+def test_shipper_gets_run_folder_and_uri_with_password(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = scene.run.path / "python"
+    stub.write_text(
+        '#!/bin/sh\necho "$@"; echo "$HPCDIST_TRACKING_URI"; cut -d " " -f 19 /proc/self/stat; echo err >&2; cat\n'
+    )
+    stub.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(stub))
+    shipper = ShipperProcess(scene.run, "http://ada:s3cret@mlflow:5000", scene.env)
+    wait_for(lambda: (scene.run.path / "shipper.log").read_text().endswith("err\n"), "the output of the shipper")
+    assert shipper.drain(60)
+    monkeypatch.undo()
+    assert (scene.run.path / "shipper.log").read_text().splitlines() == [
+        f"-P -m hpcdist.tracking.shipper {scene.run.path}",
+        "http://ada:s3cret@mlflow:5000",
+        str(min(os.nice(0) + 10, 19)),
+        "err",
+    ]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="the kernel has no autogroups")
+def test_shipper_has_normal_priority_after_the_end_of_the_ranks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = scene.run.path / "shipper.log"
+    stub = scene.run.path / "python"
+    stub.write_text('#!/bin/sh\ncat /proc/$$/autogroup; until grep -q " nice 0$" /proc/$$/autogroup; do :; done\n')
+    stub.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(stub))
+    shipper = ShipperProcess(scene.run, "http://mlflow:5000", scene.env)
+    wait_for(lambda: log.read_text().endswith(" nice 10\n"), "a shipper with low priority")
+    assert shipper.drain(60)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("shipper", [["false"], ["sleep", "600"]], ids=["failed", "too slow"])
+def test_missing_records_in_mlflow_are_reported_without_the_password(scene: Scene, shipper: list[str]) -> None:
+    scene.tracking = {"drain_timeout_s": 0.1}
+    scene.shipper = shipper
+    scene.tracking_uri = "http://ada:s3cret@mlflow:5000"
+    scene.script(first=[[*DONE], EXIT_0])
+    assert scene.supervise().status == "finished"
+    assert scene.report.notes == [
+        "MLflow at http://ada:***@mlflow:5000 has not received all records (see shipper.log); none are lost:"
+        " `hpcdist sync first` ships the rest"
+    ]
+
+
+@pytest.mark.processes
+def test_final_state_is_written_before_the_wait_for_the_shipper(scene: Scene) -> None:
+    """The shipper ends when `state.json` records the end of the run."""
+    scene.tracking = {"drain_timeout_s": 20.0}
+    scene.shipper = ["sh", "-c", f"until grep -q finished '{scene.run.path}/state.json'; do :; done"]
+    scene.script(first=[[*DONE], EXIT_0])
+    assert scene.supervise().status == "finished"
+    assert "has not received" not in "".join(scene.report.notes)
+
+
+@pytest.mark.processes
+def test_progress_of_a_longer_upload_is_noted(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "FIRST_NOTE_S", 0.01)
+    monkeypatch.setattr(children, "NOTE_EVERY_S", 0.01)
+    released = scene.run.path / "released"
+    scene.tracking = {"drain_timeout_s": 60.0}
+    scene.shipper = ["sh", "-c", f"until [ -e '{released}' ]; do sleep 0.01; done"]
+    saved = scene.run.journal / SentFiles.FILE
+
+    def continue_upload(text: str) -> None:
+        scene.report.notes.append(text)
+        if saved.exists():
+            released.touch()
+        else:
+            SentFiles(artifacts={"config.yaml": "1"}, left=2).save(scene.run.journal)
+
+    monkeypatch.setattr(scene.report, "note", continue_upload)
+    scene.script(first=[[*DONE], EXIT_0])
+    assert scene.supervise().status == "finished"
+    assert scene.report.notes == ["uploading to MLflow", "uploading to MLflow: 1 of 3 files"]
+
+
+# --- Notifications reach a real HTTP server or a command, and a receiver that fails or hangs does not affect the run.
+
+
+LOST = "not all notifications were delivered (see notifier.log)"
+
+
+@pytest.fixture
+def webhook() -> Iterator[Webhook]:
+    with listening_webhook() as server:
+        yield server
+
+
+@pytest.fixture
+def hanging() -> Iterator[str]:
+    """Yield the address of a server that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}{PATH}"
+
+
+@pytest.fixture
+def notified(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    monkeypatch.setattr(notifier, "DRAIN_S", 240.0)  # the machine may be busy
+    return Scene(RunDir.create(runs_dir / "exp" / "first"))
+
+
+def texts_below(folder: Path) -> str:
+    return "\n".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.processes
+def test_webhook_receives_start_restart_and_end(notified: Scene, webhook: Webhook, tmp_path: Path) -> None:
+    file = tmp_path / "webhook"
+    file.write_text(webhook.url + "\n")
+    file.chmod(0o600)
+    notified.notify = {"webhook_file": str(file)}
+    notified.script(first=[DONE, fails("ValueError: boom token=abc")], second=[DONE, DONE])
+    notified.run.mlflow.write_text(json.dumps({"run_id": "0a1b"}))
+    webhook.statuses = [500]
+    assert notified.supervise().status == "finished"
+    assert [(body["event"], body["run"], body["status"], body["attempt"]) for body in webhook.bodies] == [
+        ("started", "exp/first", "running", 1),
+        ("restarted", "exp/first", "running", 2),
+        ("ended", "exp/first", "finished", 2),
+    ]
+    assert "ValueError: boom token=***" in webhook.bodies[1]["reason"]
+    last = webhook.bodies[2]
+    assert (last["folder"], last["mlflow_run_id"]) == (str(notified.run.path), "0a1b")
+    assert last["reason"] == "all epochs are done"
+    assert LOST not in notified.report.notes
+    assert "'started' is not delivered: HTTP status 500" in (notified.run.path / "notifier.log").read_text()
+    assert SECRET not in texts_below(notified.run.path)
+
+
+@pytest.mark.processes
+def test_command_receives_arguments_and_json(notified: Scene, tmp_path: Path) -> None:
+    command, output = tmp_path / "notify me", tmp_path / "output"
+    command.write_text(f'#!/bin/sh\necho "$@" >> {output}\ncat >> {output}\necho >> {output}\necho done\n')
+    command.chmod(0o700)
+    notified.notify = {"command": str(command)}
+    notified.script(first=[DONE, DONE])
+    assert notified.supervise().status == "finished"
+    started, _, ended, facts = output.read_text().splitlines()
+    assert (started, ended) == ("started exp/first running", "ended exp/first finished")
+    assert json.loads(facts)["reason"] == "all epochs are done"
+    assert (notified.run.path / "notifier.log").read_text() == "done\n" * 2
+
+
+@pytest.mark.processes
+def test_hanging_webhook_delays_the_end_by_a_bounded_time(
+    notified: Scene, hanging: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifier, "DRAIN_S", 0.5)
+    notified.notify = {"webhook": hanging}
+    notified.script(first=[DONE, DONE])
+    assert notified.supervise().status == "finished"
+    assert LOST in notified.report.notes
+    assert SECRET not in texts_below(notified.run.path)
+
+
+@pytest.mark.processes
+def test_file_that_others_can_read_is_refused_and_the_run_continues(notified: Scene, tmp_path: Path) -> None:
+    file = tmp_path / "webhook"
+    file.write_text("https://example.org/s3cret")
+    file.chmod(0o640)
+    notified.notify = {"webhook_file": str(file)}
+    notified.script(first=[DONE, DONE])
+    assert notified.supervise().status == "finished"
+    assert notified.report.notes[0].startswith(f"notifications are not sent: {file} has mode 0640")
+    assert not (notified.run.path / "notifier.log").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("statuses", "num_delivered", "reason"),
+    [([500, 503, 429], 2, "HTTP status 429"), ([302] * 5, 1, "HTTP status 302"), ([404] * 5, 1, "HTTP status 404")],
+)
+def test_tries_of_an_event_are_bounded(
+    notified: Scene,
+    webhook: Webhook,
+    monkeypatch: pytest.MonkeyPatch,
+    statuses: list[int],
+    num_delivered: int,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(notifier, "_PAUSES_S", (0.0,) * 4)
+    webhook.statuses = list(statuses)
+    with notifier.Notifier(notified.run, NotifyConfig(webhook=webhook.url), {}, notified.report.note) as sender:
+        for event in ("started", "ended"):
+            sender.send(event, notified.run.read_state())
+    assert [body["event"] for body in webhook.bodies] == ["started", "ended"][-num_delivered:]
+    assert notified.report.notes == ([] if num_delivered == 2 else [LOST])
+    lines = (notified.run.path / "notifier.log").read_text().splitlines()
+    assert lines == [*lines[:-1], f"'started' is not delivered: {reason}"]
+    assert len(lines) == len(statuses)
+
+
+@pytest.mark.processes
+def test_reason_of_a_failure_does_not_show_the_url(
+    notified: Scene, hanging: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(notifier, "DELIVERY_S", 0.2)
+    monkeypatch.setattr(notifier, "_PAUSES_S", ())
+    (fails := tmp_path / "fails").write_text("#!/bin/sh\nexit 3\n")
+    fails.chmod(0o700)
+    (hangs := tmp_path / "hangs").write_text("#!/bin/sh\nexec sleep 300\n")
+    hangs.chmod(0o700)
+    for settings in (
+        *({"webhook": url} for url in (hanging, "http://127.0.0.1:1/s3cret", "http://h/s3 cret")),
+        *({"command": str(command)} for command in (fails, hangs, "/no/such/file")),
+    ):
+        with notifier.Notifier(notified.run, NotifyConfig(**settings), {}, notified.report.note) as sender:
+            sender.send("ended", notified.run.read_state())
+    prefix = "'ended' is not delivered: "
+    lines = (notified.run.path / "notifier.log").read_text().splitlines()
+    assert [line.partition(" timed out after")[0] for line in lines] == [
+        *(prefix + reason for reason in ("TimeoutError", "Connection refused", "InvalidURL")),
+        f"{prefix}Command '['{fails}', 'ended', 'exp/first', 'created']' returned non-zero exit status 3.",
+        f"{prefix}Command '['{hangs}', 'ended', 'exp/first', 'created']'",
+        f"{prefix}No such file or directory",
+    ]
+
+
+@pytest.mark.processes
+def test_address_is_a_secret_of_the_config(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("trainer: ddp\n")
+    config = load_config(path, ["notify.webhook=https://example.org/s3cret"])
+    assert secrets_of(config) == {"HPCDIST_NOTIFY_WEBHOOK": "https://example.org/s3cret"}
+    path.write_text(run_yaml(config))
+    assert "s3cret" not in path.read_text()
+    restored = load_run_config(path, [], {"HPCDIST_NOTIFY_WEBHOOK": "https://example.org/s3cret"})
+    assert restored.notify == config.notify
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["notify.webhook=example.org/s3cret", "notify.command=notify.sh"])
+    assert "notify.webhook must be an address" in str(caught.value)
+    assert "exclude each other" in str(caught.value)
+    assert "s3cret" not in str(caught.value)

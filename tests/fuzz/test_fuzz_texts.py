@@ -1,0 +1,158 @@
+"""Answers of container engines, images and nodes that are not as expected give own errors only."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_strategies import NASTY, axes, files, overrides
+from container_facts import SPEC
+from fuzzing import check_message, fuzz
+from hypothesis import strategies as st
+
+import hpcdist
+from hpcdist.cli.app import make_app
+from hpcdist.config.loading import load_config, load_run_config
+from hpcdist.config.written import secrets_of, to_yaml
+from hpcdist.containers.images import _of, inspected, parse, require_fit
+from hpcdist.containers.probe import probe_outcome
+from hpcdist.containers.steps import Engine
+from hpcdist.errors import ConfigError, HpcdistError, ImageError
+from hpcdist.run.sweeps import make_sweep, parse_axes
+
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5)),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+def answers(keys: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Return objects with valid and other values for these keys."""
+    return st.fixed_dictionaries({}, optional={key: st.one_of(st.just(it), VALUES) for key, it in keys.items()})
+
+
+CONFIG = answers({"Entrypoint": ["tini"], "User": "1000", "Labels": {"hpcdist.cuda": "13.2"}, "Env": ["A=1"]})
+DESCRIPTION = {"Id": "ab", "Architecture": "amd64", "Size": 7, "RepoDigests": ["a@sha256:1"], "Config": {}}
+IMAGES = st.builds(lambda found, config: [found | {"Config": config}], answers(DESCRIPTION), CONFIG)
+
+
+@fuzz(found=st.one_of(IMAGES, VALUES))
+def test_description_of_an_image(found: Any) -> None:
+    try:
+        image = inspected(Engine("podman"), "x", json.dumps(found))
+        _of("x", image)
+        with suppress(ImageError):
+            require_fit(parse("x", image))
+    except ImageError as error:
+        check_message(error)
+
+
+FACTS = {"node": "n1", "hpcdist": hpcdist.__version__, "python": "3.12.1", "cuda": "13.2", "driver": "1", "source": ""}
+
+
+@fuzz(facts=answers(FACTS), cut=st.integers(0, 60))
+def test_answer_of_an_image(facts: Any, cut: int) -> None:
+    text = json.dumps(facts)
+    for line in (text, text[cut:], text[:-cut]):
+        probe_outcome(SPEC, f"hpcdist-image {line}\n", "", "n1")
+
+
+# --- Any command line gives a result, one of the project's errors, or a usage error.
+
+
+APP = make_app()
+#: Commands that start no processes; `run` has `--dry-run` for that.
+COMMANDS = (
+    ["run", "--dry-run"],
+    ["config"],
+    ["runs"],
+    ["status"],
+    ["logs"],
+    ["explain"],
+    ["stop"],
+    ["cancel"],
+    ["resume"],
+)
+#: Texts without NUL characters, which arguments of a process cannot contain.
+TEXTS = st.one_of(st.sampled_from([text for text in NASTY if "\0" not in text]), st.text(max_size=12)).map(
+    lambda text: text.replace("\0", "")
+)
+WORDS = st.one_of(
+    TEXTS,
+    overrides.map(lambda text: text.replace("\0", "")),
+    st.sampled_from(
+        ["ddp_digits", "--sweep", "--runs-dir", "--rank", "--attempt", "--help", "--schema", "--", "-x", "*", "a**b"]
+    ),
+    axes.map(lambda text: f"--sweep={text}".replace("\0", "")),
+)
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@fuzz(share=0.5, command=st.sampled_from(COMMANDS), words=st.lists(WORDS, max_size=3))
+def test_command_line_gives_a_result_or_an_error(empty: None, command: list[str], words: list[str]) -> None:
+    try:
+        APP([*command, *words], standalone_mode=False)
+    except HpcdistError as error:
+        check_message(error)
+    except OSError:
+        pass  # an invalid file name, which `main` reports with its path
+    except Exception as error:
+        # Usage errors; their class is private in typer.
+        if getattr(error, "exit_code", 0) != 2:
+            raise
+
+
+# --- Any config file, override or sweep axis gives ConfigError, or a config that is equal after writing and loading.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@fuzz(share=4, data=files, words=st.lists(overrides, max_size=3))
+def test_config_file_gives_a_config_or_an_error(folder: Path, data: bytes, words: list[str]) -> None:
+    path = folder / "run.yaml"
+    path.write_bytes(data)
+    try:
+        config = load_config(path, words)
+    except ConfigError as error:
+        check_message(error)
+        return
+    written = folder / "written.yaml"
+    written.write_text(to_yaml(config))
+    loaded = load_run_config(written, [], secrets_of(config))
+    # Compared as text, since nan is not equal to itself.
+    assert repr(loaded) == repr(config)
+
+
+@pytest.mark.slow
+@fuzz(share=4, words=st.lists(overrides, min_size=1, max_size=4))
+def test_override_gives_a_config_or_an_error(words: list[str]) -> None:
+    try:
+        to_yaml(load_config("ddp_digits", words)).encode()
+    except ConfigError as error:
+        check_message(error)
+
+
+@fuzz(words=st.lists(axes, min_size=1, max_size=2), more=st.lists(overrides, max_size=1))
+def test_sweep_axis_gives_cells_or_an_error(words: list[str], more: list[str]) -> None:
+    try:
+        sweep = make_sweep(
+            parse_axes(words, more), lambda own: load_config("ddp_digits", [*more, *own]), lambda _: "fuzz"
+        )
+    except ConfigError as error:
+        check_message(error)
+        return
+    names = [cell.name for cell in sweep.cells]
+    assert len(set(names)) == len(names)
+    assert all(len(name.encode()) <= 255 and "/" not in name for name in names)
+    repr([cell.label for cell in sweep.cells]).encode()

@@ -1,0 +1,408 @@
+"""Ranks in an environment of their own, packed at submission and copied to each node."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+from hpcdist_runs import HOLD_OVERRIDES, wait_for
+from mlflow_server import Server
+from slurm_cluster import DevCluster
+from slurm_faults import FaultScene
+from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
+
+from hpcdist.devcluster.host import node_members
+from hpcdist.environments.rank_environment import has_modules, user_folder
+from hpcdist.host.files import read_json
+from hpcdist.rank.processes import PARENT_MODULE
+
+#: The definition of `module` of a site: it changes the shell's environment.
+MODULES = """
+module() {
+  [ "$2" = python/tests ] || { echo "ERROR: Unable to locate a modulefile for '$2'" >&2; return 1; }
+  export LOADEDMODULES="$2" PATH="%s/bin:$PATH"
+}
+"""
+
+
+def packages_path() -> str:
+    """Return the content of a `.pth` file with the packages of these tests."""
+    return "\n".join(path for path in sys.path if path.endswith("site-packages")) + "\n"
+
+
+def make_venv(folder: Path) -> Path:
+    """Create a virtual environment that finds its packages in the environment of the tests."""
+    venv = folder / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (site,) = venv.glob("lib/python*/site-packages")
+    (site / "tests.pth").write_text(packages_path())
+    return venv
+
+
+def venv_settings(folder: Path) -> list[str]:
+    """Return the config of a virtual environment."""
+    return ["kind=venv", f"path={make_venv(folder)}"]
+
+
+def squashfs_settings(folder: Path) -> list[str]:
+    """Return the config of an image of a virtual environment."""
+    if shutil.which("mksquashfs") is None:
+        pytest.skip("needs mksquashfs: apt-get install squashfs-tools")
+    image = folder / "environment.sqsh"
+    subprocess.run(["mksquashfs", make_venv(folder), image, "-quiet", "-no-progress"], check=True)
+    shutil.rmtree(folder / "venv")
+    return ["kind=squashfs", f"path={image}"]
+
+
+def uv_settings(folder: Path) -> list[str]:
+    """Return the config of a project whose only locked package leads to the packages of the tests."""
+    uv = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
+    if not Path(uv).exists():
+        pytest.skip("needs uv: pip install uv")
+    project = folder / "project"
+    project.mkdir()
+    wheel = project / "tests_packages-1-py3-none-any.whl"
+    info = "tests_packages-1.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tests.pth", packages_path())
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tests-packages\nVersion: 1\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    (project / "pyproject.toml").write_text(
+        f"""[project]
+name = "training"
+version = "1"
+requires-python = ">={sys.version_info[0]}.{sys.version_info[1]}"
+dependencies = ["tests-packages"]
+[tool.uv.sources]
+tests-packages = {{ path = "{wheel.name}" }}
+"""
+    )
+    python = f"--python={sys.executable}"
+    subprocess.run([uv, "lock", "--offline", f"--project={project}", python], capture_output=True, check=True)
+    return ["kind=uv", f"path={project}", f"uv_args=[--offline,{python}]"]
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
+@pytest.mark.parametrize("settings", [venv_settings, squashfs_settings, uv_settings])
+def test_requeued_run_uses_the_copy_again(
+    slurm_runs: SlurmRuns,
+    devcluster: DevCluster,
+    slurm_control: str,
+    settings: Callable[[Path], list[str]],
+    tmp_path: Path,
+) -> None:
+    name = settings.__name__.replace("_", "-")
+    values = [*settings(tmp_path), f"local_dir={tmp_path / 'disk'}"]
+    job = slurm_runs.submit_held(name, *(f"cluster.environment.{value}" for value in values))
+    record = read_json(slurm_runs.run_dir(name).rank_environment) or {}
+    copy = tmp_path / "disk" / user_folder() / record["key"]
+    assert_ranks_use(f"{copy}/bin/python3", slurm_runs, name)
+    # The environment of a running job may change; the run keeps its own.
+    shutil.rmtree(tmp_path / "venv", ignore_errors=True)
+    shutil.rmtree(tmp_path / "project", ignore_errors=True)
+    devcluster.run("scontrol", "requeue", job)
+    slurm_runs.release(name)
+    slurm_runs.wait_queued_again(name)
+    slurm_runs.start_now(job)
+    slurm_runs.assert_finished_as(name, job, slurm_control)
+    log = slurm_runs.job_log(name)
+    # The virtual nodes share a disk, so one of them finds the copy of the other one.
+    assert log.count("environment: copied to 1 of 2 nodes in ") == 1
+    assert log.count(f"environment: {record['key']} is on all 2 nodes") == 1
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
+@pytest.mark.parametrize("installed", [False, True], ids=["function", "installed"])
+def test_ranks_use_the_python_of_a_module(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str, installed: bool, tmp_path: Path
+) -> None:
+    name = f"module-{installed}".lower()
+    venv = make_venv(tmp_path)
+    if installed:
+        if not has_modules(os.environ):
+            pytest.skip("needs environment modules: apt-get install environment-modules, or lmod")
+        (tmp_path / "python").mkdir()
+        (tmp_path / "python" / "tests").write_text(f"#%Module1.0\nprepend-path PATH {venv}/bin\n")
+        variable = f"cluster.env.MODULEPATH={tmp_path}"
+    else:
+        (tmp_path / "site" / "init").mkdir(parents=True)
+        (tmp_path / "site" / "init" / "bash").write_text(MODULES % venv)
+        variable = f"cluster.env.MODULESHOME={tmp_path / 'site'}"
+    settings = ["kind=module", "modules=[python/tests]"]
+    job = slurm_runs.submit_held(name, *(f"cluster.environment.{value}" for value in settings), variable)
+    assert_ranks_use(f"{venv}/bin/python3", slurm_runs, name)
+    devcluster.run("scontrol", "requeue", job)
+    slurm_runs.release(name)
+    slurm_runs.wait_queued_again(name)
+    slurm_runs.start_now(job)
+    slurm_runs.assert_finished_as(name, job, slurm_control)
+    record = read_json(slurm_runs.run_dir(name).rank_environment) or {}
+    assert (record["kind"], record["modules"]) == ("module", ["python/tests"])
+
+
+def assert_ranks_use(python: str, slurm_runs: SlurmRuns, name: str) -> None:
+    """Assert that all ranks of a running run were started with an interpreter."""
+    ranks = [command for command in slurm_runs.processes(name) if "hpcdist.rank.worker" in command]
+    assert len([command for command in ranks if command.startswith(f"{python} ")]) >= NUM_RANKS, ranks
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
+def test_unfit_local_disk_ends_the_run_without_a_restart(slurm_runs: SlurmRuns, tmp_path: Path) -> None:
+    values = [*venv_settings(tmp_path), f"local_dir={tmp_path / 'disk'}"]
+    (tmp_path / "disk").write_text("a file in place of a folder")
+    name = "unfit-disk"
+    job = slurm_runs.submit(name, *(f"cluster.environment.{value}" for value in values))
+    state = slurm_runs.wait_end(name, job)
+    assert (state.status, state.attempt, state.rejected) == ("failed", 1, True), state
+    assert state.reason.startswith("environment on n1, n2: "), state
+    assert state.reason.endswith("set cluster.environment.local_dir to a local disk with enough space"), state
+    wait_for(lambda: not slurm_runs.processes(name), f"the processes of {name} to end")
+
+
+# --- Ranks that a process on each node forks (`cluster.fork`), on a real Slurm.
+
+
+FORK = "cluster.fork=true"
+#: The GPUs of the dev cluster are not real.
+CPU = "launch.device=cpu"
+
+
+def parents(scene: FaultScene) -> dict[int, psutil.Process]:
+    """Return the parent process of each rank, none of which may have started its rank by a command."""
+    ranks = scene.runs.rank_processes(scene.name)
+    found = {rank: psutil.Process(process.ppid()) for rank, process in ranks.items()}
+    assert all(PARENT_MODULE in parent.cmdline() for parent in found.values())
+    return found
+
+
+@pytest.mark.quick_fault
+def test_parents_fork_the_ranks_of_the_next_attempt(scene: FaultScene) -> None:
+    """A rank is killed. The next one has the same parent, and logs as without a parent."""
+    scene.submit_held("SIGKILL of a forked rank", FORK)
+    before = parents(scene)
+    assert sorted(before) == [0, 1, 2, 3]
+    assert before[0].pid == before[1].pid
+    assert before[2].pid == before[3].pid != before[0].pid, "one on each node"
+    os.kill(scene.pid_of(3), signal.SIGKILL)
+    scene.release()
+    scene.assert_recovered_from_checkpoint()
+    assert "rank 3 on n2 was killed by SIGKILL after step " in scene.runs.job_log(scene.name)
+    assert (scene.num_starts(), scene.cell.attempts, scene.cell.restarts) == (1, 2, 1)
+    for node, ranks in (("n1", (0, 1)), ("n2", (2, 3))):
+        log = (scene.runs.attempt(scene.name).path.parent / f"rank-parent-{node}.log").read_text()
+        found = re.findall(r"process (\d+) has forked process \d+ for task (\d) of attempt (\d)", log)
+        parent = before[ranks[0]].pid
+        assert sorted(found) == sorted((str(parent), str(rank), attempt) for rank in ranks for attempt in "12")
+    for attempt in scene.runs.run_dir(scene.name).attempts():
+        assert not any("imports torch itself" in attempt.log(rank).read_text() for rank in range(4))
+
+
+@pytest.mark.faults
+def test_requeued_job_forks_again(scene: FaultScene) -> None:
+    scene.submit_held("requeue of forked ranks", FORK)
+    scene.cluster.run("scontrol", "requeue", scene.job)
+    scene.release()
+    assert scene.wait_queued() == "everything saved (Slurm ends the job)"
+    scene.runs.assert_no_process_left(scene.name)
+    scene.start_now()
+    scene.assert_recovered(max_lost_steps=0)
+    assert (scene.num_starts(), scene.cell.attempts, scene.cell.restarts) == (2, 2, 0)
+
+
+@pytest.mark.faults
+def test_killed_parent_ends_its_ranks_and_has_a_successor(scene: FaultScene) -> None:
+    scene.submit_held("SIGKILL of a parent of ranks", FORK)
+    before = parents(scene)
+    before[2].kill()
+    scene.release()
+    scene.assert_recovered_from_checkpoint()
+    is_replaced = "the parent process of the ranks on n2 has ended and is started again" in scene.runs.job_log(
+        scene.name
+    )
+    # With proctrack/cgroup Slurm may report the end of the parent after the ranks have been restarted.
+    if os.environ.get("HPCDIST_PROCTRACK") == "cgroup" and not is_replaced:
+        is_replaced = (
+            "this rank imports torch itself" in (scene.runs.attempt(scene.name, 2).path / "srun.log").read_text()
+        )
+    assert is_replaced
+    assert (scene.num_starts(), scene.cell.attempts) == (1, 2)
+
+
+@pytest.mark.faults
+def test_killed_supervisor_leaves_no_parent(scene: FaultScene) -> None:
+    """The next supervisor ends the step of the parents, and starts its own."""
+    scene.submit_held("supervisor of forked ranks killed", FORK)
+    before = parents(scene)
+    os.kill(scene.runs.holder_pid(scene.name), signal.SIGKILL)
+    scene.assert_recovered_from_checkpoint()
+    assert (scene.num_starts(), scene.cell.attempts) == (1, 2)
+    assert not any(parent.is_running() for parent in before.values())
+
+
+def visible_gpus(scene: FaultScene) -> dict[int, str]:
+    """Return the numbers of the GPUs that Slurm shows to each rank."""
+    ranks = scene.runs.rank_processes(scene.name)
+    return {rank: process.environ()["CUDA_VISIBLE_DEVICES"] for rank, process in ranks.items()}
+
+
+@pytest.mark.faults
+def test_forked_ranks_see_the_gpus_of_their_task(scene: FaultScene) -> None:
+    """Unless each task has its own, which the log says once."""
+    scene.submit_held("GPUs of forked ranks", FORK, "cluster.gpus_per_node=2", CPU)
+    assert sorted(parents(scene)) == [0, 1, 2, 3]
+    assert visible_gpus(scene) == dict.fromkeys(range(4), "0,1")
+    scene.release()
+    scene.runs.assert_finished_as(scene.name, scene.job, scene.control)
+
+
+@pytest.mark.faults
+def test_ranks_with_gpus_of_their_own_are_not_forked(scene: FaultScene) -> None:
+    scene.submit_held("GPUs of each rank", FORK, "cluster.sbatch.gpus-per-task=1", CPU)
+    assert visible_gpus(scene) == {0: "0", 1: "1", 2: "0", 3: "1"}
+    assert "rank-parents" not in scene.steps()
+    log = scene.runs.job_log(scene.name)
+    assert log.count("cluster.fork has no effect: --gpus-per-task=1 gives each rank GPUs or memory of its own") == 1
+    scene.release()
+    scene.assert_recovered(max_lost_steps=0)
+
+
+# --- A run with secrets on a real Slurm: its ranks receive them, and no output, file or process list contains them.
+
+
+NAME = "secretive"
+SECRETS = {"MY_A": "cluster-s3cret-value", "MY_B": "launch-s3cret-value", "MY_C": "params-s3cret-value"}
+PASSWORD = "uri-s3cret-value"
+OVERRIDES = (
+    *ON_FOUR_RANKS,
+    *HOLD_OVERRIDES,
+    # The job does not get the environment of the submitting shell, only the variables of the run folder.
+    "cluster.sbatch.export=NONE",
+    "cluster.env.WANDB_API_KEY=${oc.env:MY_A}",
+    "launch.env.OTHER_TOKEN=${oc.env:MY_B}",
+    "params.hub_token=${oc.env:MY_C}",
+    "tracking.uri=${oc.env:MY_URI}",
+    # The server listens on loopback, which the nodes cannot reach.
+    "tracking.drain_timeout_s=5",
+)
+
+
+@dataclass
+class SecretRun:
+    """A finished run with secrets."""
+
+    texts: dict[str, str] = field(default_factory=dict)
+    """Outputs of commands and contents of files, by name."""
+    rank_environments: list[str] = field(default_factory=list)
+    modes: dict[str, int] = field(default_factory=dict)
+    """File permissions while the ranks ran."""
+    is_secrets_file_removed: bool = False
+    tracked_params: list[tuple[str]] = field(default_factory=list)
+
+
+def processes() -> dict[int, tuple[str, str]]:
+    """Return command line and environment of every process, by process id."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                found[int(folder.name)] = (folder / "cmdline").read_text(), (folder / "environ").read_text()
+            except (OSError, UnicodeDecodeError):
+                continue
+    return found
+
+
+def files(folder: Path) -> dict[str, str]:
+    """Return the contents of all files below a folder."""
+    return {str(path): path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file()}
+
+
+def slurm_output(devcluster: DevCluster, job: str) -> dict[str, str]:
+    """Return the output of the commands that show jobs, steps and processes to other users."""
+    return {
+        "show job": devcluster.run("scontrol", "show", "job", "-dd", job),
+        "batch script": devcluster.run("scontrol", "write", "batch_script", job, "-"),
+        "steps": devcluster.run("scontrol", "show", "step"),
+        "ps": subprocess.check_output(["ps", "axww"], text=True),
+        "command lines": "\n".join(command for command, _ in processes().values()),
+    }
+
+
+def rank_environments(devcluster: DevCluster) -> list[str]:
+    on_nodes = {pid for pids in node_members(devcluster.layout, devcluster.settings).values() for pid in pids}
+    ranks = [found for pid, found in processes().items() if pid in on_nodes and "hpcdist.rank.worker" in found[0]]
+    return [environ for command, environ in ranks if "srun" not in command.split("\0")[0]]
+
+
+@pytest.fixture(scope="module")
+def secret_run(slurm_runs: SlurmRuns, devcluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> SecretRun:
+    result = SecretRun()
+    database = tmp_path_factory.mktemp("secret_run")
+    server = Server(database)
+    server.start()
+    uri = server.uri.replace("http://", f"http://ada:{PASSWORD}@")
+    arguments = [*slurm_runs.config(NAME, *OVERRIDES), "--cluster", "devcluster"]
+    env = {**SECRETS, "MY_URI": uri}
+    try:
+        for title, option in (("dry run", ["--dry-run"]), ("submit", [])):
+            code, result.texts[title] = slurm_runs.command("submit", *arguments, *option, **env)
+            assert code == 0, result.texts[title]
+        run, job = slurm_runs.run_dir(NAME), slurm_runs.job_id(NAME)
+        slurm_runs.wait_until_held(NAME, NUM_RANKS)
+        result.modes = {path.name: path.stat().st_mode & 0o777 for path in (run.secrets, run.path)}
+        result.texts |= slurm_output(devcluster, job)
+        result.rank_environments = rank_environments(devcluster)
+
+        slurm_runs.release(NAME)
+        state = slurm_runs.wait_end(NAME, job)
+        assert state.status == "finished", f"{state}\n{slurm_runs.job_log(NAME)}"
+        result.is_secrets_file_removed = not run.secrets.exists()
+        result.texts["slurmctld"] = (devcluster.layout.logs / "slurmctld.log").read_text(errors="replace")
+        result.texts |= files(run.path)
+        code, result.texts["sync"] = slurm_runs.command("sync", NAME, HPCDIST_TRACKING_URI=uri)
+        assert code == 0, result.texts["sync"]
+        with sqlite3.connect(database / "mlflow.db") as connection:
+            query = "select value from params where key = 'params.hub_token'"
+            result.tracked_params = connection.execute(query).fetchall()
+        result.texts |= files(database)  # while the server runs: the database's write-ahead log is a separate file
+    finally:
+        server.kill()
+    return result
+
+
+@pytest.mark.faults
+def test_ranks_receive_the_secrets_as_environment_variables(secret_run: SecretRun) -> None:
+    assert len(secret_run.rank_environments) >= NUM_RANKS
+    for environ in secret_run.rank_environments[-NUM_RANKS:]:
+        assert "WANDB_API_KEY=cluster-s3cret-value\0" in environ
+        assert "OTHER_TOKEN=launch-s3cret-value\0" in environ
+        assert "HPCDIST_PARAMS_HUB_TOKEN=params-s3cret-value\0" in environ
+
+
+@pytest.mark.faults
+def test_secrets_file_is_private_and_removed_at_the_end_of_the_run(secret_run: SecretRun) -> None:
+    assert secret_run.modes["secrets.json"] == 0o600
+    assert secret_run.modes[NAME] & 0o077 == 0
+    assert secret_run.is_secrets_file_removed
+
+
+@pytest.mark.faults
+def test_no_output_file_or_command_line_contains_a_secret(secret_run: SecretRun) -> None:
+    assert "# The supervisor sets WANDB_API_KEY from secrets.json" in secret_run.texts["dry run"]
+    assert "supervise" in secret_run.texts["batch script"]
+    assert secret_run.tracked_params == [("***",)]
+    assert {name for name, text in secret_run.texts.items() if "s3cret" in text} == set()
