@@ -154,6 +154,12 @@ LOOKUPS = [
     ("straggler rule", "supervisor/stragglers"),
     ("PPO update", "trainers/rl/train"),
     ("parameter-server exchange", "trainers/hybrid/exchange"),
+    ("stop request", "supervisor/watch"),
+    ("exit code of a command", "cli/app"),
+    ("config keys", "config/schema"),
+    ("retry of a failed rank", "supervisor/restart_policy"),
+    ("state.json", "run/folder"),
+    ("exactly-once metrics", "tracking/points"),
 ]
 
 
