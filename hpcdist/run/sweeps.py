@@ -10,12 +10,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpcdist.config.launch_schema import CheckpointConfig
-from hpcdist.config.schema import Config
+from hpcdist.config.schema import Config, to_tree
 from hpcdist.config.tree import parse_value
 from hpcdist.config.written import flat_values, read_stored, redacted
 from hpcdist.errors import ConfigError, RunFolderError
@@ -172,7 +172,7 @@ def _check_values(axes: Mapping[str, tuple[str, ...]], loaded: Sequence[tuple[tu
         seen: dict[str, str] = {}
         for words, config in loaded:
             word, value = words[index], _value_of(config, key, words[index])
-            if _walk(redacted(config), key) != _walk(asdict(config), key):
+            if _walk(redacted(config), key) != _walk(to_tree(config), key):
                 problems[f"{key} looks like a secret, and cells are named by their values: it cannot be swept"] = None
             elif (other := seen.setdefault(json.dumps(value, sort_keys=True, default=str), word)) != word:
                 problems[f"{key}: {other} and {word} are the same value"] = None
@@ -184,7 +184,7 @@ def _check_values(axes: Mapping[str, tuple[str, ...]], loaded: Sequence[tuple[tu
 
 def _value_of(config: Config, key: str, word: str) -> Any:
     """Return a cell's value in the config, which has its type there: `1` is 1.0 for a float."""
-    value = _walk(config, key)
+    value = _walk(config.sections if key.partition(".")[0] in config.sections else config, key)
     # A text such as `trainer=mine:train` stands for a whole section.
     return parse_value(word) if is_dataclass(value) else value
 

@@ -185,6 +185,12 @@ def test_short_form_of_a_section_can_be_swept(make: Make) -> None:
     assert sweep.cells[0].label == "trainer=mine:train"
 
 
+@pytest.mark.parametrize("overrides", [("trainer=rnn", "roles={trainer: 1, parameter_server: 1}"), ("trainer=ddp",)])
+def test_section_of_a_trainer_can_be_swept(make: Make, overrides: tuple[str, ...]) -> None:
+    sweep = make(["rnn.prompt=1,b"], *overrides, "name=t")
+    assert [cell.values for cell in sweep.cells] == [{"rnn.prompt": "1"}, {"rnn.prompt": "b"}]
+
+
 # --- identity of a sweep
 def test_derived_name_depends_on_config_and_keys(make: Make) -> None:
     name = make(["optim.lr=0.1", "seed=1,2"]).name
