@@ -29,10 +29,10 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking import script_records
+from hpcdist.tracking import rank_records
 from hpcdist.tracking.journal import JournalWriter
 from hpcdist.tracking.mlflow_client import open_client
-from hpcdist.tracking.script_records import RankRecords
+from hpcdist.tracking.rank_records import RankRecords
 
 Log = Callable[[dict[str, float], int], None]
 METRICS = {count: {f"train/metric_{index}": 0.1234567 * (index + 1) for index in range(count)} for count in (1, 5)}
@@ -67,7 +67,7 @@ def server(folder: Path) -> Iterator[str]:
 @contextmanager
 def rank_client(folder: Path) -> Iterator[MlflowClient]:
     """Yield a client as the code of rank 0 has it: it writes to the journal of a run folder."""
-    records = script_records.begin(
+    records = rank_records.begin(
         RankRecords(RunDir.create(folder / "bench" / "run"), attempt=1, rank=0, pid=os.getpid())
     )
     os.environ.update(records.environment())

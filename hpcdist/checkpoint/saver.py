@@ -198,8 +198,6 @@ def _name(path: _Path) -> str:
     return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:]) if path else "the state"
 
 
-# Asynchronous saving: the training thread only copies the state to host memory, a second thread writes the files.
-#
 # `torch.distributed.checkpoint.async_save` (torch 2.15) is not used: it reports an error only to a caller that asks the
 # returned future, and reuses its host copy only if the caller keeps a stager (see `HostBuffers`).
 

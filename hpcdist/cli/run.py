@@ -215,7 +215,7 @@ def supervise_here(
         show()
         return RunView(console())
 
-    state = local.supervise(run, config, plan, view, os.environ, tracking_uri=tracking_uri)
+    state = local.supervise_locally(run, config, plan, view, os.environ, tracking_uri=tracking_uri)
     from hpcdist.cli.render import show_end
 
     show_end(console(), run, state, config)

@@ -181,7 +181,7 @@ def _run_cell(choice: Choice, plan: Plan, uri: str) -> None:
     from hpcdist.supervisor import local
 
     view = RunView(console())
-    state = local.supervise(choice.run, choice.cell.config, plan, lambda: view, os.environ, tracking_uri=uri)
+    state = local.supervise_locally(choice.run, choice.cell.config, plan, lambda: view, os.environ, tracking_uri=uri)
     view.note(state.sentence)
 
 

@@ -160,7 +160,7 @@ def _with_overrides(tree: dict[str, Any], overrides: Sequence[str], source: str,
     """
     alone = copy.deepcopy(tree) if overrides else tree
     try:
-        return _resolved(tree, overrides, source, code)
+        return _resolved_config(tree, overrides, source, code)
     except ConfigError as error:
         if not overrides:
             raise
@@ -168,7 +168,7 @@ def _with_overrides(tree: dict[str, Any], overrides: Sequence[str], source: str,
         raise _located(error, COMMAND_LINE.removesuffix(": "), keys, _problems(alone, source, code)) from None
 
 
-def _resolved(tree: dict[str, Any], overrides: Sequence[str], source: str, code: Path | None) -> Config:
+def _resolved_config(tree: dict[str, Any], overrides: Sequence[str], source: str, code: Path | None) -> Config:
     with _hidden_values(tree):
         config = resolve(merge(tree, overrides, source), source)
         return config if code is None else with_params(config, code, source)
@@ -177,7 +177,7 @@ def _resolved(tree: dict[str, Any], overrides: Sequence[str], source: str, code:
 def _problems(tree: dict[str, Any], source: str, code: Path | None) -> Sequence[str]:
     """Return the problems of plain containers, without secrets."""
     try:
-        _resolved(tree, (), source, code)
+        _resolved_config(tree, (), source, code)
     except ConfigError as error:
         return error.problems
     return ()

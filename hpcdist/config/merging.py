@@ -36,7 +36,7 @@ def merge(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config
         raise ConfigError([*problems, *unfit], source)
     merged = _overlay(_defaults(), tree)
     secret_texts: SecretTexts = {}
-    config, mistakes = convert(_resolved(merged, problems, secret_texts))
+    config, mistakes = convert(_interpolated(merged, problems, secret_texts))
     for mistake in mistakes:
         problems += [mistake] if isinstance(mistake, str) else _sentences(*mistake)
     if problems:
@@ -92,7 +92,7 @@ def _overlay(defaults: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, 
     return {**found, **{name: value for name, value in defaults.items() if name not in tree}}
 
 
-def _resolved(tree: Mapping[str, Any], problems: list[str], secrets: SecretTexts) -> dict[str, Any]:
+def _interpolated(tree: Mapping[str, Any], problems: list[str], secrets: SecretTexts) -> dict[str, Any]:
     """Return a tree with its interpolations resolved; add to `secrets` those that the interpolations have read.
 
     A line is added to `problems` for each mistake, and its key is omitted.

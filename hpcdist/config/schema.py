@@ -1,8 +1,8 @@
-"""All keys of a config with type, default and documentation, each defined in one place.
+"""The keys of a config with type, default and documentation; `launch_schema.py` and the packages of the trainers have
+the other sections.
 
-The sections are frozen dataclasses that need only the standard library; those of single trainers are in the packages
-of the trainers. `config/loading.py` fills them from YAML and the command line. The string under a field is its
-documentation (`hpcdist config --schema`).
+The sections are frozen dataclasses that need only the standard library. `config/loading.py` fills them from YAML and
+the command line. The string under a field is its documentation (`hpcdist config --schema`).
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def inodes() -> frozenset[int]:
 
 log = logging.getLogger(__name__)
 #: How often a group is created before its creation fails.
-NUM_ATTEMPTS = 100
+NUM_TRIALS = 100
 #: Time limit for the connections of a group whose ranks are all ready.
 CONNECT_TIMEOUT = timedelta(seconds=30)
 _Gloo = distributed_c10d.ProcessGroupGloo
@@ -186,22 +186,22 @@ class _AdmittingGloo(_Gloo):
     """
 
     def __new__(cls, store: Store, rank: int, size: int, *arguments: Any, **options: Any) -> _AdmittingGloo:
-        # A C++ object cannot be initialised twice, so each attempt needs a new one, which only `__new__` can return.
+        # A C++ object cannot be initialised twice, so each trial needs a new one, which only `__new__` can return.
         timeout = options.get("timeout", distributed_c10d.default_pg_timeout)
         if "timeout" in options:
             options["timeout"] = min(timeout, CONNECT_TIMEOUT)
-        for attempt in itertools.count(1):
-            fresh = PrefixStore(f"admission/{attempt}", store)
+        for trial in itertools.count(1):
+            fresh = PrefixStore(f"admission/{trial}", store)
             if fresh.add("ready", 1) == size:
                 fresh.set("begin", "")
             fresh.wait(["begin"], timeout)
             try:
                 group = cls._admitted(fresh, rank, size, arguments, options)
             except RendezvousError as error:
-                if attempt == NUM_ATTEMPTS:
+                if trial == NUM_TRIALS:
                     raise
-                if attempt == 1:
-                    log.warning("a process group is created again, up to %d times: %s", NUM_ATTEMPTS - 1, error)
+                if trial == 1:
+                    log.warning("a process group is created again, up to %d times: %s", NUM_TRIALS - 1, error)
             else:
                 if "timeout" in options:
                     group._set_default_timeout(timeout)

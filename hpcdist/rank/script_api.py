@@ -30,8 +30,8 @@ from hpcdist.rank.telemetry import Heartbeat, TimeAccount
 from hpcdist.run.commands import RequestReader
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import TrainingNotes, reached_before
-from hpcdist.tracking import script_records
-from hpcdist.tracking.script_records import RankRecords
+from hpcdist.tracking import rank_records
+from hpcdist.tracking.rank_records import RankRecords
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ def log(metrics: Mapping[str, float], step: int) -> None:
 
     Raises UserMistake if a value is not a number.
     """
-    records = script_records.current()
+    records = rank_records.current()
     if records is not None and records.is_main:
         records.log(metrics, step)
     elif records is not None:
@@ -112,7 +112,7 @@ def checkpoint_dir() -> Path:
     The script decides which files it writes there and on which rank. Outside of a run it is `checkpoints` in the
     current folder.
     """
-    records = script_records.current()
+    records = rank_records.current()
     path = records.run.checkpoints if records is not None else Path(LOCAL_CHECKPOINTS).absolute()
     path.mkdir(parents=True, exist_ok=True)
     return path

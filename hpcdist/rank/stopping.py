@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from hpcdist.rank.processes import StopFlag
 from hpcdist.run.commands import CommandResult, LiveCommand, RequestReader, read_command, write_result
-from hpcdist.run.folder import Attempt, Request, RunDir
+from hpcdist.run.folder import Attempt, RunDir, StopRequest
 from hpcdist.run.records import folder_name
 
 # Agreement of all ranks on the step at which they save and stop, or obey another command.
@@ -87,7 +87,7 @@ class StopAgreement:
         if not self.agreed and self._pause_at_step is not None and step >= self._pause_at_step:
             # All ranks know the step. The request makes the end a requested stop, after which nothing starts again.
             if self._requests is not None and not self._requests.attempt.request.exists():
-                pause = Request(cause="config", by=f"stop.pause_at_step={self._pause_at_step}")
+                pause = StopRequest(cause="config", by=f"stop.pause_at_step={self._pause_at_step}")
                 self._requests.attempt.send_request(pause)
             self.agreed = True
         return self.agreed

@@ -37,7 +37,7 @@ from hpcdist.rank.script import exit_as_return, run_script
 from hpcdist.rank.telemetry import dump_on_signal, enable_flight_recorders
 from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.run.status import system_interval_s
-from hpcdist.tracking.script_records import URI_VARIABLE, RankRecords, begin, is_declared
+from hpcdist.tracking.rank_records import URI_VARIABLE, RankRecords, begin, is_declared
 
 if TYPE_CHECKING:
     import torch

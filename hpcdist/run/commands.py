@@ -17,7 +17,7 @@ from hpcdist.config.written import read_stored
 from hpcdist.errors import RunFolderError, UserMistake
 from hpcdist.host import files, retry
 from hpcdist.host.files import read_if_valid, read_json, require_mine, write_atomic, write_json
-from hpcdist.run.folder import ENDED, Attempt, Request, RunDir, Status
+from hpcdist.run.folder import ENDED, Attempt, RunDir, Status, StopRequest
 from hpcdist.run.lease import hold, holder, user_name
 from hpcdist.run.records import script_of
 from hpcdist.run.slurm_job import job_of
@@ -47,7 +47,7 @@ def end(run: RunDir, action: Literal["stop", "cancel"], *, by: str = "") -> str:
     Raises:
         UserMistake: the run is not running, or neither its supervisor nor Slurm can be reached.
     """
-    request = Request(action=action, cause="user", by=by or _author(action))
+    request = StopRequest(action=action, cause="user", by=by or _author(action))
     snapshot = query_job(run)
     if snapshot is not None and (holder(run) is None or (snapshot.info is not None and snapshot.info.waiting)):
         if (done := _dequeue(run, request, snapshot)) is not None:
@@ -79,7 +79,7 @@ def end_sweep(sweep: SweepDir, action: Literal["stop", "cancel"]) -> list[str]:
     active = holder(sweep) is not None
     if active:
         # Before the request to the running cell: its end would start the next one.
-        write_json(sweep.request, asdict(Request(action=action, cause="user", by=_author(action))))
+        write_json(sweep.request, asdict(StopRequest(action=action, cause="user", by=_author(action))))
     messages = []
     for cell in sweep.cells():
         if not os.path.lexists(cell.path / "state.json"):
@@ -103,7 +103,7 @@ def _author(action: str) -> str:
     return f"`hpcdist {action}` by {user_name()}"
 
 
-def _dequeue(run: RunDir, request: Request, snapshot: JobSnapshot) -> str | None:
+def _dequeue(run: RunDir, request: StopRequest, snapshot: JobSnapshot) -> str | None:
     """Take a waiting job out of the queue; None if the job runs, or starts during this call."""
     job = job_of(run)
     assert job is not None
@@ -139,7 +139,8 @@ def _wait_for_supervisor(run: RunDir) -> None:
         time.sleep(POLL_S)  # no event shows the start of a process on another host
 
 
-# Commands to the ranks of a running attempt that do not end it: `save` and `profile`.
+# Commands to the ranks of a running attempt that do not end it: `save` and `profile`. `RequestReader` also finds a
+# request to stop.
 #
 #     attempts/001/command-001.json                the command; numbers begin with 1
 #     attempts/001/command-001.rank-00000.json     the result of a rank

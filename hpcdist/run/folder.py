@@ -79,7 +79,7 @@ _OUTCOME = re.compile(r"rank-([0-9]{1,9})\.outcome\.json")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class StopRequest:
     """A request to end an attempt."""
 
     action: Literal["stop", "cancel"] = "stop"
@@ -111,7 +111,7 @@ class Attempt:
         self.key = path / "key"
         #: The run's config until a resume changed it after this attempt (`run/records.py`).
         self.config = path / "config.yaml"
-        #: The request to stop or cancel this attempt, see `Request`.
+        #: The request to stop or cancel this attempt, see `StopRequest`.
         self.request = path / "request.json"
         #: The first failure of this attempt (`supervisor/restart_policy.py`).
         self.failure = path / "failure.json"
@@ -195,11 +195,11 @@ class Attempt:
         last = {(event["role"], event["name"]): event for event in self.straggler_events()}
         return [event["text"] for event in last.values() if event["event"] == "slow"]
 
-    def send_request(self, request: Request, *, within_s: float | None = None) -> None:
+    def send_request(self, request: StopRequest, *, within_s: float | None = None) -> None:
         """Write a request file. Rank 0 checks for it once a second, the supervisor more often."""
         write_json(self.request, asdict(request) | {"time": time.time()}, within_s=within_s)
 
-    def read_request(self, *, within_s: float | None = None) -> Request | None:
+    def read_request(self, *, within_s: float | None = None) -> StopRequest | None:
         """Return the request to this attempt, or None.
 
         A damaged file is a request to stop, because ranks only check whether the file exists.
@@ -210,9 +210,9 @@ class Attempt:
         if not retry.retry(self.request.exists, self.request, within_s=within_s):
             return None
         try:
-            return files.fill(Request, read_json(self.request, within_s=within_s) or {}, self.request)
+            return files.fill(StopRequest, read_json(self.request, within_s=within_s) or {}, self.request)
         except RunFolderError:
-            return Request(cause="user", by="unreadable request file")
+            return StopRequest(cause="user", by="unreadable request file")
 
     def outcomes(self, *, skip: Container[int] = ()) -> dict[int, dict[str, Any]]:
         """Return the outcome files of the ranks, by rank, without the ranks in `skip`."""
@@ -488,7 +488,7 @@ class RunDir:
         if state.status in ("finished", "cancelled"):
             retry.retry(lambda: self.secrets.unlink(missing_ok=True), self.secrets)
 
-    def send_request(self, request: Request) -> None:
+    def send_request(self, request: StopRequest) -> None:
         """Send a request to the current attempt, and to the next one if that starts during this call."""
         requested = None
         while (number := self.read_state().attempt) != requested:
@@ -530,7 +530,7 @@ class RunDir:
 # SHA-256 to its processes. Another user cannot give a folder this file, and links are not followed. Unlike device,
 # inode and owner, it is the same on all nodes, in containers, in user namespaces and after a move of the folder.
 
-VARIABLE = "HPCDIST_FOLDER_IDENTITY"
+IDENTITY_VARIABLE = "HPCDIST_FOLDER_IDENTITY"
 
 
 def identity(folder: Path) -> str:
@@ -542,7 +542,7 @@ def identity(folder: Path) -> str:
 
 def require_same(folder: Path, env: Mapping[str, str]) -> None:
     """Raise RunFolderError if a folder is not the one whose identity is in the environment of this process."""
-    if VARIABLE in env and _read(folder) != env[VARIABLE]:
+    if IDENTITY_VARIABLE in env and _read(folder) != env[IDENTITY_VARIABLE]:
         raise RunFolderError(
             f"the run folder {folder} has been replaced by another one since this run was started: find out who may"
             " write to the folders above it, move the right one back, and continue with `hpcdist resume`"

@@ -534,7 +534,7 @@ def restore_config(run: RunDir) -> str:
     return ", ".join(keys[:_SHOWN_KEYS]) + " …" * (len(keys) > _SHOWN_KEYS)
 
 
-def after_failure(run: RunDir, state: State) -> State:
+def with_restored_config(run: RunDir, state: State) -> State:
     """Restore the old config if a run has failed before the first step with a changed one. Returns the state."""
     if state.status != "failed" or not (keys := restore_config(run)):
         return state

@@ -20,7 +20,7 @@ from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.host.log_files import last_lines, say
 from hpcdist.rank.forked_task import NoParentError, receive, request_rank
 from hpcdist.rank.processes import exit_code_of, wait_for_end
-from hpcdist.run.folder import VARIABLE, RunDir, identity
+from hpcdist.run.folder import IDENTITY_VARIABLE, RunDir, identity
 from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.plan import parent_command
 from hpcdist.tracking.points import upload_progress
@@ -268,7 +268,7 @@ def shipping_from_here(run: RunDir, config: Config, env: Mapping[str, str]) -> I
         # The job has shipped its end, unless its supervisor died.
         ship_now(run, config, env)
         return
-    shipper = ShipperProcess(run, uri, {**env, VARIABLE: identity(run.path)}, through_queue=True)
+    shipper = ShipperProcess(run, uri, {**env, IDENTITY_VARIABLE: identity(run.path)}, through_queue=True)
     yield
     shipper.drain(config.tracking.drain_timeout_s, say)
 

@@ -1,4 +1,6 @@
-"""Launchers start the ranks of an attempt and wait for their end; a guard ends processes whose parent has died."""
+"""Protocols of the launchers, which start the ranks of an attempt and wait for their end, and the guard, which ends
+processes whose parent has died. The launchers are in `supervisor/local.py` and `slurm/job/launcher.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,6 @@ from typing import Protocol
 
 from hpcdist.run.folder import Attempt
 from hpcdist.run.records import Resources
-
-# Protocols of the classes that start ranks, locally or on Slurm.
 
 
 class Ranks(Protocol):

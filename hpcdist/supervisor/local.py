@@ -23,7 +23,7 @@ from hpcdist.host.files import write_json
 from hpcdist.host.machine import image_facts, num_cores
 from hpcdist.rank.forked_task import NoParentError, ParentEndedError, RankRefusedError
 from hpcdist.run import snapshot
-from hpcdist.run.folder import VARIABLE, Attempt, RunDir, State, identity, read_record, require_same
+from hpcdist.run.folder import IDENTITY_VARIABLE, Attempt, RunDir, State, identity, read_record, require_same
 from hpcdist.run.lease import hold
 from hpcdist.run.records import NodeShare, Resources
 from hpcdist.supervisor.children import RankParent
@@ -307,7 +307,7 @@ class LocalRanks:
 # Supervise a local run, in this process or in a detached one.
 
 
-def supervise(
+def supervise_locally(
     run: RunDir,
     config: Config,
     plan: Plan,
@@ -332,7 +332,7 @@ def supervise(
         # The original working directory may not exist on another machine; the run folder holds the code.
         cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
         # Values are redacted in config.yaml; ranks read them from the environment.
-        env = {**env, **secrets_of(config), VARIABLE: identity(run.path)}
+        env = {**env, **secrets_of(config), IDENTITY_VARIABLE: identity(run.path)}
         import_path = snapshot.import_path(code, run)
         fork = config.launch.fork and not config.trainer.script
         with (

@@ -147,6 +147,9 @@ def not_started(absent: Sequence[int], num_ranks: int, why: str, host_of: Callab
 def decide(failures: Sequence[Failure], max_restarts: int, *, stop_requested: bool = False) -> Decision:
     """Decide whether to restart the ranks after a failure.
 
+    `Supervisor` may overrule it: it restarts them if other nodes replace lost ones, and ends the run if the disk is
+    full, these nodes are unusable or Slurm signals the time limit.
+
     Args:
         failures: all failures since the start of the supervisor, oldest first.
     """

@@ -21,8 +21,16 @@ from hpcdist.errors import HpcdistError, LeaseLostError, UserMistake
 from hpcdist.host import retry
 from hpcdist.host.files import write_json
 from hpcdist.host.log_files import limit_log
-from hpcdist.run.folder import Attempt, Cause, Request, RunDir, State, Status, require_same
-from hpcdist.run.records import AttemptTimes, after_failure, begin, how_stopped, reached_step, resume_point, write_times
+from hpcdist.run.folder import Attempt, Cause, RunDir, State, Status, StopRequest, require_same
+from hpcdist.run.records import (
+    AttemptTimes,
+    begin,
+    how_stopped,
+    reached_step,
+    resume_point,
+    with_restored_config,
+    write_times,
+)
 from hpcdist.supervisor.children import ShipperProcess
 from hpcdist.supervisor.launcher import Launcher, NodeChanges
 from hpcdist.supervisor.notifier import Notifier
@@ -62,13 +70,13 @@ class SignalRequests:
                 if signal.getsignal(number) == self.on_signal:
                     signal.signal(number, handler)
 
-    def request(self) -> Request | None:
+    def request(self) -> StopRequest | None:
         """Return the request of the signals so far, or None."""
         if self._name is None:
             return None
         action: Literal["stop", "cancel"] = "cancel" if self._num_interrupts > 1 else "stop"
         cause: Cause = "preemption" if self._in_job and self._name == "SIGTERM" else "signal"
-        return Request(action=action, cause=cause, by=self._name)
+        return StopRequest(action=action, cause=cause, by=self._name)
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Note a signal, as its handler; `request` returns the request for it."""
@@ -86,8 +94,6 @@ class SignalRequests:
                 os.dup2(null.fileno(), descriptor)
 
 
-# The supervisor: starts the attempts of a run and records its final state. Runs on the host, never imports torch.
-#
 # An attempt is one start of all ranks. The supervisor watches exit codes, heartbeats and requests in the attempt's
 # folder, and restarts the ranks from the newest checkpoint after a failure. A separate process ships the journal to
 # MLflow; ranks never wait for it.
@@ -115,8 +121,8 @@ class Job(Protocol):
         """Return whether Slurm is ending the job, which it may tell the ranks alone."""
         ...
 
-    def requeue(self, state: State) -> State:
-        """Requeue the job if the run continues that way. Returns the state to record after the last attempt."""
+    def end_or_requeue(self, state: State) -> State:
+        """Requeue the job if the run continues that way. Returns the state to record, for each end of the attempts."""
         ...
 
 
@@ -159,7 +165,7 @@ class Supervisor:
         self._attempt: Attempt | None = None
         self._signals = SignalRequests(in_job=job is not None)
         #: Request of a job that Slurm is ending without a signal to this process.
-        self._job_request: Request | None = None
+        self._job_request: StopRequest | None = None
         self._began = time.time()
 
     def run(self) -> State:
@@ -179,9 +185,9 @@ class Supervisor:
             shipper = self._start_shipper()
             failure: Exception | None = None
             try:
-                state = after_failure(self._run, self._attempts(state, notifier))
+                state = with_restored_config(self._run, self._attempts(state, notifier))
                 if self._job is not None:
-                    state = self._job.requeue(state)
+                    state = self._job.end_or_requeue(state)
             except LeaseLostError:
                 if shipper is not None:
                     shipper.drain(0)  # the new supervisor has its own shipper
@@ -240,7 +246,7 @@ class Supervisor:
             state, times = self._state, replace(self._times, ended=time.time(), failed=failure is not None)
             unasked = (end == "stopped" or failure is not None) and self._request_of(attempt) is None
             if unasked and self._job is not None and self._job.is_ending():
-                self._job_request = Request(cause="preemption")
+                self._job_request = StopRequest(cause="preemption")
             self._write_request(attempt)
             if failure is None:
                 over = self._after_end(state, attempt, times, end)
@@ -361,12 +367,12 @@ class Supervisor:
         if self._attempt is not None and (late := self._request_of(self._attempt)) is not None:
             attempt.send_request(late)
 
-    def _request_of(self, attempt: Attempt) -> Request | None:
+    def _request_of(self, attempt: Attempt) -> StopRequest | None:
         """Return the request to end the run with an attempt: from its file, a signal to this process, or its job."""
         found = attempt.read_request()
         return found if found is not None and found.ends_run else self._own_request()
 
-    def _own_request(self) -> Request | None:
+    def _own_request(self) -> StopRequest | None:
         return self._signals.request() or self._job_request
 
     def _write_request(self, attempt: Attempt) -> None:

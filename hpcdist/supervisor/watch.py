@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 from hpcdist.config.schema import Config
-from hpcdist.run.folder import Attempt, Request
+from hpcdist.run.folder import Attempt, StopRequest
 from hpcdist.supervisor.hang import Activity, Summary, busy_ranks, collect, read_activities
 from hpcdist.supervisor.hang_node import ranks_text
 from hpcdist.supervisor.launcher import NodeChanges, Ranks
@@ -57,7 +57,7 @@ class Watch:
         report: Reporter,
         allocation: Allocation | None = None,
         *,
-        signal_request: Callable[[], Request | None] = lambda: None,
+        signal_request: Callable[[], StopRequest | None] = lambda: None,
         check_lease: Callable[[], None] = lambda: None,
         nodes: NodeChanges | None = None,
     ) -> None:
@@ -196,14 +196,14 @@ class Watch:
                 self._send_sigterm()
             self._report.note(f"stopping: {how} ({request.sentence})")
 
-    def _request(self, now: float) -> Request | None:
+    def _request(self, now: float) -> StopRequest | None:
         """Return the request to the attempt: from its folder, from a signal, or because the allocation ends soon."""
         found = self._read_request(now)
         asked = self._signal_request()
         if asked is None and self._allocation is not None and time.time() >= self._allocation.stop_at:
-            asked = Request(cause="time_limit")
+            asked = StopRequest(cause="time_limit")
         if asked is None and found is None and (nodes := self._nodes.detect_returned()):
-            asked = Request(cause="growth", by=nodes)
+            asked = StopRequest(cause="growth", by=nodes)
         ends = found is not None and found.ends_run
         if asked is None or (found is not None and ends and (asked.action == "stop" or found.action == "cancel")):
             return found
@@ -212,7 +212,7 @@ class Watch:
             self._write_request(asked, now)
         return asked
 
-    def _read_request(self, now: float) -> Request | None:
+    def _read_request(self, now: float) -> StopRequest | None:
         try:
             found = self._attempt.read_request(within_s=0)
         except OSError as error:
@@ -226,7 +226,7 @@ class Watch:
             self._unavailable_since = None
         return found
 
-    def _write_request(self, asked: Request, now: float) -> None:
+    def _write_request(self, asked: StopRequest, now: float) -> None:
         """Write a request to the attempt's folder; if writes keep failing, send SIGTERM to the ranks."""
         try:
             self._attempt.send_request(asked, within_s=0)

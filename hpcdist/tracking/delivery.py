@@ -63,7 +63,7 @@ class Delivery:
         self._config_mark = ""
         self._names = ChangedNames(run.journal / "names.json")
         self._mlflow: MlflowRun | None = None
-        self._parent = ParentRun.of(run, uri)
+        self._sweep_run = ParentRun.of(run, uri)
         self._report = ReportWriter(run)
         self._page = RunPage(run)
         self._ledger = LedgerMetrics(run)
@@ -154,8 +154,8 @@ class Delivery:
             | run_metadata.job_tags(self.run)
             | run_metadata.state_tags(state)
         )
-        if self._parent is not None:
-            tags |= self._parent.cell_tags()
+        if self._sweep_run is not None:
+            tags |= self._sweep_run.cell_tags()
         tags.pop(NOTE_TAG, None)  # part of the description, see `RunPage`
         changed = {key: value for key, value in tags.items() if self._sent.tags.get(key) != value}
         if changed:
@@ -187,8 +187,8 @@ class Delivery:
             running_ms = int(1000 * sum(one.ended - one.began for one in allocations_of(self.run)))
             end_ms = self.open_run().start_ms + running_ms if running_ms else int(ended * 1000)
             self.open_run().set_status(status, end_ms if state.status in ENDED else None)
-            if self._parent is not None:
-                self._parent.refresh()
+            if self._sweep_run is not None:
+                self._sweep_run.refresh()
             self._status = mark_of(state)
 
 
@@ -238,7 +238,7 @@ class Uploads:
                 self._logs_shipped = time.monotonic()
         self._ship_checkpoints(is_running=state.status == "running")
         if state.status == "finished" and (self._run.model / "MLmodel").is_file():
-            self._ship_model(config, last_step)
+            self._ship_final_model(config, last_step)
 
     def _ship_trainer_artifacts(self) -> None:
         """Upload the files of the trainer for PASS_S at most, so that metrics do not wait for many files."""
@@ -304,7 +304,7 @@ class Uploads:
             raise TrackingError(f"a checkpoint of {self._run.name} cannot be read: {error}") from error
         self._checkpoints_shipped = time.monotonic()
 
-    def _ship_model(self, config: Config, last_step: int) -> None:
+    def _ship_final_model(self, config: Config, last_step: int) -> None:
         model, mlflow, folder = self.sent.model, self._mlflow, self._run.model
         mark = artifacts.fingerprint(folder)
         if reason := artifacts.leaves_folder(Artifact(folder, "model", mark), self._run):
@@ -428,13 +428,15 @@ def ship_new_events(
                 events, end = read_events(path, offset)
                 if end == offset:
                     break
-                _ship(mlflow, run, stored, events, names)
+                _ship_events_of(mlflow, run, stored, events, names)
                 yield path.name, end
     except OSError as error:
         raise TrackingError(f"the events of {run.name} cannot be read: {error}") from error
 
 
-def _ship(mlflow: MlflowRun, run: RunDir, stored: StoredConfig, events: Iterable[Event], names: ChangedNames) -> None:
+def _ship_events_of(
+    mlflow: MlflowRun, run: RunDir, stored: StoredConfig, events: Iterable[Event], names: ChangedNames
+) -> None:
     params: dict[str, str] = {}
     tags: dict[str, str] = {}
     models: dict[str, None] = {}
@@ -463,7 +465,7 @@ def _ship(mlflow: MlflowRun, run: RunDir, stored: StoredConfig, events: Iterable
             mlflow.client.log_inputs(mlflow.run_id, datasets=datasets)
     for model_id in models:
         with _skipped_if_rejected(mlflow, f"model {model_id}"):
-            _ship_model(mlflow, run, model_id)
+            _ship_logged_model(mlflow, run, model_id)
 
 
 @contextmanager
@@ -510,7 +512,7 @@ def _dataset(content: Mapping[str, Any]) -> entities.DatasetInput | None:
     )
 
 
-def _ship_model(mlflow: MlflowRun, run: RunDir, model_id: str) -> None:
+def _ship_logged_model(mlflow: MlflowRun, run: RunDir, model_id: str) -> None:
     """Upload a model of a rank as a logged model of the run, or only its tags if it has been uploaded."""
     folder = run.logged_models / model_id
     saved = read_json(folder / "model.json") or {}

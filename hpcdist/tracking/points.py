@@ -97,7 +97,7 @@ class SentFiles(Sent):
 
 @dataclass(kw_only=True)
 class SentPoints(Sent):
-    """The points in MLflow, and the rule that sends each (key, step) once; the owner is `Batches`."""
+    """The points in MLflow, and the rule that sends each (key, step) exactly once; the owner is `Batches`."""
 
     FILE = "sent-points.json"
     offsets: dict[str, int] = field(default_factory=dict)

@@ -51,9 +51,9 @@ from mlflow.utils.search_utils import SearchExperimentsUtils, SearchLoggedModels
 from hpcdist.errors import HpcdistError
 from hpcdist.host.files import read_json, write_json
 from hpcdist.run.records import began_of
-from hpcdist.tracking import script_records
+from hpcdist.tracking import rank_records
 from hpcdist.tracking.artifacts import SCRIPT_FOLDER, is_own_name
-from hpcdist.tracking.script_records import SCHEME, RankRecords, run_id_of
+from hpcdist.tracking.rank_records import SCHEME, RankRecords, run_id_of
 
 MODEL_FILE, FILES = "model.json", "files"
 _STATUS = {"READY": LoggedModelStatus.READY, "FAILED": LoggedModelStatus.FAILED}
@@ -90,7 +90,7 @@ class RankStore(AbstractStore):
 
     def __init__(self, store_uri: str, artifact_uri: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        known = script_records.current()
+        known = rank_records.current()
         self._records = known if known is not None and known.uri == store_uri else RankRecords.of_uri(store_uri)
         run = self._records.run
         self._started = int(began_of(run) * 1000)
@@ -412,7 +412,7 @@ class RankArtifacts(LocalArtifactRepository):
         folder = Path(urlsplit(artifact_uri).path)
         super().__init__(folder.as_uri(), tracking_uri, registry_uri)
         self._folder = folder
-        self._records = script_records.current()
+        self._records = rank_records.current()
         # The folders of models hold no files of hpcdist.
         self._is_root = self._records is not None and folder == self._records.run.artifacts
 

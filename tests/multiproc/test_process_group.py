@@ -441,7 +441,7 @@ NUMBERS = [number.to_bytes(8, "little") for number in range(4)]
 
 def create_attacked_groups(here: Rank) -> tuple[list[float], list[int], list[int]]:
     """Create a group that gets foreign data, one whose pairs are taken three times, and one that always loses them."""
-    process_group.NUM_ATTEMPTS = 4
+    process_group.NUM_TRIALS = 4
     known, sums, num_sent, num_sockets = process_group.inodes(), [], [], []
     shared = FileStore(str(here.folder / "store"), here.world_size)
     longer = [number + b"\xff" * 56 for number in NUMBERS]
@@ -464,7 +464,7 @@ def create_attacked_groups(here: Rank) -> tuple[list[float], list[int], list[int
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_gloo_group_is_created_again_after_another_user_has_taken_the_place_of_a_rank() -> None:
-    # Bytes: 0 + 1 + 8; 4 times 8, 4 times 64, 4 times 8; 4 times 8 for each of 4 attempts. What is left are the two
+    # Bytes: 0 + 1 + 8; 4 times 8, 4 times 64, 4 times 8; 4 times 8 for each of 4 trials. What is left are the two
     # connections of the second group: groups that were dropped are closed.
     assert spawn_ranks(create_attacked_groups, 3) == [([3.0, 3.0], [9, 32 + 256 + 32, 4 * 32], [2, 0])] * 3
 

@@ -90,7 +90,7 @@ class ScriptedJob:
     allocation: Allocation | None = None
     nodes: NodeChanges = field(default_factory=NodeChanges)
     ending: bool = False
-    requeue: Callable[[State], State] = lambda state: state
+    end_or_requeue: Callable[[State], State] = lambda state: state
     num_questions: int = 0  #: number of calls of `is_ending`
 
     def is_ending(self) -> bool:

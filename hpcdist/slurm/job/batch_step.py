@@ -26,9 +26,9 @@ from hpcdist.host import log_files, retry
 from hpcdist.host.files import read_json, require_trusted, write_json
 from hpcdist.host.nodelist import expand_tasks
 from hpcdist.run import create, snapshot
-from hpcdist.run.folder import ENDED, VARIABLE, Attempt, Cause, RunDir, State, identity, read_record
+from hpcdist.run.folder import ENDED, IDENTITY_VARIABLE, Attempt, Cause, RunDir, State, identity, read_record
 from hpcdist.run.lease import Held, hold
-from hpcdist.run.records import Origin, after_failure, kept
+from hpcdist.run.records import Origin, kept, with_restored_config
 from hpcdist.run.slurm_job import record_job_start
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
@@ -43,7 +43,8 @@ from hpcdist.supervisor.supervisor import Supervisor
 from hpcdist.supervisor.watch import Allocation
 from hpcdist.tracking.uri import is_server, resolve_uri
 
-# The supervisor in the batch step of a job, on the first node of the allocation. Called by submitit.
+# The supervisor in the batch step of a job, on the first node of the allocation. `supervise_in_job`, which submitit
+# calls, and `run_in_job` start it.
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class JobLog:
         log.error("%s (full log: %s)\n%s", failure.sentence(), path, "".join(failure.traceback))
 
 
-def supervise(run_dir: str) -> State:
+def supervise_job(run_dir: str) -> State:
     """Supervise a run from inside its job; returns its last state."""
     # submitit has installed handlers that ignore SIGTERM and requeue the job at SIGUSR2.
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGCONT):
@@ -124,7 +125,7 @@ def supervise(run_dir: str) -> State:
                     ended=time.time(),
                     rejected=isinstance(error, UserMistake),
                 )
-                state = after_failure(run, state)
+                state = with_restored_config(run, state)
                 held.check()  # the state belongs to a supervisor that has taken over meanwhile
                 run.write_state(state)
                 log.error("%s: %s", state.status, state.reason)
@@ -140,7 +141,7 @@ def _open(path: Path) -> RunDir:
 def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
     # Slurm passes the environment of the submitting shell; values recorded for the run take precedence.
     config = load_run_config(run.config, [], {**os.environ, **kept(run)})
-    env = {**os.environ, **secrets_of(config), **config.cluster.env, VARIABLE: identity(run.path)}
+    env = {**os.environ, **secrets_of(config), **config.cluster.env, IDENTITY_VARIABLE: identity(run.path)}
     code = snapshot.code_state(run)
     cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
     uri = resolve_uri(config, env)
@@ -202,7 +203,7 @@ class SupervisedJob:
             log.warning("the state of the job is unknown: %s", error)
             return False
 
-    def requeue(self, state: State) -> State:
+    def end_or_requeue(self, state: State) -> State:
         """Requeue the job if the run continues that way. Returns the state to record."""
         cause = _stop_cause(self.run, state)
         if cause == "preemption" and state.status in ("stopped", "failed") and self.current.is_requeued():
@@ -276,7 +277,7 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path, origin: Origin
                 " Slurm then kills the job, unless the batch script has `#SBATCH --no-kill`"
             )
         run = _create(replace(config, cluster=cluster), cwd, job.id, origin)
-    return supervise(str(run.path))
+    return supervise_job(str(run.path))
 
 
 def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_min: float | None) -> ClusterConfig:

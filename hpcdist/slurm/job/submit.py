@@ -218,9 +218,6 @@ def _job_id(kind: str, name: str, runs_dir: Path) -> str:
     return f"{job.id}{plus}{minutes}"
 
 
-# Submission of runs to Slurm with submitit, from a login node.
-
-
 def require_sbatch() -> None:
     """Raise UserMistake if sbatch is not installed."""
     if shutil.which("sbatch") is None:

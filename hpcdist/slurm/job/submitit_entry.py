@@ -40,7 +40,7 @@ def supervise_in_job(run_dir: str) -> str:
     """
     from hpcdist.slurm.job import batch_step
 
-    state = batch_step.supervise(run_dir)
+    state = batch_step.supervise_job(run_dir)
     if state.status == "failed":
         raise HpcdistError(state.reason)
     if state.status == "queued":

@@ -58,17 +58,17 @@ def make(tmp_path: Path) -> Callable[..., RunDir]:
 
 @pytest.fixture
 def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Replace `supervise`, which starts no ranks: it records its arguments and returns the state in `ends`."""
+    """Replace `supervise_locally`, which starts no ranks: it records its arguments and returns the state in `ends`."""
     seen: dict[str, Any] = {"ends": State(status="finished", reason="all epochs are done")}
 
-    def supervise(run: RunDir, config: Any, plan: Any, view: Any, env: Any, *, tracking_uri: str) -> State:
+    def supervise_locally(run: RunDir, config: Any, plan: Any, view: Any, env: Any, *, tracking_uri: str) -> State:
         seen.update(run=run, config=config, plan=plan, env=env)
         state: State = seen["ends"]
         with view():
             pass
         return state
 
-    monkeypatch.setattr(local, "supervise", supervise)
+    monkeypatch.setattr(local, "supervise_locally", supervise_locally)
     monkeypatch.setattr("hpcdist.host.log_files.configure", lambda: None)
     return seen  # type: ignore[return-value]
 

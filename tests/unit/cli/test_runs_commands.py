@@ -24,7 +24,7 @@ from hpcdist.config.written import run_yaml
 from hpcdist.errors import RunFolderError
 from hpcdist.host.files import read_json, write_json
 from hpcdist.run.commands import CommandResult, read_command, write_result
-from hpcdist.run.folder import Request, RunDir
+from hpcdist.run.folder import RunDir, StopRequest
 from hpcdist.run.lease import hold, user_name
 from hpcdist.run.lookup import find_runs, list_runs, resolve, resolve_run
 from hpcdist.run.sweeps import SweepDir
@@ -362,7 +362,7 @@ def test_runs_that_cannot_obey(hpcdist: Cli, make: Callable[..., RunDir], comman
     run = running(make)
     assert one_line(hpcdist(command, "first")) == "run first is not running: its state is 'running'"
     with hold(run):
-        run.attempt(1).send_request(Request(cause="user", by="`hpcdist stop` by me"))
+        run.attempt(1).send_request(StopRequest(cause="user", by="`hpcdist stop` by me"))
         assert one_line(hpcdist(command, "first")) == "run first is ending (`hpcdist stop` by me)"
     assert not run.attempt(1).command(1).exists()
 

@@ -25,7 +25,7 @@ from hpcdist.errors import UserMistake
 from hpcdist.host.files import read_json, write_json
 from hpcdist.host.machine import num_cores
 from hpcdist.review.description import describe_sweep, read_sweep_facts
-from hpcdist.run.folder import Request, RunDir, State
+from hpcdist.run.folder import RunDir, State, StopRequest
 from hpcdist.run.records import parameters, read_rerun
 from hpcdist.run.snapshot import CodeSource, code_of
 from hpcdist.run.sweeps import SweepDir
@@ -40,14 +40,14 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[RunDir], State
     """Set the ends of cells by the last part of their names; all others finish."""
     ends: dict[str, Callable[[RunDir], State]] = {}
 
-    def supervise(run: RunDir, config: Any, plan: Any, report: Any, env: Any, *, tracking_uri: str) -> State:
+    def supervise_locally(run: RunDir, config: Any, plan: Any, report: Any, env: Any, *, tracking_uri: str) -> State:
         run.new_attempt()
         how = ends.get(run.name.rpartition("-")[2], lambda run: State(status="finished", reason="done"))
         state = replace(how(run), attempt=1)
         run.write_state(state)
         return state
 
-    monkeypatch.setattr(local, "supervise", supervise)
+    monkeypatch.setattr(local, "supervise_locally", supervise_locally)
     monkeypatch.setattr("hpcdist.host.log_files.configure", lambda: None)
     monkeypatch.setattr("hpcdist.cli.sweep._close_parent_run", lambda run, uri: print("closed the parent run"))
     return ends
@@ -99,7 +99,7 @@ def test_sweep_continues_after_a_rejected_cell(hpcdist: Cli, cells: dict[str, Ca
 def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]], in_cell: bool) -> None:
     def stopped(run: RunDir) -> State:
         if in_cell:  # as the signal handler of the supervisor writes it
-            run.attempt(1).send_request(Request(cause="signal", by="SIGINT"))
+            run.attempt(1).send_request(StopRequest(cause="signal", by="SIGINT"))
             return State(status="stopped", reason="saved")
         os.kill(os.getpid(), signal.SIGINT)
         return State(status="finished")
@@ -116,7 +116,7 @@ def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir],
 @pytest.mark.processes
 def test_sweep_continues_after_a_stopped_cell(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]) -> None:
     def stopped(run: RunDir) -> State:
-        run.attempt(1).send_request(Request(cause="user", by="`hpcdist stop` by ada"))
+        run.attempt(1).send_request(StopRequest(cause="user", by="`hpcdist stop` by ada"))
         return State(status="stopped", reason="saved")
 
     cells["seed_1"] = stopped
@@ -200,7 +200,7 @@ def trains(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Replace the supervisor: it logs `losses` and ends with `state`. Nothing is uploaded."""
     seen: dict[str, Any] = {"losses": LOSSES, "state": State(status="finished", attempt=1), "uploaded": []}
 
-    def supervise(run: RunDir, config: Any, plan: Any, report: Any, env: Any, *, tracking_uri: str) -> State:
+    def supervise_locally(run: RunDir, config: Any, plan: Any, report: Any, env: Any, *, tracking_uri: str) -> State:
         seen.update(run=run, config=config)
         run.new_attempt()
         log(run, seen["losses"])
@@ -209,7 +209,7 @@ def trains(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         state: State = seen["state"]
         return state
 
-    monkeypatch.setattr(local, "supervise", supervise)
+    monkeypatch.setattr(local, "supervise_locally", supervise_locally)
     monkeypatch.setattr("hpcdist.host.log_files.configure", lambda: None)
     monkeypatch.setattr(sync_runs, "sync_run", lambda run, env: seen["uploaded"].append(run.name))
     return seen

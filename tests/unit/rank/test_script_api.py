@@ -24,9 +24,9 @@ from hpcdist.run.commands import CommandResult, LiveCommand, read_result, send_c
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.records import read_training
-from hpcdist.tracking import script_records
+from hpcdist.tracking import rank_records
 from hpcdist.tracking.journal import read_records
-from hpcdist.tracking.script_records import RankRecords
+from hpcdist.tracking.rank_records import RankRecords
 
 CONFIG = Config()
 
@@ -52,15 +52,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run folder of which this process is rank 0."""
     made = RunDir.create(tmp_path / "runs" / "e" / "r")
     made.new_attempt()
-    monkeypatch.setattr(script_records, "_own", None)
+    monkeypatch.setattr(rank_records, "_own", None)
     monkeypatch.setattr(script_api, "_rank", None)
-    script_records.begin(RankRecords(made, attempt=1, rank=0, pid=os.getpid()))
+    rank_records.begin(RankRecords(made, attempt=1, rank=0, pid=os.getpid()))
     return made
 
 
 @pytest.fixture
 def script(run: RunDir) -> Iterator[RunningScript]:
-    records = script_records.current()
+    records = rank_records.current()
     assert records is not None
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
     with entered_script(CONFIG, run.attempt(1), topology(1), records) as running:
@@ -71,7 +71,7 @@ def script(run: RunDir) -> Iterator[RunningScript]:
 
 
 def test_outside_of_a_run_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script_records, "_own", None)
+    monkeypatch.setattr(rank_records, "_own", None)
     monkeypatch.setattr(script_api, "_rank", None)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -124,7 +124,7 @@ def test_metrics_steps_and_a_stop_signal_of_one_rank(run: RunDir, script: Runnin
 
 
 def test_a_script_pauses_at_the_step_of_its_config(run: RunDir) -> None:
-    records = script_records.current()
+    records = rank_records.current()
     assert records is not None
     attempt = run.attempt(1)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
@@ -199,7 +199,7 @@ def test_a_script_that_never_asks_to_save_refuses_the_command(run: RunDir) -> No
 
 
 def test_a_script_saves_at_the_interval_of_its_config_and_before_a_stop(run: RunDir) -> None:
-    records = script_records.current()
+    records = rank_records.current()
     assert records is not None
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
     config = replace(CONFIG, stop=StopConfig(pause_at_step=7), checkpoint=CheckpointConfig(every_steps=3))
@@ -264,7 +264,7 @@ def test_first_reported_step_shows_where_the_attempt_began(run: RunDir) -> None:
 
 def test_log_notes_the_step_of_ranks_that_record_no_metrics(run: RunDir) -> None:
     """Otherwise a failure of rank 1 has no step."""
-    records = script_records.begin(RankRecords(run, attempt=1, rank=1, pid=os.getpid()))
+    records = rank_records.begin(RankRecords(run, attempt=1, rank=1, pid=os.getpid()))
     with entered_script(CONFIG, run.attempt(1), replace(topology(2), rank=1, local_rank=1), records) as other:
         hpcdist.log({"loss": 1.0}, 37)
         assert other.last_step() == 37

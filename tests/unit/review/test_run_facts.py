@@ -29,7 +29,7 @@ from hpcdist.review.facts import (
 )
 from hpcdist.review.ledger import timed_attempts
 from hpcdist.review.report import read_faults
-from hpcdist.run.folder import Request, RunDir
+from hpcdist.run.folder import RunDir, StopRequest
 from hpcdist.run.records import (
     AttemptTimes,
     DatasetRecord,
@@ -127,7 +127,7 @@ def test_end_of_an_unrecorded_attempt_is_the_last_heartbeat_of_any_rank(folder: 
 def test_slurm_explains_the_ends_of_the_starts_of_a_job(folder: Folder) -> None:
     folder.attempt(first_step=0, step=120, status="failed", reason="rank 1 was killed")
     folder.attempt(first_step=100, step=250, status="stopped", reason="everything saved")
-    folder.run.attempt(2).send_request(Request(cause="preemption"))
+    folder.run.attempt(2).send_request(StopRequest(cause="preemption"))
     folder.attempt(first_step=250, step=300)
     folder.attempt(first_step=250, step=400, status="finished", reason="trained 400 steps")
     starts = [(990.0, 2600.0, "PREEMPTED"), (2600.0, 3700.0, "NODE_FAIL"), (3700.0, 4600.0, "OUT_OF_MEMORY")]

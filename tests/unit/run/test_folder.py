@@ -28,7 +28,7 @@ from hpcdist.host.files import read_json, write_atomic, write_json
 from hpcdist.run import folder as runs_dir_module
 from hpcdist.run import lease
 from hpcdist.run.create import create_run
-from hpcdist.run.folder import VARIABLE, Cause, Request, RunDir, State, Status, identity, require_same
+from hpcdist.run.folder import IDENTITY_VARIABLE, Cause, RunDir, State, Status, StopRequest, identity, require_same
 from hpcdist.run.lookup import find_runs, find_unfinished, resolve_run
 
 # --- Run folders: creation, lookup, and atomic files
@@ -165,7 +165,7 @@ def test_outcomes_skip_incomplete_files(runs_dir: Path) -> None:
 
 def test_request_file_has_action_cause_author_and_time(runs_dir: Path) -> None:
     attempt = RunDir.create(runs_dir / "exp" / "first").new_attempt()
-    sent = Request(action="cancel", cause="signal", by="SIGINT")
+    sent = StopRequest(action="cancel", cause="signal", by="SIGINT")
     attempt.send_request(sent)
     request = read_json(attempt.request)
     assert request is not None
@@ -178,11 +178,11 @@ def test_request_file_has_action_cause_author_and_time(runs_dir: Path) -> None:
 def test_damaged_request_file_is_a_request_to_stop(runs_dir: Path, content: str) -> None:
     attempt = RunDir.create(runs_dir / "exp" / "first").new_attempt()
     attempt.request.write_text(content)
-    assert attempt.read_request() == Request(action="stop", cause="user", by="unreadable request file")
+    assert attempt.read_request() == StopRequest(action="stop", cause="user", by="unreadable request file")
 
 
 def test_causes_of_requests_become_sentences() -> None:
-    assert {cause: Request(cause=cause, by="x").sentence for cause in get_args(Cause)} == {
+    assert {cause: StopRequest(cause=cause, by="x").sentence for cause in get_args(Cause)} == {
         "user": "x",
         "signal": "x to the supervisor",
         "time_limit": "time limit",
@@ -190,7 +190,7 @@ def test_causes_of_requests_become_sentences() -> None:
         "growth": "to restart on more nodes: x answers again",
         "config": "x",
     }
-    assert [cause for cause in get_args(Cause) if not Request(cause=cause).ends_run] == ["growth"]
+    assert [cause for cause in get_args(Cause) if not StopRequest(cause=cause).ends_run] == ["growth"]
 
 
 # --- lookup
@@ -265,7 +265,7 @@ def test_request_reaches_an_attempt_that_starts_meanwhile(runs_dir: Path, monkey
     for _ in range(2):
         run.new_attempt()
     monkeypatch.setattr(run, "read_state", lambda: states.pop(0))
-    run.send_request(Request(cause="user", by="ada"))
+    run.send_request(StopRequest(cause="user", by="ada"))
     assert [(read_json(run.attempt(number).request) or {}).get("by") for number in (1, 2)] == ["ada", "ada"]
     assert states == []
 
@@ -294,8 +294,8 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_identity_stays_with_the_folder(run: RunDir, tmp_path: Path) -> None:
-    env = {VARIABLE: identity(run.path)}
-    assert identity(run.path) == env[VARIABLE]
+    env = {IDENTITY_VARIABLE: identity(run.path)}
+    assert identity(run.path) == env[IDENTITY_VARIABLE]
     assert (run.path / "identity").stat().st_mode & 0o777 == 0o600
     moved = run.path.rename(tmp_path / "moved")
     require_same(moved, env)
@@ -303,12 +303,12 @@ def test_identity_stays_with_the_folder(run: RunDir, tmp_path: Path) -> None:
     (moved / "identity").write_text("damaged")
     with pytest.raises(RunFolderError, match=REPLACED):
         require_same(moved, env)
-    assert identity(moved) != env[VARIABLE]
+    assert identity(moved) != env[IDENTITY_VARIABLE]
 
 
 @pytest.mark.parametrize("kind", ["missing", "link to the file", "other run", "pipe"])
 def test_another_folder_cannot_have_the_identity(run: RunDir, tmp_path: Path, kind: str) -> None:
-    env = {VARIABLE: identity(run.path)}
+    env = {IDENTITY_VARIABLE: identity(run.path)}
     old = run.path.rename(tmp_path / "old")
     run.path.mkdir()
     if kind == "link to the file":
@@ -330,7 +330,11 @@ SWAP = "import os\nos.rename({run!r}, {old!r})\nos.rename({planted!r}, {run!r})\
 @pytest.mark.parametrize(("module", "code"), [("rank.worker", 2), ("rank.parent", 69), ("tracking.shipper", 2)])
 def test_each_process_checks_the_folder_at_its_start(run: RunDir, tmp_path: Path, module: str, code: int) -> None:
     """The folder is swapped before the process starts; that of the parent of ranks while it imports torch."""
-    env = {**os.environ, VARIABLE: identity(run.path), "HPCDIST_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
+    env = {
+        **os.environ,
+        IDENTITY_VARIABLE: identity(run.path),
+        "HPCDIST_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db",
+    }
     env |= {f"HPCDIST_{name}": "0" for name in ("RANK", "LOCAL_RANK", "NODE_RANK")}
     env |= {f"HPCDIST_{name}": "1" for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "NUM_NODES", "ATTEMPT", "JOB_ID")}
     env |= {"HPCDIST_MASTER_ADDR": "127.0.0.1", "HPCDIST_MASTER_PORT": "1", "PYTHONPATH": str(tmp_path)}

@@ -91,21 +91,21 @@ def test_failure_before_the_first_step_restores_the_config(run: RunDir, runs_dir
     assert (lr(run.config), lr(run.attempt(1).config)) == (0.5, 0.002)
     next_attempt(run, 40)
     next_attempt(run, 40)
-    state = records.after_failure(run, ended(run, "failed"))
+    state = records.with_restored_config(run, ended(run, "failed"))
     assert state.reason == (
         "rank 0 failed; config.yaml was restored, because no step was completed with the changed"
         " data.batch_size, optim.lr"
     )
     assert lr(run.config) == 0.002
     assert not run.attempt(1).config.exists()
-    assert records.after_failure(run, state) == state
+    assert records.with_restored_config(run, state) == state
 
 
 def test_config_stays_if_an_attempt_has_completed_a_step_with_it(run: RunDir, runs_dir: Path) -> None:
     records.change_config(run, config(runs_dir, "optim.lr=0.5"))
     next_attempt(run, 41)
     next_attempt(run, 40)
-    assert records.after_failure(run, ended(run, "failed")).reason == "rank 0 failed"
+    assert records.with_restored_config(run, ended(run, "failed")).reason == "rank 0 failed"
     assert (lr(run.config), lr(run.attempt(1).config)) == (0.5, 0.002)
     records.change_config(run, config(runs_dir, "optim.lr=0.7"))
     assert records.restore_config(run) == "optim.lr"
@@ -122,11 +122,11 @@ def test_step_in_an_outcome_counts(run: RunDir, runs_dir: Path) -> None:
 def test_stop_before_the_first_step_keeps_the_change_and_a_later_failure_undoes_it(run: RunDir, runs_dir: Path) -> None:
     records.change_config(run, config(runs_dir, "optim.lr=0.5"))
     next_attempt(run, 40)
-    assert records.after_failure(run, ended(run, "stopped")).reason == "rank 0 failed"
+    assert records.with_restored_config(run, ended(run, "stopped")).reason == "rank 0 failed"
     assert lr(run.config) == 0.5
     records.change_config(run, config(runs_dir, "optim.lr=0.7"))
     next_attempt(run, 40)
-    assert "restored" in records.after_failure(run, ended(run, "failed")).reason
+    assert "restored" in records.with_restored_config(run, ended(run, "failed")).reason
     assert lr(run.config) == 0.002, "the last config with which a step was completed"
 
 

@@ -18,7 +18,7 @@ from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
 from hpcdist.host.files import read_json, write_json
 from hpcdist.run.create import create_run
-from hpcdist.run.folder import Cause, Request, RunDir, State, Status
+from hpcdist.run.folder import Cause, RunDir, State, Status, StopRequest
 from hpcdist.run.lease import Held
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.current_job import CurrentJob
@@ -79,11 +79,11 @@ def after(
 ) -> State:
     """Return the state after an attempt that ended with `status` on a request."""
     if cause is not None:
-        run.attempt(1).send_request(Request(cause=cause))
+        run.attempt(1).send_request(StopRequest(cause=cause))
     state = State(status=status, attempt=1, reason="a reason", ended=7.0)
     before = run.read_state()
     launcher = cast(SlurmLauncher, SimpleNamespace(avoid=list(avoid), nodes=NodeChanges()))
-    after = supervised(run, job, launcher, max_requeues=max_requeues).requeue(state)
+    after = supervised(run, job, launcher, max_requeues=max_requeues).end_or_requeue(state)
     assert run.read_state() == before, "a run that continues is never recorded as ended"
     return after
 
@@ -154,10 +154,12 @@ def test_run_is_stopped_if_slurm_rejects_the_requeue(run: RunDir) -> None:
 
 
 def test_job_of_a_failed_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_step, "supervise", lambda run_dir: State(status="failed", reason=f"{run_dir} is broken"))
+    monkeypatch.setattr(
+        batch_step, "supervise_job", lambda run_dir: State(status="failed", reason=f"{run_dir} is broken")
+    )
     with pytest.raises(HpcdistError, match=r"^/runs/first is broken$"):
         submitit_entry.supervise_in_job("/runs/first")
-    monkeypatch.setattr(batch_step, "supervise", lambda run_dir: State(status="stopped", reason="by ada"))
+    monkeypatch.setattr(batch_step, "supervise_job", lambda run_dir: State(status="stopped", reason="by ada"))
     assert submitit_entry.supervise_in_job("/runs/first") == "stopped: by ada"
 
 
@@ -168,7 +170,7 @@ def test_batch_step_of_a_requeued_job_does_not_end_within_the_second_of_the_requ
     monkeypatch.setattr(submitit_entry, "time", SimpleNamespace(sleep=slept.append))
     for status in ("stopped", "queued"):
         state = State(status=cast(Status, status), reason="time limit")
-        monkeypatch.setattr(batch_step, "supervise", lambda _, state=state: state)
+        monkeypatch.setattr(batch_step, "supervise_job", lambda _, state=state: state)
         assert submitit_entry.supervise_in_job("/runs/first") == f"{status}: time limit"
     assert slept == [submitit_entry.CREDENTIAL_S]
 
@@ -212,7 +214,7 @@ def test_restarted_job_continues_its_run_unless_a_user_stopped_it(
     run: RunDir, status: Status, cause: Cause | None, over: bool
 ) -> None:
     if cause is not None:
-        run.attempt(1).send_request(Request(cause=cause))
+        run.attempt(1).send_request(StopRequest(cause=cause))
     job = cast(CurrentJob, FakeJob(1))
     assert batch_step._is_over(run, State(status=status, attempt=1), job) == over
 
@@ -333,11 +335,11 @@ def config(runs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 def supervised_runs(monkeypatch: pytest.MonkeyPatch) -> list[RunDir]:
     found: list[RunDir] = []
 
-    def supervise(run_dir: str) -> State:
+    def supervise_job(run_dir: str) -> State:
         found.append(RunDir.open(Path(run_dir)))
         return State(status="finished")
 
-    monkeypatch.setattr(batch_step, "supervise", supervise)
+    monkeypatch.setattr(batch_step, "supervise_job", supervise_job)
     return found
 
 

@@ -213,7 +213,7 @@ def test_failure_without_a_node_excludes_none(scene: Scene) -> None:
 def test_failures_after_a_stop_request_are_ignored(scene: Scene) -> None:
     scene.set_checks([DISK])
     scene.set_answers("n1")
-    scene.attempt.send_request(attempts.Request(cause="preemption"))
+    scene.attempt.send_request(attempts.StopRequest(cause="preemption"))
     scene.run_preflight()
     assert (len(scene.calls), scene.attempt.preflight.exists(), scene.preflight.failed) == (1, False, False)
 

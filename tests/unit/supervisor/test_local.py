@@ -30,7 +30,7 @@ from hpcdist.run.lease import hold
 from hpcdist.run.records import kept, read_times
 from hpcdist.supervisor import local, supervisor
 from hpcdist.supervisor.launcher import NodeChanges
-from hpcdist.supervisor.local import LocalRanks, supervise
+from hpcdist.supervisor.local import LocalRanks, supervise_locally
 from hpcdist.supervisor.plan import Plan
 
 #: All tests of this file may start processes.
@@ -237,7 +237,7 @@ def test_supervise_holds_the_run_and_passes_code_and_secrets(
 ) -> None:
     config = make(trainer=TrainerConfig(target="train:train"), params={"hf_token": "s3cret"})
     run = create_run(config, project)
-    state = supervise(run, config, PLAN, no_view, {"HOME": "/home/ada"}, tracking_uri="sqlite:///x")
+    state = supervise_locally(run, config, PLAN, no_view, {"HOME": "/home/ada"}, tracking_uri="sqlite:///x")
     assert state.status == "finished"
     assert supervised["held"]
     assert not run.lease.exists()
@@ -259,7 +259,7 @@ def test_launcher_starts_before_the_plan_is_shown_and_is_closed_if_that_fails(
 
     run = create_run(make(), project)
     with pytest.raises(BrokenPipeError):
-        supervise(run, make(), PLAN, closed_terminal, {}, tracking_uri="sqlite:///x")
+        supervise_locally(run, make(), PLAN, closed_terminal, {}, tracking_uri="sqlite:///x")
     assert "entered" not in supervised
     assert not run.lease.exists()
 
@@ -271,7 +271,7 @@ def test_supervise_uses_the_run_folder_if_the_working_directory_is_missing(
     config = make(trainer=TrainerConfig(target="train:train"))
     run = create_run(config, project)
     project.rename(project.with_name("moved"))
-    supervise(run, config, PLAN, no_view, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
+    supervise_locally(run, config, PLAN, no_view, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
     assert supervised["cwd"] == run.path
     assert supervised["import_path"] == [str(run.code)]
 
@@ -280,7 +280,7 @@ def test_supervise_uses_the_run_folder_if_the_working_directory_is_missing(
 def test_supervise_rejects_a_held_run(project: Path, make: Callable[..., Config], supervised: dict[str, Any]) -> None:
     run = create_run(make(), project)
     with hold(run), pytest.raises(RunFolderError, match=f"run first is held by process {os.getpid()} of "):
-        supervise(run, make(), PLAN, no_view, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
+        supervise_locally(run, make(), PLAN, no_view, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
     assert supervised == {}
 
 
@@ -291,7 +291,7 @@ def test_supervise_rejects_an_incomplete_run(
     monkeypatch.setattr(snapshot, "write_environment", lambda *_, **__: None)
     run = create_run(make(), project)
     with pytest.raises(RunFolderError, match=r"^run first is incomplete \(no environment\.json\): remove"):
-        supervise(run, make(), PLAN, no_view, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
+        supervise_locally(run, make(), PLAN, no_view, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
     assert not run.lease.exists()
 
 

@@ -15,7 +15,7 @@ from named_pipe import NamedPipe
 from supervisor_scene import DONE, EXIT_0, FOREVER, STOP_ON_REQUEST, STUBBORN, Scene, ScriptedJob, fails
 
 from hpcdist.errors import LeaseLostError
-from hpcdist.run.folder import Request, RunDir, State
+from hpcdist.run.folder import RunDir, State, StopRequest
 from hpcdist.run.records import read_times
 
 #: All tests of this file may start processes.
@@ -246,7 +246,9 @@ def test_restart_count_continues_from_an_earlier_supervisor(scene: Scene) -> Non
 
 def test_stop_request_ends_the_run_as_stopped(scene: Scene) -> None:
     scene.script(first=[STOP_ON_REQUEST, [["await", "{attempt}/request.json"]]])
-    scene.report.on_attempt = lambda attempt: attempt.send_request(Request(cause="user", by="`hpcdist stop` by ada"))
+    scene.report.on_attempt = lambda attempt: attempt.send_request(
+        StopRequest(cause="user", by="`hpcdist stop` by ada")
+    )
     state = scene.supervise()
     assert (state.status, state.attempt, state.restarts) == ("stopped", 1, 0)
     assert state.reason == "everything saved (`hpcdist stop` by ada)"
@@ -262,7 +264,7 @@ def test_stop_request_between_two_attempts_reaches_the_second(scene: Scene) -> N
     supervisor = scene.supervisor()
 
     def broken() -> str:
-        scene.run.send_request(Request(cause="user", by="`hpcdist stop` by ada"))
+        scene.run.send_request(StopRequest(cause="user", by="`hpcdist stop` by ada"))
         return ""
 
     scene.launcher.broken = broken  # type: ignore[method-assign]
@@ -302,7 +304,9 @@ def test_job_is_not_asked_after_a_finished_or_requested_attempt(scene: Scene) ->
     supervisor = scene.supervisor(job)
     assert scene.supervise(supervisor).status == "finished"
     scene.script(second=[STOP_ON_REQUEST, [["await", "{attempt}/request.json"]]])
-    scene.report.on_attempt = lambda attempt: attempt.send_request(Request(cause="user", by="`hpcdist stop` by ada"))
+    scene.report.on_attempt = lambda attempt: attempt.send_request(
+        StopRequest(cause="user", by="`hpcdist stop` by ada")
+    )
     supervisor = scene.supervisor(job)
     assert scene.supervise(supervisor).status == "stopped"
     assert job.num_questions == 0
@@ -311,10 +315,10 @@ def test_job_is_not_asked_after_a_finished_or_requested_attempt(scene: Scene) ->
 def test_requeue_maps_the_final_state_before_it_is_written(scene: Scene) -> None:
     scene.script(first=[[["report", {"outcome": "stopped"}]], EXIT_0])
 
-    def requeue(state: State) -> State:
+    def end_or_requeue(state: State) -> State:
         return replace(state, reason=f"{scene.run.read_state().status}, {state.status}")
 
-    assert scene.supervise(scene.supervisor(ScriptedJob(requeue=requeue))).reason == "running, stopped"
+    assert scene.supervise(scene.supervisor(ScriptedJob(end_or_requeue=end_or_requeue))).reason == "running, stopped"
 
 
 def test_signal_handler_replaced_by_requeue_is_not_restored(scene: Scene) -> None:
@@ -322,11 +326,11 @@ def test_signal_handler_replaced_by_requeue_is_not_restored(scene: Scene) -> Non
     scene.script(first=[[*DONE], EXIT_0])
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
 
-    def requeue(state: State) -> State:
+    def end_or_requeue(state: State) -> State:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return state
 
-    supervisor = scene.supervisor(ScriptedJob(requeue=requeue))
+    supervisor = scene.supervisor(ScriptedJob(end_or_requeue=end_or_requeue))
     try:
         scene.supervise(supervisor)
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == (signal.SIG_IGN, before[1])
@@ -336,7 +340,7 @@ def test_signal_handler_replaced_by_requeue_is_not_restored(scene: Scene) -> Non
 
 def test_stop_request_after_the_last_step_ends_the_run_as_finished(scene: Scene) -> None:
     scene.script(first=[[["await", "{attempt}/request.json"], *DONE], EXIT_0])
-    scene.report.on_attempt = lambda attempt: attempt.send_request(Request(cause="user"))
+    scene.report.on_attempt = lambda attempt: attempt.send_request(StopRequest(cause="user"))
     state = scene.supervise()
     assert (state.status, state.reason) == ("finished", "all epochs are done")
 
@@ -378,7 +382,7 @@ def test_failure_during_a_stop_ends_the_grace_period(scene: Scene) -> None:
     """The grace period is for saving, which is impossible after the failure of a rank."""
     scene.launch = {"stop_grace_s": 600.0}
     scene.script(first=[STUBBORN, [["await", "{attempt}/request.json"], *fails("OSError: disk full")]])
-    scene.report.on_attempt = lambda attempt: attempt.send_request(Request(cause="user", by="lunch"))
+    scene.report.on_attempt = lambda attempt: attempt.send_request(StopRequest(cause="user", by="lunch"))
     state = scene.supervise()
     assert (state.status, state.attempt) == ("failed", 1)
     assert state.reason == (
@@ -396,7 +400,7 @@ def test_stop_request_after_a_failure_does_not_extend_the_attempt(scene: Scene) 
 def test_cancel_request_kills_the_ranks(scene: Scene, alive: NamedPipe) -> None:
     scene.script(first=[[["grandchild", None], *STUBBORN], STUBBORN])
     scene.report.on_progress = lambda _: scene.run.attempt(1).send_request(
-        Request(action="cancel", cause="user", by="`hpcdist cancel` by ada")
+        StopRequest(action="cancel", cause="user", by="`hpcdist cancel` by ada")
     )
     state = scene.supervise()
     assert (state.status, state.reason) == ("cancelled", "`hpcdist cancel` by ada")
@@ -443,7 +447,7 @@ def test_exception_in_the_supervisor_is_recorded_in_the_state(scene: Scene, aliv
 def test_plain_script_is_stopped_with_sigterm(scene: Scene) -> None:
     scene.trainer = {"script": ["train.py"]}
     scene.script(first=[[["print", "up"], ["forever", None]], [["print", "up"], ["forever", None]]])
-    scene.report.on_attempt = lambda attempt: attempt.send_request(Request(cause="user", by="lunch"))
+    scene.report.on_attempt = lambda attempt: attempt.send_request(StopRequest(cause="user", by="lunch"))
     state = scene.supervise()
     assert (state.status, state.reason) == (
         "stopped",

@@ -14,7 +14,7 @@ import pytest
 from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.host.files import read_json
-from hpcdist.run.folder import Attempt, Request, RunDir
+from hpcdist.run.folder import Attempt, RunDir, StopRequest
 from hpcdist.run.status import CHECKS_PER_S
 from hpcdist.supervisor import progress as progress_module
 from hpcdist.supervisor import watch as watch_module
@@ -126,7 +126,7 @@ class Scene:
         self.stats.append(rank)
         return self.ranks.sign(rank)
 
-    def _read_request(self, *, within_s: float) -> Request | None:
+    def _read_request(self, *, within_s: float) -> StopRequest | None:
         self.reads.append("request.json")
         return Attempt(self.ranks.attempt.path).read_request(within_s=within_s)
 

@@ -21,10 +21,10 @@ from mlflow.tracking._tracking_service import utils
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import RunFolderError, TrackingError
-from hpcdist.tracking import script_records
+from hpcdist.tracking import rank_records
 from hpcdist.tracking.journal import EventWriter, event_files, read_events
+from hpcdist.tracking.rank_records import RankRecords, is_declared, run_id_of
 from hpcdist.tracking.run_metadata import MAX_PARAM
-from hpcdist.tracking.script_records import RankRecords, is_declared, run_id_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:mlflow")
 
@@ -35,11 +35,11 @@ Enter = Callable[..., MlflowClient]
 def enter(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Iterator[Enter]:
     """A function that makes this process a rank of the scene's run, and returns the client that its code has."""
     begun: list[RankRecords] = []
-    monkeypatch.setattr(script_records, "_own", None)
+    monkeypatch.setattr(rank_records, "_own", None)
 
     def as_rank(attempt: int = 1, rank: int = 0, pid: int | None = None) -> MlflowClient:
         records = RankRecords(scene.run, attempt=attempt, rank=rank, pid=pid or os.getpid())
-        begun.append(script_records.begin(records))
+        begun.append(rank_records.begin(records))
         utils._artifact_repos_cache.clear()  # by run id, which several tests share
         return MlflowClient(tracking_uri=records.uri)
 
@@ -347,7 +347,7 @@ def test_events_are_read_defensively(scene: Scene, caplog: pytest.LogCaptureFixt
 @pytest.mark.processes
 def test_the_fluent_functions_join_the_run(scene: Scene, enter: Enter, monkeypatch: pytest.MonkeyPatch) -> None:
     enter()
-    records = script_records.current()
+    records = rank_records.current()
     assert records is not None
     before = mlflow.get_tracking_uri()
     for name, value in records.environment().items():

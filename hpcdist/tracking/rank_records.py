@@ -1,4 +1,4 @@
-"""The records of the code of one rank: metrics to the journal, parameters, tags and models to its event file.
+"""The records of one rank: metrics to the journal, parameters, tags and models to its event file.
 
 MLflow's tracking store `hpcdist` (`script_store.py`) and `hpcdist.log` write here. Nothing waits for a server, and only
 the standard library is needed. Rank 0's records count; those of other ranks are kept in memory for reading back.
