@@ -25,51 +25,6 @@ from hpcdist.config.written import restore_secrets, stored_tree, with_params
 from hpcdist.errors import ConfigError, shown
 from hpcdist.host import files
 
-# The last step of loading: absolute paths, and the checks that involve several sections.
-
-
-def resolve(config: Config, source: str) -> Config:
-    """Return the config with absolute paths. Raises ConfigError if its sections contradict each other."""
-    problems: list[str] = []
-
-    def absolute(key: str, text: str) -> str:
-        try:
-            return str(Path(text).expanduser().absolute())
-        except RuntimeError:
-            problems.append(f"{key}: the home folder of {shown(Path(text).parts[0])} is unknown: use an absolute path")
-            return text
-
-    config = map_paths(config, "", absolute)
-    environment = map_paths(config.cluster.environment, "cluster.environment.", absolute)
-    changes: dict[str, Any] = {
-        "cluster": replace(config.cluster, environment=environment),
-        "data": map_paths(config.data, "data.", absolute),
-        "sections": {name: map_paths(section, f"{name}.", absolute) for name, section in config.sections.items()},
-    }
-    if path := config.trainer.script_file:
-        # torchrun resolves the script in the current folder, which differs from that of ranks and of later resumes.
-        script = [absolute("trainer.script", str(path)), *config.trainer.script[1:]]
-        changes["trainer"] = replace(config.trainer, script=script)
-    if (uri := config.tracking.uri).startswith("sqlite:///") and not uri.startswith("sqlite:////"):
-        file = absolute("tracking.uri", uri.removeprefix("sqlite:///"))
-        changes["tracking"] = replace(config.tracking, uri=f"sqlite:///{file}")
-    container, image = config.container, config.container.image
-    is_path = container.runtime in ("apptainer", "charliecloud", "enroot") or image.endswith((".sqsh", ".sif"))
-    # docker, podman and pyxis find other images by name in a registry or in their own storage.
-    if image and is_path and "://" not in image:
-        image = absolute("container.image", image)
-    mounts = [absolute("container.mounts", mount) if mount.startswith("~") else mount for mount in container.mounts]
-    changes["container"] = replace(container, image=image, mounts=mounts)
-    config = replace(config, **changes)
-    if not problems:
-        problems = [*unfit_values(to_tree(config)), *cross_check(config)]
-    if problems:
-        raise ConfigError(problems, source)
-    return config
-
-
-# From YAML and `key=value` overrides to a frozen `Config`.
-
 
 def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: str | Path | None = None) -> Config:
     """Read a config and apply `key=value` overrides.
@@ -230,3 +185,46 @@ def _read_profile(path: Path) -> dict[str, Any]:
     tree, texts = read_document(path)
     tree = as_written({"cluster": tree}, {"cluster": texts})["cluster"]
     return files.unstamped(as_written(tree, texts), path)  # for its section `container`
+
+
+# The last step of loading: absolute paths, and the checks that involve several sections.
+
+
+def resolve(config: Config, source: str) -> Config:
+    """Return the config with absolute paths. Raises ConfigError if its sections contradict each other."""
+    problems: list[str] = []
+
+    def absolute(key: str, text: str) -> str:
+        try:
+            return str(Path(text).expanduser().absolute())
+        except RuntimeError:
+            problems.append(f"{key}: the home folder of {shown(Path(text).parts[0])} is unknown: use an absolute path")
+            return text
+
+    config = map_paths(config, "", absolute)
+    environment = map_paths(config.cluster.environment, "cluster.environment.", absolute)
+    changes: dict[str, Any] = {
+        "cluster": replace(config.cluster, environment=environment),
+        "data": map_paths(config.data, "data.", absolute),
+        "sections": {name: map_paths(section, f"{name}.", absolute) for name, section in config.sections.items()},
+    }
+    if path := config.trainer.script_file:
+        # torchrun resolves the script in the current folder, which differs from that of ranks and of later resumes.
+        script = [absolute("trainer.script", str(path)), *config.trainer.script[1:]]
+        changes["trainer"] = replace(config.trainer, script=script)
+    if (uri := config.tracking.uri).startswith("sqlite:///") and not uri.startswith("sqlite:////"):
+        file = absolute("tracking.uri", uri.removeprefix("sqlite:///"))
+        changes["tracking"] = replace(config.tracking, uri=f"sqlite:///{file}")
+    container, image = config.container, config.container.image
+    is_path = container.runtime in ("apptainer", "charliecloud", "enroot") or image.endswith((".sqsh", ".sif"))
+    # docker, podman and pyxis find other images by name in a registry or in their own storage.
+    if image and is_path and "://" not in image:
+        image = absolute("container.image", image)
+    mounts = [absolute("container.mounts", mount) if mount.startswith("~") else mount for mount in container.mounts]
+    changes["container"] = replace(container, image=image, mounts=mounts)
+    config = replace(config, **changes)
+    if not problems:
+        problems = [*unfit_values(to_tree(config)), *cross_check(config)]
+    if problems:
+        raise ConfigError(problems, source)
+    return config

@@ -31,6 +31,71 @@ from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.plan import Plan, code_env, free_port, rank_command
 from hpcdist.supervisor.progress import Reporter
 
+# Supervise a local run, in this process or in a detached one.
+
+
+def supervise_locally(
+    run: RunDir,
+    config: Config,
+    plan: Plan,
+    view: Callable[[], AbstractContextManager[Reporter]],
+    env: Mapping[str, str],
+    *,
+    tracking_uri: str,
+) -> State:
+    """Hold the run's lease and supervise the run until its end. Returns its last state.
+
+    Args:
+        view: returns the reporter; called when the parent of the ranks has begun to import torch.
+
+    Raises:
+        RunFolderError: another supervisor holds the run, or its folder is incomplete.
+    """
+    with retry.patient(retry.UNATTENDED_S), hold(run) as held:
+        code = snapshot.code_state(run)
+        facts = read_record(run.environment) or {}
+        if facts | (image := image_facts(env)) != facts:  # first start in this image
+            write_json(run.environment, facts | image)
+        # The original working directory may not exist on another machine; the run folder holds the code.
+        cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
+        # Values are redacted in config.yaml; ranks read them from the environment.
+        env = {**env, **secrets_of(config), IDENTITY_VARIABLE: identity(run.path)}
+        import_path = snapshot.import_path(code, run)
+        fork = config.launch.fork and not config.trainer.script
+        with (
+            LocalLauncher(
+                run,
+                plan,
+                env=env,
+                import_path=import_path,
+                cwd=cwd,
+                fork=fork,
+                init_timeout_s=config.launch.init_timeout_s,
+            ) as launcher,
+            view() as report,
+        ):
+            from hpcdist.supervisor.supervisor import Supervisor  # its imports take as long as all before
+
+            supervisor = Supervisor(
+                run, config, launcher, report, tracking_uri=tracking_uri, env=env, check_lease=held.check
+            )
+            return supervisor.run()
+
+
+def detach(run: RunDir, env: Mapping[str, str]) -> int:
+    """Start a supervisor that outlives this process and the terminal. Returns its process id."""
+    with open(run.path / "supervisor.log", "ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "hpcdist", "supervise", str(run.path)],
+            env=dict(env),  # the run's secrets are in its folder
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return process.pid
+
+
 # Launcher of ranks on this machine, each in its own process group, forked by one parent process or started alone.
 
 log = logging.getLogger(__name__)
@@ -302,68 +367,3 @@ class LocalRanks:
             code = process.wait()
             self.exits.setdefault(rank, code)
             self._guard.forget(process.pid)
-
-
-# Supervise a local run, in this process or in a detached one.
-
-
-def supervise_locally(
-    run: RunDir,
-    config: Config,
-    plan: Plan,
-    view: Callable[[], AbstractContextManager[Reporter]],
-    env: Mapping[str, str],
-    *,
-    tracking_uri: str,
-) -> State:
-    """Hold the run's lease and supervise the run until its end. Returns its last state.
-
-    Args:
-        view: returns the reporter; called when the parent of the ranks has begun to import torch.
-
-    Raises:
-        RunFolderError: another supervisor holds the run, or its folder is incomplete.
-    """
-    with retry.patient(retry.UNATTENDED_S), hold(run) as held:
-        code = snapshot.code_state(run)
-        facts = read_record(run.environment) or {}
-        if facts | (image := image_facts(env)) != facts:  # first start in this image
-            write_json(run.environment, facts | image)
-        # The original working directory may not exist on another machine; the run folder holds the code.
-        cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
-        # Values are redacted in config.yaml; ranks read them from the environment.
-        env = {**env, **secrets_of(config), IDENTITY_VARIABLE: identity(run.path)}
-        import_path = snapshot.import_path(code, run)
-        fork = config.launch.fork and not config.trainer.script
-        with (
-            LocalLauncher(
-                run,
-                plan,
-                env=env,
-                import_path=import_path,
-                cwd=cwd,
-                fork=fork,
-                init_timeout_s=config.launch.init_timeout_s,
-            ) as launcher,
-            view() as report,
-        ):
-            from hpcdist.supervisor.supervisor import Supervisor  # its imports take as long as all before
-
-            supervisor = Supervisor(
-                run, config, launcher, report, tracking_uri=tracking_uri, env=env, check_lease=held.check
-            )
-            return supervisor.run()
-
-
-def detach(run: RunDir, env: Mapping[str, str]) -> int:
-    """Start a supervisor that outlives this process and the terminal. Returns its process id."""
-    with open(run.path / "supervisor.log", "ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "hpcdist", "supervise", str(run.path)],
-            env=dict(env),  # the run's secrets are in its folder
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    return process.pid

@@ -256,6 +256,56 @@ class Supervisor:
                 return over
             event, reason = "restarted", failure.sentence() if failure else "more nodes are available"
 
+    def _one_attempt(self, attempt: Attempt) -> tuple[Status, Failure | None]:
+        """Run the ranks once. Returns the final status of the attempt, and its failure if it failed."""
+        self._attempt = attempt
+        self._write_request(attempt)
+        try:
+            # A launcher that raises has already ended the ranks that it had started.
+            ranks = retry.retry(lambda: self._launcher.start(attempt), attempt.path)
+        except (HpcdistError, OSError) as error:
+            return "failed", failed_start(error)
+        self._record_other_nodes(attempt)
+        self._report.attempt(attempt, self._launcher.num_ranks)
+        if attempt.number > 1:
+            is_script = bool(self._config.trainer.script)
+            self._report.note(resume_point(self._run, self._times.reached, is_script=is_script))
+        try:
+            watch = Watch(
+                attempt,
+                ranks,
+                self._config,
+                self._report,
+                self._allocation,
+                signal_request=self._signals.request,
+                check_lease=self._check_lease,
+                nodes=self._nodes,
+            )
+            hung = watch.until_over() or none_started(ranks)
+            # A copy, because `close` kills the remaining ranks, which did not fail.
+            exits = dict(ranks.exits)
+        finally:
+            ranks.close()
+        outcomes = attempt.outcomes()
+        if watch.cancelled:
+            return "cancelled", None
+        sent_sigterm = watch.stops_script and not hung
+        failure = hung or first_failure(
+            exits, outcomes, watch.progress.last_step, ranks.host_of, sent_sigterm=sent_sigterm
+        )
+        if sent_sigterm:
+            return "stopped", failure
+        ended = outcomes.get(0, {}).get("outcome")
+        if failure is None and ended is None:
+            failure = Failure(
+                kind="vanished",
+                rank=0,
+                host=ranks.host_of(0),
+                step=watch.progress.last_step(0),
+                error="exited with code 0 without a report",
+            )
+        return "stopped" if ended == "stopped" else "finished", failure
+
     def _begin_attempt(self, state: State, restarts: int) -> Attempt:
         """Create the next attempt, and record its beginning in the state of the run and in its own times."""
         attempt = self._run.new_attempt()
@@ -394,53 +444,3 @@ class Supervisor:
         if end == "stopped":
             return how_stopped(self._run, attempt, self._config.trainer.script, self._times.began)
         return str(attempt.outcomes().get(0, {}).get("reason") or "the trainer has finished")
-
-    def _one_attempt(self, attempt: Attempt) -> tuple[Status, Failure | None]:
-        """Run the ranks once. Returns the final status of the attempt, and its failure if it failed."""
-        self._attempt = attempt
-        self._write_request(attempt)
-        try:
-            # A launcher that raises has already ended the ranks that it had started.
-            ranks = retry.retry(lambda: self._launcher.start(attempt), attempt.path)
-        except (HpcdistError, OSError) as error:
-            return "failed", failed_start(error)
-        self._record_other_nodes(attempt)
-        self._report.attempt(attempt, self._launcher.num_ranks)
-        if attempt.number > 1:
-            is_script = bool(self._config.trainer.script)
-            self._report.note(resume_point(self._run, self._times.reached, is_script=is_script))
-        try:
-            watch = Watch(
-                attempt,
-                ranks,
-                self._config,
-                self._report,
-                self._allocation,
-                signal_request=self._signals.request,
-                check_lease=self._check_lease,
-                nodes=self._nodes,
-            )
-            hung = watch.until_over() or none_started(ranks)
-            # A copy, because `close` kills the remaining ranks, which did not fail.
-            exits = dict(ranks.exits)
-        finally:
-            ranks.close()
-        outcomes = attempt.outcomes()
-        if watch.cancelled:
-            return "cancelled", None
-        sent_sigterm = watch.stops_script and not hung
-        failure = hung or first_failure(
-            exits, outcomes, watch.progress.last_step, ranks.host_of, sent_sigterm=sent_sigterm
-        )
-        if sent_sigterm:
-            return "stopped", failure
-        ended = outcomes.get(0, {}).get("outcome")
-        if failure is None and ended is None:
-            failure = Failure(
-                kind="vanished",
-                rank=0,
-                host=ranks.host_of(0),
-                step=watch.progress.last_step(0),
-                error="exited with code 0 without a report",
-            )
-        return "stopped" if ended == "stopped" else "finished", failure

@@ -33,6 +33,79 @@ from hpcdist.tracking.journal import (
     read_range,
 )
 
+# The batches of points that the shipper sends: the records of the journal within the budgets of charts and points.
+
+
+class Batches:
+    """One batch after another: take the `next`, send it, and `commit` it.
+
+    The state determines the points of a batch, so that a process that continues after a crash sends equal points. All
+    methods raise OSError if the journal cannot be read, and TrackingError if the state cannot be written; then, as
+    after a failed request, make a new object, which loads the saved state.
+    """
+
+    def __init__(self, run: RunDir, run_id: str = "") -> None:
+        self._folder = run.journal
+        self._sent = sent = SentPoints.load(run.journal, run_id)
+        self._nodes = NodeCharts(sent.node_intervals, sent.steps)
+        self._tail = JournalTail(run.journal, sent, self._nodes)
+        self._budget = PointBudget(sent.series)
+        self._num_points = 0  #: in the last batch
+
+    @property
+    def names(self) -> set[tuple[str, str]]:
+        """Pairs (original, cleaned) of metric names in the last batch."""
+        return self._tail.names
+
+    @property
+    def num_polls(self) -> int:
+        """Number of times that a journal file was polled."""
+        return self._tail.num_polls
+
+    @property
+    def counts(self) -> Counts:
+        """What was sent and left out."""
+        return replace(self._tail.counts, num_thinned=max(0, self._budget.num_thinned))
+
+    @property
+    def last_step(self) -> int:
+        """The last step of the training in MLflow; system metrics count seconds."""
+        known = [own[1] for key, all_ in self._sent.steps.items() if key[:7] != "system/" for own in all_.values()]
+        return max(known, default=0)
+
+    def next(self, newest_attempt: int, *, over: bool) -> list[Point] | None:
+        """Return the points of the next batch, which may be none; None if there is nothing to send.
+
+        What the batch holds is saved before it is returned: after a crash the next process returns the same points.
+
+        Args:
+            newest_attempt: The last attempt that was started.
+            over: Whether it has ended: the last batch holds the points that wait for the end of a bucket or interval.
+        """
+        sent, tail = self._sent, self._tail
+        repeated = sent.is_sending
+        chunks = tail.next_chunks(newest_attempt, over=over)
+        if not repeated:
+            sent.closing = self._nodes.complete(chunks, tail.times, tail.behind, over=over)
+            sent.intent = {name: chunk.offset for name, chunk in chunks.items()}
+            sent.flushing = not chunks and over and (bool(sent.closing) or self._budget.is_holding)
+            if not sent.is_sending:
+                return None
+            sent.save(self._folder)
+        points = self._budget.select(tail.new_points(chunks))
+        if sent.flushing:
+            points += self._budget.flush()
+        self._num_points = len(points)
+        return points
+
+    def commit(self, num_refused: int = 0) -> None:
+        """Record that MLflow has the last batch, without the points that it refuses for good."""
+        self._sent.commit()
+        self._sent.save(self._folder)
+        self._tail.counts.num_points += self._num_points - num_refused
+        self._tail.counts.num_refused += num_refused
+
+
 # What MLflow has of a run, in three states. Each is a file in `journal/`, which only its owner writes.
 
 
@@ -549,79 +622,6 @@ def _release(key: str, series: dict[str, Any]) -> list[Point]:
     unique = {tuple(kept): Point(key, *kept) for kept in series.get("held", {}).values()}
     series["held"] = {}
     return sorted(unique.values(), key=lambda point: (point.step, point.time_ms))
-
-
-# The batches of points that the shipper sends: the records of the journal within the budgets of charts and points.
-
-
-class Batches:
-    """One batch after another: take the `next`, send it, and `commit` it.
-
-    The state determines the points of a batch, so that a process that continues after a crash sends equal points. All
-    methods raise OSError if the journal cannot be read, and TrackingError if the state cannot be written; then, as
-    after a failed request, make a new object, which loads the saved state.
-    """
-
-    def __init__(self, run: RunDir, run_id: str = "") -> None:
-        self._folder = run.journal
-        self._sent = sent = SentPoints.load(run.journal, run_id)
-        self._nodes = NodeCharts(sent.node_intervals, sent.steps)
-        self._tail = JournalTail(run.journal, sent, self._nodes)
-        self._budget = PointBudget(sent.series)
-        self._num_points = 0  #: in the last batch
-
-    @property
-    def names(self) -> set[tuple[str, str]]:
-        """Pairs (original, cleaned) of metric names in the last batch."""
-        return self._tail.names
-
-    @property
-    def num_polls(self) -> int:
-        """Number of times that a journal file was polled."""
-        return self._tail.num_polls
-
-    @property
-    def counts(self) -> Counts:
-        """What was sent and left out."""
-        return replace(self._tail.counts, num_thinned=max(0, self._budget.num_thinned))
-
-    @property
-    def last_step(self) -> int:
-        """The last step of the training in MLflow; system metrics count seconds."""
-        known = [own[1] for key, all_ in self._sent.steps.items() if key[:7] != "system/" for own in all_.values()]
-        return max(known, default=0)
-
-    def next(self, newest_attempt: int, *, over: bool) -> list[Point] | None:
-        """Return the points of the next batch, which may be none; None if there is nothing to send.
-
-        What the batch holds is saved before it is returned: after a crash the next process returns the same points.
-
-        Args:
-            newest_attempt: The last attempt that was started.
-            over: Whether it has ended: the last batch holds the points that wait for the end of a bucket or interval.
-        """
-        sent, tail = self._sent, self._tail
-        repeated = sent.is_sending
-        chunks = tail.next_chunks(newest_attempt, over=over)
-        if not repeated:
-            sent.closing = self._nodes.complete(chunks, tail.times, tail.behind, over=over)
-            sent.intent = {name: chunk.offset for name, chunk in chunks.items()}
-            sent.flushing = not chunks and over and (bool(sent.closing) or self._budget.is_holding)
-            if not sent.is_sending:
-                return None
-            sent.save(self._folder)
-        points = self._budget.select(tail.new_points(chunks))
-        if sent.flushing:
-            points += self._budget.flush()
-        self._num_points = len(points)
-        return points
-
-    def commit(self, num_refused: int = 0) -> None:
-        """Record that MLflow has the last batch, without the points that it refuses for good."""
-        self._sent.commit()
-        self._sent.save(self._folder)
-        self._tail.counts.num_points += self._num_points - num_refused
-        self._tail.counts.num_refused += num_refused
 
 
 # The metric series of a run as MLflow shows them, read from the journal for reports and comparisons.
