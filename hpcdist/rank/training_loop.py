@@ -83,7 +83,8 @@ class Progress:
     @property
     def steps_until_evaluation(self) -> int:
         """Steps to do before the next evaluation, at the end of the epoch or of training."""
-        return min(self.steps_per_epoch - self.step_in_epoch, self.total_steps - self.step)
+        # A resume may have a smaller stop.max_steps than the checkpoint has steps.
+        return max(0, min(self.steps_per_epoch - self.step_in_epoch, self.total_steps - self.step))
 
     @property
     def log_is_due(self) -> bool:
@@ -144,7 +145,7 @@ def _reaches(value: float, other: float, mode: Literal["max", "min"], *, equal: 
 
 
 class Meter:
-    """Named sums since the last logged step, such as of the loss. A checkpoint holds them.
+    """Named sums since the last logged step, such as of the loss. A checkpoint holds `state_dict()`.
 
     Tensors stay on their device: reading a value at each step would wait for the device.
     """
@@ -153,20 +154,27 @@ class Meter:
         self.sums: dict[str, Any] = {
             name: value.to(device) if isinstance(value, Tensor) else value for name, value in (saved or {}).items()
         }
-        self._since = time.perf_counter()
+        self._since = time.perf_counter() - self.sums.pop("elapsed_s", 0.0)
+        self._paused_at: float | None = None
 
     @classmethod
     def restore(cls, ctx: Context, saved: Restored | None) -> Meter:
-        """Return the meter whose sums were saved as the state `local` of each rank.
+        """Return the meter whose `state_dict()` was saved as the state `local` of each rank.
 
-        If the number of ranks has changed, rank 0 has the sums of all ranks.
+        If the number of ranks has changed, rank 0 has the sums of all ranks and the longest of their times.
         """
         sums = saved.local if saved is not None else None
         if saved is not None and sums is None and ctx.is_main:
-            sums = {}
+            sums, elapsed_s = {}, 0.0
             for one in saved.local_by_rank:
                 sums |= {name: sums.get(name, 0.0) + value for name, value in (one or {}).items()}
+                elapsed_s = max(elapsed_s, (one or {}).get("elapsed_s", 0.0))
+            sums["elapsed_s"] = elapsed_s
         return cls(sums, ctx.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums and `elapsed_s`; nothing directly after a logged step."""
+        return {**self.sums, "elapsed_s": self.elapsed_s} if self.sums else {}
 
     def add(self, **values: float | Tensor) -> None:
         """Add values to the sums of their names."""
@@ -176,14 +184,15 @@ class Meter:
     @property
     def elapsed_s(self) -> float:
         """Seconds of training since the last logged step."""
-        return time.perf_counter() - self._since
+        return (time.perf_counter() if self._paused_at is None else self._paused_at) - self._since
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the time of the block from `elapsed_s`."""
-        began = time.perf_counter()
+        self._paused_at = time.perf_counter()
         yield
-        self._since += time.perf_counter() - began
+        self._since += time.perf_counter() - self._paused_at
+        self._paused_at = None
 
     def reset(self) -> None:
         """Clear all sums and restart the clock, after a logged step."""

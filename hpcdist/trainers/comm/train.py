@@ -14,7 +14,6 @@ import hashlib
 import logging
 import os
 import socket
-import time
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -53,7 +52,6 @@ log = logging.getLogger(__name__)
 def train(ctx: Context, cfg: Config) -> None:
     """Execute all points of the measurement plan; times are those of the slowest rank."""
     bench = Bench(ctx, cfg)
-    began = time.monotonic()
     while (index := bench.done) < len(bench.points):
         bench.do(bench.points[index])
         bench.done += 1
@@ -67,7 +65,7 @@ def train(ctx: Context, cfg: Config) -> None:
     bench.write()
     if ctx.is_main:
         write_files(bench.results, ctx.artifact(ARTIFACT).parent)
-    ctx.end_reason = bench.summary(time.monotonic() - began)
+    ctx.end_reason = summary(bench.results)
 
 
 def write_files(results: Results, folder: Path) -> None:
@@ -87,6 +85,7 @@ class Bench:
 
     def __init__(self, ctx: Context, cfg: Config) -> None:
         self.ctx, self.cfg = ctx, cfg.section(CommConfig)
+        self.is_warm = False  #: whether this process has measured a pair
         timeout = timedelta(seconds=cfg.launch.hang_s + 60)
         node = ctx.topology.hosts[ctx.topology.node_rank] if ctx.topology.hosts else socket.gethostname()
         is_gpu = ctx.device.type == "cuda"
@@ -269,8 +268,9 @@ class Bench:
     def _measure_pairs(self, point: PairRound) -> None:
         if not self._is_there("send_recv", WORLD, BYTES):
             return
-        if not self.results.pairs:  # warm-up: the first measurement is always slower
+        if not self.is_warm:  # the first measurement of a process is always slower
             measurement_plan.measure_round(point.links, self.teams[WORLD])
+            self.is_warm = True
         mine = measurement_plan.measure_round(point.links, self.teams[WORLD])
         self.results.pairs += filter(None, self.ctx.groups.all_gather(mine))
         if point.is_last:
@@ -286,22 +286,20 @@ class Bench:
         self.results.overlap.append(measure_overlap(operation, self.ctx.groups, longest_s=MAX_ITERATION_S))
         self.write()
 
-    # --- summary
 
-    def summary(self, seconds: float) -> str:
-        """Return the number of checks and points and the best rates in one line."""
-        found = self.results
-        text = f"{len(found.checked)} checks passed; {len(found.rows)} points and {len(found.pairs)} pairs of ranks"
-        text += f" measured in {seconds:.0f} s"
-        best = {
-            row.operation: row
-            for row in found.rows
-            if row.operation in ("all_reduce", "ring_all_reduce")
-            and (row.variant, row.mode, row.group, row.busbw is not None) == ("sum", "blocking", WORLD, True)
-        }
-        rates = [
-            f"{name} of {row.size >> 20 or row.size} {'MiB' if row.size >> 20 else 'B'}: {row.busbw / 1e9:.2f} GB/s"
-            for name, row in best.items()
-            if row.busbw is not None
-        ]
-        return f"{text}; {', '.join(rates)}" if rates else text
+def summary(results: Results) -> str:
+    """Return the number of checks and points and the rates at the largest size in one line."""
+    num_passed = sum(one.ok is True for one in results.checked)
+    text = f"{num_passed} checks passed; {len(results.rows)} points and {len(results.pairs)} pairs of ranks measured"
+    largest = {  # sizes increase
+        row.operation: row
+        for row in results.rows
+        if row.operation in ("all_reduce", "ring_all_reduce")
+        and (row.variant, row.mode, row.group, row.busbw is not None) == ("sum", "blocking", WORLD, True)
+    }
+    rates = [
+        f"{name} of {row.size >> 20 or row.size} {'MiB' if row.size >> 20 else 'B'}: {row.busbw / 1e9:.2f} GB/s"
+        for name, row in largest.items()
+        if row.busbw is not None
+    ]
+    return f"{text}; {', '.join(rates)}" if rates else text

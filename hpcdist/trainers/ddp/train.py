@@ -57,7 +57,7 @@ def train(ctx: Context, cfg: Config) -> None:
             "scaler": scaler.state_dict(),
             "position": progress.state_dict(),
         }
-        ctx.save(progress.step, model=model, trainer=state, local=meter.sums, metrics=metrics)
+        ctx.save(progress.step, model=model, trainer=state, local=meter.state_dict(), metrics=metrics)
 
     ctx.training_begins()  # the time until here counts as start-up
     while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
@@ -124,7 +124,7 @@ def autocast(ctx: Context, cfg: Config) -> AbstractContextManager[Any]:
 def interval_metrics(
     ctx: Context, optimizer: torch.optim.Optimizer, progress: Progress, meter: Meter
 ) -> dict[str, float]:
-    """Return the training metrics since the last logged step, equal on all ranks."""
+    """Return the training metrics since the last logged step."""
     # Reading the loss is the only place where a step waits for the device.
     loss, weight, num_samples = ctx.sum_over_ranks(
         [float(meter.sums[name]) for name in ("loss_sum", "weight_sum", "num_samples")]

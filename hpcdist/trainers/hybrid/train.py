@@ -78,6 +78,8 @@ def train(ctx: Context, cfg: Config) -> None:
         return
     with rpc_group(ctx) as group:
         train_dense_part(ctx, cfg, layout, groups, group)
+        if not ctx.is_main:
+            group.serve({})  # until rank 0 has exported the model, which may take longer than `launch.hang_s`
 
 
 def _make_groups(ctx: Context, cfg: Config) -> ProcessGroups:
@@ -115,12 +117,14 @@ def train_dense_part(ctx: Context, cfg: Config, layout: Layout, groups: ProcessG
     data, test = (clicks.with_ids(layout.place(clicks.bags.ids, clicks.table_of_id)) for clicks in loaded)
     plan = _lookup_plan(cfg, layout, data, shares, num_trainers)
     log.info("%d training and %d test samples; %s", len(data), len(test), plan)
-    num_test = [0.0] * num_trainers
-    num_test[ctx.role_index] = len(test)
-    test_sizes = _sum_over_trainers(groups, num_test)
+    # Number of test samples, and size of the largest bag, of each trainer.
+    sizes: list[Any] = [None] * num_trainers
+    bag_size = int(torch.cat([clicks.bags.offsets.diff() for clicks in loaded]).max())
+    dist.all_gather_object(sizes, (len(test), bag_size), group=groups.host)
+    test_sizes, bag_sizes = zip(*sizes, strict=True)
     num_eval_batches = math.ceil(max(test_sizes) / hybrid.eval_batch_size)  # equal on all trainers
     share_size = len(data) // len(shares)
-    _log_inputs(ctx, cfg, model.module, num_train=share_size * num_shares, num_test=int(sum(test_sizes)))
+    _log_inputs(ctx, cfg, model.module, num_train=share_size * num_shares, num_test=sum(test_sizes))
     lookups = Lookups(groups.exchange, ctx.ranks_of("parameter_server"), layout, plan)
     steps_per_epoch = math.ceil(share_size / hybrid.batch_size)
     progress = Progress(cfg, steps_per_epoch, saved.trainer["position"] if saved is not None else None)
@@ -141,7 +145,7 @@ def train_dense_part(ctx: Context, cfg: Config, layout: Layout, groups: ProcessG
                 "num_trainers": num_trainers,
                 "num_shares": num_shares,
             },
-            local=meter.sums,
+            local=meter.state_dict(),
             metrics=metrics,
             shard=Shard(),
         )
@@ -162,7 +166,7 @@ def train_dense_part(ctx: Context, cfg: Config, layout: Layout, groups: ProcessG
             meter.add(loss_sum=loss.item() * len(shares), num_steps=len(shares), num_samples=len(batch.labels))
             progress.count_step()
             if progress.log_is_due:
-                ctx.log(interval_metrics(cfg, groups, progress, meter), progress.step)
+                ctx.log(interval_metrics(groups, progress, meter), progress.step)
                 meter.reset()
             if ctx.should_stop(progress.step, progress.total_steps):  # the same answer on all trainers
                 save({})
@@ -180,7 +184,7 @@ def train_dense_part(ctx: Context, cfg: Config, layout: Layout, groups: ProcessG
     ctx.end_reason = progress.end_reason
     lookups.leave()
     if ctx.is_main:
-        _export(ctx, cfg, layout, group, model.module, num_shares)
+        _export(ctx, cfg, layout, group, model.module, loaded[0], bag_size=max(1, *bag_sizes))
 
 
 def looked_up_batches(
@@ -203,15 +207,15 @@ def looked_up_batches(
         batch, lookup, following = following, following_lookup, next(prepared, None)
 
 
-def interval_metrics(cfg: Config, groups: ProcessGroups, progress: Progress, meter: Meter) -> dict[str, float]:
-    """Return the training metrics since the last logged step, equal on all trainers."""
+def interval_metrics(groups: ProcessGroups, progress: Progress, meter: Meter) -> dict[str, float]:
+    """Return the training metrics since the last logged step."""
     loss_sum, num_steps, num_samples = _sum_over_trainers(
         groups, [meter.sums[name] for name in ("loss_sum", "num_steps", "num_samples")]
     )
     return {
         "train/loss": loss_sum / num_steps,
         "train/epoch": progress.epochs,
-        "train/samples_per_s": cfg.section(HybridConfig).batch_size * num_steps / meter.elapsed_s,
+        "train/samples_per_s": num_samples / meter.elapsed_s,
         "samples": progress.count_samples(num_samples),
     }
 
@@ -228,7 +232,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Return AUC and log-loss over the test set, equal on all trainers; for the synthetic log also its best AUC.
 
-    The scores of all trainers are gathered, eight bytes per sample and trainer: an AUC is not a mean of parts.
+    The scores of all trainers are gathered: an AUC is not a mean of parts.
     """
     size = cfg.section(HybridConfig).eval_batch_size
     scores = [torch.zeros(0)]
@@ -330,7 +334,9 @@ def _logits(dense: nn.Module, pooled: Tensor, numeric: Tensor) -> Tensor:
     return logits.squeeze(1)
 
 
-def _export(ctx: Context, cfg: Config, layout: Layout, group: RpcGroup, dense: nn.Module, num_shares: int) -> None:
+def _export(
+    ctx: Context, cfg: Config, layout: Layout, group: RpcGroup, dense: nn.Module, data: Clicks, *, bag_size: int
+) -> None:
     """Export the final model for one process, if its tables are small enough to be gathered on rank 0."""
     hybrid = cfg.section(HybridConfig)
     size_mb = 4e-6 * sum(layout.tables.values()) * layout.dim
@@ -341,8 +347,6 @@ def _export(ctx: Context, cfg: Config, layout: Layout, group: RpcGroup, dense: n
             hybrid.export_max_mb,
         )
         return
-    data, _ = load_clicks(hybrid, cfg.seed, shares=range(1), num_shares=num_shares)
-    bag_size = int(data.bags.offsets.diff().max().clamp(min=1))
     whole = ClickModel(
         layout.tables, dim=layout.dim, num_numeric=hybrid.num_numeric, hidden=hybrid.hidden_sizes, bag_size=bag_size
     )

@@ -170,6 +170,7 @@ def train(ctx: Context, cfg: Config) -> None:
         progress = Progress(
             cfg, len(data.train) // cfg.data.batch_size, saved.trainer["position"] if saved is not None else None
         )
+        # Not Meter.restore: every rank counts the same steps, so its sum over ranks would be wrong.
         meter = Meter(saved.local if saved is not None else None, ctx.device)
 
         def save(metrics: Mapping[str, float]) -> None:
@@ -179,7 +180,7 @@ def train(ctx: Context, cfg: Config) -> None:
                 "num_micro_batches": num_micro_batches,
             }
             shard = stage_shard(setup.stage, optimizer)  # each stage adds its own
-            ctx.save(progress.step, model=None, trainer=state, local=meter.sums, metrics=metrics, shard=shard)
+            ctx.save(progress.step, model=None, trainer=state, local=meter.state_dict(), metrics=metrics, shard=shard)
 
         ctx.training_begins()  # the time until here counts as start-up
         while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
@@ -223,7 +224,7 @@ def interval_metrics(
     meter: Meter,
     num_micro_batches: int,
 ) -> dict[str, float]:
-    """Return the training metrics since the last logged step, and the time that each stage has computed."""
+    """Return the training metrics since the last logged step, and each stage's time per step without waits."""
     elapsed_s, idle_s, num_steps = meter.elapsed_s, meter.sums["idle_s"], meter.sums["num_steps"]
     busy_s = [0.0] * ctx.world_size
     busy_s[ctx.rank] = elapsed_s - idle_s

@@ -98,7 +98,7 @@ def train_policy(ctx: Context, cfg: Config, problem: Problem) -> None:
             state = {
                 "optimizer": optimizer.state_dict(),
                 "position": progress.state_dict(),
-                "meter": meter.sums,
+                "meter": meter.state_dict(),
                 "history": asdict(history),
                 "pending": [list(rollout) for rollout in received],
                 "num_collectors": observers.num_collectors,

@@ -122,6 +122,7 @@ def train_lstm(
     if local is not None and "h" in local:
         learner.state = local["h"].to(learner.device), local["c"].to(learner.device)
     progress = Progress(cfg, len(columns), saved.trainer["position"] if saved is not None else None)
+    # Sums of trainers are lost if the number of ranks has changed: the hidden state is saved with them.
     meter = Meter(local["meter"] if local is not None else None)
 
     def save(metrics: Mapping[str, float]) -> None:
@@ -140,7 +141,7 @@ def train_lstm(
                 "num_servers": ctx.roles.count(SERVER),
                 "vocab_size": vocab_size,
             },
-            local={**hidden, "meter": meter.sums},
+            local={**hidden, "meter": meter.state_dict()},
             metrics=metrics,
             shard=Shard(),
         )
@@ -186,7 +187,7 @@ def train_lstm(
 
 
 def interval_metrics(learner: Learner, progress: Progress, meter: Meter) -> dict[str, float]:
-    """Return the training metrics since the last logged step, equal on all trainers."""
+    """Return the training metrics since the last logged step."""
     loss_sum, num_tokens = learner.sum_over_trainers([meter.sums["loss_sum"], meter.sums["num_tokens"]])
     return {
         "train/loss": loss_sum / num_tokens,

@@ -30,6 +30,7 @@ from hpcdist.bench.results import (
     slower,
 )
 from hpcdist.errors import RunFolderError
+from hpcdist.trainers.comm.train import summary
 
 
 def at_node(node: str, factor: float = 6.0) -> Factor:
@@ -447,3 +448,11 @@ def test_missing_results_file_is_reported(tmp_path: Path) -> None:
         RunFolderError, match=r"comm/results.json does not exist: is this a run of `hpcdist bench comm`"
     ):
         read_results(tmp_path)
+
+
+def test_summary_counts_passed_checks_and_names_the_rates_at_the_largest_size() -> None:
+    skipped = CheckResult(operation="scatter", group="world", dtype="int32", ok=None, error="not supported")
+    rows = [row("all_reduce", "sum", "blocking", 1e-3, size) for size in (2**10, 2**20)]
+    results = sample(2, rows=rows, checked=[*sample().checked, skipped])
+    expected = "2 checks passed; 2 points and 2 pairs of ranks measured; all_reduce of 1 MiB: 1.57 GB/s"
+    assert summary(results) == expected

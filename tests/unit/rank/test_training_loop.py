@@ -25,7 +25,20 @@ def test_the_meter_sums_excludes_pauses_and_restores(monkeypatch: pytest.MonkeyP
         pass
     assert meter.elapsed_s == 3.0
     meter.reset()
-    assert meter.sums == {}
+    assert meter.state_dict() == {}
+
+
+def test_a_restored_meter_includes_the_time_of_its_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 14.0, 100.0, 101.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    meter = Meter()
+    meter.add(num_steps=4)
+    with meter.paused():  # from 14 on: the checkpoint of an evaluated step
+        saved = meter.state_dict()
+        restored = Meter(saved)  # at 100
+        assert restored.sums == {"num_steps": 4}
+        assert restored.elapsed_s == 5.0
+        monkeypatch.undo()
 
 
 # --- The position in training, and the stop rules.
@@ -115,7 +128,8 @@ def test_resumed_run_continues_at_its_position() -> None:
         )
 
     assert resumed(10).total_steps == 30
-    assert resumed(10, max_steps=12).total_steps == 12
+    shortened = resumed(10, max_steps=12)
+    assert (shortened.total_steps, shortened.steps_until_evaluation) == (12, 0)
     halved = resumed(20)  # batches of half the size
     assert (halved.step_in_epoch, halved.epochs, halved.total_steps) == (10, 1.5, 15 + 50 - 20)
 
