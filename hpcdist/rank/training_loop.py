@@ -154,7 +154,7 @@ class Meter:
         self.sums: dict[str, Any] = {
             name: value.to(device) if isinstance(value, Tensor) else value for name, value in (saved or {}).items()
         }
-        self._since = time.perf_counter() - self.sums.pop("elapsed_s", 0.0)
+        self._since: float = time.perf_counter() - self.sums.pop("elapsed_s", 0.0)
         self._paused_at: float | None = None
 
     @classmethod

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from context_scene import new_run, open_context
-from hpcdist_runs import Runs, assert_states_equal, finish
+from hpcdist_runs import Runs, assert_states_equal, finish, rank_of
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
@@ -339,7 +339,7 @@ def test_stopped_run_resumes_exactly(runs: Runs, control: str) -> None:
 
 def rank_pid(supervisor: int, rank: int) -> int:
     for process in psutil.Process(supervisor).children(recursive=True):
-        if process.environ().get("HPCDIST_RANK") == str(rank):
+        if rank_of(process) == rank:
             return process.pid
     raise AssertionError(f"no rank {rank} below {supervisor}")
 
