@@ -220,7 +220,7 @@ class ObserverGroup:
 
     def request(self, number: int, weights: dict[str, Tensor]) -> None:
         """Request rollout `number` from every observer with these weights, without waiting."""
-        timeout_s = self._cfg.launch.hang_s  # longer than any rollout: the supervisor detects a hung rank
+        timeout_s = self._cfg.launch.hang_s + 60  # the supervisor detects a hung rank first, and names it
         self._pending = self._group.call_all("observer", "collect", number, weights, timeout_s=timeout_s)
 
     def wait(self) -> list[Rollout]:
