@@ -111,7 +111,7 @@ def main() -> None:
 
 
 def _import_modules(run: RunDir, *, late: bool) -> Config:
-    """Import what ranks need. Returns the config of the run.
+    """Import the modules of ranks. Returns the config of the run.
 
     Args:
         late: whether `_OF_STEPS` may be imported after the first fork.
@@ -139,7 +139,7 @@ def _share_memory() -> None:
 
 
 def _import_for_restarts() -> str:
-    """Import what the first attempt has imported itself; return why ranks cannot be forked any more, or nothing.
+    """Import the modules that the first attempt has imported itself; return why ranks cannot be forked now, or "".
 
     An error of the import is one of the ranks, too, and not of this process.
     """
@@ -196,7 +196,7 @@ def _listen(folder: str, name: str, earlier: Collection[str]) -> socket.socket:
 
 # Forks ranks on request.
 
-#: Interval of checks whether the process that started this one is alive: without it nobody could end this process.
+#: Interval of checks whether the process that started this one is alive: otherwise no process would end this one.
 _CHECK_EVERY_S = 5.0
 #: Time for the ranks of an earlier attempt to end after SIGKILL.
 KILL_S = 10.0
@@ -360,7 +360,7 @@ class ForkServer:
         return {"pid": rank.pid}
 
     def _become_rank(self, request: dict[str, Any], descriptors: list[int]) -> None:
-        """Give this forked process what a rank has that was started by a command."""
+        """Give this forked process the environment, folder and outputs of a rank that is started by a command."""
         _, output, errors, *guard = descriptors
         for pipe in guard:  # first of all: the guard ends this process if the supervisor has died
             with suppress(BrokenPipeError):
@@ -383,7 +383,7 @@ class ForkServer:
 
     def _environment(self, requested: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of a rank, with the changes that the imports would make there."""
-        # The task has what its interpreter has added; a local rank would get that from its shell and interpreter.
+        # A task sends the variables that its interpreter has added; a local rank gets those of this process.
         env = {**requested, "SLURM_TASK_PID": str(os.getpid())} if self._listens else {**self._env, **requested}
         for name in self._env.keys() | os.environ.keys():
             before, after = self._env.get(name), os.environ.get(name)

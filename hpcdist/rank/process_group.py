@@ -260,9 +260,9 @@ def inodes() -> frozenset[int]:
 
 # Admission of peers: only ranks of this run may connect to the sockets of gloo.
 #
-# gloo does not authenticate a peer: whoever connects first and sends the number of a pair takes a rank's place. gloo
-# connects all pairs in a group's constructor. After it, the ranks exchange lists of their connections and a random
-# number each through their store, which only ranks can access. Each rank closes its listening sockets and the
+# gloo does not authenticate a peer: the first process that connects and sends the number of a pair takes a rank's
+# place. gloo connects all pairs in a group's constructor. After it, the ranks exchange lists of their connections and a
+# random number each through their store, which only ranks can access. Each rank closes its listening sockets and the
 # connections that no other rank lists, and sends its number to each rank over the group. A rank that does not receive
 # the right ones has lost a pair to a stranger: the ranks then agree through the store to create the group again.
 

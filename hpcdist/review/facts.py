@@ -92,7 +92,7 @@ def finite_number(value: Any) -> float | None:
 
 # The attempts of a run as its reviewers see them: start, end, nodes, cause of the end, and lost steps.
 
-#: Cause of an attempt whose end nobody recorded.
+#: Cause of an attempt without a recorded end.
 UNRECORDED = "the supervisor was killed, or its node failed: no end was recorded"
 #: States of Slurm's accounting that explain the end of the last attempt of a start of the job.
 _CAUSES = {
@@ -303,7 +303,7 @@ class RunFacts:
     container_runtime: str = ""  #: of the container in which a local run was started; empty without one
     trainer: str = ""  #: a shipped trainer, `module:function`, or the words of a script
     stored: StoredConfig = field(default_factory=StoredConfig)
-    parameters: Mapping[str, Any] = field(default_factory=dict)  #: what applies to this run, with a script's arguments
+    parameters: Mapping[str, Any] = field(default_factory=dict)  #: those that apply, with a script's arguments
     config_name: str = ""  #: the config as given; empty if it is not recorded
     cluster_name: str = ""  #: the site profile as given; empty without one
     overrides: Mapping[str, Override] = field(default_factory=dict)
@@ -321,7 +321,7 @@ class RunFacts:
     samples_per_s: float | None = None  #: mean over the time of training steps; None without the metric `samples`
     checkpoints: tuple[CheckpointFacts, ...] = ()  #: oldest first
     best: CheckpointFacts | None = None
-    script_files: tuple[str, ...] = ()  #: names of what a script has saved in the checkpoint folder, the newest last
+    script_files: tuple[str, ...] = ()  #: names of a script's files in the checkpoint folder, the newest last
     has_model: bool = False  #: whether the final model is exported in MLflow's format
     registered_as: str = ""  #: name of the registered model of the config; empty without one
     attempts: tuple[AttemptFacts, ...] = ()

@@ -28,7 +28,7 @@ folder of runs above; and the identity that shows a replaced folder.
         attempts/001/                            one per start of the ranks
             key                                  secret of the attempt; readable by the owner alone
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
-            command-001.json  command-001.rank-00000.json   a command to save or profile, and what a rank has done
+            command-001.json  command-001.rank-00000.json   a command to save or profile, and the answer of a rank
             config.yaml                          config of this attempt and those before, if a resume has changed it
             times.json                           begin and end with its cause, resources of the ranks
             training.json                        first step, datasets and model size
@@ -176,7 +176,7 @@ class Attempt:
         return self.path / f"command-{number:03d}.json"
 
     def command_result(self, number: int, rank: int) -> Path:
-        """What a rank has done on a command."""
+        """The answer of a rank to a command."""
         return self.path / f"command-{number:03d}.rank-{rank:05d}.json"
 
     def node_stacks(self, node: str) -> Path:

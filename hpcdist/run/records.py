@@ -1,4 +1,4 @@
-"""The small records of a run folder: times and resources, what an attempt trains, saved checkpoints, secrets, origin,
+"""The small records of a run folder: times, resources, data and model of an attempt, checkpoints, secrets, origin,
 the repeated run, a resume's changed config, parameters.
 """
 
@@ -44,7 +44,7 @@ class NodeShare:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What is allocated to a run: GPUs, or cores if it has no GPU; by node."""
+    """The resources of a run by node: GPUs, or cores if it has no GPU."""
 
     unit: Literal["GPU", "core"] = "core"
     nodes: Mapping[str, NodeShare] = field(default_factory=dict)
@@ -156,7 +156,7 @@ def _is_share(raw: object) -> bool:
     )
 
 
-# What an attempt trains, in `training.json` of its folder: datasets, model size, first step. Rank 0 writes it.
+# The datasets, the model size and the first step of an attempt, in `training.json` of its folder. Rank 0 writes it.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +232,7 @@ class TrainingNotes:
             log.warning("training.json of attempt %d cannot be written: %s", self._attempt.number, error.strerror)
 
 
-# What a run has saved, and where its resume continues; neither reads tensors nor imports torch.
+# The checkpoints of a run, and the step at which a resume continues; neither reads tensors nor imports torch.
 #
 # hpcdist knows the folder in which a plain script saves, but not the files.
 
@@ -315,7 +315,7 @@ def continuation(run: RunDir) -> str:
 
 
 def how_stopped(run: RunDir, attempt: Attempt, script: Sequence[str], began: float) -> str:
-    """Return how a run has stopped; of a plain script also what it has saved, and what a resume does.
+    """Return how a run has stopped; for a plain script also the saved files and the effect of a resume.
 
     Args:
         script: `trainer.script`; empty for a trainer, which saves before it stops.
@@ -398,7 +398,7 @@ def _read(run: RunDir) -> bytes | None:
 
 #: The shipped config of `hpcdist run train.py --lr 0.1`; the script is no override of it.
 PLAIN_SCRIPT = "plain_script"
-#: Keys that say where a run is stored, not what it does.
+#: Keys for the place of a run, without effect on its training.
 LOCATION = ("name", "runs_dir", "tracking.uri")
 
 
@@ -472,7 +472,7 @@ class RerunRecord:
     folder: str = ""  #: its run folder; empty if it was read from MLflow
     run_id: str = ""  #: of MLflow; empty if it was never uploaded
     uri: str = ""  #: the MLflow store that it was read from, without a password; empty if its folder was read
-    missing: list[str] = field(default_factory=list)  #: what could not be restored, one sentence each
+    missing: list[str] = field(default_factory=list)  #: parts that could not be restored, one sentence each
     result: str = ""  #: result of the comparison, one sentence; empty before it
 
 
@@ -565,7 +565,7 @@ def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]
     return sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
 
 
-# The parameters of a run: the keys of its config and the arguments of its script that apply to what it does.
+# The parameters of a run: the keys of its config that its trainer reads, and the arguments of its script.
 
 _OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 #: An override of Hydra: `lr=0.1`, `+lr=0.1`.

@@ -64,7 +64,7 @@ class Batches:
 
     @property
     def counts(self) -> Counts:
-        """What was sent and left out."""
+        """Counts of the points that were sent and left out."""
         return replace(self._tail.counts, num_thinned=max(0, self._budget.num_thinned))
 
     @property
@@ -76,7 +76,7 @@ class Batches:
     def next(self, newest_attempt: int, *, over: bool) -> list[Point] | None:
         """Return the points of the next batch, which may be none; None if there is nothing to send.
 
-        What the batch holds is saved before it is returned: after a crash the next process returns the same points.
+        The content of a batch is saved before it is returned: after a crash the next process returns the same points.
 
         Args:
             newest_attempt: The last attempt that was started.
@@ -106,7 +106,7 @@ class Batches:
         self._tail.counts.num_refused += num_refused
 
 
-# What MLflow has of a run, in three states. Each is a file in `journal/`, which only its owner writes.
+# The data of a run that MLflow already has, in three states. Each is a file in `journal/`, which only its owner writes.
 
 
 @dataclass(kw_only=True)
@@ -143,7 +143,7 @@ class Sent:
 
 @dataclass(kw_only=True)
 class SentFacts(Sent):
-    """What else MLflow shows of the run; its owner is `Delivery`."""
+    """The other data of the run in MLflow; its owner is `Delivery`."""
 
     FILE = "sent-facts.json"
     tags: dict[str, str] = field(default_factory=dict)
@@ -253,7 +253,7 @@ def is_complete(run: RunDir) -> bool:
 
 
 def upload_progress(run: RunDir) -> str:
-    """Return what the shipper of an ended run does. Raises RunFolderError and OSError."""
+    """Return a line on the upload of an ended run: files sent, of all. Raises RunFolderError and OSError."""
     sent = SentFiles.load(run.journal)
     num_done = len(sent.artifacts)
     return "uploading to MLflow" + (f": {num_done} of {num_done + sent.left} files" if sent.left else "")
@@ -292,7 +292,7 @@ class Point(NamedTuple):
 
 @dataclass(kw_only=True)
 class Counts:
-    """What a process has sent and left out."""
+    """Counts of a process: points sent and left out."""
 
     num_points: int = 0  #: sent
     num_repeated: int = 0  #: omitted, since MLflow has the step of the key from an earlier attempt
@@ -539,7 +539,7 @@ class NodeCharts:
         return Record(time_ms, step if sent is None else max(step, sent[1] + 1), metrics)
 
 
-# The budget of points: MLflow gets every point of a metric up to a limit, then what a chart can show.
+# The budget of points: MLflow gets every point of a metric up to a limit, and beyond it as many as a chart shows.
 #
 # Beyond the limit, the points of a metric form buckets, of which MLflow gets the first point, the lowest, the highest,
 # the first NaN and the last one. The size of the buckets doubles whenever the number of points doubles, so each
