@@ -375,9 +375,9 @@ class _AdmittingGloo(_Gloo):
             )
         if error:
             group = None  # at once, since the other ranks wait for its connections
-        store.set(f"error/{rank}", error)
-        if errors := [text.decode() for other in range(size) if (text := store.get(f"error/{other}"))]:
-            raise RendezvousError(next((text for text in errors if "dropped" not in text), errors[0]))
+        store.set(f"error/{rank}", json.dumps([not stranger, error] if error else None))
+        if errors := [found for other in range(size) if (found := json.loads(store.get(f"error/{other}")))]:
+            raise RendezvousError(min(errors)[1])  # one that names a stranger, if a rank has found it
         return group  # type: ignore[no-any-return]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
