@@ -73,10 +73,11 @@ def folder_checks(runs_dir: Path, *, on_cluster: bool = False, in_container: boo
         checks.append(warning("file system", text, f"mount a folder: -v $PWD/runs:{runs_dir.absolute()}"))
     else:
         checks.append(_shared(runs_dir, kind, source, on_cluster))
-    checks += _space(place)
-    if checks[-1].level != "failure":
-        checks.append(_speed(place))
-    if checks[-1].level == "failure":
+    space = _space(place)
+    if all(check.level != "failure" for check in space):
+        space.append(_speed(place))
+    checks += space
+    if any(check.level == "failure" for check in space):
         return checks  # the remaining tests need to write files
     return [*checks, *_file_operations(place), *_clock(clock_offset(place))]
 

@@ -278,7 +278,7 @@ def _confirm(run_id: str) -> None:
 def _restore(
     recorded: RecordedRun, config: Config, source: CodeSource | None, missing: Sequence[str], made: RunDir
 ) -> CodeState:
-    """Record in the folder of the rerun what it repeats, and write its code there."""
+    """Write the record of the repeated run, and its code, into the folder of the rerun."""
     from hpcdist.run import snapshot
     from hpcdist.run.records import RerunRecord, write_rerun
 

@@ -336,7 +336,6 @@ def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
         "ledger_bar": ledger_bar(ledger),
         "series": {key: found for key, found in sorted(series.items()) if not is_hidden(key)},
         "charts": metric_charts(series, monitor=stored.config.checkpoint.monitor, skip=shown_apart),
-        "trainer": stored.config.trainer.target,
         "trainer_charts": [chart_of(title, keys, series) for title, keys in grouped.items()],
         "figures": [(figure, draw(figure)) for figure in figures.figures],
         "step_times": step_times(series),

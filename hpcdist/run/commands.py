@@ -194,7 +194,7 @@ def read_command(attempt: Attempt, number: int, *, within_s: float | None = None
 
 
 class RequestReader:
-    """Finds on one rank what is requested of all ranks of an attempt: a stop, and commands by their numbers.
+    """Reads on one rank the requests to all ranks of an attempt: a stop, and numbered commands.
 
     Attributes:
         newest: number of the newest command by action; 0 before the first one.

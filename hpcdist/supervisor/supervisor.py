@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 from hpcdist.config.redaction import redact_text
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import Roles
-from hpcdist.errors import HpcdistError, LeaseLostError, UserMistake
+from hpcdist.errors import HpcdistError, LeaseLostError, RunFolderError, UserMistake
 from hpcdist.host import retry
 from hpcdist.host.files import write_json
 from hpcdist.host.log_files import limit_log
@@ -185,7 +185,7 @@ class Supervisor:
             shipper = self._start_shipper()
             failure: Exception | None = None
             try:
-                state = with_restored_config(self._run, self._attempts(state, notifier))
+                state = self._attempts(state, notifier)
                 if self._job is not None:
                     state = self._job.end_or_requeue(state)
             except LeaseLostError:
@@ -197,6 +197,7 @@ class Supervisor:
                 failure, rejected = error, isinstance(error, UserMistake)
                 why = error_text(error)
                 state = replace(self._state, status="failed", reason=why, ended=time.time(), rejected=rejected)
+            state = self._with_restored_config(state)  # after a requeue, the run continues with the changed keys
             try:
                 self._write(state)
             except OSError as error:
@@ -210,6 +211,14 @@ class Supervisor:
         if failure is not None and not isinstance(failure, OSError):
             raise failure
         return state
+
+    def _with_restored_config(self, state: State) -> State:
+        """Call `with_restored_config`; its errors do not keep the state from being written."""
+        try:
+            return with_restored_config(self._run, state)
+        except (OSError, RunFolderError) as error:
+            self._report.note(f"config.yaml cannot be restored: {error}")
+            return state
 
     def _patience_s(self) -> float:
         """Return the retry time for the run folder, which ends before the allocation does."""

@@ -228,15 +228,16 @@ def test_error_in_a_thread_of_a_server_fails_the_rank(tmp_path: Path) -> None:
 
 # --- memory
 
-LARGE = {"large": 2_400_000}
-LARGE_BYTES = 2_400_000 * 32 * 4
+LARGE_TABLE = {"large": 2_400_000}
+LARGE_TABLE_BYTES = 2_400_000 * 32 * 4
 
 
 def memory_growth(here: Rank, small: Path, large: Path, cfg: Config) -> int:
     """Return the growth of the peak of resident memory, in bytes, from small tables to large ones."""
     train_on_rank(here, small, cfg)  # imports all modules
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    train_on_rank(here, large, replace(cfg, sections={"hybrid": replace(cfg.section(HybridConfig), tables=LARGE)}))
+    hybrid = replace(cfg.section(HybridConfig), tables=LARGE_TABLE)
+    train_on_rank(here, large, replace(cfg, sections={"hybrid": hybrid}))
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
@@ -252,10 +253,10 @@ def test_no_rank_holds_a_whole_table(tmp_path: Path) -> None:
     growth = spawn_ranks(memory_growth, 5, small=small.path, large=large.path, cfg=cfg)
     slack = 64e6  # a second RPC agent, its buffers, and the effect of each row in the synthetic log
     assert [size for size in growth[:NUM_TRAINERS] if size > slack] == [], growth
-    assert [size for size in growth[NUM_TRAINERS:] if size > 2 * LARGE_BYTES / 3 + slack] == [], growth
+    assert [size for size in growth[NUM_TRAINERS:] if size > 2 * LARGE_TABLE_BYTES / 3 + slack] == [], growth
     shards = sorted(path.stat().st_size for path in (large.checkpoints / "step-00000002").glob("shard-*.pt"))
     assert len(shards) == 3
-    assert shards[-1] < LARGE_BYTES / 3 + 1e6
+    assert shards[-1] < LARGE_TABLE_BYTES / 3 + 1e6
 
 
 # --- whole runs

@@ -39,7 +39,7 @@ def test_user_error_found_by_the_ranks_is_not_retried(runs: Runs, tmp_path: Path
     assert (state.status, state.rejected, state.attempt, state.restarts) == ("failed", True, 1, 0)
 
 
-@pytest.mark.faults  # as the test before; the message is tested in test_training_position.py
+@pytest.mark.faults  # as the test before
 def test_unknown_monitor_metric_is_a_user_error(runs: Runs) -> None:
     name = "unknown-best"
     code, output = runs.command("run", *runs.config(name, "checkpoint.monitor=eval/f1", "stop.max_steps=2", *NO_WAIT))

@@ -27,7 +27,7 @@ from hpcdist.host.files import read_json
 SHORT_TIMEOUT = "launch.hang_timeout_s=60"
 
 
-@pytest.mark.faults  # test_fork_on_slurm.py kills a forked rank, test_elastic_on_slurm.py restarts ranks in place
+@pytest.mark.faults  # test_starts_on_slurm.py kills a forked rank, test_elastic_on_slurm.py restarts ranks in place
 def test_killed_rank_restarts_the_ranks_in_place(scene: FaultScene) -> None:
     scene.submit_held("SIGKILL of a rank")
     started = scene.cluster.job(scene.job)["StartTime"]
