@@ -2,7 +2,8 @@
 
 Needs root, which starts the runs and lets the attacker be user 65534. Each run has a network namespace of its own with
 the attacker in it, and `launch.private_network=false`, without which the attacker would reach no TCP socket. Prints a
-line for each start; returns 1 if a run did not finish in its first attempt, or the attacker has read a file of it.
+line for each start; returns 1 if a run did not finish in its first attempt, or the attacker has reached one of its Unix
+sockets or files.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def attack_files(folder: Path) -> None:
         for path in (folder, folder / "config.yaml", folder / "identity", folder / "attempts/001/key"):
             with suppress(OSError):
                 os.close(os.open(path, os.O_RDONLY))
-                count["READ"] += 1
+                count["REACHED"] += 1
         time.sleep(0.02)
 
 
@@ -89,8 +90,8 @@ def is_wanted(count: Counter[str]) -> bool:
 def knock(family: int, target: tuple[str, int] | str, count: Counter[str], held: list[socket.socket]) -> None:
     """Connect silently, two hundred times, with noise, with the number of a gloo pair, or with it and gone at once."""
     kind = RANDOM.choice(("silent", "flood", "noise", "number", "number", "gone", "gone"))
-    data = {"noise": RANDOM.randbytes(200), "number": bytes([RANDOM.randrange(3), *bytes(7)])}
-    data["gone"] = data["number"]
+    number = bytes([RANDOM.randrange(3), *bytes(7)])
+    data = {"noise": RANDOM.randbytes(200), "number": number, "gone": number}
     for _ in range(200 if kind == "flood" else 3):
         sock = socket.socket(family)
         sock.settimeout(0.2)
@@ -100,7 +101,7 @@ def knock(family: int, target: tuple[str, int] | str, count: Counter[str], held:
         except OSError as error:
             count[type(error).__name__] += 1
             return
-        count[kind] += 1
+        count["REACHED" if family == socket.AF_UNIX else kind] += 1
         with suppress(OSError):
             sock.sendall(data.get(kind, b""))
         if kind == "gone":
@@ -129,7 +130,9 @@ def start(name: str, folder: Path) -> None:
 
 
 def main(num_starts: int) -> int:
-    """Return 1 if the attacker has stopped or read something."""
+    """Return 1 if the attacker has stopped or reached a run."""
+    if os.geteuid() != 0:
+        sys.exit("needs root: the attacker is another user, and each run has a network namespace")
     failed = 0
     for number in range(num_starts):
         for name in RUNS:
@@ -138,7 +141,7 @@ def main(num_starts: int) -> int:
             begin = time.monotonic()
             command = ("unshare", "--net", sys.executable, __file__, "start", name, str(folder))
             found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-            bad = bool(found["code"] or found["restarts"] or found.get("READ"))
+            bad = bool(found["code"] or found["restarts"] or found.get("REACHED"))
             failed += bad
             print(
                 f"{number + 1} {name} {time.monotonic() - begin:.0f} s {'FAILED' if bad else 'finished'} {found}",
@@ -147,7 +150,7 @@ def main(num_starts: int) -> int:
             )
             if not bad:
                 subprocess.run(("rm", "-r", str(folder)), check=True)
-    print(f"{failed} of {num_starts * len(RUNS)} starts were stopped, or a file of theirs was read")
+    print(f"{failed} of {num_starts * len(RUNS)} starts were stopped, or a Unix socket or file of theirs was reached")
     return int(bool(failed))
 
 
