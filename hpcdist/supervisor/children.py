@@ -113,7 +113,7 @@ class RankParent:
             raise
         return ForkedRank(connection, pid)
 
-    def last_words(self) -> str:
+    def last_line(self) -> str:
         """Return the last line that this parent has printed, if any."""
         with suppress(OSError):
             if self.output.stat().st_size > self._output_begin:  # the file has the output of earlier ones, too
@@ -198,9 +198,9 @@ class ShipperProcess:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # Low priority on machines with ranks; `follow` runs on a machine without any.
-                preexec_fn=None if through_queue else _be_nice,
             )
+        if not through_queue:  # low priority on machines with ranks; `follow` runs on a machine without any
+            _set_nice(self._process.pid, min(os.nice(0) + 10, 19))
 
     def drain(self, timeout_s: float, note: Callable[[str], None] = lambda text: None) -> bool:
         """Wait until MLflow has all records of an ended run, at most `timeout_s`. Returns whether it has.
@@ -212,7 +212,7 @@ class ShipperProcess:
             with suppress(BrokenPipeError), self._process.stdin as pipe:
                 pipe.write(b".")
         else:
-            _be_normal(self._process.pid)  # the ranks have ended; on a busy machine low priority takes minutes
+            _set_nice(self._process.pid, 0)  # the ranks have ended; on a busy machine low priority takes minutes
         until, pause_s, shown = time.monotonic() + timeout_s, FIRST_NOTE_S, ""
         while True:
             left_s = max(0.0, until - time.monotonic())
@@ -273,19 +273,10 @@ def shipping_from_here(run: RunDir, config: Config, env: Mapping[str, str]) -> I
     shipper.drain(config.tracking.drain_timeout_s, say)
 
 
-def _be_nice() -> None:
-    os.nice(10)
-    _set_nice_of_session("self", 10)
-
-
-def _be_normal(pid: int) -> None:
-    """End the low priority of the session of process `pid`, and of the process itself where the user may do that."""
+def _set_nice(pid: int, value: int) -> None:
+    """Set the nice value of a process that leads a session, and of the session, where the user may do that."""
     with suppress(PermissionError, ProcessLookupError):
-        os.setpriority(os.PRIO_PROCESS, pid, 0)
-    _set_nice_of_session(pid, 0)
-
-
-def _set_nice_of_session(pid: int | str, value: int) -> None:
+        os.setpriority(os.PRIO_PROCESS, pid, value)
     # With autogroups, see sched(7), a nice value counts inside its session only, and the session has its own value,
     # which its user may also lower. Without autogroups there is no such file.
     with suppress(OSError), open(f"/proc/{pid}/autogroup", "w") as file:

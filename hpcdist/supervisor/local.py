@@ -18,6 +18,7 @@ from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import OWN_MEETING, OWN_PLACE
 from hpcdist.config.written import secrets_of
+from hpcdist.errors import HpcdistError
 from hpcdist.host import retry
 from hpcdist.host.files import write_json
 from hpcdist.host.machine import image_facts, num_cores
@@ -30,6 +31,7 @@ from hpcdist.supervisor.children import RankParent
 from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.plan import Plan, code_env, free_port, rank_command
 from hpcdist.supervisor.progress import Reporter
+from hpcdist.supervisor.restart_policy import error_text
 
 # Supervise a local run, in this process or in a detached one.
 
@@ -325,15 +327,17 @@ class LocalRanks:
             for env, path in zip(self._envs, self._logs, strict=True):
                 self._processes.append(self._start_one(self._parent, env, path))
             self._descriptors = [os.pidfd_open(process.pid) for process in self._processes]
-        except (NoParentError, RankRefusedError) as error:
+        except NoParentError as error:
             assert self._parent is not None, "only a parent can end"
-            words = self._parent.last_words() if isinstance(error, ParentEndedError) else ""
-            reason = words or str(error)
-            log.warning("each rank imports torch itself, since their parent process has ended: %s", reason)
+            last_line = self._parent.last_line() if isinstance(error, ParentEndedError) else ""
+            log.warning("each rank imports torch itself: %s", last_line or error)
             self._parent.is_usable = False
             self._kill_groups()
             self._processes, self._parent, self.exits = [], None, {}
             self._start()
+        except RankRefusedError as error:
+            self._kill_groups()
+            raise HpcdistError(str(error)) from error
         except BaseException:
             self._kill_groups()
             raise
@@ -347,8 +351,8 @@ class LocalRanks:
 
         try:
             retry.retry(again, self._logs[0].parent)
-        except OSError as error:
-            self._error = f"{error.filename}: {error.strerror}"
+        except (HpcdistError, OSError) as error:
+            self._error = error_text(error)
             self._processes = []
             self.exits = dict.fromkeys(range(len(self._envs)), 1)
 

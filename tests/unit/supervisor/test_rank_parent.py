@@ -14,6 +14,7 @@ import pytest
 from forked_scene import HELD, REPORT, SOON_S, TORCH, Scene, wait_for_fork
 from named_pipe import NamedPipe
 
+from hpcdist.errors import HpcdistError
 from hpcdist.rank.processes import PARENT_MODULE
 from hpcdist.supervisor.hang_node import find_ranks
 
@@ -128,6 +129,36 @@ def test_ranks_are_started_by_their_command_if_the_parent_has_no_room_for_them(s
     (parent,) = scene.parents()
     psutil.Process(parent).rlimit(psutil.RLIMIT_NOFILE, (3, 99))  # the parent cannot receive the files of a rank
     assert scene.finish("import sys; sys.exit(3)", "pass")[1] == {0: 3, 1: 0}
+
+
+REFUSES = """
+import json, socket
+control = socket.socket(fileno=1)
+while True:
+    message, descriptors, _, _ = socket.recv_fds(control, 99, 1)
+    if not message:
+        break
+    with socket.socket(fileno=descriptors[0]) as connection:
+        connection.send(b"{}")
+        if connection.recv(99):
+            connection.send(json.dumps({"failure": "process 7 survives"}).encode())
+"""
+
+
+def test_no_rank_starts_if_the_parent_refuses_all(
+    tmp_path: Path, runs_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene(tmp_path / "code", runs_dir)
+    (tmp_path / "code" / "hpcdist" / "rank" / "parent.py").write_text(REFUSES)
+    with scene.launcher:
+        _, ranks = scene.start("pass", "pass")
+        while ranks.running:
+            ranks.wait(SOON_S)
+        ranks.close()
+        assert (ranks.exits, ranks.absent(), ranks.last_message()) == ({0: 1, 1: 1}, [0, 1], "process 7 survives")
+        with pytest.raises(HpcdistError, match="process 7 survives"):
+            scene.start("pass", "pass")
+    assert "imports torch itself" not in caplog.text
 
 
 def test_signals_do_not_end_a_parent_that_is_starting(tmp_path: Path, runs_dir: Path) -> None:
