@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hpcdist.config.launch_schema import NotifyConfig
 from hpcdist.config.redaction import redact_text
@@ -22,12 +22,12 @@ from hpcdist.errors import HpcdistError
 from hpcdist.host.files import read_json, read_private
 from hpcdist.run.folder import RunDir, State
 
-#: Time limit of the command, and of each step of a request.
+#: Time limit of the command, and of a server's answer.
 DELIVERY_S = 10.0
 #: Time that the end of a run waits for the last events.
 DRAIN_S = 20.0
-#: Pauses between the tries of an event.
-_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
+#: Pauses before the tries of an event.
+_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0)
 
 
 class Notifier(AbstractContextManager["Notifier"]):
@@ -42,14 +42,13 @@ class Notifier(AbstractContextManager["Notifier"]):
         self._run, self._env, self._note = run, env, note
         self._command, self._url = settings.command, settings.webhook
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._num_lost = 0
+        self._lost = ""  #: where the reason of a failure is
         self._thread: threading.Thread | None = None
         try:
             if settings.webhook_file:
                 self._url = read_private(Path(settings.webhook_file))
         except (HpcdistError, OSError) as error:
             note(f"notifications are not sent: {error}")
-            return
         if self._command or self._url:
             self._thread = threading.Thread(target=self._deliver_all, name="notifier", daemon=True)
             self._thread.start()
@@ -72,62 +71,40 @@ class Notifier(AbstractContextManager["Notifier"]):
         if self._thread is not None:
             self._events.put(None)
             self._thread.join(DRAIN_S)
-            if self._thread.is_alive() or self._num_lost:
-                self._note("not all notifications were delivered (see notifier.log)")
+            if self._thread.is_alive() or self._lost:
+                self._note(f"not all notifications were delivered ({self._lost or 'see notifier.log'})")
 
     def _deliver_all(self) -> None:
         """Deliver the events in order, with retries. `notifier.log` gets failures and the output of the command."""
         while (facts := self._events.get()) is not None:
             try:
+                facts["mlflow_run_id"] = (read_json(self._run.mlflow, within_s=0) or {}).get("run_id")
                 with open(self._run.path / "notifier.log", "ab", buffering=0) as log:
-                    facts["mlflow_run_id"] = (read_json(self._run.mlflow, within_s=0) or {}).get("run_id")
-                    for pause_s in (*_PAUSES_S, None):
-                        if not (reason := self._deliver(facts, log)):
-                            break
-                        log.write(f"'{facts['event']}' is not delivered: {reason}\n".encode())
-                        if pause_s is None:
-                            self._num_lost += 1
-                        else:
-                            time.sleep(pause_s)
+                    if not any(self._deliver(facts, log, pause_s) for pause_s in _PAUSES_S):
+                        self._lost = "see notifier.log"
             except (HpcdistError, OSError) as error:
-                self._num_lost += 1
-                self._note(f"the notification '{facts['event']}' is not sent: {error}")
+                self._lost = str(error)
 
-    def _deliver(self, facts: Mapping[str, Any], log: Any) -> str:
-        """Deliver an event once. Returns the reason of a failure, without the URL; empty on success."""
-        body = json.dumps(facts).encode()
-        # Imported here: most runs have no webhook.
-        import urllib.request
-        from http.client import HTTPException
-        from urllib.error import HTTPError
+    def _deliver(self, facts: Mapping[str, Any], log: IO[bytes], pause_s: float) -> bool:
+        """Try to deliver an event after a pause, and return whether that succeeded."""
+        import requests  # most runs have no webhook
 
-        class NoRedirect(urllib.request.HTTPRedirectHandler):
-            """A redirect would turn the POST into a GET of another address."""
-
-            def redirect_request(self, *_: Any, **__: Any) -> None:
-                return None
-
+        time.sleep(pause_s)
+        body, problem = json.dumps(facts).encode(), ""
         try:
             if self._command:
                 command = [self._command, facts["event"], facts["run"], facts["status"]]
-                subprocess.run(
-                    command,
-                    input=body,
-                    stdout=log,
-                    stderr=log,
-                    timeout=DELIVERY_S,
-                    check=True,
-                    env=self._env,
-                    start_new_session=True,
-                )
+                options: dict[str, Any] = {"stdout": log, "stderr": log, "env": self._env, "start_new_session": True}
+                subprocess.run(command, input=body, timeout=DELIVERY_S, check=True, **options)
             else:
-                request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})  # noqa: S310
-                urllib.request.build_opener(NoRedirect).open(request, timeout=DELIVERY_S).close()
-        except subprocess.SubprocessError as error:
-            return str(error)
-        except HTTPError as error:
-            return f"HTTP status {error.code}"
-        except (OSError, HTTPException, ValueError) as error:
-            why = getattr(error, "reason", error)
-            return getattr(why, "strerror", None) or type(why).__name__
-        return ""
+                # A redirect would turn the POST into a GET of another address.
+                headers = {"Content-Type": "application/json"}
+                done = requests.post(self._url, body, headers=headers, timeout=DELIVERY_S, allow_redirects=False)
+                problem = f"HTTP status {done.status_code}" if done.status_code >= 300 else ""
+        except (requests.RequestException, ValueError) as error:
+            problem = type(error).__name__  # its text has the URL
+        except (subprocess.SubprocessError, OSError) as error:
+            problem = str(error)
+        if problem:
+            log.write(f"'{facts['event']}' is not delivered: {problem}\n".encode())
+        return not problem

@@ -248,10 +248,8 @@ def scene(runs_dir: Path) -> Scene:
 def test_shipper_gets_run_folder_and_uri_with_password(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     stub = scene.run.path / "python"
     low = min(os.nice(0) + 10, 19)
-    stub.write_text(
-        f'#!/bin/sh\necho "$@"; echo "$HPCDIST_TRACKING_URI"; until cut -d " " -f 19 /proc/self/stat | grep -x {low}; do'
-        " :; done; echo err >&2; cat\n"
-    )
+    until = f'until cut -d " " -f 19 /proc/self/stat | grep -x {low}; do :; done'
+    stub.write_text(f'#!/bin/sh\necho "$@"; echo "$HPCDIST_TRACKING_URI"; {until}; echo err >&2; cat\n')
     stub.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(stub))
     shipper = ShipperProcess(scene.run, "http://ada:s3cret@mlflow:5000", scene.env)
@@ -431,7 +429,7 @@ def test_tries_of_an_event_are_bounded(
     num_delivered: int,
     reason: str,
 ) -> None:
-    monkeypatch.setattr(notifier, "_PAUSES_S", (0.0,) * 4)
+    monkeypatch.setattr(notifier, "_PAUSES_S", (0.0,) * 5)
     webhook.statuses = list(statuses)
     with notifier.Notifier(notified.run, NotifyConfig(webhook=webhook.url), {}, notified.report.note) as sender:
         for event in ("started", "ended"):
@@ -448,13 +446,13 @@ def test_reason_of_a_failure_does_not_show_the_url(
     notified: Scene, hanging: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(notifier, "DELIVERY_S", 0.2)
-    monkeypatch.setattr(notifier, "_PAUSES_S", ())
+    monkeypatch.setattr(notifier, "_PAUSES_S", (0.0,))
     (fails := tmp_path / "fails").write_text("#!/bin/sh\nexit 3\n")
     fails.chmod(0o700)
     (hangs := tmp_path / "hangs").write_text("#!/bin/sh\nexec sleep 300\n")
     hangs.chmod(0o700)
     for settings in (
-        *({"webhook": url} for url in (hanging, "http://127.0.0.1:1/s3cret", "http://h/s3 cret")),
+        *({"webhook": url} for url in (hanging, "http://127.0.0.1:1/s3cret", "http://[h/s3cret")),
         *({"command": str(command)} for command in (fails, hangs, "/no/such/file")),
     ):
         with notifier.Notifier(notified.run, NotifyConfig(**settings), {}, notified.report.note) as sender:
@@ -462,11 +460,21 @@ def test_reason_of_a_failure_does_not_show_the_url(
     prefix = "'ended' is not delivered: "
     lines = (notified.run.path / "notifier.log").read_text().splitlines()
     assert [line.partition(" timed out after")[0] for line in lines] == [
-        *(prefix + reason for reason in ("TimeoutError", "Connection refused", "InvalidURL")),
+        *(prefix + reason for reason in ("ReadTimeout", "ConnectionError", "InvalidURL")),
         f"{prefix}Command '['{fails}', 'ended', 'exp/first', 'created']' returned non-zero exit status 3.",
         f"{prefix}Command '['{hangs}', 'ended', 'exp/first', 'created']'",
-        f"{prefix}No such file or directory",
+        f"{prefix}[Errno 2] No such file or directory: '/no/such/file'",
     ]
+
+
+@pytest.mark.processes
+def test_log_that_cannot_be_written_is_reported_at_the_end(notified: Scene, webhook: Webhook) -> None:
+    (notified.run.path / "notifier.log").mkdir()
+    notified.notify = {"webhook": webhook.url}
+    notified.script(first=[DONE, DONE])
+    assert notified.supervise().status == "finished"
+    (note,) = notified.report.notes
+    assert note.startswith("not all notifications were delivered ([Errno 21]")
 
 
 @pytest.mark.processes
