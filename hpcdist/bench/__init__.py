@@ -25,8 +25,8 @@ COMM_OPERATIONS = (
     "all_to_all",
     "barrier",
 )
-#: Measurements besides the operations of all ranks at all sizes.
-COMM_PARTS = ("async", "groups", "pairs", "overlap", "rpc")
+#: Measurements besides the operations of all ranks.
+COMM_PARTS = ("groups", "pairs")
 #: Seconds per measurement after its warm-up; at least three iterations, if MAX_ITERATION_S allows them.
 MEASURE_S = 0.02
 #: Larger messages of an operation are skipped once one iteration would take longer than this.
@@ -53,7 +53,7 @@ class CommConfig:
     """A benchmark of the communication of all ranks: correctness and speed of every operation (`trainer: comm`)."""
 
     operations: list[str] = field(default_factory=lambda: [*COMM_OPERATIONS, *COMM_PARTS])
-    """Operations to check and measure; `async`, `groups` and `overlap` apply to the other operations of the list."""
+    """Operations to check and measure; `groups`: also in groups of ranks; `pairs`: each pair of ranks."""
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
     """Backend to measure; `auto` is launch.backend. Tensors are on GPUs for nccl, else on the host."""
     max_bytes: int | str = "256M"

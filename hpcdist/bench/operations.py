@@ -7,12 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpcdist.bench import COMM_DTYPES
 from hpcdist.errors import ConfigError
 from hpcdist.rank.collective_check import largest_exact
 
@@ -22,23 +23,14 @@ from hpcdist.rank.collective_check import largest_exact
 # without a tolerance.
 
 Reduction = Literal["sum", "product", "max", "min"]
-REDUCTIONS: tuple[Reduction, ...] = ("sum", "product", "max", "min")
-COMBINE: dict[Reduction, Callable[..., Tensor]] = {
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
+_COMBINE: dict[Reduction, Callable[..., Tensor]] = {
     "sum": torch.add,
     "product": torch.mul,
     "max": torch.maximum,
     "min": torch.minimum,
 }
-DTYPES = {
-    "uint8": torch.uint8,
-    "int8": torch.int8,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in COMM_DTYPES}
 #: Limit of sums in dtypes that represent larger numbers exactly.
 _ENOUGH = 1 << 20
 #: A prime, so that data shifted by a power of two, such as a wrong chunk, differs.
@@ -68,7 +60,7 @@ def contribution(reduction: Reduction, rank: int, num_ranks: int, count: int, dt
 def reduced(reduction: Reduction, num_ranks: int, count: int, dtype: torch.dtype) -> Tensor:
     """Return the result of a reduction; cached, because it is slow for a thousand ranks and used by many operations."""
     given = (_contribution(reduction, rank, num_ranks, count, dtype) for rank in range(num_ranks))
-    return functools.reduce(COMBINE[reduction], given).to(dtype)
+    return functools.reduce(_COMBINE[reduction], given).to(dtype)
 
 
 def _contribution(reduction: Reduction, rank: int, num_ranks: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -83,6 +75,9 @@ def _contribution(reduction: Reduction, rank: int, num_ranks: int, count: int, d
     limit = min(largest_exact(dtype), _ENOUGH)
     values = min(_PERIOD, max(2, limit // num_ranks + 1))  # each contributes 0 to values - 1
     return (mixed % values) * (turn < limit // (values - 1))
+
+
+Works = list[dist.Work | None]
 
 
 # Groups of ranks: all ranks, and partitions of them into groups that communicate at the same time.
@@ -119,6 +114,13 @@ class Team:
     def index(self) -> int:
         """Index of this rank in its group."""
         return self.ranks.index(dist.get_rank())
+
+    def exchange(self, leaving: Tensor, arriving: Tensor) -> Works:
+        """Start to send to the right neighbour and to receive from the left one at the same time."""
+        right, left = self.neighbour(1), self.neighbour(-1)
+        both = [dist.P2POp(dist.isend, leaving, right, self.group), dist.P2POp(dist.irecv, arriving, left, self.group)]
+        both = [one for one in both if len(one.tensor)]
+        return list(dist.batch_isend_irecv(both)) if both else []
 
     def neighbour(self, steps: int) -> int:
         """Return the global rank that is `steps` positions to the right in the ring of the group."""
@@ -205,125 +207,9 @@ def make_teams(
     return teams
 
 
-# Ring all-reduce implemented with isend and irecv.
-#
-# The data of each rank is divided into one segment for each rank. In the reduce-scatter phase the segments circulate
-# and each rank adds its own values, so that after n - 1 steps each rank holds the sum of one segment. In the all-gather
-# phase the sums circulate. Each rank sends 2 (n - 1) / n of the data, the minimum. Reference: Patarasuk and Yuan,
-# https://doi.org/10.1016/j.jpdc.2008.09.002.
-#
-# Segments are sent in pieces. A rank forwards a piece as soon as it is reduced, independently of the steps of other
-# ranks, so that computation and communication overlap. Each segment is reduced in one order and then copied, so all
-# ranks have bit-identical results.
-
-#: Large enough to make the cost per message small, small enough to overlap the reduction of one piece with the sending
-#: of the next. With four ranks on two cores, 256 KiB needed 25 % more processor time.
-PIECE_BYTES = 1 << 20
-#: Number of receives that are posted in advance.
-AHEAD = 4
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    """A piece received from the left neighbour."""
-
-    data: Tensor  #: its destination
-    is_partial: bool  #: whether it is combined with the destination, otherwise it replaces it
-    goes_on: bool  #: whether it is forwarded to the right neighbour
-
-
-class Ring:
-    """In-place all-reduce of one flat tensor; `run` may be called repeatedly.
-
-    Args:
-        team: the group of this rank.
-        data: contiguous tensor of one dimension and any length, also shorter than the ring.
-        reduction: operator of the reduction.
-        piece_bytes: size of a message, for backends with simultaneous messages.
-    """
-
-    def __init__(self, team: Team, data: Tensor, reduction: Reduction, piece_bytes: int = PIECE_BYTES) -> None:
-        self._team, self._combine = team, COMBINE[reduction]
-        n, me = team.size, team.index
-        ends = [len(data) * i // n for i in range(n + 1)]
-        self._segments = [data[ends[i] : ends[i + 1]] for i in range(n)]
-        piece = max(1, piece_bytes // data.element_size())
-        pieces = [segment.split(piece) if len(segment) else () for segment in self._segments]
-        self._first = pieces[me]
-        self._arrivals = [
-            *(_Arrival(one, is_partial=True, goes_on=True) for s in range(n - 1) for one in pieces[(me - s - 1) % n]),
-            *(_Arrival(one, is_partial=False, goes_on=s < n - 2) for s in range(n - 1) for one in pieces[(me - s) % n]),
-        ]
-        longest = max(len(segment) for segment in self._segments)
-        in_steps = team.backend == "nccl"
-        length, number = (longest, 1) if in_steps else (min(longest, piece), AHEAD)
-        self._buffers = [data.new_empty(length) for _ in range(number)]
-        self._run = self._run_in_steps if in_steps else self._run_in_pieces
-
-    def run(self) -> None:
-        """Reduce the data over all ranks, in place."""
-        if self._team.size > 1:
-            self._run()
-
-    def _run_in_pieces(self) -> None:
-        right, left, group = self._team.neighbour(1), self._team.neighbour(-1), self._team.group
-        sent: dict[int, dist.Work] = {}  # by address
-        posted: list[tuple[dist.Work, Tensor]] = []
-
-        def send(data: Tensor) -> None:
-            sent[data.data_ptr()] = _begun(dist.isend(data, right, group))
-
-        for data in self._first:
-            send(data)
-        for done, arrival in enumerate(self._arrivals):
-            while len(posted) < min(done + AHEAD, len(self._arrivals)):
-                coming = self._arrivals[len(posted)]
-                into = coming.data
-                if coming.is_partial:
-                    into = self._buffers[len(posted) % AHEAD][: len(into)]
-                elif into.data_ptr() in sent:
-                    sent.pop(into.data_ptr()).wait()  # the destination must have been sent before it is overwritten
-                else:
-                    break  # its sending has not started
-                posted.append((_begun(dist.irecv(into, left, group)), into))
-            work, arrived = posted[done]
-            work.wait()
-            if arrival.is_partial:
-                self._combine(arrival.data, arrived, out=arrival.data)
-            if arrival.goes_on:
-                send(arrival.data)
-        for work in sent.values():
-            work.wait()
-
-    def _run_in_steps(self) -> None:
-        """Send and receive one message at a time in a batch, because NCCL runs messages on a stream one by one."""
-        n, me = self._team.size, self._team.index
-        for s in range(n - 1):
-            mine = self._segments[(me - s - 1) % n]
-            arrived = self._buffers[0][: len(mine)]
-            self._exchange(self._segments[(me - s) % n], arrived)
-            self._combine(mine, arrived, out=mine)
-        for s in range(n - 1):
-            self._exchange(self._segments[(me + 1 - s) % n], self._segments[(me - s) % n])
-
-    def _exchange(self, leaving: Tensor, arriving: Tensor) -> None:
-        right, left, group = self._team.neighbour(1), self._team.neighbour(-1), self._team.group
-        both = [dist.P2POp(dist.isend, leaving, right, group), dist.P2POp(dist.irecv, arriving, left, group)]
-        if both := [one for one in both if len(one.tensor)]:
-            for work in dist.batch_isend_irecv(both):
-                work.wait()
-
-
-def _begun(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is in the group"
-    return work
-
-
 # Base class of the operations that are checked and measured: buffers, call and expected result on this rank.
 #
 # The size of an operation is that of all data, the parts of all ranks together, as in nccl-tests.
-
-Works = list[dist.Work | None]
 
 
 class Operation(ABC):
@@ -335,7 +221,6 @@ class Operation(ABC):
         dtype: data type of the elements.
         root: index in the group of the rank that sends or receives all data.
         reduction: operator of a reduction.
-        piece_bytes: message size of hpcdist's ring all-reduce.
 
     Attributes:
         source: input buffer, empty on ranks without input.
@@ -351,22 +236,14 @@ class Operation(ABC):
     has_root: ClassVar[bool] = False
     #: Whether values are combined, so that the dtype matters.
     reduces: ClassVar[bool] = False
-    #: Whether several calls may be in progress at the same time.
-    can_overlap: ClassVar[bool] = True
+    #: Whether it may be started without waiting for its end.
+    has_async: ClassVar[bool] = True
     least_ranks: ClassVar[int] = 1
 
     def __init__(
-        self,
-        team: Team,
-        count: int,
-        dtype: torch.dtype,
-        *,
-        root: int = 0,
-        reduction: Reduction = "sum",
-        piece_bytes: int = PIECE_BYTES,
+        self, team: Team, count: int, dtype: torch.dtype, *, root: int = 0, reduction: Reduction = "sum"
     ) -> None:
-        self.team, self.count, self.dtype, self.root = team, count, dtype, root
-        self.reduction, self.piece_bytes = reduction, piece_bytes
+        self.team, self.count, self.dtype, self.root, self.reduction = team, count, dtype, root, reduction
         self.part = count // team.size
         self.is_root = team.index == root
         self.group_root = team.ranks[root]
@@ -378,10 +255,10 @@ class Operation(ABC):
         """Return the number of consecutive operations in one call, by which its time is divided."""
         return 1
 
-    @property
-    def title(self) -> str:
-        """Name in reports, with the reduction if there is one."""
-        return f"{self.name}[{self.reduction}]" if self.reduces else self.name
+    @classmethod
+    def title(cls, reduction: Reduction | None) -> str:
+        """Return the name in reports, with the reduction if there is one."""
+        return f"{cls.name}[{reduction}]" if reduction else cls.name
 
     @abstractmethod
     def buffers(self) -> tuple[Tensor, Tensor]:
@@ -425,22 +302,7 @@ def wait_for(works: Works) -> None:
             work.wait()
 
 
-def run_together(operations: Sequence[Operation]) -> None:
-    """Run one operation, or several at the same time; nothing on a rank without operations."""
-    if len(operations) == 1:
-        operations[0].run()
-    else:
-        wait_for([work for operation in operations for work in operation.call(async_op=True)])
-
-
 # The operations: point-to-point messages, data movement, reductions and the barrier.
-
-_REDUCE_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "product": dist.ReduceOp.PRODUCT,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
 
 
 # --- data movement
@@ -460,7 +322,7 @@ class Broadcast(Operation):
 class SendRecv(Broadcast):
     """Pass a message around the ring of all ranks with blocking calls; the time is that of one hop."""
 
-    name, is_one_way, can_overlap, least_ranks = "send_recv", False, False, 2
+    name, is_one_way, has_async, least_ranks = "send_recv", False, False, 2
 
     @staticmethod
     def hops(n: int) -> int:
@@ -489,13 +351,7 @@ class IsendIrecv(Operation):
         return message((self.team.index - 1) % self.team.size, self.count, self.dtype)
 
     def call(self, *, async_op: bool) -> Works:
-        right, left, group = self.team.neighbour(1), self.team.neighbour(-1), self.team.group
-        works: Works
-        if self.team.backend == "nccl":  # NCCL would run the two calls one after the other
-            both = [dist.P2POp(dist.isend, self.source, right, group), dist.P2POp(dist.irecv, self.result, left, group)]
-            works = list(dist.batch_isend_irecv(both))
-        else:
-            works = [dist.irecv(self.result, left, group), dist.isend(self.source, right, group)]
+        works = self.team.exchange(self.source, self.result)
         if async_op:
             return works
         wait_for(works)
@@ -568,7 +424,7 @@ class AllToAll(Operation):
 class Barrier(Operation):
     """Barrier of all ranks. It is checked by a counter in the store, see `bench/measurement_plan.py`."""
 
-    name, can_overlap = "barrier", False
+    name, has_async = "barrier", False
 
     def buffers(self) -> tuple[Tensor, Tensor]:
         return self.empty(0), self.empty(0)
@@ -587,6 +443,10 @@ class AllReduce(Operation):
         data = self.empty(self.count)
         return data, data
 
+    @property
+    def operator(self) -> Any:
+        return getattr(dist.ReduceOp, self.reduction.upper())
+
     def input(self) -> Tensor:
         return contribution(self.reduction, self.team.index, self.team.size, self.count, self.dtype)
 
@@ -594,21 +454,36 @@ class AllReduce(Operation):
         return reduced(self.reduction, self.team.size, self.count, self.dtype)
 
     def call(self, *, async_op: bool) -> Works:
-        return [dist.all_reduce(self.source, _REDUCE_OPS[self.reduction], self.team.group, async_op=async_op)]
+        return [dist.all_reduce(self.source, self.operator, self.team.group, async_op=async_op)]
 
 
 class RingAllReduce(AllReduce):
-    """All-reduce implemented with isend and irecv."""
+    """All-reduce implemented with isend and irecv: Patarasuk and Yuan, https://doi.org/10.1016/j.jpdc.2008.09.002.
 
-    name, can_overlap = "ring_all_reduce", False
+    The data are divided into one segment for each rank. First the segments circulate and each rank adds its own values,
+    so that after n - 1 steps each rank has the result of one segment. Then the results circulate. Each rank sends
+    2 (n - 1) / n of the data, the minimum. A segment is reduced in one order and then copied, so the results of all
+    ranks are bit-identical.
+    """
+
+    name, has_async = "ring_all_reduce", False
 
     def buffers(self) -> tuple[Tensor, Tensor]:
-        data = self.empty(self.count)
-        self._ring = Ring(self.team, data, self.reduction, self.piece_bytes)
+        n, data = self.team.size, self.empty(self.count)
+        ends = [self.count * i // n for i in range(n + 1)]
+        self._segments = [data[ends[i] : ends[i + 1]] for i in range(n)]
+        self._arrived = self.empty(max(map(len, self._segments)))
         return data, data
 
     def call(self, *, async_op: bool) -> Works:
-        self._ring.run()
+        n, me = self.team.size, self.team.index
+        for s in range(n - 1):
+            mine = self._segments[(me - s - 1) % n]
+            arrived = self._arrived[: len(mine)]
+            wait_for(self.team.exchange(self._segments[(me - s) % n], arrived))
+            _COMBINE[self.reduction](mine, arrived, out=mine)
+        for s in range(n - 1):
+            wait_for(self.team.exchange(self._segments[(me + 1 - s) % n], self._segments[(me - s) % n]))
         return []
 
 
@@ -620,7 +495,7 @@ class Reduce(AllReduce):
         return data, data if self.is_root else data[:0]
 
     def call(self, *, async_op: bool) -> Works:
-        operator, group = _REDUCE_OPS[self.reduction], self.team.group
+        operator, group = self.operator, self.team.group
         return [dist.reduce(self.source, self.group_root, operator, group, async_op=async_op)]
 
 
@@ -634,7 +509,7 @@ class ReduceScatter(AllReduce):
         return super().expected()[self.team.index * self.part :][: self.part]
 
     def call(self, *, async_op: bool) -> Works:
-        operator, group = _REDUCE_OPS[self.reduction], self.team.group
+        operator, group = self.operator, self.team.group
         return [dist.reduce_scatter_tensor(self.result, self.source, operator, group, async_op=async_op)]
 
 

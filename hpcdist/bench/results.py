@@ -1,4 +1,7 @@
-"""Results of the communication benchmark: records, noise, comparison with a baseline, and the bottleneck."""
+"""Results of the communication benchmark: records, noise, comparison with a baseline, and the bottleneck.
+
+It needs no torch, so that a login node can read results. Times are in seconds, sizes in bytes, bandwidths in bytes/s.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,6 @@ from hpcdist.config.conversion import Mistake, convert_section
 from hpcdist.errors import RunFolderError, shown
 from hpcdist.host.files import parse_json
 from hpcdist.host.network import SlowLinks, amount, find_slow_links, rate, seconds, times
-
-# Results of a communication benchmark, the document `artifacts/comm/results.json` of its run.
-#
-# Uses the standard library only, so that a login node can read it. Times are in seconds, sizes in bytes, bandwidths in
-# bytes/s.
 
 #: Path relative to the run's artifacts.
 ARTIFACT = "comm/results.json"
@@ -54,11 +52,7 @@ class Row:
     https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md; None if no data is moved (barrier).
     """
 
-    operation: str
-    variant: str  #: operator of a reduction: `sum`, `product`, `max`, `min`; otherwise empty
-    #: `blocking`: one at a time; `async`: `depth` operations at the same time, with the time of one.
-    mode: Literal["blocking", "async"]
-    depth: int
+    operation: str  #: for a reduction, its sum
     group: str  #: `world`, or the partition into groups that communicate at the same time: `halves`, `even and odd`, …
     group_size: int
     dtype: str
@@ -83,38 +77,11 @@ class Pair:
     bandwidth: float  #: of the fastest of several messages
 
 
-@dataclass(frozen=True, kw_only=True)
-class Overlap:
-    """An operation overlapped with a computation of the same duration; medians of the slowest rank."""
-
-    operation: str
-    bytes: int
-    compute_s: float
-    communication_s: float
-    together_s: float
-    hidden: float  #: share of the shorter one that is hidden behind the other, 0 to 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rpc:
-    """Calls from rank 0 that send a tensor and return it."""
-
-    source: str  #: `node/rank`
-    target: str
-    bytes: int
-    device: str  #: `cpu` or `cuda`
-    latency_s: float  #: median of a round trip, one call at a time
-    p99_s: float
-    calls_per_s: float  #: with `in_flight` simultaneous calls
-    in_flight: int
-    bandwidth: float  #: sum of both directions, with `in_flight` simultaneous calls
-
-
 @dataclass(kw_only=True)
 class Results:
     """All results of a benchmark; incomplete if the run was stopped."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     backend: str
     device: str  #: `cpu` or `cuda`
     world_size: int
@@ -127,31 +94,24 @@ class Results:
     checked: list[CheckResult] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
-    overlap: list[Overlap] = field(default_factory=list)
-    rpc: list[Rpc] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  #: sentences for the report, such as skipped measurements
 
     def to_json(self) -> str:
-        """Return the document with one line for each row, for readability."""
-        lines = []
-        for key, value in dataclasses.asdict(self).items():
-            if isinstance(value, list) and value and isinstance(value[0], dict):
-                text = "[\n  " + ",\n  ".join(json.dumps(item) for item in value) + "\n ]"
-            else:
-                text = json.dumps(value)
-            lines.append(f" {json.dumps(key)}: {text}")
-        return "{\n" + ",\n".join(lines) + "\n}\n"
+        """Return the document."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Parse the document. Raises ValueError if it is invalid."""
+        """Parse the document. Raises ValueError for missing and unknown keys and for other versions."""
         mistakes: list[Mistake] = []
         try:
             found = convert_section(cls, parse_json(text), "results", mistakes)
         except TypeError as error:  # a required key is missing, or there are no keys
             mistakes.append(" ".join(map(str, error.args)))
-        for mistake in mistakes:
-            raise ValueError(mistake if isinstance(mistake, str) else f"{mistake[0]} cannot be {shown(mistake[1])}")
+        if mistakes:
+            raise ValueError(
+                "; ".join(one if isinstance(one, str) else f"{one[0]} cannot be {shown(one[1])}" for one in mistakes)
+            )
         return found
 
 
@@ -190,7 +150,7 @@ def disturbance(results: Results) -> float:
     """
     series: dict[str, list[Row]] = defaultdict(list)
     for row in results.rows:
-        if row.operation in ("send_recv", "isend_irecv") and row.mode == "blocking" and row.group == "world":
+        if row.operation in ("send_recv", "isend_irecv"):
             series[row.operation].append(row)
     tails = sorted(row.p99_s / row.median_s for rows in series.values() for row in rows)
     found = [*tails[len(tails) * 3 // 4 :][:1], *map(roughness, series.values()), 1.0]
@@ -202,7 +162,8 @@ def disturbance(results: Results) -> float:
 #: Slowdowns by less than this factor are not reported.
 MIN_SLOWDOWN = 1.2
 
-Key = tuple[str, str, str, str, str]
+#: Operation, group and dtype.
+Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -228,21 +189,16 @@ class Change:
         return self.ratio > MIN_SLOWDOWN and self.now.median_s > self.before.p99_s and self.now.min_s > limit_s
 
 
-def facts(results: Results) -> dict[str, str]:
-    """Return the properties that must be equal in two benchmarks for a comparison."""
-    return {
-        "partition": results.partition or "none",
-        "backend": results.backend,
-        "device": results.device,
-        "number of ranks": str(results.world_size),
-        "number of nodes": str(len(results.nodes)),
-    }
-
-
-def differences(now: Mapping[str, str], before: Mapping[str, str]) -> str:
-    """Return a description of the properties that differ; empty if none does."""
-    both = (name for name in now if name in before and now[name] != before[name])
-    return ", ".join(f"{name} {now[name]} now and {before[name]} before" for name in both)
+def differences(now: Results, before: Results) -> str:
+    """Return a description of the properties that prevent a comparison because they differ; empty if none does."""
+    facts = (
+        ("partition", now.partition or "none", before.partition or "none"),
+        ("backend", now.backend, before.backend),
+        ("device", now.device, before.device),
+        ("number of ranks", now.world_size, before.world_size),
+        ("number of nodes", len(now.nodes), len(before.nodes)),
+    )
+    return ", ".join(f"{name} {one} now and {other} before" for name, one, other in facts if one != other)
 
 
 def changes(now: Results, before: Results) -> dict[Key, list[Change]]:
@@ -293,14 +249,12 @@ def sentences(found: dict[Key, list[Change]]) -> Iterator[str]:
 
 
 def label(row: Row) -> str:
-    """Return the name of a measurement without size and dtype, such as `all_reduce[sum]` or `broadcast, async`."""
-    variant = f"[{row.variant}]" if row.variant else ""
-    more = [row.mode if row.mode != "blocking" else "", row.group if row.group != "world" else ""]
-    return ", ".join([f"{row.operation}{variant}", *filter(None, more)])
+    """Return the name of a measurement without size and dtype, such as `all_reduce` or `broadcast, halves`."""
+    return row.operation if row.group == "world" else f"{row.operation}, {row.group}"
 
 
 def _key(row: Row) -> Key:
-    return row.operation, row.variant, row.mode, row.group, row.dtype
+    return row.operation, row.group, row.dtype
 
 
 # Sentences that describe the bottleneck: the nodes, ranks or pairs that are slower than the others.
@@ -409,20 +363,11 @@ def _findings(slow: SlowLinks[int], names: RankNames, kind: str, *, late: bool =
 
     both = " in both directions"
     found = []
+    ports = "check its card, cable and switch port"
     for ranks, verb, more, advice in (
         (slow.sends & slow.receives, "is", both, ": check its link and network card"),
-        (
-            slow.sends - slow.receives,
-            "sends",
-            "",
-            ", and receives at full speed: check its card, cable and switch port",
-        ),
-        (
-            slow.receives - slow.sends,
-            "receives",
-            "",
-            ", and sends at full speed: check its card, cable and switch port",
-        ),
+        (slow.sends - slow.receives, "sends", "", f", and receives at full speed: {ports}"),
+        (slow.receives - slow.sends, "receives", "", f", and sends at full speed: {ports}"),
     ):
         if late:
             advice = ": check for a busy processor, power saving and interrupt coalescing"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,7 +32,6 @@ from hpcdist.host.log_files import say
 
 if TYPE_CHECKING:
     from hpcdist.bench.results import Results
-    from hpcdist.config.schema import Config
     from hpcdist.run.folder import RunDir
 
 app = typer.Typer(name="bench", help="Measure communication between ranks, here or on a cluster.", no_args_is_help=True)
@@ -74,10 +72,11 @@ def comm(
 
         hpcdist bench comm --cluster mysite cluster.nodes=4 --compare last
     """
-    from hpcdist.bench.results import ARTIFACT
+    from hpcdist.bench.results import ARTIFACT, read_results
     from hpcdist.config.loading import load_config
     from hpcdist.run import create
     from hpcdist.run.folder import RunDir
+    from hpcdist.run.lookup import resolve_run
 
     on_slurm = on_slurm or cluster is not None
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
@@ -87,7 +86,7 @@ def comm(
             "--compare and --detach exclude each other: use `hpcdist bench show RUN --compare OTHER` later"
         )
     if compare and compare != LAST:
-        _require_comparable(compare, config, on_slurm=on_slurm)
+        read_results(resolve_run(compare, Path(config.runs_dir)).artifacts)  # an error before the start
     if on_slurm:
         code = submit_run(config, {}, follow=follow, dry_run=dry_run)
     else:
@@ -105,7 +104,6 @@ def comm(
 def show(
     run: RunName,
     compare: Compare = None,
-    as_csv: Annotated[bool, flag("--csv", "Print all measurements as CSV.")] = False,
     as_json: Json = False,
     runs_dir: RunsDir = RUNS,
 ) -> None:
@@ -117,18 +115,16 @@ def show(
 
         hpcdist bench show comm-2026 --compare last
 
-        hpcdist bench show comm-2026 --csv > comm.csv
+        hpcdist bench show comm-2026 --json > comm.json
     """
-    from hpcdist.bench import report
     from hpcdist.bench.results import read_results
     from hpcdist.run.lookup import resolve_run
 
     found = resolve_run(run, runs_dir)
-    if as_csv + as_json + (compare is not None) > 1:
-        raise UserMistake("--csv, --json and --compare exclude each other")
-    if as_csv or as_json:
-        results = read_results(found.artifacts)
-        say(report.as_csv(results) if as_csv else results.to_json(), end="")
+    if as_json and compare:
+        raise UserMistake("--json and --compare exclude each other")
+    if as_json:
+        say(read_results(found.artifacts).to_json(), end="")
     else:
         _print(found, compare, runs_dir)
 
@@ -136,8 +132,7 @@ def show(
 def _print(run: RunDir, compare: str | None, runs_dir: Path) -> None:
     """Print the report and a comparison with an earlier run. Raises UserMistake if they are not comparable."""
     from hpcdist.bench import report
-    from hpcdist.bench import results as comparing
-    from hpcdist.bench.results import read_results
+    from hpcdist.bench.results import differences, read_results
     from hpcdist.run.lookup import resolve_run
 
     results = read_results(run.artifacts)
@@ -150,51 +145,14 @@ def _print(run: RunDir, compare: str | None, runs_dir: Path) -> None:
         say(f"no comparison: {run.path.parent} has no earlier run comparable with {run.name}")
         return
     before = read_results(earlier.artifacts)
-    _require_no_differences(earlier, comparing.differences(comparing.facts(results), comparing.facts(before)))
+    if different := differences(results, before):
+        raise UserMistake(f"not comparable with run {earlier.name}: {different}")
     report.show(terminal, report.compared(results, before, earlier.name, terminal.width))
-
-
-def _require_comparable(name: str, config: Config, *, on_slurm: bool) -> None:
-    """Raise UserMistake if the planned run, as far as known, is not comparable with an earlier one."""
-    from hpcdist.bench import results as bench_results
-    from hpcdist.bench.results import read_results
-    from hpcdist.run.lookup import resolve_run
-    from hpcdist.slurm.components import components
-    from hpcdist.supervisor.plan import Machine, make_plan
-
-    earlier = resolve_run(name, Path(config.runs_dir))
-    before = bench_results.facts(read_results(earlier.artifacts))
-    if on_slurm:
-        parts = components(config)
-        expected = {
-            "number of ranks": str(sum(part.num_ranks for part in parts)),
-            "number of nodes": str(sum(part.nodes for part in parts)),
-        }
-        if config.cluster.partition:
-            expected["partition"] = config.cluster.partition
-        if config.launch.backend != "auto":
-            expected["backend"] = config.launch.backend
-    else:
-        plan = make_plan(config, Machine.inspect(os.environ))
-        expected = {
-            "partition": "none",
-            "number of nodes": "1",
-            "number of ranks": str(plan.num_ranks),
-            "backend": plan.backend,
-            "device": plan.device,
-        }
-    _require_no_differences(earlier, bench_results.differences(expected, before))
-
-
-def _require_no_differences(earlier: RunDir, differences: str) -> None:
-    if differences:
-        raise UserMistake(f"not comparable with run {earlier.name}: {differences}")
 
 
 def _newest_comparable(run: RunDir, results: Results) -> RunDir | None:
     """Return the newest finished benchmark of the same experiment that is comparable with this one."""
-    from hpcdist.bench import results as bench_results
-    from hpcdist.bench.results import read_results
+    from hpcdist.bench.results import differences, read_results
     from hpcdist.errors import RunFolderError
     from hpcdist.run.lookup import find_runs
 
@@ -208,6 +166,6 @@ def _newest_comparable(run: RunDir, results: Results) -> RunDir | None:
             before = read_results(other.artifacts)
         except (RunFolderError, OSError):  # a run of another trainer, or a damaged run
             continue
-        if before.complete and not bench_results.differences(bench_results.facts(results), bench_results.facts(before)):
+        if before.complete and not differences(results, before):
             found.append((state.created, other))
     return max(found, key=lambda item: item[0])[1] if found else None

@@ -285,9 +285,7 @@ def test_report_names_the_slow_one_of_four_nodes(slurm_runs: SlurmRuns, devclust
     }
     assert "4 ranks on 4 nodes (n1, n2, n3, n4), gloo on cpu, partition main" in output
     assert f"{SLOW} is " not in output
-    assert artifacts(slurm_runs, "bench-healthy") >= {
-        "bandwidth.png", "latency.png", "pairs.png", "report.txt", "results.csv", "results.json",
-    }  # fmt: skip
+    assert artifacts(slurm_runs, "bench-healthy") >= {"report.txt", "results.json"}
 
     slow_node(devcluster.layout, SLOW, rate_mbit=20)
     output = bench(slurm_runs, "bench-slow", "--compare", "bench-healthy")

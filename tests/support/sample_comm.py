@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpcdist.bench.results import CheckResult, Overlap, Pair, RankPlace, Results, Row, Rpc
+from hpcdist.bench.results import CheckResult, Pair, RankPlace, Results, Row
 
 LATENCY_S, BANDWIDTH = 50e-6, 1.2e9
 #: Factor by which pairs within a node are faster.
@@ -42,17 +42,6 @@ def sample(num_nodes: int = 4, per_node: int = 1, *, noise: float = 0.05, seed: 
         ],
         pairs=_pairs(ranks, rng, noise),
         rows=_rows(rng, noise),
-        overlap=[
-            Overlap(
-                operation="all_reduce[sum]",
-                bytes=2**20,
-                compute_s=0.002,
-                communication_s=0.002,
-                together_s=0.0025,
-                hidden=0.75,
-            )
-        ],
-        rpc=[_rpc(rank, size) for rank in ranks[1:] for size in (8, 2**20)],
     )
     return replace(results, **changed)
 
@@ -82,39 +71,21 @@ def _pairs(ranks: list[RankPlace], rng: random.Random, noise: float) -> list[Pai
 def _rows(rng: random.Random, noise: float) -> list[Row]:
     """Return operations that take a start-up time plus size / speed, and a barrier."""
     rows = [
-        row(operation, variant, mode, _noisy(start_s + size / speed, rng, noise), size)
-        for operation, variant, start_s, speed in (
-            ("ring_all_reduce", "", 4e-4, 3e8),
-            ("all_reduce", "sum", 2e-4, 6e8),
-            ("broadcast", "", 1e-4, 9e8),
+        row(operation, _noisy(start_s + size / speed, rng, noise), size)
+        for operation, start_s, speed in (
+            ("ring_all_reduce", 4e-4, 3e8),
+            ("all_reduce", 2e-4, 6e8),
+            ("broadcast", 1e-4, 9e8),
         )
-        for mode in ("blocking", "async")
         for size in (2**power for power in range(29))
     ]
-    return [*rows, row("barrier", "", "blocking", 2e-4, 0, dtype="", algbw=None, busbw=None)]
+    return [*rows, row("barrier", 2e-4, 0, dtype="", algbw=None, busbw=None)]
 
 
-def _rpc(rank: RankPlace, size: int) -> Rpc:
-    return Rpc(
-        source="n1/0",
-        target=f"{rank.node}/{rank.rank}",
-        bytes=size,
-        device="cpu",
-        latency_s=5e-4 * (3 if rank.node == "n3" else 1),
-        p99_s=1e-3,
-        calls_per_s=4000.0,
-        in_flight=8,
-        bandwidth=size * 8000.0,
-    )
-
-
-def row(operation: str, variant: str, mode: Any, median_s: float, size: int, **changed: Any) -> Row:
+def row(operation: str, median_s: float, size: int, **changed: Any) -> Row:
     """Return a measurement with a p99 of twice the median."""
     found = Row(
         operation=operation,
-        variant=variant,
-        mode=mode,
-        depth=1 if mode == "blocking" else 8,
         group="world",
         group_size=4,
         dtype="float32",

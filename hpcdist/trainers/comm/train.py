@@ -16,28 +16,23 @@ import os
 import socket
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 
-from hpcdist.bench import MAX_ITERATION_S, MEASURE_S, CommConfig, measurement_plan, report
+from hpcdist.bench import MAX_ITERATION_S, MEASURE_S, CommConfig
 from hpcdist.bench.measurement_plan import (
     BYTES,
-    DEPTH,
     CorrectnessCheck,
     Measurement,
-    OverlapPoint,
     PairRound,
     Point,
-    RpcPoint,
-    Series,
     check,
     elements,
-    measure_overlap,
+    measure_round,
     points,
 )
-from hpcdist.bench.operations import DTYPES, WORLD, choose_backend, make_teams, run_together
-from hpcdist.bench.report import as_csv, as_text
+from hpcdist.bench.operations import DTYPES, OPERATIONS, WORLD, choose_backend, make_teams
+from hpcdist.bench.report import as_text
 from hpcdist.bench.results import ARTIFACT, RankPlace, Results, Row, bottleneck
 from hpcdist.config.schema import Config
 from hpcdist.errors import CommError
@@ -64,24 +59,14 @@ def train(ctx: Context, cfg: Config) -> None:
     bench.results.complete = True
     bench.write()
     if ctx.is_main:
-        write_files(bench.results, ctx.artifact(ARTIFACT).parent)
+        for sentence in bottleneck(bench.results):
+            log.info("bottleneck: %s", sentence)
+        write_atomic(ctx.artifact(ARTIFACT).with_name("report.txt"), as_text(bench.results))
     ctx.end_reason = summary(bench.results)
 
 
-def write_files(results: Results, folder: Path) -> None:
-    """Write the report, the measurements as CSV and the plots beside `results.json`, and log the bottleneck."""
-    for sentence in bottleneck(results):
-        log.info("bottleneck: %s", sentence)
-    write_atomic(folder / "report.txt", as_text(results))
-    write_atomic(folder / "results.csv", as_csv(results))
-    try:
-        report.draw(results, folder)
-    except ImportError as error:
-        log.warning("no plots: %s (install matplotlib with the extra `train`)", error)
-
-
 class Bench:
-    """The benchmark in one rank. The results are equal on every rank, except those of RPC, which only rank 0 has."""
+    """The benchmark in one rank. The results are equal on every rank."""
 
     def __init__(self, ctx: Context, cfg: Config) -> None:
         self.ctx, self.cfg = ctx, cfg.section(CommConfig)
@@ -90,9 +75,8 @@ class Bench:
         node = ctx.topology.hosts[ctx.topology.node_rank] if ctx.topology.hosts else socket.gethostname()
         is_gpu = ctx.device.type == "cuda"
         device = torch.cuda.get_device_name(ctx.device) if is_gpu else "cpu"
-        everyone = ctx.groups.all_gather((node, device, ctx.device.index))
+        everyone = ctx.groups.all_gather((node, device))
         nodes = [one[0] for one in everyone]
-        self.gpus: list[int | None] = [one[2] for one in everyone]
         backend, where = choose_backend(self.cfg.backend, ctx.device)
         self.teams = make_teams(nodes, backend, where, timeout, with_groups="groups" in self.cfg.operations)
         self.watch = Stopwatch(where, backend)
@@ -135,7 +119,7 @@ class Bench:
                 f"the first {saved.trainer['done']} of {len(self.points)} points were measured on {nodes}"
             )
         self.done, self.first_step = saved.trainer["done"], saved.step - saved.trainer["done"]
-        for key in ("checked", "rows", "pairs", "overlap", "rpc", "notes"):
+        for key in ("checked", "rows", "pairs", "notes"):
             setattr(self.results, key, getattr(before, key))
 
     def _plan(self) -> str:
@@ -154,19 +138,15 @@ class Bench:
             self._check(point)
         elif isinstance(point, Measurement):
             self._measure(point)
-        elif isinstance(point, PairRound):
+        else:
             self._measure_pairs(point)
-        elif isinstance(point, OverlapPoint):
-            self._measure_overlap(point)
-        elif isinstance(point, RpcPoint):
-            self.results.rpc += measurement_plan.measure_calls(self.ctx, self.results.ranks, self.gpus, cfg=self.cfg)
-            self.write()
 
     def _check(self, point: CorrectnessCheck) -> None:
         for dtype in point.dtypes:
             node = self.results.ranks[self.ctx.rank].node
             team = self.teams[point.team]
-            found = check(point.variant, team, dtype, self.ctx.groups, node=node)
+            kind = OPERATIONS[point.operation]
+            found = check(kind, point.reduction, team, dtype, self.ctx.groups, node=node)
             self.results.checked.append(found)
             if found.ok is False:
                 self.write()
@@ -174,50 +154,49 @@ class Bench:
             if found.ok is None:
                 log.info("skipped: %s", found.error)
 
-    def _is_there(self, title: str, team: str, dtype: str) -> bool:
+    def _is_there(self, operation: str, team: str, dtype: str) -> bool:
+        kind = OPERATIONS[operation]
+        title = kind.title("sum" if kind.reduces else None)
         return not any(
             one.ok is None and (one.operation, one.group, one.dtype) == (title, team, dtype)
             for one in self.results.checked
         )
 
     def _measure(self, point: Measurement) -> None:
-        series, team = point.series, self.teams[point.series.team]
-        kind, rows = series.variant.kind, self._rows_of(series)
-        count = elements(point.size, series.dtype, team.largest if kind.has_parts else 1)
-        size = count * DTYPES[series.dtype].itemsize if point.size else 0
+        team, kind = self.teams[point.team], OPERATIONS[point.operation]
+        key = (point.operation, point.team, point.dtype if point.size else "")
+        rows = [row for row in self.results.rows if (row.operation, row.group, row.dtype) == key]
+        count = elements(point.size, point.dtype, team.largest if kind.has_parts else 1)
+        size = count * DTYPES[point.dtype].itemsize if point.size else 0
         is_new = not rows or rows[-1].bytes != size  # a small size may be rounded up to the previous one
-        is_there = self._is_there(series.variant.title, series.team, series.dtype)
-        if is_new and is_there and not self._is_cut(series, point, rows):
-            self._measure_size(point, size)
-        if point.is_last:
-            self._log_series(series)
+        if is_new and self._is_there(point.operation, point.team, point.dtype) and not self._is_cut(point, rows):
+            rows.append(self._measure_size(point, size))
+        if point.is_last and rows:
+            latency = f"{1e6 * rows[0].median_s:.0f} us at {rows[0].size} B"
+            busbw = rows[-1].busbw
+            rate = f", {busbw / 1e9:.2f} GB/s (bus) at {rows[-1].size} B" if busbw is not None else ""
+            log.info("%s: %s%s", _title(point), latency, rate)
             self.write()
 
-    def _measure_size(self, point: Measurement, size: int) -> None:
-        series, team = point.series, self.teams[point.series.team]
-        kind, depth = series.variant.kind, DEPTH if series.mode == "async" else 1
-        operations = []
-        if team.size > 1 or team.name == WORLD:
-            mine = elements(point.size, series.dtype, team.size if kind.has_parts else 1)
-            operations = [series.variant.make(team, mine, DTYPES[series.dtype]) for _ in range(depth)]
+    def _measure_size(self, point: Measurement, size: int) -> Row:
+        team, kind = self.teams[point.team], OPERATIONS[point.operation]
+        mine = elements(point.size, point.dtype, team.size if kind.has_parts else 1)
+        is_alone = team.size == 1 and team.name != WORLD  # its group has no communication
         timing = measure(
-            lambda: run_together(operations),
+            (lambda: None) if is_alone else kind(team, mine, DTYPES[point.dtype]).run,
             self.watch,
             self.ctx.groups,
             budget_s=MEASURE_S,
             longest_s=MAX_ITERATION_S,
             after_barrier=kind.is_one_way,
-            divided_by=depth * kind.hops(team.largest),
+            divided_by=kind.hops(team.largest),
         )
         algbw, busbw = bandwidths(kind.name, size, timing.median_s, team.largest) if size else (None, None)
         row = Row(
             operation=kind.name,
-            variant=series.variant.reduction or "",
-            mode=series.mode,
-            depth=depth,
             group=team.name,
             group_size=team.largest,
-            dtype=series.dtype if size else "",
+            dtype=point.dtype if size else "",
             size=point.size,
             bytes=size,
             **asdict(timing),
@@ -225,66 +204,45 @@ class Bench:
             busbw=busbw,
         )
         self.results.rows.append(row)
-        self._log(series, row)
-
-    def _rows_of(self, series: Series) -> list[Row]:
-        key = (series.variant.kind.name, series.variant.reduction or "", series.mode, series.team)
-        return [
-            row
-            for row in self.results.rows
-            if (row.operation, row.variant, row.mode, row.group) == key and row.dtype in (series.dtype, "")
+        names = [
+            row.operation,
+            row.dtype * (len(self.cfg.dtypes) > 1),
+            row.group.replace(" ", "_") * (row.group != WORLD),
         ]
+        key = f"comm/{'_'.join(filter(None, names))}"
+        metrics = {f"{key}/median_us": 1e6 * row.median_s}
+        if busbw is not None:
+            metrics[f"{key}/busbw_gb_per_s"] = busbw / 1e9
+        self.ctx.log(metrics, max(row.size, 1).bit_length() - 1)
+        return row
 
-    def _is_cut(self, series: Series, point: Measurement, rows: list[Row]) -> bool:
+    def _is_cut(self, point: Measurement, rows: list[Row]) -> bool:
         """Return whether this size would take too long, estimated from the previous size."""
         if not rows:
             return False
         last = rows[-1]
-        calls_s = last.median_s * last.depth * series.variant.kind.hops(last.group_size)
-        if last.bytes >= point.size or calls_s * point.size / last.bytes <= MAX_ITERATION_S:
+        call_s = last.median_s * OPERATIONS[point.operation].hops(last.group_size)
+        if last.bytes >= point.size or call_s * point.size / last.bytes <= MAX_ITERATION_S:
             return False
-        note = f"{series.title}: stopped at {last.size} B, which takes {last.median_s:.2g} s"
+        note = f"{_title(point)}: stopped at {last.size} B, which takes {last.median_s:.2g} s"
         if note not in self.results.notes:
             self.results.notes.append(note)
         return True
-
-    def _log(self, series: Series, row: Row) -> None:
-        names = [row.operation, row.variant * (row.variant != "sum"), row.mode * (row.mode == "async")]
-        names += [row.dtype * (len(self.cfg.dtypes) > 1), row.group.replace(" ", "_") * (row.group != WORLD)]
-        key = f"comm/{'_'.join(filter(None, names))}"
-        metrics = {f"{key}/median_us": 1e6 * row.median_s}
-        if row.busbw is not None:
-            metrics[f"{key}/busbw_gb_per_s"] = row.busbw / 1e9
-        self.ctx.log(metrics, max(row.size, 1).bit_length() - 1)
-
-    def _log_series(self, series: Series) -> None:
-        """Log one line for the series."""
-        if not (rows := self._rows_of(series)):
-            return
-        latency = f"{1e6 * rows[0].median_s:.0f} us at {rows[0].size} B"
-        rate = f", {rows[-1].busbw / 1e9:.2f} GB/s (bus) at {rows[-1].size} B" if rows[-1].busbw is not None else ""
-        log.info("%s: %s%s", series.title, latency, rate)
 
     def _measure_pairs(self, point: PairRound) -> None:
         if not self._is_there("send_recv", WORLD, BYTES):
             return
         if not self.is_warm:  # the first measurement of a process is always slower
-            measurement_plan.measure_round(point.links, self.teams[WORLD])
+            measure_round(point.links, self.teams[WORLD])
             self.is_warm = True
-        mine = measurement_plan.measure_round(point.links, self.teams[WORLD])
+        mine = measure_round(point.links, self.teams[WORLD])
         self.results.pairs += filter(None, self.ctx.groups.all_gather(mine))
         if point.is_last:
             self.write()
 
-    def _measure_overlap(self, point: OverlapPoint) -> None:
-        team, dtype = self.teams[WORLD], self.cfg.dtypes[0] if point.variant.kind.reduces else BYTES
-        series = Series(variant=point.variant, mode="blocking", team=WORLD, dtype=dtype)
-        if not any(row.size >= point.size for row in self._rows_of(series)):
-            return  # not supported, or stopped at a smaller size
-        count = elements(point.size, dtype, team.size if point.variant.kind.has_parts else 1)
-        operation = point.variant.make(team, count, DTYPES[dtype])
-        self.results.overlap.append(measure_overlap(operation, self.ctx.groups, longest_s=MAX_ITERATION_S))
-        self.write()
+
+def _title(point: Measurement) -> str:
+    return ", ".join([point.operation, point.dtype, *([point.team] if point.team != WORLD else [])])
 
 
 def summary(results: Results) -> str:
@@ -294,8 +252,7 @@ def summary(results: Results) -> str:
     largest = {  # sizes increase
         row.operation: row
         for row in results.rows
-        if row.operation in ("all_reduce", "ring_all_reduce")
-        and (row.variant, row.mode, row.group, row.busbw is not None) == ("sum", "blocking", WORLD, True)
+        if row.operation in ("all_reduce", "ring_all_reduce") and row.group == WORLD
     }
     rates = [
         f"{name} of {row.size >> 20 or row.size} {'MiB' if row.size >> 20 else 'B'}: {row.busbw / 1e9:.2f} GB/s"

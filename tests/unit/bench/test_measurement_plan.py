@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from hpcdist.bench import COMM_DTYPES, COMM_OPERATIONS, CommConfig, measurement_plan, parse_bytes
+from hpcdist.bench import COMM_OPERATIONS, CommConfig, parse_bytes
 from hpcdist.bench.measurement_plan import (
     MAX_ALL_PAIRS,
     CorrectnessCheck,
@@ -24,9 +24,8 @@ from hpcdist.rank.collective_check import Timing
 # --- settings
 
 
-def test_config_section_names_all_operations_and_dtypes() -> None:
+def test_config_section_names_all_operations() -> None:
     assert list(COMM_OPERATIONS) == list(OPERATIONS)
-    assert list(COMM_DTYPES) == list(DTYPES)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +146,6 @@ def test_many_ranks_measure_between_the_first_ranks_of_nodes_and_within_the_firs
     assert len(pair_rounds([f"n{rank}" for rank in range(64)])) == 2 * 63
 
 
-def test_rpc_calls_the_first_rank_of_each_node_before_other_ranks() -> None:
-    assert measurement_plan.targets(["n1"]) == []
-    assert measurement_plan.targets(["n1", "n1", "n2", "n2"]) == [1, 2, 3]
-    assert measurement_plan.targets([f"n{rank // 4}" for rank in range(64)]) == [4, 8, 12, 16, 20, 24, 28, 32]
-    assert measurement_plan.targets([f"n{rank // 8}" for rank in range(16)]) == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
 # --- points
 
 
@@ -161,11 +153,11 @@ def test_all_operations_are_checked_before_the_measurements() -> None:
     found = points(CommConfig(), ["n1"] * 4)
     kinds = [isinstance(point, CorrectnessCheck) for point in found]
     assert kinds == sorted(kinds, reverse=True)
-    checked = {(point.variant.title, point.team) for point in found if isinstance(point, CorrectnessCheck)}
-    measured = {(point.series.variant.title, point.series.team) for point in found if isinstance(point, Measurement)}
+    checked = {(point.operation, point.team) for point in found if isinstance(point, CorrectnessCheck)}
+    measured = {(point.operation, point.team) for point in found if isinstance(point, Measurement)}
     assert measured <= checked
-    assert {team for _, team in checked} == {"world", "halves", "even and odd"}
-    assert {title for title, _ in measured} == {title for title, _ in checked}
+    assert {team for _, team in checked} == {team for _, team in measured} == {"world", "halves", "even and odd"}
+    assert {name for name, _ in measured} == {name for name, _ in checked} == set(COMM_OPERATIONS)
 
 
 def test_only_listed_operations_and_dtypes_are_measured() -> None:
@@ -173,11 +165,11 @@ def test_only_listed_operations_and_dtypes_are_measured() -> None:
     assert [type(point).__name__ for point in points(cfg, ["n1", "n1"])] == ["CorrectnessCheck", "Measurement"]
     cfg = CommConfig(operations=["all_reduce"], max_bytes=64, dtypes=["float64", "uint8"])
     measured = [point for point in points(cfg, ["n1", "n1"]) if isinstance(point, Measurement)]
-    sums = [(point.series.dtype, point.size) for point in measured if point.series.variant.reduction == "sum"]
-    assert sums == [("float64", size) for size in (8, 16, 32, 64)] + [("uint8", 1 << power) for power in range(7)]
-    assert [point.size for point in measured if point.is_last][:2] == [64, 64]
+    expected = [("float64", size) for size in (8, 16, 32, 64)] + [("uint8", 1 << power) for power in range(7)]
+    assert [(point.dtype, point.size) for point in measured] == expected
+    assert [point.size for point in measured if point.is_last] == [64, 64]
 
 
-def test_single_rank_has_no_pairs_and_no_rpc() -> None:
+def test_single_rank_has_no_pairs() -> None:
     kinds = {type(point).__name__ for point in points(CommConfig(), ["n1"])}
     assert kinds == {"CorrectnessCheck", "Measurement"}

@@ -78,18 +78,17 @@ def test_show_prints_the_report(bench: Cli, make_benchmark: Callable[..., RunDir
     assert result.out.rstrip().splitlines()[-1].startswith("bottleneck: all 12 pairs have equal bandwidth")
 
 
-def test_show_prints_csv_and_json(bench: Cli, make_benchmark: Callable[..., RunDir]) -> None:
+def test_show_prints_json(bench: Cli, make_benchmark: Callable[..., RunDir]) -> None:
     make_benchmark("first", sample())
-    assert bench("show", "first", "--csv").out.startswith("operation,variant,mode,")
     assert len(json.loads(bench("show", "first", "--json").out)["rows"]) == len(sample().rows)
-    assert mistake(bench("show", "first", "--json", "--csv")) == "--csv, --json and --compare exclude each other"
+    assert mistake(bench("show", "first", "--json", "--compare", "last")) == "--json and --compare exclude each other"
 
 
 def test_show_compares_with_a_named_run(bench: Cli, make_benchmark: Callable[..., RunDir]) -> None:
     make_benchmark("first", sample())
     make_benchmark("second", slower(sample(), 4.0))
     out = bench("show", "second", "--compare", "first").out
-    assert "compared with first: all_reduce[sum] is slower at 29 of 29 sizes" in out
+    assert "compared with first: all_reduce is slower at 29 of 29 sizes" in out
     assert "compared with second: nothing is slower" in bench("show", "first", "--compare", "second").out
 
 
@@ -118,25 +117,6 @@ def test_compare_rejects_incomparable_runs_with_both_values(bench: Cli, make_ben
         "hpcdist: not comparable with run gpu: partition main now and gpu before, backend gloo now and nccl before,"
         " number of ranks 4 now and 2 before, number of nodes 4 now and 2 before\n",
     )
-
-
-def test_compare_rejects_incomparable_runs_before_the_start(bench: Cli, make_benchmark: Callable[..., RunDir]) -> None:
-    four = make_benchmark("four", replace(sample(), partition="main"))
-    before = set(four.path.parent.iterdir())
-    local = mistake(bench("comm", "--compare", "four", "launch.num_ranks=2"))
-    assert local == (
-        "not comparable with run four: partition none now and main before, number of nodes 1 now and 4 before,"
-        " number of ranks 2 now and 4 before"
-    )
-    submitted = mistake(bench("comm", "--compare", "four", "--cluster", "devcluster", "cluster.partition=high"))
-    assert submitted == (
-        "not comparable with run four: number of nodes 2 now and 4 before, partition high now and main before"
-    )
-    backend = mistake(
-        bench("comm", "--compare", "four", "--submit", "cluster.nodes=4", "launch.backend=nccl", "launch.device=cuda")
-    )
-    assert backend == "not comparable with run four: backend nccl now and gloo before"
-    assert set(four.path.parent.iterdir()) == before
 
 
 def test_bench_rejects_unknown_runs_and_runs_without_results(bench: Cli, make_benchmark: Callable[..., RunDir]) -> None:
