@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -153,8 +154,15 @@ def unfit_values(tree: object, path: str = "") -> Iterator[str]:
         yield f"{path} must fit in 64 bits, got {shown(tree)}"
     elif isinstance(tree, str) and "\0" in tree:
         yield f"{path} must not contain a NUL character, got {shown(tree)}"
+    elif isinstance(tree, str) and "${" in tree and _bracket_depth(tree) > MAX_DEPTH:
+        yield f"{path} has an interpolation nested more than {MAX_DEPTH} levels deep"
     elif isinstance(tree, str) and not tree.isascii() and tree != tree.encode(errors="ignore").decode():
         yield f"{path} must be UTF-8 text, got {shown(tree)}"
+
+
+def _bracket_depth(text: str) -> int:
+    """Return the greatest number of open brackets: OmegaConf's parser recurses for each one in an interpolation."""
+    return max(itertools.accumulate(1 if bracket in "[{" else -1 for bracket in re.findall(r"[\[{\]}]", text)))
 
 
 def _with_text_keys(value: Any) -> Any:

@@ -564,6 +564,9 @@ def test_deep_and_recursive_documents_are_rejected(write: Write) -> None:
     for override in (f"params{'.a' * 4000}=1", f"{deep}={'[' * 21}{']' * 21}"):
         (problem,) = problems(write(""), override)
         assert problem.endswith("nested more than 40 levels deep")
+    for text in ("${a:" * 300 + "}" * 300, "${a:" + "[" * 300):
+        (problem,) = problems(write(""), f"experiment={text}")
+        assert problem == "experiment has an interpolation nested more than 40 levels deep"
     load_config(write(""), [f"{deep}={'[' * 20}{']' * 20}"])
     (problem,) = problems(write("params: &a {b: *a}"))
     assert problem == "an alias contains itself"
