@@ -20,7 +20,7 @@ import psutil
 from hpcdist.host.files import read_json, write_atomic
 from hpcdist.host.machine import gpus
 from hpcdist.run.folder import Attempt
-from hpcdist.supervisor.hang_node import Location, RankSnapshot, absences, find_ranks, mismatches, ranks_text
+from hpcdist.supervisor.hang_node import RankSnapshot, absences, find_ranks, mismatches, ranks_text
 from hpcdist.supervisor.launcher import Ranks
 
 # Summary of the snapshots of all ranks, which finds the ranks that the others wait for. Pure functions.
@@ -79,26 +79,24 @@ def _groups(snapshots: Mapping[int, RankSnapshot]) -> dict[str, list[int]]:
 
     If the locations are too many, as they are for computing ranks, only the lines of user code count.
     """
-    found = _by_location(snapshots, Location.key, Location.text)
+    found = _by_location(snapshots, own=False)
     if len(found) > max(_NAMED, len(snapshots) / 2):
-        found = _by_location(snapshots, Location.own_key, lambda location: location.own.text())
+        found = _by_location(snapshots, own=True)
     return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[1])))
 
 
-def _by_location(
-    snapshots: Mapping[int, RankSnapshot], key: Callable[[Location], object], text: Callable[[Location], str]
-) -> dict[str, list[int]]:
+def _by_location(snapshots: Mapping[int, RankSnapshot], *, own: bool) -> dict[str, list[int]]:
     texts: dict[object, str] = {}
     found: dict[str, list[int]] = {}
     for rank, snapshot in snapshots.items():
-        location = snapshot.location
+        location, state = snapshot.location, f"state {snapshot.process.state}"
         if snapshot.is_stopped:
-            where = f" at {location.text()}" if location else ""
-            at = f"{snapshot.state_text().partition(',')[0]}{where}"
+            at = f"{state} at {location.text()}" if location else state
         elif location is None:
-            at = f"no stack, {snapshot.state_text().partition(',')[0]}"
+            at = f"no stack, {state}"
         else:
-            at = texts.setdefault(key(location), f"in {text(location)}")
+            text = location.own.text() if own else location.text()
+            at = texts.setdefault(location.key(own=own), f"in {text}")
         found.setdefault(at, []).append(rank)
     return found
 
@@ -108,7 +106,7 @@ def _starved(snapshots: Mapping[int, RankSnapshot]) -> str:
     starved = [
         rank
         for rank, snapshot in snapshots.items()
-        if snapshot.process.state == "R" and snapshot.cpu_s < _STARVED * snapshot.over_s
+        if snapshot.process.state == psutil.STATUS_RUNNING and snapshot.cpu_s < _STARVED * snapshot.over_s
     ]
     if len(starved) <= len(snapshots) / 2:
         return ""
@@ -172,13 +170,10 @@ def _text(
     if apart:
         lines += ["", apart]
     lines += ["", "processes:"]
-    for snapshot in snapshots[:MAX_RANKS]:
-        closed = len(snapshot.process.half_closed)
-        peers = f", {closed} connections closed by the other side" if closed else ""
-        lines.append(f"  rank {snapshot.rank} on {snapshot.host}: {snapshot.state_text()}{peers}")
+    lines += [f"  rank {one.rank} on {one.host}: {one.state_text()}" for one in snapshots[:MAX_RANKS]]
     if len(snapshots) > MAX_RANKS:
         lines.append(f"  and {len(snapshots) - MAX_RANKS} more")
-    problems = sorted({snapshot.problem for snapshot in snapshots if snapshot.problem})
+    problems = sorted({one.stack.problem for one in snapshots if one.stack.problem})
     lines += ["", *problems[:_NAMED]] if problems else []
     return "\n".join([*lines, "", "complete stacks: rank-NNNNN.stacks.txt in this folder", ""])
 

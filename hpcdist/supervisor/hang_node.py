@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -28,25 +29,16 @@ from hpcdist.run.folder import Attempt
 #
 # Containers share the host's process table: their ranks are found as well, if they run as the same user.
 
-#: Letters of process states, see proc(5): psutil's name and a description.
-STATES = {
-    "R": (psutil.STATUS_RUNNING, "running"),
-    "S": (psutil.STATUS_SLEEPING, "sleeping"),
-    "D": (psutil.STATUS_DISK_SLEEP, "waiting for a device or a file system"),
-    "T": (psutil.STATUS_STOPPED, "stopped"),
-    "t": (psutil.STATUS_TRACING_STOP, "stopped by a debugger"),
-    "Z": (psutil.STATUS_ZOMBIE, "zombie"),
-    "X": (psutil.STATUS_DEAD, "dead"),
-}
-_LETTERS = {name: letter for letter, (name, _) in STATES.items()}
-#: States in which a process cannot run, whatever its code does.
-CANNOT_RUN = "TtDZX"
-#: Limit of the reported connections and children of a process.
-_MAX_REPORTED = 16
+#: States in which a process cannot run, whatever its code does. `disk-sleep` waits for a device or a file system.
+CANNOT_RUN = (
+    psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP, psutil.STATUS_ZOMBIE,
+    psutil.STATUS_DEAD,
+)  # fmt: skip
+#: Limit of the children of a process whose stacks are read.
+_MAX_CHILDREN = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankProcess:
+class RankProcess(NamedTuple):
     """Process of one rank on this machine."""
 
     pid: int
@@ -54,15 +46,13 @@ class RankProcess:
     children: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProcessState:
+class ProcessState(NamedTuple):
     """State of a process at one moment."""
 
-    state: str  #: a letter of STATES
+    state: str  #: psutil's name
     wchan: str  #: kernel function that the process waits in; empty if it does not wait, or is not readable
     threads: int
     cpu_s: float  #: CPU time of all threads until now
-    half_closed: tuple[str, ...]  #: peers that have closed a TCP connection which this process still holds
 
 
 def find_ranks(run: Path, attempt: int | None, node: str = "", *, with_tasks: bool = False) -> list[RankProcess]:
@@ -76,20 +66,19 @@ def find_ranks(run: Path, attempt: int | None, node: str = "", *, with_tasks: bo
         node: Slurm's name of this node, because several nodes may share one machine (`slurmd -N`).
         with_tasks: whether to return the tasks of forked ranks as well: a task without a rank may still become one.
     """
-    ranks: dict[int, tuple[int, psutil.Process]] = {}
+    ranks: dict[int, tuple[int, int, psutil.Process]] = {}
     for process in psutil.process_iter():
-        try:
+        # A process that has ended, or is not readable, counts as not found.
+        with suppress(psutil.Error, OSError, TopologyError):
             if process.uids().real != os.getuid() or (found := _place(process, run, with_tasks)) is None:
                 continue
             rank, its_attempt = found
             if attempt in (None, its_attempt) and (not node or process.environ().get("SLURMD_NODENAME", node) == node):
-                ranks[process.pid] = rank, process
-        except (psutil.Error, OSError, TopologyError):
-            continue  # the process has ended, or is not readable: its rank counts as not found
+                ranks[process.pid] = rank, process.ppid(), process
     return [
-        RankProcess(pid=process.pid, rank=rank, children=_children(process))
-        for rank, process in sorted(ranks.values(), key=lambda found: found[0])
-        if _parent(process) not in ranks
+        RankProcess(process.pid, rank, _children(process))
+        for rank, parent, process in sorted(ranks.values(), key=lambda found: found[0])
+        if parent not in ranks
     ]
 
 
@@ -105,65 +94,35 @@ def _place(process: psutil.Process, run: Path, with_tasks: bool) -> tuple[int, i
     return topology.rank, topology.attempt
 
 
+def _children(process: psutil.Process) -> tuple[int, ...]:
+    try:
+        return tuple(child.pid for child in process.children(recursive=True)[:_MAX_CHILDREN])
+    except psutil.Error:
+        return ()
+
+
 def state_of(pid: int) -> ProcessState | None:
     """Return the state of a process; None if it has ended."""
     try:
         process = psutil.Process(pid)
         with process.oneshot():
-            cpu = process.cpu_times()
-            return ProcessState(
-                state=_LETTERS.get(process.status(), "?"),
-                wchan=_wchan(pid),
-                threads=process.num_threads(),
-                cpu_s=cpu.user + cpu.system,
-                half_closed=_half_closed(process),
-            )
+            wchan = Path(f"/proc/{pid}/wchan").read_text()  # not part of psutil
+            cpu_s = sum(process.cpu_times()[:2])
+            return ProcessState(process.status(), wchan.removeprefix("0"), process.num_threads(), cpu_s)
     except (psutil.Error, OSError):
         return None
-
-
-def _parent(process: psutil.Process) -> int | None:
-    try:
-        return process.ppid()
-    except psutil.Error:
-        return None
-
-
-def _children(process: psutil.Process) -> tuple[int, ...]:
-    """Return all descendants of a process, at most _MAX_REPORTED."""
-    try:
-        return tuple(child.pid for child in process.children(recursive=True)[:_MAX_REPORTED])
-    except psutil.Error:
-        return ()
-
-
-def _wchan(pid: int) -> str:
-    found = Path(f"/proc/{pid}/wchan").read_text()  # not part of psutil
-    return "" if found == "0" else found
-
-
-def _half_closed(process: psutil.Process) -> tuple[str, ...]:
-    try:
-        connections = process.net_connections(kind="tcp")
-    except psutil.Error:
-        return ()
-    peers = {
-        f"{one.raddr.ip.removeprefix('::ffff:')}:{one.raddr.port}"
-        for one in connections
-        if one.status == psutil.CONN_CLOSE_WAIT and one.raddr
-    }
-    return tuple(sorted(peers)[:_MAX_REPORTED])
 
 
 # Parsers of the stacks that py-spy and Python's faulthandler print, and the location that a stack is at.
 #
 # https://github.com/benfred/py-spy, https://docs.python.org/3/library/faulthandler.html. Pure functions.
 
-_SPIED_THREAD = re.compile(r"Thread (?P<id>\S+) \(.*\)(?:: \"(?P<name>.*)\")?")
-_SPIED_FRAME = re.compile(r"    (?P<function>.+) \((?P<file>.+):(?P<line>\d+)\)")
-_FAULT_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+(?: \[.*\])? \(most recent call first\):")
-_FAULT_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)')
-_FAULT_OTHER = re.compile(r"|  \.\.\.|\.\.\.|  <no Python frame>|  <.*>")
+_SPIED_MAIN = re.compile(r'^Thread \S+ \(.*\): "MainThread"\n((?:    .+\n)+)', re.MULTILINE)
+_SPIED_FRAME = re.compile(r"^    (?P<function>.+) \((?P<file>.+):(?P<line>\d+)\)$", re.MULTILINE)
+_FAULT_THREAD = r"(?:Current thread|Thread) 0x[0-9a-f]+(?: \[.*\])? \(most recent call first\):\n(?:  .*\n|\.\.\.\n)*"
+#: A blank line separates two threads, but not two dumps.
+_FAULT_DUMP = re.compile(rf"^{_FAULT_THREAD}(?:\n{_FAULT_THREAD})*", re.MULTILINE)
+_FAULT_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
 #: Library code: Python's standard library, installed packages, and hpcdist's code around a trainer.
 _STDLIB = re.compile(r"^<|/lib(?:64)?/python3[^/]*/(?!(?:site|dist)-packages/)")
 _ROOT = re.compile(r"^.*/(?:site-packages|dist-packages|lib(?:64)?/python3[^/]*)/")
@@ -196,13 +155,13 @@ class Location(NamedTuple):
         """Return such as `wait (threading.py:629), called by train (counting.py:29)`."""
         return self.inner.text() + (f", called by {self.own.text()}" if self.own != self.inner else "")
 
-    def key(self) -> tuple[str, int, str, int]:
-        """Return a key of the location without function names, which py-spy and faulthandler print differently."""
-        return (*self.own_key(), self.inner.file, self.inner.line)
+    def key(self, *, own: bool = False) -> tuple[object, ...]:
+        """Return a key of the location, or of its line of user code, without function names.
 
-    def own_key(self) -> tuple[str, int]:
-        """Return a key of the line of user code."""
-        return (self.own.file, self.own.line)
+        py-spy and faulthandler print these differently.
+        """
+        line = (self.own.file, self.own.line)
+        return line if own else (*line, self.inner.file, self.inner.line)
 
 
 def location_of(frames: Sequence[Frame]) -> Location | None:
@@ -226,17 +185,12 @@ def _is_library(file: str) -> bool:
 
 
 def parse_py_spy(text: str) -> list[Frame]:
-    """Parse `py-spy dump --full-filenames`. Returns the main thread's stack, innermost call first."""
-    inside = False
-    frames: list[Frame] = []
-    for line in text.splitlines():
-        if (thread := _SPIED_THREAD.fullmatch(line)) is not None:
-            if frames:
-                break  # the child processes that follow have main threads, too
-            inside = thread["name"] == "MainThread"
-        elif inside and (found := _SPIED_FRAME.fullmatch(line)) is not None:
-            frames.append(Frame(found["function"], found["file"], int(found["line"])))
-    return frames
+    """Parse `py-spy dump --full-filenames`. Returns the main thread's stack, innermost call first.
+
+    The child processes that follow have main threads, too.
+    """
+    main = _SPIED_MAIN.search(text + "\n")
+    return _frames(_SPIED_FRAME, main[1]) if main else []
 
 
 def parse_faulthandler(log: str) -> tuple[list[Frame], str]:
@@ -248,36 +202,15 @@ def parse_faulthandler(log: str) -> tuple[list[Frame], str]:
     Returns:
         The main thread's stack, and the text of the dump.
     """
-    for lines in reversed(_dumps(log)):
-        threads: list[list[Frame]] = []
-        for line in lines:
-            if _FAULT_THREAD.fullmatch(line):
-                threads.append([])
-            elif threads and (found := _FAULT_FRAME.fullmatch(line)):
-                threads[-1].append(Frame(found["function"], found["file"], int(found["line"])))
-        if threads and threads[-1] and not any("/multiprocessing/" in frame.file for frame in threads[-1]):
-            return threads[-1], "\n".join(lines) + "\n"
+    for dump in reversed(_FAULT_DUMP.findall(log + "\n")):
+        frames = _frames(_FAULT_FRAME, dump.rpartition("\n\n")[2])
+        if frames and not any("/multiprocessing/" in frame.file for frame in frames):
+            return frames, dump
     return [], ""
 
 
-def _dumps(log: str) -> list[list[str]]:
-    """Return the dumps of faulthandler in a log, each as lines from the first thread's header to the last frame."""
-    found: list[list[str]] = []
-    lines: list[str] = []
-    ended = True
-    for line in log.splitlines():
-        if _FAULT_THREAD.fullmatch(line):
-            # A blank line separates two threads, but not two dumps.
-            if ended or (lines and lines[-1]):
-                lines = []
-                found.append(lines)
-            ended = False
-            lines.append(line)
-        elif not ended and (_FAULT_FRAME.fullmatch(line) or _FAULT_OTHER.fullmatch(line)):
-            lines.append(line)
-        else:
-            ended = True
-    return found
+def _frames(pattern: re.Pattern[str], text: str) -> list[Frame]:
+    return [Frame(found["function"], found["file"], int(found["line"])) for found in pattern.finditer(text)]
 
 
 # Records of PyTorch's flight recorders: the collective that each rank waits in, and the ranks that have not called it.
@@ -289,16 +222,15 @@ def _dumps(log: str) -> list[list[str]]:
 _NO_LABELS = ("undefined", "default_pg", "")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calls:
+class Calls(NamedTuple):
     """Collectives of a rank in one process group."""
 
     backend: str
     group: str  #: torch's name of the group, equal on all ranks
-    label: str = ""  #: description of the group, if it has one
+    label: str  #: description of the group; empty if it has none
     last: int  #: sequence number of the last call
     operation: str  #: operation of the last call: `all_reduce [4096]`
-    pending: tuple[tuple[int, str], ...] = ()  #: sequence numbers and operations of unfinished calls, in order
+    pending: tuple[tuple[int, str], ...]  #: sequence numbers and operations of unfinished calls, in order
 
     @property
     def group_text(self) -> str:
@@ -438,38 +370,33 @@ def ranks_text(ranks: Iterable[int], most: int = 6) -> str:
 # Snapshot of one hung rank.
 
 
+class Stack(NamedTuple):
+    """Stacks of a process, or the reason why there are none."""
+
+    frames: tuple[Frame, ...] = ()  #: of the main thread, innermost call first
+    text: str = ""  #: all threads; with py-spy also all child processes
+    source: str = ""  #: program that printed them, `py-spy` or `faulthandler`
+    problem: str = ""  #: why py-spy failed, if it was tried
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankSnapshot:
-    """State of a rank: its process, its stack and its last collectives.
-
-    Attributes:
-        frames: stack of the main thread, innermost call first; empty if none could be read.
-        source: program that printed the stacks, `py-spy` or `faulthandler`.
-        problem: why py-spy failed, if it was tried.
-        text: stacks of all threads; with py-spy also of all child processes.
-        calls: the last collectives in the flight recorders, in the order of their calls.
-        pending_s: time since the call of the oldest unfinished collective; 0 without one.
-        process: state of the process.
-        cpu_s, over_s: CPU time that the process used during `over_s` seconds.
-    """
+    """State of a rank: its process, its stack and its last collectives."""
 
     rank: int
     host: str
     pid: int
-    frames: tuple[Frame, ...] = ()
-    source: str = ""
-    problem: str = ""
-    text: str = ""
-    calls: tuple[Calls, ...] = ()
-    pending_s: float = 0.0
+    stack: Stack
+    calls: tuple[Calls, ...] = ()  #: the last collectives in the flight recorders, in the order of their calls
+    pending_s: float = 0.0  #: time since the call of the oldest unfinished collective; 0 without one
     process: ProcessState
-    cpu_s: float
+    cpu_s: float  #: CPU time that the process used during `over_s` seconds
     over_s: float
 
     @property
     def location(self) -> Location | None:
         """The location of the stack; None if it has no frames."""
-        return location_of(self.frames)
+        return location_of(self.stack.frames)
 
     @property
     def is_stopped(self) -> bool:
@@ -477,33 +404,28 @@ class RankSnapshot:
         return self.process.state in CANNOT_RUN
 
     def state_text(self) -> str:
-        """Return such as `state S (sleeping), in futex_wait_queue, 12 threads, 0.02 s of CPU in 1.1 s`."""
-        _, description = STATES.get(self.process.state, ("", "see proc(5)"))
-        state = f"state {self.process.state} ({description})"
+        """Return such as `state sleeping, in futex_wait_queue, 12 threads, 0.02 s of CPU in 1.1 s`."""
         wchan = f", in {self.process.wchan}" if self.process.wchan else ""
-        return f"{state}{wchan}, {self.process.threads} threads, {self.cpu_s:.2f} s of CPU in {self.over_s:.1f} s"
+        used = f"{self.cpu_s:.2f} s of CPU in {self.over_s:.1f} s"
+        return f"state {self.process.state}{wchan}, {self.process.threads} threads, {used}"
 
     def whole_text(self) -> str:
         """Return the text of the rank's stacks file."""
         lines = [f"rank {self.rank} on {self.host}, process {self.pid}: {self.state_text()}"]
-        if self.process.half_closed:
-            lines.append(f"TCP connections closed by the peer: {', '.join(self.process.half_closed)}")
         lines += [f"flight recorder, {call.text()}" for call in self.calls]
-        if self.problem:
-            lines.append(self.problem)
-        lines.append(f"stacks by {self.source}:" if self.text else "no stack could be read")
-        return "\n".join(lines) + "\n\n" + self.text
+        if self.stack.problem:
+            lines.append(self.stack.problem)
+        lines.append(f"stacks by {self.stack.source}:" if self.stack.text else "no stack could be read")
+        return "\n".join(lines) + "\n\n" + self.stack.text
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RankSnapshot:
         """Return the snapshot from the JSON of `dataclasses.asdict`."""
+        frames, *others = value["stack"]
         parts = {
-            "frames": tuple(Frame(*frame) for frame in value["frames"]),
-            "calls": tuple(
-                Calls(**{**call, "pending": tuple((int(at), str(name)) for at, name in call["pending"])})
-                for call in value["calls"]
-            ),
-            "process": ProcessState(**{**value["process"], "half_closed": tuple(value["process"]["half_closed"])}),
+            "stack": Stack(tuple(Frame(*frame) for frame in frames), *others),
+            "calls": tuple(Calls(*call, tuple(map(tuple, pending))) for *call, pending in value["calls"]),
+            "process": ProcessState(*value["process"]),
         }
         return cls(**{**value, **parts})
 
@@ -542,15 +464,19 @@ def main(argv: Sequence[str]) -> None:
 
 def take_snapshots(processes: Sequence[RankProcess], attempt: Attempt, node: str, until: float) -> list[RankSnapshot]:
     """Return snapshots of the ranks on this node, taken before `until` on the monotonic clock."""
-    began = time.monotonic()
+    began, since = time.monotonic(), time.time() - FRESH_S
     before = {process: state for process in processes if (state := state_of(process.pid)) is not None}
     spy = py_spy(os.environ)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         results = pool.map(lambda process: _run_py_spy(spy, process, until), before)
         stacks = dict(zip(before, results, strict=True))
-    prints = RankPrints(attempt, [process.rank for process, stack in stacks.items() if not stack.frames])
-    awaited = [process.rank for process, state in before.items() if state.state not in CANNOT_RUN]
-    while awaited and time.monotonic() < min(began + PRINT_S, until) and not prints.are_complete(awaited):
+
+    def has_printed(process: RankProcess) -> bool:
+        has_stack = stacks[process].frames or _printed_stack(attempt, process.rank).frames
+        return bool(has_stack and _flight_record(attempt, process.rank, since))
+
+    awaited = [process for process, state in before.items() if state.state not in CANNOT_RUN]
+    while time.monotonic() < min(began + PRINT_S, until) and not all(map(has_printed, awaited)):
         time.sleep(_POLL_S)  # no event shows that another process has written a file
     # CPU time distinguishes computing from waiting only after a while.
     time.sleep(max(0.0, min(began + CPU_OVER_S, until) - time.monotonic()))
@@ -559,17 +485,16 @@ def take_snapshots(processes: Sequence[RankProcess], attempt: Attempt, node: str
         last = state_of(process.pid)
         if last is None:
             continue  # the process has ended by itself
-        stack = stacks[process] if stacks[process].frames else prints.stack(process.rank, stacks[process].problem)
-        record = prints.flight_record(process.rank)
+        stack = stacks[process]
+        if not stack.frames:
+            stack = _printed_stack(attempt, process.rank)._replace(problem=stack.problem)
+        record = _flight_record(attempt, process.rank, since)
         found.append(
             RankSnapshot(
                 rank=process.rank,
                 host=node,
                 pid=process.pid,
-                frames=tuple(stack.frames),
-                source=stack.source,
-                problem=stack.problem,
-                text=stack.text[:_TEXT_CHARS],
+                stack=stack._replace(text=stack.text[:_TEXT_CHARS]),
                 calls=tuple(calls_of(record["recorders"])) if record else (),
                 pending_s=pending_s(record["recorders"], record["time"]) if record else 0.0,
                 process=last,
@@ -580,47 +505,19 @@ def take_snapshots(processes: Sequence[RankProcess], attempt: Attempt, node: str
     return found
 
 
-class Stack(NamedTuple):
-    """Stacks of a process as text, and the main thread's as frames; or the reason why there are none."""
-
-    frames: Sequence[Frame] = ()
-    text: str = ""
-    source: str = ""
-    problem: str = ""
+def _flight_record(attempt: Attempt, rank: int, since: float) -> dict[str, Any] | None:
+    """Return a rank's flight record with its collectives; None if there is no new one."""
+    record = read_json(attempt.flight(rank))
+    return record if record and record["time"] >= since else None
 
 
-class RankPrints:
-    """Output of ranks on SIGUSR1: stacks in their logs, collectives in a file.
-
-    Args:
-        unread: ranks whose stacks py-spy could not read.
-    """
-
-    def __init__(self, attempt: Attempt, unread: Sequence[int]) -> None:
-        self._attempt = attempt
-        self._unread = unread
-        self._since = time.time() - FRESH_S
-
-    def are_complete(self, ranks: Sequence[int]) -> bool:
-        """Return whether these ranks have written their collectives, and their stacks if py-spy could not read them."""
-        return all(self.flight_record(rank) is not None for rank in ranks) and all(
-            self.stack(rank).frames for rank in ranks if rank in self._unread
-        )
-
-    def flight_record(self, rank: int) -> dict[str, Any] | None:
-        """Return a rank's flight record with its collectives; None if there is no new one."""
-        record = read_json(self._attempt.flight(rank))
-        return record if record and record["time"] >= self._since else None
-
-    def stack(self, rank: int, problem: str = "") -> Stack:
-        """Return the stack that a rank has written to its log."""
-        try:
-            with open_regular(self._attempt.log(rank)) as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
-                frames, text = parse_faulthandler(file.read().decode(errors="replace"))
-        except FileNotFoundError:
-            frames, text = [], ""
-        return Stack(frames, text, "faulthandler" if frames else "", problem)
+def _printed_stack(attempt: Attempt, rank: int) -> Stack:
+    """Return the stack that a rank has written to its log."""
+    with suppress(FileNotFoundError), open_regular(attempt.log(rank)) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
+        frames, text = parse_faulthandler(file.read().decode(errors="replace"))
+        return Stack(tuple(frames), text, "faulthandler" if frames else "")
+    return Stack()
 
 
 def py_spy(env: Mapping[str, str]) -> str | None:
@@ -641,7 +538,7 @@ def _run_py_spy(spy: str | None, process: RankProcess, until: float) -> Stack:
         return Stack(problem=f"py-spy did not answer within {left_s:.0f} s")
     frames = parse_py_spy(done.stdout)
     if frames:
-        return Stack(frames, done.stdout, "py-spy")
+        return Stack(tuple(frames), done.stdout, "py-spy")
     messages = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     # The first line is a title; the reason follows `Caused by:`.
     reason = next((line for above, line in pairwise(messages) if above == "Caused by:"), "")

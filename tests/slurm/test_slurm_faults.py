@@ -49,11 +49,11 @@ def test_stopped_rank_is_found_by_the_hang_timeout(scene: FaultScene) -> None:
     scene.assert_recovered_from_checkpoint()
     log = scene.runs.job_log(scene.name)
     assert "rank 2 on n2 made no progress for launch.hang_timeout_s=60 s" in log, "not a rank that waits for it"
-    assert "; rank 2 differs from the others: state T (stopped)" in log
+    assert "; rank 2 differs from the others: state stopped" in log
     attempt = scene.runs.attempt(scene.name)
     # A stopped rank cannot write its own stack; the process state is recorded in its place.
     for rank, node in enumerate(("n1", "n1", "n2", "n2")):
-        state = "state T (stopped)" if rank == 2 else "state S (sleeping)"
+        state = "state stopped" if rank == 2 else "state sleeping"
         assert f"rank {rank} on {node}, process " in attempt.stacks(rank).read_text()
         assert state in attempt.stacks(rank).read_text()
         assert attempt.flight(rank).exists() == (rank != 2)

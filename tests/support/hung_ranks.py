@@ -19,7 +19,7 @@ from hpcdist.supervisor.plan import rank_command
 
 #: Rank 1 has a child and computes; rank 0 waits in a collective that rank 1 has not called.
 WORKER = """
-import json, os, signal, socket, sys, threading, time
+import json, os, signal, sys, threading, time
 from pathlib import Path
 from types import SimpleNamespace
 from hpcdist.run.folder import RunDir
@@ -57,10 +57,6 @@ def main():
         _dump_nccl_trace=lambda *flags: repr(flags).encode(),
     )
     attempt = RunDir(Path(sys.argv[1])).attempt(int(os.environ["HPCDIST_ATTEMPT"]))
-    listener = socket.create_server(("127.0.0.1", 0))
-    unanswered = socket.create_connection(listener.getsockname())
-    listener.accept()[0].close()
-    unanswered.recv(1)
     dump_on_signal(attempt, rank, int(os.environ["HPCDIST_WORLD_SIZE"]))
     print("up", flush=True)
     train(rank)
