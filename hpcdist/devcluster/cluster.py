@@ -17,9 +17,23 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.devcluster import host
-from hpcdist.devcluster import settings as devcluster_settings
+from hpcdist.devcluster import settings as files
 from hpcdist.devcluster.host import exclusive, require_root, run, start, succeeds, wait_until
-from hpcdist.devcluster.settings import ACCOUNT, HEAD, HOST, LINK, NODE_PORT, Layout, Settings, option
+from hpcdist.devcluster.settings import (
+    ACCOUNT,
+    CLUSTER,
+    HEAD,
+    HOST,
+    LINK,
+    NODE_PORT,
+    Daemon,
+    Layout,
+    Settings,
+    daemons,
+    inside,
+    option,
+    slurmd,
+)
 from hpcdist.errors import DevClusterError
 from hpcdist.host.files import write_atomic
 
@@ -51,27 +65,24 @@ def write_files(settings: Settings, layout: Layout) -> None:
     if not password_file.exists():
         _write_secret(password_file, secrets.token_hex(16).encode(), "root")
     password = password_file.read_text()
-    _write_secret(layout.database_init, devcluster_settings.database_sql(password).encode(), "mysql")
-    _write_secret(
-        layout.conf / "slurmdbd.conf", devcluster_settings.slurmdbd_conf(settings, layout, password).encode(), "root"
-    )
-    write_atomic(layout.conf / "gres.conf", devcluster_settings.gres_conf(settings, layout))
-    write_atomic(layout.conf / "cgroup.conf", devcluster_settings.cgroup_conf(settings, layout))
-    write_atomic(layout.slurm_conf, devcluster_settings.slurm_conf(settings, layout))
+    _write_secret(layout.database_init, files.database_sql(password).encode(), "mysql")
+    _write_secret(layout.conf / "slurmdbd.conf", files.slurmdbd_conf(settings, layout, password).encode(), "root")
+    write_atomic(layout.conf / "gres.conf", files.gres_conf(settings, layout))
+    write_atomic(layout.conf / "cgroup.conf", files.cgroup_conf(settings, layout))
+    write_atomic(layout.slurm_conf, files.slurm_conf(settings, layout))
     for number in range(settings.gpus_per_node):
         device = layout.gpus / f"gpu{number}"
         if not device.exists():
-            os.mknod(
-                device, stat.S_IFCHR | 0o666, os.makedev(1, 3)
-            )  # a copy of /dev/null, because Slurm requires a device
+            # A copy of /dev/null, because Slurm requires a device.
+            os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
     if not layout.database.exists():
         fresh = layout.database.with_name("mariadb-new")
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(mode=0o700)
         _give_to(fresh, "mysql")
-        run(
-            devcluster_settings.inside(layout, HEAD, devcluster_settings.install_database(fresh))
-        )  # in the namespace, so that `down` also finds it
+        install = ["mariadb-install-db", "--no-defaults", f"--datadir={fresh}", "--user=mysql"]
+        install += ["--auth-root-authentication-method=socket", "--skip-test-db", "--skip-name-resolve"]
+        run(inside(layout, HEAD, install))  # in the namespace, so that `down` also finds it
         fresh.rename(layout.database)
 
 
@@ -100,17 +111,11 @@ def make_network(settings: Settings, layout: Layout) -> None:
     layout.namespaces.mkdir(exist_ok=True)
     for name in (HEAD, *settings.nodes):
         layout.namespace(name).touch()
-        run(devcluster_settings.namespace(layout.namespace(name)))
-    run(["ip", "-batch", "-"], stdin=devcluster_settings.host_batch(settings, layout))
-    run(
-        devcluster_settings.inside(layout, HEAD, ["ip", "-batch", "-"]),
-        stdin=devcluster_settings.head_batch(settings, layout),
-    )
+        run(["unshare", f"--net={layout.namespace(name)}", "true"])
+    run(["ip", "-batch", "-"], stdin=files.host_batch(settings, layout))
+    run(inside(layout, HEAD, ["ip", "-batch", "-"]), stdin=files.head_batch(settings, layout))
     for node in settings.nodes:
-        run(
-            devcluster_settings.inside(layout, node, ["ip", "-batch", "-"]),
-            stdin=devcluster_settings.node_batch(settings, node),
-        )
+        run(inside(layout, node, ["ip", "-batch", "-"]), stdin=files.node_batch(settings, node))
     layout.network_ready.touch()
 
 
@@ -149,9 +154,6 @@ def remove_network(layout: Layout) -> int:
 
 
 # Start, stop and status of a dev cluster.
-
-#: MariaDB's first start takes up to 10 s on two busy cores.
-READY_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ def up(
         write_files(settings, layout)
         host.write_files(settings, layout, programs)
         host.create(settings, layout)
-        host.write_hosts(devcluster_settings.with_hosts_block(host.HOSTS.read_text(), settings))
+        host.write_hosts(files.with_hosts_block(host.HOSTS.read_text(), settings))
         _start_daemons(settings, layout, list(users))
     return settings
 
@@ -267,28 +269,27 @@ def require_settings(layout: Layout) -> Settings:
 
 def _start_daemons(settings: Settings, layout: Layout, users: list[str]) -> None:
     """Start the daemons that are not running, each after those that it depends on answer."""
-    munged, mariadbd, slurmdbd, slurmctld, *_ = devcluster_settings.daemons(settings, layout)
+    munged, mariadbd, slurmdbd, slurmctld, *_ = daemons(settings, layout)
+    env = client_env(layout)
+
+    def wait(daemon: Daemon, *question: str) -> None:
+        problem = f"{daemon.name} does not answer"
+        wait_until(lambda: succeeds(list(question), env=env), problem, layout, daemon)
+
     start(layout, munged)
     start(layout, mariadbd)
-    credential = ["munge", "--no-input", f"--socket={layout.munge_socket}"]
-    wait_until(lambda: succeeds(credential), "munged does not answer", layout, munged, READY_WITHIN_S)
-    ping = ["mariadb-admin", "--no-defaults", f"--socket={layout.database_socket}", "ping"]
-    wait_until(lambda: succeeds(ping), "MariaDB does not answer", layout, mariadbd, READY_WITHIN_S)
+    wait(munged, "munge", "--no-input", f"--socket={layout.munge_socket}")
+    wait(mariadbd, "mariadb-admin", "--no-defaults", f"--socket={layout.database_socket}", "ping")
     start(layout, slurmdbd)
-    env = client_env(layout)
-    clusters = ["sacctmgr", "-nP", "show", "cluster", "format=cluster"]
-    wait_until(lambda: succeeds(clusters, env=env), "slurmdbd does not answer", layout, slurmdbd, READY_WITHIN_S)
+    wait(slurmdbd, "sacctmgr", "-nP", "show", "cluster", "format=cluster")
     _add_accounts(layout, users)
     start(layout, slurmctld)
-    ping = ["scontrol", "ping"]
-    wait_until(lambda: succeeds(ping, env=env), "slurmctld does not answer", layout, slurmctld, READY_WITHIN_S)
+    wait(slurmctld, "scontrol", "ping")
+    host.start_docker(settings, layout, settings.nodes)
     for node in settings.nodes:
-        host.start_daemon(settings, layout, node)
+        start(layout, slurmd(node))
     for node in settings.nodes:
-        host.wait_for_daemon(settings, layout, node)
-        start(layout, devcluster_settings.slurmd(node))
-    for node in settings.nodes:
-        wait_for_node(settings, layout, node, devcluster_settings.slurmd(node))
+        wait_for_node(settings, layout, node, slurmd(node))
 
 
 def _add_accounts(layout: Layout, users: list[str]) -> None:
@@ -296,16 +297,16 @@ def _add_accounts(layout: Layout, users: list[str]) -> None:
     env = client_env(layout)
     rows = run(["sacctmgr", "-nP", "show", "associations", "format=cluster,account,user"], env=env).splitlines()
     known = {tuple(row.split("|")) for row in rows}
-    if devcluster_settings.CLUSTER not in {row[0] for row in known}:
-        run(["sacctmgr", "-i", "add", "cluster", devcluster_settings.CLUSTER], env=env)
-    if (devcluster_settings.CLUSTER, ACCOUNT, "") not in known:
-        run(["sacctmgr", "-i", "add", "account", ACCOUNT, f"cluster={devcluster_settings.CLUSTER}"], env=env)
+    if CLUSTER not in {row[0] for row in known}:
+        run(["sacctmgr", "-i", "add", "cluster", CLUSTER], env=env)
+    if (CLUSTER, ACCOUNT, "") not in known:
+        run(["sacctmgr", "-i", "add", "account", ACCOUNT, f"cluster={CLUSTER}"], env=env)
     for user in dict.fromkeys(["root", *users]):
-        if (devcluster_settings.CLUSTER, ACCOUNT, user) not in known:
+        if (CLUSTER, ACCOUNT, user) not in known:
             run(["sacctmgr", "-i", "add", "user", user, f"account={ACCOUNT}"], env=env)
 
 
-def wait_for_node(settings: Settings, layout: Layout, node: str, slurmd: devcluster_settings.Daemon) -> None:
+def wait_for_node(settings: Settings, layout: Layout, node: str, daemon: Daemon) -> None:
     """Wait until a node's slurmd listens and Slurm considers the node usable."""
 
     def answers() -> bool:
@@ -316,7 +317,7 @@ def wait_for_node(settings: Settings, layout: Layout, node: str, slurmd: devclus
         found = {status.name: status.state for status in _nodes(settings, layout)}
         return not found.get(node, "unknown").endswith(("*", "down", "unknown"))
 
-    wait_until(answers, f"node {node} does not answer", layout, slurmd, READY_WITHIN_S)
+    wait_until(answers, f"node {node} does not answer", layout, daemon)
 
 
 def client_env(layout: Layout) -> dict[str, str]:
@@ -336,8 +337,7 @@ def status(layout: Layout) -> Status:
     settings = recorded_settings(layout)
     if settings is None:
         return Status(None)
-    daemons = devcluster_settings.daemons(settings, layout)
-    dead = tuple(daemon.name for daemon in daemons if not host.is_running(layout, daemon))
+    dead = tuple(daemon.name for daemon in daemons(settings, layout) if not host.is_running(layout, daemon))
     answers = succeeds(["scontrol", "ping"], env=client_env(layout))
     return Status(settings, _nodes(settings, layout) if answers else (), dead, answers)
 
@@ -358,7 +358,7 @@ def down(layout: Layout) -> int:
         host.require_folder(layout)
         host.remove_left_policy()
         killed = remove(layout)
-        host.write_hosts(devcluster_settings.without_hosts_block(host.HOSTS.read_text()))
+        host.write_hosts(files.without_hosts_block(host.HOSTS.read_text()))
     return killed
 
 
@@ -429,11 +429,10 @@ def start_node(layout: Layout, node: str, *, own_mounts: bool = False) -> None:
         settings = _require_node(layout, node)
         _set_link(layout, node, "up")
         _full_speed(layout, node)
-        host.start_daemon(settings, layout, node)
-        host.wait_for_daemon(settings, layout, node)
-        slurmd = devcluster_settings.slurmd(node, own_mounts=own_mounts, rebooted=True)
-        start(layout, slurmd)
-        wait_for_node(settings, layout, node, slurmd)
+        host.start_docker(settings, layout, [node])
+        daemon = slurmd(node, own_mounts=own_mounts, rebooted=True)
+        start(layout, daemon)
+        wait_for_node(settings, layout, node, daemon)
 
 
 def slow_node(layout: Layout, node: str, *, rate_mbit: float | None = None, delay_ms: float | None = None) -> None:
@@ -451,10 +450,10 @@ def slow_node(layout: Layout, node: str, *, rate_mbit: float | None = None, dela
         if rate_mbit is None and delay_ms is None:
             _full_speed(layout, node)
             return
-        shape = devcluster_settings.slow_link(rate_mbit, delay_ms)
+        shape = files.slow_link(rate_mbit, delay_ms)
         try:
             for name, device in _ends(node):
-                run(devcluster_settings.inside(layout, name, ["tc", "qdisc", "replace", "dev", device, "root", *shape]))
+                run(inside(layout, name, ["tc", "qdisc", "replace", "dev", device, "root", *shape]))
         except DevClusterError as error:
             if "qdisc kind is unknown" not in str(error):
                 raise
@@ -466,7 +465,7 @@ def slow_node(layout: Layout, node: str, *, rate_mbit: float | None = None, dela
 def _full_speed(layout: Layout, node: str) -> None:
     for name, device in _ends(node):
         # Fails if there is nothing to delete.
-        succeeds(devcluster_settings.inside(layout, name, ["tc", "qdisc", "delete", "dev", device, "root"]))
+        succeeds(inside(layout, name, ["tc", "qdisc", "delete", "dev", device, "root"]))
 
 
 def _ends(node: str) -> list[tuple[str, str]]:
@@ -475,7 +474,7 @@ def _ends(node: str) -> list[tuple[str, str]]:
 
 
 def _set_link(layout: Layout, node: str, state: str) -> None:
-    run(devcluster_settings.inside(layout, HEAD, ["ip", "link", "set", node, state]))
+    run(inside(layout, HEAD, ["ip", "link", "set", node, state]))
 
 
 def _require_node(layout: Layout, node: str) -> Settings:

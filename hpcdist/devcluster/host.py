@@ -18,8 +18,21 @@ from pathlib import Path
 
 import psutil
 
-from hpcdist.devcluster import settings as devcluster_settings
-from hpcdist.devcluster.settings import BARE_ENV, COMMANDS, HEAD, LINK, PACKAGES, SERVICES, Daemon, Layout, Settings
+from hpcdist.devcluster.settings import (
+    BARE_ENV,
+    COMMANDS,
+    HEAD,
+    LINK,
+    PACKAGES,
+    SERVICES,
+    Daemon,
+    Layout,
+    Settings,
+    daemon_command,
+    daemon_env,
+    dockerd,
+    taken_names,
+)
 from hpcdist.errors import DevClusterError, RunFolderError
 from hpcdist.host import lock
 from hpcdist.host.files import write_atomic
@@ -97,8 +110,7 @@ def _name(pid: int) -> str:
 
 def is_running(layout: Layout, daemon: Daemon) -> bool:
     """Return whether a daemon runs: its process must be in the namespace, so a stale pid file is harmless."""
-    pid = _read_pid(layout.pid_file(daemon.name))
-    namespace = mounted_namespaces(layout).get(daemon.node)
+    pid, namespace = _read_pid(layout, daemon), mounted_namespaces(layout).get(daemon.node)
     if pid is None or namespace is None:
         return False
     if os.geteuid() != 0:  # namespaces of root's processes cannot be read
@@ -106,19 +118,14 @@ def is_running(layout: Layout, daemon: Daemon) -> bool:
     return _identity(Path(f"/proc/{pid}/ns/net")) == namespace
 
 
-def has_ended(layout: Layout, daemon: Daemon) -> bool:
-    """Return whether a daemon was started and has ended; False while it is starting."""
-    return _read_pid(layout.pid_file(daemon.name)) is not None and not is_running(layout, daemon)
-
-
 def pid_of(layout: Layout, daemon: Daemon) -> int | None:
     """Return the process id of a daemon, None if it is not running."""
-    return _read_pid(layout.pid_file(daemon.name)) if is_running(layout, daemon) else None
+    return _read_pid(layout, daemon) if is_running(layout, daemon) else None
 
 
-def _read_pid(path: Path) -> int | None:
+def _read_pid(layout: Layout, daemon: Daemon) -> int | None:
     try:
-        return int(path.read_text())
+        return int(layout.pid_file(daemon.name).read_text())
     except (OSError, ValueError):
         return None
 
@@ -134,6 +141,8 @@ def node_members(layout: Layout, settings: Settings) -> dict[str, list[int]]:
 POLL_INTERVAL_S = 0.1
 COMMAND_TIMEOUT_S = 120.0
 LOCK_WITHIN_S = 10.0
+#: MariaDB's first start takes up to 10 s on two busy cores; dockerd creates its database and networks.
+READY_WITHIN_S = 120.0
 #: In a folder to which only root can write.
 LOCK = Path("/run/hpcdist-devcluster.lock")
 
@@ -157,7 +166,7 @@ def _call(command: list[str], env: Mapping[str, str] | None, stdin: str) -> subp
         return subprocess.run(
             command,
             input=stdin,
-            env={**devcluster_settings.BARE_ENV, **(env or {})},
+            env={**BARE_ENV, **(env or {})},
             capture_output=True,
             text=True,
             errors="replace",
@@ -170,15 +179,15 @@ def _call(command: list[str], env: Mapping[str, str] | None, stdin: str) -> subp
         raise DevClusterError(f"`{shlex.join(command)}` did not end within {COMMAND_TIMEOUT_S:g} s") from None
 
 
-def start(layout: Layout, daemon: devcluster_settings.Daemon) -> None:
+def start(layout: Layout, daemon: Daemon) -> None:
     """Start a daemon that outlives this process, unless it is running."""
     if is_running(layout, daemon):
         return
     layout.pid_file(daemon.name).unlink(missing_ok=True)
     with open(layout.output(daemon.name), "ab") as log:
         subprocess.run(
-            devcluster_settings.daemon(layout, daemon),
-            env=devcluster_settings.daemon_env(layout),
+            daemon_command(layout, daemon),
+            env=daemon_env(layout),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -187,7 +196,7 @@ def start(layout: Layout, daemon: devcluster_settings.Daemon) -> None:
 
 
 def wait_until(
-    condition: Callable[[], bool], problem: str, layout: Layout, daemon: devcluster_settings.Daemon, timeout_s: float
+    condition: Callable[[], bool], problem: str, layout: Layout, daemon: Daemon, timeout_s: float = READY_WITHIN_S
 ) -> None:
     """Wait until a condition is true.
 
@@ -196,7 +205,7 @@ def wait_until(
     """
     deadline = time.monotonic() + timeout_s
     while not condition():
-        ended = has_ended(layout, daemon)
+        ended = _read_pid(layout, daemon) is not None and not is_running(layout, daemon)
         if ended or time.monotonic() > deadline:
             reason = f"{daemon.name} ended at once" if ended else f"{problem} within {timeout_s:g} s"
             log = layout.output(daemon.name)
@@ -291,22 +300,17 @@ def require_root(command: str) -> None:
         )
 
 
-def missing_commands() -> list[str]:
-    """Return the required commands that are not installed."""
-    return [name for name in COMMANDS if not _is_installed(name)]
-
-
-def _is_installed(command: str) -> bool:
-    return shutil.which(command, path=BARE_ENV["PATH"]) is not None
-
-
 def require_commands() -> None:
     """Raise DevClusterError if commands are missing."""
-    if missing := missing_commands():
+    if missing := [name for name in COMMANDS if not _is_installed(name)]:
         raise DevClusterError(
             f"{', '.join(missing)} not found: `hpcdist devcluster up --install` installs Debian's packages"
             f" {' '.join(PACKAGES)}"
         )
+
+
+def _is_installed(command: str) -> bool:
+    return shutil.which(command, path=BARE_ENV["PATH"]) is not None
 
 
 def refuse_beside_slurm(layout: Layout) -> None:
@@ -355,7 +359,7 @@ def require_folder(layout: Layout) -> None:
 
 def require_free_network(settings: Settings, layout: Layout) -> None:
     """Raise DevClusterError if names, network or interface of the cluster are in use."""
-    if taken := devcluster_settings.taken_names(HOSTS.read_text(), settings):
+    if taken := taken_names(HOSTS.read_text(), settings):
         raise DevClusterError(f"{HOSTS} already names {', '.join(taken)}: the dev cluster needs these names")
     if HEAD not in mounted_namespaces(layout) and Path(f"/sys/class/net/{LINK}").exists():
         raise DevClusterError(
@@ -393,7 +397,7 @@ def install(env: Mapping[str, str]) -> None:
     Raises:
         DevClusterError: the installation is not possible, or fails `INSTALL_ATTEMPTS` times.
     """
-    if not missing_commands():
+    if all(map(_is_installed, COMMANDS)):
         return
     if SITE_CONF.exists():
         raise DevClusterError(
@@ -472,8 +476,6 @@ _SOURCES = {
     "docker": "install Debian's package docker.io",
     "pyxis": "install the package that the project enroot publishes",
 }
-#: A daemon creates its database and networks when it starts for the first time.
-READY_WITHIN_S = 120.0
 _WITHIN_LIMITS = Path(__file__).with_name("runc_within_limits.sh")
 _HEAD = "#!/bin/sh\n# Written by `hpcdist devcluster up`; changes are lost.\n"
 
@@ -485,7 +487,7 @@ def find_programs(settings: Settings, layout: Layout, env: Mapping[str, str]) ->
         DevClusterError: some are not installed, or the plugin pyxis does not exist.
     """
     # The caller's PATH may contain the scripts of an earlier `up`.
-    folders = [*env.get("PATH", "").split(":"), *devcluster_settings.BARE_ENV["PATH"].split(":")]
+    folders = [*env.get("PATH", "").split(":"), *BARE_ENV["PATH"].split(":")]
     path = ":".join(folder for folder in folders if folder and Path(folder) != layout.bin)
     found = {name: shutil.which(name, path=path) for name in PROGRAMS[settings.runtime]}
     if missing := [name for name, place in found.items() if place is None]:
@@ -515,12 +517,8 @@ def write_files(settings: Settings, layout: Layout, programs: Mapping[str, Path]
     if settings.runtime == "pyxis":
         layout.enroot.mkdir(exist_ok=True)
         layout.enroot.chmod(0o1777)
-        write_atomic(layout.conf / "plugstack.conf", plugstack_conf(settings, layout))
-
-
-def plugstack_conf(settings: Settings, layout: Layout) -> str:
-    """Return Slurm's list of plugins, with pyxis' files in the state folder."""
-    return f"required {settings.pyxis_plugin} runtime_path={layout.state}/pyxis\n"
+        plugin = f"required {settings.pyxis_plugin} runtime_path={layout.state}/pyxis\n"
+        write_atomic(layout.conf / "plugstack.conf", plugin)
 
 
 def scripts(
@@ -556,23 +554,17 @@ def scripts(
     return {}
 
 
-def start_daemon(settings: Settings, layout: Layout, node: str) -> None:
-    """Start the runtime's daemon of a node, if it has one, unless it is running."""
+def start_docker(settings: Settings, layout: Layout, nodes: Iterable[str]) -> None:
+    """Start the docker daemons of nodes, if the cluster has any, and wait for their answers."""
     if settings.runtime != "docker":
         return
-    daemon = devcluster_settings.dockerd(layout, node)
-    if not is_running(layout, daemon):
-        # A killed daemon and its containerd leave their process ids, which exist again in the new namespace.
-        (layout.docker / f"{node}.pid").unlink(missing_ok=True)
-        shutil.rmtree(layout.docker / node, ignore_errors=True)
-    start(layout, daemon)
-
-
-def wait_for_daemon(settings: Settings, layout: Layout, node: str) -> None:
-    """Wait until the runtime's daemon of a node, if it has one, answers."""
-    if settings.runtime == "docker":
+    daemons = {node: dockerd(layout, node) for node in nodes}
+    for node, daemon in daemons.items():
+        if not is_running(layout, daemon):
+            # A killed daemon and its containerd leave their process ids, which exist again in the new namespace.
+            (layout.docker / f"{node}.pid").unlink(missing_ok=True)
+            shutil.rmtree(layout.docker / node, ignore_errors=True)
+        start(layout, daemon)
+    for node, daemon in daemons.items():
         version = [str(layout.bin / "docker"), f"--host=unix://{layout.docker_socket(node)}", "version"]
-        problem = f"dockerd of {node} does not answer"
-        wait_until(
-            lambda: succeeds(version), problem, layout, devcluster_settings.dockerd(layout, node), READY_WITHIN_S
-        )
+        wait_until(lambda: succeeds(version), f"dockerd of {node} does not answer", layout, daemon)  # noqa: B023

@@ -86,9 +86,9 @@ class Settings:
         """Names of the virtual nodes."""
         return [f"n{number}" for number in range(1, self.num_nodes + 1)]
 
-    def with_prefix(self, name: str) -> str:
-        """Return the address of a name with the prefix length, in the format of `ip`."""
-        return f"{self.addresses[name]}/{self.network.prefixlen}"
+    def batch(self, name: str, device: str) -> str:
+        """Return the commands of `ip -batch -` that give a device the address of a name."""
+        return f"addr add {self.addresses[name]}/{self.network.prefixlen} dev {device}\nlink set {device} up\n"
 
     def to_json(self) -> str:
         """Return the settings as a JSON document."""
@@ -339,11 +339,6 @@ class Daemon:
     """Whether it has its own mount namespace."""
 
 
-def namespace(path: Path) -> list[str]:
-    """Return the command that creates a network namespace and mounts it on an existing file."""
-    return ["unshare", f"--net={path}", "true"]
-
-
 def inside(layout: Layout, name: str, argv: list[str]) -> list[str]:
     """Wrap a command to run in the network namespace of a node or the head."""
     return ["nsenter", f"--net={layout.namespace(name)}", *argv]
@@ -354,7 +349,7 @@ def on_node(layout: Layout, name: str, argv: list[str]) -> list[str]:
     return inside(layout, name, ["unshare", "--uts", "sh", "-c", _ENTER, name, *argv])
 
 
-def daemon(layout: Layout, spec: Daemon) -> list[str]:
+def daemon_command(layout: Layout, spec: Daemon) -> list[str]:
     """Return the command that starts a daemon in its own session and writes its pid file."""
     shell = ["sh", "-c", _DAEMON, spec.node, str(layout.pid_file(spec.name)), *spec.argv]
     mounts = ["--mount", "--propagation=slave"] if spec.own_mounts else []
@@ -385,14 +380,8 @@ def mariadbd(layout: Layout) -> Daemon:
     return Daemon("mariadbd", HEAD, argv)
 
 
-def slurmdbd() -> Daemon:
-    """Return the daemon of the accounting database."""
-    return Daemon("slurmdbd", HEAD, ("slurmdbd", "-D"))
-
-
-def slurmctld() -> Daemon:
-    """Return the controller."""
-    return Daemon("slurmctld", HEAD, ("slurmctld", "-D"))
+SLURMDBD = Daemon("slurmdbd", HEAD, ("slurmdbd", "-D"))
+SLURMCTLD = Daemon("slurmctld", HEAD, ("slurmctld", "-D"))
 
 
 def slurmd(node: str, *, own_mounts: bool = False, rebooted: bool = False) -> Daemon:
@@ -416,15 +405,10 @@ def dockerd(layout: Layout, node: str) -> Daemon:
     return Daemon(f"dockerd-{node}", node, (*apart, str(layout.bin / "dockerd"), *files, *network))
 
 
-def node_runtimes(settings: Settings, layout: Layout) -> list[Daemon]:
-    """Return the daemons of the nodes' container runtime, which has none but docker."""
-    return [dockerd(layout, node) for node in settings.nodes] if settings.runtime == "docker" else []
-
-
 def daemons(settings: Settings, layout: Layout) -> list[Daemon]:
     """Return all daemons of a cluster in the order of their start."""
-    runtimes = node_runtimes(settings, layout)
-    return [munged(layout), mariadbd(layout), slurmdbd(), slurmctld(), *runtimes, *map(slurmd, settings.nodes)]
+    docker = [dockerd(layout, node) for node in settings.nodes] if settings.runtime == "docker" else []
+    return [munged(layout), mariadbd(layout), SLURMDBD, SLURMCTLD, *docker, *map(slurmd, settings.nodes)]
 
 
 def daemon_env(layout: Layout) -> dict[str, str]:
@@ -438,12 +422,6 @@ def daemon_env(layout: Layout) -> dict[str, str]:
     }
 
 
-def install_database(folder: Path) -> list[str]:
-    """Return the command that creates MariaDB's system tables in a folder of user mysql."""
-    options = ["--auth-root-authentication-method=socket", "--skip-test-db", "--skip-name-resolve"]
-    return ["mariadb-install-db", "--no-defaults", f"--datadir={folder}", "--user=mysql", *options]
-
-
 def head_batch(settings: Settings, layout: Layout) -> str:
     """Return the links of the head: a bridge with an address, and a port for this machine and each node.
 
@@ -451,35 +429,22 @@ def head_batch(settings: Settings, layout: Layout) -> str:
     drop packets between nodes.
     """
     ports = [
-        line
+        f"link add {node} type veth peer name eth0 netns {layout.namespace(node)}\nlink set {node} master {BRIDGE} up\n"
         for node in settings.nodes
-        for line in (
-            f"link add {node} type veth peer name eth0 netns {layout.namespace(node)}",
-            f"link set {node} master {BRIDGE} up",
-        )
     ]
-    own = [
-        "link set lo up",
-        f"link add {BRIDGE} type bridge",
-        f"addr add {settings.with_prefix(HEAD)} dev {BRIDGE}",
-        f"link set {BRIDGE} up",
-        f"link set {HOST_PORT} master {BRIDGE} up",
-    ]
-    return "\n".join([*own, *ports, ""])
+    own = f"link set lo up\nlink add {BRIDGE} type bridge\n{settings.batch(HEAD, BRIDGE)}"
+    return own + f"link set {HOST_PORT} master {BRIDGE} up\n" + "".join(ports)
 
 
 def host_batch(settings: Settings, layout: Layout) -> str:
     """Return the link of this machine to the head's bridge."""
-    return (
-        f"link add {LINK} type veth peer name {HOST_PORT} netns {layout.namespace(HEAD)}\n"
-        f"addr add {settings.with_prefix(HOST)} dev {LINK}\n"
-        f"link set {LINK} up\n"
-    )
+    link = f"link add {LINK} type veth peer name {HOST_PORT} netns {layout.namespace(HEAD)}\n"
+    return link + settings.batch(HOST, LINK)
 
 
 def node_batch(settings: Settings, node: str) -> str:
     """Return the addresses of a node. Without a default route, DNS lookups fail at once instead of after seconds."""
-    return f"link set lo up\naddr add {settings.with_prefix(node)} dev eth0\nlink set eth0 up\n"
+    return "link set lo up\n" + settings.batch(node, "eth0")
 
 
 def slow_link(rate_mbit: float | None, delay_ms: float | None) -> list[str]:

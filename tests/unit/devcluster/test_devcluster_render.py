@@ -1,4 +1,4 @@
-"""Configuration files and commands of the dev cluster, compared as a whole."""
+"""Configuration files and commands of the dev cluster that depend on its settings."""
 
 from __future__ import annotations
 
@@ -8,9 +8,20 @@ from pathlib import Path
 import pytest
 
 from hpcdist.devcluster import host
-from hpcdist.devcluster import settings as devcluster_settings
 from hpcdist.devcluster.cluster import NodeStatus, Status, describe
-from hpcdist.devcluster.settings import HEAD, Layout, Settings
+from hpcdist.devcluster.settings import (
+    Layout,
+    Settings,
+    cgroup_conf,
+    daemons,
+    gres_conf,
+    head_batch,
+    slow_link,
+    slurm_conf,
+    taken_names,
+    with_hosts_block,
+    without_hosts_block,
+)
 
 LAYOUT = Layout(Path("/var/lib/dc"))
 TWO = Settings(num_nodes=2, cpus_per_node=4, gpus_per_node=2, memory_mb=1000, grace_time_s=20)
@@ -18,108 +29,28 @@ ONE = Settings(num_nodes=1, gpus_per_node=1)
 BARE = Settings(num_nodes=3, gpus_per_node=0)
 
 
-def test_slurm_conf() -> None:
-    assert (
-        devcluster_settings.slurm_conf(TWO, LAYOUT)
-        == """\
-# Written by `hpcdist devcluster up`; changes are lost.
-ClusterName=hpcdist
-SlurmUser=root
-SlurmctldHost=devcluster-head(10.213.77.254)
-SlurmctldPort=16817
-SlurmdPort=16818
-CommunicationParameters=NoCtldInAddrAny
-AuthType=auth/munge
-AuthInfo=socket=/var/lib/dc/munge/socket
-StateSaveLocation=/var/lib/dc/slurmctld
-SlurmdSpoolDir=/var/lib/dc/spool/%n
-SlurmctldPidFile=/var/lib/dc/run/slurm-slurmctld.pid
-SlurmdPidFile=/var/lib/dc/run/slurm-slurmd-%n.pid
-SlurmctldLogFile=/var/lib/dc/log/slurmctld.log
-SlurmdLogFile=/var/lib/dc/log/slurmd-%n.log
-MailProg=/bin/true
-ProctrackType=proctrack/cgroup
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-# Nodes may claim more than this machine has.
-SlurmdParameters=config_overrides
-ReturnToService=2
-SlurmdTimeout=15
-KillWait=5
-SchedulerParameters=sched_interval=1,bf_interval=1
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-GresTypes=gpu
-JobAcctGatherType=jobacct_gather/linux
-AccountingStorageType=accounting_storage/slurmdbd
-AccountingStorageHost=10.213.77.254
-AccountingStoragePort=16819
-AccountingStoragePass=/var/lib/dc/munge/socket
-AccountingStorageEnforce=associations
-AccountingStorageTRES=gres/gpu
-NodeName=n[1-2] CPUs=4 RealMemory=1000 Gres=gpu:2
-PartitionName=main Nodes=n[1-2] Default=YES PriorityTier=1 GraceTime=20 DefaultTime=01:00:00 MaxTime=1-00:00:00
-PartitionName=high Nodes=n[1-2] PriorityTier=10 PreemptMode=OFF DefaultTime=01:00:00 MaxTime=1-00:00:00
-"""
-    )
+@pytest.mark.parametrize(
+    ("settings", "nodes", "gpus"),
+    [
+        (TWO, "n[1-2] CPUs=4 RealMemory=1000 Gres=gpu:2", "NodeName=n[1-2] Name=gpu File=/var/lib/dc/gpus/gpu[0-1]\n"),
+        (ONE, "n1 CPUs=8 RealMemory=32768 Gres=gpu:1", "NodeName=n1 Name=gpu File=/var/lib/dc/gpus/gpu0\n"),
+        (BARE, "n[1-3] CPUs=8 RealMemory=32768", ""),
+    ],
+)
+def test_nodes_and_gpus_of_slurm(settings: Settings, nodes: str, gpus: str) -> None:
+    conf = slurm_conf(settings, LAYOUT)
+    assert f"NodeName={nodes}\n" in conf
+    name, grace_s = nodes.partition(" ")[0], settings.grace_time_s
+    assert f"PartitionName=main Nodes={name} Default=YES PriorityTier=1 GraceTime={grace_s} Default" in conf
+    assert gres_conf(settings, LAYOUT) == gpus
 
 
-def test_single_node_is_not_a_range() -> None:
-    text = devcluster_settings.slurm_conf(ONE, LAYOUT)
-    assert "NodeName=n1 CPUs=8 RealMemory=32768 Gres=gpu:1\n" in text
-    assert "PartitionName=main Nodes=n1 Default=YES" in text
-
-
-def test_gres_conf_names_a_device_for_each_gpu() -> None:
-    assert devcluster_settings.gres_conf(TWO, LAYOUT) == "NodeName=n[1-2] Name=gpu File=/var/lib/dc/gpus/gpu[0-1]\n"
-    assert devcluster_settings.gres_conf(ONE, LAYOUT) == "NodeName=n1 Name=gpu File=/var/lib/dc/gpus/gpu0\n"
-
-
-def test_configuration_without_gpus() -> None:
-    assert devcluster_settings.gres_conf(BARE, LAYOUT) == ""
-    assert "NodeName=n[1-3] CPUs=8 RealMemory=32768\n" in devcluster_settings.slurm_conf(BARE, LAYOUT)
-
-
-def test_cgroup_conf() -> None:
-    assert (
-        devcluster_settings.cgroup_conf(TWO, LAYOUT) == "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/var/lib/dc/cgroup\n"
-    )
+def test_tracking_of_processes() -> None:
+    assert "ProctrackType=proctrack/cgroup\n" in slurm_conf(TWO, LAYOUT)
+    assert cgroup_conf(TWO, LAYOUT) == "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/var/lib/dc/cgroup\n"
     without = Settings(num_nodes=2, proctrack="linuxproc")
-    assert "ProctrackType=proctrack/linuxproc\n" in devcluster_settings.slurm_conf(without, LAYOUT)
-    assert devcluster_settings.cgroup_conf(without, LAYOUT) == "CgroupPlugin=cgroup/v1\n"
-
-
-def test_slurmdbd_conf() -> None:
-    assert (
-        devcluster_settings.slurmdbd_conf(TWO, LAYOUT, "secret")
-        == """\
-AuthType=auth/munge
-AuthInfo=socket=/var/lib/dc/munge/socket
-DbdHost=devcluster-head
-DbdAddr=10.213.77.254
-DbdPort=16819
-CommunicationParameters=NoInAddrAny
-SlurmUser=root
-PidFile=/var/lib/dc/run/slurm-slurmdbd.pid
-LogFile=/var/lib/dc/log/slurmdbd.log
-StorageType=accounting_storage/mysql
-StorageHost=localhost
-StorageUser=slurm
-StoragePass=secret
-StorageLoc=slurm
-"""
-    )
-
-
-def test_database_sql() -> None:
-    assert (
-        devcluster_settings.database_sql("secret")
-        == """\
-CREATE DATABASE IF NOT EXISTS slurm;
-CREATE USER IF NOT EXISTS slurm@localhost IDENTIFIED BY 'secret';
-GRANT ALL ON slurm.* TO slurm@localhost;
-"""
-    )
+    assert "ProctrackType=proctrack/linuxproc\n" in slurm_conf(without, LAYOUT)
+    assert cgroup_conf(without, LAYOUT) == "CgroupPlugin=cgroup/v1\n"
 
 
 BLOCK = """
@@ -134,115 +65,45 @@ BLOCK = """
 
 @pytest.mark.parametrize("text", ["", "127.0.0.1 localhost\n", "127.0.0.1 localhost", "127.0.0.1 a\n\n", "\n"])
 def test_removed_hosts_block_restores_the_original_text(text: str) -> None:
-    added = devcluster_settings.with_hosts_block(text, TWO)
+    added = with_hosts_block(text, TWO)
     assert added == text + BLOCK
-    assert devcluster_settings.without_hosts_block(added) == text
-    assert devcluster_settings.without_hosts_block(text) == text
+    assert without_hosts_block(added) == text
+    assert without_hosts_block(text) == text
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1 localhost\n", "127.0.0.1 localhost"])
 def test_removed_hosts_block_keeps_later_lines(text: str) -> None:
-    extended = devcluster_settings.with_hosts_block(text, TWO) + "10.0.0.1 other\n"
-    assert devcluster_settings.without_hosts_block(extended) == "127.0.0.1 localhost\n10.0.0.1 other\n"
+    extended = with_hosts_block(text, TWO) + "10.0.0.1 other\n"
+    assert without_hosts_block(extended) == "127.0.0.1 localhost\n10.0.0.1 other\n"
 
 
 def test_hosts_block_replaces_an_older_one() -> None:
-    once = devcluster_settings.with_hosts_block("127.0.0.1 localhost\n", Settings(num_nodes=7))
-    assert devcluster_settings.with_hosts_block(once, TWO) == "127.0.0.1 localhost\n" + BLOCK
+    once = with_hosts_block("127.0.0.1 localhost\n", Settings(num_nodes=7))
+    assert with_hosts_block(once, TWO) == "127.0.0.1 localhost\n" + BLOCK
 
 
 def test_taken_names_are_those_outside_the_block() -> None:
     text = "10.0.0.7 n2 n9 # n1\n# 10.0.0.8 n1\n10.0.0.9 devcluster-head.\n"
-    assert devcluster_settings.taken_names(devcluster_settings.with_hosts_block(text, TWO), TWO) == ["n2"]
+    assert taken_names(with_hosts_block(text, TWO), TWO) == ["n2"]
 
 
 def test_links_of_the_head() -> None:
-    assert (
-        devcluster_settings.head_batch(TWO, LAYOUT)
-        == """\
-link set lo up
-link add br0 type bridge
-addr add 10.213.77.254/24 dev br0
-link set br0 up
-link set host master br0 up
-link add n1 type veth peer name eth0 netns /var/lib/dc/netns/n1
-link set n1 master br0 up
-link add n2 type veth peer name eth0 netns /var/lib/dc/netns/n2
-link set n2 master br0 up
-"""
-    )
-
-
-def test_links_of_host_and_node() -> None:
-    assert (
-        devcluster_settings.host_batch(TWO, LAYOUT)
-        == """\
-link add hpcdist0 type veth peer name host netns /var/lib/dc/netns/devcluster-head
-addr add 10.213.77.253/24 dev hpcdist0
-link set hpcdist0 up
-"""
-    )
-    assert (
-        devcluster_settings.node_batch(TWO, "n2")
-        == "link set lo up\naddr add 10.213.77.2/24 dev eth0\nlink set eth0 up\n"
-    )
-
-
-def test_daemon_has_the_network_and_host_name_of_its_node() -> None:
-    command = [
-        *("setsid", "--fork", "nsenter", "--net=/var/lib/dc/netns/n2", "unshare", "--uts", "sh", "-c"),
-        'hostname "$0" && cd / && umask 022 && echo $$ > "$1" && shift && exec "$@"',
-        *("n2", "/var/lib/dc/run/slurmd-n2.pid", "slurmd", "-D", "-N", "n2"),
+    assert head_batch(TWO, LAYOUT).splitlines() == [
+        "link set lo up",
+        "link add br0 type bridge",
+        "addr add 10.213.77.254/24 dev br0",
+        "link set br0 up",
+        "link set host master br0 up",
+        *("link add n1 type veth peer name eth0 netns /var/lib/dc/netns/n1", "link set n1 master br0 up"),
+        *("link add n2 type veth peer name eth0 netns /var/lib/dc/netns/n2", "link set n2 master br0 up"),
     ]
-    assert devcluster_settings.daemon(LAYOUT, devcluster_settings.slurmd("n2")) == command
-    command[6:6] = ["--mount", "--propagation=slave"]
-    assert devcluster_settings.daemon(LAYOUT, devcluster_settings.slurmd("n2", own_mounts=True)) == command
 
 
 def test_daemons_start_after_their_dependencies() -> None:
-    found = devcluster_settings.daemons(TWO, LAYOUT)
-    assert [(daemon.name, daemon.node) for daemon in found] == [
-        *(("munged", HEAD), ("mariadbd", HEAD), ("slurmdbd", HEAD), ("slurmctld", HEAD)),
-        *(("slurmd-n1", "n1"), ("slurmd-n2", "n2")),
-    ]
-    with_docker = devcluster_settings.daemons(replace(TWO, runtime="docker"), LAYOUT)
-    assert [daemon.name for daemon in with_docker[4:]] == ["dockerd-n1", "dockerd-n2", "slurmd-n1", "slurmd-n2"]
-
-
-def test_munge_and_mariadb_use_only_files_of_the_cluster() -> None:
-    assert devcluster_settings.munged(LAYOUT).argv == (
-        *("setpriv", "--reuid=munge", "--regid=munge", "--init-groups"),
-        *("munged", "--foreground", "--num-threads=10", "--socket", "/var/lib/dc/munge/socket"),
-        *("--key-file", "/var/lib/dc/munge/key", "--pid-file", "/var/lib/dc/munge/pid"),
-        *("--seed-file", "/var/lib/dc/munge/seed"),
-    )
-    assert devcluster_settings.mariadbd(LAYOUT).argv == (
-        *("mariadbd", "--no-defaults", "--user=mysql", "--skip-networking", "--datadir=/var/lib/dc/mariadb"),
-        *("--socket=/var/lib/dc/mariadb-run/socket", "--pid-file=/var/lib/dc/mariadb-run/pid"),
-        *("--init-file=/var/lib/dc/mariadb-run/init.sql", "--innodb-buffer-pool-size=64M"),
-        *("--innodb-log-file-size=8M", "--innodb-lock-wait-timeout=900", "--innodb-flush-log-at-trx-commit=0"),
-        *("--innodb-flush-method=nosync", "--skip-innodb-doublewrite"),
-    )
-    assert devcluster_settings.install_database(Path("/var/lib/dc/mariadb-new")) == [
-        *("mariadb-install-db", "--no-defaults", "--datadir=/var/lib/dc/mariadb-new", "--user=mysql"),
-        *("--auth-root-authentication-method=socket", "--skip-test-db", "--skip-name-resolve"),
-    ]
-
-
-def test_environment_of_daemons() -> None:
-    assert devcluster_settings.daemon_env(LAYOUT) == {
-        "PATH": "/var/lib/dc/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-        "LANG": "C.UTF-8",
-        "SLURM_CONF": "/var/lib/dc/conf/slurm.conf",
-        "MYSQL_UNIX_PORT": "/var/lib/dc/mariadb-run/socket",
-    }
-
-
-def test_command_on_a_node() -> None:
-    assert devcluster_settings.on_node(LAYOUT, "n1", ["hostname", "-i"]) == [
-        *("nsenter", "--net=/var/lib/dc/netns/n1", "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', "n1"),
-        *("hostname", "-i"),
-    ]
+    found = [(daemon.name, daemon.node) for daemon in daemons(replace(TWO, runtime="docker"), LAYOUT)]
+    assert found[:4] == [(name, "devcluster-head") for name in ("munged", "mariadbd", "slurmdbd", "slurmctld")]
+    assert found[4:] == [(f"{name}-{node}", node) for name in ("dockerd", "slurmd") for node in ("n1", "n2")]
+    assert [daemon.name for daemon in daemons(TWO, LAYOUT)[4:]] == ["slurmd-n1", "slurmd-n2"]
 
 
 @pytest.mark.parametrize(
@@ -254,7 +115,7 @@ def test_command_on_a_node() -> None:
     ],
 )
 def test_slow_link(rate_mbit: float | None, delay_ms: float | None, expected: str) -> None:
-    assert " ".join(devcluster_settings.slow_link(rate_mbit, delay_ms)) == expected
+    assert " ".join(slow_link(rate_mbit, delay_ms)) == expected
 
 
 def test_describe_status() -> None:
@@ -278,15 +139,6 @@ def test_describe_status() -> None:
     ]
 
 
-def test_docker_daemon_of_a_node() -> None:
-    assert devcluster_settings.dockerd(LAYOUT, "n2").argv == (
-        *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount", "--propagation=slave"),
-        *("/var/lib/dc/bin/dockerd", "--host=unix:///var/lib/dc/docker/n2.sock", "--pidfile=/var/lib/dc/docker/n2.pid"),
-        *("--exec-root=/var/lib/dc/docker/n2", "--data-root=/var/lib/dc/docker-images/n2", "--bridge=none"),
-        *("--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false"),
-    )
-
-
 HEADER = "#!/bin/sh\n# Written by `hpcdist devcluster up`; changes are lost.\n"
 
 
@@ -296,10 +148,6 @@ def scripts(runtime: str, *names: str, may_raise_limits: bool = True) -> dict[st
     found = host.scripts(settings, LAYOUT, programs, may_raise_limits=may_raise_limits)
     assert all(text.startswith("#!/bin/sh\n") for text in found.values())
     return {name: text.removeprefix(HEADER) for name, text in found.items()}
-
-
-def test_cluster_without_a_runtime_has_no_scripts() -> None:
-    assert scripts("none") == {}
 
 
 def test_script_of_apptainer_drops_the_capability_that_root_lacks() -> None:
@@ -330,9 +178,6 @@ def test_script_of_enroot_keeps_the_containers_of_nodes_and_users_apart() -> Non
         f'own=/var/lib/dc/enroot/$(hostname)-$(id -u)\nexport PATH=$PATH:/opt/bin {paths}\nexec /opt/bin/enroot "$@"\n'
     )
     assert scripts("pyxis", "enroot") == {"enroot": script}
-    settings = replace(TWO, runtime="pyxis", pyxis_plugin="/opt/spank_pyxis.so")
-    expected = "required /opt/spank_pyxis.so runtime_path=/var/lib/dc/pyxis\n"
-    assert host.plugstack_conf(settings, LAYOUT) == expected
 
 
 @pytest.mark.parametrize(
