@@ -41,8 +41,6 @@ ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "ppc64le": "ppc64le"}
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFacts:
-    """An image as reported by `image inspect`."""
-
     name: str
     digest: str  #: `sha256:…` of its config: the same in every registry and before a push
     architecture: str
@@ -247,8 +245,6 @@ _DOCKERFILES = {"default": "Dockerfile", "slim": "Dockerfile", "mlflow": "mlflow
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """One build of one image."""
-
     checkout: Path
     tag: str
     base: Base
@@ -269,12 +265,10 @@ def find_checkout(start: Path) -> Path:
 
 
 def dockerfile_of(checkout: Path, target: Target) -> Path:
-    """Return the path of a target's Dockerfile."""
     return checkout / "docker" / _DOCKERFILES[target]
 
 
 def default_tag(target: Target) -> str:
-    """Return the default tag of a target, such as `hpcdist:slim`."""
     return {"default": "hpcdist", "slim": "hpcdist:slim", "mlflow": "hpcdist-mlflow"}[target]
 
 
@@ -291,7 +285,6 @@ def revision_of(checkout: Path) -> tuple[str, str]:
 
 
 def build_argv(engine: EngineName, build: Build) -> list[str]:
-    """Return the argv of a build."""
     command: list[str] = [engine, "build"]
     if engine != "docker":
         command += ["--format", "docker"]  # the OCI format has no health checks
@@ -477,12 +470,10 @@ def _require_room(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -
 
 
 def _device(path: Path) -> int:
-    """Return the number of the file system of a folder."""
     return path.stat().st_dev
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder of this user."""
     about = path.lstat()
     if about.st_uid == os.geteuid():
         shutil.rmtree(path) if stat.S_ISDIR(about.st_mode) else path.unlink()

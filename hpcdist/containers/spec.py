@@ -26,8 +26,6 @@ DETACHED = ("podman", "docker")
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
-    """A bind mount of a folder or file of the host."""
-
     source: str
     target: str
     read_only: bool = False
@@ -41,7 +39,6 @@ class Mount:
         return cls(source=source, target=target, read_only=read_only)
 
     def text(self, read_only: str = ":ro", read_write: str = "") -> str:
-        """Return `SOURCE:TARGET` with the suffix for its mode."""
         return f"{self.source}:{self.target}{read_only if self.read_only else read_write}"
 
     def covers(self, other: Mount) -> bool:
@@ -139,7 +136,6 @@ class ContainerCommand:
 
 
 def podman(spec: ContainerSpec) -> list[str]:
-    """Return the argv of `podman run` up to and including the image."""
     gpus = [f"--device=nvidia.com/gpu={gpu.strip()}" for gpu in spec.gpus.split(",") if gpu]
     # Rootless podman would map the caller to another user.
     userns = ["--userns=keep-id"] if spec.user and not spec.user.startswith("0:") else []
@@ -147,7 +143,6 @@ def podman(spec: ContainerSpec) -> list[str]:
 
 
 def docker(spec: ContainerSpec) -> list[str]:
-    """Return the argv of `docker run` up to and including the image."""
     # docker splits at commas before it interprets quotes.
     gpus = ["--gpus=all" if spec.gpus == "all" else f'--gpus="device={spec.gpus}"'] if spec.gpus else []
     return _engine_run("docker", spec, ulimits=(*spec.ulimits, "stack=67108864"), flags=gpus)

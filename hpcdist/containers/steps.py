@@ -224,8 +224,6 @@ _JOB_IS_OVER = re.compile("job \\d+ has expired|Unable to confirm allocation|alr
 
 
 class NoContainers:
-    """The containers of ranks that run without any."""
-
     def env(self, env: Mapping[str, str]) -> Mapping[str, str]:
         """Return the environment of the step that runs the ranks."""
         return env
@@ -418,12 +416,9 @@ _TAR_SUMMARY = "Exiting with failure status due to previous errors"
 
 @dataclass(frozen=True)
 class Engine:
-    """The commands of podman or docker."""
-
     name: EngineName
 
     def run(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-        """Run a command of the engine, which may fail."""
         return subprocess.run(
             [self.name, *arguments], input=stdin, capture_output=True, text=True, errors="replace", check=False
         )
@@ -546,7 +541,6 @@ def for_config(
 
 
 def with_mount(spec: ContainerSpec, folder: Path) -> ContainerSpec:
-    """Return the container with one more folder mounted at its own path."""
     return replace(spec, mounts=(*spec.mounts, Mount(source=str(folder), target=str(folder))))
 
 

@@ -158,8 +158,6 @@ def remove_network(layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """A virtual node as Slurm reports it."""
-
     name: str
     address: str
     state: str
@@ -180,7 +178,6 @@ class Status:
 
     @property
     def is_up(self) -> bool:
-        """Whether the controller answers and no daemon has ended."""
         return self.controller_answers and not self.dead
 
 
@@ -321,12 +318,10 @@ def wait_for_node(settings: Settings, layout: Layout, node: str, daemon: Daemon)
 
 
 def client_env(layout: Layout) -> dict[str, str]:
-    """Return the environment variables of the cluster's clients."""
     return {"SLURM_CONF": str(layout.slurm_conf)}
 
 
 def _nodes(settings: Settings, layout: Layout) -> tuple[NodeStatus, ...]:
-    """Return the nodes' states in Slurm."""
     command = ["sinfo", "--noheader", "--Node", "--partition=main", "--format=%N|%T|%E"]
     rows = (line.split("|", 2) for line in run(command, env=client_env(layout)).splitlines())
     return tuple(NodeStatus(name, settings.addresses[name], state, reason) for name, state, reason in rows)
@@ -366,7 +361,6 @@ def down(layout: Layout) -> int:
 
 
 def describe(status: Status, layout: Layout) -> Iterator[str]:
-    """Return the lines of the output."""
     settings = status.settings
     if settings is None:
         yield f"no dev cluster in {layout.state}: `hpcdist devcluster up --nodes 4` makes one"

@@ -50,7 +50,6 @@ Namespace = tuple[int, int]
 
 
 def mounted_namespaces(layout: Layout) -> dict[str, Namespace]:
-    """Return the cluster's mounted namespaces by node."""
     folder = layout.namespaces
     found = {path.name: _identity(path) for path in folder.iterdir()} if folder.is_dir() else {}
     kind = os.stat("/proc/self/ns/net").st_dev
@@ -119,7 +118,6 @@ def is_running(layout: Layout, daemon: Daemon) -> bool:
 
 
 def pid_of(layout: Layout, daemon: Daemon) -> int | None:
-    """Return the process id of a daemon, None if it is not running."""
     return _read_pid(layout, daemon) if is_running(layout, daemon) else None
 
 
@@ -131,7 +129,6 @@ def _read_pid(layout: Layout, daemon: Daemon) -> int | None:
 
 
 def node_members(layout: Layout, settings: Settings) -> dict[str, list[int]]:
-    """Return process ids by node: slurmd, its steps and their processes."""
     namespaces = mounted_namespaces(layout)
     return {name: members([namespaces[name]]) for name in settings.nodes if name in namespaces}
 
@@ -157,7 +154,6 @@ def run(command: list[str], *, env: Mapping[str, str] | None = None, stdin: str 
 
 
 def succeeds(command: list[str], *, env: Mapping[str, str] | None = None) -> bool:
-    """Return whether a command exits with 0."""
     return _call(command, env, "").returncode == 0
 
 
@@ -292,7 +288,6 @@ INSTALL_WITHIN_S = 900.0
 
 
 def require_root(command: str) -> None:
-    """Raise DevClusterError if the user is not root."""
     if os.geteuid() != 0:
         raise DevClusterError(
             f"`hpcdist devcluster {command}` needs root to create network namespaces and to start daemons of several"
@@ -301,7 +296,6 @@ def require_root(command: str) -> None:
 
 
 def require_commands() -> None:
-    """Raise DevClusterError if commands are missing."""
     if missing := [name for name in COMMANDS if not _is_installed(name)]:
         raise DevClusterError(
             f"{', '.join(missing)} not found: `hpcdist devcluster up --install` installs Debian's packages"
@@ -436,7 +430,6 @@ def _apt(arguments: list[str], env: Mapping[str, str]) -> None:
 
 @contextmanager
 def _services_stay_down() -> Iterator[None]:
-    """Prevent packages from starting their services during installation."""
     if POLICY.exists() and POLICY.read_text() != DENY_STARTS:
         asked = subprocess.run([POLICY, "slurmctld", "start"], capture_output=True, check=False)
         if asked.returncode != DENIED:
@@ -503,7 +496,6 @@ def find_programs(settings: Settings, layout: Layout, env: Mapping[str, str]) ->
 
 
 def write_files(settings: Settings, layout: Layout, programs: Mapping[str, Path]) -> None:
-    """Create the runtime's scripts, folders and configuration."""
     if settings.runtime == "none":
         return
     layout.bin.mkdir(exist_ok=True)

@@ -72,7 +72,6 @@ class Settings:
 
     @cached_property
     def network(self) -> ipaddress.IPv4Network:
-        """The network of the virtual nodes."""
         return ipaddress.IPv4Network(self.subnet)
 
     @cached_property
@@ -83,7 +82,6 @@ class Settings:
 
     @property
     def nodes(self) -> list[str]:
-        """Names of the virtual nodes."""
         return [f"n{number}" for number in range(1, self.num_nodes + 1)]
 
     def batch(self, name: str, device: str) -> str:
@@ -91,7 +89,6 @@ class Settings:
         return f"addr add {self.addresses[name]}/{self.network.prefixlen} dev {device}\nlink set {device} up\n"
 
     def to_json(self) -> str:
-        """Return the settings as a JSON document."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
@@ -104,7 +101,6 @@ class Settings:
 
 
 def option(name: str) -> str:
-    """Return the command-line option of a field of Settings."""
     return {"num_nodes": "--nodes", "memory_mb": "--memory-mb"}.get(name, f"--{name.replace('_', '-')}")
 
 
@@ -151,11 +147,9 @@ class Layout:
         self.run = state / "run"
 
     def namespace(self, name: str) -> Path:
-        """Return the mount point of the network namespace of a node or the head."""
         return self.namespaces / name
 
     def docker_socket(self, node: str) -> Path:
-        """Return the socket of a node's docker daemon."""
         return self.docker / f"{node}.sock"
 
     def output(self, daemon: str) -> Path:
@@ -163,7 +157,6 @@ class Layout:
         return self.logs / f"{daemon}.out"
 
     def pid_file(self, daemon: str) -> Path:
-        """Return the file with the process id of a daemon."""
         return self.run / f"{daemon}.pid"
 
 
@@ -262,7 +255,6 @@ StorageLoc=slurm
 
 
 def database_sql(password: str) -> str:
-    """Return the SQL that creates Slurm's database and user if they do not exist."""
     return f"""\
 CREATE DATABASE IF NOT EXISTS slurm;
 CREATE USER IF NOT EXISTS slurm@localhost IDENTIFIED BY '{password}';
@@ -271,7 +263,6 @@ GRANT ALL ON slurm.* TO slurm@localhost;
 
 
 def node_range(settings: Settings) -> str:
-    """Return the names of all nodes in Slurm's notation."""
     return f"n[1-{settings.num_nodes}]" if settings.num_nodes > 1 else "n1"
 
 
@@ -357,7 +348,6 @@ def daemon_command(layout: Layout, spec: Daemon) -> list[str]:
 
 
 def munged(layout: Layout) -> Daemon:
-    """Return the daemon of munge, which runs as its own user."""
     files = (
         *("--socket", str(layout.munge_socket), "--key-file", str(layout.munge_key)),
         *("--pid-file", str(layout.munge / "pid"), "--seed-file", str(layout.munge / "seed")),
@@ -437,7 +427,6 @@ def head_batch(settings: Settings, layout: Layout) -> str:
 
 
 def host_batch(settings: Settings, layout: Layout) -> str:
-    """Return the link of this machine to the head's bridge."""
     link = f"link add {LINK} type veth peer name {HOST_PORT} netns {layout.namespace(HEAD)}\n"
     return link + settings.batch(HOST, LINK)
 

@@ -52,8 +52,6 @@ print("facts:", json.dumps(facts))
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRequest:
-    """What a node has to prepare."""
-
     python: str  #: the ranks' Python, on the node
     sources: str  #: folder with hpcdist, on the shared file system
     folder: str = ""  #: the user's folder on the local disk; empty if the environment is used in place
@@ -64,7 +62,6 @@ class NodeRequest:
     max_age_s: float = 0.0
 
     def text(self) -> str:
-        """Return the request as an argument of the command."""
         return json.dumps(asdict(self))
 
 

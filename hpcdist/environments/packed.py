@@ -65,7 +65,6 @@ def fingerprint(*sources: Path, skip: frozenset[str] = frozenset({CACHE})) -> st
 
 
 def write_listing(folder: Path, target: Path) -> None:
-    """Write the paths and sizes of all files below a folder to `target`."""
     with open(target, "wb") as file:
         for name, status in files_below(folder):
             file.write(f"{_size(status)} ".encode() + os.fsencode(name) + b"\n")
@@ -178,8 +177,6 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """An environment that is ready for the nodes."""
-
     key: str = ""  #: name of its copy on the nodes
     kind: str = ""
     path: str = ""  #: the archive or image; for an environment that is used in place, its folder
@@ -189,7 +186,6 @@ class Packed:
 
 
 def store_of(runs_dir: Path) -> Path:
-    """Return the folder of packed environments, which all nodes share."""
     return own_place(runs_dir) / ".environments"
 
 
@@ -305,8 +301,6 @@ print(json.dumps({"base": os.path.realpath(sys.base_prefix), "executable": os.pa
 
 @dataclass(frozen=True, kw_only=True)
 class Interpreter:
-    """The Python of a virtual environment."""
-
     base: Path  #: the installation of Python that it is based on, without symbolic links
     executable: Path  #: the program, without symbolic links
     library: str  #: name of the folder of the standard library, such as `python3.12`

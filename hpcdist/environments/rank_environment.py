@@ -67,7 +67,6 @@ exec env -0
 
 
 def has_modules(env: Mapping[str, str]) -> bool:
-    """Return whether this machine has environment modules."""
     return _run([], env).returncode == 0
 
 
@@ -132,8 +131,6 @@ _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnvironment:
-    """The environment of the ranks of one job."""
-
     python: str  #: path of the interpreter on the nodes
     env: Mapping[str, str]  #: all variables of the ranks
     import_path: tuple[str, ...] = ()  #: the folder with hpcdist; none for the supervisor's Python
@@ -222,7 +219,6 @@ def python_of(config: Config) -> str | None:
 
 
 def user_folder() -> str:
-    """Return the name of this user's folder on local disks."""
     return f"hpcdist-{os.geteuid()}"
 
 

@@ -54,8 +54,6 @@ _SLICE_S = 0.2
 
 
 class _Mode:
-    """Retry policy of this process."""
-
     within_s = COMMAND_S
     unattended = False
     has_given_up = False
@@ -161,7 +159,6 @@ def exists(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file with retries, if it exists."""
     retry(lambda: path.unlink(missing_ok=True), path)
 
 

@@ -50,7 +50,6 @@ def mount_of(path: Path) -> tuple[str, str]:
 
 
 def existing(path: Path) -> Path:
-    """Return the path, or its nearest existing parent."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 

@@ -84,7 +84,6 @@ class RankParent:
         return self.was_ready
 
     def is_alive(self) -> bool:
-        """Return whether the process has not ended."""
         return self._process.poll() is None
 
     def fork(self, env: Mapping[str, str], log: int) -> ForkedRank:
@@ -121,7 +120,6 @@ class RankParent:
         return ""
 
     def close(self) -> None:
-        """End the parent, and with it the ranks."""
         self._control.close()
         self._next.close()
         try:

@@ -35,8 +35,6 @@ _STARVED = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Summary of a hang."""
-
     sentence: str  #: ends the reason of the run's failure
     suspects: tuple[int, ...]  #: ranks that the others seem to wait for; empty if unclear
     odd_first: tuple[int, ...]  #: all ranks with a snapshot, the suspects first
@@ -252,8 +250,6 @@ _BUSY_SHARE = 0.1
 
 
 class Activity(NamedTuple):
-    """Activity of a rank's process and its descendants."""
-
     time: float
     cpu_s: float  #: CPU time until now, with that of children that have ended
     on_gpu: bool  #: whether a GPU that they use computes now
@@ -269,7 +265,6 @@ def main(folder: str) -> None:
 
 
 def _cpu_s(pid: int) -> float:
-    """Return the CPU time of a process and of its children that have ended."""
     try:
         return sum(psutil.Process(pid).cpu_times()[:4])
     except psutil.Error:

@@ -39,16 +39,12 @@ _MAX_CHILDREN = 16
 
 
 class RankProcess(NamedTuple):
-    """Process of one rank on this machine."""
-
     pid: int
     rank: int
     children: tuple[int, ...] = ()
 
 
 class ProcessState(NamedTuple):
-    """State of a process at one moment."""
-
     state: str  #: psutil's name
     wchan: str  #: kernel function that the process waits in; empty if it does not wait, or is not readable
     threads: int
@@ -132,8 +128,6 @@ _WORKER = re.compile(r"/hpcdist/rank/worker\.py$")
 
 
 class Frame(NamedTuple):
-    """One call on a stack."""
-
     function: str
     file: str
     line: int
@@ -234,7 +228,6 @@ class Calls(NamedTuple):
 
     @property
     def group_text(self) -> str:
-        """The process group, for a message."""
         return "the default group" if self.group == "0" else f"group {self.label or self.group}"
 
     def text(self) -> str:
@@ -345,7 +338,6 @@ def mismatches(calls: Mapping[int, Sequence[Calls]]) -> list[str]:
 
 
 def _by_group(calls: Mapping[int, Sequence[Calls]]) -> list[dict[int, Calls]]:
-    """Return the calls of each group, by rank."""
     groups: dict[tuple[str, str], dict[int, Calls]] = {}
     for rank, own in calls.items():
         for call in own:
@@ -395,7 +387,6 @@ class RankSnapshot:
 
     @property
     def location(self) -> Location | None:
-        """The location of the stack; None if it has no frames."""
         return location_of(self.stack.frames)
 
     @property
@@ -420,7 +411,6 @@ class RankSnapshot:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RankSnapshot:
-        """Return the snapshot from the JSON of `dataclasses.asdict`."""
         frames, *others = value["stack"]
         parts = {
             "stack": Stack(tuple(Frame(*frame) for frame in frames), *others),
@@ -506,13 +496,11 @@ def take_snapshots(processes: Sequence[RankProcess], attempt: Attempt, node: str
 
 
 def _flight_record(attempt: Attempt, rank: int, since: float) -> dict[str, Any] | None:
-    """Return a rank's flight record with its collectives; None if there is no new one."""
     record = read_json(attempt.flight(rank))
     return record if record and record["time"] >= since else None
 
 
 def _printed_stack(attempt: Attempt, rank: int) -> Stack:
-    """Return the stack that a rank has written to its log."""
     with suppress(FileNotFoundError), open_regular(attempt.log(rank)) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
         frames, text = parse_faulthandler(file.read().decode(errors="replace"))

@@ -176,7 +176,6 @@ class LocalLauncher:
         return f"{self._run.experiment}/{self._run.name}"
 
     def _envs(self, attempt: int, port: int) -> list[dict[str, str]]:
-        """Return the complete environments of the ranks."""
         envs = [
             self._plan.rank_env(rank, job_id=self._job_id, attempt=attempt, master_port=port)
             for rank in range(self.num_ranks)
@@ -216,8 +215,6 @@ class LocalLauncher:
 
 
 class _Process(Protocol):
-    """What `subprocess.Popen` and `ForkedRank` have in common."""
-
     pid: int
 
     def poll(self) -> int | None: ...
@@ -267,15 +264,12 @@ class LocalRanks:
 
     @property
     def running(self) -> list[int]:
-        """The ranks that have not ended."""
         return [rank for rank in range(len(self._envs)) if rank not in self.exits]
 
     def host_of(self, rank: int) -> str:
-        """Return the name of this host."""
         return socket.gethostname()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a rank has ended or the time is over; updates `exits`."""
         if self._parent is not None and not self._processes and self.running:
             self._start_late(timeout_s)
             return
@@ -288,15 +282,12 @@ class LocalRanks:
                 self.exits[rank] = code
 
     def absent(self) -> list[int]:
-        """Return the ranks that could not be started."""
         return list(range(len(self._envs))) if self._error else []
 
     def last_message(self) -> str:
-        """Return the error of the start; empty without one."""
         return self._error
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the running ranks, but not to their children."""
         if not self._processes and number == signal.SIGTERM:
             self.exits = dict.fromkeys(range(len(self._envs)), -number)  # as if they had been starting
         for rank in self.running if self._processes else ():
@@ -304,11 +295,9 @@ class LocalRanks:
                 signal.pidfd_send_signal(self._descriptors[rank], number)
 
     def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
-        """Run a command on this machine."""
         self._guard.run(command, env=os.environ, cwd=self._cwd, output=output, limit_s=limit_s, interrupted=interrupted)
 
     def close(self) -> None:
-        """Kill all process groups and wait for their leaders."""
         self._kill_groups()
         if self._parent is not None and not self._parent.was_ready:
             self._parent.is_usable = False  # the next attempt does not wait for it again

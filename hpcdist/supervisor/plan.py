@@ -29,8 +29,6 @@ IGNORE_SIGNALS = ("sh", "-c", "trap '' HUP INT TERM USR1 USR2; exec \"$@\"", "sh
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Usable CPU cores and GPUs of this machine."""
-
     num_cpus: int
     num_gpus: int
 
@@ -43,8 +41,6 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a run is started on one machine."""
-
     num_ranks: int
     device: Literal["cpu", "cuda"]
     backend: str
@@ -56,7 +52,6 @@ class Plan:
     devices: dict[str, str] = field(default_factory=dict)
 
     def device_of(self, rank: int) -> str:
-        """Return the device of a rank."""
         return self.device if self.roles is None else self.devices[self.roles.of_rank(rank)[0]]
 
     def rank_env(self, rank: int, *, job_id: str, attempt: int, master_port: int) -> dict[str, str]:

@@ -44,7 +44,6 @@ class Reporter(Protocol):
 
 
 def log_of(attempt: Attempt, failure: Failure) -> Path:
-    """Return the log file with the details of a failure."""
     if failure.kind == "unfit":
         return attempt.preflight.with_suffix(".txt")
     srun = attempt.path / "srun.log"  # on Slurm only

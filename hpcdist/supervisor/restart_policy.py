@@ -29,7 +29,6 @@ class Failure:
     detail: str = ""  #: further findings, which do not count when failures are compared
 
     def sentence(self) -> str:
-        """Return rank, node, error and step in one sentence."""
         if not self.host:  # no rank was started
             return self.error
         where = f"rank {self.rank}{f' ({self.role})' if self.role else ''} on {self.host}"
@@ -40,7 +39,6 @@ class Failure:
         return f"{where} {failed}{self.error}{at}" + (f"; {self.detail}" if self.detail else "")
 
     def same_as(self, other: Failure) -> bool:
-        """Return whether two failures have the same kind, message and step."""
         return (self.kind, self.error, self.step) == (other.kind, other.error, other.step)
 
 
@@ -110,7 +108,6 @@ def first_failure(
 
 
 def failed_start(error: Exception) -> Failure:
-    """Return the failure of an attempt whose launcher has raised an error."""
     kind: Kind = "rejected" if isinstance(error, UserMistake) else "error"
     if isinstance(error, PreflightError):
         kind = "unfit"

@@ -113,7 +113,6 @@ class Watch:
         return None
 
     def _lost_node(self) -> Failure | None:
-        """Return the failure of a node that does not answer any more."""
         if (found := self._nodes.detect_lost()) is None:
             return None
         rank, node = found
@@ -309,7 +308,6 @@ class Watch:
 
 
 def none_started(ranks: Ranks) -> Failure | None:
-    """Return the failure of an attempt in which no rank was started, or None."""
     if ranks.running or not any(ranks.exits.values()) or len(absent := ranks.absent()) < len(ranks.exits):
         return None
     return not_started(absent, len(absent), f"at all: {ranks.last_message()}", ranks.host_of)
