@@ -48,7 +48,6 @@ class ImageFacts:
     user: str
     labels: Mapping[str, str]
     env: tuple[str, ...]  #: `NAME=value`
-    size_bytes: int
 
     @property
     def version(self) -> str:
@@ -93,16 +92,14 @@ def parse(name: str, raw: Mapping[str, Any]) -> ImageFacts:
     labels, env, entrypoint = config.get("Labels") or {}, config.get("Env") or [], config.get("Entrypoint") or []
     if not (isinstance(labels, dict) and isinstance(env, list) and isinstance(entrypoint, list)):
         raise ImageError(f"the description of image {name} has labels, variables or an entrypoint of another type")
-    identity = str(raw["Id"])
     return ImageFacts(
         name=name,
-        digest=identity if ":" in identity else f"sha256:{identity}",
+        digest=_digest_of(raw),
         architecture=str(raw.get("Architecture", "")),
         entrypoint=tuple(map(str, entrypoint)),
         user=str(config.get("User") or ""),
         labels={key: str(value) for key, value in labels.items()},
         env=tuple(map(str, env)),
-        size_bytes=size if isinstance(size := raw.get("Size"), int) else 0,
     )
 
 
@@ -186,54 +183,36 @@ def look_up(engine: Engine, name: str, *, pull: bool) -> Base:
     Args:
         pull: whether the image may be pulled; a dry run pulls nothing.
     """
-    _, _, digest = name.partition("@")
-    if digest:
+    if digest := name.partition("@")[2]:
         return Base(name=name, digest=digest)
     if engine.name == "buildah":
         return Base(name=name, problem="buildah reports no digests; docker and podman do")
-    found = _inspect(engine, name)
-    if found is None and pull:
-        done = engine.run("pull", "--quiet", name)
-        if done.returncode:
-            return Base(name=name, problem=f"{engine.name} cannot pull it: {error_line(done.stderr)}")
-        found = _inspect(engine, name)
-    if found is None:
-        return Base(name=name, problem=f"{engine.name} does not have it here, and a dry run pulls nothing")
-    return _of(name, found)
-
-
-def _inspect(engine: Engine, name: str) -> Mapping[str, object] | None:
     done = engine.run("image", "inspect", name)
-    return None if done.returncode else inspected(engine, name, done.stdout)
-
-
-def _of(name: str, found: Mapping[str, object]) -> Base:
-    """Return the Base of an image that the engine has in its store.
-
-    podman lists a digest of its own for images that were never in a registry, under `localhost`.
-    """
+    if done.returncode and not pull:
+        return Base(name=name, problem=f"{engine.name} does not have it here, and a dry run pulls nothing")
+    if done.returncode:
+        pulled = engine.run("pull", "--quiet", name)
+        if pulled.returncode:
+            return Base(name=name, problem=f"{engine.name} cannot pull it: {error_line(pulled.stderr)}")
+        done = engine.run("image", "inspect", name)
+    found = inspected(engine, name, done.stdout)
     listed = found.get("RepoDigests")
-    digests = [str(entry).partition("@") for entry in listed] if isinstance(listed, list) else []
-    own = _full(repository(name))
-    for repo, _, digest in digests:
-        if _full(repo) == own and not own.startswith("localhost/"):
+    own = _short(repository(name))
+    for repo, _, digest in (str(entry).partition("@") for entry in (listed if isinstance(listed, list) else [])):
+        # podman lists a digest of its own for images that were never in a registry, under `localhost`.
+        if _short(repo) == own and not own.startswith("localhost/"):
             return Base(name=name, digest=digest)
-    identity = str(found["Id"])
-    return Base(
-        name=name,
-        id=identity if ":" in identity else f"sha256:{identity}",
-        problem="a local image without a digest of a registry",
-    )
+    return Base(name=name, id=_digest_of(found), problem="a local image without a digest of a registry")
 
 
-def _full(repo: str) -> str:
-    """Return a repository with the registry and the folder that docker leaves out: `debian`, `nvidia/cuda`."""
-    if "/" not in repo:
-        return f"docker.io/library/{repo}"
-    first = repo.partition("/")[0]
-    if "." not in first and ":" not in first and first != "localhost":
-        return f"docker.io/{repo}"
-    return repo
+def _short(repo: str) -> str:
+    """Return a repository without the registry and the folder that docker leaves out: `debian`, `nvidia/cuda`."""
+    return repo.removeprefix("docker.io/").removeprefix("library/")
+
+
+def _digest_of(found: Mapping[str, Any]) -> str:
+    """Return the id of an image, which podman gives without `sha256:`."""
+    return f"sha256:{str(found['Id']).removeprefix('sha256:')}"
 
 
 # `hpcdist image build`: build hpcdist's images from a checkout.
@@ -322,17 +301,6 @@ FORMS: tuple[Form, ...] = get_args(Form)
 #: The runtimes that read each format, and the program that writes it.
 _READERS = {"sqsh": "enroot and pyxis", "sif": "apptainer", "dir": "charliecloud and enroot"}
 _TOOLS = {"sqsh": "enroot", "sif": "apptainer", "dir": "tar"}
-#: Variables that name the folder in which a tool unpacks the image, instead of TMPDIR.
-_TEMPORARY = {"sqsh": "ENROOT_TEMP_PATH", "sif": "APPTAINER_TMPDIR"}
-#: Space that a conversion needs in the folder of the file and in the temporary folder, in sizes of the unpacked image.
-#: An engine's archive and enroot's file, whose data is not compressed by default, count as 1, apptainer's file as 0.5;
-#: apptainer writes it in the temporary folder and copies it.
-_NUM_IMAGES = {
-    ("sqsh", "podman"): (1.0, 1.0),
-    ("sqsh", "docker"): (1.0, 1.0),
-    ("sif", "podman"): (1.5, 1.5),
-    ("sif", "docker"): (0.5, 2.5),
-}
 #: `enroot import podman://…` removes its container with `docker`, and fails after writing the file if docker does not
 #: answer. enroot is a bash script, in which an exported function replaces a program.
 _REMOVE_BY_PODMAN = {"BASH_FUNC_docker%%": '() { podman "$@"; }'}
@@ -366,7 +334,7 @@ def convert(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> tupl
     A lock makes concurrent conversions of one image wait for the first. An unfinished file is in a private folder.
 
     Raises:
-        UserMistake: the conversion program is missing, the disk has too little space, or the file is another user's.
+        UserMistake: the conversion program is missing, or the file is another user's.
     """
     target = target_of(facts, form, folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -374,7 +342,6 @@ def convert(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> tupl
         if os.path.lexists(target):
             _require_own(target)
             return target, False
-        _require_room(engine, facts, form, folder)
         if shutil.which(_TOOLS[form]) is None:
             raise UserMistake(
                 f"{_TOOLS[form]} is not installed here; it writes .{form} for {_READERS[form]}:"
@@ -448,29 +415,6 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> None:
             lines.append(line)
     if running.returncode:
         raise ImageError(f"`{' '.join(command[:2])}` failed: {error_line(''.join(lines))}")
-
-
-def _require_room(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> None:
-    """Raise UserMistake if a file system has too little space for the files that a conversion writes."""
-    if form == "dir":
-        images = {folder: 1.0}
-    else:
-        temporary = Path(os.environ.get(_TEMPORARY[form]) or os.environ.get("TMPDIR") or tempfile.gettempdir())
-        in_folder, in_temporary = _NUM_IMAGES[form, engine.name]
-        images = {folder: in_folder, temporary: in_temporary}
-    for place in images:
-        num = sum(count for other, count in images.items() if _device(other) == _device(place))
-        needed, free = num * facts.size_bytes, shutil.disk_usage(place).free
-        if free < needed:
-            option = "--into" if place == folder else f"the variable {_TEMPORARY[form]}"
-            raise UserMistake(
-                f"{place} has {free / 1e9:.1f} GB free, and the conversion of {facts.name} to .{form} may need"
-                f" {needed / 1e9:.1f} GB there: choose another folder with {option}"
-            )
-
-
-def _device(path: Path) -> int:
-    return path.stat().st_dev
 
 
 def _remove(path: Path) -> None:
