@@ -414,7 +414,7 @@ class RankSnapshot:
         frames, *others = value["stack"]
         parts = {
             "stack": Stack(tuple(Frame(*frame) for frame in frames), *others),
-            "calls": tuple(Calls(*call, tuple(map(tuple, pending))) for *call, pending in value["calls"]),
+            "calls": tuple(Calls._make([*call, tuple(map(tuple, pending))]) for *call, pending in value["calls"]),
             "process": ProcessState(*value["process"]),
         }
         return cls(**{**value, **parts})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -19,23 +18,26 @@ from container_facts import (
     install_podman,
     probe_output,
 )
-from supervisor_scene import Scene
 
 import hpcdist
 from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, LaunchConfig
 from hpcdist.config.schema import Config, DataConfig, TrainerConfig
 from hpcdist.containers.spec import PASSED, ContainerSpec, Mount
 from hpcdist.containers.steps import ContainerSteps, container_problems, make_mount_points, rank_container
-from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.errors import UserMistake
 from hpcdist.host.files import read_json
 from hpcdist.run.folder import Attempt, RunDir
 
 # --- Tests of the Slurm steps that check images and remove containers
 
 
-def test_container_of_pyxis_that_slurm_interrupts_is_no_failure_of_the_rank(tmp_path: Path) -> None:
+@pytest.fixture
+def attempt(tmp_path: Path) -> Attempt:
     (tmp_path / "001").mkdir()
-    attempt = Attempt(tmp_path / "001")
+    return Attempt(tmp_path / "001")
+
+
+def test_container_of_pyxis_that_slurm_interrupts_is_no_failure_of_the_rank(attempt: Attempt, tmp_path: Path) -> None:
     steps = ContainerSteps(replace(SPEC, runtime="pyxis"), RunDir(tmp_path), {})
     ended = "child 77 failed with error code: 1"
     attempt.log(0).write_text(PYXIS_LOG.replace(ended, f"child 77 terminated with signal {int(signal.SIGUSR2)}"))
@@ -49,9 +51,7 @@ def test_container_of_pyxis_that_slurm_interrupts_is_no_failure_of_the_rank(tmp_
     assert attempt.outcomes()[2]["error"] == "pyxis was interrupted by SIGUSR2 while it created the container"
 
 
-def test_rank_whose_container_another_task_should_have_started_is_a_consequence(tmp_path: Path) -> None:
-    (tmp_path / "001").mkdir()
-    attempt = Attempt(tmp_path / "001")
+def test_rank_whose_container_another_task_has_not_started_is_a_consequence(attempt: Attempt, tmp_path: Path) -> None:
     steps = ContainerSteps(replace(SPEC, runtime="pyxis"), RunDir(tmp_path), {})
     for rank, log in enumerate((PYXIS_OTHER_TASK_LOG, PYXIS_CORRUPT_LOG)):
         attempt.log(rank).write_text(log)
@@ -59,9 +59,7 @@ def test_rank_whose_container_another_task_should_have_started_is_a_consequence(
     assert [attempt.outcomes()[rank]["peer_lost"] for rank in (0, 1)] == [True, False]
 
 
-def test_start_failure_is_written_as_the_outcome_of_the_rank(tmp_path: Path) -> None:
-    (tmp_path / "001").mkdir()
-    attempt = Attempt(tmp_path / "001")
+def test_start_failure_is_written_as_the_outcome_of_the_rank(attempt: Attempt, tmp_path: Path) -> None:
     steps = ContainerSteps(SPEC, RunDir(tmp_path), {})
     attempt.log(2).write_text("Error: no space\n")
     assert steps.exit_code(attempt, 2, "n1", 125) == 125
@@ -77,9 +75,7 @@ def test_start_failure_is_written_as_the_outcome_of_the_rank(tmp_path: Path) -> 
     assert sorted(attempt.outcomes()) == [2, 3]
 
 
-def test_files_of_killed_wrappers_are_removed(tmp_path: Path) -> None:
-    (tmp_path / "001").mkdir()
-    attempt = Attempt(tmp_path / "001")
+def test_files_of_killed_wrappers_are_removed(attempt: Attempt, tmp_path: Path) -> None:
     os.mkfifo(attempt.path / "rank-00000.line")
     (attempt.path / "rank-00001.exit").write_text("137\n")
     attempt.log(1).write_text("stays")
@@ -186,38 +182,6 @@ def test_remaining_containers_are_logged_unless_the_job_is_over(
     assert (f"containers may remain on a node: {error}" in caplog.text) == is_logged
 
 
-@pytest.fixture
-def scene(tmp_path: Path) -> Scene:
-    run = RunDir.create(tmp_path / "runs" / "digits" / "first")
-    run.config.write_text("{}\n")
-    return Scene(run)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("error", "rejected", "attempts"),
-    [(UserMistake("podman is not installed on n2"), True, 1), (HpcdistError("n2 printed nothing"), False, 2)],
-)
-def test_error_at_the_start_of_ranks_ends_the_run(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, error: HpcdistError, rejected: bool, attempts: int
-) -> None:
-    supervisor = scene.supervisor()
-
-    def fail(attempt: Attempt) -> Any:
-        raise error
-
-    monkeypatch.setattr(scene.launcher, "start", fail)
-    state = scene.supervise(supervisor)
-    suffix = "" if rejected else ", twice in a row: another restart would not help"
-    assert (state.status, state.rejected, state.attempt) == ("failed", rejected, attempts)
-    assert state.reason == f"{error}{suffix}"
-
-
-def test_node_script_is_part_of_the_package() -> None:
-    assert shutil.which("sh")
-    assert (Path(hpcdist.__file__).parent / "containers" / "node_wrapper.sh").is_file()
-
-
 # --- Tests of the containers of ranks: specification and checks before submission
 
 
@@ -255,10 +219,6 @@ def test_specification_has_folders_variables_and_gpus_of_the_config(tmp_path: Pa
         gpus="all",
         extra_args=("--fakeroot",),
     )
-
-
-def test_runtime_none_has_no_container() -> None:
-    assert rank_container(Config(), RunDir(Path("/runs/e/r")), cwd=Path("/p"), root=Path("/p")) is None
 
 
 def test_configured_mount_replaces_the_default_mount(tmp_path: Path) -> None:

@@ -52,6 +52,8 @@ def peer_lost(rank: int) -> dict[str, Any]:
         ({0: 0, 1: 1}, {0: DONE | {"step": 5}, 1: peer_lost(1)}, ("vanished", 0, "here", 5, LEFT)),
         # Slurm reports ranks of unknown end last, as successful.
         ({0: 1, 1: 0}, {0: peer_lost(0)}, ("error", 0, "n0", 7, peer_lost(0)["error"])),
+        # A rank that has reported its failure and is still ending.
+        ({0: 1}, {0: peer_lost(0), 1: failed(rank=1)}, ("error", 1, "n1", 7, "ValueError: nan")),
         # Only ranks that lost a peer.
         ({1: 1, 0: 1}, {0: peer_lost(0), 1: peer_lost(1)}, ("error", 1, "n1", 7, peer_lost(1)["error"])),
         # A user error.
@@ -85,12 +87,6 @@ def test_script_that_sigterm_ends_has_not_failed(
 ) -> None:
     found = first_failure(exits, outcomes, lambda rank: None, lambda rank: "here", sent_sigterm=True)
     assert (None if found is None else found.error) == error
-
-
-def test_first_failure_has_the_traceback() -> None:
-    found = first_failure({0: 1}, {0: failed()}, lambda rank: None, lambda rank: "here")
-    assert found is not None
-    assert found.traceback == ("Traceback\n", "ValueError: nan\n")
 
 
 def failure(kind: Any = "error", error: str = "ValueError: nan", step: int | None = 7) -> Failure:

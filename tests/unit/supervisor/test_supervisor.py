@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from named_pipe import NamedPipe
-from supervisor_scene import DONE, EXIT_0, FOREVER, STOP_ON_REQUEST, STUBBORN, Scene, ScriptedJob, fails
+from supervisor_scene import DONE, EXIT_0, STOP_ON_REQUEST, STUBBORN, Scene, ScriptedJob, fails
 
 from hpcdist.errors import LeaseLostError
 from hpcdist.run.folder import RunDir, State, StopRequest
@@ -95,27 +95,6 @@ def test_failed_rank_ends_the_attempt_and_the_next_attempt_finishes(scene: Scene
     assert alive.is_released(10), "a grandchild of the first attempt is alive"
 
 
-def test_killed_rank_is_reported_instead_of_its_peers(scene: Scene) -> None:
-    scene.script(
-        first=[[["await", "gone"], *PEER_LOST], [["beat", 7], ["touch", "gone"], ["kill", signal.SIGKILL]]],
-        second=[[*DONE], EXIT_0],
-    )
-    assert scene.supervise().status == "finished"
-    ((failure, _),) = scene.report.failures
-    assert failure.kind == "killed"
-    assert failure.sentence().startswith("rank 1 on ")
-    assert failure.sentence().endswith("was killed by SIGKILL after step 7 (last heartbeat)")
-
-
-def test_rank_that_has_reported_its_failure_and_is_still_ending_is_the_failure(scene: Scene) -> None:
-    lost = fails("Connection closed by peer", peer_lost=True)
-    scene.script(
-        first=[[["await", "told"], *lost], [*fails("out of beans")[:-1], ["touch", "told"], ["forever", None]]]
-    )
-    scene.launch = {"max_restarts": 0}
-    assert scene.supervise().reason == "rank 1 on fakehost failed with out of beans after step 5"
-
-
 def test_failure_names_the_role_of_the_rank(scene: Scene) -> None:
     scene.roles = {"agent": 1, "observer": 1}
     scene.launch = {"max_restarts": 0}
@@ -129,16 +108,6 @@ def test_rank_killed_by_the_supervisor_is_not_the_failure(scene: Scene) -> None:
     scene.script(first=[STUBBORN, PEER_LOST])
     state = scene.supervise()
     assert state.reason == "rank 1 on fakehost failed with RuntimeError: Connection closed by peer after step 5"
-
-
-def test_same_failure_twice_in_a_row_ends_the_run(scene: Scene) -> None:
-    actions = [EXIT_0, fails("ValueError: nan")]
-    scene.script(first=actions, second=actions)
-    state = scene.supervise()
-    assert (state.status, state.attempt, state.restarts, state.rejected) == ("failed", 2, 1, False)
-    assert state.reason == (
-        "rank 1 on fakehost failed with ValueError: nan after step 5, twice in a row: another restart would not help"
-    )
 
 
 def test_different_failures_use_up_the_restarts(scene: Scene) -> None:
@@ -415,13 +384,6 @@ def test_failure_during_a_stop_ends_the_grace_period(scene: Scene) -> None:
     )
 
 
-def test_stop_request_after_a_failure_does_not_extend_the_attempt(scene: Scene) -> None:
-    scene.launch = {"stop_grace_s": 600.0}
-    scene.script(first=[[["await", "{attempt}/rank-00001.outcome.json"], ["ask", "stop"], *STUBBORN], fails("nan")])
-    state = scene.supervise()
-    assert state.reason == "rank 1 on fakehost failed with nan after step 5, while it was asked to stop"
-
-
 def test_cancel_request_kills_the_ranks(scene: Scene, alive: NamedPipe) -> None:
     scene.script(first=[[["grandchild", None], *STUBBORN], STUBBORN])
     scene.report.on_progress = lambda _: scene.run.attempt(1).send_request(
@@ -521,21 +483,3 @@ def test_rank_of_a_plain_script_saves_although_another_rank_loses_its_peer(scene
     )
     state = scene.supervise()
     assert (state.status, (scene.run.checkpoints / "new.pt").exists()) == ("stopped", True)
-
-
-def test_plain_script_that_ignores_sigterm_fails_after_the_grace_period(scene: Scene, messages: NamedPipe) -> None:
-    scene.trainer = {"script": ["train.py"]}
-    scene.launch = {"stop_grace_s": 0.3}
-    scene.script(first=[[["ignore", signal.SIGTERM], ["ask", "stop"], ["forever", None]], FOREVER])
-    state = scene.supervise()
-    assert state.status == "failed"
-    assert "rank 0 on " in state.reason
-    assert "did not save and exit within launch.stop_grace_s=0.3 s" in state.reason
-
-
-def test_plain_script_that_fails_during_a_stop_is_failed(scene: Scene) -> None:
-    scene.trainer = {"script": ["train.py"]}
-    scene.script(first=[[["ignore", signal.SIGTERM], ["ask", "stop"], *fails("OSError: disk full")], FOREVER])
-    state = scene.supervise()
-    assert state.status == "failed"
-    assert "failed with OSError: disk full" in state.reason
