@@ -30,7 +30,7 @@ def convert(tree: Mapping[str, Any]) -> tuple[Config, list[Mistake]]:
     """Return the config of plain containers, with defaults for missing keys, and all mistakes.
 
     Texts are converted for keys that take a number, and numbers for keys that take a text. A key with a mistake has its
-    default.
+    default, as have all keys of a section whose check of its values fails.
     """
     mistakes: list[Mistake] = []
     types = _keys(tree)

@@ -4,7 +4,6 @@ sections.
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 from hpcdist.config.conversion import as_written, exact
 from hpcdist.config.document import escaped, read_document, unfit_values
 from hpcdist.config.launch_schema import map_paths
-from hpcdist.config.merging import COMMAND_LINE, merge
+from hpcdist.config.merging import Origins, add_overrides, merge
 from hpcdist.config.redaction import hide_values
 from hpcdist.config.schema import Config, cross_check, to_tree
 from hpcdist.config.shipped import find_config
@@ -39,16 +38,11 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: s
     those of `cluster` the profile's path.
     """
     path = find_config(source)
-    tree = _read_yaml(path)
-    if cluster is None:
-        return _with_overrides(tree, overrides, str(path), Path.cwd())
-    site = find_config(cluster, "cluster")
-    alone = copy.deepcopy(tree)
-    keys = _add_profile(tree, _read_profile(site))
-    try:
-        return _with_overrides(tree, overrides, str(path), Path.cwd())
-    except ConfigError as error:
-        raise _located(error, str(site), keys, _problems(alone, str(path), Path.cwd())) from None
+    tree, origins = _read_yaml(path), Origins()
+    if cluster is not None:
+        site = find_config(cluster, "cluster")
+        origins = dict.fromkeys(_add_profile(tree, _read_profile(site)), str(site))
+    return _with_overrides(tree, overrides, str(path), origins, Path.cwd())
 
 
 def written_keys(source: str | Path, overrides: Sequence[str] = (), *, cluster: str | Path | None = None) -> list[str]:
@@ -61,25 +55,25 @@ def written_keys(source: str | Path, overrides: Sequence[str] = (), *, cluster: 
 
 
 def _add_profile(tree: dict[str, Any], profile: dict[str, Any]) -> list[str]:
-    """Add the values of a site's profile that a config does not set itself. Returns the dotted keys of the profile."""
-    keys = [f"cluster.{key}" for key in profile if key != "container"]
+    """Add the values of a site's profile that a config does not set itself. Returns their dotted keys."""
+    added: list[str] = []
+
+    def with_theirs(section: str, mine: Any, theirs: Any) -> Any:
+        if isinstance(mine, dict) and isinstance(theirs, dict):
+            added.extend(f"{section}.{key}" for key in theirs if key not in mine)
+            return {**theirs, **mine}
+        if not mine:  # theirs is a mistake, which the checks of all sections find
+            added.append(section)
+        return mine or theirs
+
     # A site's profile may contain the container runtime and the location of images.
     if container := profile.pop("container", None):
-        mine = tree.get("container") or {}
-        if isinstance(container, dict) and isinstance(mine, dict):
-            keys += [f"container.{key}" for key in container]
-            tree["container"] = {**container, **mine}
-        elif not mine:  # a mistake, which the checks of all sections find
-            keys.append("container")
-            tree["container"] = container
-    own = tree.get("cluster") or {}
-    if isinstance(own, dict):
-        theirs, mine = profile.get("environment"), own.get("environment")
-        if isinstance(theirs, dict) and isinstance(mine, dict):  # a section of its own, merged by key as well
-            own = {**own, "environment": {**theirs, **mine}}
-        own = {**profile, **own}
-    tree["cluster"] = own
-    return keys
+        tree["container"] = with_theirs("container", tree.get("container") or {}, container)
+    cluster = tree["cluster"] = with_theirs("cluster", own := tree.get("cluster") or {}, profile)
+    if isinstance(own, dict) and isinstance(own.get("environment"), dict) and "environment" in profile:
+        # A section of its own, merged by key as well.
+        cluster["environment"] = with_theirs("cluster.environment", own["environment"], profile["environment"])
+    return added
 
 
 def load_run_config(
@@ -95,73 +89,51 @@ def load_run_config(
     """
     source = str(path)
     given = {text.partition("=")[0] for text in overrides}
-    tree = stored_tree(path)
-    secrets = restore_secrets(tree, env, without=given, require=require_secrets, source=source)
-    if (config := exact(tree)) is None:  # edited: read like any other config
-        tree = _read_yaml(path)
+    for read in (stored_tree, _read_yaml):  # the second for a file that was edited
+        tree = read(path)
         secrets = restore_secrets(tree, env, without=given, require=require_secrets, source=source)
+        if (config := exact(tree)) is not None:
+            break
     with _hidden_values(tree):
         if config is not None and not overrides:
             return resolve(replace(config, secret_texts=secrets), source)
-        config = _with_overrides(escaped(tree), overrides, source)
+        config = _with_overrides(escaped(tree), overrides, source, Origins())
     return replace(config, secret_texts={**secrets, **config.secret_texts})
 
 
-def _with_overrides(tree: dict[str, Any], overrides: Sequence[str], source: str, code: Path | None = None) -> Config:
+def _with_overrides(
+    tree: dict[str, Any], overrides: Sequence[str], source: str, origins: Origins, code: Path | None = None
+) -> Config:
     """Return the config of plain containers and overrides. Raises ConfigError without secrets.
 
     Args:
+        origins: where the values come from that are not from `source`.
         code: folder of the trainer that declares `params`; None if the config of a run folder has been checked.
     """
-    alone = copy.deepcopy(tree) if overrides else tree
-    try:
-        return _resolved_config(tree, overrides, source, code)
-    except ConfigError as error:
-        if not overrides:
-            raise
-        keys = [text.partition("=")[0] for text in overrides]
-        raise _located(error, COMMAND_LINE.removesuffix(": "), keys, _problems(alone, source, code)) from None
-
-
-def _resolved_config(tree: dict[str, Any], overrides: Sequence[str], source: str, code: Path | None) -> Config:
     with _hidden_values(tree):
-        config = resolve(merge(tree, overrides, source), source)
-        return config if code is None else with_params(config, code, source)
+        malformed = add_overrides(overrides, tree, origins)
+        try:
+            config = resolve(merge(tree, malformed, source), source)
+            return config if code is None else with_params(config, code, source)
+        except ConfigError as error:
+            raise _located(error, origins) from None
 
 
-def _problems(tree: dict[str, Any], source: str, code: Path | None) -> Sequence[str]:
-    """Return the problems of plain containers, without secrets."""
-    try:
-        _resolved_config(tree, (), source, code)
-    except ConfigError as error:
-        return error.problems
-    return ()
+def _located(error: ConfigError, origins: Origins) -> ConfigError:
+    """Return the error with the command line or the site's profile before the mistakes in their values.
 
-
-def _located(error: ConfigError, origin: str, keys: Sequence[str], file_problems: Sequence[str]) -> ConfigError:
-    """Return the error with `origin` (command line, site's profile) named as the source of the problems of its keys.
-
-    A problem is one of `origin` if it mentions one of its keys and the file alone does not have it. The second
-    condition is not sufficient: other mistakes of the file may prevent a check that finds this one.
+    Each line begins with its key.
     """
-    if f"{error.source}: " == COMMAND_LINE:
-        return error  # all problems are located
-    prefix = f"{origin}: "
 
-    def marked(line: str) -> str:
-        is_marked = line.startswith((COMMAND_LINE, prefix))
-        return line if is_marked or line in file_problems or not _mentions(line, keys) else f"{prefix}{line}"
+    def origin(line: str) -> str:
+        found = [key for key in origins if re.match(rf"{re.escape(key)}(?![\w-])", line)]
+        return origins[max(found, key=len)] if found else error.source
 
-    problems = [marked(line) for line in error.problems]
-    if all(line.startswith(prefix) for line in problems):
-        return ConfigError([line.removeprefix(prefix) for line in problems], origin)
-    return ConfigError(problems, error.source)
-
-
-def _mentions(line: str, keys: Sequence[str]) -> bool:
-    """Return whether a line contains one of the keys, a key below one, or a section that contains one."""
-    words = re.findall(r"[\w-]+(?:\.[\w-]+)*", line)
-    return any(f"{key}.".startswith(f"{word}.") or word.startswith(f"{key}.") for key in keys for word in words)
+    located = [(origin(line), line) for line in error.problems]
+    if len({place for place, _ in located}) == 1:
+        return ConfigError(error.problems, located[0][0])
+    lines = [line if place == error.source else f"{place}: {line}" for place, line in located]
+    return ConfigError(lines, error.source)
 
 
 @contextmanager

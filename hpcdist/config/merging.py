@@ -19,18 +19,20 @@ from hpcdist.config.schema import Config, SecretTexts, find_trainer, to_tree, tr
 from hpcdist.config.tree import expand_short_forms, insert, leaves, parse_value
 from hpcdist.errors import ConfigError, shown
 
-#: Beginning of the line of a mistake in an override.
-COMMAND_LINE = "command line: "
+#: Where values come from that are not from the file: the command line or a profile, by dotted key; and the command line
+#: by the line of a malformed override.
+Origins = dict[str, str]
+_COMMAND_LINE = "command line"
 _ROLE_REQUESTS = "cluster.roles."
 _CONTAINERS = ("dict[", "list[")
 
 
-def merge(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
-    """Return the config of a file's plain containers, to which overrides are added, with interpolations resolved.
+def merge(tree: dict[str, Any], malformed: Sequence[str], source: str) -> Config:
+    """Return the config of plain containers, with interpolations resolved.
 
-    Raises ConfigError with one line for every mistake found; `_apply` marks those of malformed overrides.
+    Raises ConfigError with the lines of malformed overrides and one line for every mistake found.
     """
-    problems = _apply(overrides, tree)
+    problems = list(malformed)
     expand_short_forms(tree)
     if unfit := list(unfit_values(tree)):
         raise ConfigError([*problems, *unfit], source)
@@ -50,8 +52,8 @@ def merge(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config
     return config
 
 
-def _apply(overrides: Sequence[str], tree: dict[str, Any]) -> list[str]:
-    """Add overrides to a tree; return a line that begins with COMMAND_LINE for each that is malformed."""
+def add_overrides(overrides: Sequence[str], tree: dict[str, Any], origins: Origins) -> list[str]:
+    """Add overrides to a tree, and their keys to `origins`; return a line for each that is malformed."""
     problems = []
     for text in overrides:
         key, equals, raw = text.partition("=")
@@ -61,13 +63,17 @@ def _apply(overrides: Sequence[str], tree: dict[str, Any]) -> list[str]:
             problems.append(f"{shown(redacted)} is no override: write key=value, as in optim.lr=0.01")
         elif len(path := key.split(".")) > MAX_DEPTH or len(path) + _depth(_override_value(path, raw)) > MAX_DEPTH:
             problems.append(f"{shown(key)}: nested more than {MAX_DEPTH} levels deep")
-        elif not insert(tree, path, _override_value(path, raw)):
-            problems.append(f"{key}: a part of this path is a value already, not a section")
+        else:
+            created = next((end for end in range(1, len(path)) if _at(tree, path[:end]) is None), len(path))
+            origins[".".join(path[:created])] = _COMMAND_LINE
+            if not insert(tree, path, _override_value(path, raw)):
+                problems.append(f"{key}: a part of this path is a value already, not a section")
     given = {text.partition("=")[0] for text in overrides}
     if "cluster.nodes" in given and "cluster.min_nodes" not in given and isinstance(tree.get("cluster"), dict):
         # A new number or range of nodes replaces the old range: the config of a run folder contains both keys.
         tree["cluster"].pop("min_nodes", None)
-    return [f"{COMMAND_LINE}{line}" for line in problems]
+    origins.update(dict.fromkeys(problems, _COMMAND_LINE))
+    return problems
 
 
 def _depth(value: Any) -> int:

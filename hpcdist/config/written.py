@@ -73,7 +73,9 @@ def stored_tree(path: Path) -> dict[str, Any]:
 class StoredConfig:
     """The config of a run as its folder stores it, with `***` for secrets."""
 
-    config: Config = field(default_factory=Config)  #: with the default of each key that is missing or cannot be read
+    config: Config = field(
+        default_factory=Config
+    )  #: with defaults for keys that are missing or cannot be read (`convert`)
     values: Mapping[str, Any] = field(default_factory=dict)  #: the content of the file, by dotted key
     problem: str = ""  #: the keys that cannot be read, or why the file cannot; empty without a problem
 
@@ -283,7 +285,7 @@ def _sentence(kind: type, key: str, value: Any) -> str:
     types = get_type_hints(kind)
     name = key.split(".")[1]
     if name not in types:
-        return f"params has no key {shown(name)}: {suggestion(name, types, 'there are ' + ', '.join(types))}"
+        return f"params.{name} is not a key: {suggestion(name, types, 'there are ' + ', '.join(types))}"
     declared = types[name]
     expected = declared.__name__ if get_origin(declared) is None else str(declared).replace("typing.", "")
     inner = "" if key == f"params.{name}" else f" for {key}"

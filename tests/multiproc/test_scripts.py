@@ -365,7 +365,7 @@ def test_own_trainer_is_resumed_tracked_and_exported(examples: Runs) -> None:
     assert (found["params.hidden"], found["params.total_steps"], found["optim.lr"]) == ("32", "400", "0.01")
     assert "model.name" not in found, "a section that the trainer does not read"
     code, output = examples.command("run", "regression.yaml", "params.hiden=3")
-    assert (code, "params has no key 'hiden': did you mean 'hidden'?" in output) == (2, True), output
+    assert (code, "params.hiden is not a key: did you mean 'hidden'?" in output) == (2, True), output
     run = examples.run_dir("whole")
     assert (run.code / "regression.py").read_text() == (EXAMPLE_FILES / "own_trainer" / "regression.py").read_text()
     assert [step for key, step, _ in examples.points("whole") if key == "train/loss"] == list(range(20, 401, 20))

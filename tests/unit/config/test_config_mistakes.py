@@ -167,7 +167,7 @@ def test_valid_keys_beside_a_mistake_are_not_reported(write: Write) -> None:
         (["optim={lr: -1}"], "optim.lr must be > 0, got -1.0"),
         (["launch.env.a b=1"], "launch.env: 'a b' is not a valid variable name: use letters, digits and '_', not"),
         (["cluster.roles.x.nodes=2"], "cluster.roles.x: no such role, `roles` has trainer"),
-        (["launch.device=cpu"], "launch.backend=nccl needs GPUs, but launch.device=cpu: use launch.backend=gloo"),
+        (["launch.backend=nccl"], "launch.backend=nccl needs GPUs, but launch.device=cpu: use launch.backend=gloo"),
         (["seed=${optim.name}"], "seed must be int, got 'adam'"),
         (["runs_dir=~nosuchuser/x"], "runs_dir: the home folder of '~nosuchuser' is unknown: use an absolute path"),
         (["seed"], "'seed' is no override: write key=value, as in optim.lr=0.01"),
@@ -179,7 +179,7 @@ def test_valid_keys_beside_a_mistake_are_not_reported(write: Write) -> None:
 )
 def test_mistake_of_an_override_names_the_command_line(write: Write, overrides: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(write("launch: {backend: nccl}"), overrides)
+        load_config(write("launch: {device: cpu}"), overrides)
     assert str(caught.value).startswith(f"command line: {expected}")
 
 
@@ -189,6 +189,7 @@ def test_mistake_of_an_override_names_the_command_line(write: Write, overrides: 
         ("seed: x", ["optim.lr=1"], ["seed must be int, got 'x'"]),
         ("sed: 1", ["seed=1"], ["sed is not a key: did you mean 'seed'?"]),
         ("launch: {env: {a b: x}}", ["launch.env.B=x"], ["launch.env: 'a b' is not a valid variable name"]),
+        ("launch: {backend: nccl}", ["launch.device=cpu"], ["launch.backend=nccl needs GPUs, but launch.device=cpu"]),
         # The override corrects a mistake that hid another one.
         (
             "{seed: x, launch: {backend: nccl, device: cpu}}",

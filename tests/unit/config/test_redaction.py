@@ -260,9 +260,9 @@ def test_defaults_are_filled_in_without_importing_the_module(project: Path) -> N
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("params.totl_steps=5", "command line: params has no key 'totl_steps': did you mean 'total_steps'?"),
+        ("params.totl_steps=5", "command line: params.totl_steps is not a key: did you mean 'total_steps'?"),
         ("params.total_steps=many", "command line: params.total_steps must be int, got 'many'"),
-        ("params.zzz=5", "command line: params has no key 'zzz': there are total_steps, hidden, rate, .*"),
+        ("params.zzz=5", "command line: params.zzz is not a key: there are total_steps, hidden, rate, .*"),
         ("params.hidden=wide", "command line: params.hidden must be int, got 'wide'"),
         ("params.hidden=1.5", "command line: params.hidden must be int, got 1.5"),
         ("params.act=gelu", r"command line: params.act must be Literal\['relu', 'tanh'\], got 'gelu'"),
@@ -323,7 +323,7 @@ def test_sweep_has_values_of_the_declared_types(project: Path) -> None:
         return [cell.values for cell in made.cells]
 
     assert repr(sweep("params.rate")) == "[{'params.rate': 1.0}, {'params.rate': 2.0}]"
-    with pytest.raises(ConfigError, match=r"params has no key 'rat': did you mean 'rate'"):
+    with pytest.raises(ConfigError, match=r"params.rat is not a key: did you mean 'rate'"):
         sweep("params.rat")
 
 
@@ -362,7 +362,7 @@ def test_rank_passes_an_instance_with_values_of_their_types() -> None:
 def test_rank_rejects_what_the_source_does_not_show() -> None:
     with pytest.raises(ConfigError, match=r"params\.name must not be empty"):
         build(Params, {"name": ""})
-    with pytest.raises(ConfigError, match=r"params has no key 'nam': did you mean 'name'"):
+    with pytest.raises(ConfigError, match=r"params.nam is not a key: did you mean 'name'"):
         arguments_of(train_with, {"nam": "a"})
     with pytest.raises(ConfigError, match=r"params\.inner must be Inner, got 1 for params\.inner\.dept"):
         build(Params, {"name": "a", "inner": {"dept": 1}})
