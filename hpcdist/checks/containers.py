@@ -7,11 +7,10 @@ import pwd
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from glob import glob
 from pathlib import Path
 
 from hpcdist.environments.packed import uv_program
@@ -20,42 +19,6 @@ from hpcdist.host.commands import last_line, run_within
 from hpcdist.host.files import read_json
 from hpcdist.host.machine import CAP_SYS_RESOURCE, Check, has_capability, note, ok, warning
 from hpcdist.run.folder import RunDir
-
-# The version of pyxis, which neither srun nor Slurm's settings contain.
-
-_SETTING = re.compile(r"^(SLURM_CONF|PluginDir)\s*=\s*(\S+)", re.MULTILINE)
-#: A text of the plugin, which slurmd logs at its start.
-_VERSION = re.compile(rb"pyxis: version v?(\d[\w.+-]*)")
-#: Files in which plugstack.conf may include further ones.
-_MAX_DEPTH = 4
-
-
-def pyxis_version(settings: str) -> str:
-    """Return the version in the file of the plugin that plugstack.conf names; empty if this machine has none.
-
-    Args:
-        settings: output of `scontrol show config`.
-    """
-    found = dict(_SETTING.findall(settings))
-    with suppress(OSError):
-        for plugin in _plugins(
-            Path(found.get("SLURM_CONF", "/etc/slurm/slurm.conf")).with_name("plugstack.conf"), _MAX_DEPTH
-        ):
-            if match := _VERSION.search((Path(found.get("PluginDir", "/")) / plugin).read_bytes()):
-                return match[1].decode()
-    return ""
-
-
-def _plugins(config: Path, depth: int) -> Iterator[str]:
-    """Yield the files of plugins whose names contain `pyxis`, also those of included files."""
-    for line in config.read_text().splitlines():
-        words = line.partition("#")[0].split()
-        if words[:1] == ["include"] and depth:
-            for path in sorted(glob(str(config.parent / words[1]))):
-                yield from _plugins(Path(path), depth - 1)
-        elif len(words) > 1 and "pyxis" in words[1]:
-            yield words[1]
-
 
 # Checks of the container runtimes on this machine: installed, and usable by this user.
 
@@ -144,7 +107,7 @@ def _check(command: str, host: Host, query: RunCommand) -> Check | None:
     name, arguments, further_problem = _RUNTIMES[command]
     done = query([command, *arguments])
     if name == "pyxis":
-        return _pyxis(query) if "--container-image" in done.stdout else None
+        return ok("pyxis", "srun has --container-image") if "--container-image" in done.stdout else None
     if done.returncode != 0:
         error = _last(done)
         return warning(
@@ -159,13 +122,7 @@ def _check(command: str, host: Host, query: RunCommand) -> Check | None:
     if (problem := _too_old(name, version) or further_problem(host, query)) is not None:
         text, fix = problem
         return warning(name, f"{version}; {text}", fix)
-    gpus = ", GPUs by --nv" if name == "apptainer" and host.has_gpus else ""
-    return ok(name, f"{version}{gpus}{_remark(name, host)}")
-
-
-def _pyxis(query: RunCommand) -> Check:
-    version = pyxis_version(query(["scontrol", "show", "config"]).stdout)
-    return ok("pyxis", version or "srun has --container-image")
+    return ok(name, f"{version}{', GPUs by --nv' if name == 'apptainer' and host.has_gpus else ''}")
 
 
 def _too_old(name: str, version: str) -> tuple[str, str] | None:
@@ -173,16 +130,6 @@ def _too_old(name: str, version: str) -> tuple[str, str] | None:
     if name not in _OLDEST or major is None or int(major[0]) >= _OLDEST[name]:
         return None
     return f"hpcdist requires {name} {_OLDEST[name]} or newer", "install a newer one"
-
-
-def _remark(name: str, host: Host) -> str:
-    """Return a property of a runtime that differs on Slurm from the others'."""
-    if not host.proctrack:
-        return ""
-    return {
-        "docker": "; its containers are outside of Slurm's cgroups: limit them by container.extra_args on shared nodes",
-        "charliecloud": "; mounts are read-write, `:ro` is rejected",
-    }.get(name, "")
 
 
 def _last(done: subprocess.CompletedProcess[str]) -> str:
@@ -305,17 +252,13 @@ def container_checks(image: Mapping[str, str], env: Mapping[str, str], root: Pat
     if not home or not os.access(home, os.W_OK):
         text = f"{home} is not writable, and libraries keep caches there" if home else "HOME is not set"
         checks.append(note("home", text, "--env HOME=/tmp"))
-    if not _has_name(env):
+    has_name = env.get("USER") or env.get("LOGNAME")
+    with suppress(KeyError):
+        has_name = has_name or pwd.getpwuid(os.getuid()).pw_name
+    if not has_name:
         text = "the user has no name in the container, and some libraries require one"
         checks.append(note("user", text, '--env USER="$USER"'))
     return checks
-
-
-def _has_name(env: Mapping[str, str]) -> bool:
-    try:
-        return bool(env.get("USER") or env.get("LOGNAME") or pwd.getpwuid(os.getuid()).pw_name)
-    except KeyError:
-        return False
 
 
 # Checks of Python environments of ranks without containers (`cluster.environment`): programs, and those of a run.

@@ -18,7 +18,7 @@ from hpcdist.checks import storage as checks_storage
 from hpcdist.checks.containers import container_checks, program_checks
 from hpcdist.checks.machine import ResourceLimits, all_gpu_checks, resource_checks, trial_checks
 from hpcdist.checks.slurm import SlurmFacts, client_checks, job_end_checks, partition_checks, read_slurm
-from hpcdist.checks.storage import MlflowStore, store_checks
+from hpcdist.checks.storage import store_checks
 from hpcdist.host import machine as host_machine
 from hpcdist.host import storage as host_storage
 from hpcdist.host.commands import start
@@ -26,6 +26,7 @@ from hpcdist.host.machine import Check, Level, container_runtime, image_facts, n
 from hpcdist.host.nodelist import expand
 from hpcdist.rank import private_network
 from hpcdist.run.lease import user_name
+from hpcdist.tracking.uri import sqlite_path
 
 # Sections of doctor's report: each runs in its own thread, and a timeout becomes a warning of the report.
 
@@ -91,7 +92,7 @@ class Request:
 
     env: Mapping[str, str]
     folder: Path  #: the folder of runs, or of one run
-    store: MlflowStore | None  #: the MLflow store of a run started on this machine; None if it cannot be determined
+    store: str  #: the URI of the MLflow store of a run started on this machine; empty if it cannot be determined
     store_problem: str = ""  #: why the store cannot be determined
 
 
@@ -177,9 +178,9 @@ def _private_network() -> Check:
 
 
 def _store(request: Request) -> list[Check]:
-    if request.store is None:
+    if not request.store:
         return [warning("store", request.store_problem)]
-    database = request.store.database
+    database = sqlite_path(request.store)
     kind = host_storage.file_system(host_storage.existing(database)) if database is not None else ""
     return store_checks(request.store, request.env, "" if kind in host_storage.LOCAL else kind)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import resource
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -72,22 +70,14 @@ def _own() -> Check:
     checkout = folder.parent
     if not (checkout / ".git").exists():
         return ok("hpcdist", f"{hpcdist.__version__}, {folder}")
-    changed = 0
-    if shutil.which("git") is not None:
-        command = ["git", "-C", str(checkout), "status", "--porcelain", "--untracked-files=no"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-        changed = len(done.stdout.splitlines())
-    state = f", {changed} file{'s' * (changed > 1)} changed since the last commit" if changed else ""
-    return ok("hpcdist", f"{hpcdist.__version__}, the checkout {checkout}{state}")
+    return ok("hpcdist", f"{hpcdist.__version__}, the checkout {checkout}")
 
 
 def _torch(required: bool, cuda: str, driver: str) -> list[Check]:
     version = version_of("torch")
     if not version:
         if not required:
-            text = (
-                "not installed: ranks need container.image or cluster.environment, since they use this Python otherwise"
-            )
+            text = "not installed: ranks need container.image or cluster.environment, as they use this Python otherwise"
             return [note("torch", text, install_command("train"))]
         return [failure("torch", "not installed: a run on this machine would fail", install_command("train"))]
     vision, pinned = version_of("torchvision"), _pin("torchvision", "torch")

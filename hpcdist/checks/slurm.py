@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 from dataclasses import dataclass, field
@@ -78,31 +77,21 @@ def client_checks(found: SlurmFacts, user: str, *, in_container: bool = False) -
         text = "none in this container, as intended: hpcdist outside the container submits and supervises jobs"
         return [ok("commands", text)]
     if not found.installed:
-        return [
-            note(
-                "commands",
-                "Slurm is not installed: `hpcdist submit` needs it, `hpcdist run` does not",
-                "on a cluster use a login node or `module load slurm`; for a test cluster:"
-                " `sudo hpcdist devcluster up --install`",
-            )
-        ]
+        text = "Slurm is not installed: `hpcdist submit` needs it, `hpcdist run` does not"
+        fix = "on a cluster use a login node or `module load slurm`; for a test cluster: `sudo hpcdist devcluster up"
+        return [note("commands", text, f"{fix} --install`")]
     checks = []
     if found.missing:
-        checks.append(
-            failure(
-                "commands",
-                f"{', '.join(found.missing)} not found, other Slurm commands are: `hpcdist submit` would fail",
-                "put the folder of Slurm's commands on PATH, or install the package slurm-client",
-            )
-        )
+        text = f"{', '.join(found.missing)} not found, other Slurm commands are: `hpcdist submit` would fail"
+        fix = "put the folder of Slurm's commands on PATH, or install the package slurm-client"
+        checks.append(failure("commands", text, fix))
     if found.away and _UNCONFIGURED in found.away:
         text = "Slurm's commands are installed but not configured: `hpcdist submit` would fail, `hpcdist run` works"
         fix = "on a cluster copy its slurm.conf to /etc/slurm, or set SLURM_CONF (`hpcdist devcluster up` prints"
         checks.append(warning("controller", text, f"{fix} its own)"))
     elif found.away:
-        checks.append(
-            failure("controller", f"{found.away}: `hpcdist submit` would fail", f"{_START_IT}; check SLURM_CONF")
-        )
+        text = f"{found.away}: `hpcdist submit` would fail"
+        checks.append(failure("controller", text, f"{_START_IT}; check SLURM_CONF"))
     if found.reached:
         checks += [_controller(found), *_accounting(found.settings, user)]
     return checks
@@ -135,13 +124,8 @@ def _accounting(settings: dict[str, str], user: str) -> list[Check]:
     if accounts:
         return [ok("accounting", f"{user} may use {few(accounts)} (cluster.account)")]
     if enforced:
-        return [
-            failure(
-                "accounting",
-                f"{user} has no account, and this cluster requires one for each job",
-                f"an administrator can add one: `sacctmgr add user {user} account=…`",
-            )
-        ]
+        text = f"{user} has no account, and this cluster requires one for each job"
+        return [failure("accounting", text, f"an administrator can add one: `sacctmgr add user {user} account=…`")]
     return [ok("accounting", f"answers; {user} has no account, and none is required")]
 
 
@@ -199,25 +183,14 @@ def _span(values: list[int]) -> str:
 
 
 def _limits(partition: Partition) -> str:
-    parts = [_duration(partition.facts.get("MaxTime", "UNLIMITED"))]
+    limit = partition.facts.get("MaxTime", "UNLIMITED")
+    parts = ["no time limit" if limit in ("UNLIMITED", "INFINITE") else f"at most {limit}"]
     if (most := partition.limit("MaxNodes")) is not None:
         parts.append(f"{most} nodes a job")
     for kind in ("Accounts", "Qos", "Groups"):
         if (allowed := partition.allowed(kind)) is not None:
             parts.append(f"{kind.lower()} {few(list(allowed), 3)} only")
     return ", ".join(parts)
-
-
-def _duration(text: str) -> str:
-    """Return a time limit such as `1-12:00:00` in readable units."""
-    if text in ("UNLIMITED", "INFINITE"):
-        return "no time limit"
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
-    if match is None:
-        return f"at most {text}"
-    days, hours, minutes = (int(part or 0) for part in match.groups()[:3])
-    units = ((days, "day" + "s" * (days != 1)), (hours, "h"), (minutes, "min"))
-    return "at most " + " ".join(f"{value} {unit}" for value, unit in units if value)
 
 
 # Checks of Slurm's settings for the end of jobs: preemption, requeue, lost nodes, clean-up.
@@ -248,19 +221,15 @@ def _preemption(settings: dict[str, str], partitions: list[Partition]) -> list[C
         else "SIGTERM announces it, which suffices for hpcdist (preempt_send_user_signal is not set)"
     )
     if settings.get("PreemptType", "preempt/none") in ("preempt/none", "(null)"):
-        off = "off: no job ends because of another one"
-        return [_cancel(kill_wait), ok("preemption", off)]
-    by_qos = settings["PreemptType"].endswith("/qos")
+        return [_cancel(kill_wait), ok("preemption", "off: no job ends because of another one")]
+    by = "quality of service" if settings["PreemptType"].endswith("/qos") else "partition"
     modes: dict[tuple[str, int], list[str]] = {}
     for one in partitions:
         mode = one.facts.get("PreemptMode", settings.get("PreemptMode", "")).split(",")[-1]
         modes.setdefault((mode, parse_seconds(one.facts.get("GraceTime", "0")) or 0), []).append(one.name)
-    text = (
-        f"decided by {'quality of service (a QOS may have another GraceTime)' if by_qos else 'partition'}; {announced}"
-    )
     return [
         _cancel(kill_wait),
-        ok("preemption", text),
+        ok("preemption", f"decided by {by}; {announced}"),
         *(_preempted(mode, grace, kill_wait, names) for (mode, grace), names in modes.items()),
     ]
 
@@ -291,35 +260,20 @@ def _preempted(mode: str, grace: int, kill_wait: int, names: list[str]) -> Check
 
 
 def _requeue(settings: dict[str, str]) -> list[Check]:
-    checks = []
-    codes = {
-        name: settings.get(name, "(null)")
-        for name in ("RequeueExit", "RequeueExitHold")
-        if settings.get(name, "(null)") not in ("(null)", "")
-    }
-    conflicting = {name: value for name, value in codes.items() if {"1", "2"} & _numbers(value)}
-    if conflicting:
-        listed = ", ".join(f"{name}={value}" for name, value in conflicting.items())
-        checks.append(
-            warning(
-                "requeue",
-                f"{listed}: Slurm requeues jobs with exit code 1 or 2, so a failed run starts again",
-                "cluster.sbatch={no-requeue: true} prevents it; administrators can set other codes",
-            )
-        )
-    if settings.get("JobRequeue", "1") == "0":
-        checks.append(ok("requeue", "off by default (JobRequeue=0); hpcdist sets --requeue for each job"))
-    return checks
+    codes = {name: settings.get(name, "") for name in ("RequeueExit", "RequeueExitHold")}
+    listed = ", ".join(f"{name}={value}" for name, value in codes.items() if {1, 2} & _numbers(value))
+    if not listed:
+        return []
+    text = f"{listed}: Slurm requeues jobs with exit code 1 or 2, so a failed run starts again"
+    fix = "cluster.sbatch={no-requeue: true} prevents it; administrators can set other codes"
+    return [warning("requeue", text, fix)]
 
 
-def _numbers(text: str) -> set[str]:
+def _numbers(text: str) -> set[int]:
     """Return the exit codes of a list such as `1-3,42`."""
-    found: set[str] = set()
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if first.isdigit():
-            found |= {str(code) for code in range(int(first), int(last if last.isdigit() else first) + 1)}
-    return found
+    ends = (part.strip().partition("-")[::2] for part in text.split(","))
+    ranges = (range(int(first), int(last or first) + 1) for first, last in ends if first.isdigit())
+    return {code for one in ranges for code in one}
 
 
 def _lost_node(settings: dict[str, str]) -> list[Check]:

@@ -16,7 +16,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Container, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from http.client import HTTPException
 from importlib import metadata
 from pathlib import Path
@@ -90,14 +89,11 @@ def _privacy(runs_dir: Path) -> list[Check]:
     except RunFolderError as error:
         text, _, fix = str(error).partition(": ")
         return [failure("owner", text, fix)]
-    if (mode := _mode(database)) & 0o077:
+    mode = stat.S_IMODE(database.stat().st_mode) if database.exists() else 0
+    if mode & 0o077:
         text = f"group or others may open {database} (mode {mode:04o}); the next run restricts it to its owner"
         return [warning("database", text, f"chmod 600 {shlex.quote(str(database))}")]
     return []
-
-
-def _mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode) if path.exists() else 0
 
 
 def is_in_container_layer(place: Path) -> bool:
@@ -107,19 +103,13 @@ def is_in_container_layer(place: Path) -> bool:
 
 def _file_operations(place: Path) -> list[Check]:
     """Test the file operations that run folders rely on."""
-    problems = [
-        (
-            "replacing",
-            storage.rename_problem(place),
-            "readers may see partial files, and a restart may find no checkpoint",
-        ),
-        ("making once", storage.exclusive_problem(place), "two supervisors could take the same run"),
-    ]
-    broken = [
-        failure(name, f"{problem}: {meaning}", f"{_CHOOSE}, on a POSIX file system")
-        for name, problem, meaning in problems
-        if problem
-    ]
+    broken = []
+    if problem := storage.rename_problem(place):
+        text = f"{problem}: readers may see partial files, and a restart may find no checkpoint"
+        broken.append(failure("replacing", text, f"{_CHOOSE}, on a POSIX file system"))
+    if problem := storage.exclusive_problem(place):
+        text = f"{problem}: two supervisors could take the same run"
+        broken.append(failure("making once", text, f"{_CHOOSE}, on a POSIX file system"))
     if broken:
         return broken
     checks = [ok("files", "atomic replacement and exclusive creation work")]
@@ -197,41 +187,27 @@ _REVISION = re.compile(r"^(down_revision|revision) = (?:['\"](\w+)['\"]|None)", 
 _DRIVERS = {"MySQLdb": "mysqlclient"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class MlflowStore:
-    """The store of a run that is started on this machine.
-
-    Attributes:
-        uri: with its password.
-        shown: the URI without its password.
-        database: the file of a sqlite database.
-    """
-
-    uri: str
-    shown: str
-    database: Path | None
-
-
-def store_checks(found: MlflowStore, env: Mapping[str, str], file_system: str = "") -> list[Check]:
+def store_checks(uri: str, env: Mapping[str, str], file_system: str = "") -> list[Check]:
     """Check whether a run's metrics would arrive in the store.
 
     Args:
+        uri: with its password.
         env: environment with MLflow's user and password.
         file_system: type of the network file system of a sqlite database, else empty.
     """
-    checks = _client()
-    if found.database is not None:
-        return [*checks, *_sqlite(found, env, found.database, file_system)]
-    if found.uri.startswith(("http://", "https://")):
-        return [*checks, *_server(found, env)]
-    if re.match(r"(postgresql|mysql|mssql)(\+\w+)?://", found.uri):
+    checks, shown = _client(), redact_text(uri)
+    if (database := sqlite_path(uri)) is not None:
+        return [*checks, *_sqlite(uri, env, database, file_system)]
+    if uri.startswith(("http://", "https://")):
+        return [*checks, *_server(uri, env)]
+    if re.match(r"(postgresql|mysql|mssql)(\+\w+)?://", uri):
         fix = "check host, port, user and database in the URI; an MLflow server (tracking.uri=http://…) is safer"
-        return [*checks, _schema(found, env, fix)]
-    if "://" not in found.uri or found.uri.startswith("file:"):
-        text = f"{found.shown} is a file store, which MLflow does not support since 3.13: {_LATER}"
+        return [*checks, _schema(uri, env, fix)]
+    if "://" not in uri or uri.startswith("file:"):
+        text = f"{shown} is a file store, which MLflow does not support since 3.13: {_LATER}"
         fix = "unset MLFLOW_TRACKING_URI for a database in the folder of runs, or set a server or sqlite:////path/mlflow.db"
         return [*checks, warning("store", text, fix)]
-    return [*checks, note("store", f"{found.shown}: doctor cannot check this kind of store")]
+    return [*checks, note("store", f"{shown}: doctor cannot check this kind of store")]
 
 
 def _client() -> list[Check]:
@@ -244,40 +220,35 @@ def _client() -> list[Check]:
 # --- a server
 
 
-def _server(found: MlflowStore, env: Mapping[str, str]) -> list[Check]:
+def _server(uri: str, env: Mapping[str, str]) -> list[Check]:
     try:
-        credentials = read_credentials(found.uri, env)
+        credentials = read_credentials(uri, env)
     except UserMistake as mistake:
         return [warning("server", str(mistake))]
-    root, headers = web_address(found.uri), credentials.headers()
+    root, headers, shown = web_address(uri), credentials.headers(), redact_text(uri)
     is_up = False
     try:
         _get(f"{root}/health", {})
         is_up = True
         _get(f"{root}/api/2.0/mlflow/experiments/search?max_results=1", headers)
         version = version_in(_get(f"{root}/version", headers)) or "of an unknown version"
-    except urllib.error.HTTPError as error:
-        if error.code in (401, 403):
-            return [_refused(found, credentials, error.code)]
-        if is_up:
-            text = f"{found.shown} is up, but does not list experiments (answer {error.code}): {_LATER}"
-            return [warning("server", text, "see the server's log")]
-        text = f"{found.shown} answers {error.code}, so it is no MLflow server or has an error: {_LATER}"
-        fix = f"`curl {found.shown}/health` should print OK; if MLflow has a path prefix, add it to the URI"
-        return [warning("server", text, fix)]
     except _FAILURES as error:
+        code = error.code if isinstance(error, urllib.error.HTTPError) else None
+        if code in (401, 403):
+            return [_refused(shown, credentials, code)]
+        words = " ".join(str(getattr(error, "reason", error)).split())
+        reason = f"answer {code}" if code else shortened(words or type(error).__name__, 200)
         if is_up:
-            text = f"{found.shown} is up, but did not list experiments ({_reason(error)}): {_LATER}"
+            text = f"{shown} is up, but does not list experiments ({reason}): {_LATER}"
             return [warning("server", text, "see the server's log, and its database")]
-        text = f"{found.shown} cannot be reached ({_reason(error)}): {_LATER}"
+        if code:
+            text = f"{shown} answers {code}, so it is no MLflow server or has an error: {_LATER}"
+            fix = f"`curl {shown}/health` should print OK; if MLflow has a path prefix, add it to the URI"
+            return [warning("server", text, fix)]
+        text = f"{shown} cannot be reached ({reason}): {_LATER}"
         fix = "start it, or set tracking.uri or MLFLOW_TRACKING_URI; behind a proxy set no_proxy"
         return [warning("server", text, fix)]
-    return [ok("server", f"{found.shown} answers, MLflow {version}")]
-
-
-def _reason(error: Exception) -> str:
-    text = " ".join(str(getattr(error, "reason", error)).split())
-    return shortened(text or type(error).__name__, 200)
+    return [ok("server", f"{shown} answers, MLflow {version}")]
 
 
 def _get(url: str, headers: Mapping[str, str]) -> str:
@@ -286,19 +257,18 @@ def _get(url: str, headers: Mapping[str, str]) -> str:
         return str(answer.read(10_000).decode(errors="replace"))
 
 
-def _refused(found: MlflowStore, own: Credentials, code: int) -> Check:
+def _refused(shown: str, own: Credentials, code: int) -> Check:
     if not own.user and not own.token:
-        text = f"{found.shown} requires a user and a password (answer {code}): {_LATER}"
+        text = f"{shown} requires a user and a password (answer {code}): {_LATER}"
         return warning("server", text, f"export {VARIABLES}")
-    return warning(
-        "server", f"{found.shown} refuses {own.user or 'the token'} (answer {code}): {_LATER}", f"check {own.source}"
-    )
+    text = f"{shown} refuses {own.user or 'the token'} (answer {code}): {_LATER}"
+    return warning("server", text, f"check {own.source}")
 
 
 # --- databases
 
 
-def _sqlite(found: MlflowStore, env: Mapping[str, str], path: Path, file_system: str) -> list[Check]:
+def _sqlite(uri: str, env: Mapping[str, str], path: Path, file_system: str) -> list[Check]:
     checks = []
     if file_system:
         text = f"{path} is on {file_system}, which several machines may write to: sqlite's locks are unreliable there"
@@ -310,64 +280,34 @@ def _sqlite(found: MlflowStore, env: Mapping[str, str], path: Path, file_system:
         text = f"{path} or its folder cannot be written by this user: {_LATER}"
         fix = f"`ls -ld {folder} {path}`; set tracking.uri to a folder of your own"
         return [*checks, warning("database", text, fix)]
-    return [*checks, _schema(found, env, "restore a backup, or set another store for new runs (tracking.uri)")]
+    return [*checks, _schema(uri, env, "restore a backup, or set another store for new runs (tracking.uri)")]
 
 
-def _schema(found: MlflowStore, env: Mapping[str, str], fix: str) -> Check:
+def _schema(uri: str, env: Mapping[str, str], fix: str) -> Check:
     """Compare a database's schema with that of the installed MLflow; `fix` is advice if it cannot be read."""
+    shown, path = redact_text(uri), sqlite_path(uri)
     try:
-        schema = read_schema(found.uri, env, DATABASE_TIMEOUT_S)
+        found = _read_sqlite(path) if path is not None else _ask_child(uri, env)
     except UserMistake as mistake:
-        return warning("database", f"{found.shown}: {mistake}; {_LATER}")
-    except DatabaseError as error:
+        return warning("database", f"{shown}: {mistake}; {_LATER}")
+    except HpcdistError as error:
         return warning("database", f"{error}: {_LATER}", fix)
-    if not schema.found:
-        return ok("database", f"{found.shown} is empty; the first run creates its tables")
-    if schema.is_newer:
-        text = f"{found.shown} has the schema {schema.found} of a newer MLflow than the installed one"
-        return warning("database", f"{text}; {_LATER}", "`pip install --upgrade mlflow`")
-    if behind := schema.num_pending:
-        text = f"{found.shown} has the schema of an older MLflow, {behind} step{'s' * (behind > 1)} behind: {_LATER}"
-        return warning("database", text, f"copy the database as a backup, then `mlflow db upgrade {found.shown}`")
-    return ok("database", f"{found.shown}, its schema is up to date")
-
-
-# --- the schema of a database
-
-
-class DatabaseError(HpcdistError):
-    """The database cannot be queried; another attempt may succeed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schema:
-    """The schema of a database."""
-
-    found: str  #: revision; empty without tables
-    num_pending: int = 0  #: migrations to the schema of the installed MLflow
-    is_newer: bool = False  #: whether a newer MLflow has written it
-
-
-def read_schema(store: str, env: Mapping[str, str], limit_s: float) -> Schema:
-    """Return the schema of a database, without a change of it.
-
-    Args:
-        store: URI; a sqlite database must exist, since connecting would create an empty file.
-        limit_s: time limit of a database server.
-
-    Raises:
-        DatabaseError: the database cannot be queried.
-        UserMistake: its driver is not installed.
-    """
-    path = sqlite_path(store)
-    found = _read_sqlite(path) if path is not None else _ask_child(store, env, limit_s)
+    if not found:
+        return ok("database", f"{shown} is empty; the first run creates its tables")
     before = migrations()
-    if found and found not in before:
-        return Schema(found=found, is_newer=bool(before))
-    num_pending, step = 0, next((one for one in before if one not in before.values()), "")
+    if before and found not in before:
+        text = f"{shown} has the schema {found} of a newer MLflow than the installed one"
+        return warning("database", f"{text}; {_LATER}", "`pip install --upgrade mlflow`")
+    behind, step = 0, next((one for one in before if one not in before.values()), "")
     while step not in ("", found):
-        num_pending, step = num_pending + 1, before[step]
-    return Schema(found=found, num_pending=num_pending)
+        behind, step = behind + 1, before[step]
+    if behind:
+        text = f"{shown} has the schema of an older MLflow, {behind} step{'s' * (behind > 1)} behind: {_LATER}"
+        return warning("database", text, f"copy the database as a backup, then `mlflow db upgrade {shown}`")
+    return ok("database", f"{shown}, its schema is up to date")
+
+
+# --- the revision of a database's schema. Nothing is changed: connecting to a missing sqlite file would create it.
 
 
 def migrations(folder: Path | None = None) -> dict[str, str]:
@@ -388,7 +328,7 @@ def _read_sqlite(path: Path) -> str:
             tables = {name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")}
             return _revision(tables, lambda query: (connection.execute(query).fetchone() or ("",))[0])
     except sqlite3.Error as error:
-        raise DatabaseError(f"{path} cannot be read ({error})") from error
+        raise HpcdistError(f"{path} cannot be read ({error})") from error
 
 
 def _revision(tables: Container[str], query: Callable[[str], object]) -> str:
@@ -396,7 +336,7 @@ def _revision(tables: Container[str], query: Callable[[str], object]) -> str:
     return str(query(f"select version_num from {_TABLE}") or "") if _TABLE in tables else ""  # noqa: S608
 
 
-def _ask_child(store: str, env: Mapping[str, str], limit_s: float) -> str:
+def _ask_child(store: str, env: Mapping[str, str]) -> str:
     """Return the revision of a database server's schema, from this module in a child process."""
     shown = redact_text(store)
     try:
@@ -406,11 +346,13 @@ def _ask_child(store: str, env: Mapping[str, str], limit_s: float) -> str:
             input=store,
             capture_output=True,
             text=True,
-            timeout=limit_s,
+            timeout=DATABASE_TIMEOUT_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise DatabaseError(f"{shown} did not answer within {limit_s:g} s: check its server and the firewall") from None
+        raise HpcdistError(
+            f"{shown} did not answer within {DATABASE_TIMEOUT_S:g} s: check its server and the firewall"
+        ) from None
     if done.returncode == 0:
         return done.stdout
     lines = [line for line in done.stderr.replace(store, shown).splitlines() if line.strip()]
@@ -419,7 +361,7 @@ def _ask_child(store: str, env: Mapping[str, str], limit_s: float) -> str:
         fix = install_command("server") if driver == "psycopg2" else f"`pip install {driver}`"
         raise UserMistake(f"the package {missing[1]} is not installed: {fix}")
     reason = next((line for line in reversed(lines) if "Error" in line and "sqlalche.me" not in line), "")
-    raise DatabaseError(f"{shown} cannot be used: {redact_text(reason or ' '.join(lines[-1:]))[:300]}")
+    raise HpcdistError(f"{shown} cannot be used: {redact_text(reason or ' '.join(lines[-1:]))[:300]}")
 
 
 def main() -> None:

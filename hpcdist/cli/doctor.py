@@ -119,17 +119,13 @@ def _run_sections(run: RunDir) -> list[Section]:
 def _request(runs_dir: Path, uri: str, folder: Path) -> Request:
     """Return the environment, folder and MLflow store that a run would use; `folder` is the one written to."""
     from hpcdist.checks.doctor import Request
-    from hpcdist.checks.storage import MlflowStore
-    from hpcdist.config.redaction import redact_text
     from hpcdist.errors import TrackingError
-    from hpcdist.tracking.uri import choose_uri, sqlite_path
+    from hpcdist.tracking.uri import choose_uri
 
     try:
-        chosen = choose_uri(os.environ, uri, runs_dir)
+        return Request(env=os.environ, folder=folder, store=choose_uri(os.environ, uri, runs_dir))
     except TrackingError as error:
-        return Request(env=os.environ, folder=folder, store=None, store_problem=str(error))
-    store = MlflowStore(uri=chosen, shown=redact_text(chosen), database=sqlite_path(chosen))
-    return Request(env=os.environ, folder=folder, store=store)
+        return Request(env=os.environ, folder=folder, store="", store_problem=str(error))
 
 
 def _redacted(title: str, checks: Sequence[Check]) -> tuple[str, list[Check]]:

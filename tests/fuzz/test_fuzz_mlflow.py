@@ -14,7 +14,7 @@ from fuzzing import check_message, fuzz
 from hypothesis import strategies as st
 from mlflow_replies import Fault, Replies, faults, recording, replayed
 
-from hpcdist.checks.storage import MlflowStore, store_checks
+from hpcdist.checks.storage import store_checks
 from hpcdist.config.loading import load_config
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import TrackingError
@@ -124,7 +124,7 @@ def test_upload_survives_invalid_responses(upload: Upload, fault: Fault, positio
 def test_doctor_survives_invalid_responses(upload: Upload, fault: Fault, first_fault: int) -> None:
     upload.server.expect(fault, first_fault=first_fault)
     uri = upload.server.uri
-    checks = store_checks(MlflowStore(uri=uri, shown=uri, database=None), {})
+    checks = store_checks(uri, {})
     assert [check.name for check in checks] == ["client", "server"]
     assert all(len(check.text) <= 500 for check in checks)
 
@@ -142,6 +142,6 @@ def test_doctor_survives_invalid_responses(upload: Upload, fault: Fault, first_f
 def test_doctor_reports_a_server_with_invalid_http(upload: Upload, data: bytes, reason: str) -> None:
     upload.server.expect(lambda _: data)
     uri = upload.server.uri
-    _, check = store_checks(MlflowStore(uri=uri, shown=uri, database=None), {})
+    _, check = store_checks(uri, {})
     assert check.level == "warning"
     assert f"{uri} {reason}" in check.text

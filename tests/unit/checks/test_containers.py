@@ -30,7 +30,6 @@ WORKING = {
     "enroot": answer("3.5.0\n"),
     "ch-run": answer(errors="0.31\n"),
     "srun": answer("      --container-image=[USER@][REGISTRY#]IMAGE\n"),
-    "scontrol": answer(),
     "unshare": answer(),
 }
 
@@ -107,13 +106,6 @@ def test_old_runtime_is_a_warning() -> None:
     assert (check.level, check.text) == ("warning", "3.4.4; hpcdist requires podman 4 or newer")
 
 
-def test_properties_that_matter_on_slurm_are_named() -> None:
-    on_slurm = replace(ADA, proctrack="cgroup")
-    assert "outside of Slurm's cgroups" in checks_of_runtimes(on_slurm, "docker")[0].text
-    assert "`:ro` is rejected" in checks_of_runtimes(on_slurm, "ch-run")[0].text
-    assert checks_of_runtimes(ADA, "ch-run")[0].text == "0.31"
-
-
 def test_apptainer_of_a_user_needs_namespaces_and_squashfuse(tmp_path: Path) -> None:
     forbidden = answer(errors="unshare: unshare failed: Operation not permitted\n", code=1)
     (check,) = checks_of_runtimes(ADA, "apptainer", unshare=forbidden)
@@ -140,20 +132,6 @@ def test_enroot_needs_squashfuse_for_a_sqsh() -> None:
         (check,) = checks_of_runtimes(host, "enroot")
         assert (check.level, "start a .sqsh" in check.text) == ("warning", True)
         assert check.fix.endswith("or use a folder: `hpcdist image convert --to dir`")
-
-
-def test_version_of_pyxis_is_read_from_the_plugin(tmp_path: Path) -> None:
-    (tmp_path / "plugins").mkdir()
-    plugin = tmp_path / "plugins/spank_pyxis.so"
-    plugin.write_bytes(b"\x7fELF\0pyxis: failed\0pyxis: version v0.24.0\0")
-    (tmp_path / "plugstack.conf").write_text("# pyxis\nrequired other.so\ninclude plugstack.conf.d/*\n")
-    (tmp_path / "plugstack.conf.d").mkdir()
-    (tmp_path / "plugstack.conf.d/pyxis.conf").write_text("required spank_pyxis.so runtime_path=/run/pyxis\n")
-    settings = answer(f"PluginDir = {plugin.parent}\nSLURM_CONF = {tmp_path}/slurm.conf\n")
-    (check,) = checks_of_runtimes(ADA, "srun", scontrol=settings)
-    assert check.sentence() == "pyxis: 0.24.0"
-    plugin.unlink()
-    assert checks_of_runtimes(ADA, "srun", scontrol=settings)[0].text == "srun has --container-image"
 
 
 def test_apptainer_of_a_root_without_all_capabilities_has_a_fix() -> None:

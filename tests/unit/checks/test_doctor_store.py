@@ -20,10 +20,8 @@ from hpcdist_runs import unused_port
 
 from hpcdist.checks import storage as folder
 from hpcdist.checks import storage as module
-from hpcdist.checks.storage import GIB, MlflowStore, folder_checks, migrations, store_checks
-from hpcdist.config.redaction import redact_text
+from hpcdist.checks.storage import GIB, folder_checks, migrations, store_checks
 from hpcdist.host.machine import Check
-from hpcdist.tracking.uri import sqlite_path
 
 KNOWN = migrations()
 (HEAD,) = KNOWN.keys() - {*KNOWN.values()}
@@ -32,8 +30,7 @@ BEFORE = KNOWN[HEAD]
 
 def last_check(uri: str, env: dict[str, str] | None = None, file_system: str = "") -> Check:
     """Return the last result; the first is about the client."""
-    found = MlflowStore(uri=uri, shown=redact_text(uri), database=sqlite_path(uri))
-    client, *checks = store_checks(found, env or {}, file_system)
+    client, *checks = store_checks(uri, env or {}, file_system)
     assert (client.name, client.level) == ("client", "ok")
     return checks[-1]
 
@@ -92,8 +89,7 @@ def test_empty_database_is_ok_and_another_file_is_a_warning(tmp_path: Path) -> N
 
 
 def test_database_on_a_network_file_system_is_a_note(tmp_path: Path) -> None:
-    found = MlflowStore(uri="", shown="", database=tmp_path / "mlflow.db")
-    _, shared, _ = store_checks(found, {}, "nfs4")
+    _, shared, _ = store_checks(f"sqlite:///{tmp_path}/mlflow.db", {}, "nfs4")
     assert (shared.level, "is on nfs4" in shared.text) == ("note", True)
 
 
