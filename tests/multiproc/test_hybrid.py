@@ -60,7 +60,8 @@ def config(mode: str = "sync", num_servers: int = 2, tables: Mapping[str, int] =
         },
         optim=OptimConfig(name="sgd", lr=0.1, momentum=0.0),
         stop=StopConfig(max_steps=NUM_STEPS),
-        checkpoint=CheckpointConfig(monitor="eval/auc"),
+        # Before the last step, the rows of the next batch are on their way while a checkpoint is saved.
+        checkpoint=CheckpointConfig(monitor="eval/auc", every_steps=1),
         tracking=TrackingConfig(log_every_steps=1),
     )
 
@@ -166,7 +167,7 @@ def test_training_equals_one_process_on_the_joint_batch(
     cfg = config(num_servers=num_servers, table_optimizer=optimizer, tables=tables, **log)
     clicks, _ = load_clicks(cfg.section(HybridConfig), cfg.seed, shares=range(1), num_shares=NUM_TRAINERS)
     layout = Layout(dict(tables), 4, num_servers)
-    assert train._lookup_plan(cfg, layout, clicks, range(1), NUM_TRAINERS) == plan
+    assert train.lookup_plan(cfg, layout, clicks, range(1)) == plan
     found, expected = trained(tmp_path, cfg), in_one_process(cfg)
     assert found.keys() == expected.keys()
     for name, weight in expected.items():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -35,34 +37,32 @@ class FileLog:
         self._cfg = cfg
         self._columns = [cfg.label_column, *cfg.numeric_columns, *cfg.tables]
         self._path = Path(cfg.file).expanduser()
+        self._parquet: Any = None
         try:
             if self._path.suffix == ".csv":
                 text = {name: pa.string() for name in cfg.tables}
                 options = csv.ConvertOptions(include_columns=self._columns, column_types=text)
-                self._table: Any = csv.read_csv(self._path, convert_options=options)
-                self._parquet = None
+                self._table = csv.read_csv(self._path, convert_options=options)
                 self._num_rows = self._table.num_rows
             else:
                 # Checksums are verified if the file has them; other changes may go unnoticed.
                 self._parquet = parquet.ParquetFile(self._path, page_checksum_verification=True)
                 self._num_rows = self._parquet.metadata.num_rows
-                groups = range(self._parquet.num_row_groups)
-                sizes = [self._parquet.metadata.row_group(number).num_rows for number in groups]
-                if any(size < 0 for size in sizes) or self._num_rows != sum(sizes):
-                    raise DataError(f"{self._path} is damaged: its row groups do not have {self._num_rows} rows")
-                missing = set(self._columns) - set(self._parquet.schema_arrow.names)
-                if missing:
-                    raise DataError(
-                        f"{self._path} has no column {sorted(missing)[0]!r}: see hybrid.label_column, "
-                        "hybrid.numeric_columns and hybrid.tables"
-                    )
-                self._require_plausible_size(self._parquet.metadata)
+                self._check_metadata(self._parquet.metadata)
         except _DAMAGED as error:
             raise self._unreadable(error) from error
 
-    def _require_plausible_size(self, metadata: Any) -> None:
-        """Raise DataError if the values would take far more memory than the file: equal values need no space in it."""
-        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    def _check_metadata(self, metadata: Any) -> None:
+        groups = self._groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        sizes = [group.num_rows for group in groups]
+        if any(size < 0 for size in sizes) or self._num_rows != sum(sizes):
+            raise DataError(f"{self._path} is damaged: its row groups do not have {self._num_rows} rows")
+        if missing := set(self._columns) - set(self._parquet.schema_arrow.names):
+            raise DataError(
+                f"{self._path} has no column {sorted(missing)[0]!r}: see hybrid.label_column, "
+                "hybrid.numeric_columns and hybrid.tables"
+            )
+        # Equal values need no space in the file, but in memory.
         num_values = sum(group.column(at).num_values for group in groups for at in range(group.num_columns))
         num_bytes = num_values * _VALUE_BYTES + sum(group.total_byte_size for group in groups)
         size = self._path.stat().st_size
@@ -110,15 +110,10 @@ class FileLog:
         """Read the row groups of a Parquet file that have some of these samples."""
         if self._parquet is None:
             return self._table.slice(first, end - first)
-        begin, skip = 0, 0
-        groups: list[int] = []
-        for group in range(self._parquet.num_row_groups):
-            after = begin + self._parquet.metadata.row_group(group).num_rows
-            if begin < end and after > first:
-                skip = skip if groups else first - begin
-                groups.append(group)
-            begin = after
-        return self._parquet.read_row_groups(groups, columns=self._columns).slice(skip, end - first)
+        ends = list(accumulate(group.num_rows for group in self._groups))
+        groups = range(bisect_right(ends, first), bisect_left(ends, end) + 1)
+        begin = ends[groups.start] - self._groups[groups.start].num_rows
+        return self._parquet.read_row_groups(groups, columns=self._columns).slice(first - begin, end - first)
 
     def _numbers(self, table: pa.Table, name: str) -> Tensor:
         column = table[name]

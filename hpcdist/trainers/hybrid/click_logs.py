@@ -117,12 +117,8 @@ class SyntheticLog:
         return self._cfg.num_samples
 
     def read(self, first: int, end: int) -> Clicks:
-        parts = []
-        for block in range(first // BLOCK, -(-end // BLOCK)):
-            clicks = self._block(block)
-            begin, stop = max(first - block * BLOCK, 0), min(end - block * BLOCK, BLOCK)
-            parts.append(clicks if stop - begin == BLOCK else clicks.take(torch.arange(begin, stop)))
-        return _joined(parts)
+        blocks = range(first // BLOCK, -(-end // BLOCK))
+        return _joined([self._block(block) for block in blocks]).take(torch.arange(first, end) - blocks.start * BLOCK)
 
     def _block(self, block: int) -> Clicks:
         cfg, count = self._cfg, len(self._cfg.tables)

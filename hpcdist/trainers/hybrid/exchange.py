@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,7 @@ from hpcdist.trainers.hybrid.tables import (
     unit_of_row,
 )
 
-# Parameter server of embedding tables: its side of the exchange with the trainers; theirs is `Lookups`.
-#
-# The exchange transfers *units*: single rows, which the trainer sums into bags, or sums of the server's rows of a bag.
-# A unit is one or more rows of the server. Its value is their sum, and each row gets its gradient. Per step and
+# The server's side of the exchange; the trainer's is `Lookups`. It transfers *units* (see tables.py), per step and
 # trainer:
 #
 #     header and rows of the units           trainer → server     ahead, while the trainer computes the previous batch
@@ -75,12 +73,14 @@ class _Request:
         return self.rows[torch.from_numpy(places)], torch.from_numpy(offsets)
 
 
-@dataclass(frozen=True)
 class _Pending:
     """A batch with gradients that have not arrived."""
 
-    requests: Sequence[_Request]
-    coalesced: Coalesced
+    def __init__(self, requests: Sequence[_Request]) -> None:
+        self.counts = [request.num_units for request in requests]
+        before = [0, *accumulate(self.counts)]  # units are numbered across the trainers
+        units = [unit_of_row(len(one.rows), one.offsets) + first for one, first in zip(requests, before, strict=False)]
+        self.coalesced = Coalesced.of(torch.cat([request.rows for request in requests]), torch.cat(units))
 
 
 class TableServer:
@@ -105,30 +105,28 @@ class TableServer:
         """
         pending: _Pending | None = None
         while True:
-            requests = [self._receive_request(trainer) for trainer in trainers]
-            assert len({request.kind for request in requests}) == 1, "trainers are not at the same step"
-            first = requests[0]
-            late: list[np.ndarray[Any, Any] | None] = [None] * len(trainers)
-            if first.kind in (TRAIN, LOOK):
-                for number, (trainer, request) in enumerate(zip(trainers, requests, strict=True)):
-                    if request.ahead:
-                        self._send(self._values(request), trainer, TAG_VALUES)
-                        late[number] = self._changed(request, pending if sync and first.gradients_follow else None)
+            requests = dict(zip(trainers, map(self._receive_request, trainers), strict=True))
+            assert len({request.kind for request in requests.values()}) == 1, "trainers are not at the same step"
+            first = requests[trainers[0]]
+            late: dict[int, np.ndarray[Any, Any]] = {}
+            for trainer, request in requests.items():
+                if request.ahead:
+                    self._send(self._values(request), trainer, TAG_VALUES)
+                    late[trainer] = self._changed(request, pending if sync and first.gradients_follow else None)
             if first.gradients_follow:
                 assert pending is not None
                 self._apply(pending, trainers)
                 pending = None
             if first.kind == LEAVE:
                 return
-            if first.kind == FLUSH:
-                for trainer in trainers:
+            for trainer, request in requests.items():
+                if first.kind == FLUSH:
                     self._send(torch.zeros(1, dtype=torch.int64), trainer, TAG_LATE)
-                continue
-            for trainer, request, units in zip(trainers, requests, late, strict=True):
-                self._answer(trainer, request, units)
+                else:
+                    self._answer(trainer, request, late.get(trainer))
             if first.kind == TRAIN:
                 # Overlaps with the computation of the trainers.
-                pending = _Pending(requests, _coalesce(requests))
+                pending = _Pending(list(requests.values()))
 
     def _answer(self, trainer: int, request: _Request, late: np.ndarray[Any, Any] | None) -> None:
         if late is None:
@@ -155,11 +153,10 @@ class TableServer:
         return np.flatnonzero(changed)
 
     def _apply(self, pending: _Pending, trainers: Sequence[int]) -> None:
-        counts = [request.num_units for request in pending.requests]
-        grads = torch.empty(sum(counts), self._shard.weight.shape[1])
+        grads = torch.empty(sum(pending.counts), self._shard.weight.shape[1])
         received = [
             self._group.recv([part], trainer, TAG_GRADIENTS)
-            for part, trainer in zip(grads.split(counts), trainers, strict=True)
+            for part, trainer in zip(grads.split(pending.counts), trainers, strict=True)
             if len(part)
         ]
         for work in received:
@@ -181,15 +178,6 @@ class TableServer:
     def _send(self, tensor: Tensor, trainer: int, tag: int) -> None:
         if tensor.numel():
             self._group.send([tensor], trainer, tag).wait()
-
-
-def _coalesce(requests: Sequence[_Request]) -> Coalesced:
-    """Return the rows of all trainers' units, which are numbered across the trainers."""
-    units, before = [], 0
-    for request in requests:
-        units.append(unit_of_row(len(request.rows), request.offsets) + before)
-        before += request.num_units
-    return Coalesced.of(torch.cat([request.rows for request in requests]), torch.cat(units))
 
 
 def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.ProcessGroup) -> None:
@@ -231,7 +219,7 @@ class Lookup:
 
     units: Units
     values: Tensor
-    received: list[dist.Work] = field(default_factory=list)
+    receiving: list[dist.Work] = field(default_factory=list)
     #: Number of changed units by server, if values were requested ahead.
     num_late: list[Tensor] = field(default_factory=list)
     is_pushed: bool = False
@@ -259,6 +247,7 @@ class Lookups:
         self._plan = plan
         #: The last training lookup, until a header announces its gradients.
         self._open: Lookup | None = None
+        self._uncollected: Lookup | None = None
         #: Tensors are kept until they are sent.
         self._sending: list[tuple[dist.Work, Tensor]] = []
 
@@ -272,7 +261,7 @@ class Lookups:
 
         At most one requested batch may be uncollected.
         """
-        lookup = Lookup(units, torch.empty(sum(units.counts), self._dim))
+        lookup = self._uncollected = Lookup(units, torch.empty(sum(units.counts), self._dim))
         follow = self._gradients_follow() if not train else self._open is not None
         if train or follow:
             self._open = lookup if train else None
@@ -283,15 +272,21 @@ class Lookups:
             self._send_request(server, header, [rows] if offsets is None else [rows, offsets])
             # The receive starts now: gloo transfers data only once both sides have called.
             if len(values):
-                lookup.received.append(self._group.recv([values], server, TAG_VALUES))
+                lookup.receiving.append(self._group.recv([values], server, TAG_VALUES))
             if self._plan.ahead:
                 lookup.num_late.append(torch.zeros(1, dtype=torch.int64))
-                lookup.received.append(self._group.recv([lookup.num_late[-1]], server, TAG_LATE))
+                lookup.receiving.append(self._group.recv([lookup.num_late[-1]], server, TAG_LATE))
         return lookup
 
     def collect(self, lookup: Lookup) -> Tensor:
         """Wait for the values of a batch; return the sums of its bags, [bags, dim], on the host."""
-        for work in lookup.received:
+        self._receive(lookup)
+        self._uncollected = None
+        self._settle()
+        return lookup.units.pooled(lookup.values)
+
+    def _receive(self, lookup: Lookup) -> None:
+        for work in lookup.receiving:
             work.wait()
         begin = 0
         for number, (num_late, count) in enumerate(zip(lookup.num_late, lookup.units.counts, strict=False)):
@@ -302,17 +297,18 @@ class Lookups:
                     self._group.recv([tensor], self._servers[number], tag).wait()
                 put_rows(lookup.values, units + begin, values)
             begin += count
-        self._settle()
-        return lookup.units.pooled(lookup.values)
+        lookup.receiving, lookup.num_late = [], []
 
     def push(self, lookup: Lookup, gradient: Tensor) -> None:
-        """Send the gradient of the sums of `collect`, [bags, dim], once for each training request."""
+        """Send the gradient of the sums of `collect`, [bags, dim]; call it once for each training request."""
         lookup.is_pushed = True
         for part, server in zip(lookup.units.gradients(gradient.cpu()), self._servers, strict=True):
             self._send(part, server, TAG_GRADIENTS)
 
     def flush(self) -> None:
         """Wait until the servers have applied all gradients of this trainer."""
+        if self._uncollected is not None:  # a server answers it before it reads on, and waits until values are received
+            self._receive(self._uncollected)
         answers = [torch.zeros(1, dtype=torch.int64) for _ in self._servers]
         self._order(FLUSH)
         for answer, server in zip(answers, self._servers, strict=True):

@@ -24,12 +24,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.checkpoint.state import Shard
 from hpcdist.config.schema import Config
@@ -46,20 +47,21 @@ from hpcdist.trainers.hybrid.exchange import Lookup, Lookups, serve_tables
 from hpcdist.trainers.hybrid.tables import Layout, LookupPlan, Units, choose, weight_name
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The process groups of the trainer. Every rank creates all of them, in this order."""
+    """Groups of `torch.distributed`, besides that of the run."""
 
-    exchange: dist.ProcessGroup  #: lookups and gradients of tables: all ranks, on the host
-    host: dist.ProcessGroup  #: metrics and barriers of the trainers
-    dense: dist.ProcessGroup  #: dense gradients of the trainers, on their devices
+    exchange: dist.ProcessGroup  #: trainers and servers: rows of tables and their gradients, on the host
+    host: dist.ProcessGroup  #: trainers: metrics and barriers
+    dense: dist.ProcessGroup  #: trainers: gradients of the dense part, on their devices
 
 
 @dataclass(frozen=True)
-class PreparedBatch:
-    """A batch before its lookup: the units to request from the servers, and the trainer's own part."""
+class Batch:
+    """A batch of a trainer: what it requests from the servers, and its own part."""
 
     units: Units
     numeric: Tensor
@@ -71,63 +73,31 @@ def train(ctx: Context, cfg: Config) -> None:
     ctx.roles.require(trainer=None, parameter_server=None)
     hybrid = cfg.section(HybridConfig)
     layout = Layout(hybrid.tables, hybrid.embedding_dim, ctx.roles.count("parameter_server"))
-    ctx.agree_among(ctx.ranks_of("trainer"))
-    groups = _make_groups(ctx, cfg)
+    ctx.agree_among(ctx.ranks_of("trainer"))  # servers count no steps
+    groups = make_groups(ctx, cfg)
     if ctx.role == "parameter_server":
         serve_tables(ctx, cfg, layout, groups.exchange)
         return
-    with rpc_group(ctx) as group:
-        train_dense_part(ctx, cfg, layout, groups, group)
+    # RPC is for what is rare: a trainer asks servers to save, and for whole tables. Each step uses `groups.exchange`.
+    with rpc_group(ctx) as rpc:
+        train_dense_part(ctx, cfg, layout, groups, rpc)
         if not ctx.is_main:
-            group.serve({})  # until rank 0 has exported the model, which may take longer than `launch.hang_s`
+            rpc.serve({})  # until rank 0 has exported the model, which may take longer than `launch.hang_s`
 
 
-def _make_groups(ctx: Context, cfg: Config) -> ProcessGroups:
-    trainers = ctx.ranks_of("trainer")
-
-    def make(ranks: range, backend: str) -> dist.ProcessGroup:
-        # On a rank outside the group new_group returns a placeholder, which is not used.
-        timeout = timedelta(seconds=cfg.launch.hang_s + 60)
-        return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend=backend, timeout=timeout))
-
-    exchange, host = make(range(ctx.world_size), "gloo"), make(trainers, "gloo")
-    devices: list[str] = [""] * ctx.world_size
-    dist.all_gather_object(devices, ctx.device.type, group=exchange)
-    on_gpus = all(devices[rank] == "cuda" for rank in trainers)
-    return ProcessGroups(exchange, host, make(trainers, "nccl") if on_gpus and dist.is_nccl_available() else host)
-
-
-def train_dense_part(ctx: Context, cfg: Config, layout: Layout, groups: ProcessGroups, group: RpcGroup) -> None:
-    """Train as a trainer, and export the final model."""
-    hybrid, num_trainers = cfg.section(HybridConfig), ctx.roles.count("trainer")
-    num_inputs = len(layout.tables) * layout.dim + hybrid.num_numeric
-    model = ctx.wrap(dense_part(num_inputs, hybrid.hidden_sizes), process_group=groups.dense, static_graph=True)
-    if num_trainers > 2:  # the sum of two trainers does not depend on the order
-        example = torch.zeros(2, num_inputs, device=ctx.device)
-        settle_buckets(model, lambda: model(example).sum())
+def train_dense_part(ctx: Context, cfg: Config, layout: Layout, groups: ProcessGroups, rpc: RpcGroup) -> None:
+    """Train as a trainer; rank 0 exports the final model."""
+    model = build_dense_ddp(ctx, cfg, groups)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     saved = ctx.restore()  # the newest valid checkpoint, None at the first start
     if saved is not None:
         model.module.load_state_dict({name.removeprefix("dense."): value for name, value in saved.model.items()})
         optimizer.load_state_dict(saved.trainer["optimizer"])
-
-    num_shares = num_shares_of(saved, num_trainers)
-    shares = share_of(ctx.role_index, num_trainers, num_shares)
-    loaded = load_clicks(hybrid, cfg.seed, shares=shares, num_shares=num_shares)
-    data, test = (clicks.with_ids(layout.place(clicks.bags.ids, clicks.table_of_id)) for clicks in loaded)
-    plan = _lookup_plan(cfg, layout, data, shares, num_trainers)
-    log.info("%d training and %d test samples; %s", len(data), len(test), plan)
-    # Number of test samples, and size of the largest bag, of each trainer.
-    sizes: list[Any] = [None] * num_trainers
-    bag_size = int(torch.cat([clicks.bags.offsets.diff() for clicks in loaded]).max())
-    dist.all_gather_object(sizes, (len(test), bag_size), group=groups.host)
-    test_sizes, bag_sizes = zip(*sizes, strict=True)
-    num_eval_batches = math.ceil(max(test_sizes) / hybrid.eval_batch_size)  # equal on all trainers
-    share_size = len(data) // len(shares)
-    _log_inputs(ctx, cfg, model.module, num_train=share_size * num_shares, num_test=sum(test_sizes))
+    samples = load_samples(ctx, cfg, groups, layout, num_shares_of(saved, ctx.roles.count("trainer")))
+    log_inputs(ctx, cfg, model.module, samples)
+    plan = lookup_plan(cfg, layout, samples.train, samples.shares)
     lookups = Lookups(groups.exchange, ctx.ranks_of("parameter_server"), layout, plan)
-    steps_per_epoch = math.ceil(share_size / hybrid.batch_size)
-    progress = Progress(cfg, steps_per_epoch, saved.trainer["position"] if saved is not None else None)
+    progress = Progress(cfg, samples.steps_per_epoch, saved.trainer["position"] if saved is not None else None)
     meter = Meter.restore(ctx, saved)
 
     def save(metrics: Mapping[str, float]) -> None:
@@ -135,35 +105,22 @@ def train_dense_part(ctx: Context, cfg: Config, layout: Layout, groups: ProcessG
         lookups.flush()
         dist.barrier(group=groups.host)
         if ctx.is_main:
-            group.order("save", progress.step, to=group.of_role("parameter_server"))
-        ctx.save(
-            progress.step,
-            model=nn.ModuleDict({"dense": model}),
-            trainer={
-                "optimizer": optimizer.state_dict(),
-                "position": progress.state_dict(),
-                "num_trainers": num_trainers,
-                "num_shares": num_shares,
-            },
-            local=meter.state_dict(),
-            metrics=metrics,
-            shard=Shard(),
-        )
+            rpc.order("save", progress.step, to=rpc.of_role("parameter_server"))
+        state = {
+            "optimizer": optimizer.state_dict(),
+            "position": progress.state_dict(),
+            "num_trainers": ctx.roles.count("trainer"),
+            "num_shares": samples.num_shares,
+        }
+        whole, local = nn.ModuleDict({"dense": model}), meter.state_dict()
+        ctx.save(progress.step, model=whole, trainer=state, local=local, metrics=metrics, shard=Shard())
 
-    # DDP and the servers average over the trainers, which may have different numbers of shares.
-    weight = len(shares) * num_trainers / num_shares
     ctx.training_begins()  # the time until here counts as start-up
     while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
-        model.train()
-        for batch, lookup, pooled in looked_up_batches(ctx, cfg, lookups, data, shares, progress):
-            inputs = pooled.to(ctx.device).requires_grad_()
-            # The hook sends the gradients to the servers as soon as they are computed, during DDP's exchange.
-            inputs.register_hook(lambda gradient, lookup=lookup: lookups.push(lookup, gradient))
-            loss = F.binary_cross_entropy_with_logits(_logits(model, inputs, batch.numeric), batch.labels)
-            (loss * weight if weight != 1 else loss).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            meter.add(loss_sum=loss.item() * len(shares), num_steps=len(shares), num_samples=len(batch.labels))
+        for batch, lookup, pooled in looked_up_batches(ctx, cfg, lookups, samples, progress):
+            loss = train_step(model, optimizer, lookups, batch, lookup, pooled.to(ctx.device), samples.loss_weight)
+            num_shares = len(samples.shares)
+            meter.add(loss_sum=loss * num_shares, num_steps=num_shares, num_samples=len(batch.labels))
             progress.count_step()
             if progress.log_is_due:
                 ctx.log(interval_metrics(groups, progress, meter), progress.step)
@@ -177,41 +134,63 @@ def train_dense_part(ctx: Context, cfg: Config, layout: Layout, groups: ProcessG
                 save({})
         with meter.paused():
             with ctx.evaluating():
-                metrics = evaluate(ctx, cfg, groups, lookups, model.module, test, num_eval_batches)
+                metrics = evaluate(ctx, cfg, groups, lookups, model.module, samples)
             ctx.log(metrics, progress.step)
             progress.end_epoch(metrics)
             save(metrics)
     ctx.end_reason = progress.end_reason
     lookups.leave()
     if ctx.is_main:
-        _export(ctx, cfg, layout, group, model.module, loaded[0], bag_size=max(1, *bag_sizes))
+        export(ctx, cfg, layout, rpc, model.module, samples)
 
 
 def looked_up_batches(
-    ctx: Context, cfg: Config, lookups: Lookups, data: Clicks, shares: range, progress: Progress
-) -> Iterator[tuple[PreparedBatch, Lookup, Tensor]]:
+    ctx: Context, cfg: Config, lookups: Lookups, samples: Samples, progress: Progress
+) -> Iterator[tuple[Batch, Lookup, Tensor]]:
     """Yield each batch until the next evaluation, with its lookup and the sums of its bags.
 
-    The rows of the next batch are requested before a batch is yielded.
+    The lookup of the next batch is requested before a batch is yielded, so that its rows arrive during the step.
     """
-    samples = _epoch_samples(cfg, data, shares, epoch=progress.epoch, start=progress.step_in_epoch)
-    prepared = (_prepare(ctx, lookups, data, one) for one in islice(samples, progress.steps_until_evaluation))
-    batch, following = next(prepared, None), next(prepared, None)
+    steps = epoch_steps(cfg, samples.train, samples.shares, progress.epoch, start=progress.step_in_epoch)
+    prepared = (
+        prepare(ctx, lookups, samples.train.take(step)) for step in islice(steps, progress.steps_until_evaluation)
+    )
+    batch = next(prepared, None)
     lookup = lookups.request(batch.units, train=True) if batch is not None else None
     while batch is not None and lookup is not None:
+        following = next(prepared, None)  # prepared while the servers apply the gradients of the batch before
         with ctx.timer.waiting():
             pooled = lookups.collect(lookup)
         following_lookup = lookups.request(following.units, train=True) if following is not None else None
         yield batch, lookup, pooled
-        # The next batch but one is prepared while the servers apply the gradients.
-        batch, lookup, following = following, following_lookup, next(prepared, None)
+        batch, lookup = following, following_lookup
+
+
+def train_step(
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    lookups: Lookups,
+    batch: Batch,
+    lookup: Lookup,
+    pooled: Tensor,
+    loss_weight: float,
+) -> float:
+    """Do one step of the dense part, and send the gradient of the sums of the bags to the servers. Returns the loss."""
+    pooled.requires_grad_()
+    # The hook sends the gradient as soon as it is computed, while DDP exchanges those of the dense part.
+    pooled.register_hook(lambda gradient: lookups.push(lookup, gradient))
+    loss = F.binary_cross_entropy_with_logits(logits_of(model, pooled, batch.numeric), batch.labels)
+    (loss * loss_weight).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
 
 
 def interval_metrics(groups: ProcessGroups, progress: Progress, meter: Meter) -> dict[str, float]:
     """Return the training metrics since the last logged step."""
-    loss_sum, num_steps, num_samples = _sum_over_trainers(
-        groups, [meter.sums[name] for name in ("loss_sum", "num_steps", "num_samples")]
-    )
+    sums = torch.tensor([meter.sums[name] for name in ("loss_sum", "num_steps", "num_samples")], dtype=torch.float64)
+    dist.all_reduce(sums, group=groups.host)
+    loss_sum, num_steps, num_samples = sums.tolist()
     return {
         "train/loss": loss_sum / num_steps,
         "train/epoch": progress.epochs,
@@ -222,45 +201,123 @@ def interval_metrics(groups: ProcessGroups, progress: Progress, meter: Meter) ->
 
 @torch.no_grad()
 def evaluate(
-    ctx: Context,
-    cfg: Config,
-    groups: ProcessGroups,
-    lookups: Lookups,
-    dense: nn.Module,
-    test: Clicks,
-    num_batches: int,
+    ctx: Context, cfg: Config, groups: ProcessGroups, lookups: Lookups, dense: nn.Module, samples: Samples
 ) -> dict[str, float]:
     """Return AUC and log-loss over the test set, equal on all trainers; for the synthetic log also its best AUC.
 
     The scores of all trainers are gathered: an AUC is not a mean of parts.
     """
-    size = cfg.section(HybridConfig).eval_batch_size
+    size, test = cfg.section(HybridConfig).eval_batch_size, samples.test
     scores = [torch.zeros(0)]
-    for number in range(num_batches):  # a share with fewer samples than others ends in empty batches
-        batch = _prepare(ctx, lookups, test, torch.arange(len(test))[number * size : (number + 1) * size])
+    for number in range(samples.num_eval_batches):  # a share with fewer samples than others ends in empty batches
+        batch = prepare(ctx, lookups, test.take(torch.arange(len(test))[number * size : (number + 1) * size]))
         pooled = lookups.collect(lookups.request(batch.units, train=False)).to(ctx.device)
         if len(batch.labels):
-            scores.append(_logits(dense, pooled, batch.numeric).cpu())
+            scores.append(logits_of(dense, pooled, batch.numeric).cpu())
         ctx.alive()
     mine = [torch.cat(scores), test.labels] + ([] if test.best_scores is None else [test.best_scores])
-    gathered: list[Any] = [None] * ctx.roles.count("trainer")
-    dist.all_gather_object(gathered, torch.stack(mine), group=groups.host)
-    logits, labels, *best = torch.cat(gathered, dim=1)
+    logits, labels, *best = torch.cat(_gather(groups, torch.stack(mine)), dim=1)
     log_loss = F.binary_cross_entropy_with_logits(logits.double(), labels.double())
-    if ctx.is_main:
-        for name, figure in evaluation_figures(logits.sigmoid().double(), labels).items():
-            ctx.figure(name, figure)
+    if ctx.is_main and len(labels.unique()) == 2:
+        ctx.figure("calibration", calibration(logits.sigmoid().double(), labels))
     metrics = {"eval/auc": auc(logits, labels), "eval/log_loss": float(log_loss)}
     return metrics | ({"eval/best_auc": auc(best[0], labels)} if best else {})
 
 
-def _log_inputs(ctx: Context, cfg: Config, dense: nn.Module, *, num_train: int, num_test: int) -> None:
+def prepare(ctx: Context, lookups: Lookups, clicks: Clicks) -> Batch:
+    """Return these samples as a batch."""
+    units = lookups.prepare(clicks.bags.ids, clicks.bags.offsets)
+    return Batch(units, clicks.numeric.to(ctx.device), clicks.labels.to(ctx.device))
+
+
+def logits_of(dense: nn.Module, pooled: Tensor, numeric: Tensor) -> Tensor:
+    """Return logits [B] from the sums of all bags [B × tables, dim] and the numeric features [B, k]."""
+    logits: Tensor = dense(torch.cat([pooled.view(len(numeric), -1), numeric], dim=1))
+    return logits.squeeze(1)
+
+
+# Set-up of a trainer: process groups, model, and its shares of the samples.
+
+
+def make_groups(ctx: Context, cfg: Config) -> ProcessGroups:
+    """Create the process groups; every rank has to take part in the creation of each of them."""
+    trainers = ctx.ranks_of("trainer")
+
+    def make(ranks: range, backend: str) -> dist.ProcessGroup:
+        # On a rank outside the group new_group returns a placeholder, which is not used.
+        timeout = timedelta(seconds=cfg.launch.hang_s + 60)
+        return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend=backend, timeout=timeout))
+
+    exchange, host = make(range(ctx.world_size), "gloo"), make(trainers, "gloo")
+    devices = ctx.groups.all_gather(ctx.device.type)
+    on_gpus = all(devices[rank] == "cuda" for rank in trainers)
+    return ProcessGroups(exchange, host, make(trainers, "nccl") if on_gpus and dist.is_nccl_available() else host)
+
+
+def _gather(groups: ProcessGroups, value: T) -> list[T]:
+    """Return the values of all trainers."""
+    values: list[Any] = [None] * dist.get_world_size(groups.host)
+    dist.all_gather_object(values, value, group=groups.host)
+    return values
+
+
+def build_dense_ddp(ctx: Context, cfg: Config, groups: ProcessGroups) -> DistributedDataParallel:
+    """Return the dense part in DDP over the trainers."""
+    hybrid = cfg.section(HybridConfig)
+    num_inputs = len(hybrid.tables) * hybrid.embedding_dim + hybrid.num_numeric
+    model = ctx.wrap(dense_part(num_inputs, hybrid.hidden_sizes), process_group=groups.dense, static_graph=True)
+    if ctx.roles.count("trainer") > 2:  # the sum of two trainers does not depend on the order
+        example = torch.zeros(2, num_inputs, device=ctx.device)
+        settle_buckets(model, lambda: model(example).sum())
+    return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """A trainer's shares of the samples. Their ids are rows of the servers, numbered across all of them."""
+
+    train: Clicks  #: of equal size in all shares
+    test: Clicks
+    shares: range  #: of this trainer
+    num_shares: int
+    steps_per_epoch: int
+    num_test: int  #: test samples of all trainers
+    num_eval_batches: int  #: equal on all trainers
+    loss_weight: float  #: DDP and servers average over the trainers, which may have different numbers of shares
+    example: Tensor  #: two samples as input of `ClickModel`, whose bags have the size of the largest one
+
+
+def load_samples(ctx: Context, cfg: Config, groups: ProcessGroups, layout: Layout, num_shares: int) -> Samples:
+    """Read this trainer's shares of the click log."""
+    hybrid, num_trainers = cfg.section(HybridConfig), ctx.roles.count("trainer")
+    shares = share_of(ctx.role_index, num_trainers, num_shares)
+    loaded = load_clicks(hybrid, cfg.seed, shares=shares, num_shares=num_shares)
+    train, test = (clicks.with_ids(layout.place(clicks.bags.ids, clicks.table_of_id)) for clicks in loaded)
+    bag_size = int(torch.cat([clicks.bags.offsets.diff() for clicks in loaded]).max())
+    test_sizes, bag_sizes = zip(*_gather(groups, (len(test), bag_size)), strict=True)
+    return Samples(
+        train=train,
+        test=test,
+        shares=shares,
+        num_shares=num_shares,
+        steps_per_epoch=math.ceil(len(train) // len(shares) / hybrid.batch_size),
+        num_test=sum(test_sizes),
+        num_eval_batches=math.ceil(max(test_sizes) / hybrid.eval_batch_size),
+        loss_weight=len(shares) * num_trainers / num_shares,
+        example=padded(loaded[0].take(torch.arange(2) % len(train)), max(1, *bag_sizes)),
+    )
+
+
+def log_inputs(ctx: Context, cfg: Config, dense: nn.Module, samples: Samples) -> None:
+    """Declare the click log and the size of the model."""
     hybrid = cfg.section(HybridConfig)
     name, source, digest = identity(hybrid, cfg.seed)
-    for split, count in (("train", num_train), ("test", num_test)):
+    num_train = len(samples.train) // len(samples.shares) * samples.num_shares
+    for split, count in (("train", num_train), ("test", samples.num_test)):
         ctx.log_dataset(name, split=split, num_samples=count, digest=digest, source=source)
     num_dense = sum(weight.numel() for weight in dense.parameters())
     ctx.log_model_size(num_dense + sum(hybrid.tables.values()) * hybrid.embedding_dim)
+    log.info("%d training and %d test samples of this trainer", len(samples.train), len(samples.test))
 
 
 def load_clicks(cfg: HybridConfig, seed: int, *, shares: range, num_shares: int) -> tuple[Clicks, Clicks]:
@@ -300,43 +357,23 @@ def num_shares_of(saved: Restored | None, num_trainers: int) -> int:
     return num_trainers
 
 
-def _lookup_plan(cfg: Config, layout: Layout, data: Clicks, shares: range, num_trainers: int) -> LookupPlan:
-    """Return the plan with less traffic for the first two batches."""
-    first_two = [data.take(samples).bags for samples in islice(_epoch_samples(cfg, data, shares, epoch=0, start=0), 2)]
-    found = choose([(bags.ids, bags.offsets) for bags in first_two], layout.starts, num_trainers)
-    # In async mode no update is waited for, so later values are not better.
-    return replace(found, ahead=True) if cfg.section(HybridConfig).mode == "async" else found
-
-
-def _epoch_samples(cfg: Config, data: Clicks, shares: range, *, epoch: int, start: int) -> Iterator[Tensor]:
+def epoch_steps(cfg: Config, train: Clicks, shares: range, epoch: int, *, start: int = 0) -> Iterator[Tensor]:
     """Yield the samples of each step: one batch of every share, in the same order in all shares."""
-    size = len(data) // len(shares)
+    size, batch_size = len(train) // len(shares), cfg.section(HybridConfig).batch_size
     firsts = torch.arange(len(shares))[:, None] * size
-    for batch in batches(size, cfg.section(HybridConfig).batch_size, seed=cfg.seed, epoch=epoch, start=start):
+    for batch in batches(size, batch_size, seed=cfg.seed, epoch=epoch, start=start):
         yield (firsts + batch).flatten()
 
 
-def _prepare(ctx: Context, lookups: Lookups, data: Clicks, samples: Tensor) -> PreparedBatch:
-    batch = data.take(samples)
-    units = lookups.prepare(batch.bags.ids, batch.bags.offsets)
-    return PreparedBatch(units, batch.numeric.to(ctx.device), batch.labels.to(ctx.device))
+def lookup_plan(cfg: Config, layout: Layout, train: Clicks, shares: range) -> LookupPlan:
+    """Return the plan with less traffic for the first two batches."""
+    first_two = [train.take(step).bags for step in islice(epoch_steps(cfg, train, shares, 0), 2)]
+    plan = choose([(bags.ids, bags.offsets) for bags in first_two], layout.starts, cfg.roles["trainer"])
+    # In async mode no update is waited for, so later values are not better.
+    return replace(plan, ahead=True) if cfg.section(HybridConfig).mode == "async" else plan
 
 
-def _sum_over_trainers(groups: ProcessGroups, values: Sequence[float]) -> list[float]:
-    tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, group=groups.host)
-    return [float(value) for value in tensor.tolist()]
-
-
-def _logits(dense: nn.Module, pooled: Tensor, numeric: Tensor) -> Tensor:
-    """Return logits [B] from the sums of all bags [B × tables, dim] and the numeric features [B, k]."""
-    logits: Tensor = dense(torch.cat([pooled.view(len(numeric), -1), numeric], dim=1))
-    return logits.squeeze(1)
-
-
-def _export(
-    ctx: Context, cfg: Config, layout: Layout, group: RpcGroup, dense: nn.Module, data: Clicks, *, bag_size: int
-) -> None:
+def export(ctx: Context, cfg: Config, layout: Layout, rpc: RpcGroup, dense: nn.Module, samples: Samples) -> None:
     """Export the final model for one process, if its tables are small enough to be gathered on rank 0."""
     hybrid = cfg.section(HybridConfig)
     size_mb = 4e-6 * sum(layout.tables.values()) * layout.dim
@@ -347,15 +384,16 @@ def _export(
             hybrid.export_max_mb,
         )
         return
+    bag_size = (samples.example.shape[1] - hybrid.num_numeric) // len(layout.tables)
     whole = ClickModel(
         layout.tables, dim=layout.dim, num_numeric=hybrid.num_numeric, hidden=hybrid.hidden_sizes, bag_size=bag_size
     )
     state = {f"dense.{name}": value for name, value in dense.state_dict().items()}
     for table in layout.tables:
-        parts = group.call_all("parameter_server", "table_rows", table)
+        parts = rpc.call_all("parameter_server", "table_rows", table)
         state[weight_name(table)] = torch.cat([part.result() for part in parts])
     whole.load_state_dict(state)
-    ctx.export_model(whole, padded(data.take(torch.arange(2)), bag_size))
+    ctx.export_model(whole, samples.example)
 
 
 # A click model: embedding bags of categorical features, numeric features, and an MLP on top.
@@ -415,23 +453,9 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     return float((rank[clicks].double().sum() - num * (num + 1) / 2) / (num * others))
 
 
-# Figures of trainer `hybrid` in the report of a run: ROC curve and calibration of the test set.
+# Figure of trainer `hybrid` in the report of a run.
 
 NUM_BINS = 10
-_NUM_POINTS = 200
-_DIAGONAL = [[0.0, 0.0], [1.0, 1.0]]
-
-
-def evaluation_figures(scores: Tensor, labels: Tensor) -> dict[str, Curves]:
-    """Return the figures of an evaluation by name; none if all labels are equal.
-
-    Args:
-        scores: predicted probabilities of a click, [N].
-        labels: 1 for a click, else 0, [N].
-    """
-    if len(labels) == 0 or bool((labels == labels[0]).all()):
-        return {}
-    return {"calibration": calibration(scores, labels), "roc": roc(scores, labels)}
 
 
 def calibration(scores: Tensor, labels: Tensor) -> Curves:
@@ -444,20 +468,4 @@ def calibration(scores: Tensor, labels: Tensor) -> Curves:
         x_label="predicted share of clicks",
         y_label="observed share of clicks",
         lines={"model": points, "calibrated": [[points[0][0]] * 2, [points[-1][0]] * 2]},
-    )
-
-
-def roc(scores: Tensor, labels: Tensor) -> Curves:
-    """Return true over false positive rates, at most about _NUM_POINTS of them; samples of equal score are one step."""
-    order = scores.argsort(descending=True)
-    sorted_scores, clicks = scores[order], labels[order].double()
-    ends = torch.cat([(sorted_scores[1:] != sorted_scores[:-1]).nonzero().flatten(), torch.tensor([len(clicks) - 1])])
-    hits, misses = clicks.cumsum(0)[ends], (1 - clicks).cumsum(0)[ends]
-    kept = torch.linspace(0, len(ends) - 1, min(_NUM_POINTS, len(ends))).round().long()
-    points = torch.stack([misses[kept] / misses[-1], hits[kept] / hits[-1]], dim=1).tolist()
-    return Curves(
-        title="ROC curve of the test set",
-        x_label="false positive rate",
-        y_label="true positive rate",
-        lines={"model": [[0.0, 0.0], *points], "chance": _DIAGONAL},
     )

@@ -31,7 +31,7 @@ from hpcdist.trainers.hybrid.tables import (
     sums_as_units,
     unit_of_row,
 )
-from hpcdist.trainers.hybrid.train import NUM_BINS, ClickModel, auc, calibration, evaluation_figures, load_clicks, roc
+from hpcdist.trainers.hybrid.train import NUM_BINS, ClickModel, auc, calibration, load_clicks
 from hpcdist.trainers.rl.train import returns_curves, returns_histogram
 
 # --- Click logs: files, errors in files, and the synthetic log, which does not depend on the number of readers.
@@ -229,21 +229,6 @@ def test_calibration_compares_shares_of_groups() -> None:
         torch.tensor(points, dtype=torch.float64),
         torch.stack([scores.view(10, 100).mean(1), torch.full((10,), 0.5, dtype=torch.float64)], 1),
     )
-
-
-def test_roc_curve_of_known_scores() -> None:
-    """Two samples of equal score are one step."""
-    curve = roc(torch.tensor([0.9, 0.8, 0.8, 0.1]), torch.tensor([1.0, 1.0, 0.0, 0.0]))
-    assert curve.lines["model"] == [[0.0, 0.0], [0.0, 0.5], [0.5, 1.0], [1.0, 1.0]]
-    long = roc(torch.linspace(0, 1, 5000), (torch.arange(5000) % 3 == 0).float()).lines["model"]
-    assert len(long) <= 201
-    assert long[-1] == [1.0, 1.0]
-
-
-def test_evaluation_with_one_class_has_no_figures() -> None:
-    assert evaluation_figures(torch.rand(4), torch.ones(4)) == {}
-    assert evaluation_figures(torch.rand(0), torch.ones(0)) == {}
-    assert set(evaluation_figures(torch.rand(3), torch.tensor([0.0, 1.0, 1.0]))) == {"calibration", "roc"}
 
 
 def test_returns_of_many_evaluations_are_thinned() -> None:
