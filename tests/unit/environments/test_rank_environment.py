@@ -60,6 +60,10 @@ module() {
 """
 
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
+
 @pytest.fixture
 def modules_env(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "site" / "init").mkdir(parents=True)
@@ -100,8 +104,6 @@ def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- modules
 
 
-@pytest.mark.processes
-@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_modules_change_the_environment(modules_env: dict[str, str]) -> None:
     assert has_modules(modules_env)
     assert modules_version(modules_env) == "Lmod 8.6.19"
@@ -113,8 +115,6 @@ def test_modules_change_the_environment(modules_env: dict[str, str]) -> None:
         program("python9", found)
 
 
-@pytest.mark.processes
-@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -133,8 +133,6 @@ def test_module_that_cannot_be_loaded(modules_env: dict[str, str], name: str, re
     assert str(found.value) == f"cluster.environment.modules: python, {name} cannot be loaded: {reason}"
 
 
-@pytest.mark.processes
-@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_machine_without_modules(modules_env: dict[str, str], tmp_path: Path) -> None:
     if has_modules(env := {**modules_env, "MODULESHOME": str(tmp_path / "none")}):
         pytest.skip("this machine has environment modules")
@@ -148,8 +146,6 @@ def test_machine_without_modules(modules_env: dict[str, str], tmp_path: Path) ->
     assert problem.startswith("cluster.environment.modules: nix cannot be loaded: ")
 
 
-@pytest.mark.processes
-@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_modules_of_the_job_are_checked_with_its_variables(modules_env: dict[str, str], tmp_path: Path) -> None:
     variables = {name: modules_env.pop(name) for name in ("MODULESHOME", "MODULE_BIN")}
     if has_modules(modules_env):
@@ -162,8 +158,6 @@ def test_modules_of_the_job_are_checked_with_its_variables(modules_env: dict[str
     assert module_problems(with_setup, modules_env) == []
 
 
-@pytest.mark.processes
-@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_environment_of_modules(modules_env: dict[str, str], tmp_path: Path, run: RunDir) -> None:
     found = rank_environment(config_of(tmp_path, kind="module", modules=["python"]), run, modules_env)
     assert found.python == f"{modules_env['MODULE_BIN']}/python3"
@@ -196,8 +190,6 @@ def uv(*words: str) -> None:
     subprocess.run([program, *words, f"--python={sys.executable}"], capture_output=True, check=True)
 
 
-@pytest.mark.processes
-@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_uv_builds_the_locked_environment(project: Path, tmp_path: Path) -> None:
     words = [f"--python={sys.executable}", "--offline"]
     build(project, words, tmp_path / "built", os.environ)
@@ -212,8 +204,6 @@ def test_uv_builds_the_locked_environment(project: Path, tmp_path: Path) -> None
     assert not (tmp_path / "again").exists()
 
 
-@pytest.mark.processes
-@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_fingerprint_of_a_project_depends_on_all_that_determines_the_environment(tmp_path: Path) -> None:
     (tmp_path / "local").mkdir()
     (tmp_path / "pyproject.toml").write_text("[project]\n")
@@ -234,8 +224,6 @@ def test_fingerprint_of_a_project_depends_on_all_that_determines_the_environment
         uv_fingerprint(tmp_path, [])
 
 
-@pytest.mark.processes
-@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_problems_of_uv_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (problem,) = uv_problems(tmp_path, os.environ)
     assert problem.startswith(f"cluster.environment.path: {tmp_path} has no uv.lock with a pyproject.toml: ")
@@ -249,8 +237,6 @@ def test_problems_of_uv_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # --- from config to interpreter
 
 
-@pytest.mark.processes
-@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_no_environment_by_default(tmp_path: Path, run: RunDir) -> None:
     config = config_of(tmp_path)
     record_environment(config, [run], os.environ)
@@ -259,8 +245,6 @@ def test_no_environment_by_default(tmp_path: Path, run: RunDir) -> None:
     assert not run.rank_environment.exists()
 
 
-@pytest.mark.processes
-@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_environment_in_place(tmp_path: Path, run: RunDir, venv: Path) -> None:
     config = config_of(tmp_path, kind="venv", path=str(venv), stage=False)
     found = rank_environment(config, run, {"PATH": "/bin", "PYTHONHOME": "/x"})
@@ -270,7 +254,6 @@ def test_environment_in_place(tmp_path: Path, run: RunDir, venv: Path) -> None:
     assert Path(*found.import_path).parent == store_of(tmp_path / "runs")
 
 
-@pytest.mark.processes
 @pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_job_uses_the_environment_of_the_submission(
     tmp_path: Path, run: RunDir, venv: Path, caplog: pytest.LogCaptureFixture
@@ -299,8 +282,6 @@ def test_job_uses_the_environment_of_the_submission(
     assert last.request == again.request
 
 
-@pytest.mark.processes
-@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_variables_in_the_local_folder() -> None:
     assert expanded("$A/${B}", {"A": "/a", "B": "b"}) == "/a/b"
     with pytest.raises(UserMistake, match=r"local_dir=\$A/x: the job has no variable A: use another folder"):
@@ -313,7 +294,6 @@ def test_variables_in_the_local_folder() -> None:
 # --- checks before the submission
 
 
-@pytest.mark.processes
 @pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd: apt-get install zstd")
 def test_problems_before_the_submission(tmp_path: Path, venv: Path) -> None:
     def problems(**keys: object) -> list[str]:
@@ -401,7 +381,6 @@ def answer(**changes: Any) -> dict[str, Any]:
     return {"copied": True, "seconds": 2.5, "facts": FACTS | changes}
 
 
-@pytest.mark.processes
 def test_nodes_are_prepared_in_one_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -230,6 +230,7 @@ def test_driver_version_comes_from_nvml_if_proc_has_none(monkeypatch: pytest.Mon
         ("2,", ["2"], 1),
         ("GPU-5a1c", ["GPU-5a1c"], 1),
         ("0,1,2", ["0", "1", "2"], 2),
+        ("MIG-GPU-8932f937/1/2,MIG-5c4b,MIG-77e2", ["MIG-GPU-8932f937/1/2", "MIG-5c4b", "MIG-77e2"], 3),
     ],
 )
 def test_cuda_visible_devices_selects_gpus(value: str | None, selected: list[str] | None, visible: int) -> None:
@@ -238,21 +239,11 @@ def test_cuda_visible_devices_selects_gpus(value: str | None, selected: list[str
     assert visible_gpus(2, env) == visible
 
 
-def test_each_mig_slice_counts_as_a_gpu() -> None:
-    slices = ["MIG-GPU-8932f937/1/2", "MIG-5c4b", "MIG-77e2"]
-    env = {"CUDA_VISIBLE_DEVICES": ",".join(slices)}
-    assert selected_gpus(env) == slices
-    assert visible_gpus(1, env) == 3, "one GPU has several slices"
-
-
 # --- Tests of the identity of the image that a process runs in.
-def test_process_outside_of_an_image_has_no_facts(tmp_path: Path) -> None:
-    assert image_facts({}, tmp_path / "absent", tmp_path / "absent", tmp_path) == {}
-
-
 def test_facts_come_from_the_environment_and_files_of_the_image(tmp_path: Path) -> None:
     (tmp_path / "build-id").write_text("abc\n")
     env = {"HPCDIST_IMAGE": "hpcdist", "HPCDIST_IMAGE_DIGEST": "sha256:0"}
+    assert image_facts({}, tmp_path / "absent", tmp_path / "absent", tmp_path) == {}
     (tmp_path / "base-image").write_text("sha256:1\n")
     (tmp_path / ".dockerenv").touch()
     assert image_facts(env, tmp_path / "build-id", tmp_path / "base-image", tmp_path) == {
@@ -325,25 +316,14 @@ def test_missing_parts_are_named(host_machine: Path, device: str, installed: tup
     assert str(raised.value).startswith(f"model.compile=true needs {missing}, not found here: install g++")
 
 
-def is_accepted(device: str, env: dict[str, str]) -> bool:
-    try:
-        require_compiler(device, env)
-    except ConfigError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize(("device", "name"), [("cpu", "g++"), ("cuda", "clang")])
-def test_complete_installation_is_accepted(host_machine: Path, device: str, name: str) -> None:
-    assert not is_accepted(device, {"PATH": str(host_machine)})
+@pytest.mark.parametrize(
+    ("device", "name", "env"), [("cpu", "g++", {}), ("cuda", "clang", {}), ("cpu", "mine", {"CXX": "mine -O1"})]
+)
+def test_complete_installation_is_accepted(host_machine: Path, device: str, name: str, env: dict[str, str]) -> None:
     install(host_machine, name, "Python.h")
-    assert is_accepted(device, {"PATH": str(host_machine)})
-
-
-def test_compiler_of_the_environment_is_used(host_machine: Path) -> None:
-    install(host_machine, "mine", "Python.h")
-    assert is_accepted("cpu", {"PATH": str(host_machine), "CXX": "mine -O1"})
-    assert not is_accepted("cpu", {"PATH": str(host_machine), "CXX": "absent"})
+    require_compiler(device, {"PATH": str(host_machine), **env})
+    with pytest.raises(ConfigError, match="needs a C"):
+        require_compiler(device, {"PATH": str(host_machine), "CXX": "absent", "CC": "absent"})
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can plant a folder of another user")

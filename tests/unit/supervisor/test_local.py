@@ -34,6 +34,7 @@ from hpcdist.supervisor.local import LocalRanks, supervise_locally
 from hpcdist.supervisor.plan import Plan
 
 #: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
 
 PLAN = Plan(num_ranks=1, device="cpu", backend="gloo", threads=1, env={})
 
@@ -61,12 +62,10 @@ def make(runs_dir: Path, tmp_path: Path) -> Callable[..., Config]:
 # --- names
 
 
-@pytest.mark.processes
 def test_configured_name_is_kept(make: Callable[..., Config]) -> None:
     assert with_name(make()) == make()
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("trainer", "label"),
     [
@@ -87,7 +86,6 @@ def test_generated_name_has_trainer_time_and_random_suffix(
 # --- trainers
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("trainer", "message"),
     [
@@ -105,14 +103,12 @@ def test_missing_trainer_is_an_error(project: Path, trainer: TrainerConfig, mess
     assert str(caught.value).startswith(message.format(cwd=project))
 
 
-@pytest.mark.processes
 def test_torch_without_mpi_is_reported_before_the_start(project: Path) -> None:
     config = Config(trainer=TrainerConfig(target="comm"), sections={"comm": CommConfig(backend="mpi")})
     with pytest.raises(ConfigError, match=r"^comm\.backend=mpi needs a torch that was built with MPI.* or use comm\.b"):
         check_trainer(config, project)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("target", ["ddp", "train:train", "hpcdist.trainers.ddp.train:train", "json:loads"])
 def test_existing_trainer_is_not_imported(project: Path, target: str) -> None:
     (project / "train.py").write_text("raise RuntimeError\n")
@@ -120,7 +116,6 @@ def test_existing_trainer_is_not_imported(project: Path, target: str) -> None:
     assert "train" not in sys.modules
 
 
-@pytest.mark.processes
 def test_existing_script_is_accepted(project: Path) -> None:
     config = Config(trainer=TrainerConfig(script=[str(project / "train.py")]))
     check_trainer(config, project)
@@ -129,7 +124,6 @@ def test_existing_script_is_accepted(project: Path) -> None:
         check_trainer(config, project)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -156,7 +150,6 @@ def test_syntax_error_is_reported_before_the_start(project: Path, content: bytes
 # --- creating a run
 
 
-@pytest.mark.processes
 def test_create_run_writes_config_code_environment_and_secrets(
     project: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +171,6 @@ def test_create_run_writes_config_code_environment_and_secrets(
         assert path == run.secrets or not path.is_file() or b"s3cret" not in path.read_bytes(), path
 
 
-@pytest.mark.processes
 def test_create_run_removes_the_folder_on_errors(project: Path, make: Callable[..., Config]) -> None:
     (project / "big.bin").write_bytes(bytes(2**20))
     config = make(trainer=TrainerConfig(target="train:train"), launch=LaunchConfig(code_max_mb=0.5))
@@ -188,7 +180,6 @@ def test_create_run_removes_the_folder_on_errors(project: Path, make: Callable[.
     create_run(make(), project)
 
 
-@pytest.mark.processes
 def test_create_run_keeps_an_existing_run(project: Path, make: Callable[..., Config]) -> None:
     run = create_run(make(), project)
     with pytest.raises(RunFolderError, match="exists already"):
@@ -231,7 +222,6 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return arguments_of
 
 
-@pytest.mark.processes
 def test_supervise_holds_the_run_and_passes_code_and_secrets(
     project: Path, make: Callable[..., Config], supervised: dict[str, Any]
 ) -> None:
@@ -249,7 +239,6 @@ def test_supervise_holds_the_run_and_passes_code_and_secrets(
     assert load_run_config(run.config, [], supervised["env"]) == config
 
 
-@pytest.mark.processes
 def test_launcher_starts_before_the_plan_is_shown_and_is_closed_if_that_fails(
     project: Path, make: Callable[..., Config], supervised: dict[str, Any]
 ) -> None:
@@ -264,7 +253,6 @@ def test_launcher_starts_before_the_plan_is_shown_and_is_closed_if_that_fails(
     assert not run.lease.exists()
 
 
-@pytest.mark.processes
 def test_supervise_uses_the_run_folder_if_the_working_directory_is_missing(
     project: Path, make: Callable[..., Config], supervised: dict[str, Any]
 ) -> None:
@@ -276,7 +264,6 @@ def test_supervise_uses_the_run_folder_if_the_working_directory_is_missing(
     assert supervised["import_path"] == [str(run.code)]
 
 
-@pytest.mark.processes
 def test_supervise_rejects_a_held_run(project: Path, make: Callable[..., Config], supervised: dict[str, Any]) -> None:
     run = create_run(make(), project)
     with hold(run), pytest.raises(RunFolderError, match=f"run first is held by process {os.getpid()} of "):
@@ -284,7 +271,6 @@ def test_supervise_rejects_a_held_run(project: Path, make: Callable[..., Config]
     assert supervised == {}
 
 
-@pytest.mark.processes
 def test_supervise_rejects_an_incomplete_run(
     project: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,7 +281,6 @@ def test_supervise_rejects_an_incomplete_run(
     assert not run.lease.exists()
 
 
-@pytest.mark.processes
 def test_detach_starts_a_supervisor_in_a_new_session(
     project: Path, make: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,7 +308,6 @@ def test_detach_starts_a_supervisor_in_a_new_session(
     ]
 
 
-@pytest.mark.processes
 def test_missing_click_log_is_reported_before_the_start(tmp_path: Path) -> None:
     missing = tmp_path / "clicks.parquet"
     config = load_config("hybrid_clicks", [f"hybrid.file={missing}"])
@@ -337,7 +321,6 @@ def test_missing_click_log_is_reported_before_the_start(tmp_path: Path) -> None:
 
 
 EXIT_0: list[list[Any]] = []
-#: All tests of this file may start processes.
 
 
 @pytest.fixture
@@ -367,7 +350,6 @@ class Nodes(NodeChanges):
         self.more = ""
 
 
-@pytest.mark.processes
 def test_failures_that_nodes_explain_do_not_count_against_max_restarts(scene: Scene) -> None:
     scene.launch = {"max_restarts": 0}
     scene.script(first=[fails("peer lost"), EXIT_0], second=[fails("peer lost"), EXIT_0], third=[[*DONE], EXIT_0])
@@ -379,7 +361,6 @@ def test_failures_that_nodes_explain_do_not_count_against_max_restarts(scene: Sc
     assert scene.run.attempt(1).failure.exists(), "it counts in the search for a failing node"
 
 
-@pytest.mark.processes
 def test_other_failures_count_as_without_changes_of_nodes(scene: Scene) -> None:
     scene.launch = {"max_restarts": 0}
     scene.script(first=[fails("nan"), EXIT_0])
@@ -387,7 +368,6 @@ def test_other_failures_count_as_without_changes_of_nodes(scene: Scene) -> None:
     assert (scene.supervise(supervisor).status, scene.run.read_state().attempt) == ("failed", 1)
 
 
-@pytest.mark.processes
 def test_node_without_an_answer_ends_the_attempt(scene: Scene) -> None:
     scene.script(first=[STOP_ON_REQUEST, STOP_ON_REQUEST], second=[[*DONE], EXIT_0])
     nodes = Nodes(changes=("no answer from n2: continuing on 1 of 2 nodes",))
@@ -400,7 +380,6 @@ def test_node_without_an_answer_ends_the_attempt(scene: Scene) -> None:
     assert failure.sentence().startswith("rank 1 on n2 was lost: its node does not answer")
 
 
-@pytest.mark.processes
 def test_ranks_are_restarted_on_more_nodes_and_the_run_goes_on(scene: Scene) -> None:
     scene.script(first=[STOP_ON_REQUEST, STOP_ON_REQUEST], second=[[*DONE], EXIT_0])
     nodes = Nodes(growth="n3")
@@ -414,7 +393,6 @@ def test_ranks_are_restarted_on_more_nodes_and_the_run_goes_on(scene: Scene) -> 
     assert scene.run.attempt(2).read_request() is None
 
 
-@pytest.mark.processes
 def test_nodes_that_the_preflight_check_leaves_out_are_not_recorded(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -438,7 +416,6 @@ def test_nodes_that_the_preflight_check_leaves_out_are_not_recorded(
     assert (state.status, state.world_size, times.num_ranks, times.status) == ("finished", 1, 1, "finished")
 
 
-@pytest.mark.processes
 def test_end_of_the_job_during_a_restart_on_more_nodes_ends_the_run(scene: Scene) -> None:
     scene.script(first=[STOP_ON_REQUEST, STOP_ON_REQUEST])
     nodes = Nodes(growth="n3")
@@ -450,7 +427,6 @@ def test_end_of_the_job_during_a_restart_on_more_nodes_ends_the_run(scene: Scene
     assert request.cause == "preemption"
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("name", ["growth", "preemption", "SIGTERM", "{by}"])
 def test_name_of_a_user_is_never_taken_for_the_cause_of_a_request(
     scene: Scene, name: str, monkeypatch: pytest.MonkeyPatch

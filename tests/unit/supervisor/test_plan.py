@@ -123,23 +123,9 @@ def test_rank_command_excludes_the_current_folder() -> None:
 # --- the machine
 
 
-@pytest.mark.parametrize(
-    ("visible", "num_gpus"),
-    [
-        ("", 0),
-        ("-1", 0),
-        ("0", 1),
-        ("0,1,2", 3),
-        (" 0, 1 ", 2),
-        ("2,", 1),
-        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
-        ("GPU-8932f937,GPU-12345678", 2),
-        ("MIG-GPU-8932f937/1/2,MIG-1", 2),
-    ],
-)
-def test_gpus_are_counted_by_cuda_visible_devices(visible: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_counted_by_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "count_gpus", lambda: pytest.fail("the driver was queried"))
-    assert Machine.inspect({"CUDA_VISIBLE_DEVICES": visible}).num_gpus == num_gpus
+    assert [Machine.inspect({"CUDA_VISIBLE_DEVICES": value}).num_gpus for value in ("", " 0, 1 ")] == [0, 2]
 
 
 @pytest.mark.parametrize("num_gpus", [0, 2])

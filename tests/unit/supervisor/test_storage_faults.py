@@ -30,6 +30,9 @@ from hpcdist.supervisor import children, notifier
 from hpcdist.supervisor.children import ShipperProcess
 from hpcdist.tracking.points import SentFiles
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 SCENE = Path(__file__).parents[2] / "support" / "storage_scene.py"
 ENDS = {"done": "finished", "restart": "finished", "slow": "finished", "stop": "stopped", "stop by signal": "stopped"}
 ERRORS = ("ESTALE", "EIO", "EACCES", "EINTR", "ENOSPC")
@@ -119,7 +122,6 @@ def assert_unchanged(player: Player, cells: Sequence[Cell]) -> Result:
     return played
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 def test_one_stale_handle_in_any_file_operation_does_not_change_the_result(player: Player) -> None:
     operations = player.operations()
@@ -142,14 +144,12 @@ def test_one_stale_handle_in_any_file_operation_does_not_change_the_result(playe
     assert re.search(r"run-\d+/state\.json is available again after 0\.\d s\n", played.messages)
 
 
-@pytest.mark.processes
 @pytest.mark.faults
 @pytest.mark.parametrize("error", [name for name in ERRORS if name != "ESTALE"])
 def test_one_error_in_any_file_operation_does_not_change_the_result(player: Player, error: str) -> None:
     assert_unchanged(player, each_once(player.operations(), error=getattr(errno, error)))
 
 
-@pytest.mark.processes
 @pytest.mark.faults
 def test_short_reads_and_writes_do_not_change_the_result(player: Player) -> None:
     transfers = [item for item in player.operations() if item[0] in ("read", "write")]
@@ -157,7 +157,6 @@ def test_short_reads_and_writes_do_not_change_the_result(player: Player) -> None
     assert_unchanged(player, each_once(transfers, short=True, count=0))
 
 
-@pytest.mark.processes
 @pytest.mark.faults
 def test_one_minute_of_delay_in_a_file_operation_does_not_change_the_result(player: Player) -> None:
     launch = {"launch": {"hang_timeout_s": 10.0}}
@@ -174,7 +173,6 @@ HANGS = {
 }
 
 
-@pytest.mark.processes
 def test_run_folder_unavailable_for_seconds_only_delays_the_run(player: Player) -> None:
     cells = [
         {"scene": scene, "fault": asdict(Fault(operation="*", error=error, window_ms=1500))}
@@ -183,7 +181,6 @@ def test_run_folder_unavailable_for_seconds_only_delays_the_run(player: Player) 
     assert_unchanged(player, cells)
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 def test_time_without_file_system_does_not_count_as_a_hang(player: Player) -> None:
     """The ranks write no heartbeat for 3 s, and the supervisor waits for the file system most of this time."""
@@ -198,7 +195,6 @@ def test_time_without_file_system_does_not_count_as_a_hang(player: Player) -> No
     assert_unchanged(player, cells)
 
 
-@pytest.mark.processes
 def test_ranks_get_a_signal_if_the_request_cannot_be_written(player: Player) -> None:
     full = Fault(operation="create", path="attempts/001/.request.json.*", error=errno.ENOSPC, count=0)
     cells = [{"scene": "stop by signal", "fault": asdict(full)}]
@@ -210,7 +206,6 @@ def test_ranks_get_a_signal_if_the_request_cannot_be_written(player: Player) -> 
     assert answer["on_disk"] == ["stopped", "everything saved (SIGTERM to the supervisor)"]
 
 
-@pytest.mark.processes
 def test_run_folder_that_stays_unavailable_fails_the_run(player: Player) -> None:
     lasting = {"error": errno.EIO, "count": 0}
     cells = [
@@ -244,7 +239,6 @@ def scene(runs_dir: Path) -> Scene:
     return Scene(RunDir.create(runs_dir / "exp" / "first"))
 
 
-@pytest.mark.processes
 def test_shipper_gets_run_folder_and_uri_with_password(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     stub = scene.run.path / "python"
     low = min(os.nice(0) + 10, 19)
@@ -264,7 +258,6 @@ def test_shipper_gets_run_folder_and_uri_with_password(scene: Scene, monkeypatch
     ]
 
 
-@pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="the kernel has no autogroups")
 def test_shipper_has_normal_priority_after_the_end_of_the_ranks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     log = scene.run.path / "shipper.log"
@@ -279,7 +272,6 @@ def test_shipper_has_normal_priority_after_the_end_of_the_ranks(scene: Scene, mo
     assert shipper.drain(60)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("shipper", [["false"], ["sleep", "600"]], ids=["failed", "too slow"])
 def test_missing_records_in_mlflow_are_reported_without_the_password(scene: Scene, shipper: list[str]) -> None:
     scene.tracking = {"drain_timeout_s": 0.1}
@@ -293,7 +285,6 @@ def test_missing_records_in_mlflow_are_reported_without_the_password(scene: Scen
     ]
 
 
-@pytest.mark.processes
 def test_final_state_is_written_before_the_wait_for_the_shipper(scene: Scene) -> None:
     """The shipper ends when `state.json` records the end of the run."""
     scene.tracking = {"drain_timeout_s": 20.0}
@@ -303,7 +294,6 @@ def test_final_state_is_written_before_the_wait_for_the_shipper(scene: Scene) ->
     assert "has not received" not in "".join(scene.report.notes)
 
 
-@pytest.mark.processes
 def test_progress_of_a_longer_upload_is_noted(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "FIRST_NOTE_S", 0.01)
     monkeypatch.setattr(children, "NOTE_EVERY_S", 0.01)
@@ -354,7 +344,6 @@ def texts_below(folder: Path) -> str:
     return "\n".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.processes
 def test_webhook_receives_start_restart_and_end(notified: Scene, webhook: Webhook, tmp_path: Path) -> None:
     file = tmp_path / "webhook"
     file.write_text(webhook.url + "\n")
@@ -378,7 +367,6 @@ def test_webhook_receives_start_restart_and_end(notified: Scene, webhook: Webhoo
     assert SECRET not in texts_below(notified.run.path)
 
 
-@pytest.mark.processes
 def test_command_receives_arguments_and_json(notified: Scene, tmp_path: Path) -> None:
     command, output = tmp_path / "notify me", tmp_path / "output"
     command.write_text(f'#!/bin/sh\necho "$@" >> {output}\ncat >> {output}\necho >> {output}\necho done\n')
@@ -392,7 +380,6 @@ def test_command_receives_arguments_and_json(notified: Scene, tmp_path: Path) ->
     assert (notified.run.path / "notifier.log").read_text() == "done\n" * 2
 
 
-@pytest.mark.processes
 def test_hanging_webhook_delays_the_end_by_a_bounded_time(
     notified: Scene, hanging: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,7 +391,6 @@ def test_hanging_webhook_delays_the_end_by_a_bounded_time(
     assert SECRET not in texts_below(notified.run.path)
 
 
-@pytest.mark.processes
 def test_file_that_others_can_read_is_refused_and_the_run_continues(notified: Scene, tmp_path: Path) -> None:
     file = tmp_path / "webhook"
     file.write_text("https://example.org/s3cret")
@@ -416,7 +402,6 @@ def test_file_that_others_can_read_is_refused_and_the_run_continues(notified: Sc
     assert not (notified.run.path / "notifier.log").exists()
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("statuses", "num_delivered", "reason"),
     [([500, 503, 429], 2, "HTTP status 429"), ([302] * 5, 1, "HTTP status 302"), ([404] * 5, 1, "HTTP status 404")],
@@ -441,7 +426,6 @@ def test_tries_of_an_event_are_bounded(
     assert len(lines) == len(statuses)
 
 
-@pytest.mark.processes
 def test_reason_of_a_failure_does_not_show_the_url(
     notified: Scene, hanging: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -467,7 +451,6 @@ def test_reason_of_a_failure_does_not_show_the_url(
     ]
 
 
-@pytest.mark.processes
 def test_log_that_cannot_be_written_is_reported_at_the_end(notified: Scene, webhook: Webhook) -> None:
     (notified.run.path / "notifier.log").mkdir()
     notified.notify = {"webhook": webhook.url}
@@ -477,7 +460,6 @@ def test_log_that_cannot_be_written_is_reported_at_the_end(notified: Scene, webh
     assert note.startswith("not all notifications were delivered ([Errno 21]")
 
 
-@pytest.mark.processes
 def test_address_is_a_secret_of_the_config(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("trainer: ddp\n")
