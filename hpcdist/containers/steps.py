@@ -462,10 +462,7 @@ def _engine_problem(name: EngineName) -> str | None:
     # docker's client answers without its daemon, so the server's version is requested. The others have no daemon, and
     # commands on their store would block for minutes while a build writes a large layer.
     command = [name, "version", "--format", "{{.Server.Version}}"] if name == "docker" else [name, "--version"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_S)
-    except subprocess.TimeoutExpired:
-        return "does not answer"
+    done = run_within(command, ANSWER_S)
     return f"is installed, but fails: {error_line(done.stderr)}" if done.returncode else None
 
 

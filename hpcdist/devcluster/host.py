@@ -35,6 +35,7 @@ from hpcdist.devcluster.settings import (
 )
 from hpcdist.errors import DevClusterError, RunFolderError
 from hpcdist.host import lock
+from hpcdist.host.commands import last_line, run_within
 from hpcdist.host.files import write_atomic
 from hpcdist.host.machine import CAP_SYS_RESOURCE, has_capability
 
@@ -148,8 +149,8 @@ def run(command: list[str], *, env: Mapping[str, str] | None = None, stdin: str 
     """Run a command and return its output. Raises DevClusterError with the last line of its errors."""
     done = _call(command, env, stdin)
     if done.returncode != 0:
-        error = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        raise DevClusterError(f"`{shlex.join(command)}` failed: {error.strip()}")
+        error = last_line(done.stderr) or last_line(done.stdout) or f"exit code {done.returncode}"
+        raise DevClusterError(f"`{shlex.join(command)}` failed: {error}")
     return done.stdout
 
 
@@ -159,20 +160,9 @@ def succeeds(command: list[str], *, env: Mapping[str, str] | None = None) -> boo
 
 def _call(command: list[str], env: Mapping[str, str] | None, stdin: str) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(
-            command,
-            input=stdin,
-            env={**BARE_ENV, **(env or {})},
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=COMMAND_TIMEOUT_S,
-            check=False,
-        )
+        return run_within(command, COMMAND_TIMEOUT_S, env={**BARE_ENV, **(env or {})}, stdin=stdin)
     except FileNotFoundError:
         raise DevClusterError(f"{command[0]} not found: is the package that brings it installed?") from None
-    except subprocess.TimeoutExpired:
-        raise DevClusterError(f"`{shlex.join(command)}` did not end within {COMMAND_TIMEOUT_S:g} s") from None
 
 
 def start(layout: Layout, daemon: Daemon) -> None:
@@ -205,7 +195,7 @@ def wait_until(
         if ended or time.monotonic() > deadline:
             reason = f"{daemon.name} ended at once" if ended else f"{problem} within {timeout_s:g} s"
             log = layout.output(daemon.name)
-            last = (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+            last = last_line(log.read_text(errors="replace")) or "nothing"
             raise DevClusterError(f"{reason}; {log} ends with: {last}")
         time.sleep(POLL_INTERVAL_S)
 
@@ -419,12 +409,10 @@ def _apt(arguments: list[str], env: Mapping[str, str]) -> None:
     full = {**env, **BARE_ENV, "DEBIAN_FRONTEND": "noninteractive"}
     error = ""
     for _ in range(INSTALL_ATTEMPTS):
-        done = subprocess.run(
-            command, env=full, capture_output=True, text=True, errors="replace", timeout=INSTALL_WITHIN_S, check=False
-        )
+        done = run_within(command, INSTALL_WITHIN_S, env=full)
         if done.returncode == 0:
             return
-        error = (done.stderr.strip().splitlines() or ["no error message"])[-1]
+        error = last_line(done.stderr) or "no error message"
     raise DevClusterError(f"`{' '.join(command)}` failed {INSTALL_ATTEMPTS} times: {error}")
 
 

@@ -9,7 +9,6 @@ then find the copy. Needs the standard library alone.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -20,8 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from typing import Any
 from hpcdist.environments.packed import first_difference, write_listing
 from hpcdist.errors import RunFolderError
 from hpcdist.host.files import make_private, parse_object
+from hpcdist.host.lock import long_lock
 from hpcdist.slurm.on_nodes import print_answer
 
 #: Packages that a rank imports before the user's code.
@@ -114,7 +114,7 @@ def prepare(request: NodeRequest) -> bool:
         make_private(folder)
     except RunFolderError as error:
         raise CopyError(f"cluster.environment.local_dir: {error}") from error
-    with _locked(folder):
+    with long_lock(folder / "lock"):
         for partial in folder.glob(".partial-*"):  # of a process that was killed
             shutil.rmtree(partial)
         copied = not _is_complete(folder, request.key)
@@ -150,13 +150,6 @@ def start_python(request: NodeRequest) -> dict[str, Any]:
         return parse_object(found[1], "python")
     except ValueError as error:
         raise CopyError(f"{request.python} gives no valid description of itself: {error}") from error
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with open(folder / "lock", "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _listing(folder: Path, name: str) -> Path:

@@ -2,7 +2,7 @@
 
 Lustre without `-o flock` and some NFS servers refuse flock. `exclusive` then creates a lock file with O_EXCL, which
 is atomic on every network file system. A killed process leaves its lock file behind. Another process removes it if
-the owner is known to be dead, or if it has not changed for longer than any work under such a lock takes.
+it has not changed for longer than any work under such a lock takes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from hpcdist.host import retry
 log = logging.getLogger(__name__)
 NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})
 WAIT_S = 30.0
-#: A lock file of another host that is unchanged for this time was left by a killed process.
-LEFT_AFTER_S = 10.0
+#: A lock file that is unchanged for this time was left by a killed process. Shorter than each wait for a lock.
+LEFT_AFTER_S = 8.0
 _POLL_S = 0.05
 
 
@@ -132,9 +132,7 @@ def _try_flock(file: IO[str]) -> bool | None:
 
 def _make(held: Path, until: float, within_s: float) -> None:
     """Create the lock file, after removing one that a killed process left behind."""
-    import psutil  # slow to import; only locks on some shared file systems need it
-
-    mine = f"{socket.gethostname()} {os.getpid()} {psutil.Process().create_time()} {secrets.token_hex(4)}"
+    mine = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
     seen, since = "", time.monotonic()
     while not retry.retry(lambda: _create(held, mine), held):
         found = retry.retry(lambda: _content(held), held)
@@ -142,7 +140,7 @@ def _make(held: Path, until: float, within_s: float) -> None:
             continue
         if found != seen:
             seen, since = found, time.monotonic()
-        if _is_dead(found) or time.monotonic() - since >= LEFT_AFTER_S:
+        if time.monotonic() - since >= LEFT_AFTER_S:
             _remove_left(held, found)
             continue
         _wait(held, until, within_s)
@@ -166,21 +164,6 @@ def _content(held: Path) -> str | None:
         return held.read_text()
     except FileNotFoundError:
         return None
-
-
-def _is_dead(content: str) -> bool:
-    """Return whether a lock file names a process of this host that has ended."""
-    host, _, rest = content.partition(" ")
-    pid, _, rest = rest.partition(" ")
-    started = rest.partition(" ")[0]
-    if host != socket.gethostname() or not pid.isdigit():
-        return False
-    import psutil
-
-    try:
-        return str(psutil.Process(int(pid)).create_time()) != started
-    except psutil.NoSuchProcess:
-        return True
 
 
 def _remove_left(held: Path, content: str) -> None:

@@ -114,37 +114,29 @@ def is_away(error: OSError) -> bool:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename with retries. A server may have renamed the file and still answered with an error."""
-    failed = False
-
-    def try_now() -> None:
-        nonlocal failed
-        try:
-            os.rename(source, target)
-        except FileNotFoundError:
-            if not (failed and target.exists()):
-                raise
-        except OSError:
-            failed = True
-            raise
-
-    retry(try_now, target)
+    """Rename with retries."""
+    _retry_change(lambda: os.rename(source, target), target, FileNotFoundError, target.exists)
 
 
 def make_folder(path: Path, mode: int = 0o777) -> None:
-    """Create a folder that does not exist, with retries. A server may have created it and still answered with an error.
+    """Create a folder that does not exist, with retries.
 
     Raises:
         FileExistsError: the folder exists, and contains something or existed before.
     """
+    _retry_change(lambda: path.mkdir(mode), path, FileExistsError, lambda: not any(path.iterdir()))
+
+
+def _retry_change(change: Callable[[], None], path: Path, again: type[OSError], is_made: Callable[[], bool]) -> None:
+    """Retry a change that a server may have made although it answered with an error; a repetition then fails."""
     failed = False
 
     def try_now() -> None:
         nonlocal failed
         try:
-            path.mkdir(mode)
-        except FileExistsError:
-            if not failed or any(path.iterdir()):
+            change()
+        except again:
+            if not (failed and is_made()):
                 raise
         except OSError:
             failed = True

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ import psutil
 
 from hpcdist.config.topology import Topology
 from hpcdist.errors import TopologyError
+from hpcdist.host.commands import run_within
 from hpcdist.host.files import open_regular, read_json, write_json
 from hpcdist.rank.processes import PARENT_MODULE, RANK_MODULE, TASK_MODULE, shown_place
 from hpcdist.run.folder import Attempt
@@ -520,10 +520,7 @@ def _run_py_spy(spy: str | None, process: RankProcess, until: float) -> Stack:
     # Without pausing the process: a stopped process cannot be stopped again, and a false alarm has no effect.
     command = [spy, "dump", "--nonblocking", "--full-filenames", "--pid", str(process.pid)]
     command += ["--subprocesses"] if process.children else []
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=left_s, check=False)
-    except subprocess.TimeoutExpired:
-        return Stack(problem=f"py-spy did not answer within {left_s:.0f} s")
+    done = run_within(command, left_s)
     frames = parse_py_spy(done.stdout)
     if frames:
         return Stack(tuple(frames), done.stdout, "py-spy")

@@ -28,27 +28,21 @@ class Ranks(Protocol):
     @property
     def running(self) -> list[int]:
         """The ranks that have not ended."""
-        ...
 
     def host_of(self, rank: int) -> str:
         """Return the host of a rank, if known."""
-        ...
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a rank has ended or the time is over; updates `exits`."""
-        ...
 
     def absent(self) -> list[int]:
         """Return the ranks that show no sign of a start."""
-        ...
 
     def last_message(self) -> str:
         """Return the last message of the program that starts the ranks."""
-        ...
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the running ranks."""
-        ...
 
     def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
         """Run a command once on each node of the ranks, and wait for its end.
@@ -56,11 +50,9 @@ class Ranks(Protocol):
         The command is ended after `limit_s`, or soon after `interrupted` returns true. Its output is appended to
         `output`.
         """
-        ...
 
     def close(self) -> None:
         """Kill the remaining ranks and their children, and release all resources."""
-        ...
 
 
 class NodeChanges:
@@ -91,20 +83,16 @@ class Launcher(Protocol):
     @property
     def num_ranks(self) -> int:
         """The number of ranks of the running or next attempt."""
-        ...
 
     @property
     def resources(self) -> Resources:
         """The GPUs or cores of the ranks, by node."""
-        ...
 
     def start(self, attempt: Attempt) -> Ranks:
         """Start all ranks. Raises HpcdistError if that fails, UserMistake if a retry cannot help."""
-        ...
 
     def broken(self) -> str:
         """Return, after a failure, why ranks must not be restarted on these nodes; empty if they may be."""
-        ...
 
 
 # Process guard: child processes end when the supervisor dies, also by SIGKILL.

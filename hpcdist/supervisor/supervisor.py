@@ -110,20 +110,16 @@ class Job(Protocol):
     @property
     def allocation(self) -> Allocation | None:
         """Time limit of the ranks, if there is one."""
-        ...
 
     @property
     def nodes(self) -> NodeChanges:
         """Changes of the nodes between attempts."""
-        ...
 
     def is_ending(self) -> bool:
         """Return whether Slurm is ending the job, which it may tell the ranks alone."""
-        ...
 
     def end_or_requeue(self, state: State) -> State:
         """Requeue the job if the run continues that way. Returns the state to record, for each end of the attempts."""
-        ...
 
 
 class Supervisor:

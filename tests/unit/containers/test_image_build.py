@@ -178,7 +178,7 @@ def test_error_has_the_problem_of_each_engine(install: Install, monkeypatch: pyt
         find_engine("buildah", ALL[:2])
     install("docker", "exec /bin/sleep 60")
     monkeypatch.setattr("hpcdist.containers.steps.ANSWER_S", 0.1)
-    with pytest.raises(UserMistake, match="docker does not answer; podman is not installed"):
+    with pytest.raises(UserMistake, match=r"docker is installed, but fails: no answer within 0\.1 s; podman is not"):
         find_engine(None, ALL)
 
 

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -317,15 +316,6 @@ def test_no_lock_file_is_created_with_flock(path: Path, held: Path) -> None:
         )
         with expected, exclusive(path, within_s=0.1):
             pytest.fail("held twice")
-
-
-@pytest.mark.processes
-def test_lock_file_of_a_killed_process_is_removed_at_once(path: Path, held: Path, no_flock: None) -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        pass
-    held.write_text(f"{socket.gethostname()} {ended.pid} 1.0 abcd")
-    with exclusive(path, within_s=0.0):
-        assert f" {os.getpid()} " in held.read_text()
 
 
 @pytest.mark.parametrize("content", ["n2 7 1.0 abcd", ""], ids=["another host", "empty"])
