@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -30,13 +29,12 @@ from containers import (
     UNKNOWN_UID,
     Containers,
     last_lines,
-    runs_of_other_users,
+    only_run,
+    weights_hash,
     write_index_secrets,
 )
 from hpcdist_runs import wait_for
 
-import hpcdist
-from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.launcher import Guard
 
 # --- A docker daemon of the tests in namespaces of its own: bridges, published ports and its firewall stay in there
@@ -222,6 +220,8 @@ def _path(env: Mapping[str, str]) -> str:
 
 # --- Tests with a real docker daemon: builds with BuildKit, the README's command, restarts, and docker/compose.yaml
 
+pytestmark = pytest.mark.timeout(2400)
+
 REQUIRE_CONTAINERS = "HPCDIST_REQUIRE_CONTAINERS"
 
 TRUSTING_BASE = "localhost/debian-base-trusting:bookworm"
@@ -307,19 +307,7 @@ def last_output(text: str) -> str:
     return text.strip().splitlines()[-1]
 
 
-def only_run(runs: Path) -> RunDir:
-    (found,) = runs_of_other_users(runs)
-    return found
-
-
-def weights_hash(run: RunDir) -> str:
-    """Return the step and the hash of the newest checkpoint's model."""
-    newest = max((run.path / "checkpoints").glob("step-*"))
-    return f"{newest.name} {hashlib.sha256((newest / 'model.pt').read_bytes()).hexdigest()}"
-
-
 @pytest.mark.faults
-@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("image", ["hpcdist", "hpcdist:slim"])
 def test_image_check_passes_with_docker(box: DockerBox, image: str, tmp_path: Path) -> None:
     done = box.hpcdist("image", "check", image, "--engine", "docker", cwd=tmp_path)
@@ -330,7 +318,6 @@ def test_image_check_passes_with_docker(box: DockerBox, image: str, tmp_path: Pa
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(2400)
 def test_command_of_the_readme_trains_as_the_caller(box: DockerBox, control: str, runs: Path) -> None:
     """The weights do not depend on the container, and all files belong to the caller."""
     command = ("run", "--rm", *FLAGS, "--volume", f"{runs}:/runs", "hpcdist", *TRAIN, "stop.max_epochs=2")
@@ -341,7 +328,6 @@ def test_command_of_the_readme_trains_as_the_caller(box: DockerBox, control: str
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(2400)
 def test_docker_stop_saves_and_docker_start_continues(box: DockerBox, control: str, runs: Path) -> None:
     held = ("stop.max_epochs=2", "trainer=gated:train", "params.hold_at=30")
     name = f"stopped-{os.getpid()}"
@@ -362,7 +348,6 @@ def test_docker_stop_saves_and_docker_start_continues(box: DockerBox, control: s
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(2400)
 def test_restart_policy_continues_after_the_container_was_killed(box: DockerBox, control: str, runs: Path) -> None:
     """The kernel ends all processes of a container when its process 1 dies; docker then starts it again."""
     held = ("stop.max_epochs=2", "checkpoint.every_steps=20", "trainer=gated:train", "params.hold_at=30")
@@ -386,7 +371,6 @@ def test_restart_policy_continues_after_the_container_was_killed(box: DockerBox,
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(2400)
 def test_run_in_docker_records_the_image(box: DockerBox, tmp_path: Path) -> None:
     command = (*TRAIN, "stop.max_epochs=1", "name=first", "--in", "docker")
     done = box.hpcdist(*command, cwd=tmp_path, HPCDIST_RUNS_DIR=str(tmp_path / "runs"))
@@ -459,7 +443,6 @@ def project(box: DockerBox, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(2400)
 def test_published_port_requires_the_password_and_is_local(project: Project) -> None:
     path = "/api/2.0/mlflow/experiments/search?max_results=5"
     assert project.status("/health") == "200"
@@ -470,7 +453,6 @@ def test_published_port_requires_the_password_and_is_local(project: Project) -> 
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(2400)
 def test_services_are_healthy_and_show_no_secret(project: Project) -> None:
     services = {service: project.box.inspect(project.container(service)) for service in ("db", "mlflow")}
     assert {found["State"]["Health"]["Status"] for found in services.values()} == {"healthy"}
@@ -481,7 +463,6 @@ def test_services_are_healthy_and_show_no_secret(project: Project) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(2400)
 def test_training_logs_to_the_server(project: Project) -> None:
     output = project.compose(
         "--profile", "train-cpu", "run", "--rm", "train-cpu", "run", "ddp_digits", "stop.max_epochs=1",
@@ -499,7 +480,6 @@ def test_training_logs_to_the_server(project: Project) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(2400)
 def test_server_and_database_restart_after_a_kill_and_keep_their_data(project: Project) -> None:
     for service in ("db", "mlflow"):
         container = project.container(service)
@@ -593,45 +573,3 @@ def test_training_waits_for_a_healthy_server_and_has_time_to_save(services: dict
     (device,) = services["train"]["deploy"]["resources"]["reservations"]["devices"]
     assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", "all", ["gpu"])
     assert "resources" not in (services["train-cpu"].get("deploy") or {})
-
-
-# --- Test of an image that `hpcdist image convert` writes for charliecloud.
-
-
-TINY = "localhost/hpcdist-tiny:test"
-
-
-@pytest.fixture
-def tiny(containers: Containers, tmp_path: Path) -> str:
-    """Return a small image with the labels of hpcdist."""
-    (tmp_path / "Dockerfile").write_text(
-        f"FROM {BASE}\n"
-        "LABEL org.opencontainers.image.title=hpcdist\n"
-        f"LABEL org.opencontainers.image.version={hpcdist.__version__}\n"
-        "ENV GREETING=hello\n"
-        "RUN mkdir /runs && echo inside > /marker\n"
-    )
-    options = ("--format", "docker", "--isolation", "chroot", "--network", "host")
-    containers.podman("build", *options, "--tag", TINY, str(tmp_path))
-    return TINY
-
-
-def test_converted_directory_runs_in_charliecloud(containers: Containers, tiny: str, tmp_path: Path) -> None:
-    if shutil.which("ch-run") is None:
-        assert os.environ.get("HPCDIST_REQUIRE_CONTAINERS") != "1", "charliecloud is not installed"
-        pytest.skip("charliecloud is not installed: run scripts/test_packages.sh")
-    command = ("image", "convert", tiny, "--to", "dir", "--into", str(tmp_path / "images"), "--engine", "podman")
-    done = containers.hpcdist(*command, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    folder = Path(done.stdout.strip())
-    digest = containers.inspect(tiny)["Id"]
-    assert folder.name == f"hpcdist-{hpcdist.__version__}-{digest[:12]}"
-    assert last_lines(containers.hpcdist(*command, cwd=tmp_path)) == [f"{folder} exists already"]
-
-    (tmp_path / "runs").mkdir()
-    ch_run = ["ch-run", "--set-env", f"--bind={tmp_path}/runs:/runs", str(folder), "--"]
-    script = "cat /marker; echo $GREETING > /runs/greeting"
-    env = {**os.environ, "USER": "ada"}
-    done = subprocess.run([*ch_run, "sh", "-c", script], env=env, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "inside\n"), done.stderr
-    assert (tmp_path / "runs" / "greeting").read_text() == "hello\n"

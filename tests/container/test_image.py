@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -14,31 +13,19 @@ from pathlib import Path
 import pytest
 import runtime_cases
 import small_image
-from containers import BASE, CHECKOUT, RUNTIMES, UNKNOWN_UID, Containers, last_lines, runs_of_other_users
+from containers import BASE, CHECKOUT, RUNTIMES, UNKNOWN_UID, Containers, last_lines, only_run, weights_hash
 from hpcdist_runs import wait_for
 
 import hpcdist
 from hpcdist.host.files import read_json
-from hpcdist.run.folder import RunDir
 
 BuildImage = Callable[[str], str]
+pytestmark = pytest.mark.timeout(1200)
 #: The flags of the README's command that need neither a GPU nor the permission to raise limits.
 FLAGS = ("--ipc=host", "--user", f"{UNKNOWN_UID}:{UNKNOWN_UID}")
 TRAIN = ("run", "ddp_digits", "launch.num_ranks=2", "tracking.system_interval_s=0")
 
 
-def only_run(runs: Path) -> RunDir:
-    (found,) = runs_of_other_users(runs)
-    return found
-
-
-def weights_hash(run: RunDir) -> str:
-    """Return the step and the hash of the newest checkpoint's model."""
-    newest = max((run.path / "checkpoints").glob("step-*"))
-    return f"{newest.name} {hashlib.sha256((newest / 'model.pt').read_bytes()).hexdigest()}"
-
-
-@pytest.mark.timeout(1200)
 def test_image_check_passes(containers: Containers, image: BuildImage, tmp_path: Path) -> None:
     done = containers.hpcdist("image", "check", image("default"), "--engine", "podman", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -53,7 +40,6 @@ def test_image_check_passes(containers: Containers, image: BuildImage, tmp_path:
     assert found["digest"] == f"sha256:{containers.inspect(image('default'))['Id']}"
 
 
-@pytest.mark.timeout(1200)
 def test_image_has_labels_and_an_unprivileged_user(containers: Containers, image: BuildImage) -> None:
     config = containers.inspect(image("default"))["Config"]
     labels = {key.removeprefix("org.opencontainers.image."): value for key, value in config["Labels"].items()}
@@ -66,7 +52,6 @@ def test_image_has_labels_and_an_unprivileged_user(containers: Containers, image
     assert config["User"] == "1000:1000"
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("target", "package"), [("default", "torch"), pytest.param("mlflow", "mlflow", marks=pytest.mark.slow)]
 )
@@ -93,7 +78,6 @@ def test_bill_of_materials_lists_all_installed_packages(
     assert opt == ["hpcdist" if target == "default" else "mlflow"], "the image does not contain the tools"
 
 
-@pytest.mark.timeout(1200)
 def test_run_in_podman_trains_and_records_the_image_digest(
     containers: Containers, image: BuildImage, tmp_path: Path
 ) -> None:
@@ -117,7 +101,6 @@ def test_run_in_podman_trains_and_records_the_image_digest(
     assert tags["hpcdist.image_base"] == f"sha256:{containers.inspect(BASE)['Id']}"
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.slow
 def test_restarted_container_resumes_the_stopped_run(
     containers: Containers, image: BuildImage, runs: Path, tmp_path: Path
@@ -160,7 +143,6 @@ def started(containers: Containers, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.timeout(1200)
 def test_folder_without_write_permission_is_an_error_with_the_fix(
     containers: Containers, image: BuildImage, tmp_path: Path
 ) -> None:
@@ -173,7 +155,6 @@ def test_folder_without_write_permission_is_an_error_with_the_fix(
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.faults
 def test_default_image_supports_torch_compile(containers: Containers, image: BuildImage, runs: Path) -> None:
     command = (*TRAIN, "model.compile=true", "stop.max_steps=2", "launch.num_ranks=1")
@@ -181,7 +162,6 @@ def test_default_image_supports_torch_compile(containers: Containers, image: Bui
     assert "finished: trained 2 steps" in done
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.slow
 def test_slim_image_refuses_torch_compile(containers: Containers, image: BuildImage, runs: Path) -> None:
     command = (*TRAIN, "model.compile=true", "stop.max_steps=3")
@@ -195,7 +175,6 @@ def test_slim_image_refuses_torch_compile(containers: Containers, image: BuildIm
     assert list(runs.iterdir()) == []
 
 
-@pytest.mark.timeout(1200)
 def test_other_and_missing_images_are_refused(containers: Containers, image: BuildImage, tmp_path: Path) -> None:
     image("default")
     for name, error in {
@@ -230,7 +209,6 @@ FORBIDDEN = re.compile(
 SMALL = 2**20
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "target", ["default", *(pytest.param(target, marks=pytest.mark.slow) for target in ("slim", "mlflow"))]
 )
@@ -304,9 +282,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("form", CASES)
+@pytest.mark.parametrize("form", ["dir", *(pytest.param(form, marks=pytest.mark.slow) for form in ("sif", "sqsh"))])
 def test_converted_image_starts(form: str, containers: Containers, labelled: str, tools: Path, tmp_path: Path) -> None:
     if (reason := small_image.mismatch() or runtime_cases.missing_program(CASES[form])) is not None:
         pytest.skip(reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import secrets
@@ -218,3 +219,14 @@ def runs_of_other_users(folder: Path) -> list[RunDir]:
 
 def last_lines(done: subprocess.CompletedProcess[str]) -> Sequence[str]:
     return (done.stdout + done.stderr).strip().splitlines()
+
+
+def only_run(runs: Path) -> RunDir:
+    (found,) = runs_of_other_users(runs)
+    return found
+
+
+def weights_hash(run: RunDir) -> str:
+    """Return the step and the hash of the newest checkpoint's model."""
+    newest = max((run.path / "checkpoints").glob("step-*"))
+    return f"{newest.name} {hashlib.sha256((newest / 'model.pt').read_bytes()).hexdigest()}"
