@@ -29,7 +29,7 @@ from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.on_nodes import ask, task_words
 from hpcdist.slurm.output import NodeState
 from hpcdist.slurm.preflight.node_checks import check_nodes
-from hpcdist.slurm.preflight.probe import Request, probe_command, probe_env, witness_in
+from hpcdist.slurm.preflight.probe import ProbeRequest, probe_command, probe_env, witness_in
 
 # Preflight of the nodes of a running job, as a Slurm step beside the ranks.
 
@@ -49,7 +49,7 @@ def check_job_nodes(run: RunDir, config: Config, job_id: str, nodes: Sequence[st
     """
     gpus = config.cluster.gpus_per_node if config.launch.device != "cpu" else 0
     with witness_in(run.path / f".doctor-{secrets.token_hex(4)}") as (witness, token):
-        request = Request(
+        request = ProbeRequest(
             nodes=tuple(nodes),
             port=port_for(job_id, run.read_state().attempt + _OTHER_PORT),
             token=token,

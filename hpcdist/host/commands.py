@@ -30,11 +30,12 @@ def run_within(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command and return its output; end it after `limit_s` seconds.
 
-    The output goes to files, because a leftover child process may keep pipes open for any time. After a timeout, the
-    return code is negative and the last line of stderr names the limit.
+    The output goes to files, because a leftover child process may keep pipes open for any time. The return code of a
+    killed command is negative; after a timeout, the last line of stderr names the limit.
 
     Args:
-        is_enough: decides in place of the limit, from the output so far, when to kill the command.
+        is_enough: decides in place of the limit, which then has no effect, from the output so far when to kill the
+            command.
 
     Raises:
         FileNotFoundError: the command does not exist.

@@ -24,8 +24,8 @@ from hpcdist.host.files import parse_object
 
 #: Name of the step, unless its user has a name of its own.
 NODES_STEP = "hpcdist-nodes"
-#: srun waits for nodes that do not answer. A patient caller gives the other nodes this time after the last start of the
-#: command on a node, and this time for the first start: Slurm's messages time out after 10 s.
+#: srun waits for nodes that do not answer. An impatient caller waits this long after the last start of the command on
+#: a node, and this long for the first start: Slurm's messages time out after 10 s.
 PATIENCE_S = 4.0
 FIRST_ANSWER_S = 20.0
 _MARK = "hpcdist-node"
@@ -59,7 +59,9 @@ class Answers(NamedTuple):
     by_node: Mapping[str, dict[str, Any]]
     started: set[str]  #: nodes that have announced the command or answered it
     errors: str  #: error output of srun
-    is_late: bool  #: whether the step has not ended in time
+    was_killed: (
+        bool  #: whether the step was killed: at its limit, or because an impatient caller expects no more answers
+    )
 
 
 # Before the step: its command line.
@@ -125,34 +127,39 @@ def ask(
             a node, and nodes without a start are given up after PATIENCE_S.
     """
     done = run_within(step, limit_s, env=env, is_enough=None if patient else _Enough(nodes, limit_s))
-    found = {node: answer for node, answer in read_answers(done.stdout).items() if node in nodes}
-    return Answers(found, _started(done.stdout) & {*nodes}, done.stderr, done.returncode < 0)
+    started, found = _read(done.stdout)
+    by_node = {node: answer for node, answer in found.items() if node in nodes}
+    return Answers(by_node, started & {*nodes}, done.stderr, done.returncode < 0)
 
 
 def read_answers(text: str) -> dict[str, dict[str, Any]]:
     """Return the answers by node in the output of all tasks, also with `srun --label`; omit incomplete ones."""
+    return _read(text)[1]
+
+
+def _read(text: str) -> tuple[set[str], dict[str, dict[str, Any]]]:
+    """Return the nodes that have started the command, and the complete answers by node."""
     pieces: dict[str, dict[int, str]] = {}
     totals: dict[str, int] = {}
     for line in text.splitlines():
-        if (found := _LINE.search(line)) is not None and found[2] is not None:
-            node, number, total, piece = found.groups()
-            pieces.setdefault(node, {})[int(number)] = piece
+        if (found := _LINE.search(line)) is None:
+            continue
+        node, number, total, piece = found.groups()
+        own = pieces.setdefault(node, {})
+        if number is not None:
+            own[int(number)] = piece
             totals[node] = int(total)
     answers: dict[str, dict[str, Any]] = {}
-    for node, own in pieces.items():
-        if own.keys() == set(range(totals[node])):
+    for node, total in totals.items():
+        if pieces[node].keys() == set(range(total)):
             with suppress(ValueError):
-                answers[node] = parse_object("".join(own[number] for number in range(totals[node])))
-    return answers
+                answers[node] = parse_object("".join(pieces[node][number] for number in range(total)))
+    return set(pieces), answers
 
 
 def lines_of_task(text: str, task: int) -> str:
     """Return the lines of a task in output with `srun --label`. Labels are wrong in a heterogeneous step (22.05)."""
     return "\n".join(re.findall(rf"^\s*0*{task}: (.*)$", text, re.MULTILINE))
-
-
-def _started(text: str) -> set[str]:
-    return {found[1] for line in text.splitlines() if (found := _LINE.search(line)) is not None}
 
 
 class _Enough:
@@ -166,10 +173,11 @@ class _Enough:
 
     def __call__(self, output: str) -> bool:
         now = time.monotonic()
-        started = _started(output) & self._nodes
+        started, answers = _read(output)
+        started &= self._nodes
         if len(started) != self._num_started:
             self._num_started, self._changed = len(started), now
         if not started:
             return now - self._began > FIRST_ANSWER_S
-        over = read_answers(output).keys() >= started or now - self._changed > self._limit_s
+        over = answers.keys() >= started or now - self._changed > self._limit_s
         return over and (started == self._nodes or now - self._changed > PATIENCE_S)

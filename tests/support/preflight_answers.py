@@ -7,13 +7,15 @@ from typing import Any
 
 from hpcdist.host.machine import Check
 from hpcdist.slurm.preflight.node_checks import check_nodes
-from hpcdist.slurm.preflight.probe import Request
+from hpcdist.slurm.preflight.probe import ProbeRequest
 
 Answers = dict[str, dict[str, Any]]
+#: Bytes that each node sends in an exchange, divisible by small numbers of peers.
+EXCHANGE_BYTES = 210 * 2**12
 
 
-def request(num_nodes: int = 4, **changes: Any) -> Request:
-    return Request(
+def request(num_nodes: int = 4, **changes: Any) -> ProbeRequest:
+    return ProbeRequest(
         **{
             "nodes": tuple(f"n{number}" for number in range(1, num_nodes + 1)),
             "port": 23456,
@@ -29,7 +31,6 @@ def request(num_nodes: int = 4, **changes: Any) -> Request:
 def healthy(num_nodes: int = 4, **changes: Any) -> Answers:
     """Return equal answers of nodes n1, n2, …; `changes` replace values of every answer."""
     nodes = request(num_nodes).nodes
-    peer = {"status": "ok", "latency_s": 5e-5, "sent_bytes_s": 1e9, "received_bytes_s": 1.1e9, "offset_s": 1e-4}
     answer: dict[str, Any] = {
         "host": "host",
         "seconds": 0.4,
@@ -63,9 +64,9 @@ def healthy(num_nodes: int = 4, **changes: Any) -> Answers:
             "node": node,
             "network": {
                 "addresses": [f"10.0.0.{index}"],
-                # The first node of a pair measures it.
+                "exchange_bytes": EXCHANGE_BYTES // (num_nodes - 1),
                 "peers": {
-                    other: dict(peer) if node < other else {"status": "ok", "offset_s": -1e-4}
+                    other: {"status": "ok", "exchange_s": EXCHANGE_BYTES / 1e9, "offset_s": 1e-4}
                     for other in nodes
                     if other != node
                 },
@@ -75,12 +76,12 @@ def healthy(num_nodes: int = 4, **changes: Any) -> Answers:
     }
 
 
-def messages(asked: Request, answers: Answers) -> list[str]:
+def messages(asked: ProbeRequest, answers: Answers) -> list[str]:
     """Return the findings with their levels, such as `failure n3: disk: …`."""
     return [f"{check.level} {check.sentence()}" for check in findings(asked, answers)]
 
 
-def findings(asked: Request, answers: Answers) -> list[Check]:
+def findings(asked: ProbeRequest, answers: Answers) -> list[Check]:
     """Return the results of the checks without the summary."""
     found = check_nodes(asked, answers)
     assert found[-1].level == "ok", "the last result is the summary"

@@ -28,7 +28,7 @@ from hpcdist.slurm.current_job import CurrentJob, signal_named_steps
 from hpcdist.slurm.job.srun import PREFLIGHT_STEP, preflight_command
 from hpcdist.slurm.on_nodes import Answers, JobNodes, ask, lines_of_task
 from hpcdist.slurm.preflight.node_checks import check_nodes
-from hpcdist.slurm.preflight.probe import Request, probe_command, probe_env, witness_in
+from hpcdist.slurm.preflight.probe import ProbeRequest, probe_command, probe_env, witness_in
 
 log = logging.getLogger(__name__)
 #: Time limit for the start of the step and its containers and for the checks, in addition to the time in which nodes
@@ -98,12 +98,12 @@ class Preflight:
             self.failed = True
             raise PreflightError(self._verdict(attempt, failures))
 
-    def _request(self, attempt: Attempt, witness: Path, token: str) -> Request:
+    def _request(self, attempt: Attempt, witness: Path, token: str) -> ProbeRequest:
         config, parts = self._config, components(self._config)
         gpus = min(part.gpus_per_node for part in parts) if config.launch.device != "cpu" else 0
         backend = config.launch.backend
         port = int(self._env.get("HPCDIST_MASTER_PORT") or port_for(self._env["SLURM_JOB_ID"], attempt.number))
-        return Request(
+        return ProbeRequest(
             mode="full" if config.preflight.mode == "full" else "quick",
             nodes=tuple(self._nodes.names),
             port=port,
@@ -117,7 +117,7 @@ class Preflight:
             tasks_per_node=min(part.tasks_per_node for part in parts),
             num_workers=loaders(config.data),
             backend=backend if backend != "auto" else "nccl" if gpus else "gloo",
-            deadline_s=Request.deadline_s + self._unpack_s,
+            deadline_s=ProbeRequest.deadline_s + self._unpack_s,
         )
 
     @property
@@ -130,7 +130,7 @@ class Preflight:
 
     # --- the step
 
-    def _ask(self, attempt: Attempt) -> tuple[Request, Answers]:
+    def _ask(self, attempt: Attempt) -> tuple[ProbeRequest, Answers]:
         """Return the request and the nodes' answers; repeats the step if answers are missing."""
         for _ in range(ROUNDS):
             with witness_in(attempt.path / "preflight") as (witness, token):
@@ -140,11 +140,11 @@ class Preflight:
                 break
         return request, found
 
-    def _run_step(self, request: Request) -> Answers:
+    def _run_step(self, request: ProbeRequest) -> Answers:
         command = preflight_command(self._config, self._nodes, probe_command(request, self._python), self._box)
         limit_s = request.deadline_s + STEP_S[request.mode]
         found = ask(command, request.nodes, limit_s, env={**self._env, **probe_env(request)})
-        if found.is_late:
+        if found.was_killed:
             # Killing srun does not end its tasks.
             signal_named_steps(PREFLIGHT_STEP, "KILL")
         return found
@@ -174,7 +174,7 @@ class Preflight:
         return sentence
 
     def _write(
-        self, attempt: Attempt, request: Request, found: Answers, checks: Sequence[Check], seconds: float
+        self, attempt: Attempt, request: ProbeRequest, found: Answers, checks: Sequence[Check], seconds: float
     ) -> None:
         report = {
             "mode": request.mode,
@@ -190,7 +190,7 @@ class Preflight:
             log.warning("cannot write the result of the preflight check: %s", error)
 
 
-def find_problems(request: Request, found: Answers, tasks: Sequence[str]) -> list[Check]:
+def find_problems(request: ProbeRequest, found: Answers, tasks: Sequence[str]) -> list[Check]:
     """Return the checks of the answers, with the error output of nodes that did not answer.
 
     Without any answer the step itself failed, which does not show a problem of the nodes: ranks may still start.

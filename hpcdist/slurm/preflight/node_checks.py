@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from statistics import mean, median
+from statistics import median
 from typing import Any, NamedTuple
 
 from hpcdist.host.machine import LEVELS, Check, Level
@@ -22,8 +22,7 @@ from hpcdist.host.machine_checks import (
     shm_checks,
     space_checks,
 )
-from hpcdist.host.network import find_slow_links
-from hpcdist.slurm.preflight.probe import Request
+from hpcdist.slurm.preflight.probe import ProbeRequest
 
 Answers = Mapping[str, Mapping[str, Any]]
 Pair = tuple[str, str]
@@ -38,7 +37,7 @@ LITTLE_TMP_BYTES = 100 * MB
 SLOW_WRITE, SLOW_WRITE_BYTES_S = 10, 10 * MB
 
 
-def check_nodes(request: Request, answers: Answers) -> list[Check]:
+def check_nodes(request: ProbeRequest, answers: Answers) -> list[Check]:
     """Return all results, the worst first, causes before consequences.
 
     A node without an answer is a failure. A result that most nodes share is reported once, without a `node`. The last
@@ -90,7 +89,7 @@ def merge_nodes(checks: Iterable[Check], num_nodes: int) -> list[Check]:
     return found
 
 
-def check_versions(request: Request, answers: Answers) -> Iterator[Check]:
+def check_versions(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
     """Report nodes whose versions differ from the majority, or from the first node if there is no majority."""
     for key, level in _version_levels(request):
         by_node = {
@@ -118,7 +117,7 @@ def check_versions(request: Request, answers: Answers) -> Iterator[Check]:
             )
 
 
-def _version_levels(request: Request) -> tuple[tuple[str, Level], ...]:
+def _version_levels(request: ProbeRequest) -> tuple[tuple[str, Level], ...]:
     uses_gpus: Level = "failure" if request.backend == "nccl" else "note"
     drivers: Level = "warning" if request.gpus_per_node else "note"
     return (
@@ -141,7 +140,7 @@ def _minor(version: str) -> list[str]:
     return version.split(".")[:2]
 
 
-def _run_folder(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
+def _run_folder(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
     if not answer["witness"]:
         yield Check(
             name="run folder",
@@ -151,7 +150,7 @@ def _run_folder(request: Request, node: str, answer: Mapping[str, Any]) -> Itera
         )
 
 
-def _names(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
+def _names(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
     for name, look in answer["lookups"].items():
         own = "its own name" if name == node else f"the name {name}"
         yield from lookup_checks(own, look)
@@ -161,7 +160,7 @@ def _names(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[C
             yield from loopback_checks(own, look)
 
 
-def _driver(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
+def _driver(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
     if "versions" not in answer:
         text = "its driver or Python's file system does not answer: versions and GPUs are unknown"
         fix = f"see `nvidia-smi` and `dmesg | tail` on {node}"
@@ -171,7 +170,7 @@ def _driver(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[
         yield from driver_checks(answer["versions"])
 
 
-def _gpus(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
+def _gpus(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
     if not request.gpus_per_node or "gpus" not in answer:
         return
     seen, asked = answer.get("visible_gpus", 0), request.gpus_per_node
@@ -188,7 +187,7 @@ def _gpus(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Ch
             yield replace(check, name="gpu", text=f"{check.name} {check.text}")
 
 
-def _disk(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
+def _disk(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
     if not answer["witness"]:
         return  # another folder than that of the checkpoints
     disk = answer["checkpoints"]
@@ -203,7 +202,7 @@ def _disk(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Ch
     yield from space_checks(disk, request.checkpoint_bytes)
 
 
-def _infiniband(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
+def _infiniband(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
     found = answer.get("infiniband")
     if not found or request.backend != "nccl":
         return
@@ -222,7 +221,7 @@ def _infiniband(request: Request, node: str, answer: Mapping[str, Any]) -> Itera
     yield Check(name="infiniband", level="warning", text=text, fix=fix)
 
 
-def _interface(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
+def _interface(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
     """Report a much faster interface than the one of the nodes' names, which ranks use."""
     up = [card for card in answer.get("interfaces", ()) if card["up"] and card["speed_mbit"]]
     used = [card for card in up if card["address"] in answer["network"]["addresses"]]
@@ -240,7 +239,7 @@ def _interface(request: Request, node: str, answer: Mapping[str, Any]) -> Iterat
         )
 
 
-def _memory(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
+def _memory(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
     shm, tmp = answer["shm"], answer["tmp"]
     if "free" in shm and (request.num_workers or request.backend == "nccl"):
         yield from shm_checks(shm["free"])
@@ -249,7 +248,7 @@ def _memory(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[
         yield Check(name="temporary files", level="warning", text=text, fix="free space, or set cluster.env.TMPDIR")
 
 
-def _cores(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
+def _cores(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
     cores, wanted = answer.get("cores"), request.tasks_per_node * (request.num_workers + 1)
     if request.num_workers and cores and wanted > 2 * cores:
         yield Check(
@@ -260,7 +259,7 @@ def _cores(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[C
         )
 
 
-def _unlike_others(request: Request, answers: Answers) -> Iterator[Check]:
+def _unlike_others(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
     """Report nodes that are slower or have fewer InfiniBand ports than the others."""
     speeds = {
         node: found["bytes_s"] for node, answer in answers.items() if "bytes_s" in (found := answer["checkpoints"])
@@ -283,15 +282,15 @@ def _unlike_others(request: Request, answers: Answers) -> Iterator[Check]:
 
 # The network between nodes: blocked connections, slow links, clock offsets.
 #
-# A node is reported if most of its pairs are affected, otherwise the pair is. Each pair has one short measurement, so
-# differences must be large, and values that suffice for training are not reported however much they differ.
+# A node is reported if most of its pairs are affected, otherwise the pair is. Differences between nodes must be large,
+# and values that suffice for training are not reported however much they differ.
 
 #: A node or pair is slow if others are better by this factor and it is worse than the absolute value, because
 #: differences between sufficient values do not matter.
-SLOW, SLOW_BYTES_S, SLOW_LATENCY_S = 4, 125 * MB, 5e-3
+SLOW, SLOW_BYTES_S = 4, 125 * MB
 #: Slow enough to be a failure.
-CRAWLING, CRAWLING_LATENCY_S = 10, 20e-3
-#: A single pair has one measurement, so it is reported only below the rate of a 100 Mbit/s link.
+CRAWLING = 10
+#: A single slow pair is reported only below the rate of a 100 Mbit/s link.
 SLOW_PAIR_BYTES_S = 12.5 * MB
 #: A lease is renewed every 10 s and stale after 60 s by the reader's clock, so a live run could be considered dead.
 FATAL_SKEW_S = 30.0
@@ -305,13 +304,20 @@ class _Problem(NamedTuple):
     detail: str
 
 
-def check_network(request: Request, answers: Answers) -> list[Check]:
+class _Blamed(NamedTuple):
+    """A node to which most of its pairs with a problem are attributed."""
+
+    node: str
+    end: int  #: 0 if the problem is in its connections to others, 1 in those from others
+    ways: list[Pair]  #: the affected ones
+    is_everyone: bool  #: whether all of its connections of this direction are affected
+
+
+def check_network(request: ProbeRequest, answers: Answers) -> list[Check]:
     """Return the results about the network; the last one, of level `ok`, is a summary of the measurements."""
-    blocked = list(_blocked(request, answers))
     return [
         *_port_in_use(request, answers),
-        *_foreign_connections(request, answers),
-        *blocked,
+        *_blocked(request, answers),
         *_stalled(answers),
         *_slow(answers),
         *_skewed(answers),
@@ -319,83 +325,86 @@ def check_network(request: Request, answers: Answers) -> list[Check]:
     ]
 
 
-def _port_in_use(request: Request, answers: Answers) -> Iterator[Check]:
+def _peers(answers: Answers) -> dict[Pair, Mapping[str, Any]]:
+    """Return the answers about connections by source and target."""
+    return {(node, to): peer for node, answer in answers.items() for to, peer in answer["network"]["peers"].items()}
+
+
+def _blame(ways: Iterable[Pair], bad: Iterable[Pair]) -> tuple[list[_Blamed], list[Pair]]:
+    """Attribute bad connections to the nodes of which most are bad, the worst first; return also the other bad ones.
+
+    Args:
+        ways: all connections as (source, target).
+        bad: those with a problem.
+    """
+    left, bad, found = list(ways), list(bad), []
+    nodes = dict.fromkeys(node for way in left for node in way)
+    while bad:
+        total, affected = (Counter((end, way[end]) for way in some for end in (1, 0)) for some in (left, bad))
+        end, node = max(affected, key=lambda it: (affected[it] / total[it], affected[it]))
+        is_single = affected[end, node] < 2 and len(nodes) > 2
+        if affected[end, node] <= 0.5 * total[end, node] or is_single:
+            break
+        own = [way for way in bad if way[end] == node]
+        found.append(_Blamed(node, end, own, len(own) == total[end, node]))
+        left, bad = ([way for way in some if node not in way] for some in (left, bad))
+    return found, bad
+
+
+def _port_in_use(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
     for node, answer in answers.items():
-        if problem := answer["network"].get("port_problem"):
-            who = answer["network"].get("listener") or problem
+        found = answer["network"]
+        if problem := found.get("port_problem"):
             yield Check(
                 name="port",
                 # Only rank 0 listens on it.
                 level="failure" if node == request.nodes[0] else "warning",
-                text=f"port {request.port} is in use: {who}",
+                text=f"port {request.port} is in use: {found.get('listener') or problem}",
                 fix=f"end that program on {node} (`ss -ltnp 'sport = :{request.port}'`), or start the run again:"
                 " each attempt uses another port",
                 node=node,
             )
-
-
-def _foreign_connections(request: Request, answers: Answers) -> Iterator[Check]:
-    for node, answer in answers.items():
-        if count := answer["network"].get("strangers"):
+        if count := found.get("strangers"):
             text = f"{count:,} connections to port {request.port} came from other programs and were closed"
             yield Check(name="port", level="note", text=text, node=node)
 
 
-def _blocked(request: Request, answers: Answers) -> Iterator[Check]:
+def _blocked(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
     """Report nodes that others cannot reach, nodes that cannot reach others, and single pairs."""
     ways: dict[Pair, _Problem | None] = {}
-    for source, answer in answers.items():
-        for target, peer in answer["network"]["peers"].items():
-            if target not in answers or answers[target]["network"].get("port_problem"):
-                continue  # reported by _port_in_use
-            if peer["status"] != "ok":
-                ways[source, target] = _Problem(peer["status"], peer.get("detail", ""))
-            else:
-                ways[source, target] = _Problem("ephemeral", peer["ephemeral"]) if peer.get("ephemeral") else None
+    for way, peer in _peers(answers).items():
+        if way[1] not in answers or answers[way[1]]["network"].get("port_problem"):
+            continue  # reported by _port_in_use
+        if peer["status"] != "ok":
+            ways[way] = _Problem(peer["status"], peer.get("detail", ""))
+        else:
+            ways[way] = _Problem("ephemeral", peer["ephemeral"]) if peer.get("ephemeral") else None
     # A node that answers some of the others is only busy.
     mute = {way for way, problem in ways.items() if problem is not None and problem.kind == "mute"}
-    busy = {target for _, target in mute if any((way not in mute) and way[1] == target for way in ways)}
-    ways = {way: problem for way, problem in ways.items() if way not in mute or way[1] not in busy}
+    answering = {target for source, target in ways if (source, target) not in mute}
+    ways = {way: problem for way, problem in ways.items() if way not in mute or way[1] not in answering}
     bad = {way: problem for way, problem in ways.items() if problem is not None}
-    while bad:
-        end, node = max(
-            ((end, node) for end in (1, 0) for node in answers), key=lambda it: _share(it[1], it[0], ways, bad)
-        )
-        own = [way for way in bad if way[end] == node]
-        if _share(node, end, ways, bad)[0] <= 0.5 or (len(own) < 2 and len(answers) > 2):
-            break
-        others = listed(way[1 - end] for way in own)
-        everyone = len(own) == len([way for way in ways if way[end] == node])
-        yield _cut_off(request, node, bad[own[0]], others if not everyone or len(own) == 1 else "", inward=end == 1)
-        # Remaining pairs of a reported node are omitted.
-        bad = {way: problem for way, problem in bad.items() if node not in way}
-        ways = {way: problem for way, problem in ways.items() if node not in way}
-    for (source, target), problem in list(bad.items())[:_SHOWN]:
-        more = f" (and {len(bad) - _SHOWN} more pairs)" if len(bad) > _SHOWN else ""
-        cause, fix = _describe(request, problem, target)
+    nodes, pairs = _blame(ways, bad)
+    for found in nodes:
+        problem = bad[found.ways[0]]
+        cause, fix = _describe(request, problem, found.node)
+        others = "" if found.is_everyone and len(found.ways) > 1 else listed(way[1 - found.end] for way in found.ways)
+        if problem.kind == "ephemeral":
+            text = cause
+        elif found.end == 1:
+            text = f"{others or 'no other node'} {'cannot' if others else 'can'} reach it: {cause}"
+        else:
+            text = f"it cannot reach {others or 'any other node'}: {cause}"
+        name = "names" if problem.kind == "unresolved" else "port"
+        yield Check(name=name, level="failure", text=text, fix=fix, node=found.node)
+    for source, target in pairs[:_SHOWN]:
+        more = f" (and {len(pairs) - _SHOWN} more pairs)" if len(pairs) > _SHOWN else ""
+        cause, fix = _describe(request, bad[source, target], target)
         text = f"{source} cannot reach {target}, though others can: {cause}{more}"
         yield Check(name="port", level="failure", text=text, fix=fix)
 
 
-def _share(node: str, end: int, ways: Collection[Pair], bad: Collection[Pair]) -> tuple[float, int]:
-    total = sum(way[end] == node for way in ways)
-    count = sum(way[end] == node for way in bad)
-    return (count / total if total else 0.0), count
-
-
-def _cut_off(request: Request, node: str, problem: _Problem, others: str, *, inward: bool) -> Check:
-    cause, fix = _describe(request, problem, node)
-    name = "names" if problem.kind == "unresolved" else "port"
-    if problem.kind == "ephemeral":
-        text = cause
-    elif inward:
-        text = f"{others or 'no other node'} {'cannot' if others else 'can'} reach it: {cause}"
-    else:
-        text = f"it cannot reach {others or 'any other node'}: {cause}"
-    return Check(name=name, level="failure", text=text, fix=fix, node=node)
-
-
-def _describe(request: Request, problem: _Problem, node: str) -> tuple[str, str]:
+def _describe(request: ProbeRequest, problem: _Problem, node: str) -> tuple[str, str]:
     """Return the problem of a connection to or from a node, and the fix."""
     kind, detail = problem
     port = f"port {request.port}"
@@ -426,94 +435,73 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
 
 
-def _measured(answers: Answers, *keys: str) -> dict[Pair, list[float]]:
-    """Return measurements by pair of nodes."""
-    return {
-        (source, target): [peer[key] for key in keys]
-        for source, answer in answers.items()
-        for target, peer in answer["network"]["peers"].items()
-        if all(key in peer for key in keys)
-    }
+def _blame_pairs(pairs: Collection[Pair], bad: Collection[Pair]) -> tuple[list[str], list[Pair]]:
+    """Attribute bad pairs, which have no direction, to nodes; of two nodes it is unknown which one is the cause."""
+    if len({node for pair in pairs for node in pair}) < 3:
+        return [], list(bad)
+    nodes, left = _blame(
+        *([way for one, other in some for way in ((one, other), (other, one))] for some in (pairs, bad))
+    )
+    return [found.node for found in nodes], [pair for pair in left if pair in bad]
 
 
 def _stalled(answers: Answers) -> Iterator[Check]:
-    pairs: dict[Pair, float] = {}
-    for source, answer in answers.items():
-        for target, peer in answer["network"]["peers"].items():
-            if peer["status"] == "ok":
-                pair = (min(source, target), max(source, target))
-                pairs[pair] = max(pairs.get(pair, 0.0), float(peer.get("stalled", False)))
+    stalled: dict[Pair, bool] = {}
+    for (source, target), peer in _peers(answers).items():
+        if peer["status"] == "ok":
+            pair = (min(source, target), max(source, target))
+            stalled[pair] = stalled.get(pair, False) or peer.get("stalled", False)
     text = "small messages arrive, large ones do not"
     fix = "compare the MTUs along the path (`ip link`; `ping -M do -s 1472 NODE`, 8972 for jumbo frames)"
-    while any(pairs.values()):
-        nodes = sorted({node for pair in pairs for node in pair})
-        share = {node: mean(stalled for pair, stalled in pairs.items() if node in pair) for node in nodes}
-        worst = max(share, key=lambda node: share[node])
-        if share[worst] <= 0.5 or len(nodes) == 2:
-            for one, other in [pair for pair, stuck in pairs.items() if stuck][:_SHOWN]:
-                yield Check(name="network", level="failure", text=f"{one} – {other}: {text}", fix=fix)
-            return
-        yield Check(name="network", level="failure", text=f"{text} on the way to or from it", fix=fix, node=worst)
-        pairs = {pair: stalled for pair, stalled in pairs.items() if worst not in pair}
+    nodes, pairs = _blame_pairs(stalled, [pair for pair, is_stalled in stalled.items() if is_stalled])
+    for node in nodes:
+        yield Check(name="network", level="failure", text=f"{text} on the way to or from it", fix=fix, node=node)
+    for one, other in pairs[:_SHOWN]:
+        yield Check(name="network", level="failure", text=f"{one} – {other}: {text}", fix=fix)
 
 
 def _slow(answers: Answers) -> Iterator[Check]:
-    rates = _slower_rates(answers)
-    # The inverse of a latency is a speed: lower is worse, as for rates.
-    speeds = {pair: 1 / latency_s for pair, (latency_s,) in _measured(answers, "latency_s").items()}
-    fix = "check its cable, port and speed (`ethtool`), or exclude it (cluster.exclude={node})"
-    named = set()
-    for own, usual, node in _slow_nodes(rates):
-        if own < SLOW_BYTES_S:
-            named.add(node)
-            text = f"{own / MB:,.1f} MB/s to and from it, {usual / MB:,.0f} MB/s between the other nodes"
-            level: Level = "failure" if own * CRAWLING <= usual else "warning"
-            yield Check(name="network", level=level, text=text, fix=fix.format(node=node), node=node)
-    for own, usual, node in _slow_nodes(speeds):
-        if node not in named and 1 / own > SLOW_LATENCY_S:
-            text = f"{1e3 / own:,.1f} ms round trip, {1e3 / usual:,.2f} ms between the other nodes"
-            level = "failure" if own * CRAWLING <= usual and 1 / own > CRAWLING_LATENCY_S else "warning"
-            yield Check(name="network", level=level, text=text, fix=fix.format(node=node), node=node)
-    yield from _slow_pairs({pair: rate for pair, rate in rates.items() if not named & set(pair)})
-
-
-def _slow_nodes(speeds: Mapping[Pair, float]) -> list[tuple[float, float, str]]:
-    """Return the slow nodes with the median speeds of their pairs and of the others, the slowest first.
-
-    `find_slow_links` finds the nodes that are slow with all partners. Nodes behind a slow uplink are fast among
-    themselves, so nodes whose median pair is slower than the median of the pairs without them are added one by one.
-    """
-    slow = find_slow_links({**speeds, **{(other, one): speed for (one, other), speed in speeds.items()}}, SLOW)
-    found = [(slow.of_ends([node]), slow.usual, node) for node in slow.sends]
-    left = {pair: speed for pair, speed in speeds.items() if not slow.sends & set(pair)}
-    while True:
-        slower = []
-        for node in {node for pair in left for node in pair}:
-            own = median(speed for pair, speed in left.items() if node in pair)
-            others = [speed for pair, speed in left.items() if node not in pair]
-            if others and own * SLOW < median(others):
-                slower.append((own / median(others), own, median(others), node))
-        if not slower:
-            return sorted(found)
-        _, own, usual, worst = min(slower)
-        found.append((own, usual, worst))
-        left = {pair: speed for pair, speed in left.items() if worst not in pair}
-
-
-def _slow_pairs(rates: Mapping[Pair, float]) -> Iterator[Check]:
+    rates = _rates(answers)
     if not rates:
         return
-    usual = median(rates.values())
-    usually = f"{usual / MB:,.0f} MB/s in the median pair" if len(rates) > 1 else "too slow for training"
-    for rate, (one, other) in sorted((rate, pair) for pair, rate in rates.items())[:_SHOWN]:
-        if rate < SLOW_PAIR_BYTES_S and (len(rates) == 1 or rate * CRAWLING < usual):
-            text = f"{rate / MB:,.1f} MB/s between {one} and {other}, {usually}"
+    # Most nodes may be fast with a few partners only: those behind the same uplink, or those that are not slow.
+    fastest = [
+        max(rate for pair, rate in rates.items() if node in pair) for node in {n for pair in rates for n in pair}
+    ]
+    usual = sorted(fastest)[len(fastest) // 2]
+    slow = [pair for pair, rate in rates.items() if rate * SLOW < usual and rate < SLOW_BYTES_S]
+    nodes, _ = _blame_pairs(rates, slow)
+    healthy = {pair: rate for pair, rate in rates.items() if not {*nodes} & {*pair}}
+    usual = median(healthy.values() or [usual])
+    for node in nodes:
+        own = median(rates[pair] for pair in slow if node in pair)
+        yield Check(
+            name="network",
+            level="failure" if own * CRAWLING <= usual else "warning",
+            text=f"{own / MB:,.1f} MB/s to and from it, {usual / MB:,.0f} MB/s between the other nodes",
+            fix=f"check its cable, port and speed (`ethtool`), or exclude it (cluster.exclude={node})",
+            node=node,
+        )
+    for rate, (one, other) in sorted((rate, pair) for pair, rate in healthy.items())[:_SHOWN]:
+        alone = rate / len(answers[one]["network"]["peers"])
+        usually = f"{usual / MB:,.0f} MB/s in the median pair" if len(rates) > 1 else "too slow for training"
+        if alone < SLOW_PAIR_BYTES_S and (len(rates) == 1 or rate * CRAWLING < usual):
+            text = f"{alone / MB:,.1f} MB/s between {one} and {other}, {usually}"
             yield Check(name="network", level="warning", text=text, fix="check the switches and routes between them")
 
 
-def _slower_rates(answers: Answers) -> dict[Pair, float]:
-    """Return the lower one of a pair's rates in both directions."""
-    return {pair: min(both) for pair, both in _measured(answers, "sent_bytes_s", "received_bytes_s").items()}
+def _rates(answers: Answers) -> dict[Pair, float]:
+    """Return bytes per second of a node's exchange with all peers at the same time, as far as the pair allows.
+
+    A slow link of a node delays its data to all peers alike. A single slow pair is slower by the number of peers.
+    """
+    rates: dict[Pair, float] = {}
+    for (source, target), peer in _peers(answers).items():
+        if "exchange_s" in peer:
+            own, pair = answers[source]["network"], (min(source, target), max(source, target))
+            rate = own["exchange_bytes"] * len(own["peers"]) / peer["exchange_s"]
+            rates[pair] = min(rate, rates.get(pair, rate))
+    return rates
 
 
 def _skewed(answers: Answers) -> Iterator[Check]:
@@ -538,14 +526,11 @@ def _skewed(answers: Answers) -> Iterator[Check]:
         )
 
 
-def _summary(request: Request, answers: Answers) -> Check:
-    peers = [peer for answer in answers.values() for peer in answer["network"]["peers"].values()]
+def _summary(request: ProbeRequest, answers: Answers) -> Check:
+    peers = _peers(answers).values()
     num_ways = sum(peer["status"] == "ok" for peer in peers)
     text = f"{len(answers)} of {len(request.nodes)} nodes answered, {num_ways} of {len(peers)} connections work"
-    rates = sorted(_slower_rates(answers).values())
-    delays = [value for (value,) in _measured(answers, "latency_s").values()]
-    if rates:
-        text += f"; {median(rates) / MB:,.0f} MB/s in the median pair, {rates[0] / MB:,.0f} in the slowest"
-        text += f", {median(delays) * 1e3:.2f} ms round trip"
+    if rates := _rates(answers).values():
+        text += f"; exchange of all at {median(rates) / MB:,.0f} MB/s, the slowest pair at {min(rates) / MB:,.0f}"
     seconds = max((answer.get("seconds", 0.0) for answer in answers.values()), default=0.0)
     return Check(name="preflight", level="ok", text=f"{text}; took {seconds:.1f} s")

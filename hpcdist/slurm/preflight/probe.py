@@ -44,7 +44,7 @@ _TOKEN = "HPCDIST_PREFLIGHT_TOKEN"  # noqa: S105  # a name
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ProbeRequest:
     """The parameters of the preflight on every node.
 
     Attributes:
@@ -81,19 +81,19 @@ class Request:
     deadline_s: float = 20.0
 
     @classmethod
-    def from_json(cls, text: str, token: str) -> Request:
+    def from_json(cls, text: str, token: str) -> ProbeRequest:
         """Return the request of a JSON document; the token is passed separately."""
         raw = json.loads(text)
         return cls(**{**raw, "nodes": tuple(raw["nodes"]), "token": token})
 
 
-def probe_command(request: Request, python: str = sys.executable) -> list[str]:
+def probe_command(request: ProbeRequest, python: str = sys.executable) -> list[str]:
     """Return the command that each node executes once with `probe_env`. Its exit code is 0 unless the probe fails."""
     asked = {name: value for name, value in asdict(request).items() if name != "token"}
     return [python, "-P", "-m", "hpcdist.slurm.preflight.probe", json.dumps(asked, separators=(",", ":"))]
 
 
-def probe_env(request: Request) -> dict[str, str]:
+def probe_env(request: ProbeRequest) -> dict[str, str]:
     """Return the probe's variables: other users can read a command line, but not an environment."""
     return {_TOKEN: request.token}
 
@@ -110,7 +110,7 @@ def witness_in(folder: Path) -> Iterator[tuple[Path, str]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def answer(request: Request, env: Mapping[str, str]) -> dict[str, Any]:
+def answer(request: ProbeRequest, env: Mapping[str, str]) -> dict[str, Any]:
     """Return all facts of this node.
 
     Calls that may hang run in threads. The write test comes last, because it would slow down the network test.
@@ -152,7 +152,7 @@ def read_machine(env: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def test_checkpoint_folder(request: Request, node: str) -> dict[str, Any]:
+def test_checkpoint_folder(request: ProbeRequest, node: str) -> dict[str, Any]:
     """Return the facts of the checkpoints' file system (storage.describe), with `bytes_s` or `write_error`."""
     folder = Path(request.checkpoint_folder)
     found = storage.describe(folder, FOLDER_S)
@@ -169,8 +169,8 @@ def test_checkpoint_folder(request: Request, node: str) -> dict[str, Any]:
     return found
 
 
-def test_network(request: Request, node: str) -> dict[str, Any]:
-    """Return `peers` (Peer.as_answer), this node's `addresses`, `port_problem`, and the count of `strangers`."""
+def test_network(request: ProbeRequest, node: str) -> dict[str, Any]:
+    """Return `peers` (Peer.as_answer), the bytes sent to each, this node's addresses, and problems of its port."""
     folder = Path(request.witness).parent
 
     async def resolve(name: str) -> str:
@@ -193,6 +193,7 @@ def test_network(request: Request, node: str) -> dict[str, Any]:
     asyncio.run(mesh.run())
     found: dict[str, Any] = {
         "addresses": sorted(mesh.addresses),
+        "exchange_bytes": mesh.exchange_bytes,
         "peers": {name: peer.as_answer() for name, peer in mesh.peers.items()},
     }
     if mesh.num_foreign:
@@ -204,7 +205,7 @@ def test_network(request: Request, node: str) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     """Print this node's answer and return the exit code."""
-    request = Request.from_json(arguments[0], os.environ[_TOKEN])
+    request = ProbeRequest.from_json(arguments[0], os.environ[_TOKEN])
     try:
         print_answer(answer(request, os.environ))
     except HpcdistError as error:

@@ -26,7 +26,7 @@ from hpcdist.slurm import client as slurm_client
 from hpcdist.slurm.client import JobSnapshot, SlurmError
 from hpcdist.slurm.on_nodes import answer_lines
 from hpcdist.slurm.output import JobInfo, parse_node_states, parse_partitions, parse_seconds, parse_settings
-from hpcdist.slurm.preflight.probe import Request
+from hpcdist.slurm.preflight.probe import ProbeRequest
 
 # --- Tests of the concurrent sections of `hpcdist doctor` and of the rendered report
 
@@ -496,8 +496,8 @@ class Srun:
         return subprocess.CompletedProcess(command, -1 if self.hangs else 0, "\n".join(lines), self.errors)
 
     @property
-    def request(self) -> Request:
-        return Request.from_json(self.command[-1], self.token)
+    def request(self) -> ProbeRequest:
+        return ProbeRequest.from_json(self.command[-1], self.token)
 
 
 def test_preflight_step_runs_beside_the_ranks(
@@ -509,7 +509,7 @@ def test_preflight_step_runs_beside_the_ranks(
     srun.answers = {"n1": {"gpus": [in_use]}, "n2": {}}
     checked: dict[str, Any] = {}
 
-    def check_nodes(request: Request, answers: dict[str, Any]) -> list[Check]:
+    def check_nodes(request: ProbeRequest, answers: dict[str, Any]) -> list[Check]:
         checked.update(answers)
         return [Check(name="network", level="warning", text="n1 → n2 is slow")]
 

@@ -20,22 +20,22 @@ from typing import Any
 import pytest
 
 from hpcdist.slurm.on_nodes import read_answers
-from hpcdist.slurm.preflight.mesh import ALL_PAIRS, MEASURED_ROUNDS, Mesh, connected
+from hpcdist.slurm.preflight.mesh import ALL_PAIRS, Mesh, connected
 from hpcdist.slurm.preflight.node_checks import check_nodes
-from hpcdist.slurm.preflight.probe import Request, probe_command, probe_env
+from hpcdist.slurm.preflight.probe import ProbeRequest, probe_command, probe_env
 
 #: Far longer than a probe takes.
 LIMIT_S = 60
 
 
-def request_for(folder: Path, num_nodes: int) -> Request:
+def request_for(folder: Path, num_nodes: int) -> ProbeRequest:
     nodes = tuple(f"n{number}" for number in range(1, num_nodes + 1))
     witness = folder / "preflight" / "witness"
     witness.parent.mkdir()
     witness.write_text("secret")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    return Request(
+    return ProbeRequest(
         nodes=nodes,
         port=port,
         token="secret",
@@ -52,7 +52,7 @@ class Probes:
     def __init__(self) -> None:
         self._running: dict[str, subprocess.Popen[str]] = {}
 
-    def start(self, request: Request, node: str) -> None:
+    def start(self, request: ProbeRequest, node: str) -> None:
         self._running[node] = subprocess.Popen(
             probe_command(request),
             env={**os.environ, "SLURMD_NODENAME": node, **probe_env(request)},
@@ -103,10 +103,7 @@ def test_healthy_nodes_measure_each_other_although_one_starts_first(tmp_path: Pa
     }
     assert {peer["status"] for peer in pairs.values()} == {"ok"}
     assert all(abs(peer["offset_s"]) < 1 for peer in pairs.values()), "all have the same clock"
-    measured = {
-        pair for pair, peer in pairs.items() if {"latency_s", "sent_bytes_s", "received_bytes_s"} <= peer.keys()
-    }
-    assert measured == {(one, other) for one, other in pairs if one < other}, "by the first node of each pair"
+    assert all(0 < peer["exchange_s"] < 8 for peer in pairs.values())
     assert not any("ephemeral" in peer or "stalled" in peer for peer in pairs.values())
     assert all(answer["witness"] and answer["checkpoints"]["bytes_s"] > 0 for answer in answers.values())
     assert [check.level for check in check_nodes(request, answers) if check.level == "failure"] == []
@@ -152,7 +149,7 @@ def test_status_shows_why_a_node_cannot_be_reached(tmp_path: Path, probes: Probe
     for node in (*request.nodes[2:5], request.nodes[6]):
         (tmp_path / "preflight" / f"started-{node}").touch()
     text = b"[" * 1000  # too deep for a JSON parser
-    hello = b"hpf2" + bytes(16) + struct.pack(">H32s", len(text), bytes(32)) + text
+    hello = b"hpf3" + bytes(16) + struct.pack(">H32s", len(text), bytes(32)) + text
     with (
         greeting_server(request.addresses["n4"], request.port, b"220 ready when you are\r\n"),
         greeting_server(request.addresses["n5"], request.port, hello),
@@ -168,7 +165,7 @@ def test_status_shows_why_a_node_cannot_be_reached(tmp_path: Path, probes: Probe
         assert peers["n7.invalid"]["status"] == "unresolved"
         if node != "n4":
             assert peers["n4"] == {"status": "stranger", "detail": "another program"}
-    assert answers["n1"]["network"]["peers"]["n2"]["sent_bytes_s"] > 0, "reachable pairs are measured"
+    assert answers["n1"]["network"]["peers"]["n2"]["exchange_s"] > 0, "reachable pairs are measured"
     assert answers["n4"]["network"]["port_problem"] == "Address already in use"
     assert answers["n4"]["network"]["listener"], "a program that listens on this port on any of the machine's addresses"
     found = [
@@ -185,13 +182,13 @@ def test_connections_of_other_programs_do_not_change_the_result(tmp_path: Path, 
     wait_for((tmp_path / "preflight" / "started-n1").exists)
     address = request.addresses["n1"], request.port
     deep = b"[" * 1000
-    forged = b"hpf2" + bytes(16) + struct.pack(">H32s", len(deep), bytes(32)) + deep
+    forged = b"hpf3" + bytes(16) + struct.pack(">H32s", len(deep), bytes(32)) + deep
     greetings = [
         b"",
         b"hpf1" + struct.pack(">H", 65535) + b"[" * 65535,
         b"GET / HTTP/1.1\r\n\r\n" * 50,
         forged,
-        b"hpf2",
+        b"hpf3",
     ]
     with ExitStack() as connections:
         reflected = connections.enter_context(socket.create_connection(address))
@@ -205,7 +202,7 @@ def test_connections_of_other_programs_do_not_change_the_result(tmp_path: Path, 
         answers = probes.answers()
     peers = {node: answers[node]["network"]["peers"] for node in answers}
     assert peers["n1"]["n2"]["status"] == peers["n2"]["n1"]["status"] == "ok"
-    assert {"latency_s", "sent_bytes_s", "received_bytes_s"} <= peers["n1"]["n2"].keys()
+    assert "exchange_s" in peers["n1"]["n2"]
     refused = answers["n1"]["network"]["strangers"]
     assert refused > 100
     assert "strangers" not in answers["n2"]["network"]
@@ -286,7 +283,7 @@ def test_nodes_of_large_runs_connect_to_an_even_selection_in_both_directions() -
         for node in nodes
     }
     assert all(node in peers[other] for node in nodes for other in peers[node])
-    assert all(MEASURED_ROUNDS < len(others) < ALL_PAIRS for others in peers.values())
+    assert all(ALL_PAIRS - 3 < len(others) < ALL_PAIRS for others in peers.values())
     near = [sum(abs(int(node[1:]) - int(other[1:])) % 151 < 30 for other in peers[node]) for node in nodes]
     assert max(near) < ALL_PAIRS / 2, "not only neighbours, which may share a switch"
 
@@ -295,7 +292,7 @@ def test_request_is_passed_on_the_command_line_without_the_token(tmp_path: Path)
     request = replace(request_for(tmp_path, 3), checkpoint_bytes=7, mode="full")
     command = probe_command(request, "python3")
     assert command[:4] == ["python3", "-P", "-m", "hpcdist.slurm.preflight.probe"]
-    assert Request.from_json(command[4], request.token) == request
+    assert ProbeRequest.from_json(command[4], request.token) == request
     assert request.token not in command[4], "other users can read command lines"
     assert json.loads(command[4])["nodes"] == ["n1", "n2", "n3"]
 

@@ -24,7 +24,7 @@ from hpcdist.slurm.job import preflight_step
 from hpcdist.slurm.job.preflight_step import Preflight, loaders, newest_checkpoint_bytes
 from hpcdist.slurm.job.srun import preflight_command
 from hpcdist.slurm.on_nodes import JobNodes
-from hpcdist.slurm.preflight.probe import Request
+from hpcdist.slurm.preflight.probe import ProbeRequest
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -62,7 +62,7 @@ class Scene:
         srun.chmod(0o755)
         self.set_answers(*NODES)
         self.patch = monkeypatch
-        self.requests: list[Request] = []
+        self.requests: list[ProbeRequest] = []
         self.set_checks([OK])
 
     def set_answers(self, *nodes: str, errors: str = "") -> None:
@@ -71,7 +71,7 @@ class Scene:
         (self.folder / "errors").write_text(errors)
 
     def set_checks(self, checks: list[Check]) -> None:
-        def check_nodes(request: Request, answers: Any) -> list[Check]:
+        def check_nodes(request: ProbeRequest, answers: Any) -> list[Check]:
             self.requests.append(request)
             return checks
 
@@ -248,7 +248,7 @@ def test_step_is_cancelled_after_its_time_limit(scene: Scene, monkeypatch: pytes
         (scene.folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{scene.folder}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(preflight_step, "STEP_S", {"quick": 0.1 - Request.deadline_s})
+    monkeypatch.setattr(preflight_step, "STEP_S", {"quick": 0.1 - ProbeRequest.deadline_s})
     monkeypatch.setattr(preflight_step, "ROUNDS", 1)
     scene.run_preflight()
     assert (scene.folder / "cancelled").read_text() == "--signal=KILL 7.0\n"
@@ -266,7 +266,7 @@ def test_nodes_wait_for_others_whose_pyxis_unpacks_the_image(scene: Scene, runti
     )
     scene.run_preflight(box=ContainerSpec(runtime=runtime, image="/i", run=scene.run.path, workdir=scene.folder))
     (request,) = scene.requests
-    assert request.deadline_s == Request.deadline_s + more_s
+    assert request.deadline_s == ProbeRequest.deadline_s + more_s
     assert limits == [request.deadline_s + preflight_step.STEP_S["quick"]]
 
 

@@ -436,7 +436,7 @@ def test_nodes_that_do_not_start_the_command_are_given_up(monkeypatch: pytest.Mo
     assert (found.by_node, found.started) == ({"n1": {"ranks": [2]}}, {"n1", "n2"})
     assert ask(say, ["n1"], 60.0, env=os.environ, patient=False).started == set()
     late = ask(say, ["n1"], 0.2, env=os.environ)
-    assert (late.is_late, late.errors) == (True, "\nno answer within 0.2 s\n")
+    assert (late.was_killed, late.errors) == (True, "\nno answer within 0.2 s\n")
 
 
 # --- the ranks on a node
