@@ -218,7 +218,6 @@ def judge(transports: Sequence[int], hosts: Sequence[str]) -> list[str]:
 
 
 log = logging.getLogger(__name__)
-_SMALLEST_BYTES = 2**16
 #: Duration of the measurement of one size.
 _MEASURE_S = 0.02
 
@@ -229,13 +228,13 @@ class Effort:
 
     elements: int  #: number of elements of each checked sum, but at least two for each rank
     rounds: int  #: maximum number of repetitions of each sum
-    largest_bytes: int  #: largest message of the timing
+    message_bytes: tuple[int, ...]  #: messages of the timing, of which the largest that is fast enough counts
     budget_s: float  #: time budget of the checks and of the timing each, in seconds
 
 
 EFFORTS = {
-    "quick": Effort(elements=2**13, rounds=1, largest_bytes=2**23, budget_s=0.3),
-    "full": Effort(elements=2**20, rounds=20, largest_bytes=2**28, budget_s=10.0),
+    "quick": Effort(elements=2**13, rounds=1, message_bytes=(2**20, 2**23), budget_s=0.3),
+    "full": Effort(elements=2**20, rounds=20, message_bytes=(2**20, 2**23, 2**28), budget_s=10.0),
 }
 
 
@@ -273,13 +272,13 @@ def check(
         # The control group carries small messages only, so a quick check is sufficient.
         check_sums(groups.control, "gloo", torch.device("cpu"), topology, groups, EFFORTS["quick"])
         check_sums(None, backend, device, topology, groups, effort)
-        latency_s, timings = measure_all_reduce(Stopwatch(device, backend), device, groups, effort)
+        measured = measure_all_reduce(Stopwatch(device, backend), device, groups, effort)
         warnings = judge(gather(attempt, topology, groups.control), node_names(topology))
     if topology.rank == 0:
-        best = timings[-1]
         text = (
             f"all-reduce over {backend} of {topology.world_size} ranks on {topology.num_nodes} nodes is correct:"
-            f" {1e3 * latency_s:.2f} ms, {best['busbw_gb_per_s']:.3g} GB/s bus bandwidth at {amount(best['bytes'])}"
+            f" {1e3 * measured['latency_s']:.2f} ms, {measured['busbw_gb_per_s']:.3g} GB/s bus bandwidth at"
+            f" {amount(measured['bytes'])}"
             f" ({time.monotonic() - began:.1f} s)"
         )
         found: dict[str, Any] = {
@@ -289,8 +288,7 @@ def check(
             "device": device.type,
             "ranks": topology.world_size,
             "nodes": topology.num_nodes,
-            "latency_s": latency_s,
-            "all_reduce": timings,
+            "all_reduce": measured,
         }
         _report(found, attempt)
 
@@ -423,37 +421,25 @@ def blame(backend: str, dtype: str, culprits: Sequence[int], finders: Sequence[i
 # --- speed
 
 
-def measure_all_reduce(
-    watch: Stopwatch, device: torch.device, groups: Groups, effort: Effort
-) -> tuple[float, list[dict[str, Any]]]:
-    """Return the seconds of a tiny all-reduce, and the timings of growing ones within the budget, in the default group.
+def measure_all_reduce(watch: Stopwatch, device: torch.device, groups: Groups, effort: Effort) -> dict[str, Any]:
+    """Time an all-reduce in the default group; the result is equal on all ranks.
 
-    The timings have `bytes`, `time_s`, and the bandwidths `algbw_gb_per_s` and `busbw_gb_per_s` (see `bandwidths`).
-    They are equal on all ranks, so that all make the same decisions.
+    Returns:
+        `latency_s`, the seconds of a tiny message; `bytes`, `time_s` and `busbw_gb_per_s` (see `bandwidths`) of a large
+        one, which is smaller on a slow network.
     """
 
-    def measured(num_bytes: int) -> Timing:
+    def median_s(num_bytes: int) -> float:
         values = torch.zeros(num_bytes // 4, device=device)
-        return measure(
+        timing = measure(
             lambda: dist.all_reduce(values), watch, groups, budget_s=_MEASURE_S, longest_s=effort.budget_s / 8
         )
+        return timing.median_s
 
-    latency_s = measured(4).median_s
-    timings: list[dict[str, Any]] = []
-    spent_s, num_bytes = 0.0, _SMALLEST_BYTES
-    while True:
-        timing = measured(num_bytes)
-        algbw, busbw = bandwidths("all_reduce", num_bytes, timing.median_s, dist.get_world_size())
-        timings.append(
-            {
-                "bytes": num_bytes,
-                "time_s": timing.median_s,
-                "algbw_gb_per_s": algbw / 1e9,
-                "busbw_gb_per_s": busbw / 1e9,
-            }
-        )
-        # `measure` omits the warm-up of operations for which it would take longer than _MEASURE_S.
-        spent_s += (1 + timing.iterations) * timing.median_s + min(WARM_UP * timing.median_s, _MEASURE_S)
-        num_bytes *= 4
-        if num_bytes > effort.largest_bytes or spent_s + 2 * 4 * timing.median_s > effort.budget_s:
-            return latency_s, timings
+    latency_s = median_s(4)
+    for num_bytes in effort.message_bytes:
+        time_s = median_s(num_bytes)
+        if 100 * time_s > effort.budget_s:
+            break
+    _, busbw = bandwidths("all_reduce", num_bytes, time_s, dist.get_world_size())
+    return {"latency_s": latency_s, "bytes": num_bytes, "time_s": time_s, "busbw_gb_per_s": busbw / 1e9}

@@ -7,7 +7,7 @@ import json
 import socket
 import struct
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -190,9 +190,8 @@ def test_handshake_with_random_bytes_fails(data: bytes, connecting: bool) -> Non
         with ours, theirs:
             theirs.sendall(data)
             theirs.shutdown(socket.SHUT_WR)
-            with pytest.raises(UnknownPeerError):
-                await Link(*await asyncio.open_unix_connection(sock=ours)).handshake(
-                    "token", {"node": "n1"}, connecting=connecting
-                )
+            link = Link(*await asyncio.open_unix_connection(sock=ours))
+            with closing(link), pytest.raises(UnknownPeerError):
+                await link.handshake("token", {"node": "n1"}, connecting=connecting)
 
     asyncio.run(greet())
