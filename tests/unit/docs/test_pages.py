@@ -168,7 +168,7 @@ READ_FIRST = ROOT / "docs" / "concepts" / "read-first.md"
 
 @pytest.mark.parametrize(("mechanism", "module"), LOOKUPS, ids=[mechanism for mechanism, _ in LOOKUPS])
 def test_page_for_readers_of_the_code_leads_to_module_of_mechanism(mechanism: str, module: str) -> None:
-    rows = [line for line in READ_FIRST.read_text().splitlines() if line.startswith("- **")]
+    rows = [line for line in READ_FIRST.read_text().splitlines() if re.match(r"- \*\*|\d+\. ", line)]
     assert [row for row in rows if mechanism.lower() in row.lower() and f"`hpcdist/{module}" in row] != []
 
 
