@@ -78,7 +78,7 @@ def in_one_process(cfg: Config, steps: int) -> tuple[dict[str, Tensor], float, l
         corpus.train, cfg.section(RnnConfig).batch_size * cfg.roles["trainer"], cfg.section(RnnConfig).bptt
     )
     others = [parameter for name, parameter in model.named_parameters() if name != "encoder.weight"]
-    is_lazy = cfg.optim.name == "adam" and not cfg.section(RnnConfig).tie_weights
+    is_lazy = cfg.optim.name == "adam"
     optimizers = [build_optimizer(others if is_lazy else model.parameters(), replace(cfg.optim, max_grad_norm=None))]
     if is_lazy:
         optimizers.append(torch.optim.SparseAdam([model.encoder.weight], lr=cfg.optim.lr))
@@ -108,7 +108,7 @@ def in_one_process(cfg: Config, steps: int) -> tuple[dict[str, Tensor], float, l
 def whole_model(cfg: Config, corpus: Corpus) -> LanguageModel:
     size, rnn = corpus.tokenizer.size, cfg.section(RnnConfig)
     sizes = {"vocab_size": size, "embedding": rnn.embedding_size, "hidden": rnn.hidden_size, "layers": rnn.num_layers}
-    return LanguageModel(**sizes, tied=rnn.tie_weights, seed=cfg.seed)
+    return LanguageModel(**sizes, seed=cfg.seed)
 
 
 @torch.no_grad()
@@ -138,12 +138,9 @@ def test_another_number_of_servers_continues_the_same_training(tmp_path: Path) -
         pytest.param(1, 1, SGD, 1, {}, marks=pytest.mark.slow),
         pytest.param(2, 2, OptimConfig(lr=0.01, max_grad_norm=0.05), 12, {}, marks=pytest.mark.faults),
         (2, 1, SGD, 12, {}),
-        pytest.param(
-            *(1, 2, replace(SGD, lr=0.1, momentum=0.9, max_grad_norm=0.1), 12, {"tie_weights": True}),
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(1, 2, replace(SGD, lr=0.1, momentum=0.9, max_grad_norm=0.1), 12, {}, marks=pytest.mark.slow),
     ],
-    ids=["gradients", "adam, clipped", "sgd", "tied"],
+    ids=["gradients", "adam, clipped", "sgd", "momentum"],
 )
 def test_training_equals_one_process(
     tmp_path: Path, trainers: int, servers: int, optim: OptimConfig, steps: int, options: dict[str, Any]

@@ -36,8 +36,6 @@ class RnnConfig:
     """Layers of the LSTM."""
     dropout: float = 0.2
     """Dropout probability after the embedding, between layers and before the decoder."""
-    tie_weights: bool = False
-    """Share one table between embedding and decoder: half the weights, but its update cannot overlap."""
     batch_size: int = 20
     """Sequences that each trainer reads in parallel."""
     bptt: int = 35
@@ -60,10 +58,6 @@ class RnnConfig:
             for name, value in (("eval_fraction", self.eval_fraction), ("dropout", self.dropout))
             if not value < 1
         ]
-        if self.tie_weights and self.embedding_size != self.hidden_size:
-            problems.append(
-                f"tie_weights needs embedding_size = hidden_size, got {self.embedding_size} and {self.hidden_size}"
-            )
         if not self.prompt:
             problems.append("prompt must not be empty: the sampled text continues it")
         check(problems)
@@ -75,5 +69,5 @@ TRAINER = Trainer(
     roles={"trainer": 1, "parameter_server": 1},
     instead_of_accumulation="rnn.batch_size",
     charts={"perplexity": ("eval/perplexity",)},
-    fixed_keys=("rnn.embedding_size", "rnn.hidden_size", "rnn.num_layers", "rnn.tie_weights", "optim.name"),
+    fixed_keys=("rnn.embedding_size", "rnn.hidden_size", "rnn.num_layers", "optim.name"),
 )

@@ -7,6 +7,7 @@ and a batch has the next rows of all columns, so that the hidden state of a batc
 from __future__ import annotations
 
 import glob
+import itertools
 import random
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -190,3 +191,7 @@ class Columns:
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[number] for number in range(len(self)))
+
+    def from_batch(self, number: int) -> Iterator[Batch]:
+        """Yield the batches from one on, and after the last one again from the first, without end."""
+        return (self[index % len(self)] for index in itertools.count(number))

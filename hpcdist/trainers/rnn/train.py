@@ -3,9 +3,9 @@
 Roles: trainers (rank 0 is one) hold the LSTM and the text; each server holds an equal range of the rows of embedding
 and decoder. A trainer's batch has three exchanges with the servers:
 
-    lookup      receive the rows of the batch's different tokens (with the answer to the last push)
+    pull        receive the embedding rows of the batch's different tokens (with the answer to the last push)
     decode      send the LSTM's output, receive its gradient and the loss: logits are never sent
-    push        send the gradients of the batch's rows, each row once
+    push        send the gradients of the batch's embedding rows, each row once; the servers update their rows
 
 The server answers `decode` before it computes the gradient of the decoder's weights, a third of its work, which
 overlaps with the trainer's backward pass. Source of the method:
@@ -16,6 +16,9 @@ in the order of their index; LSTM gradients are summed over the trainers. `mode:
 flight, so that servers and LSTM work at the same time: gradients belong to weights that are one update old, and with
 several trainers a server applies each push on arrival (Hogwild, https://arxiv.org/abs/1106.5730). LSTM gradients are
 still averaged, so the replicas stay equal. Async runs do not repeat exactly and learn somewhat less per step.
+
+    sync     forward 1, backward 1, update 1, forward 2, backward 2, update 2, …
+    async    forward 1, forward 2, backward 1, update 1, forward 3, backward 2, update 2, …
 
 Distributed autograd is not used: the graph is cut at two fixed places, and explicit calls avoid its context, messages
 and optimizer calls in each step (`benchmarks/rnn.py` measures the difference).
@@ -64,64 +67,47 @@ TRAINER, SERVER = "trainer", "parameter_server"
 
 def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, save checkpoints, write a sample text and export the final model."""
-    rnn = cfg.section(RnnConfig)
     ctx.roles.require(trainer=None, parameter_server=None)
-    ranks = list(ctx.ranks_of(TRAINER))
-    ctx.agree_among(ranks)
-    trainers = dist.new_group(ranks)
-    # Rank 0 alone reads the text, so all have the same. Servers need the size of the vocabulary.
-    corpus = load_corpus(rnn, cfg.seed) if ctx.is_main else None
-    if corpus:
-        _log_corpus(ctx, rnn, corpus)
-    vocab_size: list[Any] = [corpus and corpus.tokenizer.size]
-    dist.broadcast_object_list(vocab_size)
-    options: dict[str, Any] = {
-        "timeout_s": CALL_TIMEOUT_S,
-        "num_threads": max(16, 4 * len(ranks)),  # calls of all trainers but one may wait for that one
-    }
+    trainers = list(ctx.ranks_of(TRAINER))
+    ctx.agree_among(trainers)  # servers count no steps
+    trainer_group = dist.new_group(trainers)  # every rank has to take part
+    # Rank 0 alone reads the text, so all have the same.
+    corpus = load_corpus(cfg.section(RnnConfig), cfg.seed) if ctx.is_main else None
+    vocab_size = _broadcast(corpus and corpus.tokenizer.size)
+    # Calls of all trainers but one may wait for that one.
+    options: dict[str, Any] = {"timeout_s": CALL_TIMEOUT_S, "num_threads": max(16, 4 * len(trainers))}
     if ctx.role == SERVER:
-        server = _open_server(ctx, cfg, vocab_size[0])
-        with rpc_group(ctx, server.functions, **options) as group:
-            group.serve({"save": lambda step: ctx.save(step, model=None, trainer={}, shard=server_shard(server))})
+        server = open_server(ctx, cfg, vocab_size)
+        with rpc_group(ctx, server.functions, **options) as rpc:
+            rpc.serve({"save": lambda step: ctx.save(step, model=None, trainer={}, shard=server_shard(server))})
         return
-    assert isinstance(trainers, dist.ProcessGroup)
-    streams: list[Any] = [corpus.train, corpus.held_out] if corpus else [None, None]
-    dist.broadcast_object_list(streams, src=ranks[0], group=trainers)
-    lstm = _build_lstm(ctx, rnn, vocab_size[0])
+    assert isinstance(trainer_group, dist.ProcessGroup)
+    streams = _broadcast((corpus.train, corpus.held_out) if corpus else None, trainer_group)
+    lstm = open_lstm(ctx, cfg, corpus, vocab_size)
     saved = ctx.restore()  # at the same time as the servers, which restore before RPC starts
-    with rpc_group(ctx, **options) as group:
-        client = VocabularyClient(group, trainer=ctx.role_index, vocab_size=vocab_size[0], device=ctx.device)
-        learner = Learner(lstm, cfg, client, trainers, ctx.device)
-        # This trainer's share of both texts.
-        part = ctx.role_index, len(ranks)
-        columns, held_out = (Columns(stream, rnn.batch_size, rnn.bptt, part) for stream in streams)
-        train_lstm(ctx, cfg, learner, group, columns, held_out, saved, vocab_size[0])
+    with rpc_group(ctx, **options) as rpc:
+        client = VocabularyClient(rpc, trainer=ctx.role_index, vocab_size=vocab_size, device=ctx.device)
+        learner = Learner(lstm, cfg, client, trainer_group, ctx.device)
+        train_lstm(ctx, cfg, learner, rpc, streams, saved, vocab_size)
         if corpus and ctx.end_reason:
-            _export(ctx, cfg, learner, corpus.tokenizer)
+            export(ctx, cfg, learner, corpus.tokenizer)
         if not ctx.is_main:
-            group.serve({})  # until rank 0 has written the model
+            rpc.serve({})  # until rank 0 has written the model
 
 
 def train_lstm(
     ctx: Context,
     cfg: Config,
     learner: Learner,
-    group: RpcGroup,
-    columns: Columns,
-    held_out: Columns,
+    rpc: RpcGroup,
+    streams: tuple[Tensor, Tensor],
     saved: Restored | None,
     vocab_size: int,
 ) -> None:
     """Train until a stop rule of the config applies, which becomes `ctx.end_reason`, or a stop is requested."""
-    local = None
-    if saved is not None:
-        check_vocab_size(saved, vocab_size)
-        learner.lstm.load_state_dict({name.removeprefix("lstm."): tensor for name, tensor in saved.model.items()})
-        learner.optimizer.load_state_dict(saved.trainer["optimizer"])
-        local = saved.local
-    if local is not None and "h" in local:
-        learner.state = local["h"].to(learner.device), local["c"].to(learner.device)
+    columns, held_out = (share_of_text(ctx, cfg, stream) for stream in streams)
     progress = Progress(cfg, len(columns), saved.trainer["position"] if saved is not None else None)
+    local = learner.load(saved, vocab_size) if saved is not None else None
     # Sums of trainers are lost if the number of ranks has changed: the hidden state is saved with them.
     meter = Meter(local["meter"] if local is not None else None)
 
@@ -129,48 +115,35 @@ def train_lstm(
         """Save on every rank: rank 0 orders the servers to save once they have all updates."""
         learner.settle()
         if ctx.is_main:
-            group.order("save", progress.step, to=group.of_role(SERVER))
-        hidden = {} if learner.state is None else {"h": learner.state[0], "c": learner.state[1]}
-        ctx.save(
-            progress.step,
-            model=nn.ModuleDict({"lstm": learner.lstm}),
-            trainer={
-                "optimizer": learner.optimizer.state_dict(),
-                "position": progress.state_dict(),
-                "num_trainers": ctx.roles.count(TRAINER),
-                "num_servers": ctx.roles.count(SERVER),
-                "vocab_size": vocab_size,
-            },
-            local={**hidden, "meter": meter.state_dict()},
-            metrics=metrics,
-            shard=Shard(),
-        )
+            rpc.order("save", progress.step, to=rpc.of_role(SERVER))
+        trainer, local = learner.state_dicts(ctx)
+        trainer |= {"position": progress.state_dict(), "vocab_size": vocab_size}
+        local["meter"] = meter.state_dict()
+        lstm = nn.ModuleDict({"lstm": learner.lstm})
+        ctx.save(progress.step, model=lstm, trainer=trainer, local=local, metrics=metrics, shard=Shard())
 
-    max_in_flight = 2 if cfg.section(RnnConfig).mode == "async" else 1
-    every = cfg.checkpoint.every_steps
-    in_flight: deque[Flight] = deque()  # launched batches with an incomplete update
+    batches = columns.from_batch(progress.step_in_epoch)
+    upcoming = next(batches)
+    in_flight: deque[BatchInFlight] = deque()  # after their forward pass, before their update
     ctx.training_begins()  # the time until here counts as start-up
     while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
         if progress.step_in_epoch == 0:
             learner.state = None  # the columns start anew
-        upcoming = columns[progress.step_in_epoch % len(columns)]  # the next batch to launch
-        while left := progress.steps_until_evaluation:
-            # No batch is in flight at a step after which a checkpoint is saved or an evaluation follows.
-            is_ending = ctx.stop_agreed or ctx.save_requested
-            limit = min(max_in_flight, left, every - progress.step % every if every else left)
-            while len(in_flight) < limit and not is_ending:
-                in_flight.append(learner.launch(upcoming))
-                upcoming = columns[(progress.step_in_epoch + len(in_flight)) % len(columns)]
-            flight = in_flight.popleft()
+        while progress.steps_until_evaluation:
+            while len(in_flight) < max_in_flight(ctx, cfg, progress):
+                in_flight.append(learner.forward(upcoming))
+                upcoming = next(batches)
+            batch = in_flight.popleft()
             lr = cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule)
-            meter.add(loss_sum=learner.land(flight, lr, upcoming.ids), num_tokens=len(flight.batch.targets))
+            loss_sum = learner.backward_and_update(batch, lr, upcoming.ids)
+            meter.add(loss_sum=loss_sum, num_tokens=len(batch.batch.targets))
             progress.count_step()
             if progress.log_is_due:
                 ctx.log(interval_metrics(learner, progress, meter), progress.step)
                 meter.reset()
             stop = ctx.should_stop(progress.step, progress.total_steps)  # the same answer on all trainers
             if in_flight:
-                continue
+                continue  # the state is complete only when no batch is in flight
             if stop:
                 save({})
                 return
@@ -186,6 +159,15 @@ def train_lstm(
     ctx.end_reason = progress.end_reason
 
 
+def max_in_flight(ctx: Context, cfg: Config, progress: Progress) -> int:
+    """Return the maximum number of batches in flight before this step: 1 if a checkpoint or evaluation follows it."""
+    if cfg.section(RnnConfig).mode == "sync" or ctx.stop_agreed or ctx.save_requested:
+        return 1
+    save_every = cfg.checkpoint.every_steps
+    steps_until_save = save_every - progress.step % save_every if save_every else 2
+    return min(2, progress.steps_until_evaluation, steps_until_save)
+
+
 def interval_metrics(learner: Learner, progress: Progress, meter: Meter) -> dict[str, float]:
     """Return the training metrics since the last logged step."""
     loss_sum, num_tokens = learner.sum_over_trainers([meter.sums["loss_sum"], meter.sums["num_tokens"]])
@@ -198,27 +180,203 @@ def interval_metrics(learner: Learner, progress: Progress, meter: Meter) -> dict
     }
 
 
+@torch.no_grad()
 def evaluate(ctx: Context, learner: Learner, held_out: Columns) -> dict[str, float]:
     """Return mean loss in nats and perplexity over the held-out text, equal on all trainers."""
     learner.settle()
-    loss_sum, num_tokens = learner.sum_over_trainers(learner.measure(held_out))
-    ctx.alive()
+    training_state, learner.state = learner.state, None
+    learner.lstm.eval()
+    loss_sum = 0.0
+    for batch in held_out:
+        loss_sum += learner.loss(batch)
+        ctx.alive()
+    learner.lstm.train()
+    learner.state = training_state
+    loss_sum, num_tokens = learner.sum_over_trainers([loss_sum, held_out.num_targets])
     loss = loss_sum / num_tokens
     return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 
 
-def _log_corpus(ctx: Context, rnn: RnnConfig, corpus: Corpus) -> None:
-    name, source = ("text", " ".join(rnn.files)) if rnn.files else ("python-stdlib", "Python's standard library")
-    for split, tokens in (("train", corpus.train), ("test", corpus.held_out)):
-        ctx.log_dataset(name, split=split, num_samples=len(tokens), digest=digest_of(tokens), source=source)
+# A trainer's LSTM, and the passes of a batch through LSTM and vocabulary servers.
 
 
-def _open_server(ctx: Context, cfg: Config, vocab_size: int) -> VocabularyServer:
+@dataclass
+class BatchInFlight:
+    """A batch between its forward pass and its update."""
+
+    number: int  #: index among the batches of this trainer in this attempt
+    batch: Batch
+    rows: Tensor  #: of the embedding
+    lstm: nn.LSTM  #: the weights of the forward pass
+    output: Tensor
+    #: Waits for the servers; returns the summed loss and the gradient of `output`.
+    receive_gradient: Callable[[], tuple[float, Tensor]]
+
+
+class Learner:
+    """A trainer's LSTM. A batch is processed by `forward`, then `backward_and_update`.
+
+    A batch whose forward pass runs while another is in flight uses the weights from before the other's update. It has
+    its own copy of them, since its backward pass needs the weights of its forward pass.
+    """
+
+    def __init__(
+        self,
+        lstm: nn.LSTM,
+        cfg: Config,
+        client: VocabularyClient,
+        trainer_group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        rnn = cfg.section(RnnConfig)
+        self.lstm = lstm.to(device)
+        self.optimizer = build_optimizer(self.lstm.parameters(), cfg.optim)
+        self.client = client
+        self.state: tuple[Tensor, Tensor] | None = None  #: hidden state at the start of the next batch
+        self._device = device
+        self._copies = deque(copy.deepcopy(self.lstm) for _ in range(2)) if rnn.mode == "async" else None
+        self._max_norm = cfg.optim.max_grad_norm
+        self._dropout = rnn.dropout
+        self._trainer_group = trainer_group
+        self._num_trainers = dist.get_world_size(trainer_group)
+        self._num_forward = 0
+        self._requested: tuple[Tensor, PendingRows] | None = None  #: ids and their rows after the last update
+
+    def forward(self, batch: Batch) -> BatchInFlight:
+        """Run the forward pass and send its output to the servers."""
+        lstm = self.lstm
+        if self._copies is not None:
+            self._copies.rotate()
+            lstm = self._copies[0]
+            with torch.no_grad():
+                torch._foreach_copy_(list(lstm.parameters()), list(self.lstm.parameters()))
+        if self._requested is not None and self._requested[0] is batch.ids:
+            pending, self._requested = self._requested[1], None
+        else:
+            pending = self.client.pull(batch.ids)
+        rows = pending.wait().requires_grad_()
+        output = self._run_lstm(lstm, rows, batch)
+        scale = 1.0 / (len(output) * self._num_trainers)  # mean over the tokens of all trainers
+        number, self._num_forward = self._num_forward, self._num_forward + 1
+        receive_gradient = self.client.decode(number, output.detach(), batch.targets, scale)
+        return BatchInFlight(number, batch, rows, lstm, output, receive_gradient)
+
+    def _run_lstm(self, lstm: nn.LSTM, rows: Tensor, batch: Batch) -> Tensor:
+        embedded = F.dropout(F.embedding(batch.inverse.to(self._device), rows), self._dropout, lstm.training)
+        output, (h, c) = lstm(embedded, self.state)
+        self.state = h.detach(), c.detach()
+        return F.dropout(output, self._dropout, lstm.training).flatten(0, 1)
+
+    def backward_and_update(self, batch: BatchInFlight, lr: float, next_ids: Tensor) -> float:
+        """Run backward pass and update, and request the embedding rows of `next_ids`; return the summed loss."""
+        loss_sum, output_gradient = batch.receive_gradient()
+        batch.output.backward(output_gradient)
+        number, ids, row_gradients = batch.number, batch.batch.ids, batch.rows.grad
+        assert row_gradients is not None
+        if self._max_norm is None:
+            pending = self.client.push(number, ids, row_gradients, 1.0, lr, next_ids)
+            gradients = self._summed_gradients(batch.lstm)
+        else:  # the norm of all gradients is known only after the servers have those of the rows
+            gradients = self._summed_gradients(batch.lstm)
+            scale = self._clip_factor(self.client.offer(number, ids, row_gradients), gradients)
+            pending = self.client.push(number, ids, None, scale, lr, next_ids)
+            torch._foreach_mul_(gradients, scale)
+        for parameter, gradient in zip(self.lstm.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        batch.lstm.zero_grad()
+        self._requested = next_ids, pending
+        return loss_sum
+
+    def _summed_gradients(self, lstm: nn.LSTM) -> list[Tensor]:
+        """Return the gradients of the LSTM, summed over the trainers in one message."""
+        gradients = [parameter.grad for parameter in lstm.parameters() if parameter.grad is not None]
+        if self._num_trainers == 1:
+            return gradients
+        joined = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(joined, group=self._trainer_group)
+        parts = joined.split([gradient.numel() for gradient in gradients])
+        return [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
+
+    def _clip_factor(self, squared_at_servers: float, gradients: Sequence[Tensor]) -> float:
+        """Return the factor of torch's clip_grad_norm_ for the parameters of LSTM and servers."""
+        assert self._max_norm is not None
+        if self._copies is not None and self._num_trainers > 1:
+            # In async mode each trainer has offered its own gradients; replicas stay equal with one common factor.
+            (squared_at_servers,) = self.sum_over_trainers([squared_at_servers])
+        norm = math.sqrt(squared_at_servers + sum(float(part) ** 2 for part in torch._foreach_norm(list(gradients))))
+        return min(1.0, self._max_norm / (norm + 1e-6))
+
+    def loss(self, batch: Batch) -> float:
+        """Return the loss summed over the targets of a batch, for an evaluation."""
+        return self.client.loss(self._run_lstm(self.lstm, self.client.pull(batch.ids).wait(), batch), batch.targets)
+
+    def sum_over_trainers(self, values: Sequence[float]) -> list[float]:
+        """Return the sums of values over all trainers."""
+        total = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(total, group=self._trainer_group)
+        return [float(value) for value in total.tolist()]
+
+    def settle(self) -> None:
+        """Wait until the servers have applied the last update of every trainer."""
+        if self._requested is not None:
+            self._requested[1].wait()
+        dist.barrier(group=self._trainer_group)
+
+    def state_dicts(self, ctx: Context) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the arguments `trainer` and `local` of `Context.save`."""
+        counts = {"num_trainers": ctx.roles.count(TRAINER), "num_servers": ctx.roles.count(SERVER)}
+        hidden = {} if self.state is None else {"h": self.state[0], "c": self.state[1]}
+        return {"optimizer": self.optimizer.state_dict(), **counts}, hidden
+
+    def load(self, saved: Restored, vocab_size: int) -> dict[str, Any] | None:
+        """Load weights, optimizer and hidden state; return the state that this trainer has saved, if it has."""
+        check_vocab_size(saved, vocab_size)
+        self.lstm.load_state_dict({name.removeprefix("lstm."): tensor for name, tensor in saved.model.items()})
+        self.optimizer.load_state_dict(saved.trainer["optimizer"])
+        if saved.local is not None and "h" in saved.local:
+            self.state = saved.local["h"].to(self._device), saved.local["c"].to(self._device)
+        return saved.local
+
+
+# Set-up: text, LSTM of a trainer, rows of a server.
+
+
+def _broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Return the value of rank 0 on all ranks of the group."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=group)
+    return box[0]
+
+
+def share_of_text(ctx: Context, cfg: Config, stream: Tensor) -> Columns:
+    """Return this trainer's columns of a text."""
+    rnn = cfg.section(RnnConfig)
+    return Columns(stream, rnn.batch_size, rnn.bptt, (ctx.role_index, ctx.roles.count(TRAINER)))
+
+
+def open_lstm(ctx: Context, cfg: Config, corpus: Corpus | None, vocab_size: int) -> nn.LSTM:
+    """Return the LSTM of a trainer; declare text and size of the model."""
+    rnn = cfg.section(RnnConfig)
+    if corpus:
+        name, source = ("text", " ".join(rnn.files)) if rnn.files else ("python-stdlib", "Python's standard library")
+        for split, tokens in (("train", corpus.train), ("test", corpus.held_out)):
+            ctx.log_dataset(name, split=split, num_samples=len(tokens), digest=digest_of(tokens), source=source)
+    lstm = build_lstm(rnn.embedding_size, rnn.hidden_size, rnn.num_layers, rnn.dropout)
+    num_per_word = rnn.embedding_size + rnn.hidden_size + 1  # and a bias of the decoder
+    ctx.log_model_size(sum(weight.numel() for weight in lstm.parameters()) + vocab_size * num_per_word)
+    ctx.seed_per_rank()
+    return lstm
+
+
+def open_server(ctx: Context, cfg: Config, vocab_size: int) -> VocabularyServer:
+    """Return this server with its rows, restored from a checkpoint if there is one."""
     rnn = cfg.section(RnnConfig)
     start, stop = row_bounds(vocab_size, ctx.roles.count(SERVER))[ctx.role_index : ctx.role_index + 2]
     shard = VocabularyShard(
-        first_rows(start, stop, rnn.embedding_size, cfg.seed, ENCODER),
-        None if rnn.tie_weights else first_rows(start, stop, rnn.hidden_size, cfg.seed, DECODER),
+        initial_rows(start, stop, rnn.embedding_size, cfg.seed, ENCODER),
+        initial_rows(start, stop, rnn.hidden_size, cfg.seed, DECODER),
         start=start,
         vocab_size=vocab_size,
     )
@@ -230,149 +388,6 @@ def _open_server(ctx: Context, cfg: Config, vocab_size: int) -> VocabularyServer
     return server
 
 
-def _build_lstm(ctx: Context, rnn: RnnConfig, vocab_size: int) -> nn.LSTM:
-    lstm = build_lstm(rnn.embedding_size, rnn.hidden_size, rnn.num_layers, rnn.dropout)
-    vocabulary_row = rnn.embedding_size + (0 if rnn.tie_weights else rnn.hidden_size) + 1  # and a bias of the decoder
-    ctx.log_model_size(sum(weight.numel() for weight in lstm.parameters()) + vocab_size * vocabulary_row)
-    ctx.seed_per_rank()
-    return lstm
-
-
-# A trainer's LSTM and the steps of a batch between LSTM and vocabulary servers.
-
-
-@dataclass
-class Flight:
-    """A batch between its forward and backward pass."""
-
-    number: int  #: index among the batches that this trainer has launched
-    batch: Batch
-    rows: Tensor
-    lstm: nn.LSTM
-    hidden: Tensor
-    finish: Callable[[], tuple[float, Tensor]]
-
-
-class Learner:
-    """A trainer's LSTM; a batch is processed by `launch`, then `land`.
-
-    A batch that is launched while another is in flight uses the weights from before the other's update. It has its own
-    copy of them, since its backward pass needs the weights of its forward pass.
-    """
-
-    def __init__(
-        self, lstm: nn.LSTM, cfg: Config, client: VocabularyClient, trainers: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self.lstm = lstm.to(device)
-        self.optimizer = build_optimizer(self.lstm.parameters(), cfg.optim)
-        self.client = client
-        self.state: tuple[Tensor, Tensor] | None = None  #: hidden state at the start of the next launched batch
-        self.device = device
-        self._copies = (
-            deque(copy.deepcopy(self.lstm) for _ in range(2)) if cfg.section(RnnConfig).mode == "async" else None
-        )
-        self._clip = cfg.optim.max_grad_norm
-        self._dropout = cfg.section(RnnConfig).dropout
-        self._trainers = trainers
-        self._num_trainers = dist.get_world_size(trainers)
-        self._num_launched = 0
-        self._coming: tuple[Tensor, PendingRows] | None = None  #: ids and their rows after the last update
-
-    def launch(self, batch: Batch) -> Flight:
-        """Run the forward pass and send its output to the servers."""
-        lstm = self.lstm
-        if self._copies is not None:
-            self._copies.rotate()
-            lstm = self._copies[0]
-            with torch.no_grad():
-                torch._foreach_copy_(list(lstm.parameters()), list(self.lstm.parameters()))
-        rows = self._rows_of(batch.ids).requires_grad_()
-        hidden = self._forward(lstm, rows, batch)
-        scale = 1.0 / (len(hidden) * self._num_trainers)  # mean over the tokens of all trainers
-        number, self._num_launched = self._num_launched, self._num_launched + 1
-        finish = self.client.decode(number, hidden.detach(), batch.targets, scale)
-        return Flight(number, batch, rows, lstm, hidden, finish)
-
-    def _rows_of(self, ids: Tensor) -> Tensor:
-        if self._coming is not None and self._coming[0] is ids:
-            rows, self._coming = self._coming[1], None
-        else:
-            rows = self.client.pull(ids)
-        return rows.wait()
-
-    def _forward(self, lstm: nn.LSTM, rows: Tensor, batch: Batch) -> Tensor:
-        embedded = F.dropout(F.embedding(batch.inverse.to(self.device), rows), self._dropout, lstm.training)
-        output, (h, c) = lstm(embedded, self.state)
-        self.state = h.detach(), c.detach()
-        return F.dropout(output, self._dropout, lstm.training).flatten(0, 1)
-
-    def land(self, flight: Flight, lr: float, next_ids: Tensor) -> float:
-        """Run backward pass and update, and request the rows of `next_ids`; return the summed loss."""
-        loss, gradient = flight.finish()
-        flight.hidden.backward(gradient)
-        number, ids, rows = flight.number, flight.batch.ids, flight.rows.grad
-        assert rows is not None
-        if self._clip is None:
-            coming = self.client.push(number, ids, rows, 1.0, lr, next_ids)
-            gradients = self._summed(flight.lstm)
-        else:
-            gradients = self._summed(flight.lstm)
-            scale = self._clip_factor(self.client.offer(number, ids, rows), gradients)
-            coming = self.client.push(number, ids, None, scale, lr, next_ids)
-            torch._foreach_mul_(gradients, scale)
-        for parameter, its in zip(self.lstm.parameters(), gradients, strict=True):
-            parameter.grad = its
-        set_lr(self.optimizer, lr)
-        self.optimizer.step()
-        flight.lstm.zero_grad()
-        self._coming = next_ids, coming
-        return loss
-
-    def _summed(self, lstm: nn.LSTM) -> list[Tensor]:
-        """Return the gradients of the LSTM, summed over the trainers in one message."""
-        gradients = [parameter.grad for parameter in lstm.parameters() if parameter.grad is not None]
-        if self._num_trainers > 1:
-            joined = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(joined, group=self._trainers)
-            parts = joined.split([gradient.numel() for gradient in gradients])
-            gradients = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
-        return gradients
-
-    def _clip_factor(self, squared_at_servers: float, gradients: Sequence[Tensor]) -> float:
-        """Return the factor of torch's clip_grad_norm_ for the parameters of LSTM and servers."""
-        assert self._clip is not None
-        if self._copies is not None and self._num_trainers > 1:
-            # In async mode each trainer has offered its own gradients; replicas stay equal with one common factor.
-            (squared_at_servers,) = self.sum_over_trainers([squared_at_servers])
-        norm = math.sqrt(squared_at_servers + sum(float(part) ** 2 for part in torch._foreach_norm(list(gradients))))
-        return min(1.0, self._clip / (norm + 1e-6))
-
-    @torch.no_grad()
-    def measure(self, columns: Columns) -> tuple[float, int]:
-        """Return summed loss and number of targets of these columns, without an effect on training."""
-        state, self.state = self.state, None
-        self.lstm.eval()
-        loss = 0.0
-        for batch in columns:
-            hidden = self._forward(self.lstm, self.client.pull(batch.ids).wait(), batch)
-            loss += self.client.loss(hidden, batch.targets)
-        self.lstm.train()
-        self.state = state
-        return loss, columns.num_targets
-
-    def sum_over_trainers(self, values: Sequence[float]) -> list[float]:
-        """Return the sums of values over all trainers."""
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total, group=self._trainers)
-        return [float(value) for value in total.tolist()]
-
-    def settle(self) -> None:
-        """Wait until the servers have applied the last update of every trainer."""
-        if self._coming is not None:
-            self._coming[1].wait()
-        dist.barrier(group=self._trainers)
-
-
 # A recurrent language model in one process, and the initial values of its tables.
 
 #: Rows are drawn in blocks of this size, so that their values do not depend on the number of shards.
@@ -381,7 +396,7 @@ _BOUND = 0.1
 ENCODER, DECODER = 0, 1
 
 
-def first_rows(start: int, stop: int, width: int, seed: int, table: int) -> Tensor:
+def initial_rows(start: int, stop: int, width: int, seed: int, table: int) -> Tensor:
     """Return the initial rows `start` to `stop` of a table, uniform in ±0.1, float32 [stop - start, width]."""
     blocks = []
     for block in range(start // _BLOCK, -(-stop // _BLOCK)):
@@ -395,24 +410,15 @@ class LanguageModel(nn.Module):
     """Embedding, LSTM and decoder: from tokens int64 [B, T] to logits of the next tokens [B, T, vocab_size]."""
 
     def __init__(
-        self,
-        *,
-        vocab_size: int,
-        embedding: int,
-        hidden: int,
-        layers: int,
-        dropout: float = 0.0,
-        tied: bool = False,
-        seed: int = 0,
+        self, *, vocab_size: int, embedding: int, hidden: int, layers: int, dropout: float = 0.0, seed: int = 0
     ) -> None:
         super().__init__()
-        self.encoder = nn.Embedding(vocab_size, embedding, _weight=first_rows(0, vocab_size, embedding, seed, ENCODER))
+        rows = initial_rows(0, vocab_size, embedding, seed, ENCODER)
+        self.encoder = nn.Embedding(vocab_size, embedding, _weight=rows)
         self.lstm = build_lstm(embedding, hidden, layers, dropout)
         self.decoder = nn.Linear(hidden, vocab_size)
-        self.decoder.weight = nn.Parameter(first_rows(0, vocab_size, hidden, seed, DECODER))
+        self.decoder.weight = nn.Parameter(initial_rows(0, vocab_size, hidden, seed, DECODER))
         nn.init.zeros_(self.decoder.bias)
-        if tied:
-            self.decoder.weight = self.encoder.weight
         self.dropout = dropout
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -446,7 +452,7 @@ def sample(
     return tokens
 
 
-def _export(ctx: Context, cfg: Config, learner: Learner, tokenizer: Tokenizer) -> None:
+def export(ctx: Context, cfg: Config, learner: Learner, tokenizer: Tokenizer) -> None:
     """Build the whole model on rank 0, write a text sampled from it, and export it."""
     rnn = cfg.section(RnnConfig)
     model = LanguageModel(
@@ -455,7 +461,6 @@ def _export(ctx: Context, cfg: Config, learner: Learner, tokenizer: Tokenizer) -
         hidden=rnn.hidden_size,
         layers=rnn.num_layers,
         dropout=rnn.dropout,
-        tied=rnn.tie_weights,
     )
     lstm = {f"lstm.{name}": tensor.cpu() for name, tensor in learner.lstm.state_dict().items()}
     model.load_state_dict({**lstm, **learner.client.weights()})
@@ -463,9 +468,8 @@ def _export(ctx: Context, cfg: Config, learner: Learner, tokenizer: Tokenizer) -
         prompt = tokenizer.encode([rnn.prompt])[0]
         generator = torch.Generator().manual_seed(cfg.seed)
         tokens = sample(model, prompt, rnn.num_sample_tokens, rnn.temperature, generator)
-        path = ctx.artifact("sample.txt")
         text = tokenizer.decode([*prompt, *tokens])
-        path.write_text(text)
+        ctx.artifact("sample.txt").write_text(text)
         ctx.figure("sample", Text(title="text sampled from the final model", text=text[:MAX_TEXT]))
     with warnings.catch_warnings():
         # The list is a second name of the LSTM's parameters, which are exported.

@@ -47,27 +47,22 @@ class VocabularyShard(nn.Module):
 
     Args:
         encoder: rows of the embedding, [rows, embedding].
-        weight: rows of the decoder, [rows, hidden]; None ties it to the embedding.
+        weight: rows of the decoder, [rows, hidden].
         start: index of the first row in the whole vocabulary.
         vocab_size: number of rows of the whole vocabulary.
     """
 
-    def __init__(self, encoder: Tensor, weight: Tensor | None, *, start: int, vocab_size: int) -> None:
+    def __init__(self, encoder: Tensor, weight: Tensor, *, start: int, vocab_size: int) -> None:
         super().__init__()
         self.start, self.stop, self.vocab_size = start, start + len(encoder), vocab_size
-        self.is_tied = weight is None
         self.encoder = nn.Parameter(encoder)
-        self.weight = self.encoder if weight is None else nn.Parameter(weight)
+        self.weight = nn.Parameter(weight)
         self.bias = nn.Parameter(torch.zeros(len(encoder)))
 
     @property
     def named_rows(self) -> dict[str, Tensor]:
         """The rows with the names of `LanguageModel`."""
         return {"encoder.weight": self.encoder, "decoder.weight": self.weight, "decoder.bias": self.bias}
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        """Return rows of the embedding, [len(ids), embedding], for ids of the whole vocabulary."""
-        return self.encoder.detach()[ids - self.start]
 
     @torch.no_grad()
     def score(self, hidden: Tensor, targets: Tensor, space: Space | None = None) -> tuple[Space, Tensor]:
@@ -175,9 +170,7 @@ class VocabularyServer:
     ) -> None:
         self.shard = shard.to(device)
         self.decoder_optimizer = build_optimizer([shard.weight, shard.bias], cfg)
-        self.row_optimizer: torch.optim.Optimizer | None = None
-        if not shard.is_tied:
-            self.row_optimizer, self._is_lazy = build_row_optimizer(shard.encoder, cfg)
+        self.row_optimizer, self._is_lazy = build_row_optimizer(shard.encoder, cfg)
         self._num_trainers = num_trainers
         self._device = device
         self._is_async = is_async
@@ -196,10 +189,8 @@ class VocabularyServer:
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
         """The methods that trainers call, by name."""
-        methods: tuple[Callable[..., Any], ...] = (
-            self.pull, self.score, self.backward, self.decode, self.measure, self.offer, self.push, self.weights
-        )  # fmt: skip
-        return {method.__name__: method for method in methods}
+        names = ("pull", "score", "backward", "decode", "measure", "offer", "push", "weights")
+        return {name: getattr(self, name) for name in names}
 
     # --- called by trainers
 
@@ -241,7 +232,7 @@ class VocabularyServer:
         key = self._key(trainer)
 
         def measure(joined: Joined) -> None:
-            gradients = self._decoder_gradients(joined) + (() if self.shard.is_tied else (joined.rows.values(),))
+            gradients = (*self._decoder_gradients(joined), joined.rows.values())
             self._squared_norm[key] = sum(float(norm) ** 2 for norm in torch._foreach_norm(gradients))
             self._offered[key] = joined
 
@@ -310,29 +301,24 @@ class VocabularyServer:
         return Joined(joined.coalesce(), list(slots))
 
     def _decoder_gradients(self, joined: Joined) -> tuple[Tensor, ...]:
-        """Return the gradients summed over the trainers in order; if tied, including those of the embedding."""
+        """Return the gradients of the decoder, summed over the trainers in order."""
         if not joined.summed:
             first, *others = [slot.gradients.result() for slot in joined.slots if slot.gradients is not None]
             for other in others:
                 torch._foreach_add_(first, other)
-            if self.shard.is_tied:
-                first[0].index_add_(0, joined.rows.indices()[0], joined.rows.values())
             joined.summed = first
         return joined.summed
 
     def _update(self, joined: Joined, scale: float, lr: float) -> None:
         """Update the embedding now, since trainers wait for its rows, and the decoder once its gradients are there."""
-        if self.row_optimizer is not None:
-            gradient = joined.rows if scale == 1.0 else joined.rows * scale
-            self.shard.encoder.grad = gradient if self._is_lazy else gradient.to_dense()
-            set_lr(self.row_optimizer, lr)
-            self.row_optimizer.step()
-            self._synchronize()
+        gradient = joined.rows if scale == 1.0 else joined.rows * scale
+        self.shard.encoder.grad = gradient if self._is_lazy else gradient.to_dense()
+        set_lr(self.row_optimizer, lr)
+        self.row_optimizer.step()
+        self._synchronize()
         update = self._run(joined.slots[0].space, self._update_decoder, joined, scale, lr)
         for slot in joined.slots:
             slot.used = update
-        if self.shard.is_tied:
-            update.result()
 
     def _run(self, space: Space | None, task: Callable[..., T], *arguments: Any) -> Future[T]:
         """Run a task in the background, unless the batch is so small that waking a thread costs more."""
@@ -358,7 +344,7 @@ class VocabularyServer:
         return gradients
 
     def _lookup(self, ids: Tensor) -> Tensor:
-        return self._out(self.shard.lookup(ids.to(self._device)))
+        return self._out(self.shard.encoder.detach()[ids.to(self._device) - self.shard.start])
 
     def _out(self, tensor: Tensor) -> Tensor:
         self._synchronize()
@@ -408,10 +394,7 @@ def server_shard(server: VocabularyServer) -> Shard:
     return Shard(
         model={name: tensor.detach() for name, tensor in rows.items()},
         rows=dict.fromkeys(rows, (server.shard.start, server.shard.vocab_size)),
-        trainer={
-            "decoder": server.decoder_optimizer.state_dict(),
-            "rows": None if server.row_optimizer is None else server.row_optimizer.state_dict(),
-        },
+        trainer={"decoder": server.decoder_optimizer.state_dict(), "rows": server.row_optimizer.state_dict()},
     )
 
 
@@ -448,8 +431,7 @@ def load_server(server: VocabularyServer, contents: Sequence[Mapping[str, Any]])
         for name, tensor in server.shard.named_rows.items():
             tensor.copy_(select([content["model"][name] for content in contents]))
     server.decoder_optimizer.load_state_dict(select_state("decoder"))
-    if server.row_optimizer is not None:
-        server.row_optimizer.load_state_dict(select_state("rows"))
+    server.row_optimizer.load_state_dict(select_state("rows"))
 
 
 # Client of the vocabulary servers: it splits requests by server and joins the answers.
@@ -481,22 +463,19 @@ class VocabularyClient:
         self._bounds = torch.tensor(row_bounds(vocab_size, len(self._names)))
         self._device = device
 
-    def _call(self, server: int, method: str, *arguments: Any) -> Future[Any]:
-        return self._group.call(self._names[server], method, *arguments)
-
     def _call_all(self, method: str, *arguments: Any) -> list[Future[Any]]:
         return self._group.call_all(self._names, method, *arguments)
 
-    def _of_each(self, ids: Tensor) -> list[slice]:
+    def _of_each(self, ids: Tensor) -> dict[str, slice]:
         """Return the slice of the sorted ids that each server has."""
         if len(self._names) == 1:
-            return [slice(None)]
+            return {self._names[0]: slice(None)}
         cuts = torch.searchsorted(ids, self._bounds).tolist()
-        return [slice(*pair) for pair in itertools.pairwise(cuts)]
+        return {name: slice(*pair) for name, pair in zip(self._names, itertools.pairwise(cuts), strict=True)}
 
     def pull(self, ids: Tensor) -> PendingRows:
         """Request the rows of different, sorted tokens."""
-        calls = [self._call(i, "pull", ids[part]) for i, part in enumerate(self._of_each(ids))]
+        calls = [self._group.call(server, "pull", ids[part]) for server, part in self._of_each(ids).items()]
         return PendingRows(calls, self._device)
 
     def decode(self, number: int, hidden: Tensor, targets: Tensor, scale: float) -> Callable[[], tuple[float, Tensor]]:
@@ -507,17 +486,17 @@ class VocabularyClient:
         """
         if len(self._names) == 1:  # which has all rows: one call is enough
             (call,) = self._call_all("decode", self._trainer, number, hidden, targets, scale)
-            return lambda: self._received(*call.result())
+            return lambda: self._on_device(*call.result())
         scores = self._call_all("score", self._trainer, number, hidden, targets)
 
         def finish() -> tuple[float, Tensor]:
             lse, losses = self._joined(scores)
             parts = [call.result() for call in self._call_all("backward", self._trainer, number, lse, scale)]
-            return self._received(float(losses.double().sum()), torch.stack(parts).sum(0))
+            return self._on_device(float(losses.double().sum()), torch.stack(parts).sum(0))
 
         return finish
 
-    def _received(self, loss: float, gradient: Tensor) -> tuple[float, Tensor]:
+    def _on_device(self, loss: float, gradient: Tensor) -> tuple[float, Tensor]:
         return loss, gradient.to(self._device)
 
     def _joined(self, scores: Sequence[Future[Any]]) -> tuple[Tensor, Tensor]:
@@ -531,8 +510,8 @@ class VocabularyClient:
     def offer(self, number: int, ids: Tensor, rows: Tensor) -> float:
         """Send gradients for clipping; return the squared norm of all gradients of the servers."""
         calls = [
-            self._call(i, "offer", self._trainer, number, ids[part], rows[part])
-            for i, part in enumerate(self._of_each(ids))
+            self._group.call(server, "offer", self._trainer, number, ids[part], rows[part])
+            for server, part in self._of_each(ids).items()
         ]
         return math.fsum(call.result() for call in calls)
 
@@ -540,10 +519,11 @@ class VocabularyClient:
         self, number: int, ids: Tensor, rows: Tensor | None, scale: float, lr: float, next_ids: Tensor
     ) -> PendingRows:
         """Update the servers with these gradients, without `rows` with `scale` times the offered ones."""
-        calls = []
-        for i, (part, next_part) in enumerate(zip(self._of_each(ids), self._of_each(next_ids), strict=True)):
+        calls, next_parts = [], self._of_each(next_ids)
+        for server, part in self._of_each(ids).items():
             mine = (None, None) if rows is None else (ids[part], rows[part])
-            calls.append(self._call(i, "push", self._trainer, number, *mine, scale, lr, next_ids[next_part]))
+            further = (scale, lr, next_ids[next_parts[server]])
+            calls.append(self._group.call(server, "push", self._trainer, number, *mine, *further))
         return PendingRows(calls, self._device)
 
     def weights(self) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from hpcdist.config.schema import OptimConfig
 from hpcdist.errors import ConfigError
 from hpcdist.trainers.rnn import RnnConfig
 from hpcdist.trainers.rnn.text import UNKNOWN, ByteTokenizer, Columns, WordTokenizer, load_corpus, read_texts
-from hpcdist.trainers.rnn.train import DECODER, ENCODER, LanguageModel, first_rows, sample
+from hpcdist.trainers.rnn.train import DECODER, ENCODER, LanguageModel, initial_rows, sample
 from hpcdist.trainers.rnn.vocabulary import (
     Space,
     VocabularyServer,
@@ -37,15 +37,15 @@ def small(**options: object) -> LanguageModel:
 
 
 def test_initial_rows_do_not_depend_on_the_shards() -> None:
-    whole = first_rows(0, 2500, 3, 1, ENCODER)
-    pieces = [first_rows(start, stop, 3, 1, ENCODER) for start, stop in ((0, 900), (900, 1024), (1024, 2500))]
+    whole = initial_rows(0, 2500, 3, 1, ENCODER)
+    pieces = [initial_rows(start, stop, 3, 1, ENCODER) for start, stop in ((0, 900), (900, 1024), (1024, 2500))]
     assert torch.equal(torch.cat(pieces), whole)
     assert 0.09 < whole.abs().max() <= 0.1
-    others = first_rows(0, 2500, 3, 2, ENCODER), first_rows(0, 2500, 3, 1, DECODER)
+    others = initial_rows(0, 2500, 3, 2, ENCODER), initial_rows(0, 2500, 3, 1, DECODER)
     assert not any(torch.equal(other, whole) for other in others)
 
 
-def test_steps_equal_the_whole_sequence_and_tied_weights_are_one_tensor() -> None:
+def test_steps_equal_the_whole_sequence() -> None:
     model, tokens = small(), torch.randint(7, (2, 5))
     logits = model.eval()(tokens)
     assert logits.shape == (2, 5, 7)
@@ -54,9 +54,6 @@ def test_steps_equal_the_whole_sequence_and_tied_weights_are_one_tensor() -> Non
         step, state = model.step(column[None], state)
         by_steps.append(step[0])
     torch.testing.assert_close(torch.stack(by_steps, dim=1), logits)
-    tied = small(tied=True)
-    assert tied.decoder.weight is tied.encoder.weight
-    assert set(tied.state_dict()) == set(model.state_dict())
 
 
 def test_sampled_text_continues_a_learned_sequence() -> None:
@@ -96,11 +93,6 @@ def test_shipped_config_is_valid_and_paths_are_expanded() -> None:
 def test_invalid_values_raise_config_error(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config("rnn_lm", [override])
-
-
-def test_tied_weights_need_equal_sizes() -> None:
-    with pytest.raises(ConfigError, match=r"rnn.tie_weights needs embedding_size = hidden_size, got 64 and 128"):
-        load_config("rnn_lm", ["rnn.tie_weights=true", "rnn.embedding_size=64"])
 
 
 # --- Text: files and their order, tokenizers, and columns of consecutive tokens.
@@ -221,31 +213,20 @@ def test_loss_and_gradients_equal_those_of_autograd(num_shards: int, sharpness: 
         spaces = [space for space, _ in scores]
 
 
-def test_lookup_uses_ids_of_the_whole_vocabulary() -> None:
-    rows = torch.randn(10, 4)
-    shard = VocabularyShard(rows[6:].clone(), None, start=6, vocab_size=10)
-    assert torch.equal(shard.lookup(torch.tensor([6, 9])), rows[[6, 9]])
-    assert shard.weight is shard.encoder
-    assert set(shard.named_rows) == {"encoder.weight", "decoder.weight", "decoder.bias"}
-    assert row_bounds(10, 3) == [0, 3, 6, 10]
-
-
 # --- Vocabulary servers without RPC: optimizers, and checkpoints of another number of servers.
 
 
 VOCAB_SIZE, WIDTH, CPU = 23, 4, torch.device("cpu")
 
 
-def servers(num: int, cfg: OptimConfig, *, tied: bool = False, num_trainers: int = 1) -> list[VocabularyServer]:
+def servers(num: int, cfg: OptimConfig) -> list[VocabularyServer]:
     generator = torch.Generator().manual_seed(0)
     encoder, weight = (torch.randn(VOCAB_SIZE, WIDTH, generator=generator) for _ in range(2))
     return [
         VocabularyServer(
-            VocabularyShard(
-                encoder[a:b].clone(), None if tied else weight[a:b].clone(), start=a, vocab_size=VOCAB_SIZE
-            ),
+            VocabularyShard(encoder[a:b].clone(), weight[a:b].clone(), start=a, vocab_size=VOCAB_SIZE),
             cfg,
-            num_trainers,
+            num_trainers=1,
             device=CPU,
         )
         for a, b in itertools.pairwise(row_bounds(VOCAB_SIZE, num))
@@ -271,7 +252,6 @@ def whole(group: list[VocabularyServer]) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     "cfg",
     [
@@ -282,13 +262,13 @@ def whole(group: list[VocabularyServer]) -> dict[str, Tensor]:
     ],
     ids=lambda cfg: f"{cfg.name} {cfg.momentum}",
 )
-def test_rows_and_optimizer_state_load_on_another_number_of_servers(cfg: OptimConfig, tied: bool) -> None:
-    before, control = servers(2, cfg, tied=tied), servers(1, cfg, tied=tied)
+def test_rows_and_optimizer_state_load_on_another_number_of_servers(cfg: OptimConfig) -> None:
+    before, control = servers(2, cfg), servers(1, cfg)
     for number in range(3):
         one_step(before, number)
         one_step(control, number)
     saved = [server_shard(server).content() for server in before]
-    for server in (after := servers(3, cfg, tied=tied)):
+    for server in (after := servers(3, cfg)):
         load_server(server, [content for content in saved if overlaps(content, server)])
     for number in range(3, 6):
         one_step(after, number)
