@@ -332,9 +332,7 @@ def convert(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> tupl
     """Write an image in another format unless the file exists; return its path and whether it was written now.
 
     A lock makes concurrent conversions of one image wait for the first. An unfinished file is in a private folder.
-
-    Raises:
-        UserMistake: the conversion program is missing, or the file is another user's.
+    Raises UserMistake if the conversion program is missing, or the file is another user's.
     """
     target = target_of(facts, form, folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -440,11 +438,7 @@ TRAINING = (
 
 
 def check_image(engine: Engine, image: str) -> Iterator[Check]:
-    """Yield the result of each check as soon as it is known.
-
-    Raises:
-        ImageError: the image cannot be started.
-    """
+    """Yield the result of each check as soon as it is known. Raises ImageError if the image cannot be started."""
     facts = inspect(engine, image)
     require_fit(facts)
     yield _result("digest", facts.digest)

@@ -54,8 +54,7 @@ class Mount:
 def without_nested(mounts: Iterable[Mount]) -> tuple[Mount, ...]:
     """Remove mounts that another one covers, because some runtimes cannot mount below a mount.
 
-    Raises:
-        UserMistake: a path contains `:` or `,`.
+    Raises UserMistake if a path contains `:` or `,`.
     """
     kept: list[Mount] = []
     for mount in sorted(mounts, key=lambda mount: (len(Path(mount.target).parts), mount.target)):

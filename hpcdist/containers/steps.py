@@ -76,8 +76,7 @@ def rank_container(config: Config, run: RunDir, *, cwd: Path, root: Path) -> Con
         cwd: the ranks' current folder.
         root: top of the user's code around it.
 
-    Raises:
-        UserMistake: a path cannot be mounted.
+    Raises UserMistake if a path cannot be mounted.
     """
     container = config.container
     if container.runtime == "none":
@@ -162,8 +161,7 @@ def _check_pyxis_image(image: str) -> None:
 def check_image_here(config: Config, spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, Any] | None:
     """Start the image once on this machine and return its facts; None if this machine has no such runtime.
 
-    Raises:
-        UserMistake: the image does not exist, or does not fit this hpcdist.
+    Raises UserMistake if the image does not exist, or does not fit this hpcdist.
     """
     make_mount_points(spec)
     command = image_probe_command(spec)
@@ -234,8 +232,8 @@ class NoContainers:
         Args:
             end_steps: ends the remaining steps of the job.
 
-        Raises:
-            UserMistake: a retry cannot help: a node lacks the runtime or the image, or the image has another version.
+        Raises UserMistake if a retry cannot help: a node lacks the runtime or the image, or the image has another
+        version.
         """
 
     def clean_up(self, attempt: Attempt, *, failed: bool) -> None:
@@ -264,7 +262,6 @@ class ContainerSteps(NoContainers):
     """The containers of a job from one start of its batch script to the next requeue.
 
     Args:
-        env: the environment that ranks inherit.
         het: whether the job is heterogeneous: several components, each with its own nodes.
         present: returns the nodes of the job on which steps can run, if these may not be all.
     """
@@ -440,8 +437,7 @@ class Engine:
 def find_engine(requested: str | None, among: Sequence[EngineName]) -> Engine:
     """Return the requested engine, or the first one that works on this machine.
 
-    Raises:
-        UserMistake: no engine works; the message has the problem of each.
+    Raises UserMistake if no engine works; the message has the problem of each.
     """
     if requested is not None and requested not in among:
         raise UserMistake(f"{requested!r} cannot do this; choose one of {', '.join(among)}")
@@ -553,8 +549,7 @@ def without_secrets(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]
     Returns:
         The overrides, which refer to the variables, and the variables.
 
-    Raises:
-        UserMistake: a secret is inside a list or a mapping.
+    Raises UserMistake if a secret is inside a list or a mapping.
     """
     arguments, variables = [], {}
     for number, text in enumerate(overrides):

@@ -193,7 +193,6 @@ def up(
 
     Args:
         changes: the requested fields of Settings; the others are those of the running cluster, or defaults.
-        users: users besides root who may submit jobs.
         env: environment of apt-get, such as proxies; container runtimes are searched for on its PATH.
 
     Raises:
@@ -345,8 +344,7 @@ def set_grace_time(layout: Layout, seconds: int) -> None:
 def down(layout: Layout) -> int:
     """Remove a cluster in any state with all its files; return the number of killed processes.
 
-    Raises:
-        DevClusterError: the state folder is not one of a dev cluster.
+    Raises DevClusterError if the state folder is not one of a dev cluster.
     """
     host.require_root("down")
     with exclusive():
@@ -432,8 +430,7 @@ def start_node(layout: Layout, node: str, *, own_mounts: bool = False) -> None:
 def slow_node(layout: Layout, node: str, *, rate_mbit: float | None = None, delay_ms: float | None = None) -> None:
     """Slow down both directions of a node's link to `rate_mbit` (Mbit/s) and by `delay_ms`; full speed without both.
 
-    Raises:
-        DevClusterError: a value is not positive, or the kernel lacks the feature.
+    Raises DevClusterError if a value is not positive, or the kernel lacks the feature.
     """
     require_root("node slow")
     for name, value in {"--rate-mbit": rate_mbit, "--delay-ms": delay_ms}.items():

@@ -74,8 +74,7 @@ def members(namespaces: Iterable[Namespace]) -> list[int]:
 def kill_members(namespaces: Iterable[Namespace]) -> int:
     """Kill all processes in the namespaces and return their number.
 
-    Raises:
-        DevClusterError: some are still alive after `KILL_WITHIN_S`.
+    Raises DevClusterError if some are still alive after `KILL_WITHIN_S`.
     """
     remaining = set(namespaces)
     killed: set[int] = set()
@@ -378,8 +377,7 @@ def write_hosts(text: str) -> None:
 def install(env: Mapping[str, str]) -> None:
     """Install Debian packages for missing commands without starting or enabling their services.
 
-    Raises:
-        DevClusterError: the installation is not possible, or fails `INSTALL_ATTEMPTS` times.
+    Raises DevClusterError if the installation is not possible, or fails `INSTALL_ATTEMPTS` times.
     """
     if all(map(_is_installed, COMMANDS)):
         return
@@ -464,8 +462,7 @@ _HEAD = "#!/bin/sh\n# Written by `hpcdist devcluster up`; changes are lost.\n"
 def find_programs(settings: Settings, layout: Layout, env: Mapping[str, str]) -> dict[str, Path]:
     """Return the runtime's programs by name.
 
-    Raises:
-        DevClusterError: some are not installed, or the plugin pyxis does not exist.
+    Raises DevClusterError if some are not installed, or the plugin pyxis does not exist.
     """
     # The caller's PATH may contain the scripts of an earlier `up`.
     folders = [*env.get("PATH", "").split(":"), *BARE_ENV["PATH"].split(":")]

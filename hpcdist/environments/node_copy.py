@@ -132,8 +132,7 @@ def prepare(request: NodeRequest) -> bool:
 def start_python(request: NodeRequest) -> dict[str, Any]:
     """Start the environment's Python once and return its versions.
 
-    Raises:
-        CopyError: it does not start, or is too old.
+    Raises CopyError if it does not start, or is too old.
     """
     env = {**os.environ, "PYTHONPATH": str(local_sources(request))}
     try:

@@ -40,11 +40,7 @@ CACHE = "__pycache__"
 
 
 def files_below(folder: Path, *, skip: frozenset[str] = frozenset({CACHE})) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the relative path and status of each file and symbolic link below a folder, in a fixed order.
-
-    Args:
-        skip: names of folders to leave out.
-    """
+    """Yield the relative path and status of each file and symbolic link below a folder, in a fixed order."""
     for path, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(path, name))]
         folders[:] = sorted(name for name in folders if name not in skip and name not in links)
@@ -116,8 +112,7 @@ def uv_problems(project: Path, env: Mapping[str, str]) -> list[str]:
 def uv_fingerprint(project: Path, uv_args: Sequence[str]) -> str:
     """Return a digest of all that determines the environment: the lock, uv's options, the processor, local packages.
 
-    Raises:
-        UserMistake: the lock file cannot be read.
+    Raises UserMistake if the lock file cannot be read.
     """
     found = hashlib.sha256(repr((list(uv_args), platform.machine())).encode())
     for name in (LOCK, _PROJECT, ".python-version"):
@@ -144,10 +139,8 @@ def _local_packages(project: Path) -> Iterator[Path]:
 def build(project: Path, uv_args: Sequence[str], target: Path, env: Mapping[str, str]) -> None:
     """Create the environment of a project in a new folder, with exactly the locked versions.
 
-    The project itself is not installed, because ranks import the run's copy of the code.
-
-    Raises:
-        UserMistake: uv fails.
+    The project itself is not installed, because ranks import the run's copy of the code. Raises UserMistake if uv
+    fails.
     """
     uv = uv_program(env)
     if uv is None:  # a job that packs again may run on another machine than `submit`
@@ -314,11 +307,7 @@ class Interpreter:
 
 
 def interpreter(environment: Path, python: str) -> Interpreter:
-    """Return the Python of a virtual environment, by starting it.
-
-    Raises:
-        UserMistake: it does not start.
-    """
+    """Return the Python of a virtual environment, by starting it. Raises UserMistake if it does not start."""
     program = environment / "bin" / python
     try:
         done = subprocess.run([program, "-I", "-c", _PROBE], capture_output=True, text=True, check=True)

@@ -84,8 +84,7 @@ def modules_version(env: Mapping[str, str]) -> str | None:
 def load_modules(names: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment after loading modules in `env`.
 
-    Raises:
-        UserMistake: a module cannot be loaded, or this machine has no environment modules.
+    Raises UserMistake if a module cannot be loaded, or this machine has no environment modules.
     """
     done = _run(names, env)
     output, mark, variables = done.stdout.partition(f"\n{_MARK}\n")
@@ -112,11 +111,7 @@ def _run(names: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedPr
 
 
 def program(name: str, env: Mapping[str, str]) -> str:
-    """Return the path of a program in the environment of modules.
-
-    Raises:
-        UserMistake: it does not exist.
-    """
+    """Return the path of a program in the environment of modules. Raises UserMistake if it does not exist."""
     found = shutil.which(name, path=env.get("PATH", ""))
     if found is None:
         raise UserMistake(f"cluster.environment.python: no {name} on the PATH after loading the modules")
@@ -162,11 +157,8 @@ def record_environment(config: Config, runs: Sequence[RunDir], env: Mapping[str,
 def rank_environment(config: Config, run: RunDir, env: Mapping[str, str]) -> RankEnvironment:
     """Return the environment of a run's ranks in a job: the supervisor's Python without `cluster.environment`.
 
-    Args:
-        env: environment of the batch step.
-
-    Raises:
-        UserMistake: modules cannot be loaded, the environment cannot be packed, or `local_dir` has unknown variables.
+    Raises UserMistake if modules cannot be loaded, the environment cannot be packed, or `local_dir` has unknown
+    variables.
     """
     environment = config.cluster.environment
     if environment.kind == "none":
@@ -231,8 +223,7 @@ def activated(env: Mapping[str, str], root: Path) -> dict[str, str]:
 def expanded(folder: str, env: Mapping[str, str]) -> str:
     """Return a path with the values of variables such as `$TMPDIR`.
 
-    Raises:
-        UserMistake: a variable is not set, or the result is not an absolute path.
+    Raises UserMistake if a variable is not set, or the result is not an absolute path.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -276,9 +267,6 @@ COPY_S = 1800.0
 
 def prepare_nodes(environment: RankEnvironment, run: RunDir, nodes: JobNodes, env: Mapping[str, str]) -> None:
     """Prepare the environment on nodes of a job, and record it with its versions in the run folder.
-
-    Args:
-        env: environment of the step.
 
     Raises:
         UserMistake: a retry cannot help: a node lacks a program or space, or the environment does not fit.

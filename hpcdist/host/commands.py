@@ -37,8 +37,7 @@ def run_within(
         is_enough: decides in place of the limit, which then has no effect, from the output so far when to kill the
             command.
 
-    Raises:
-        FileNotFoundError: the command does not exist.
+    Raises FileNotFoundError if the command does not exist.
     """
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         given.write(stdin.encode())

@@ -118,8 +118,7 @@ def stamped(value: Mapping[str, Any]) -> dict[str, Any]:
 def unstamped(value: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the content of a file without its format number.
 
-    Raises:
-        RunFolderError: the format is newer than this hpcdist supports, or not an integer.
+    Raises RunFolderError if the format is newer than this hpcdist supports, or not an integer.
     """
     number = value.get(KEY, 0)
     if type(number) is not int or number < 0:
@@ -135,8 +134,7 @@ def unstamped(value: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def fill(kind: type[T], raw: Mapping[str, Any], path: Path) -> T:
     """Return a dataclass with the values of a file; unknown keys are ignored.
 
-    Raises:
-        RunFolderError: a key is missing or its value has the wrong type; the message names file, key and value.
+    Raises RunFolderError if a key is missing or its value has the wrong type; the message names file, key and value.
     """
     values = {}
     hints = _hints(cast(Hashable, kind))
@@ -181,7 +179,6 @@ def write_atomic(
     Args:
         durable: also wait until content and name are on disk (fsync).
         mode: permissions of the new file, reduced by the umask.
-        within_s: how long to retry transient errors, see `retry.retry`.
     """
     raw = data.encode() if isinstance(data, str) else data
     retry.retry(lambda: _write_once(path, raw, durable=durable, mode=mode), path, within_s=within_s)
@@ -222,11 +219,7 @@ def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = False, w
 def read_json(path: Path, *, within_s: float | None = None) -> dict[str, Any] | None:
     """Return the object in a JSON file, or None if the file is missing, not regular, or does not hold an object.
 
-    Args:
-        within_s: how long to retry transient errors, see `retry.retry`.
-
-    Raises:
-        RunFolderError: a newer hpcdist has written the file.
+    Raises RunFolderError if a newer hpcdist has written the file.
     """
     try:
         value = retry.retry(lambda: read_json_value(path), path, within_s=within_s)
@@ -341,11 +334,7 @@ def is_mine(folder: Path) -> bool:
 
 
 def require_mine(folder: Path, action: str) -> None:
-    """Raise RunFolderError unless the folder of a run or sweep belongs to the effective user and is safe.
-
-    Args:
-        action: name of the command for the message, such as `sync`.
-    """
+    """Raise RunFolderError unless the folder of a run or sweep belongs to the effective user and is safe."""
     if not is_mine(folder):
         raise RunFolderError(
             f"run folder {folder} belongs to {_owner(folder)}, and `hpcdist {action}` acts only on your own runs,"

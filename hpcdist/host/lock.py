@@ -37,7 +37,6 @@ def exclusive(path: Path, *, within_s: float = WAIT_S) -> Iterator[None]:
 
     Args:
         path: the lock file, which is created and stays. Without flock, `path.held` exists while the lock is held.
-        within_s: how long to wait for the lock.
 
     Raises:
         RunFolderError: the lock is not free within `within_s`.

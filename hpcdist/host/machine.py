@@ -139,7 +139,6 @@ class Lookups:
     """Name lookups in background threads, because a broken resolver takes many seconds.
 
     Args:
-        names: names to look up.
         reverse: names to look up in reverse as well, by their addresses.
     """
 
@@ -498,11 +497,9 @@ class Check:
     """The result of one check, reported by `doctor`, `image check` and the preflight.
 
     Attributes:
-        name: subject in one or two words: `disk`, `clock`, `network`.
         level: `ok`; `note` for information; `warning` for a loss of time or a possible error; `failure` if a run would
             fail.
         text: one sentence with the values found.
-        fix: action of the user, empty if none is needed.
         node: the node concerned, empty for this machine or all nodes.
     """
 

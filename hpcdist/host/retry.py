@@ -83,8 +83,7 @@ def retry(operation: Callable[[], T], path: Path, *, within_s: float | None = No
         path: file name for log messages, and for errors without one.
         within_s: retry time from the first failure; None means the time that `patient` has set.
 
-    Raises:
-        OSError: the last error.
+    Raises the last error.
     """
     pause_s, began = _FIRST_PAUSE_S, None
     while True:
@@ -121,8 +120,7 @@ def rename(source: Path, target: Path) -> None:
 def make_folder(path: Path, mode: int = 0o777) -> None:
     """Create a folder that does not exist, with retries.
 
-    Raises:
-        FileExistsError: the folder exists, and contains something or existed before.
+    Raises FileExistsError if the folder exists, and contains something or existed before.
     """
     _retry_change(lambda: path.mkdir(mode), path, FileExistsError, lambda: not any(path.iterdir()))
 

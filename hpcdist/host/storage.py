@@ -66,10 +66,8 @@ def space(path: Path) -> dict[str, int]:
 def write_speed(folder: Path, num_bytes: int, limit_s: float) -> float:
     """Return the bytes per second of synced writes to a temporary file in `folder` or its nearest existing parent.
 
-    Writing stops after `limit_s` seconds.
-
-    Raises:
-        OSError: the file system is full or read-only, or the quota is exceeded.
+    Writing stops after `limit_s` seconds. Raises OSError if the file system is full or read-only, or the quota is
+    exceeded.
     """
     path = existing(folder) / f".preflight-{os.uname().nodename}-{os.getpid()}"
     block = os.urandom(_CHUNK)  # incompressible

@@ -38,9 +38,6 @@ class RankParent:
     """A parent process of ranks, which is started at once and imports torch.
 
     Args:
-        env: environment of the parent.
-        cwd: working directory.
-        output: file for the output of the parent.
         init_timeout_s: time limit in seconds for the imports, and for the answer to a request, which may import, too.
     """
 
@@ -181,7 +178,6 @@ class ShipperProcess:
 
     Args:
         uri: tracking URI, password included; passed in the environment.
-        env: environment of the process.
         through_queue: run until `drain`, through all restarts of the run's job; otherwise until the run ends.
     """
 

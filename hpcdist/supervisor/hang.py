@@ -47,7 +47,6 @@ def summarize(snapshots: Sequence[RankSnapshot], missing_ranks: Mapping[int, str
     """Group ranks by the location of their stacks, and find the suspects.
 
     Args:
-        snapshots: of all ranks that were found.
         missing_ranks: hosts of the ranks that were not found, by rank.
     """
     by_rank = {snapshot.rank: snapshot for snapshot in sorted(snapshots, key=lambda snapshot: snapshot.rank)}
@@ -190,7 +189,6 @@ def collect(attempt: Attempt, ranks: Ranks, *, limit_s: float, interrupted: Call
 
     Args:
         limit_s: nodes that have not answered by then are left out.
-        interrupted: called repeatedly; true ends the wait.
 
     Returns:
         The summary, or None if no stack could be collected.

@@ -50,8 +50,7 @@ def supervise_locally(
     Args:
         view: returns the reporter; called when the parent of the ranks has begun to import torch.
 
-    Raises:
-        RunFolderError: another supervisor holds the run, or its folder is incomplete.
+    Raises RunFolderError if another supervisor holds the run, or its folder is incomplete.
     """
     with retry.patient(retry.UNATTENDED_S), hold(run) as held:
         code = snapshot.code_state(run)
@@ -109,8 +108,6 @@ class LocalLauncher:
     Args:
         env: environment of the ranks; variables of the plan take precedence.
         import_path: folders that precede all others in the ranks' import path.
-        cwd: working directory of the ranks.
-        fork: whether a parent process forks the ranks, if it can.
         init_timeout_s: time limit for the imports of this parent, in seconds.
     """
 
@@ -229,14 +226,6 @@ class LocalRanks:
 
     Ranks are forked as soon as their parent has imported torch, perhaps in a later call of `wait`. If the parent cannot
     fork, they are started by their command.
-
-    Args:
-        command: command of every rank.
-        envs: complete environments, by rank.
-        logs: files for standard output and error, by rank.
-        guard: starts the processes.
-        cwd: working directory of the ranks.
-        parent: forks the ranks, if given.
     """
 
     def __init__(

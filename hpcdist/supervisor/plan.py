@@ -76,9 +76,8 @@ class Plan:
 def make_plan(config: Config, machine: Machine) -> Plan:
     """Return the plan of a config on a machine.
 
-    Raises:
-        ConfigError: the config requires more GPUs than are visible, its roles contradict `launch.num_ranks`, or there
-            are fewer ranks than `elastic.min_ranks`.
+    Raises ConfigError if the config requires more GPUs than are visible, its roles contradict `launch.num_ranks`, or
+    there are fewer ranks than `elastic.min_ranks`.
     """
     launch = config.launch
     roles = _roles(config)

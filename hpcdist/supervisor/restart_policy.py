@@ -127,7 +127,6 @@ def not_started(absent: Sequence[int], num_ranks: int, why: str, host_of: Callab
     """Return the failure of ranks that were not started, or None if there are none.
 
     Args:
-        absent: the ranks that show no sign of a start.
         why: time limit and cause, as far as known.
         host_of: returns the intended host of a rank.
     """
@@ -146,9 +145,6 @@ def decide(failures: Sequence[Failure], max_restarts: int, *, stop_requested: bo
 
     `Supervisor` may overrule it: it restarts them if other nodes replace lost ones, and ends the run if the disk is
     full, these nodes are unusable or Slurm signals the time limit.
-
-    Args:
-        failures: all failures since the start of the supervisor, oldest first.
     """
     last = failures[-1]
     restart, reason = False, last.sentence()

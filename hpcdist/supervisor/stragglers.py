@@ -117,11 +117,7 @@ class _History:
 
 
 class Stragglers:
-    """Detects stragglers from the heartbeats of all ranks.
-
-    Args:
-        role_of: returns the role of a rank.
-    """
+    """Detects stragglers from the heartbeats of all ranks."""
 
     def __init__(self, role_of: Callable[[int], str]) -> None:
         self._role_of = role_of

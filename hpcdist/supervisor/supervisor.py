@@ -126,11 +126,8 @@ class Supervisor:
     """Supervises one run until its end. The caller holds the run's lease.
 
     Args:
-        launcher: starts the ranks.
         tracking_uri: tracking server or database for the shipper; None if another process ships the run.
-        env: environment of the shipper.
         check_lease: raises LeaseLostError if another supervisor holds the run (`lease.Held.check`).
-        job: the Slurm job that this process belongs to.
     """
 
     def __init__(
@@ -167,8 +164,8 @@ class Supervisor:
     def run(self) -> State:
         """Start attempts until the run ends. Returns its last state, which is also in `state.json`.
 
-        Raises:
-            LeaseLostError: another supervisor has taken over the run. The ranks are killed, and nothing is written.
+        Raises LeaseLostError if another supervisor has taken over the run. The ranks are killed, and nothing is
+        written.
         """
         with (
             retry.patient(self._patience_s()),

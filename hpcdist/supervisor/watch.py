@@ -289,7 +289,6 @@ class Watch:
 
         Args:
             rank: the culprit, unless the stack traces show another one.
-            found: summary of the stack traces.
         """
         if found is not None and len(found.suspects) == 1:
             (rank,) = found.suspects
