@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from hpcdist.cli import devcluster
 from hpcdist.devcluster import cluster, host
 from hpcdist.devcluster.settings import BARE_ENV, LINK, SLURMCTLD, Layout, Settings
 from hpcdist.errors import DevClusterError
@@ -366,28 +364,19 @@ def test_exclusive_lock_allows_one_command_at_a_time(monkeypatch: Patch) -> None
         pass
 
 
-def test_timeout_of_a_daemon_is_reported_with_its_last_output(recorded: Layout) -> None:
+@pytest.mark.processes
+def test_wait_fails_with_the_last_output_after_a_timeout_and_if_the_daemon_ends(recorded: Layout) -> None:
     recorded.logs.mkdir()
+    recorded.run.mkdir()
     recorded.output("slurmctld").write_text("starting\nfatal: no such thing\n")
     with pytest.raises(DevClusterError, match=r"^it is silent within 0 s; .*slurmctld.out ends with: fatal: no such"):
         host.wait_until(lambda: False, "it is silent", recorded, SLURMCTLD, 0)
-
-
-@pytest.mark.processes
-def test_wait_fails_at_once_if_the_daemon_ends(recorded: Layout) -> None:
-    recorded.logs.mkdir()
-    recorded.run.mkdir()
-    recorded.output("slurmctld").touch()
+    recorded.output("slurmctld").write_text("")
     ended = subprocess.Popen(["true"])
     ended.wait()
     recorded.pid_file("slurmctld").write_text(str(ended.pid))
     with pytest.raises(DevClusterError, match=r"^slurmctld ended at once; .* ends with: nothing"):
         host.wait_until(lambda: False, "it is silent", recorded, SLURMCTLD, 60)
-
-
-def test_members_are_the_processes_of_a_namespace() -> None:
-    assert os.getpid() in host.members([own_namespace()])
-    assert host.members([(0, 0)]) == []
 
 
 def test_processes_that_survive_sigkill_are_an_error(monkeypatch: Patch) -> None:
@@ -403,12 +392,6 @@ def test_stale_pid_file_is_ignored(recorded: Layout, monkeypatch: Patch, as_root
     assert not host.is_running(recorded, SLURMCTLD)
     monkeypatch.setattr(host, "mounted_namespaces", lambda layout: {"devcluster-head": own_namespace()})
     assert host.is_running(recorded, SLURMCTLD)
-
-
-def test_plain_file_is_not_a_namespace(recorded: Layout) -> None:
-    recorded.namespaces.mkdir()
-    recorded.namespace("n1").touch()
-    assert host.mounted_namespaces(recorded) == {}
 
 
 def test_namespace_that_cannot_be_unmounted_is_an_error(recorded: Layout, monkeypatch: Patch) -> None:
@@ -469,9 +452,3 @@ def test_help_imports_no_heavy_module() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_status_exits_with_1_without_a_cluster(layout: Layout) -> None:
-    done = CliRunner().invoke(devcluster.app, ["status", "--state", str(layout.state)], standalone_mode=False)
-    assert done.return_value == 1
-    assert done.output == f"no dev cluster in {layout.state}: `hpcdist devcluster up --nodes 4` makes one\n"

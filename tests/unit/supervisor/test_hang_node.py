@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -244,18 +242,6 @@ def test_command_on_a_node_is_killed_with_its_children(ending: str, tmp_path: Pa
         guard.close()
 
 
-def test_py_spy_is_found_in_path_or_beside_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("path", "beside"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "py-spy").write_text("")
-        (tmp_path / name / "py-spy").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "beside" / "python"))
-    assert py_spy({"PATH": str(tmp_path / "path")}) == str(tmp_path / "path" / "py-spy")
-    assert py_spy({"PATH": str(tmp_path)}) == str(tmp_path / "beside" / "py-spy")
-    shutil.rmtree(tmp_path / "beside")
-    assert py_spy({"PATH": str(tmp_path)}) is None
-
-
 # --- Summary of a hang: groups of ranks by location, suspects, and its text.
 
 
@@ -308,13 +294,6 @@ def test_no_suspect_if_all_locations_differ() -> None:
         "rank 0 in f (a0.py:1); rank 1 in f (a1.py:1); rank 2 in f (a2.py:1); and 497 more locations"
     )
     assert f"  and {500 - MAX_RANKS} more locations" in summary.text.splitlines()
-
-
-def test_no_suspect_if_all_locations_are_equal() -> None:
-    summary = summarize([snapshot(rank) for rank in range(4)], {})
-    assert summary.sentence == "all ranks are in all_reduce (torch/c10d.py:41), called by train (ddp.py:190)"
-    assert summary.suspects == ()
-    assert summarize([snapshot(0)], {}).sentence.startswith("rank 0 is in all_reduce")
 
 
 @pytest.mark.parametrize(

@@ -292,37 +292,23 @@ def test_event_names_the_node_the_slow_part_and_a_hint() -> None:
     assert (event.event, event.host, event.rank, event.role) == ("slow", "n3", 2, "trainer")
 
 
-def test_slow_data_loading_is_distinguished_from_slow_compute() -> None:
-    (event,) = Simulation(NODES).train(80, slow(0, data=0.1))
-    assert "n1 is 25 % slower" in event.text
-    assert "(data 0.20 s against 0.10 s a step, compute alike)" in event.text
-    assert "check how fast n1 reads its data, and whether its data workers have free cores" in event.text
-
-
-def test_both_slow_parts_are_named() -> None:
-    (event,) = Simulation(NODES).train(80, slow(0, data=0.05, compute=0.06))
-    assert "(data 0.15 s against 0.10 s a step, compute 0.36 s against 0.30 s a step)" in event.text
-
-
-def test_short_times_are_in_milliseconds() -> None:
-    (event,) = Simulation(NODES).train(80, lambda rank, now: (0.01, 0.08 if rank == 0 else 0.0204))
-    assert "(compute 80.0 ms against 20.4 ms a step, data alike)" in event.text
-
-
-def test_two_nodes_are_compared_with_each_other() -> None:
-    (event,) = Simulation(["n1", "n2"]).train(80, slow(1, compute=0.1))
-    assert event.text.startswith("n2 is 25 % slower than the other node (compute 0.40 s against 0.30 s")
-
-
-def test_ranks_on_one_machine_are_compared() -> None:
-    (event,) = Simulation(["host"] * 4).train(80, slow(3, compute=0.1))
-    assert event.text.startswith("rank 3 (on host) is 25 % slower than the median rank (compute 0.40 s against 0.30 s")
-    assert "cluster.exclude" not in event.text
-
-
-def test_slowest_rank_counts_for_its_node() -> None:
-    (event,) = Simulation(["n1"] * 4 + ["n2"] * 4 + ["n3"] * 4).train(80, slow(6, compute=0.1))
-    assert (event.name, event.rank, event.others) == ("n2", 6, "the median node")
+@pytest.mark.parametrize(
+    ("hosts", "parts", "rank", "text"),
+    [
+        (NODES, slow(0, data=0.1), 0, "n1 is 25 % slower than the median node (data 0.20 s against 0.10 s a step, comp"),
+        (NODES, slow(0, data=0.1), 0, "check how fast n1 reads its data, and whether its data workers have free cores"),
+        (NODES, slow(0, data=0.05, compute=0.06), 0, "(data 0.15 s against 0.10 s a step, compute 0.36 s against 0.30"),
+        (NODES, lambda rank, now: (0.01, 0.0204 + 0.0596 * (not rank)), 0, "(compute 80.0 ms against 20.4 ms a step,"),
+        (["n1", "n2"], slow(1, compute=0.1), 1, "n2 is 25 % slower than the other node (compute 0.40 s against 0.30"),
+        (["host"] * 4, slow(3, compute=0.1), 3, "rank 3 (on host) is 25 % slower than the median rank (compute 0.40 s"),
+        (["n1"] * 4 + ["n2"] * 4 + ["n3"] * 4, slow(6, compute=0.1), 6, "n2 is 25 % slower than the median node"),
+    ],
+)  # fmt: skip
+def test_event_names_place_and_slow_parts(hosts: list[str], parts: Parts, rank: int, text: str) -> None:
+    (event,) = Simulation(hosts).train(80, parts)
+    assert event.rank == rank
+    assert text in event.text
+    assert ("cluster.exclude" in event.text) == (hosts != ["host"] * 4)
 
 
 def test_roles_are_not_compared_with_each_other() -> None:
@@ -333,13 +319,16 @@ def test_roles_are_not_compared_with_each_other() -> None:
     assert (event.name, event.role) == ("n4", "observer")
 
 
-def test_excess_below_a_fifth_is_not_reported() -> None:
-    assert Simulation(NODES).train(200, slow(2, compute=0.07)) == []
-
-
-def test_excess_that_is_small_compared_with_the_step_is_not_reported() -> None:
-    """Steps consist mostly of communication here."""
-    assert Simulation(NODES).train(200, lambda rank, now: (0.0, 0.15 if rank == 2 else 0.11)) == []
+@pytest.mark.parametrize(
+    ("hosts", "parts"),
+    [
+        (NODES, slow(2, compute=0.07)),  # less than a fifth
+        (NODES, lambda rank, now: (0.0, 0.15 if rank == 2 else 0.11)),  # steps consist mostly of communication
+        (["n1"], slow(0, compute=1)),
+    ],
+)
+def test_small_excess_and_single_rank_are_not_reported(hosts: list[str], parts: Parts) -> None:
+    assert Simulation(hosts).train(200, parts) == []
 
 
 def test_work_without_steps_counts_by_its_share_of_the_time() -> None:
@@ -402,12 +391,8 @@ def test_windows_without_steps_do_not_count() -> None:
     for second in range(120):
         for rank in range(4):
             if simulation.stragglers.is_due(rank, simulation.now + second):
-                assert (
-                    simulation.stragglers.note(
-                        rank, {"host": NODES[rank], "timing": totals[rank]}, simulation.now + second
-                    )
-                    == []
-                )
+                beat = {"host": NODES[rank], "timing": totals[rank]}
+                assert simulation.stragglers.note(rank, beat, simulation.now + second) == []
     simulation.now += 120
     assert [event.name for event in simulation.train(15, slow(2, compute=0.2))] == ["n3"]
 
@@ -419,7 +404,3 @@ def test_heartbeats_without_timing_are_ignored(beat: dict[str, object]) -> None:
         assert simulation.stragglers.note(0, beat, now) == []
     assert simulation.stragglers.is_due(0, 195) is False
     assert simulation.stragglers.is_due(0, 200) is True
-
-
-def test_single_rank_is_not_compared() -> None:
-    assert Simulation(["n1"]).train(200, slow(0, compute=1)) == []
