@@ -295,8 +295,8 @@ def test_event_names_the_node_the_slow_part_and_a_hint() -> None:
 @pytest.mark.parametrize(
     ("hosts", "parts", "rank", "text"),
     [
-        (NODES, slow(0, data=0.1), 0, "n1 is 25 % slower than the median node (data 0.20 s against 0.10 s a step, comp"),
-        (NODES, slow(0, data=0.1), 0, "check how fast n1 reads its data, and whether its data workers have free cores"),
+        (NODES, slow(0, data=0.1), 0, "n1 is 25 % slower than the median node (data 0.20 s against 0.10 s a step"),
+        (NODES, slow(0, data=0.1), 0, "check how fast n1 reads its data, and whether its data workers have free"),
         (NODES, slow(0, data=0.05, compute=0.06), 0, "(data 0.15 s against 0.10 s a step, compute 0.36 s against 0.30"),
         (NODES, lambda rank, now: (0.01, 0.0204 + 0.0596 * (not rank)), 0, "(compute 80.0 ms against 20.4 ms a step,"),
         (["n1", "n2"], slow(1, compute=0.1), 1, "n2 is 25 % slower than the other node (compute 0.40 s against 0.30"),
