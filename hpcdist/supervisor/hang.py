@@ -83,7 +83,6 @@ def _groups(snapshots: Mapping[int, RankSnapshot]) -> dict[str, list[int]]:
 
 
 def _by_location(snapshots: Mapping[int, RankSnapshot], *, own: bool) -> dict[str, list[int]]:
-    texts: dict[object, str] = {}
     found: dict[str, list[int]] = {}
     for rank, snapshot in snapshots.items():
         location, state = snapshot.location, f"state {snapshot.process.state}"
@@ -92,8 +91,7 @@ def _by_location(snapshots: Mapping[int, RankSnapshot], *, own: bool) -> dict[st
         elif location is None:
             at = f"no stack, {state}"
         else:
-            text = location.own.text() if own else location.text()
-            at = texts.setdefault(location.key(own=own), f"in {text}")
+            at = f"in {location.own.text() if own else location.text()}"
         found.setdefault(at, []).append(rank)
     return found
 
@@ -170,8 +168,6 @@ def _text(
     lines += [f"  rank {one.rank} on {one.host}: {one.state_text()}" for one in snapshots[:MAX_RANKS]]
     if len(snapshots) > MAX_RANKS:
         lines.append(f"  and {len(snapshots) - MAX_RANKS} more")
-    problems = sorted({one.stack.problem for one in snapshots if one.stack.problem})
-    lines += ["", *problems[:_NAMED]] if problems else []
     return "\n".join([*lines, "", "complete stacks: rank-NNNNN.stacks.txt in this folder", ""])
 
 

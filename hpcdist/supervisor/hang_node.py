@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -20,7 +18,6 @@ import psutil
 
 from hpcdist.config.topology import Topology
 from hpcdist.errors import TopologyError
-from hpcdist.host.commands import run_within
 from hpcdist.host.files import open_regular, read_json, write_json
 from hpcdist.rank.processes import PARENT_MODULE, RANK_MODULE, TASK_MODULE, shown_place
 from hpcdist.run.folder import Attempt
@@ -34,7 +31,7 @@ CANNOT_RUN = (
     psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP, psutil.STATUS_ZOMBIE,
     psutil.STATUS_DEAD,
 )  # fmt: skip
-#: Limit of the children of a process whose stacks are read.
+#: Limit of the reported children of a process.
 _MAX_CHILDREN = 16
 
 
@@ -109,12 +106,10 @@ def state_of(pid: int) -> ProcessState | None:
         return None
 
 
-# Parsers of the stacks that py-spy and Python's faulthandler print, and the location that a stack is at.
+# Parser of the stacks that Python's faulthandler prints, and the location that a stack is at. Pure functions.
 #
-# https://github.com/benfred/py-spy, https://docs.python.org/3/library/faulthandler.html. Pure functions.
+# https://docs.python.org/3/library/faulthandler.html
 
-_SPIED_MAIN = re.compile(r'^Thread \S+ \(.*\): "MainThread"\n((?:    .+\n)+)', re.MULTILINE)
-_SPIED_FRAME = re.compile(r"^    (?P<function>.+) \((?P<file>.+):(?P<line>\d+)\)$", re.MULTILINE)
 _FAULT_THREAD = r"(?:Current thread|Thread) 0x[0-9a-f]+(?: \[.*\])? \(most recent call first\):\n(?:  .*\n|\.\.\.\n)*"
 #: A blank line separates two threads, but not two dumps.
 _FAULT_DUMP = re.compile(rf"^{_FAULT_THREAD}(?:\n{_FAULT_THREAD})*", re.MULTILINE)
@@ -149,14 +144,6 @@ class Location(NamedTuple):
         """Return such as `wait (threading.py:629), called by train (counting.py:29)`."""
         return self.inner.text() + (f", called by {self.own.text()}" if self.own != self.inner else "")
 
-    def key(self, *, own: bool = False) -> tuple[object, ...]:
-        """Return a key of the location, or of its line of user code, without function names.
-
-        py-spy and faulthandler print these differently.
-        """
-        line = (self.own.file, self.own.line)
-        return line if own else (*line, self.inner.file, self.inner.line)
-
 
 def location_of(frames: Sequence[Frame]) -> Location | None:
     """Return the location of a stack (innermost call first), or None if it has no frames.
@@ -178,15 +165,6 @@ def _is_library(file: str) -> bool:
     return any(pattern.search(file) for pattern in (_STDLIB, _INSTALLED, _OURS))
 
 
-def parse_py_spy(text: str) -> list[Frame]:
-    """Parse `py-spy dump --full-filenames`. Returns the main thread's stack, innermost call first.
-
-    The child processes that follow have main threads, too.
-    """
-    main = _SPIED_MAIN.search(text + "\n")
-    return _frames(_SPIED_FRAME, main[1]) if main else []
-
-
 def parse_faulthandler(log: str) -> tuple[list[Frame], str]:
     """Parse the last dump of faulthandler in a rank's log.
 
@@ -197,14 +175,11 @@ def parse_faulthandler(log: str) -> tuple[list[Frame], str]:
         The main thread's stack, and the text of the dump.
     """
     for dump in reversed(_FAULT_DUMP.findall(log + "\n")):
-        frames = _frames(_FAULT_FRAME, dump.rpartition("\n\n")[2])
+        main = _FAULT_FRAME.finditer(dump.rpartition("\n\n")[2])
+        frames = [Frame(found["function"], found["file"], int(found["line"])) for found in main]
         if frames and not any("/multiprocessing/" in frame.file for frame in frames):
             return frames, dump
     return [], ""
-
-
-def _frames(pattern: re.Pattern[str], text: str) -> list[Frame]:
-    return [Frame(found["function"], found["file"], int(found["line"])) for found in pattern.finditer(text)]
 
 
 # Records of PyTorch's flight recorders: the collective that each rank waits in, and the ranks that have not called it.
@@ -362,15 +337,6 @@ def ranks_text(ranks: Iterable[int], most: int = 6) -> str:
 # Snapshot of one hung rank.
 
 
-class Stack(NamedTuple):
-    """Stacks of a process, or the reason why there are none."""
-
-    frames: tuple[Frame, ...] = ()  #: of the main thread, innermost call first
-    text: str = ""  #: all threads; with py-spy also all child processes
-    source: str = ""  #: program that printed them, `py-spy` or `faulthandler`
-    problem: str = ""  #: why py-spy failed, if it was tried
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankSnapshot:
     """State of a rank: its process, its stack and its last collectives."""
@@ -378,7 +344,8 @@ class RankSnapshot:
     rank: int
     host: str
     pid: int
-    stack: Stack
+    frames: tuple[Frame, ...] = ()  #: stack of the main thread, innermost call first; empty if none was printed
+    text: str = ""  #: stacks of all threads
     calls: tuple[Calls, ...] = ()  #: the last collectives in the flight recorders, in the order of their calls
     pending_s: float = 0.0  #: time since the call of the oldest unfinished collective; 0 without one
     process: ProcessState
@@ -387,7 +354,7 @@ class RankSnapshot:
 
     @property
     def location(self) -> Location | None:
-        return location_of(self.stack.frames)
+        return location_of(self.frames)
 
     @property
     def is_stopped(self) -> bool:
@@ -404,16 +371,13 @@ class RankSnapshot:
         """Return the text of the rank's stacks file."""
         lines = [f"rank {self.rank} on {self.host}, process {self.pid}: {self.state_text()}"]
         lines += [f"flight recorder, {call.text()}" for call in self.calls]
-        if self.stack.problem:
-            lines.append(self.stack.problem)
-        lines.append(f"stacks by {self.stack.source}:" if self.stack.text else "no stack could be read")
-        return "\n".join(lines) + "\n\n" + self.stack.text
+        lines.append("stacks by faulthandler:" if self.text else "no stack could be read")
+        return "\n".join(lines) + "\n\n" + self.text
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RankSnapshot:
-        frames, *others = value["stack"]
         parts = {
-            "stack": Stack(tuple(Frame(*frame) for frame in frames), *others),
+            "frames": tuple(Frame(*frame) for frame in value["frames"]),
             "calls": tuple(Calls._make([*call, tuple(map(tuple, pending))]) for *call, pending in value["calls"]),
             "process": ProcessState(*value["process"]),
         }
@@ -424,11 +388,9 @@ class RankSnapshot:
 #
 #     python -m hpcdist.supervisor.hang_node ATTEMPT SECONDS
 #
-# Stacks come from py-spy if it is installed and permitted to read the processes, otherwise from the ranks' logs: ranks
-# print their stacks on SIGUSR1, which the supervisor sends. Runs outside of containers, as the user of the ranks.
+# Ranks print their stacks on SIGUSR1, which the supervisor sends; a stopped rank cannot. Runs outside of containers, as
+# the user of the ranks.
 
-#: Time limit of py-spy for one process; it usually takes some 10 ms.
-SPY_S = 5.0
 #: Time for ranks to print their stacks and write their collectives.
 PRINT_S = 4.0
 #: Minimum duration for measuring CPU time.
@@ -438,7 +400,6 @@ FRESH_S = 60.0
 _LOG_BYTES = 512 * 1024
 _TEXT_CHARS = 64 * 1024
 _POLL_S = 0.05
-_AT_ONCE = 4
 
 
 def main(argv: Sequence[str]) -> None:
@@ -456,14 +417,9 @@ def take_snapshots(processes: Sequence[RankProcess], attempt: Attempt, node: str
     """Return snapshots of the ranks on this node, taken before `until` on the monotonic clock."""
     began, since = time.monotonic(), time.time() - FRESH_S
     before = {process: state for process in processes if (state := state_of(process.pid)) is not None}
-    spy = py_spy(os.environ)
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        results = pool.map(lambda process: _run_py_spy(spy, process, until), before)
-        stacks = dict(zip(before, results, strict=True))
 
     def has_printed(process: RankProcess) -> bool:
-        has_stack = stacks[process].frames or _printed_stack(attempt, process.rank).frames
-        return bool(has_stack and _flight_record(attempt, process.rank, since))
+        return bool(_stack(attempt, process.rank)[0] and _flight_record(attempt, process.rank, since))
 
     awaited = [process for process, state in before.items() if state.state not in CANNOT_RUN]
     while time.monotonic() < min(began + PRINT_S, until) and not all(map(has_printed, awaited)):
@@ -475,16 +431,15 @@ def take_snapshots(processes: Sequence[RankProcess], attempt: Attempt, node: str
         last = state_of(process.pid)
         if last is None:
             continue  # the process has ended by itself
-        stack = stacks[process]
-        if not stack.frames:
-            stack = _printed_stack(attempt, process.rank)._replace(problem=stack.problem)
+        frames, text = _stack(attempt, process.rank)
         record = _flight_record(attempt, process.rank, since)
         found.append(
             RankSnapshot(
                 rank=process.rank,
                 host=node,
                 pid=process.pid,
-                stack=stack._replace(text=stack.text[:_TEXT_CHARS]),
+                frames=tuple(frames),
+                text=text[:_TEXT_CHARS],
                 calls=tuple(calls_of(record["recorders"])) if record else (),
                 pending_s=pending_s(record["recorders"], record["time"]) if record else 0.0,
                 process=last,
@@ -500,35 +455,12 @@ def _flight_record(attempt: Attempt, rank: int, since: float) -> dict[str, Any] 
     return record if record and record["time"] >= since else None
 
 
-def _printed_stack(attempt: Attempt, rank: int) -> Stack:
+def _stack(attempt: Attempt, rank: int) -> tuple[list[Frame], str]:
+    """Return the stacks that a rank has written to its log, see `parse_faulthandler`."""
     with suppress(FileNotFoundError), open_regular(attempt.log(rank)) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
-        frames, text = parse_faulthandler(file.read().decode(errors="replace"))
-        return Stack(tuple(frames), text, "faulthandler" if frames else "")
-    return Stack()
-
-
-def py_spy(env: Mapping[str, str]) -> str | None:
-    """Return the path of py-spy, in PATH or in the folder of this Python; None if it is not installed."""
-    return shutil.which("py-spy", path=env.get("PATH")) or shutil.which("py-spy", path=str(Path(sys.executable).parent))
-
-
-def _run_py_spy(spy: str | None, process: RankProcess, until: float) -> Stack:
-    left_s = min(SPY_S, until - time.monotonic())
-    if spy is None or left_s <= 0:
-        return Stack()
-    # Without pausing the process: a stopped process cannot be stopped again, and a false alarm has no effect.
-    command = [spy, "dump", "--nonblocking", "--full-filenames", "--pid", str(process.pid)]
-    command += ["--subprocesses"] if process.children else []
-    done = run_within(command, left_s)
-    frames = parse_py_spy(done.stdout)
-    if frames:
-        return Stack(tuple(frames), done.stdout, "py-spy")
-    messages = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    # The first line is a title; the reason follows `Caused by:`.
-    reason = next((line for above, line in pairwise(messages) if above == "Caused by:"), "")
-    reason = reason or (messages[0] if messages else "no output")
-    return Stack(problem=f"py-spy could not read the process: {reason}")
+        return parse_faulthandler(file.read().decode(errors="replace"))
+    return [], ""
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ import torch
 from hpcdist.host.files import read_json
 from hpcdist.rank.processes import RANK_MODULE, shown_place
 from hpcdist.run.folder import Attempt, RunDir
-from hpcdist.supervisor.hang_node import py_spy
 
 # --- Stacks of the processes of a command that does not end, for the message of the test that waits for it
 
@@ -52,10 +51,7 @@ def kill_with_stacks(pid: int) -> str:
 def _stacks(process: psutil.Process) -> str:
     try:
         title = f"== {process.pid}: {' '.join(process.cmdline())[:150]}"
-        spy = py_spy(os.environ)
-        if spy is None:
-            return f"{title}\npy-spy is not installed"
-        command = [spy, "dump", "--pid", str(process.pid)]
+        command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--pid", str(process.pid)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SPY_TIMEOUT_S, check=False)
     except (psutil.NoSuchProcess, subprocess.TimeoutExpired) as error:
         return f"== {process.pid}: {error}"
