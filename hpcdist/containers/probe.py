@@ -65,34 +65,21 @@ _FIXES = (
         "its daemon lacks CAP_SYS_RESOURCE (rootless, or in a container) and cannot unlock memory for RDMA:"
         " container.extra_args=[--ulimit=memlock=65536:65536] leaves the limit, and NCCL_IB_DISABLE=1 avoids RDMA",
     ),
-    ("permission denied while trying to connect", "the user must be in the group docker on every node, or use podman"),
-    ("could not select device driver", "the node needs nvidia-container-toolkit, or set container.gpus=none"),
-    (
-        "/dev/fuse: Permission denied",
-        "users must be allowed to open /dev/fuse (chmod 0666), or use a folder as container.image",
-    ),
-    ("Failed to create user namespace", "an administrator must allow user namespaces, or install apptainer-suid"),
     (
         "Requesting capability set",
         "root lacks a capability here (as in a container): name it in APPTAINER_DROP_CAPS, for example"
         " `export APPTAINER_DROP_CAPS=CAP_SYS_RESOURCE`",
     ),
     ("unknown (shorthand )?flag|^Usage: enroot ", "see container.extra_args"),
-    ("Command not found: squashfuse", "install squashfuse on the nodes, or use a folder as container.image"),
-    ("Command not found: nvidia-container-cli", "install libnvidia-container-tools, or set container.gpus=none"),
-    (
-        r"\[ERROR\] Invalid argument: /",
-        "the file is not a squashfs image, or the node has no unsquashfs (package squashfs-tools)",
-    ),
     (
         "could not create (character|block) device",
         "only root can unpack the device files of this image, and no container needs them: create the .sqsh again with"
         " `mksquashfs … -wildcards -e 'dev/*'`",
     ),
     (
-        "mkdir: .*enroot",
-        "the user must be allowed to create the folders ENROOT_RUNTIME_PATH, ENROOT_DATA_PATH and ENROOT_CACHE_PATH of"
-        " the node's enroot.conf",
+        "permission denied while trying to connect|could not select device driver|/dev/fuse: Permission denied|"
+        r"Failed to create user namespace|Command not found: |\[ERROR\] Invalid argument: /|mkdir: .*enroot",
+        "docs/how-to/containers.md lists what the runtime needs on each node",
     ),
 )
 
