@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from containers import Containers, missing_requirement
-from fault_table import Cell, MatrixEntry, as_lines, matrix_lines
 from io_faults import compile_library
+from slurm_faults import Cell, MatrixEntry, as_lines, matrix_lines
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 

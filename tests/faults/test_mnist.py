@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fault_table import Cell
 from hpcdist_runs import TRAINING_METRICS, Descendants, Runs, assert_states_equal, finish, rank_of, wait_for
-from mlflow_server import Server
+from http_servers import Server
+from slurm_faults import Cell
 
 from hpcdist.host.files import read_json
 

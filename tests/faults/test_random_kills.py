@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from fault_table import Cell
 from hpcdist_runs import HPCDIST, Runs, assert_states_equal, rank_of, wait_for
+from slurm_faults import Cell
 from slurm_runs import create_database
 
 from hpcdist.rank.processes import PARENT_MODULE

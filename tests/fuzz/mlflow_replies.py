@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from config_strategies import values
+from http_servers import in_thread, mlflow_application, serving
 from hypothesis import strategies as st
-from mlflow_application import in_thread, mlflow_application, serving
 
 #: Method and path of a request.
 Endpoint = tuple[str, str]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from config_strategies import NASTY, axes, files, overrides
-from container_facts import SPEC
+from containers import SPEC
 from fuzzing import check_message, fuzz
 from hypothesis import strategies as st
 

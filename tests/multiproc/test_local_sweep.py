@@ -6,8 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import Runs, finish, wait_for
-from sweep_results import mlflow_runs, repair_trainer
+from hpcdist_runs import Runs, finish, mlflow_runs, repair_trainer, wait_for
 
 #: One rank per cell and no training.
 SMALL = ["trainer=picky:train", "launch.num_ranks=1", "launch.max_restarts=0"]

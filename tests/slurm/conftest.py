@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_table import Cell
 from slurm_cluster import DevCluster, dev_cluster
-from slurm_faults import SUBJECTS, FaultScene, Subject
+from slurm_faults import SUBJECTS, Cell, FaultScene, Subject
 from slurm_runs import ON_FOUR_RANKS, SlurmRuns, create_database
 
 from hpcdist.devcluster import cluster

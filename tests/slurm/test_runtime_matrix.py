@@ -10,14 +10,12 @@ import os
 import signal
 from collections.abc import Iterator
 
-import matrix_cells
 import pytest
 import runtime_cases
 from containers import Containers
-from fault_table import Cell
 from hpcdist_runs import HOLD_STEP, LAST_STEP
 from runtime_cases import CASES, RuntimeCase, assert_nothing_left
-from slurm_faults import FaultScene
+from slurm_faults import Cell, FaultScene
 from slurm_runs import SlurmRuns
 from small_image import mismatch
 
@@ -65,7 +63,7 @@ def boxed(
     request: pytest.FixtureRequest, runtime: RuntimeCase, slurm_runs: SlurmRuns, slurm_control: str
 ) -> Iterator[FaultScene]:
     """Fault injection for a run whose ranks are in containers; teardown restores the cluster."""
-    yield FaultScene(slurm_runs, matrix_cells.subject_of(runtime), slurm_control, Cell(fault="", trainer=runtime.name))
+    yield FaultScene(slurm_runs, runtime_cases.subject_of(runtime), slurm_control, Cell(fault="", trainer=runtime.name))
     if "grace_s" in request.fixturenames:
         cluster.set_grace_time(slurm_runs.cluster.layout, 0)
     slurm_runs.cluster.restore_nodes()
@@ -85,12 +83,12 @@ def test_counting(boxed: FaultScene, runtime: RuntimeCase) -> None:
 
 @cells(slow=("charliecloud", "enroot-sqsh", "pyxis"))
 def test_plain(boxed: FaultScene, runtime: RuntimeCase) -> None:
-    matrix_cells.plain(boxed, runtime)
+    runtime_cases.plain(boxed, runtime)
 
 
 @cells(slow=("podman", "docker", "apptainer-sif"))
 def test_requeue(boxed: FaultScene, runtime: RuntimeCase) -> None:
-    matrix_cells.requeue(boxed, runtime)
+    runtime_cases.requeue(boxed, runtime)
 
 
 @pytest.mark.faults
@@ -143,7 +141,7 @@ def test_stop_command(boxed: FaultScene, runtime: RuntimeCase) -> None:
 @pytest.mark.faults
 @every_runtime
 def test_killed_rank(boxed: FaultScene, runtime: RuntimeCase) -> None:
-    matrix_cells.killed_rank(boxed, runtime)
+    runtime_cases.killed_rank(boxed, runtime)
 
 
 @pytest.mark.faults

@@ -12,18 +12,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import matrix_cells
 import pytest
 import runtime_cases
 from containers import Containers
-from fault_table import Cell
-from ordinary_user import UserRuns, user_program
+from ordinary_user import UserRuns, prepared_for_user, user_program
 from runtime_cases import CASES, RuntimeCase
 from slurm_cluster import DevCluster
-from slurm_faults import FaultScene
+from slurm_faults import Cell, FaultScene
 from slurm_runs import ON_FOUR_RANKS, create_database
 from small_image import mismatch
-from user_cases import prepared_for_user
 
 pytestmark = [pytest.mark.faults, pytest.mark.parametrize("runtime", CASES, indirect=True, scope="module")]
 
@@ -76,18 +73,18 @@ def runtime(
 @pytest.fixture
 def boxed(runtime: RuntimeCase, user_runs: UserRuns, user_control: str) -> Iterator[FaultScene]:
     """Fault injection for a run of the user whose ranks are in containers; teardown restores the cluster."""
-    yield FaultScene(user_runs, matrix_cells.subject_of(runtime), user_control, Cell(fault="", trainer=runtime.name))
+    yield FaultScene(user_runs, runtime_cases.subject_of(runtime), user_control, Cell(fault="", trainer=runtime.name))
     user_runs.cluster.restore_nodes()
     runtime.restore()
 
 
 def test_plain(boxed: FaultScene, runtime: RuntimeCase) -> None:
-    matrix_cells.plain(boxed, runtime)
+    runtime_cases.plain(boxed, runtime)
 
 
 def test_requeue(boxed: FaultScene, runtime: RuntimeCase) -> None:
-    matrix_cells.requeue(boxed, runtime)
+    runtime_cases.requeue(boxed, runtime)
 
 
 def test_killed_rank(boxed: FaultScene, runtime: RuntimeCase) -> None:
-    matrix_cells.killed_rank(boxed, runtime)
+    runtime_cases.killed_rank(boxed, runtime)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from hpcdist_runs import HOLD_STEP, LAST_STEP, wait_for
-from mlflow_server import Server
+from http_servers import Server
 from slurm_cluster import WAIT_S
 from slurm_faults import FaultScene
 

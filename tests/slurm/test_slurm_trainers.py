@@ -17,10 +17,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hpcdist_runs import assert_states_equal, listening, wait_for
+from hpcdist_runs import assert_states_equal, listening, mlflow_runs, repair_trainer, wait_for
 from slurm_cluster import WAIT_S, DevCluster
 from slurm_runs import JOB_ENDED, SlurmRuns
-from sweep_results import mlflow_runs, repair_trainer
 
 from hpcdist.devcluster import settings
 from hpcdist.host.files import read_json

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from hpcdist_runs import HOLD_OVERRIDES, wait_for
-from mlflow_server import Server
+from http_servers import Server
 from slurm_cluster import DevCluster
 from slurm_faults import FaultScene
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from doc_blocks import ROOT, blocks
 from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, HPCDIST, LAST_STEP, unused_port, wait_for
-from mlflow_server import Server
+from http_servers import Server
 from slurm_cluster import WAIT_S, DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 

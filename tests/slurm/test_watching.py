@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, finish, wait_for
+from http_servers import SECRET, Webhook, listening_webhook
 from slurm_cluster import WAIT_S, DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
-from webhook import SECRET, Webhook, listening_webhook
 
 from hpcdist.devcluster import cluster as devcluster_cluster
 from hpcdist.devcluster.settings import HOST

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 import psutil
-from named_pipe import NamedPipe
+from supervisor_scene import NamedPipe
 
 import hpcdist
 from hpcdist.config.launch_schema import LaunchConfig

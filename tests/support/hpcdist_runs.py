@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
 import select
@@ -15,8 +16,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 import pytest
@@ -354,3 +356,49 @@ def assert_no_ports(by_rank: list[set[tuple[str, int]]]) -> None:
     assert documented.keys() >= {"store", "gloo", "rpc", "nccl", "preflight", "ui"}
     assert {documented[kind] for kind in ("store", "gloo", "rpc", "nccl")} == {"interface"}
     assert documented["ui"] == "loopback"
+
+
+# --- The MLflow runs of a sweep, for tests of local sweeps and of sweeps on Slurm.
+
+
+class Child(NamedTuple):
+    status: str
+    parent: str | None  #: name of the parent run
+    run_id: str
+
+
+def mlflow_runs(database: Path, sweep: str) -> dict[str, Child]:
+    """Return the MLflow run of the sweep and its children by name, and assert that each name is unique."""
+    query = """
+        select run.run_uuid, run.name, run.status, parent.name from runs run
+        left join tags tag on tag.run_uuid = run.run_uuid and tag.key = 'mlflow.parentRunId'
+        left join runs parent on parent.run_uuid = tag.value
+        where ? in (run.name, parent.name) and run.lifecycle_stage = 'active'
+    """
+    connection = sqlite3.connect(database)
+    try:
+        rows = connection.execute(query, (sweep,)).fetchall()
+    finally:
+        connection.close()
+    found = {name: Child(status, parent, run_id) for run_id, name, status, parent in rows}
+    assert len(found) == len(rows), rows
+    return found
+
+
+def repair_trainer(project: Path) -> None:
+    """Change the trainer of `picky.py` so that it accepts every seed."""
+    path = project / "picky.py"
+    path.write_text(path.read_text().replace("BAD_SEED = 2", "BAD_SEED = -1"))
+
+
+# --- A Python in which torch is not installed, for the functions that search it.
+
+
+def hide_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `importlib.util.find_spec` find no torch."""
+    find_spec = importlib.util.find_spec
+
+    def find(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name == "torch" else find_spec(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hpcdist.host.files import write_json
 from hpcdist.review.figures import Figure, write_figure
 from hpcdist.review.ledger import Entry, Interval, Ledger
 from hpcdist.run.folder import RunDir, State
+from hpcdist.run.records import AttemptTimes, NodeShare, Resources, begin
 
 CONFIG: dict[str, Any] = {
     "experiment": "digits",
@@ -23,7 +25,7 @@ CONFIG: dict[str, Any] = {
     "checkpoint": {"monitor": "eval/accuracy", "monitor_mode": "max"},
     "tracking": {"tags": {}},
 }
-BEGAN = 1_760_000_000.0
+_BEGAN = 1_760_000_000.0
 
 
 class ReportScene:
@@ -43,8 +45,8 @@ class ReportScene:
 
     @staticmethod
     def state_of(run: RunDir, **changes: Any) -> None:
-        values = {"status": "finished", "attempt": 1, "reason": "trained 90 steps", "world_size": 4, "created": BEGAN}
-        run.write_state(State(**{**values, "ended": BEGAN + 100, **changes}))
+        values = {"status": "finished", "attempt": 1, "reason": "trained 90 steps", "world_size": 4, "created": _BEGAN}
+        run.write_state(State(**{**values, "ended": _BEGAN + 100, **changes}))
 
     def log(self, metrics: dict[str, list[float]], *, attempt: int = 1, rank: int = 0, first: int = 1) -> None:
         """Write values of metrics at the steps from `first` on."""
@@ -78,7 +80,10 @@ def some_ledger() -> Ledger:
     phases = ("queue", "start", "compile", "train", "evaluate", "save", "down")
     intervals = [
         Interval(
-            phase=phase, attempt=attempt, began=BEGAN + 70 * attempt + at * 10, ended=BEGAN + 70 * attempt + at * 10 + 9
+            phase=phase,
+            attempt=attempt,
+            began=_BEGAN + 70 * attempt + at * 10,
+            ended=_BEGAN + 70 * attempt + at * 10 + 9,
         )
         for attempt in (1, 2)
         for at, phase in enumerate(phases)
@@ -92,3 +97,44 @@ def some_ledger() -> Ledger:
         energy_kwh=0.25,
         energy_of="nodes",
     )
+
+
+# --- Run folders with the files from which the ledger of a run is computed, without processes.
+
+
+BEGAN = 1_795_000_000.0
+TWO_NODES = Resources(
+    nodes={"n1": NodeShare(allocated=3, share=1, ranks=[0, 1]), "n2": NodeShare(allocated=2, share=1, ranks=[2, 3])}
+)
+
+
+def add_attempt(
+    run: RunDir,
+    began: float,
+    ended: float | None,
+    accounts: Sequence[dict[str, Any] | None],
+    resources: Resources = TWO_NODES,
+    *,
+    supervised: float | None = None,
+    **changes: Any,
+) -> None:
+    """Add an attempt; times are relative to BEGAN."""
+    attempt = run.new_attempt()
+    times = AttemptTimes(
+        supervised=BEGAN + (began - 1 if supervised is None else supervised),
+        began=BEGAN + began,
+        ended=None if ended is None else BEGAN + ended,
+        **changes,
+    )
+    begin(attempt, resources, times)
+    for rank, account in enumerate(accounts):
+        beat = {"time": BEGAN + (account["until"] if account else began), "step": 7, "total_steps": 9, "metrics": {}}
+        if account is not None:
+            moved = {key: BEGAN + account[key] for key in ("began", "until")}
+            beat["account"] = {"cause": "compute", "closed": True, **account, **moved}
+        write_json(attempt.beat(rank), beat)
+
+
+def account(began: float, until: float, **changes: Any) -> dict[str, Any]:
+    """Return an account: one second of data, the rest compute."""
+    return {"began": began, "until": until, "seconds": {"data": 1.0, "compute": until - began - 1.0}, **changes}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from fault_table import Cell
 from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, LAST_STEP, TRAINING_METRICS, assert_states_equal, wait_for
 from slurm_cluster import WAIT_S, DevCluster
 from slurm_runs import NUM_RANKS, SlurmRuns
@@ -188,3 +188,54 @@ class FaultScene:
         """Wait until rank 0 of the first attempt has done a number of steps."""
         beat = self.runs.attempt(self.name).beat(0)
         wait_for(lambda: int((read_json(beat) or {}).get("step", 0)) >= step, f"step {step}", timeout_s=WAIT_S)
+
+
+# --- The table at the end of `make faults`: one row per fault and trainer.
+
+
+COLUMNS = ("fault", "trainer", "s", "steps lost", "starts", "attempts", "restarts", "weights", "points", "MLflow", "")
+
+
+@dataclass
+class Cell:
+    """A row of the table. Tests fill it in step by step, so that a failed test leaves a partial row."""
+
+    fault: str
+    trainer: str
+    seconds: float = 0.0
+    steps_lost: int | None = None  #: total number of steps that were repeated
+    starts: int | None = None  #: of the Slurm job
+    attempts: int | None = None
+    restarts: int | None = None
+    weights: str = "?"
+    points: str = "?"
+    mlflow: str = "?"
+    verdict: str = "not run"
+
+
+def as_lines(cells: Sequence[Cell]) -> list[str]:
+    """Render the table with aligned columns."""
+    rows = [COLUMNS]
+    for cell in cells:
+        values = [getattr(cell, field.name) for field in fields(cell)]
+        rows.append(tuple(f"{v:.0f}" if isinstance(v, float) else "-" if v is None else str(v) for v in values))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+@dataclass(frozen=True)
+class MatrixEntry:
+    """One entry of the matrix of container runtimes and faults."""
+
+    runtime: str
+    fault: str
+    verdict: str  #: `12 s`, `FAILED` or `skipped`
+
+
+def matrix_lines(entries: Sequence[MatrixEntry]) -> list[str]:
+    """Render one row per runtime and one column per fault."""
+    runtimes, faults = (list(dict.fromkeys(getattr(e, name) for e in entries)) for name in ("runtime", "fault"))
+    verdicts = {(entry.runtime, entry.fault): entry.verdict for entry in entries}
+    rows = [["runtime", *faults], *([r, *(verdicts.get((r, fault), "-") for fault in faults)] for r in runtimes)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(faults) + 1)]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fault_table import Cell, MatrixEntry, as_lines, matrix_lines
+from slurm_faults import Cell, MatrixEntry, as_lines, matrix_lines
 
 
 def test_columns_are_aligned_and_unknown_values_have_placeholders() -> None:

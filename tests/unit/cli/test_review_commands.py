@@ -18,7 +18,7 @@ import pytest
 import torch
 from command_line import Cli, Result, one_line
 from hpcdist_runs import unused_port
-from timed_runs import BEGAN, account, add_attempt
+from report_scene import BEGAN, account, add_attempt
 
 from hpcdist.checkpoint.folder import Snapshot
 from hpcdist.checkpoint.store import CheckpointStore

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
-from absent_torch import hide_torch
 from command_line import Cli, job, one_line
+from hpcdist_runs import hide_torch
 
 from hpcdist import __version__
 from hpcdist.config.loading import load_config

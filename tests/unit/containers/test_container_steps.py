@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from container_facts import (
+from containers import (
     IMAGE,
     PYXIS_CORRUPT_LOG,
     PYXIS_LOG,

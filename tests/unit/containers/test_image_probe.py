@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from container_facts import (
+from containers import (
     IMAGE,
     PYXIS_CORRUPT_LOG,
     PYXIS_DEVICES_LOG,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from absent_torch import hide_torch
+from hpcdist_runs import hide_torch
 
 import hpcdist
 from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, EnvironmentConfig, LaunchConfig

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from forked_scene import HELD, REPORT, SOON_S, TORCH, new_run, parents_of, write_package
 from hpcdist_runs import wait_for
-from named_pipe import NamedPipe
+from supervisor_scene import NamedPipe
 
 from hpcdist.rank.processes import CANNOT_FORK
 from hpcdist.slurm.job.node_ranks import kill_ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from timed_runs import BEGAN, account, add_attempt
+from report_scene import BEGAN, account, add_attempt
 
 from hpcdist.host.files import read_json, write_json
 from hpcdist.review import ledger as review_ledger

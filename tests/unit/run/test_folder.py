@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from mlflow_server import Server
+from http_servers import Server
 
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from absent_torch import hide_torch
+from hpcdist_runs import hide_torch
 
 from hpcdist.config.launch_schema import ClusterConfig, RoleRequest
 from hpcdist.config.loading import load_config

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from container_facts import SPEC
+from containers import SPEC
 from hpcdist_runs import wait_for
 from supervisor_scene import Recorder
 

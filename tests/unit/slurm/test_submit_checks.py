@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from absent_torch import hide_torch
+from hpcdist_runs import hide_torch
 from slurm_recordings import FakeCommands
 
 from hpcdist.cli.submit import submission_flags

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import supervisor_scene
 from forked_scene import Scene
-from named_pipe import NamedPipe
+from supervisor_scene import NamedPipe
 
 
 @pytest.fixture

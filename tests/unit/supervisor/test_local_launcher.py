@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from named_pipe import NamedPipe
+from supervisor_scene import NamedPipe
 
 from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.local import LocalRanks

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from forked_scene import HELD, REPORT, SOON_S, TORCH, Scene, wait_for_fork
-from named_pipe import NamedPipe
+from supervisor_scene import NamedPipe
 
 from hpcdist.errors import HpcdistError
 from hpcdist.rank.processes import PARENT_MODULE

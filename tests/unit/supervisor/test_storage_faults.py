@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 from hpcdist_runs import wait_for
+from http_servers import PATH, SECRET, Webhook, listening_webhook
 from io_faults import Fault, recorded
 from supervisor_scene import DONE, EXIT_0, Scene, fails
-from webhook import PATH, SECRET, Webhook, listening_webhook
 
 from hpcdist.config.launch_schema import NotifyConfig
 from hpcdist.config.loading import load_config, load_run_config

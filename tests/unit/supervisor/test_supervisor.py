@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from named_pipe import NamedPipe
-from supervisor_scene import DONE, EXIT_0, STOP_ON_REQUEST, STUBBORN, Scene, ScriptedJob, fails
+from supervisor_scene import DONE, EXIT_0, STOP_ON_REQUEST, STUBBORN, NamedPipe, Scene, ScriptedJob, fails
 
 from hpcdist.errors import LeaseLostError
 from hpcdist.run.folder import RunDir, State, StopRequest

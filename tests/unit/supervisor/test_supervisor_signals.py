@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from named_pipe import NamedPipe
-from supervisor_scene import DONE, EXIT_0, STOP_ON_REQUEST, STUBBORN, Scene
+from supervisor_scene import DONE, EXIT_0, STOP_ON_REQUEST, STUBBORN, NamedPipe, Scene
 
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.supervisor import SignalRequests

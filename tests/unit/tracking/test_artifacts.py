@@ -17,7 +17,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import ENDPOINT_NOT_FOUND
-from timed_runs import BEGAN, add_attempt
+from report_scene import BEGAN, add_attempt
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.config.launch_schema import CheckpointConfig

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from http_servers import in_thread
 from mlflow.exceptions import MlflowException
 from mlflow.utils.rest_utils import MlflowHostCreds, http_request
-from mlflow_application import in_thread
 
 from hpcdist.config.redaction import redact_text
 from hpcdist.errors import TrackingError, UserMistake

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from timed_runs import BEGAN, account, add_attempt
+from report_scene import BEGAN, account, add_attempt
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import RunFolderError, TrackingError, UserMistake

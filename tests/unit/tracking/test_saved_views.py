@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from http_servers import mlflow_application, serving
 from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowEntity
-from mlflow_application import mlflow_application, serving
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.config.loading import load_config

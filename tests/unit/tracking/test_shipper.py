@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from mlflow_application import mlflow_application, serving
+from http_servers import mlflow_application, serving
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import TrackingError

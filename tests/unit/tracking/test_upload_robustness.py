@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow_application import mlflow_application, serving
+from http_servers import mlflow_application, serving
 from report_scene import ReportScene
 from tracking_scene import CONFIG, Scene
 
