@@ -180,9 +180,6 @@ def start(
 def slow(
     name: Node,
     rate_mbit: Annotated[float | None, option("--rate-mbit", "MBIT", "Mbit/s in each direction.")] = None,
-    delay_ms: Annotated[
-        float | None, option("--delay-ms", "MS", "Extra delay in each direction; needs the kernel module netem.")
-    ] = None,
     state: State = DEFAULT_STATE,
 ) -> None:
     """Slow down a node's link; without options, restore its full speed.
@@ -195,11 +192,8 @@ def slow(
     """
     from hpcdist.devcluster import cluster
 
-    cluster.slow_node(Layout(state), name, rate_mbit=rate_mbit, delay_ms=delay_ms)
-    slowed = " and ".join(
-        text for text in (rate_mbit and f"{rate_mbit:g} Mbit/s", delay_ms and f"{delay_ms:g} ms extra delay") if text
-    )
-    say(f"node {name}: {slowed} in each direction" if slowed else f"node {name}: full speed")
+    cluster.slow_node(Layout(state), name, rate_mbit=rate_mbit)
+    say(f"node {name}: {f'{rate_mbit:g} Mbit/s in each direction' if rate_mbit else 'full speed'}")
 
 
 def _show(status: Status, layout: Layout) -> None:

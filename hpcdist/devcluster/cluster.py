@@ -427,30 +427,22 @@ def start_node(layout: Layout, node: str, *, own_mounts: bool = False) -> None:
         wait_for_node(settings, layout, node, daemon)
 
 
-def slow_node(layout: Layout, node: str, *, rate_mbit: float | None = None, delay_ms: float | None = None) -> None:
-    """Slow down both directions of a node's link to `rate_mbit` (Mbit/s) and by `delay_ms`; full speed without both.
+def slow_node(layout: Layout, node: str, *, rate_mbit: float | None = None) -> None:
+    """Slow down both directions of a node's link to `rate_mbit` (Mbit/s), or restore its full speed.
 
-    Raises DevClusterError if a value is not positive, or the kernel lacks the feature.
+    Raises DevClusterError if the value is not positive, or the kernel has no tbf.
     """
     require_root("node slow")
-    for name, value in {"--rate-mbit": rate_mbit, "--delay-ms": delay_ms}.items():
-        if value is not None and value <= 0:
-            raise DevClusterError(f"{name} must be > 0, got {value:g}")
+    if rate_mbit is not None and rate_mbit <= 0:
+        raise DevClusterError(f"--rate-mbit must be > 0, got {rate_mbit:g}")
     with exclusive():
         _require_node(layout, node)
-        if rate_mbit is None and delay_ms is None:
+        if rate_mbit is None:
             _full_speed(layout, node)
             return
-        shape = files.slow_link(rate_mbit, delay_ms)
-        try:
-            for name, device in _ends(node):
-                run(inside(layout, name, ["tc", "qdisc", "replace", "dev", device, "root", *shape]))
-        except DevClusterError as error:
-            if "qdisc kind is unknown" not in str(error):
-                raise
-            raise DevClusterError(
-                f"the kernel has no {shape[0]} (module sch_{shape[0]}): --delay-ms needs netem, --rate-mbit alone tbf"
-            ) from None
+        shape = ["tbf", "rate", f"{rate_mbit:g}mbit", "burst", "128kb", "latency", "400ms"]
+        for name, device in _ends(node):
+            run(inside(layout, name, ["tc", "qdisc", "replace", "dev", device, "root", *shape]))
 
 
 def _full_speed(layout: Layout, node: str) -> None:

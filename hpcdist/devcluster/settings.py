@@ -434,14 +434,3 @@ def host_batch(settings: Settings, layout: Layout) -> str:
 def node_batch(settings: Settings, node: str) -> str:
     """Return the addresses of a node. Without a default route, DNS lookups fail at once instead of after seconds."""
     return "link set lo up\n" + settings.batch(node, "eth0")
-
-
-def slow_link(rate_mbit: float | None, delay_ms: float | None) -> list[str]:
-    """Return arguments of `tc qdisc replace dev … root` for one direction of a link.
-
-    A rate alone uses tbf, which more kernels have than netem.
-    """
-    if delay_ms is None:
-        return ["tbf", "rate", f"{rate_mbit:g}mbit", "burst", "128kb", "latency", "400ms"]
-    rate = [] if rate_mbit is None else ["rate", f"{rate_mbit:g}mbit"]
-    return ["netem", "delay", f"{delay_ms:g}ms", *rate]

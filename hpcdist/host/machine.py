@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.commands import done_within, start
-from hpcdist.host.files import make_private, user_of
+from hpcdist.host.files import make_private
 
 # Facts of this machine: software versions, network interfaces, name lookups. Unknown facts are empty or None.
 #
@@ -185,14 +185,13 @@ def listener(port: int) -> str:
     """Return the program that listens on a local TCP port, such as `pid 123 (python3) of ada`; empty if unknown."""
     import psutil
 
-    # psutil does not report the owner of a socket, and the process of another user's socket is hidden.
-    for line in (_read("/proc/net/tcp") + _read("/proc/net/tcp6")).splitlines():
-        fields = line.split()
-        if len(fields) > 9 and fields[3] == "0A" and fields[1].rpartition(":")[2] == f"{port:04X}":
-            listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
-            pid = next((one.pid for one in listening if one.laddr[1:] == (port,)), None)
-            program = f"pid {pid} ({_read(f'/proc/{pid}/comm').strip()})" if pid else "a program"
-            return f"{program} of {user_of(int(fields[7]))}"
+    for one in psutil.net_connections("tcp"):
+        if one.status == psutil.CONN_LISTEN and one.laddr[1:] == (port,):
+            if one.pid is None:
+                return "a program of another user"
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(one.pid)
+                return f"pid {one.pid} ({process.name()}) of {process.username()}"
     return ""
 
 

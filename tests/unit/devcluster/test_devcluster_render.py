@@ -16,7 +16,6 @@ from hpcdist.devcluster.settings import (
     daemons,
     gres_conf,
     head_batch,
-    slow_link,
     slurm_conf,
     taken_names,
     with_hosts_block,
@@ -104,18 +103,6 @@ def test_daemons_start_after_their_dependencies() -> None:
     assert found[:4] == [(name, "devcluster-head") for name in ("munged", "mariadbd", "slurmdbd", "slurmctld")]
     assert found[4:] == [(f"{name}-{node}", node) for name in ("dockerd", "slurmd") for node in ("n1", "n2")]
     assert [daemon.name for daemon in daemons(TWO, LAYOUT)[4:]] == ["slurmd-n1", "slurmd-n2"]
-
-
-@pytest.mark.parametrize(
-    ("rate_mbit", "delay_ms", "expected"),
-    [
-        (10, None, "tbf rate 10mbit burst 128kb latency 400ms"),
-        (None, 2.5, "netem delay 2.5ms"),
-        (0.5, 100, "netem delay 100ms rate 0.5mbit"),
-    ],
-)
-def test_slow_link(rate_mbit: float | None, delay_ms: float | None, expected: str) -> None:
-    assert " ".join(slow_link(rate_mbit, delay_ms)) == expected
 
 
 def test_describe_status() -> None:

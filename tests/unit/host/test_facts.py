@@ -54,17 +54,15 @@ def test_versions_equal_those_of_the_installed_packages() -> None:
         assert found["nccl"] == distribution(f"nvidia-nccl-cu{torch['cuda'].partition('.')[0]}").version
 
 
-def test_listener_of_a_port_is_identified() -> None:
+def test_listener_of_a_port_is_identified(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert machine.listener(port).startswith(f"pid {os.getpid()} (")
+        hidden = SimpleNamespace(status=psutil.CONN_LISTEN, laddr=("127.0.0.1", port), pid=None)
+        monkeypatch.setattr(psutil, "net_connections", lambda kind: [hidden])
+        assert machine.listener(port) == "a program of another user"
+        monkeypatch.undo()
     assert machine.listener(port) == ""
-
-
-def test_hidden_process_of_a_listener_leaves_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "net_connections", lambda kind: [])
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        assert machine.listener(server.getsockname()[1]) == f"a program of {psutil.Process().username()}"
 
 
 def test_lookups_have_address_time_or_error() -> None:
