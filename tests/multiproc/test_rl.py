@@ -26,7 +26,7 @@ from hpcdist.trainers.rl import RlConfig, train
 from hpcdist.trainers.rl.environments import Problem
 from hpcdist.trainers.rl.observers import Collector, Rollout
 from hpcdist.trainers.rl.policy import Actor
-from hpcdist.trainers.rl.train import learn
+from hpcdist.trainers.rl.train import train_step
 
 NUM_UPDATES = 4
 
@@ -69,9 +69,7 @@ def train_in_one_process(cfg: Config) -> dict[str, torch.Tensor]:
         rollout = ahead or collect(number)
         if cfg.section(RlConfig).mode == "async":
             ahead = collect(number + 1)
-        learn(policy, optimizer, rollout, cfg, torch.device("cpu"))
-        if policy.normalize:
-            policy.observe(rollout.observations[:-1][rollout.valid])
+        train_step(policy, optimizer, rollout, cfg, torch.device("cpu"))
     return policy.state_dict()
 
 
@@ -142,7 +140,7 @@ def command(runs: Runs, name: str, *overrides: str, export: bool = False) -> lis
 def series(runs: Runs, name: str) -> dict[tuple[str, int], float]:
     """Return the metrics that do not depend on the clock."""
     points = [point for point in runs.points(name) if point[0].startswith(("train/", "eval/"))]
-    deterministic = [point for point in points if point[0] not in ("train/env_steps_per_s", "eval/after_s")]
+    deterministic = [point for point in points if point[0] != "train/env_steps_per_s"]
     found = {(key, step): value for key, step, value in deterministic}
     assert len(found) == len(deterministic), "duplicate points in MLflow"
     return found

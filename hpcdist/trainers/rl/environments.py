@@ -40,7 +40,6 @@ class Problem:
     low: Floats  #: of a box space, [num_outputs]
     high: Floats
     reward_threshold: float | None
-    time_limit: int  #: maximum number of steps per episode
 
     @classmethod
     def of(cls, name: str, options: Mapping[str, Any], max_episode_steps: int | None = None) -> Problem:
@@ -76,7 +75,6 @@ class Problem:
             low=acts.low.astype(np.float32) if isinstance(acts, spaces.Box) else none,
             high=acts.high.astype(np.float32) if isinstance(acts, spaces.Box) else none,
             reward_threshold=spec.reward_threshold,
-            time_limit=spec.max_episode_steps,
         )
 
     def to_env(self, chosen: NDArray[Any]) -> NDArray[Any]:

@@ -207,21 +207,29 @@ class ObserverGroup:
         pending: rollouts of the next update that a checkpoint holds.
     """
 
-    def __init__(self, group: RpcGroup, cfg: Config, num_collectors: int, pending: Sequence[Rollout] = ()) -> None:
+    def __init__(self, rpc: RpcGroup, cfg: Config, num_collectors: int, pending: Sequence[Rollout] = ()) -> None:
         self.num_collectors = num_collectors
-        self._group = group
-        self._cfg = cfg
+        self._rpc = rpc
+        self._is_async = cfg.section(RlConfig).mode == "async"
+        self._timeout_s = cfg.launch.hang_s + 60  # the supervisor detects a hung rank first, and names it
         self._pending: Sequence[Future[list[tuple[Tensor, ...]]] | Rollout] = pending
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether rollouts have been requested and not taken."""
-        return bool(self._pending)
+    def next_rollout(self, number: int, weights: dict[str, Tensor]) -> Rollout:
+        """Return rollout `number` of all collectors, joined.
 
-    def request(self, number: int, weights: dict[str, Tensor]) -> None:
-        """Request rollout `number` from every observer with these weights, without waiting."""
-        timeout_s = self._cfg.launch.hang_s + 60  # the supervisor detects a hung rank first, and names it
-        self._pending = self._group.call_all("observer", "collect", number, weights, timeout_s=timeout_s)
+        In async mode it was requested with the rollout before, and now the next one is, to be collected while the agent
+        learns. Otherwise it is collected now with these weights.
+        """
+        if not self._pending:
+            self._request(number, weights)
+        rollout = Rollout.join(self.wait())
+        self._pending = ()
+        if self._is_async:
+            self._request(number + 1, weights)
+        return rollout
+
+    def _request(self, number: int, weights: dict[str, Tensor]) -> None:
+        self._pending = self._rpc.call_all("observer", "collect", number, weights, timeout_s=self._timeout_s)
 
     def wait(self) -> list[Rollout]:
         """Wait for the pending rollouts and return them; they stay pending.
@@ -233,9 +241,3 @@ class ObserverGroup:
             received += [item] if isinstance(item, Rollout) else (Rollout(*tensors) for tensors in item.result())
         self._pending = received
         return received
-
-    def take(self) -> Rollout:
-        """Wait for the pending rollouts and return them joined."""
-        rollout = Rollout.join(self.wait())
-        self._pending = ()
-        return rollout

@@ -18,10 +18,9 @@ https://arxiv.org/abs/1707.06347 (PPO), https://arxiv.org/abs/1506.02438 (GAE).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -31,8 +30,9 @@ from torch import Tensor, nn
 from hpcdist.config.schema import Config
 from hpcdist.data.loading import digest_of
 from hpcdist.errors import ConfigError
+from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
-from hpcdist.rank.rpc import rpc_group
+from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, lr_factor, set_lr
 from hpcdist.review.figures import MAX_POINTS, Curves, Histogram, histogram
 from hpcdist.trainers.rl import RlConfig
@@ -51,7 +51,6 @@ class History:
     env_steps: int = 0  #: transitions learned from, of all observers
     #: (env_steps, mean return, smallest return, largest return) of each evaluation
     evaluations: list[tuple[int, float, float, float]] = field(default_factory=list)
-    last_returns: list[float] = field(default_factory=list)  #: of the episodes of the last evaluation
 
 
 def train(ctx: Context, cfg: Config) -> None:
@@ -62,85 +61,128 @@ def train(ctx: Context, cfg: Config) -> None:
     problem = Problem.of(rl.env_id, rl.env_kwargs, rl.max_episode_steps)
     if ctx.role == "observer":
         serve_rollouts(ctx, cfg, problem)
-    else:
-        train_policy(ctx, cfg, problem)
-
-
-def train_policy(ctx: Context, cfg: Config, problem: Problem) -> None:
-    """Train as the agent, and export the final policy."""
-    rl = cfg.section(RlConfig)
+        return
     policy = build_policy(problem, rl).to(ctx.device)
-    optimizer = build_optimizer(policy.parameters(), cfg.optim)
-    digest = digest_of(problem.name, problem.options, gymnasium.__version__)
-    ctx.log_dataset(rl.env_id, split="environment", digest=digest, source="gymnasium")
-    ctx.log_model_size(sum(parameter.numel() for parameter in policy.parameters()))
+    log_inputs(ctx, problem, policy)
     saved = ctx.restore()  # the newest valid checkpoint, None at the first start
-    pending, history, goal = [], History(), None
+    with rpc_group(ctx, {}) as rpc:
+        ctx.agree_among([0])  # observers count no steps
+        train_policy(ctx, cfg, problem, policy, rpc, saved)
+
+
+def train_policy(
+    ctx: Context, cfg: Config, problem: Problem, policy: Policy, rpc: RpcGroup, saved: Restored | None
+) -> None:
+    """Train as the agent, and export the final policy."""
+    optimizer = build_optimizer(policy.parameters(), cfg.optim)
+    pending, history = [], History()
     if saved is not None:
         policy.load_state_dict(saved.model)
         optimizer.load_state_dict(saved.trainer["optimizer"])
         pending = [Rollout(*tensors) for tensors in saved.trainer["pending"]]
-        history = History(**saved.trainer["history"])
-    if problem.reward_threshold is not None and cfg.checkpoint.monitor == "eval/return":
-        goal = problem.reward_threshold, f"solved: {problem.name}'s reward_threshold"
-    with rpc_group(ctx, {}) as group:
-        ctx.agree_among([0])  # observers count no steps
-        observers = ObserverGroup(group, cfg, num_collectors_of(saved, ctx.roles.count("observer")), pending)
-        test_envs = make_environments(problem, rl.num_eval_episodes, random_numbers(cfg.seed, 1, 0))
-        progress = Progress(cfg, rl.updates_per_epoch, saved.trainer["position"] if saved else None, goal=goal)
-        meter = Meter(saved.trainer["meter"] if saved else None, ctx.device)
-        began = time.perf_counter()
+        history = History(saved.trainer["history"]["env_steps"], saved.trainer["history"]["evaluations"])
+    observers = ObserverGroup(rpc, cfg, num_collectors_of(saved, ctx.roles.count("observer")), pending)
+    num_episodes = cfg.section(RlConfig).num_eval_episodes
+    test_envs = make_environments(problem, num_episodes, random_numbers(cfg.seed, 1, 0))
+    position = saved.trainer["position"] if saved is not None else None
+    progress = Progress(cfg, cfg.section(RlConfig).updates_per_epoch, position, goal=goal_of(problem, cfg))
+    meter = Meter(saved.trainer["meter"] if saved is not None else None, ctx.device)
 
-        def save(metrics: Mapping[str, float]) -> None:
-            """Save, with the observers between two rollouts; rollouts collected ahead are part of the checkpoint."""
-            received = observers.wait()
-            group.order("save", progress.step)
-            state = {
-                "optimizer": optimizer.state_dict(),
-                "position": progress.state_dict(),
-                "meter": meter.state_dict(),
-                "history": asdict(history),
-                "pending": [list(rollout) for rollout in received],
-                "num_collectors": observers.num_collectors,
-            }
-            ctx.save(progress.step, model=policy, trainer=state, metrics=metrics)
+    def save(metrics: Mapping[str, float]) -> None:
+        """Save, with the observers between two rollouts; rollouts collected ahead are part of the checkpoint."""
+        received = observers.wait()
+        rpc.order("save", progress.step)
+        state = {
+            "optimizer": optimizer.state_dict(),
+            "position": progress.state_dict(),
+            "meter": meter.state_dict(),
+            "history": asdict(history),
+            "pending": [list(rollout) for rollout in received],
+            "num_collectors": observers.num_collectors,
+        }
+        ctx.save(progress.step, model=policy, trainer=state, metrics=metrics)
 
-        ctx.training_begins()  # the time until here counts as start-up
-        while not progress.end_reason:  # solved, or a stop rule of the config applies; known after an evaluation
-            for _ in range(progress.steps_until_evaluation):
-                if not observers.has_pending:
-                    observers.request(progress.step, policy.actor_state())
-                rollout = observers.take()
-                if rl.mode == "async":
-                    observers.request(progress.step + 1, policy.actor_state())
-                set_lr(optimizer, cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule))
-                losses, num_losses = learn(policy, optimizer, rollout, cfg, ctx.device)
-                if policy.normalize:
-                    policy.observe(rollout.observations[:-1][rollout.valid].to(ctx.device))
-                num_env_steps = int(rollout.valid.sum())
-                history.env_steps += num_env_steps
-                meter.add(losses=losses, num_losses=num_losses, num_env_steps=num_env_steps)
-                meter.add(return_sum=float(rollout.returns.sum()), num_episodes=len(rollout.returns))
-                progress.count_step()
-                if progress.log_is_due:
-                    ctx.log(interval_metrics(optimizer, history, meter), progress.step)
-                    meter.reset()
-                if ctx.should_stop(progress.step, progress.total_steps):
-                    save({})
-                    return
-                # Before an evaluation no checkpoint is saved, as one with its metrics follows.
-                if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
-                    save({})
-            with meter.paused():
-                with ctx.evaluating():
-                    rng = random_numbers(cfg.seed, 1, 1 + progress.step)
-                    metrics = evaluate(ctx, problem, policy, test_envs, rng, history)
-                    metrics["eval/after_s"] = time.perf_counter() - began
-                ctx.log(metrics, progress.step)
-                progress.end_epoch(metrics)
-                save(metrics)
-        ctx.end_reason = f"{progress.end_reason}, {history.env_steps} environment steps"
-        ctx.export_model(policy, torch.zeros(2, problem.num_inputs))
+    ctx.training_begins()  # the time until here counts as start-up
+    while not progress.end_reason:  # solved, or a stop rule of the config applies; known after an evaluation
+        for _ in range(progress.steps_until_evaluation):
+            rollout = observers.next_rollout(progress.step, policy.actor_state())
+            set_lr(optimizer, cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule))
+            sums = train_step(policy, optimizer, rollout, cfg, ctx.device)
+            meter.add(**sums)
+            history.env_steps += sums["num_env_steps"]
+            progress.count_step()
+            if progress.log_is_due:
+                ctx.log(interval_metrics(optimizer, history, meter), progress.step)
+                meter.reset()
+            if ctx.should_stop(progress.step, progress.total_steps):
+                save({})
+                return
+            # Before an evaluation no checkpoint is saved, as one with its metrics follows.
+            if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
+                save({})
+        with meter.paused():
+            with ctx.evaluating():
+                metrics = evaluate(ctx, cfg, problem, policy, test_envs, progress.step, history)
+            ctx.log(metrics, progress.step)
+            progress.end_epoch(metrics)
+            save(metrics)
+    ctx.end_reason = f"{progress.end_reason}, {history.env_steps} environment steps"
+    ctx.export_model(policy, torch.zeros(2, problem.num_inputs))
+
+
+def train_step(
+    policy: Policy, optimizer: torch.optim.Optimizer, rollout: Rollout, cfg: Config, device: torch.device
+) -> dict[str, Any]:
+    """Do one PPO update with a rollout of all collectors; return sums for the metrics, the losses on the device."""
+    losses, num_minibatches = ppo_update(policy, optimizer, rollout, cfg, device)
+    if policy.normalize:
+        policy.observe(rollout.observations[:-1][rollout.valid].to(device))
+    return {
+        "losses": losses,
+        "num_minibatches": num_minibatches,
+        "num_env_steps": int(rollout.valid.sum()),
+        "return_sum": float(rollout.returns.sum()),
+        "num_episodes": len(rollout.returns),
+    }
+
+
+def interval_metrics(optimizer: torch.optim.Optimizer, history: History, meter: Meter) -> dict[str, float]:
+    """Return the training metrics since the last logged step."""
+    sums = meter.sums
+    policy_loss, value_loss, entropy, kl = (sums["losses"] / sums["num_minibatches"]).tolist()
+    metrics = {
+        "train/policy_loss": policy_loss,
+        "train/value_loss": value_loss,
+        "train/entropy": entropy,
+        "train/kl": kl,
+        "train/lr": optimizer.param_groups[0]["lr"],
+        "train/env_steps": history.env_steps,
+        "train/env_steps_per_s": sums["num_env_steps"] / meter.elapsed_s,
+        "samples": history.env_steps,
+    }
+    if sums["num_episodes"]:
+        metrics["train/return"] = sums["return_sum"] / sums["num_episodes"]
+    return metrics
+
+
+def evaluate(
+    ctx: Context, cfg: Config, problem: Problem, policy: Policy, envs: Environments, step: int, history: History
+) -> dict[str, float]:
+    """Play full greedy episodes, whose initial states follow from `step`. Adds the returns to `history`."""
+    envs.begin(random_numbers(cfg.seed, 1, 1 + step))
+    returns = greedy_returns(problem, envs, Actor(policy.actor_state(), policy.activation), ctx.alive)
+    mean = float(returns.mean())
+    history.evaluations.append((history.env_steps, mean, float(returns.min()), float(returns.max())))
+    ctx.figure("returns", returns_curves(problem.name, history.evaluations))
+    ctx.figure("returns_of_last_evaluation", returns_histogram(returns.tolist()))
+    return {"eval/return": mean, "eval/return_std": float(returns.std())}
+
+
+def goal_of(problem: Problem, cfg: Config) -> tuple[float, str] | None:
+    """Return the return that solves the environment, and its source; None if it is unknown or not monitored."""
+    if problem.reward_threshold is None or cfg.checkpoint.monitor != "eval/return":
+        return None
+    return problem.reward_threshold, f"solved: {problem.name}'s reward_threshold"
 
 
 def build_policy(problem: Problem, cfg: RlConfig) -> Policy:
@@ -155,93 +197,59 @@ def build_policy(problem: Problem, cfg: RlConfig) -> Policy:
     )
 
 
-def interval_metrics(optimizer: torch.optim.Optimizer, history: History, meter: Meter) -> dict[str, float]:
-    """Return the training metrics since the last logged step."""
-    sums = meter.sums
-    policy_loss, value_loss, entropy, divergence = (sums["losses"] / sums["num_losses"]).tolist()
-    metrics = {
-        "train/policy_loss": policy_loss,
-        "train/value_loss": value_loss,
-        "train/entropy": entropy,
-        "train/kl": divergence,
-        "train/lr": optimizer.param_groups[0]["lr"],
-        "train/env_steps": history.env_steps,
-        "train/env_steps_per_s": sums["num_env_steps"] / meter.elapsed_s,
-        "samples": history.env_steps,
-    }
-    if sums["num_episodes"]:
-        metrics["train/return"] = sums["return_sum"] / sums["num_episodes"]
-    return metrics
-
-
-def evaluate(
-    ctx: Context,
-    problem: Problem,
-    policy: Policy,
-    envs: Environments,
-    rng: np.random.Generator,
-    history: History,
-) -> dict[str, float]:
-    """Play full greedy episodes at the agent; `rng` draws their initial states. Adds the returns to `history`."""
-    envs.begin(rng)
-    returns = greedy_returns(problem, envs, Actor(policy.actor_state(), policy.activation), ctx.alive)
-    mean = float(returns.mean())
-    history.last_returns = returns.tolist()
-    history.evaluations.append((history.env_steps, mean, float(returns.min()), float(returns.max())))
-    ctx.figure("returns", returns_curves(problem.name, history.evaluations))
-    ctx.figure("returns_of_last_evaluation", returns_histogram(history.last_returns))
-    return {"eval/return": mean, "eval/return_std": float(returns.std())}
+def log_inputs(ctx: Context, problem: Problem, policy: Policy) -> None:
+    """Declare the environment and the size of the policy."""
+    digest = digest_of(problem.name, problem.options, gymnasium.__version__)
+    ctx.log_dataset(problem.name, split="environment", digest=digest, source="gymnasium")
+    ctx.log_model_size(sum(parameter.numel() for parameter in policy.parameters()))
 
 
 # Proximal policy optimisation (https://arxiv.org/abs/1707.06347) with generalised advantage estimation.
 
 
-def learn(
+def ppo_update(
     policy: Policy, optimizer: torch.optim.Optimizer, rollout: Rollout, cfg: Config, device: torch.device
 ) -> tuple[Tensor, int]:
     """Update the policy by PPO's clipped surrogate objective; one epoch of one minibatch is A2C.
 
     Returns:
-        Sums over optimizer steps of policy loss, value loss, entropy and KL divergence from the policy that acted, [4]
-        on `device`, and the number of optimizer steps.
+        Sums over minibatches of policy loss, value loss, entropy and KL divergence from the policy that acted, [4]
+        on `device`, and the number of minibatches.
     """
-    rl = cfg.section(RlConfig)
+    rl, valid = cfg.section(RlConfig), rollout.valid
     with torch.no_grad():
         values = policy.value(rollout.observations.to(device)).cpu()
-    gains = torch.from_numpy(advantages(rollout, values.numpy(), rl.gamma, rl.gae_lambda))
-    valid = rollout.valid
-    gains, values = gains[valid], values[:-1][valid]
-    targets = (gains + values).to(device)
-    gains = ((gains - gains.mean()) / (gains.std(correction=0) + 1e-8)).to(device)
+    all_advantages = gae(rollout, values.numpy(), rl.gamma, rl.gae_lambda)
+    advantages, values = torch.from_numpy(all_advantages)[valid], values[:-1][valid]
+    returns = advantages + values
+    advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
     further = (rollout.observations[:-1][valid], rollout.actions[valid], rollout.log_probs[valid])
-    data = (gains, targets, *(tensor.to(device) for tensor in further))
-    parameters = list(policy.parameters())
-    sums, num_steps = torch.zeros(4, device=device), 0
+    samples = [tensor.to(device) for tensor in (advantages, returns, *further)]
+    sums, num_minibatches = torch.zeros(4, device=device), 0
     for _ in range(rl.update_epochs):
-        order = torch.randperm(len(gains)).to(
-            device
-        )  # drawn on the CPU, so that it does not depend on the kind of device
-        for gain, target, observations, actions, acted in zip(
-            *(tensor[order].chunk(rl.num_minibatches) for tensor in data), strict=True
-        ):
-            outputs, estimates = policy.both(observations)
-            log_probs, entropies = log_prob(outputs, actions, policy.log_std)
-            change = log_probs - acted
-            ratio = change.exp()
-            policy_loss = -torch.minimum(ratio * gain, ratio.clamp(1 - rl.clip_range, 1 + rl.clip_range) * gain).mean()
-            value_loss = nn.functional.mse_loss(estimates, target)
-            entropy = entropies.mean()
+        # Drawn on the CPU, so that it does not depend on the kind of device.
+        order = torch.randperm(len(advantages)).to(device)
+        minibatches = zip(*(tensor[order].chunk(rl.num_minibatches) for tensor in samples), strict=True)
+        for advantage, returned, observations, actions, old_log_prob in minibatches:
+            outputs, value = policy.both(observations)
+            new_log_prob, entropies = log_prob(outputs, actions, policy.log_std)
+            log_ratio = new_log_prob - old_log_prob
+            ratio = log_ratio.exp()
+            clipped = ratio.clamp(1 - rl.clip_range, 1 + rl.clip_range)
+            policy_loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
+            value_loss = nn.functional.mse_loss(value, returned)
+            entropy, kl = entropies.mean(), -log_ratio.mean()
             optimizer.zero_grad()
             (policy_loss + rl.value_coef * value_loss - rl.entropy_coef * entropy).backward()
             if cfg.optim.max_grad_norm is not None:
-                nn.utils.clip_grad_norm_(parameters, cfg.optim.max_grad_norm)
+                nn.utils.clip_grad_norm_(policy.parameters(), cfg.optim.max_grad_norm)
             optimizer.step()
-            sums += torch.stack((policy_loss, value_loss, entropy, -change.mean())).detach()
-            num_steps += 1
-    return sums, num_steps
+            sums += torch.stack((policy_loss, value_loss, entropy, kl)).detach()
+            num_minibatches += 1
+    return sums, num_minibatches
 
 
-def advantages(rollout: Rollout, values: Floats, discount: float, gae_lambda: float) -> Floats:
+def gae(rollout: Rollout, values: Floats, gamma: float, gae_lambda: float) -> Floats:
     """Return the advantage of each action [T, n] by generalised advantage estimation.
 
     The value after the end of a terminated episode is zero, after a truncated one that of its last observation. Sums
@@ -251,11 +259,11 @@ def advantages(rollout: Rollout, values: Floats, discount: float, gae_lambda: fl
         values: of all observations, [T + 1, n].
     """
     rewards, terminated = rollout.rewards.numpy(), rollout.terminated.numpy()
-    delta = rewards + discount * values[1:] * ~terminated - values[:-1]
-    carries = np.float32(discount * gae_lambda) * ~(terminated | rollout.truncated.numpy())
-    for t in range(len(delta) - 2, -1, -1):
-        delta[t] += carries[t] * delta[t + 1]
-    return cast(Floats, delta)
+    advantages = rewards + gamma * values[1:] * ~terminated - values[:-1]  # the TD errors
+    factors = np.float32(gamma * gae_lambda) * ~(terminated | rollout.truncated.numpy())
+    for t in range(len(advantages) - 2, -1, -1):
+        advantages[t] += factors[t] * advantages[t + 1]
+    return cast(Floats, advantages)
 
 
 # Figures of trainer `rl` in the report of a run.

@@ -30,7 +30,7 @@ from hpcdist.trainers.rl.environments import (
 )
 from hpcdist.trainers.rl.observers import Collector, Rollout, _per_episode, random_numbers
 from hpcdist.trainers.rl.policy import Actor, Policy, log_prob
-from hpcdist.trainers.rl.train import advantages, learn
+from hpcdist.trainers.rl.train import gae, ppo_update
 
 # --- Policies and PPO, compared with direct implementations of their definitions.
 
@@ -96,7 +96,7 @@ def test_advantages_end_with_the_episode_and_bootstrap_after_a_truncation() -> N
     assert (rollout.truncated & ~rollout.terminated).any()
     assert not rollout.valid[0].all() or not rollout.valid.all()
     values = np.random.default_rng(0).normal(size=(65, 6)).astype(np.float32)
-    found = advantages(rollout, values, 0.9, 0.8)
+    found = gae(rollout, values, 0.9, 0.8)
     for env in range(6):
         for first in range(64):
             if not rollout.valid[first, env]:
@@ -120,13 +120,13 @@ def test_one_epoch_of_one_minibatch_is_the_policy_gradient(name: str) -> None:
     rl = RlConfig(update_epochs=1, num_minibatches=1, value_coef=0.7, entropy_coef=0.3)
     cfg = Config(sections={"rl": rl}, optim=OptimConfig(name="sgd", lr=1.0, momentum=0.0))
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    sums, num_steps = learn(policy, optimizer, rollout, cfg, HOST)
+    sums, num_steps = ppo_update(policy, optimizer, rollout, cfg, HOST)
     assert num_steps == 1
     assert abs(sums[3]) < 1e-5, "the policy is the one that acted"
 
     valid = rollout.valid
     values = plain.value(rollout.observations)
-    gains = torch.from_numpy(advantages(rollout, values.detach().numpy(), rl.gamma, rl.gae_lambda))[valid]
+    gains = torch.from_numpy(gae(rollout, values.detach().numpy(), rl.gamma, rl.gae_lambda))[valid]
     targets = gains + values[:-1][valid].detach()
     weights = (gains - gains.mean()) / (gains.std(correction=0) + 1e-8)
     if plain.log_std is None:
@@ -148,7 +148,7 @@ def test_update_changes_every_weight() -> None:
     policy, rollout = rollout_of("Pendulum-v1")
     before = copy.deepcopy(policy.state_dict())
     cfg = Config(sections={"rl": RlConfig()}, optim=OptimConfig(lr=1e-2, max_grad_norm=0.5))
-    learn(policy, build_optimizer(policy.parameters(), cfg.optim), rollout, cfg, HOST)
+    ppo_update(policy, build_optimizer(policy.parameters(), cfg.optim), rollout, cfg, HOST)
     assert [key for key, value in policy.state_dict().items() if torch.equal(value, before[key])] == []
 
 
@@ -162,7 +162,9 @@ def test_invalid_steps_have_no_effect_on_the_update() -> None:
     def updated(data: Rollout) -> list[Tensor]:
         torch.manual_seed(1)
         ours = copy.deepcopy(policy)
-        learn(ours, build_optimizer(ours.parameters(), OptimConfig()), data, Config(sections={"rl": RlConfig()}), HOST)
+        ppo_update(
+            ours, build_optimizer(ours.parameters(), OptimConfig()), data, Config(sections={"rl": RlConfig()}), HOST
+        )
         return list(ours.parameters())
 
     for one, other in zip(updated(rollout), updated(rollout._replace(**changed)), strict=True):
@@ -172,7 +174,7 @@ def test_invalid_steps_have_no_effect_on_the_update() -> None:
 def test_clipping_limits_the_change_of_an_update() -> None:
     policy, rollout = rollout_of()
     cfg = Config(sections={"rl": RlConfig(update_epochs=30, num_minibatches=2)}, optim=OptimConfig(lr=3e-3))
-    _, num_steps = learn(policy, build_optimizer(policy.parameters(), cfg.optim), rollout, cfg, HOST)
+    _, num_steps = ppo_update(policy, build_optimizer(policy.parameters(), cfg.optim), rollout, cfg, HOST)
     assert num_steps == 60
     with torch.no_grad():
         found, _ = log_prob(policy(rollout.observations[:-1]), rollout.actions, None)
@@ -259,8 +261,8 @@ def end_soon(observations: Floats) -> Floats:
 def test_problem_has_the_properties_of_its_environment() -> None:
     cartpole = Problem.of("CartPole-v1", {})
     assert (cartpole.num_inputs, cartpole.num_outputs, cartpole.is_discrete) == (4, 2, True)
-    assert (cartpole.reward_threshold, cartpole.time_limit) == (475.0, 500)
-    assert Problem.of("CartPole-v1", {}, max_episode_steps=50).time_limit == 50
+    assert cartpole.reward_threshold == 475.0
+    assert Problem.of("CartPole-v1", {}, max_episode_steps=50).options == {"max_episode_steps": 50}
     pendulum = Problem.of("Pendulum-v1", {"g": 5.0})
     assert (pendulum.num_outputs, pendulum.is_discrete) == (1, False)
     # Actions are scaled from the unit box to the environment's box and clipped.
