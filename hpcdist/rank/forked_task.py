@@ -4,9 +4,10 @@
 
 Protocol: each connection is one rank. The parent sends `{}` once it serves the connection. The request is a file with
 `env`, `cwd`, `affinity`, signals that are `ignored` and `blocked`, `rank` and `attempt`; with it come the files for
-standard output and error. The answer has the `pid`, the `error` for which the parent cannot fork this rank, or the
-`failure` for which no rank may start. When the connection is closed, the parent kills the rank and its process group;
-until then it does not reap the rank, so the other side can wait for the process and read its exit code.
+standard output and error, and in a local run the pipe of the process guard. The answer has the `pid`, the `error` for
+which the parent cannot fork this rank, or the `failure` for which no rank may start. When the connection is closed, the
+parent kills the rank and its process group; until then it does not reap the rank, so the other side can wait for the
+process and read its exit code.
 
 The task gives the parent its environment, CPU affinity, folder, output and ignored signals, passes signals on to the
 rank, and ends as the rank ends, with the same exit code or signal: for Slurm it is the rank. If no parent listens

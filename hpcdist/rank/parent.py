@@ -275,20 +275,23 @@ class ForkServer:
 
     def _accept(self) -> None:
         """Take a connection, and show that this process serves it."""
-        with suppress(OSError):
-            if self._listens:
+        if self._listens:
+            try:
                 connection, _ = self._source.accept()
-                if peer_uid(connection) != os.getuid():
-                    connection.close()
-                    return
-            else:
-                data, descriptors, _, _ = socket.recv_fds(self._source, 1, 1)
-                if not data:
-                    os._exit(0)
-                if not descriptors:  # this process has too many open files
-                    return
-                connection = socket.socket(fileno=descriptors[0])
-            self._ranks.append(_Rank(connection))
+            except OSError as error:
+                leave(f"the parent process of the ranks cannot accept a connection: {error.strerror}", CANNOT_FORK)
+            if peer_uid(connection) != os.getuid():
+                connection.close()
+                return
+        else:
+            data, descriptors, _, _ = socket.recv_fds(self._source, 1, 1)
+            if not data:
+                os._exit(0)
+            if not descriptors:
+                leave("the parent process of the ranks has too many open files", CANNOT_FORK)
+            connection = socket.socket(fileno=descriptors[0])
+        self._ranks.append(_Rank(connection))
+        with suppress(OSError):  # closed by the other side
             connection.send(b"{}")
 
     def _import(self) -> None:
@@ -304,8 +307,7 @@ class ForkServer:
         if data == _END:
             os._exit(0)
         if not data or rank.pid:
-            rank.end()
-            self._has_ended |= rank.pid > 0
+            self._end(rank)
         elif not _is_closed(rank.connection):
             answer = self._fork(rank, descriptors)
             if answer is None:
@@ -383,7 +385,7 @@ class ForkServer:
 
     def _environment(self, requested: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of a rank, with the changes that the imports would make there."""
-        # A task sends the variables that its interpreter has added; a local rank gets those of this process.
+        # That of a task is complete. That of a local rank lacks what the start of an interpreter adds, as LC_CTYPE.
         env = {**requested, "SLURM_TASK_PID": str(os.getpid())} if self._listens else {**self._env, **requested}
         for name in self._env.keys() | os.environ.keys():
             before, after = self._env.get(name), os.environ.get(name)
@@ -398,12 +400,16 @@ class ForkServer:
             if not rank.pid or os.waitpid(rank.pid, os.WNOHANG)[0]:
                 self._ranks.remove(rank)
 
+    def _end(self, rank: _Rank) -> None:
+        rank.end()
+        self._has_ended |= rank.pid > 0
+
     def _left(self) -> int:
         """Wait for the end of ranks whose connections are closed; returns one that survives SIGKILL, or 0."""
         for rank in self._ranks:
             # A connection that is closed may not have been noticed.
             if rank.is_open and rank.pid and _is_closed(rank.connection):
-                rank.end()
+                self._end(rank)
             if not rank.is_open and rank.pid and not wait_for_end(rank.pid, KILL_S):
                 return rank.pid
         return 0

@@ -264,7 +264,7 @@ def inodes() -> frozenset[int]:
 # place. gloo connects all pairs in a group's constructor. After it, the ranks exchange lists of their connections and a
 # random number each through their store, which only ranks can access. Each rank closes its listening sockets and the
 # connections that no other rank lists, and sends its number to each rank over the group. A rank that does not receive
-# the right ones has lost a pair to a stranger: the ranks then agree through the store to create the group again.
+# the right ones may have lost a pair to a stranger: the ranks then agree through the store to create the group again.
 
 log = logging.getLogger(__name__)
 #: How often a group is created before its creation fails.
@@ -315,16 +315,17 @@ def _name(address: Address) -> str:
     return f"{address[0]}:{address[1]}"
 
 
-def _reaches_all(group: dist.ProcessGroup, number: int, numbers: list[int]) -> bool:
-    """Send the rank's number to all ranks of a group; return whether theirs arrive."""
+def _lost_peer(group: dist.ProcessGroup, number: int, numbers: list[int]) -> str:
+    """Send the rank's number to all ranks of a group; return why not all of theirs arrive, or nothing."""
     received = torch.zeros(len(numbers), dtype=torch.int64)
+    # Not an all-gather, which is a ring: it would use two of a rank's connections.
     options = distributed_c10d.AllToAllOptions()
     options.timeout = CONNECT_TIMEOUT
     try:
         group.alltoall_base(received, torch.full_like(received, number), [], [], options).wait()
-    except RuntimeError:
-        return False
-    return received.tolist() == numbers
+    except RuntimeError as error:
+        return str(error).partition(". This is typically")[0]
+    return "" if received.tolist() == numbers else "another number arrived"
 
 
 class _AdmittingGloo(_Gloo):
@@ -334,45 +335,43 @@ class _AdmittingGloo(_Gloo):
     the sockets listen is short, since no rank begins before the others.
     """
 
-    def __new__(cls, store: Store, rank: int, size: int, *arguments: Any, **options: Any) -> _AdmittingGloo:
+    def __new__(cls, store: Store, rank: int, size: int, *, timeout: timedelta, **options: Any) -> _AdmittingGloo:
         # A C++ object cannot be initialised twice, so each trial needs a new one, which only `__new__` can return.
-        timeout = options.get("timeout", distributed_c10d.default_pg_timeout)
-        if "timeout" in options:
-            options["timeout"] = min(timeout, CONNECT_TIMEOUT)
+        options["timeout"] = min(timeout, CONNECT_TIMEOUT)
         for trial in itertools.count(1):
             fresh = PrefixStore(f"admission/{trial}", store)
             if fresh.add("ready", 1) == size:
                 fresh.set("begin", "")
             fresh.wait(["begin"], timeout)
             try:
-                group = cls._admitted(fresh, rank, size, arguments, options)
+                group = cls._admitted(fresh, rank, size, options)
             except RendezvousError as error:
                 if trial == NUM_TRIALS:
                     raise
                 if trial == 1:
                     log.warning("a process group is created again, up to %d times: %s", NUM_TRIALS - 1, error)
             else:
-                if "timeout" in options:
-                    group._set_default_timeout(timeout)
+                group._set_default_timeout(timeout)
                 return group
         raise AssertionError
 
     @classmethod
-    def _admitted(cls, store: Store, rank: int, size: int, arguments: Any, options: Any) -> _AdmittingGloo:
+    def _admitted(cls, store: Store, rank: int, size: int, options: Any) -> _AdmittingGloo:
         """Create a group of ranks only. Either all ranks return or all raise RendezvousError."""
         before, number, error = inodes(), secrets.randbits(63), ""
         group: Any = super().__new__(cls)
         try:
-            super().__init__(group, store, rank, size, *arguments, **options)
+            super().__init__(group, store, rank, size, **options)
         except RuntimeError as problem:
             error = f"rank {rank} cannot create a process group: {problem}"
         numbers, stranger = refuse_strangers(store, rank, size, before, number)
-        if not error and not _reaches_all(group, number, numbers):
-            error = f"rank {rank} has lost the connection to a rank of a new process group: " + (
+        if not error and (reason := _lost_peer(group, number, numbers)):
+            cause = (
                 f"{stranger}; it is another program, or the network translates addresses between the nodes"
                 if stranger
                 else "another program has taken its place, or a rank has dropped the group"
             )
+            error = f"rank {rank} has lost the connection to a rank of a new process group: {cause} ({reason})"
         if error:
             group = None  # at once, since the other ranks wait for its connections
         store.set(f"error/{rank}", json.dumps([not stranger, error] if error else None))

@@ -280,7 +280,7 @@ def _device() -> torch.device:
 
 
 class SteppingRank(Protocol):
-    """What answers the functions of this module: the `Context` of a trainer, or a `RunningScript`."""
+    """The `Context` of a trainer or a `RunningScript`: the functions of this module call its methods."""
 
     def should_stop(self, step: int, total_steps: int | None = None) -> bool: ...
     def should_save(self, step: int) -> bool: ...

@@ -439,10 +439,10 @@ def send_as_other_user(requests: socket.socket) -> None:
 NUMBERS = [number.to_bytes(8, "little") for number in range(4)]
 
 
-def create_attacked_groups(here: Rank) -> tuple[list[float], list[int], list[int]]:
+def create_attacked_groups(here: Rank) -> tuple[list[float], list[int], list[int], bool]:
     """Create a group that gets foreign data, one whose pairs are taken three times, and one that always loses them."""
     process_group.NUM_TRIALS = 4
-    known, sums, num_sent, num_sockets = process_group.inodes(), [], [], []
+    known, sums, num_sent, num_sockets, reasons = process_group.inodes(), [], [], [], []
     shared = FileStore(str(here.folder / "store"), here.world_size)
     longer = [number + b"\xff" * 56 for number in NUMBERS]
     for name, attacks in (
@@ -451,22 +451,25 @@ def create_attacked_groups(here: Rank) -> tuple[list[float], list[int], list[int
         ("always", [(NUMBERS, True)] * 5),
     ):
         store = AttackedStore(PrefixStore(name, shared), attacks)
-        with suppress(RendezvousError):
+        try:
             group = _AdmittingGloo(store, here.rank, here.world_size, timeout=timedelta(seconds=60))
             group.allreduce(total := torch.ones(1)).wait()
             sums.append(total.item())
+        except RendezvousError as error:
+            reasons.append(str(error))
         num_sent.append(store.num_sent)
         num_sockets.append(len(process_group.inodes() - known))
         known |= process_group.inodes()
     dist.barrier()  # a rank that ends closes the connections of the others
-    return sums, num_sent, num_sockets[1:]
+    has_reason = all(re.search(r"lost the connection .* \(\[.*gloo/.+\]:\d+[^()]*\)$", one) for one in reasons)
+    return sums, num_sent, num_sockets[1:], len(reasons) == 1 and has_reason
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_gloo_group_is_created_again_after_another_user_has_taken_the_place_of_a_rank() -> None:
     # Bytes: 0 + 1 + 8; 4 times 8, 4 times 64, 4 times 8; 4 times 8 for each of 4 trials. What is left are the two
     # connections of the second group: groups that were dropped are closed.
-    assert spawn_ranks(create_attacked_groups, 3) == [([3.0, 3.0], [9, 32 + 256 + 32, 4 * 32], [2, 0])] * 3
+    assert spawn_ranks(create_attacked_groups, 3) == [([3.0, 3.0], [9, 32 + 256 + 32, 4 * 32], [2, 0], True)] * 3
 
 
 def test_rpc_message_without_valid_signature_is_refused() -> None:

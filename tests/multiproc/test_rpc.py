@@ -313,7 +313,7 @@ def test_socket_of_another_node_requires_the_key_of_both_sides() -> None:
     zap = ours.be_server(server)
     port = server.bind_to_random_port("tcp://127.0.0.1")
 
-    def knock(keys: CurveKeys | None, server_key: bytes | None = None) -> bool:
+    def connect_as(keys: CurveKeys | None, server_key: bytes | None = None) -> bool:
         """Return whether a message of a client arrives."""
         with context.socket(zmq.PUSH) as client, closing(client.get_monitor_socket(EVENTS)) as monitor:
             client.linger = 0
@@ -339,11 +339,11 @@ def test_socket_of_another_node_requires_the_key_of_both_sides() -> None:
                         return False
             raise AssertionError("neither accepted nor refused")
 
-    assert knock(ours)
-    assert not knock(None), "without CURVE"
-    assert not knock(theirs), "it does not know the server"
-    assert not knock(theirs, ours._server_public), "the server does not know it"
-    assert knock(ours)
+    assert connect_as(ours)
+    assert not connect_as(None), "without CURVE"
+    assert not connect_as(theirs), "it does not know the server"
+    assert not connect_as(theirs, ours._server_public), "the server does not know it"
+    assert connect_as(ours)
     context.destroy(linger=0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -273,6 +274,16 @@ def test_parent_that_imports_for_too_long_ends(node: Node) -> None:
     assert node.slurmstepd is not None
     assert node.slurmstepd.wait(SOON_S) == 128 + signal.SIGALRM
     assert 'torch.py", line 2 in <module>' in (node.run.path / "rank-parent-n1.log").read_text()
+
+
+def test_parent_without_free_descriptors_ends_and_says_why(node: Node) -> None:
+    node.start_parent()
+    assert node.start(0, "pass").end() == (0, "")
+    (parent,) = parents_of(node.run)
+    resource.prlimit(parent, resource.RLIMIT_NOFILE, (4, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    code, log = node.start(0, "import sys; sys.exit(6)").end()
+    assert (code, log) == (6, "hpcdist: this rank imports torch itself: its parent process has ended\n")
+    assert "cannot accept a connection: Too many open files" in (node.run.path / "rank-parent-n1.log").read_text()
 
 
 def test_parent_forks_although_its_log_is_on_a_full_disk(node: Node) -> None:
