@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from config_strategies import NASTY, axes, files, overrides
@@ -17,7 +19,7 @@ import hpcdist
 from hpcdist.cli.app import make_app
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.written import secrets_of, to_yaml
-from hpcdist.containers.images import _of, inspected, parse, require_fit
+from hpcdist.containers.images import inspected, look_up, parse, require_fit
 from hpcdist.containers.probe import probe_outcome
 from hpcdist.containers.steps import Engine
 from hpcdist.errors import ConfigError, HpcdistError, ImageError
@@ -43,8 +45,10 @@ IMAGES = st.builds(lambda found, config: [found | {"Config": config}], answers(D
 @fuzz(found=st.one_of(IMAGES, VALUES))
 def test_description_of_an_image(found: Any) -> None:
     try:
-        image = inspected(Engine("podman"), "x", json.dumps(found))
-        _of("x", image)
+        text = json.dumps(found)
+        podman = SimpleNamespace(name="podman", run=lambda *words: subprocess.CompletedProcess(words, 0, text, ""))
+        look_up(cast(Engine, podman), "x", pull=False)
+        image = inspected(Engine("podman"), "x", text)
         with suppress(ImageError):
             require_fit(parse("x", image))
     except ImageError as error:
