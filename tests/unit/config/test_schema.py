@@ -211,7 +211,8 @@ def test_configs_load_with_the_newest_omegaconf() -> None:
     version = "import omegaconf; print(omegaconf.__file__)"
     done = subprocess.run([sys.executable, "-c", version], env=env, capture_output=True, text=True, check=True)
     assert Path(done.stdout).is_relative_to(NEWEST)
-    tests = [str(Path(__file__).with_name(f"test_config_{name}.py")) for name in ("files", "mistakes")]
+    names = ("config_files", "config_mistakes", "redaction")
+    tests = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *tests], env=env, capture_output=True, text=True, check=False
     )
