@@ -234,7 +234,7 @@ def test_layers_contain_no_secrets_caches_or_git_folders(
     assert containers.canary not in metadata
 
 
-# --- Tests of `hpcdist image convert` with the real enroot and apptainer, which start what was written.
+# --- `hpcdist image convert` with the real enroot and apptainer, which start what was written.
 
 
 TAG = f"{small_image.NAME}-converted"

@@ -159,7 +159,7 @@ def test_failing_and_hanging_runtimes_are_reported(tmp_path: Path, monkeypatch: 
     assert (check.level, check.text) == ("warning", "installed, but fails: libsubid.so.4: cannot open")
 
 
-# --- Tests of doctor's checks of Python environments of ranks without containers.
+# --- Doctor's checks of Python environments of ranks without containers.
 
 
 MODULES = "module() { echo 'Modules Release 5.2.0 (2022-11-08)' >&2; }"

@@ -28,7 +28,7 @@ from hpcdist.slurm.on_nodes import answer_lines
 from hpcdist.slurm.output import JobInfo, parse_node_states, parse_partitions, parse_seconds, parse_settings
 from hpcdist.slurm.preflight.probe import ProbeRequest
 
-# --- Tests of the concurrent sections of `hpcdist doctor` and of the rendered report
+# --- The concurrent sections of `hpcdist doctor` and of the rendered report
 
 OK = Check(name="cores", level="ok", text="16")
 
@@ -131,7 +131,7 @@ def test_json_document_has_facts_verdict_and_all_checks() -> None:
     assert would_fail(page[:1]) is False
 
 
-# --- Tests of the sections of `hpcdist doctor` about Slurm, with settings recorded from a dev cluster (Slurm 22.05)
+# --- The sections of `hpcdist doctor` about Slurm, with settings recorded from a dev cluster (Slurm 22.05)
 
 RECORDED = parse_settings((Path(__file__).parent / "slurm_22_05" / "config.txt").read_text())
 
@@ -331,7 +331,7 @@ def test_durations_of_settings_are_parsed(text: str, seconds: int | None) -> Non
     assert parse_seconds(text) == seconds
 
 
-# --- Tests of `hpcdist doctor RUN`: sections about the run folder and the nodes.
+# --- `hpcdist doctor RUN`: sections about the run folder and the nodes.
 
 
 @pytest.fixture

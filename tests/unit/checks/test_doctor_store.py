@@ -231,7 +231,7 @@ def test_unusable_database_server_is_a_warning_without_its_password() -> None:
     assert "secret" not in check.text + check.fix
 
 
-# --- Tests of the section of `hpcdist doctor` about the folder of runs.
+# --- The section of `hpcdist doctor` about the folder of runs.
 
 
 def levels(checks: Sequence[Check]) -> dict[str, str]:

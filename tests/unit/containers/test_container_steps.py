@@ -28,7 +28,7 @@ from hpcdist.errors import UserMistake
 from hpcdist.host.files import read_json
 from hpcdist.run.folder import Attempt, RunDir
 
-# --- Tests of the Slurm steps that check images and remove containers
+# --- The Slurm steps that check images and remove containers
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_remaining_containers_are_logged_unless_the_job_is_over(
     assert (f"containers may remain on a node: {error}" in caplog.text) == is_logged
 
 
-# --- Tests of the containers of ranks: specification and checks before submission
+# --- The containers of ranks: specification and checks before submission
 
 
 def test_specification_has_folders_variables_and_gpus_of_the_config(tmp_path: Path) -> None:

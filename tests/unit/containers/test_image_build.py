@@ -30,7 +30,7 @@ from hpcdist.containers.images import (
 from hpcdist.containers.steps import Engine, find_engine
 from hpcdist.errors import ImageError, UserMistake
 
-# --- Tests of `hpcdist image build`: command, checkout, and pinned packages
+# --- `hpcdist image build`: command, checkout, and pinned packages
 
 LOCAL = Base(name="base:1", id="sha256:cd")
 
@@ -133,7 +133,7 @@ def test_docker_builds_with_buildkit(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out == "1\n"
 
 
-# --- Tests of the choice of a container engine, with scripts on PATH
+# --- The choice of a container engine, with scripts on PATH
 
 ALL = ("docker", "podman", "buildah")
 
@@ -203,7 +203,7 @@ def test_failed_command_has_its_last_error_line(install: Install) -> None:
         Engine("podman").output("ps")
 
 
-# --- Tests of the digest of a base image, with a script that answers like podman and docker
+# --- The digest of a base image, with a script that answers like podman and docker
 
 DIGEST, ID = f"sha256:{'ab' * 32}", f"sha256:{'cd' * 32}"
 

@@ -37,7 +37,7 @@ from hpcdist.containers.spec import Mount
 from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.host.machine import source_digest
 
-# --- Tests of the check of an image
+# --- The check of an image
 
 
 def test_source_digest_depends_on_code_alone(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_digest_of_an_image_file_changes_with_its_size_start_and_end(tmp_path: P
     assert digest_of(middle) == digests[0]
 
 
-# --- Tests of the errors of runtimes that cannot start a container
+# --- The errors of runtimes that cannot start a container
 
 
 @pytest.mark.parametrize(

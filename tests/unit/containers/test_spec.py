@@ -31,7 +31,7 @@ from hpcdist.run.folder import RunDir
 from hpcdist.slurm.job.srun import step_command
 from hpcdist.supervisor.plan import rank_command
 
-# --- Tests of the command lines of all runtimes
+# --- The command lines of all runtimes
 
 RUN = RunDir(Path("/shared/runs/digits/my first"))
 
@@ -291,7 +291,7 @@ def test_path_with_colon_is_refused() -> None:
         without_nested([Mount(source="/a:b", target="/a:b")])
 
 
-# --- Tests of the command of `hpcdist run --in`.
+# --- The command of `hpcdist run --in`.
 DIGEST = "sha256:" + "0" * 64
 
 HERE = Path("/home/ada/project")

@@ -39,7 +39,7 @@ from hpcdist.host.machine import (
 from hpcdist.host.network import amount, bandwidths, find_slow_links, rate, seconds, times, tournament
 from tests.support.fake_nvml import FakeNvml, gpu, install_fake_nvml, memory, processes
 
-# --- Tests of the facts of this machine: versions, ports, name lookups, network interfaces
+# --- The facts of this machine: versions, ports, name lookups, network interfaces
 
 
 def test_versions_equal_those_of_the_installed_packages() -> None:
@@ -113,7 +113,7 @@ def test_network_variables_exclude_all_others() -> None:
     assert machine.network_variables(env) == {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0"}
 
 
-# --- Tests of the GPU facts against a replacement for NVML, since test machines have no GPU
+# --- The GPU facts against a replacement for NVML, since test machines have no GPU
 
 IDLE = gpu(
     "NVIDIA H200",
@@ -237,7 +237,7 @@ def test_cuda_visible_devices_selects_gpus(value: str | None, selected: list[str
     assert visible_gpus(2, env) == visible
 
 
-# --- Tests of the identity of the image that a process runs in.
+# --- The identity of the image that a process runs in.
 def test_facts_come_from_the_environment_and_files_of_the_image(tmp_path: Path) -> None:
     (tmp_path / "build-id").write_text("abc\n")
     env = {"HPCDIST_IMAGE": "hpcdist", "HPCDIST_IMAGE_DIGEST": "sha256:0"}
@@ -283,7 +283,7 @@ def test_files_of_a_runtime_do_not_suffice_on_the_disk_of_a_machine(
     assert container_runtime(tmp_path) == runtime
 
 
-# --- Tests of the check for a compiler and headers, which torch.compile needs
+# --- The check for a compiler and headers, which torch.compile needs
 
 
 @pytest.fixture
@@ -406,7 +406,7 @@ def test_units() -> None:
     assert [times(value) for value in (1.0, 1.55, 6.02, 23.4, 123.0)] == ["1×", "1.6×", "6×", "23×", "120×"]
 
 
-# --- Tests of commands with a time limit.
+# --- Commands with a time limit.
 
 
 @pytest.mark.processes

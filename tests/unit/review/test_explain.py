@@ -29,7 +29,7 @@ from hpcdist.slurm import client
 from hpcdist.slurm.client import JobSnapshot
 from hpcdist.slurm.output import JobInfo
 
-# --- Tests of `hpcdist explain` with run folders and job states of Slurm
+# --- `hpcdist explain` with run folders and job states of Slurm
 
 GLOO_PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:18064"
 
@@ -463,7 +463,7 @@ def test_failed_preflight_is_the_cause_with_its_fix(run: RunDir) -> None:
     assert explained(run)["cause"] == "the nodes are unfit for a run: disk: on all 4 nodes: full"
 
 
-# --- Tests of the patterns of known failures
+# --- The patterns of known failures
 
 
 def pattern_name(text: str) -> str:
