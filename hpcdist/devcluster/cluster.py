@@ -379,16 +379,10 @@ def describe(status: Status, layout: Layout) -> Iterator[str]:
         f" {settings.grace_time_s} s)"
     )
     yield f"the nodes reach this machine as {HOST} ({settings.addresses[HOST]}); logs are in {layout.logs}"
-    if settings.runtime != "none":
-        image = {"apptainer": "FILE.sif", "docker": "NAME", "pyxis": "FILE.sqsh"}[settings.runtime]
-        yield f"containers: submit with container.runtime={settings.runtime} container.image={image}"
     yield "use it:"
     yield f"  export SLURM_CONF={layout.slurm_conf}"
     if settings.runtime != "none":
         yield f"  export PATH={layout.bin}:$PATH"
-    if settings.runtime == "docker":
-        load = f"srun --nodes={settings.num_nodes} --ntasks-per-node=1 docker load --input FILE.tar"
-        yield f"  {load}    # each node has its own images"
     yield f"  srun --nodes={settings.num_nodes} hostname"
 
 

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,23 +65,28 @@ def space(path: Path) -> dict[str, int]:
     return found | ({"free_files": status.f_favail} if status.f_files else {})
 
 
+@contextmanager
+def _own_file(folder: Path, kind: str) -> Iterator[Path]:
+    path = folder / f".{kind}-{os.uname().nodename}-{os.getpid()}"
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
 def write_speed(folder: Path, num_bytes: int, limit_s: float) -> float:
     """Return the bytes per second of synced writes to a temporary file in `folder` or its nearest existing parent.
 
     Writing stops after `limit_s` seconds. Raises OSError if the file system is full or read-only, or the quota is
     exceeded.
     """
-    path = existing(folder) / f".preflight-{os.uname().nodename}-{os.getpid()}"
     block = os.urandom(_CHUNK)  # incompressible
     began, written = time.perf_counter(), 0
-    try:
-        with open(path, "xb", buffering=0) as file:
-            while written < num_bytes and time.perf_counter() - began < limit_s:
-                written += file.write(block[: num_bytes - written])
-                os.fsync(file.fileno())
-        return written / (time.perf_counter() - began)
-    finally:
-        path.unlink(missing_ok=True)
+    with _own_file(existing(folder), "preflight") as path, open(path, "xb", buffering=0) as file:
+        while written < num_bytes and time.perf_counter() - began < limit_s:
+            written += file.write(block[: num_bytes - written])
+            os.fsync(file.fileno())
+    return written / (time.perf_counter() - began)
 
 
 def sees(path: Path, content: str, limit_s: float) -> bool:
@@ -98,28 +105,23 @@ def sees(path: Path, content: str, limit_s: float) -> bool:
 
 def lock_problem(folder: Path) -> str:
     """Return why flock does not exclude a second process of this machine in a folder; empty if it does."""
-    path = folder / f".lock-{os.uname().nodename}-{os.getpid()}"
     code = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     try:
-        with open(path, "a") as file:
+        with _own_file(folder, "lock") as path, open(path, "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A second process, because some network file systems identify lock owners by process.
             done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, check=False)
         return "" if done.returncode else "two processes got the same lock"
     except OSError as error:
         return error.strerror or str(error)
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def rename_problem(folder: Path) -> str:
     """Return why replacing a file is not atomic for readers in a folder; empty if it is."""
-    path = folder / f".rename-{os.uname().nodename}-{os.getpid()}"
-    temporary = path.with_name(f"{path.name}.new")
     ended = threading.Event()
     problems: list[str] = []
 
-    def watch() -> None:
+    def watch(path: Path) -> None:
         while not ended.is_set() and not problems:
             try:
                 if path.read_bytes() not in (b"old", b"new"):
@@ -128,27 +130,25 @@ def rename_problem(folder: Path) -> str:
                 problems.append(f"a reader saw no file ({error.strerror})")
 
     try:
-        path.write_bytes(b"old")
-        reader = threading.Thread(target=watch, daemon=True)
-        reader.start()
-        for _ in range(_RENAMES):
-            temporary.write_bytes(b"new")
-            os.replace(temporary, path)
-        ended.set()
-        reader.join()
+        with _own_file(folder, "rename") as path, _own_file(folder, "rename.new") as temporary:
+            path.write_bytes(b"old")
+            reader = threading.Thread(target=watch, args=(path,), daemon=True)
+            reader.start()
+            for _ in range(_RENAMES):
+                temporary.write_bytes(b"new")
+                os.replace(temporary, path)
+            ended.set()
+            reader.join()
     except OSError as error:
         return error.strerror or str(error)
     finally:
         ended.set()
-        temporary.unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
     return problems[0] if problems else ""
 
 
 def exclusive_problem(folder: Path) -> str:
     """Return why exclusive creation (O_EXCL) does not work in a folder; empty if it does."""
-    path = folder / f".exclusive-{os.uname().nodename}-{os.getpid()}"
-    try:
+    with _own_file(folder, "exclusive") as path:
         for expected in (None, errno.EEXIST):
             try:
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -158,9 +158,7 @@ def exclusive_problem(folder: Path) -> str:
             else:
                 if expected is not None:
                     return "the same file was created twice"
-        return ""
-    finally:
-        path.unlink(missing_ok=True)
+    return ""
 
 
 def describe(folder: Path, limit_s: float) -> dict[str, Any]:

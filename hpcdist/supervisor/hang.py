@@ -20,7 +20,7 @@ import psutil
 from hpcdist.host.files import read_json, write_atomic
 from hpcdist.host.machine import gpus
 from hpcdist.run.folder import Attempt
-from hpcdist.supervisor.hang_node import RankSnapshot, absences, find_ranks, mismatches, ranks_text
+from hpcdist.supervisor.hang_node import RankSnapshot, compare_calls, find_ranks, ranks_text
 from hpcdist.supervisor.launcher import Ranks
 
 # Summary of the snapshots of all ranks, which finds the ranks that the others wait for. Pure functions.
@@ -51,10 +51,8 @@ def summarize(snapshots: Sequence[RankSnapshot], missing_ranks: Mapping[int, str
     """
     by_rank = {snapshot.rank: snapshot for snapshot in sorted(snapshots, key=lambda snapshot: snapshot.rank)}
     groups = _groups(by_rank)
-    calls = {rank: snapshot.calls for rank, snapshot in by_rank.items()}
-    absent_calls = absences(calls)
-    suspects = _suspects(by_rank, groups, {rank for absence in absent_calls for rank in absence.absent})
-    collectives = list(dict.fromkeys([*mismatches(calls), *(absence.text for absence in absent_calls)]))
+    absent, collectives = compare_calls({rank: snapshot.calls for rank, snapshot in by_rank.items()})
+    suspects = _suspects(by_rank, groups, absent)
     apart = "; ".join(filter(None, [_starved(by_rank), _no_snapshot(missing_ranks)]))
     sentence = "; ".join(
         filter(None, [_sentence(groups, suspects, all_seen=not missing_ranks), *collectives[:1], apart])

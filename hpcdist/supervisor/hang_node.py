@@ -226,16 +226,9 @@ def calls_of(recorders: Mapping[str, Any]) -> list[Calls]:
     found = []
     for (backend, group), entries in sorted(by_group.items(), key=lambda item: int(item[1][-1]["time_created_ns"])):
         label = str(entries[-1]["process_group"][1])
-        found.append(
-            Calls(
-                backend=backend,
-                group=group,
-                label="" if label in _NO_LABELS else label,
-                last=int(entries[-1]["collective_seq_id"]),
-                operation=_operation(entries[-1]),
-                pending=tuple((int(e["collective_seq_id"]), _operation(e)) for e in entries if _is_pending(e)),
-            )
-        )
+        last, operation = int(entries[-1]["collective_seq_id"]), _operation(entries[-1])
+        pending = tuple((int(e["collective_seq_id"]), _operation(e)) for e in entries if _is_pending(e))
+        found.append(Calls(backend, group, "" if label in _NO_LABELS else label, last, operation, pending))
     return found
 
 
@@ -256,60 +249,45 @@ def _operation(entry: Mapping[str, Any]) -> str:
     return f"{name} [{sizes}]" if sizes else name
 
 
-class Absence(NamedTuple):
-    """A collective that some ranks wait in, and others have not called."""
-
-    absent: list[int]
-    text: str
-
-
-def absences(calls: Mapping[int, Sequence[Calls]]) -> list[Absence]:
-    """Return, for each group, the first collective that some of its ranks wait in and others have not called.
+def compare_calls(calls: Mapping[int, Sequence[Calls]]) -> tuple[set[int], list[str]]:
+    """Compare the collectives of the ranks of each group.
 
     Args:
         calls: by rank. A rank without any call in a group is not known to belong to it.
+
+    Returns:
+        The ranks that have not called a collective that others wait in; and sentences, of each kind one for a group:
+        ranks call different collectives under one sequence number, since their code paths differ, or have not called
+        one.
     """
-    found = []
+    absent: set[int] = set()
+    different, missing = [], []
     for members in _by_group(calls):
-        for number in sorted({number for call in members.values() for number, _ in call.pending}):
-            absent = sorted(rank for rank, call in members.items() if call.last < number)
-            if absent:
-                found.append(_absence(members, number, absent))
-                break
-    return found
-
-
-def _absence(members: Mapping[int, Calls], number: int, absent: list[int]) -> Absence:
-    waiting = {rank: operation for rank, call in members.items() for n, operation in call.pending if n == number}
-    first = min(waiting)
-    text = (
-        f"{ranks_text(absent)} {'has' if len(absent) == 1 else 'have'} not called {members[first].backend}"
-        f" {waiting[first]} (number {number} of {members[first].group_text}), which {ranks_text(waiting)}"
-        f" wait{'s' * (len(waiting) == 1)} in"
-    )
-    return Absence(absent, text)
-
-
-def mismatches(calls: Mapping[int, Sequence[Calls]]) -> list[str]:
-    """Return, for each group, a sentence about the first sequence number under which ranks call different collectives.
-
-    The code paths of these ranks differ.
-    """
-    found = []
-    for members in _by_group(calls):
-        callers: dict[int, dict[str, list[int]]] = {}
+        one = next(iter(members.values()))
+        waiting: dict[int, dict[int, str]] = {}
         for rank, call in sorted(members.items()):
             for number, operation in call.pending:
-                callers.setdefault(number, {}).setdefault(operation.partition(" ")[0], []).append(rank)
-        mismatch = next((item for item in sorted(callers.items()) if len(item[1]) > 1), None)
-        if mismatch is not None:
-            number, by_operation = mismatch
-            most_first = sorted(by_operation.items(), key=lambda item: -len(item[1]))
-            group = members[most_first[0][1][0]]
-            texts = [f"{ranks_text(ranks)} call{'s' * (len(ranks) == 1)} {name}" for name, ranks in most_first]
-            where = f"{group.backend} collective number {number} of {group.group_text}"
-            found.append(f"as {where} {', but '.join(texts)}")
-    return found
+                waiting.setdefault(number, {})[rank] = operation
+        for number, operations in sorted(waiting.items()):
+            callers: dict[str, list[int]] = {}
+            for rank, operation in operations.items():
+                callers.setdefault(operation.partition(" ")[0], []).append(rank)
+            if len(callers) > 1:
+                most_first = sorted(callers.items(), key=lambda item: -len(item[1]))
+                texts = [f"{ranks_text(ranks)} call{'s' * (len(ranks) == 1)} {name}" for name, ranks in most_first]
+                where = f"{one.backend} collective number {number} of {one.group_text}"
+                different.append(f"as {where} {', but '.join(texts)}")
+                break
+        for number, operations in sorted(waiting.items()):
+            if late := [rank for rank, call in members.items() if call.last < number]:
+                absent.update(late)
+                missing.append(
+                    f"{ranks_text(late)} {'has' if len(late) == 1 else 'have'} not called {one.backend}"
+                    f" {operations[min(operations)]} (number {number} of {one.group_text}), which"
+                    f" {ranks_text(operations)} wait{'s' * (len(operations) == 1)} in"
+                )
+                break
+    return absent, [*different, *missing]
 
 
 def _by_group(calls: Mapping[int, Sequence[Calls]]) -> list[dict[int, Calls]]:

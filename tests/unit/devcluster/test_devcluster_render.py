@@ -120,6 +120,8 @@ def test_describe_status() -> None:
         "  export SLURM_CONF=/var/lib/dc/conf/slurm.conf",
         "  srun --nodes=2 hostname",
     ]
+    with_docker = Status(replace(TWO, runtime="docker"), (idle,), controller_answers=True)
+    assert "  export PATH=/var/lib/dc/bin:$PATH" in describe(with_docker, LAYOUT)
     assert list(describe(Status(TWO), LAYOUT)) == ["slurmctld does not answer: see /var/lib/dc/log/slurmctld.log"]
     assert list(describe(Status(None), LAYOUT)) == [
         "no dev cluster in /var/lib/dc: `hpcdist devcluster up --nodes 4` makes one"
@@ -165,31 +167,3 @@ def test_script_of_enroot_keeps_the_containers_of_nodes_and_users_apart() -> Non
         f'own=/var/lib/dc/enroot/$(hostname)-$(id -u)\nexport PATH=$PATH:/opt/bin {paths}\nexec /opt/bin/enroot "$@"\n'
     )
     assert scripts("pyxis", "enroot") == {"enroot": script}
-
-
-@pytest.mark.parametrize(
-    ("runtime", "lines"),
-    [
-        ("none", []),
-        (
-            "docker",
-            [
-                "containers: submit with container.runtime=docker container.image=NAME",
-                "  export PATH=/var/lib/dc/bin:$PATH",
-                "  srun --nodes=2 --ntasks-per-node=1 docker load --input FILE.tar    # each node has its own images",
-            ],
-        ),
-        (
-            "pyxis",
-            [
-                "containers: submit with container.runtime=pyxis container.image=FILE.sqsh",
-                "  export PATH=/var/lib/dc/bin:$PATH",
-            ],
-        ),
-    ],
-)
-def test_status_describes_the_use_of_the_runtime(runtime: str, lines: list[str]) -> None:
-    node = NodeStatus("n1", "10.213.77.1", "idle", "none")
-    status = Status(replace(TWO, runtime=runtime), (node,), controller_answers=True)
-    without = list(describe(replace(status, settings=TWO), LAYOUT))
-    assert [line for line in describe(status, LAYOUT) if line not in without] == lines

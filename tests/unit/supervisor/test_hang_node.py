@@ -26,11 +26,10 @@ from hpcdist.supervisor.hang_node import (
     Frame,
     ProcessState,
     RankSnapshot,
-    absences,
     calls_of,
+    compare_calls,
     find_ranks,
     location_of,
-    mismatches,
     parse_faulthandler,
     ranks_text,
     state_of,
@@ -490,33 +489,33 @@ def test_state_of_nccl_entries_marks_pending_calls() -> None:
     assert calls_of({"nccl": {"entries": [completed]}})[0].pending == ()
 
 
-def test_absence_names_ranks_that_have_not_called_a_collective() -> None:
-    (absence,) = absences({0: calls(8, 7, 8), 1: calls(8, 7, 8), 2: calls(6)})
-    assert absence.absent == [2]
-    assert absence.text == (
-        "rank 2 has not called gloo all_reduce [2] (number 7 of the default group), which ranks 0-1 wait in"
-    )
-    (absence,) = absences({0: calls(8, 8), 1: calls(7), 2: calls(6)})
-    assert absence.text == (
-        "ranks 1-2 have not called gloo all_reduce [2] (number 8 of the default group), which rank 0 waits in"
-    )
-
-
-def test_no_absence_if_all_ranks_have_called_or_none_waits() -> None:
-    assert absences({0: calls(8, 8), 1: calls(8, 8)}) == []
-    assert absences({0: calls(8), 1: calls(6)}) == [], "no rank waits"
-    assert absences({0: calls(8, 8), 1: calls(3, group="1")}) == [], "numbers of different groups"
-    assert absences({}) == mismatches({}) == []
-
-
-def test_mismatch_names_ranks_that_call_different_collectives() -> None:
-    different = {0: calls(5, 5), 1: calls(5, 5), 2: calls(5, 5, operation="broadcast [2]")}
-    (mismatch,) = mismatches(different)
-    assert mismatch == (
-        "as gloo collective number 5 of the default group ranks 0-1 call all_reduce, but rank 2 calls broadcast"
-    )
-    # Sizes may differ, as in an all_gather of unequal pieces.
-    assert mismatches({0: calls(5, 5), 1: calls(5, 5, operation="all_reduce [3]")}) == []
+@pytest.mark.parametrize(
+    ("by_rank", "absent", "text"),
+    [
+        (
+            {0: calls(8, 7, 8), 1: calls(8, 7, 8), 2: calls(6)},
+            {2},
+            "rank 2 has not called gloo all_reduce [2] (number 7 of the default group), which ranks 0-1 wait in",
+        ),
+        (
+            {0: calls(8, 8), 1: calls(7), 2: calls(6)},
+            {1, 2},
+            "ranks 1-2 have not called gloo all_reduce [2] (number 8 of the default group), which rank 0 waits in",
+        ),
+        (
+            {0: calls(5, 5), 1: calls(5, 5), 2: calls(5, 5, operation="broadcast [2]")},
+            set(),
+            "as gloo collective number 5 of the default group ranks 0-1 call all_reduce, but rank 2 calls broadcast",
+        ),
+        ({0: calls(8, 8), 1: calls(8, 8)}, set(), ""),
+        ({0: calls(8), 1: calls(6)}, set(), ""),  # no rank waits
+        ({0: calls(8, 8), 1: calls(3, group="1")}, set(), ""),  # numbers of different groups
+        ({0: calls(5, 5), 1: calls(5, 5, operation="all_reduce [3]")}, set(), ""),  # an all_gather of unequal pieces
+        ({}, set(), ""),
+    ],
+)
+def test_collectives_of_ranks_are_compared(by_rank: dict[int, list[Calls]], absent: set[int], text: str) -> None:
+    assert compare_calls(by_rank) == (absent, [text] if text else [])
 
 
 def test_ranks_text_merges_ranges() -> None:
