@@ -42,14 +42,6 @@ class Failure:
         return (self.kind, self.error, self.step) == (other.kind, other.error, other.step)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """Whether a failed attempt is followed by another one, and why."""
-
-    restart: bool
-    reason: str
-
-
 def first_failure(
     exits: Mapping[int, int],
     outcomes: Mapping[int, Mapping[str, Any]],
@@ -140,8 +132,8 @@ def not_started(absent: Sequence[int], num_ranks: int, why: str, host_of: Callab
     return Failure(kind="not_started", rank=first, host=host_of(first), step=None, error=error)
 
 
-def decide(failures: Sequence[Failure], max_restarts: int, *, stop_requested: bool = False) -> Decision:
-    """Decide whether to restart the ranks after a failure.
+def decide(failures: Sequence[Failure], max_restarts: int, *, stop_requested: bool = False) -> tuple[bool, str]:
+    """Return whether to restart the ranks after a failure, the last of `failures`, and a sentence on the failure.
 
     `Supervisor` may overrule it: it restarts them if other nodes replace lost ones, and ends the run if the disk is
     full, these nodes are unusable or Slurm signals the time limit.
@@ -158,7 +150,7 @@ def decide(failures: Sequence[Failure], max_restarts: int, *, stop_requested: bo
         reason += f"; all launch.max_restarts={max_restarts} restarts are used up" if max_restarts else ""
     else:
         restart = True
-    return Decision(restart=restart, reason=reason)
+    return restart, reason
 
 
 def suspect(history: Sequence[Failure | None]) -> str | None:

@@ -395,17 +395,16 @@ class Supervisor:
         if failure.kind == "interrupted" and not stop_requested:
             reason = f"{failure.sentence()}; Slurm signals the time limit, so no restart here"
             return replace(state, status="stopped", reason=reason, ended=time.time())
-        decision = decide(failures, self._config.launch.max_restarts, stop_requested=stop_requested)
+        restart, reason = decide(failures, self._config.launch.max_restarts, stop_requested=stop_requested)
         disk_full = self._disk_is_full()
         if not (stop_requested or disk_full or failure.kind == "rejected"):
             write_json(attempt.failure, asdict(failure))
             if why := self._launcher.broken():
                 # Stopped without a request: on Slurm the batch step requeues the job.
                 return replace(state, status="stopped", reason=f"{failure.sentence()}; {why}", ended=time.time())
-        if decision.restart and not disk_full:
+        if restart and not disk_full:
             return None
-        reason = decision.reason
-        if decision.restart:
+        if restart:
             reason = f"{failure.sentence()}; no restart, since the disk of {self._run.path} is full"
         rejected = failure.kind == "rejected"
         return replace(state, status="failed", reason=reason, ended=time.time(), rejected=rejected)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hpcdist.supervisor.restart_policy import Decision, Failure, decide, first_failure, not_started, suspect
+from hpcdist.supervisor.restart_policy import Failure, decide, first_failure, not_started, suspect
 from hpcdist.supervisor.stragglers import AGAIN_S, WINDOW_S, StragglerEvent, Stragglers
 
 DONE: dict[str, Any] = {"outcome": "done"}
@@ -137,50 +137,34 @@ SENTENCE = "rank 1 on n1 failed with ValueError: nan after step 7"
 OTHER = failure(error="OSError: disk", step=3)
 
 
+UNFIT = Failure(kind="unfit", rank=0, host="", step=None, error="preflight: n3: disk: full")
+
+
 @pytest.mark.parametrize(
-    ("failures", "max_restarts", "stop_requested", "expected"),
+    ("failures", "max_restarts", "stop_requested", "restart", "reason"),
     [
-        ([failure()], 3, False, Decision(restart=True, reason=SENTENCE)),
-        ([failure()], 1, False, Decision(restart=True, reason=SENTENCE)),
-        ([OTHER, failure()], 3, False, Decision(restart=True, reason=SENTENCE)),
+        ([failure()], 3, False, True, SENTENCE),
+        ([failure()], 1, False, True, SENTENCE),
+        ([OTHER, failure()], 3, False, True, SENTENCE),
         # launch.max_restarts.
-        ([failure()], 0, False, Decision(restart=False, reason=SENTENCE)),
-        (
-            [OTHER, failure()],
-            1,
-            False,
-            Decision(restart=False, reason=f"{SENTENCE}; all launch.max_restarts=1 restarts are used up"),
-        ),
+        ([failure()], 0, False, False, SENTENCE),
+        ([OTHER, failure()], 1, False, False, f"{SENTENCE}; all launch.max_restarts=1 restarts are used up"),
         # The same failure at the same step, twice in a row.
-        (
-            [failure(), failure()],
-            9,
-            False,
-            Decision(restart=False, reason=f"{SENTENCE}, twice in a row: another restart would not help"),
-        ),
-        ([failure(step=6), failure()], 9, False, Decision(restart=True, reason=SENTENCE)),
-        ([failure("hung"), failure()], 9, False, Decision(restart=True, reason=SENTENCE)),
-        ([failure(), OTHER, failure()], 9, False, Decision(restart=True, reason=SENTENCE)),
-        # A user error is never retried.
-        (
-            [failure("rejected", "no GPU", None)],
-            9,
-            False,
-            Decision(restart=False, reason="rank 1 on n1 failed with no GPU"),
-        ),
-        # Nodes that failed the preflight check are not retried.
-        (
-            [Failure(kind="unfit", rank=0, host="", step=None, error="preflight: n3: disk: full")],
-            9,
-            False,
-            Decision(restart=False, reason="preflight: n3: disk: full"),
-        ),
+        ([failure(), failure()], 9, False, False, f"{SENTENCE}, twice in a row: another restart would not help"),
+        ([failure(step=6), failure()], 9, False, True, SENTENCE),
+        ([failure("hung"), failure()], 9, False, True, SENTENCE),
+        ([failure(), OTHER, failure()], 9, False, True, SENTENCE),
+        # User errors, and nodes that failed the preflight check, are not retried.
+        ([failure("rejected", "no GPU", None)], 9, False, False, "rank 1 on n1 failed with no GPU"),
+        ([UNFIT], 9, False, False, "preflight: n3: disk: full"),
         # No restart after a stop request.
-        ([failure()], 9, True, Decision(restart=False, reason=f"{SENTENCE}, while it was asked to stop")),
+        ([failure()], 9, True, False, f"{SENTENCE}, while it was asked to stop"),
     ],
 )
-def test_restart_decision(failures: list[Failure], max_restarts: int, stop_requested: bool, expected: Decision) -> None:
-    assert decide(failures, max_restarts, stop_requested=stop_requested) == expected
+def test_restart_decision(
+    failures: list[Failure], max_restarts: int, stop_requested: bool, restart: bool, reason: str
+) -> None:
+    assert decide(failures, max_restarts, stop_requested=stop_requested) == (restart, reason)
 
 
 # --- broken nodes
