@@ -1,8 +1,8 @@
 """The network test between the nodes of a job: every node connects to every other, then all exchange data at once.
 
 Every node listens on the ranks' port and connects to the others, because firewalls may block one direction only. Nodes
-start at different times, so a refused connection counts only once the peer is known to listen: it has connected itself,
-or its mark file is in the shared folder. From then on it has `GRACE_S`.
+start at different times, so a refused connection counts only once the peer has connected itself; from then on it has
+`GRACE_S`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpcdist.host.commands import start
 from hpcdist.host.network import tournament
 
 # The probes' protocol: a handshake that authenticates both sides, then requests of the side that connected.
@@ -210,8 +209,6 @@ ALL_PAIRS = 64
 GRACE_S = 4.0
 CONNECT_S = 3.5
 RETRY_S = 0.1
-#: Interval of reading the mark files in the shared folder.
-MARKS_INTERVAL_S = 0.5
 #: Limit of unauthenticated connections; beyond it the oldest is closed. Up to `ALL_PAIRS` nodes connect at once.
 MAX_UNKNOWN = 2 * ALL_PAIRS
 #: Larger than any packet.
@@ -233,8 +230,6 @@ class Mesh:
         token: shared secret, which every probe of this job proves to know in its handshake.
         resolve: returns the address of a name; raises OSError if there is none.
         bind: address to listen on, None for all interfaces.
-        mark: creates this node's mark file; called in a thread.
-        marks: returns the nodes with a mark file; called repeatedly in a thread.
         deadline_s: limit of waiting for nodes that have not started.
     """
 
@@ -248,12 +243,10 @@ class Mesh:
         mode: str = "quick",
         resolve: Callable[[str], Awaitable[str]],
         bind: str | None = None,
-        mark: Callable[[], None],
-        marks: Callable[[], Iterable[str]],
         deadline_s: float = 30.0,
     ) -> None:
         self._port, self._token = port, token
-        self._resolve, self._bind, self._mark, self._marks = resolve, bind, mark, marks
+        self._resolve, self._bind = resolve, bind
         self._began = time.monotonic()
         self._until = self._began + deadline_s
         me = nodes.index(node)
@@ -278,9 +271,7 @@ class Mesh:
         """Connect to all peers and exchange data; return when all results are known or have timed out."""
         with self._open:
             await self._listen()
-            watching = asyncio.create_task(self._watch_marks())
             await asyncio.gather(*map(self._reach, self.peers.values()))
-            watching.cancel()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(EXCHANGES_S):
                     await self._exchange()
@@ -304,17 +295,6 @@ class Mesh:
                 continue
             self._open.callback(server.close)
             self._hello["ephemeral"] = server.sockets[0].getsockname()[1]
-
-    async def _watch_marks(self) -> None:
-        """Read the mark files: they also show nodes that are blocked in both directions."""
-        with contextlib.suppress(OSError):  # reported by the check of the file systems
-            await asyncio.wrap_future(start(self._mark))
-            while waiting := [peer for peer in self.peers.values() if peer.alive_at == float("inf")]:
-                names = set(await asyncio.wrap_future(start(self._marks)))
-                for peer in waiting:
-                    if peer.name in names:
-                        self._seen(peer)
-                await asyncio.sleep(MARKS_INTERVAL_S)
 
     def _seen(self, peer: Peer) -> None:
         peer.alive_at = min(peer.alive_at, time.monotonic())

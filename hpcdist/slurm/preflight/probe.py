@@ -38,8 +38,6 @@ LOOKUP_S = 5.0
 WRITE = {"quick": (4 * 2**20, 1.5), "full": (128 * 2**20, 5.0)}
 #: Maximum number of nodes that write.
 WRITERS = 64
-#: Prefix of the files that nodes create at their start, in the folder of the witness file.
-_MARK = "started-"
 _TOKEN = "HPCDIST_PREFLIGHT_TOKEN"  # noqa: S105  # a name
 
 
@@ -54,8 +52,7 @@ class ProbeRequest:
         token: secret that authenticates probes of the same job; not on the command line.
         run_folder: the folder that every node must see.
         checkpoint_folder: the folder of checkpoints; it may not exist yet.
-        witness: a file with the token, in a folder of this preflight inside the run folder. Nodes create empty files
-            next to it when they start. The creator of the folder removes it.
+        witness: a file with the token, in a folder of this preflight inside the run folder.
         checkpoint_bytes: size of the newest checkpoint, None without one.
         gpus_per_node: GPUs that ranks need on each node.
         tasks_per_node: ranks on each node.
@@ -171,7 +168,6 @@ def test_checkpoint_folder(request: ProbeRequest, node: str) -> dict[str, Any]:
 
 def test_network(request: ProbeRequest, node: str) -> dict[str, Any]:
     """Return `peers` (Peer.as_answer), the bytes sent to each, this node's addresses, and problems of its port."""
-    folder = Path(request.witness).parent
 
     async def resolve(name: str) -> str:
         if name in request.addresses:
@@ -186,8 +182,6 @@ def test_network(request: ProbeRequest, node: str) -> dict[str, Any]:
         mode=request.mode,
         resolve=resolve,
         bind=request.addresses.get(node),
-        mark=(folder / f"{_MARK}{node}").touch,
-        marks=lambda: [name.removeprefix(_MARK) for name in os.listdir(folder) if name.startswith(_MARK)],
         deadline_s=request.deadline_s,
     )
     asyncio.run(mesh.run())
