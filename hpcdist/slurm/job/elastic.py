@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import port_for
@@ -145,32 +145,14 @@ PAUSE_S = 1.0
 _ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
 
 
+@dataclass
 class _Node:
-    """The probe of one node: its connection, if one is open, and the time of its last answer."""
+    """A node, its connection, if one is open, and the time of its last answer."""
 
-    def __init__(self, address: tuple[str, int], family: socket.AddressFamily) -> None:
-        self.address = address
-        self.family = family
-        self.connection: socket.socket | None = None
-        self.began = 0.0
-        self.answered: float | None = None
-
-    def open(self, now: float) -> None:
-        """Begin to connect without waiting."""
-        self.began = now
-        self.connection = socket.socket(self.family, socket.SOCK_STREAM)
-        self.connection.setblocking(False)
-        code = self.connection.connect_ex(self.address)
-        if code != errno.EINPROGRESS:
-            self.close(now, code)
-
-    def close(self, now: float, code: int) -> None:
-        """End the connection; `code` is the error with which it has ended."""
-        assert self.connection is not None
-        self.connection.close()
-        self.connection = None
-        if code in _ANSWERS:
-            self.answered = now
+    address: str
+    connection: socket.socket | None = None
+    began: float = 0.0
+    answered: float | None = None
 
 
 class HostProbe:
@@ -182,29 +164,35 @@ class HostProbe:
     """
 
     def __init__(self, addresses: Mapping[str, str], port: int) -> None:
-        self._nodes = {
-            name: _Node((address, port), socket.AF_INET6 if ":" in address else socket.AF_INET)
-            for name, address in addresses.items()
-        }
+        self._nodes = {name: _Node(address) for name, address in addresses.items()}
+        self._port = port
         self._every_s = max(PROBE_EVERY_S, len(self._nodes) / PROBES_PER_S)
-        self._last_call: float | None = None
+        self._last_call = time.monotonic()
 
     def silent(self, for_s: float = SILENT_S) -> list[str]:
         """Return the nodes that have not answered for some time. Call it several times a second."""
         now = time.monotonic()
-        if self._last_call is not None and now - self._last_call > PAUSE_S:
-            pause_s = now - self._last_call - PAUSE_S
-            for node in self._nodes.values():
-                node.answered = node.answered + pause_s if node.answered is not None else None
-        self._last_call = now
-        self._collect(now)
-        for node in self._nodes.values():
-            if node.connection is None and now - node.began >= self._every_s:
-                node.open(now)
+        pause_s, self._last_call = max(0.0, now - self._last_call - PAUSE_S), now
         limit_s = max(for_s, SILENT_INTERVALS * self._every_s)
-        return [
-            name for name, node in self._nodes.items() if node.answered is not None and now - node.answered > limit_s
-        ]
+        self._collect(now)
+        found = []
+        for name, node in self._nodes.items():
+            if node.connection is None and now - node.began >= self._every_s:
+                self._connect(node, now)
+            if node.answered is not None:
+                node.answered = min(now, node.answered + pause_s)
+                if now - node.answered > limit_s:
+                    found.append(name)
+        return found
+
+    def _connect(self, node: _Node, now: float) -> None:
+        """Begin to connect without waiting."""
+        family = socket.AF_INET6 if ":" in node.address else socket.AF_INET
+        node.began, node.connection = now, socket.socket(family, socket.SOCK_STREAM)
+        node.connection.setblocking(False)
+        code = node.connection.connect_ex((node.address, self._port))
+        if code != errno.EINPROGRESS:
+            self._end(node, code, now)
 
     def _collect(self, now: float) -> None:
         """End the connections that have got an answer, or none in time."""
@@ -216,16 +204,22 @@ class HostProbe:
         for descriptor, node in waiting.items():
             assert node.connection is not None
             if descriptor in ready:
-                node.close(now, node.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+                self._end(node, node.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR), now)
             elif now - node.began > ANSWER_S:
-                node.close(now, errno.ETIMEDOUT)
+                self._end(node, errno.ETIMEDOUT, now)
+
+    def _end(self, node: _Node, code: int, now: float) -> None:
+        """Close the connection of a node; `code` is the error with which it has ended."""
+        if node.connection is not None:
+            node.connection.close()
+            node.connection = None
+        if code in _ANSWERS:
+            node.answered = now
 
     def close(self) -> None:
         """Close all connections."""
         for node in self._nodes.values():
-            if node.connection is not None:
-                node.connection.close()
-                node.connection = None
+            self._end(node, errno.ECANCELED, 0.0)
 
 
 def addresses_of(nodes: Iterable[str]) -> dict[str, str]:
@@ -251,14 +245,6 @@ log = logging.getLogger(__name__)
 SILENT_BEFORE_REQUEUE_S = 30.0
 #: Interval of checks for a new checkpoint and for lost nodes that answer again.
 CHECK_EVERY_S = 5.0
-
-
-class _Examined(NamedTuple):
-    """Lost nodes: those on which ranks can run again, those that have left the job, and those that do not answer."""
-
-    returned: list[str]
-    gone: list[str]
-    silent: list[str]
 
 
 class FixedNodes(NodeChanges):
@@ -316,26 +302,29 @@ class ElasticNodes(FixedNodes):
     end `end_ranks`, and then `replace_lost` after a failure or `use_returned` if it ended for more nodes.
 
     Args:
-        pool: the nodes of the job.
-        tasks_per_node: number of ranks on each node.
+        nodes: the nodes of the job.
         env: environment of steps.
-        grow: whether ranks are restarted when a lost node answers again.
+
+    Raises HpcdistError if the job has fewer nodes than the run needs.
     """
 
     def __init__(
-        self, pool: NodePool, run: RunDir, job_id: str, *, tasks_per_node: int, env: Mapping[str, str], grow: bool
+        self, run: RunDir, config: Config, job: CurrentJob, nodes: Sequence[str], env: Mapping[str, str]
     ) -> None:
-        super().__init__(JobNodes([pool.present], chosen=True))
-        self.pool = pool
+        super().__init__(JobNodes([nodes], chosen=True))
+        cluster = config.cluster
+        if len(nodes) < cluster.fewest_nodes:
+            raise HpcdistError(f"job {job.id} has {len(nodes)} nodes, but cluster.min_nodes={cluster.fewest_nodes}")
+        self.pool = NodePool(nodes, most=cluster.nodes, least=cluster.fewest_nodes, spare=cluster.spare_nodes)
         self._run = run
-        self._job_id = job_id
-        self._tasks_per_node = tasks_per_node
+        self._job_id = job.id
+        self._tasks_per_node = cluster.tasks_per_node
         self._env = env
-        self._may_grow = grow
-        self._probe = HostProbe(addresses_of(pool.present), port_for(env["SLURM_JOB_ID"], 0))
+        self._may_grow = config.elastic.grow == "restart"
+        self._probe = HostProbe(addresses_of(nodes), port_for(env["SLURM_JOB_ID"], 0))
         self._lost: tuple[str, ...] = ()
         self._thread = ThreadPoolExecutor(1)
-        self._check: Future[_Examined] | None = None
+        self._check: Future[list[str]] | None = None
         self._next_check = 0.0
         self._step_at_start: int | None = None
         self._returned: list[str] = []
@@ -499,57 +488,31 @@ class ElasticNodes(FixedNodes):
                 self._check = self._thread.submit(self._examine, missing, self._step_at_start)
         return ""
 
-    def _take(self, check: Future[_Examined]) -> None:
+    def _take(self, check: Future[list[str]]) -> None:
         try:
-            returned, gone, silent = check.result()
+            self._returned = check.result()
         except (HpcdistError, OSError) as error:
             log.info("the lost nodes cannot be checked: %s", error)
-            return
-        self._returned = returned
-        if silent:
-            self.abandoned.add(NODES_STEP)
-        self.pool.forget(gone)
-        if gone:
-            log.info("Slurm has taken %s out of the job: the next requeue may replace it", ", ".join(gone))
 
-    def _examine(self, missing: Sequence[str], step_at_start: int | None) -> _Examined:
+    def _examine(self, missing: Sequence[str], step_at_start: int | None) -> list[str]:
+        """Return the lost nodes on which ranks can run again; forget those that have left the job."""
         if newest_step(self._run) == step_at_start:
-            return _Examined([], [], [])
+            return []
         allocated = self._allocated_nodes()
+        if gone := [node for node in missing if node not in allocated] if allocated else []:
+            self.pool.forget(gone)
+            log.info("Slurm has taken %s out of the job: the next requeue may replace it", ", ".join(gone))
         mine = [node for node in missing if node in allocated]
         # Ranks of an earlier attempt may have survived there.
         answers = self._kill_ranks(mine)
-        return _Examined(
-            returned=[node for node in mine if answers.get(node) == []],
-            gone=[node for node in missing if node not in allocated] if allocated else [],
-            silent=[node for node in mine if node not in answers],
-        )
-
-
-def elastic_nodes(
-    run: RunDir, config: Config, job: CurrentJob, nodes: Sequence[str], env: Mapping[str, str]
-) -> ElasticNodes:
-    """Return the choice of nodes of a job.
-
-    Raises HpcdistError if the job has fewer nodes than the run needs.
-    """
-    cluster = config.cluster
-    if len(nodes) < cluster.fewest_nodes:
-        raise HpcdistError(f"job {job.id} has {len(nodes)} nodes, but cluster.min_nodes={cluster.fewest_nodes}")
-    pool = NodePool(nodes, most=cluster.nodes, least=cluster.fewest_nodes, spare=cluster.spare_nodes)
-    return ElasticNodes(
-        pool, run, job.id, tasks_per_node=cluster.tasks_per_node, env=env, grow=config.elastic.grow == "restart"
-    )
+        if answers.keys() != set(mine):
+            self.abandoned.add(NODES_STEP)
+        return [node for node in mine if answers.get(node) == []]
 
 
 def failing_node(run: RunDir, nodes: Sequence[str]) -> str:
     """Return the node among `nodes` on which ranks fail repeatedly; "" if there is none."""
-    blamed = suspect([failure_of(attempt) for attempt in run.attempts()]) or ""
+    recorded = [read_json(attempt.failure) for attempt in run.attempts()]
+    blamed = suspect([None if found is None else Failure(**found) for found in recorded]) or ""
     # The host name may be n1.site and Slurm's name n1.
     return next((node for node in nodes if node in (blamed, blamed.partition(".")[0])), "")
-
-
-def failure_of(attempt: Attempt) -> Failure | None:
-    """Return the failure that the supervisor has recorded for an attempt, or None."""
-    found = read_json(attempt.failure)
-    return None if found is None else Failure(**found)

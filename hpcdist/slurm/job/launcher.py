@@ -29,7 +29,7 @@ from hpcdist.slurm.components import (
     is_het,
 )
 from hpcdist.slurm.current_job import CurrentJob, UnkillableSteps, end_orphaned_steps, running_steps
-from hpcdist.slurm.job.elastic import FixedNodes, elastic_nodes, failing_node
+from hpcdist.slurm.job.elastic import ElasticNodes, FixedNodes, failing_node
 from hpcdist.slurm.job.node_parents import ParentSteps
 from hpcdist.slurm.job.node_ranks import ranks_on_nodes
 from hpcdist.slurm.job.preflight_step import Preflight
@@ -89,7 +89,7 @@ class SlurmLauncher:
         #: The nodes of each attempt.
         self.nodes = FixedNodes(allocated)
         if outlives_nodes:
-            self.nodes = elastic_nodes(run, config, job, allocated.names, self._env)
+            self.nodes = ElasticNodes(run, config, job, allocated.names, self._env)
         self._hosts = hosts_by_rank(components(self.nodes.sized(config)), self.nodes.used.by_component)
         self._containers = NoContainers()
         if box is not None:
