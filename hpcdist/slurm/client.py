@@ -35,11 +35,8 @@ from hpcdist.slurm.output import (
     parse_starts,
 )
 
-# The client of Slurm: the only module that runs scontrol, squeue, sacct, sinfo, scancel, sacctmgr and sbatch.
-#
-# (`submitit` calls sbatch for a submission; `slurm.job` starts steps with srun.) All commands run through `run`, with
-# one time limit for queries that a user waits for and one for commands of a job. Each function returns a typed result
-# of the parsers in `slurm/output.py`, and raises SlurmError without an answer.
+# `submitit` calls sbatch for a submission; `slurm.job` starts steps with srun. Each function returns a typed result of
+# the parsers in `slurm/output.py`, and raises SlurmError without an answer.
 
 #: Time limit of a query that a user waits for.
 QUERY_TIMEOUT_S = 15.0

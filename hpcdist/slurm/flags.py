@@ -11,8 +11,6 @@ from hpcdist.config.schema import Config
 from hpcdist.config.written import secret_keys
 from hpcdist.slurm.client import option_error
 
-# Additional flags of sbatch and srun in a config (`cluster.sbatch`, `cluster.srun`), and checks of them.
-
 _NUM_TASKS = "cluster.nodes and cluster.tasks_per_node"
 #: Flags that hpcdist sets from a key of the config, with that key.
 _SBATCH_KEYS = {

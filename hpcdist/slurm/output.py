@@ -7,8 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-
-# Values and records in the output of Slurm's commands. Pure functions.
+from typing import Any
 
 _MEMORY = re.compile(r"([0-9]{1,18})([KMGT]?)B?", re.IGNORECASE)
 _MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
@@ -88,7 +87,7 @@ def parse_memory_mb(text: str) -> float | None:
     return int(match[1]) * _MB[match[2].upper()] if match else None
 
 
-# Partitions and nodes of a cluster, parsed from the output of `scontrol` and `sinfo`. Pure functions.
+# Partitions and nodes of a cluster, from `scontrol` and `sinfo`.
 
 #: States in which a node takes no jobs (`sinfo`'s long names); `*` after a state marks a node that does not respond.
 _UNUSABLE = ("down", "drain", "fail", "error", "inval", "unknown", "future")
@@ -221,7 +220,7 @@ def parse_boot_times(text: str) -> dict[str, float]:
     return {name: booted for name, booted in times if name is not None and booted is not None}
 
 
-# The state of a job, parsed from the output of scontrol, squeue and sacct. Pure functions.
+# The state of a job, from scontrol, squeue and sacct.
 
 #: States of jobs that run, will run, or are about to return to the queue.
 ALIVE = frozenset(
@@ -310,22 +309,10 @@ def parse_scontrol(text: str, job_id: str) -> JobInfo | None:
     if not records:
         return None
     first = records[0]
-    code, signal = _parse_exit(first.get("ExitCode", ""))
-    state = first.get("JobState", "UNKNOWN")
-    return JobInfo(
-        id=job_id,
-        name=first.get("JobName", ""),
-        state=state,
-        reason=_parse_reason(state, first.get("Reason", "")),
-        submitted=parse_time(first.get("SubmitTime")),
-        started=parse_time(first.get("StartTime")),
-        ended=parse_time(first.get("EndTime")),
-        exit_code=code,
-        signal=signal,
-        nodes=",".join(filter(None, (parse_text(record.get("NodeList")) for record in records))),
-        restarts=parse_count(first.get("Restarts", "0")) or 0,
-        time_limit=parse_text(first.get("TimeLimit")),
-    )
+    keys = ("JobName", "JobState", "Reason", "SubmitTime", "StartTime", "EndTime", "ExitCode", "TimeLimit")
+    nodes = ",".join(filter(None, (parse_text(record.get("NodeList")) for record in records)))
+    restarts = parse_count(first.get("Restarts", "0")) or 0
+    return _job_info(job_id, *(first.get(key, "") for key in keys), nodes=nodes, restarts=restarts)
 
 
 def parse_squeue(text: str, job_id: str) -> JobInfo | None:
@@ -335,17 +322,7 @@ def parse_squeue(text: str, job_id: str) -> JobInfo | None:
             continue  # a line of another format
         found_id, state, reason, submitted, started, ended, nodes, limit, name = line.split("|", 8)
         if found_id in (job_id, f"{job_id}+0"):
-            return JobInfo(
-                id=job_id,
-                name=name,
-                state=state,
-                reason=_parse_reason(state, reason),
-                submitted=parse_time(submitted),
-                started=parse_time(started),
-                ended=parse_time(ended),
-                nodes=parse_text(nodes),
-                time_limit=parse_text(limit),
-            )
+            return _job_info(job_id, name, state, reason, submitted, started, ended, "", limit, nodes=nodes)
     return None
 
 
@@ -370,29 +347,53 @@ def parse_sacct(text: str, job_id: str) -> JobInfo | None:
     if not starts:
         return None
     row, steps = starts[-1]
-    code, signal = _parse_exit(row["ExitCode"])
-    return JobInfo(
-        id=job_id,
-        name=row["JobName"],
-        state=_parse_state(row["State"]),
-        submitted=parse_time(row["Submit"]),
-        started=parse_time(row["Start"]),
-        ended=parse_time(row["End"]),
-        exit_code=code,
-        signal=signal,
-        nodes=parse_text(row["NodeList"]),
+    texts = (row[key] for key in ("Submit", "Start", "End", "ExitCode", "Timelimit"))
+    return _job_info(
+        job_id,
+        row["JobName"],
+        _parse_state(row["State"]),
+        "",
+        *texts,
+        nodes=row["NodeList"],
         restarts=len(starts) - 1,
-        time_limit=parse_text(row["Timelimit"]),
         max_rss=max((step.get("MaxRSS", "") for step in steps), key=_num_bytes, default=""),
         earlier=tuple(_parse_state(start["State"]) for start, _ in starts[:-1]),
         step_states=tuple(_parse_state(step["State"]) for step in steps),
     )
 
 
-def _parse_reason(state: str, text: str) -> str:
-    """Return the reason of a pending or failed job; a cancelled or completed job keeps the one it was pending for."""
-    meaningful = state in WAITING or (state in ("FAILED", "BOOT_FAIL") and text not in _REDUNDANT_REASONS)
-    return parse_text(text) if meaningful else ""
+def _job_info(
+    job_id: str,
+    name: str,
+    state: str,
+    reason: str,
+    submitted: str,
+    started: str,
+    ended: str,
+    exit_code: str,
+    time_limit: str,
+    *,
+    nodes: str,
+    **more: Any,
+) -> JobInfo:
+    """Return a job from texts as all commands print them."""
+    # A cancelled or completed job keeps the reason that it was pending for.
+    has_reason = state in WAITING or (state in ("FAILED", "BOOT_FAIL") and reason not in _REDUNDANT_REASONS)
+    codes = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", exit_code)
+    return JobInfo(
+        id=job_id,
+        name=name,
+        state=state or "UNKNOWN",
+        reason=parse_text(reason) if has_reason else "",
+        submitted=parse_time(submitted),
+        started=parse_time(started),
+        ended=parse_time(ended),
+        exit_code=int(codes[1]) if codes else 0,
+        signal=int(codes[2]) if codes else 0,
+        nodes=parse_text(nodes),
+        time_limit=parse_text(time_limit),
+        **more,
+    )
 
 
 def _parse_state(text: str) -> str:
@@ -400,18 +401,12 @@ def _parse_state(text: str) -> str:
     return text.split()[0].rstrip("+") if text.split() else "UNKNOWN"
 
 
-def _parse_exit(text: str) -> tuple[int, int]:
-    """Return exit code and signal of `3:0`."""
-    match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
-
-
 def _num_bytes(text: str) -> float:
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMGT]?)", text)
     return float(match[1]) * 1024 ** " KMGT".index(match[2] or " ") if match else -1.0
 
 
-# The starts of a job in Slurm's accounting, parsed from the output of sacct. Pure functions.
+# The starts of a job in accounting, from sacct.
 
 #: Output fields requested of sacct.
 START_FIELDS = "JobID,JobName,Submit,Start,End,NodeList,AllocCPUS,AllocTRES,ConsumedEnergyRaw,State"
@@ -450,22 +445,7 @@ def parse_starts(text: str, job_id: str) -> list[AccountedStart]:
         if row["JobID"].partition("+")[0] == job_id and (start := _parse_start(row)) is not None:
             found.append(start)
             is_het = is_het or "+" in row["JobID"]
-    found.sort(key=lambda start: start.began)
-    # The sizes of a plain job may begin in the same second as well.
-    return _with_requeues(_joined(found) if is_het else _without_resizes(found))
-
-
-def _without_resizes(starts: Sequence[AccountedStart]) -> list[AccountedStart]:
-    """Join the records of a job from which Slurm has removed a failed node: each size has its own."""
-    found: list[AccountedStart] = []
-    for start in starts:
-        if found and found[-1].state == "RESIZING":
-            energies = [one.energy_j for one in (found[-1], start) if one.energy_j is not None]
-            energy_j = sum(energies) if energies else None
-            found[-1] = replace(found[-1], ended=start.ended, energy_j=energy_j, state=start.state)
-        else:
-            found.append(start)
-    return found
+    return _with_requeues(_joined(sorted(found, key=lambda start: start.began), is_het=is_het))
 
 
 def _with_requeues(starts: Sequence[AccountedStart]) -> list[AccountedStart]:
@@ -504,22 +484,24 @@ def _parse_start(row: dict[str, str]) -> AccountedStart | None:
     )
 
 
-def _joined(starts: Sequence[AccountedStart]) -> list[AccountedStart]:
-    """Join the components of a heterogeneous job, which start in the same second."""
+def _joined(starts: Sequence[AccountedStart], *, is_het: bool) -> list[AccountedStart]:
+    """Join the components of a heterogeneous job, which start in the same second, or the sizes of a plain one.
+
+    Slurm writes a record for each size of a job from which it has removed failed nodes. The first one counts.
+    """
     found: list[AccountedStart] = []
     for start in starts:
-        if not found or start.began != found[-1].began:
+        last = found[-1] if found else None
+        if last is None or not (start.began == last.began if is_het else last.state == "RESIZING"):
             found.append(start)
             continue
-        last = found[-1]
-        ends = [one.ended for one in (last, start) if one.ended is not None]
         energies = [one.energy_j for one in (last, start) if one.energy_j is not None]
-        found[-1] = replace(
-            last,
-            ended=max(ends) if len(ends) == 2 else None,
-            nodes=",".join(filter(None, (last.nodes, start.nodes))),
-            cores=last.cores + start.cores,
-            gpus=last.gpus + start.gpus,
-            energy_j=sum(energies) if energies else None,
-        )
+        last = replace(last, energy_j=sum(energies) if energies else None)
+        if is_het:
+            nodes = ",".join(filter(None, (last.nodes, start.nodes)))
+            ended = max(last.ended, start.ended) if last.ended is not None and start.ended is not None else None
+            cores, gpus = last.cores + start.cores, last.gpus + start.gpus
+            found[-1] = replace(last, ended=ended, nodes=nodes, cores=cores, gpus=gpus)
+        else:
+            found[-1] = replace(last, ended=start.ended, state=start.state)
     return found
