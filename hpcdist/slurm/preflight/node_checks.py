@@ -9,7 +9,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from hpcdist.host.machine import LEVELS, Check, Level
+from hpcdist.host.machine import LEVELS, Check, Level, failure, note, ok, warning
 from hpcdist.host.machine_checks import (
     MB,
     NO_DISK_BYTES,
@@ -43,30 +43,20 @@ def check_nodes(request: ProbeRequest, answers: Answers) -> list[Check]:
     A node without an answer is a failure. A result that most nodes share is reported once, without a `node`. The last
     result, of level `ok`, is a summary.
     """
-    found = [
-        Check(
-            name="answer",
-            level="failure",
-            text="its preflight did not answer",
-            fix=f"inspect the node: `scontrol show node {node}`, `srun -w {node} hostname`",
-            node=node,
-        )
-        for node in request.nodes
-        if node not in answers
-    ]
     ours = {node: answers[node] for node in request.nodes if node in answers}
+    found = []
+    for node in request.nodes:
+        if node not in answers:
+            fix = f"inspect the node: `scontrol show node {node}`, `srun -w {node} hostname`"
+            found.append(failure("answer", "its preflight did not answer", fix, node=node))
     found += check_versions(request, ours)
     for node, answer in ours.items():
-        for check_node in (_run_folder, _names, _driver, _gpus, _disk, _infiniband, _interface, _memory, _cores):
+        for check_node in (_software, _names, _gpus, _disk, _infiniband, _interface, _resources):
             found += [replace(check, node=node) for check in check_node(request, node, answer)]
     found += _unlike_others(request, ours)
     found += check_network(request, ours)
-    return in_order(merge_nodes(found, len(request.nodes)))
-
-
-def in_order(checks: Iterable[Check]) -> list[Check]:
-    """Return the checks with the worst levels first."""
-    return sorted(checks, key=lambda check: (-LEVELS.index(check.level), ORDER.index(check.name)))
+    merged = merge_nodes(found, len(request.nodes))
+    return sorted(merged, key=lambda check: (-LEVELS.index(check.level), ORDER.index(check.name)))
 
 
 def merge_nodes(checks: Iterable[Check], num_nodes: int) -> list[Check]:
@@ -91,43 +81,31 @@ def merge_nodes(checks: Iterable[Check], num_nodes: int) -> list[Check]:
 
 def check_versions(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
     """Report nodes whose versions differ from the majority, or from the first node if there is no majority."""
-    for key, level in _version_levels(request):
-        by_node = {
-            node: str(answer["versions"].get(key, "")) for node, answer in answers.items() if "versions" in answer
-        }
+    levels: dict[str, Level] = dict.fromkeys(("python", "hpcdist", "source", "torch"), "failure")
+    levels["nccl"] = "failure" if request.backend == "nccl" else "note"
+    levels["driver"] = "warning" if request.gpus_per_node else "note"
+    versions = {node: answer["versions"] for node, answer in answers.items() if "versions" in answer}
+    for key, level in levels.items():
+        by_node = {node: str(found.get(key, "")) for node, found in versions.items()}
         if key == "source":  # other versions have other sources, so only nodes with the usual version are compared
-            usual = usual_value(answers[node]["versions"].get("hpcdist") for node in by_node)
-            by_node = {
-                node: text for node, text in by_node.items() if answers[node]["versions"].get("hpcdist") == usual
-            }
+            usual = usual_value(found.get("hpcdist") for found in versions.values())
+            by_node = {node: text for node, text in by_node.items() if versions[node].get("hpcdist") == usual}
         usual = usual_value(by_node.values())
         num_usual = sum(text == usual for text in by_node.values())
         for node, text in by_node.items():
             if text == usual:
                 continue
-            name = {"source": "the code of hpcdist", "nccl": "NCCL", "cuda": "CUDA"}.get(key, key)
+            name = {"source": "the code of hpcdist", "nccl": "NCCL"}.get(key, key)
             others = "the first node has" if num_usual == 1 else f"the other {num_usual} nodes have"
+            is_patch = key == "python" and text.split(".")[:2] == usual.split(".")[:2]
             yield Check(
                 name="version",
-                level="warning" if key == "python" and _minor(text) == _minor(str(usual)) else level,
+                level="warning" if is_patch else level,
                 text=f"{name} {text or 'is missing'}, {others} {usual or 'none'}",
                 fix=f"install {name.removeprefix('the code of ')} as on the others on {node},"
                 f" or exclude it (cluster.exclude={node})",
                 node=node,
             )
-
-
-def _version_levels(request: ProbeRequest) -> tuple[tuple[str, Level], ...]:
-    uses_gpus: Level = "failure" if request.backend == "nccl" else "note"
-    drivers: Level = "warning" if request.gpus_per_node else "note"
-    return (
-        ("python", "failure"),
-        ("hpcdist", "failure"),
-        ("source", "failure"),
-        ("torch", "failure"),
-        ("nccl", uses_gpus),
-        ("driver", drivers),
-    )
 
 
 def usual_value(values: Iterable[Any]) -> Any:
@@ -136,18 +114,16 @@ def usual_value(values: Iterable[Any]) -> Any:
     return counted[0][0] if counted else None
 
 
-def _minor(version: str) -> list[str]:
-    return version.split(".")[:2]
-
-
-def _run_folder(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
+def _software(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
     if not answer["witness"]:
-        yield Check(
-            name="run folder",
-            level="failure",
-            text=f"{request.run_folder} is not visible there, or not the same one",
-            fix=f"mount the file system on {node}, or set runs_dir to one that all nodes share",
-        )
+        fix = f"mount the file system on {node}, or set runs_dir to one that all nodes share"
+        yield failure("run folder", f"{request.run_folder} is not visible there, or not the same one", fix)
+    if "versions" not in answer:
+        text = "its driver or Python's file system does not answer: versions and GPUs are unknown"
+        fix = f"see `nvidia-smi` and `dmesg | tail` on {node}"
+        yield Check(name="driver", level="failure" if request.gpus_per_node else "warning", text=text, fix=fix)
+    elif request.gpus_per_node:
+        yield from driver_checks(answer["versions"])
 
 
 def _names(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
@@ -160,29 +136,16 @@ def _names(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Itera
             yield from loopback_checks(own, look)
 
 
-def _driver(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
-    if "versions" not in answer:
-        text = "its driver or Python's file system does not answer: versions and GPUs are unknown"
-        fix = f"see `nvidia-smi` and `dmesg | tail` on {node}"
-        yield Check(name="driver", level="failure" if request.gpus_per_node else "warning", text=text, fix=fix)
-        return
-    if request.gpus_per_node:
-        yield from driver_checks(answer["versions"])
-
-
 def _gpus(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
     if not request.gpus_per_node or "gpus" not in answer:
         return
     seen, asked = answer.get("visible_gpus", 0), request.gpus_per_node
     if seen < asked:
-        silent = not answer.get("gpus") and answer.get("gpu_device_files", 0)
-        yield Check(
-            name="gpu",
-            level="failure" if request.backend == "nccl" else "warning",
-            text=f"{seen} of {asked} GPUs are usable" + ("; the driver fails or does not answer" if silent else ""),
-            fix=f"see `nvidia-smi` and `dmesg | grep NVRM` on {node}",
-        )
-    for gpu in answer.get("gpus", ()):
+        silent = not answer["gpus"] and answer.get("gpu_device_files", 0)
+        text = f"{seen} of {asked} GPUs are usable" + ("; the driver fails or does not answer" if silent else "")
+        fix = f"see `nvidia-smi` and `dmesg | grep NVRM` on {node}"
+        yield Check(name="gpu", level="failure" if request.backend == "nccl" else "warning", text=text, fix=fix)
+    for gpu in answer["gpus"]:
         for check in gpu_checks(gpu):
             yield replace(check, name="gpu", text=f"{check.name} {check.text}")
 
@@ -197,9 +160,9 @@ def _disk(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterat
         if disk.get("free", NO_DISK_BYTES) < NO_DISK_BYTES:
             text += f" ({disk['free'] / MB:,.0f} MB are free)"
         fix = f"free space (`df -h {where}`, `hpcdist runs`), or set runs_dir to another file system"
-        yield Check(name="disk", level="failure", text=text, fix=fix)
-        return
-    yield from space_checks(disk, request.checkpoint_bytes)
+        yield failure("disk", text, fix)
+    else:
+        yield from space_checks(disk, request.checkpoint_bytes)
 
 
 def _infiniband(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
@@ -218,7 +181,7 @@ def _infiniband(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> 
     else:
         yield from (replace(check, name="infiniband") for check in locked_memory_checks(answer["locked_memory"]))
         return
-    yield Check(name="infiniband", level="warning", text=text, fix=fix)
+    yield warning("infiniband", text, fix)
 
 
 def _interface(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
@@ -229,34 +192,24 @@ def _interface(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> I
         return
     own, best = used[0], max(up, key=lambda card: int(card["speed_mbit"]))
     if best["speed_mbit"] >= 4 * own["speed_mbit"]:
-        yield Check(
-            name="interface",
-            level="note" if answer.get("infiniband") and request.backend == "nccl" else "warning",
-            text=f"the nodes' names resolve to {own['name']} ({own['speed_mbit']:,} Mbit/s), while {best['name']}"
-            f" ({best['speed_mbit']:,} Mbit/s) is up",
-            fix=f"cluster.env.NCCL_SOCKET_IFNAME={best['name']} cluster.env.GLOO_SOCKET_IFNAME={best['name']},"
-            " if it reaches all nodes",
-        )
+        text = f"the nodes' names resolve to {own['name']} ({own['speed_mbit']:,} Mbit/s), while {best['name']}"
+        text += f" ({best['speed_mbit']:,} Mbit/s) is up"
+        fix = f"cluster.env.NCCL_SOCKET_IFNAME={best['name']} cluster.env.GLOO_SOCKET_IFNAME={best['name']},"
+        fix += " if it reaches all nodes"
+        level: Level = "note" if answer.get("infiniband") and request.backend == "nccl" else "warning"
+        yield Check(name="interface", level=level, text=text, fix=fix)
 
 
-def _memory(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
-    shm, tmp = answer["shm"], answer["tmp"]
+def _resources(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
+    shm, tmp, cores = answer["shm"], answer["tmp"], answer.get("cores")
     if "free" in shm and (request.num_workers or request.backend == "nccl"):
         yield from shm_checks(shm["free"])
     if tmp.get("free", LITTLE_TMP_BYTES) < LITTLE_TMP_BYTES:
         text = f"{tmp['free'] / MB:,.0f} MB are free in {tmp['folder']}"
-        yield Check(name="temporary files", level="warning", text=text, fix="free space, or set cluster.env.TMPDIR")
-
-
-def _cores(request: ProbeRequest, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
-    cores, wanted = answer.get("cores"), request.tasks_per_node * (request.num_workers + 1)
-    if request.num_workers and cores and wanted > 2 * cores:
-        yield Check(
-            name="cores",
-            level="warning",
-            text=f"{request.tasks_per_node} ranks with {request.num_workers} data workers each share {cores} cores",
-            fix="raise cluster.cpus_per_task, or lower data.num_workers",
-        )
+        yield warning("temporary files", text, "free space, or set cluster.env.TMPDIR")
+    if request.num_workers and cores and request.tasks_per_node * (request.num_workers + 1) > 2 * cores:
+        text = f"{request.tasks_per_node} ranks with {request.num_workers} data workers each share {cores} cores"
+        yield warning("cores", text, "raise cluster.cpus_per_task, or lower data.num_workers")
 
 
 def _unlike_others(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
@@ -267,9 +220,8 @@ def _unlike_others(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
     for node, speed in speeds.items():
         others = median([other for name, other in speeds.items() if name != node]) if len(speeds) > 2 else 0
         if speed * SLOW_WRITE < others and speed < SLOW_WRITE_BYTES_S:
-            folder = request.checkpoint_folder
-            text = f"writes {speed / MB:.1f} MB/s to {folder}, the other nodes {others / MB:,.0f} MB/s"
-            yield Check(name="disk", level="warning", text=text, fix=f"check the mount on {node}", node=node)
+            text = f"writes {speed / MB:.1f} MB/s to {request.checkpoint_folder}, the other nodes"
+            yield warning("disk", f"{text} {others / MB:,.0f} MB/s", f"check the mount on {node}", node=node)
     if request.backend == "nccl":
         ports = {node: len(answer.get("infiniband", {}).get("ports", ())) for node, answer in answers.items()}
         usual = usual_value(ports.values())
@@ -277,7 +229,7 @@ def _unlike_others(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
             if count < usual:
                 text = f"has {count} active InfiniBand ports, most nodes have {usual}"
                 fix = f"see `ibstat` on {node}, or exclude it (cluster.exclude={node})"
-                yield Check(name="infiniband", level="warning", text=text, fix=fix, node=node)
+                yield warning("infiniband", text, fix, node=node)
 
 
 # The network between nodes: blocked connections, slow links, clock offsets.
@@ -366,7 +318,7 @@ def _port_in_use(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
             )
         if count := found.get("strangers"):
             text = f"{count:,} connections to port {request.port} came from other programs and were closed"
-            yield Check(name="port", level="note", text=text, node=node)
+            yield note("port", text, node=node)
 
 
 def _blocked(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
@@ -396,12 +348,12 @@ def _blocked(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
         else:
             text = f"it cannot reach {others or 'any other node'}: {cause}"
         name = "names" if problem.kind == "unresolved" else "port"
-        yield Check(name=name, level="failure", text=text, fix=fix, node=found.node)
+        yield failure(name, text, fix, node=found.node)
     for source, target in pairs[:_SHOWN]:
         more = f" (and {len(pairs) - _SHOWN} more pairs)" if len(pairs) > _SHOWN else ""
         cause, fix = _describe(request, bad[source, target], target)
         text = f"{source} cannot reach {target}, though others can: {cause}{more}"
-        yield Check(name="port", level="failure", text=text, fix=fix)
+        yield failure("port", text, fix)
 
 
 def _describe(request: ProbeRequest, problem: _Problem, node: str) -> tuple[str, str]:
@@ -455,9 +407,9 @@ def _stalled(answers: Answers) -> Iterator[Check]:
     fix = "compare the MTUs along the path (`ip link`; `ping -M do -s 1472 NODE`, 8972 for jumbo frames)"
     nodes, pairs = _blame_pairs(stalled, [pair for pair, is_stalled in stalled.items() if is_stalled])
     for node in nodes:
-        yield Check(name="network", level="failure", text=f"{text} on the way to or from it", fix=fix, node=node)
+        yield failure("network", f"{text} on the way to or from it", fix, node=node)
     for one, other in pairs[:_SHOWN]:
-        yield Check(name="network", level="failure", text=f"{one} – {other}: {text}", fix=fix)
+        yield failure("network", f"{one} – {other}: {text}", fix)
 
 
 def _slow(answers: Answers) -> Iterator[Check]:
@@ -487,7 +439,7 @@ def _slow(answers: Answers) -> Iterator[Check]:
         usually = f"{usual / MB:,.0f} MB/s in the median pair" if len(rates) > 1 else "too slow for training"
         if alone < SLOW_PAIR_BYTES_S and (len(rates) == 1 or rate * CRAWLING < usual):
             text = f"{alone / MB:,.1f} MB/s between {one} and {other}, {usually}"
-            yield Check(name="network", level="warning", text=text, fix="check the switches and routes between them")
+            yield warning("network", text, "check the switches and routes between them")
 
 
 def _rates(answers: Answers) -> dict[Pair, float]:
@@ -533,4 +485,4 @@ def _summary(request: ProbeRequest, answers: Answers) -> Check:
     if rates := _rates(answers).values():
         text += f"; exchange of all at {median(rates) / MB:,.0f} MB/s, the slowest pair at {min(rates) / MB:,.0f}"
     seconds = max((answer.get("seconds", 0.0) for answer in answers.values()), default=0.0)
-    return Check(name="preflight", level="ok", text=f"{text}; took {seconds:.1f} s")
+    return ok("preflight", f"{text}; took {seconds:.1f} s")
