@@ -19,7 +19,7 @@ from hpcdist.containers.spec import ContainerSpec, outer_env
 from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.host.commands import last_line
 from hpcdist.host.files import write_atomic, write_json
-from hpcdist.host.machine import Check
+from hpcdist.host.machine import Check, warning
 from hpcdist.host.nodelist import expand
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import complete_checkpoints
@@ -102,6 +102,9 @@ class Preflight:
         config, parts = self._config, components(self._config)
         gpus = min(part.gpus_per_node for part in parts) if config.launch.device != "cpu" else 0
         backend = config.launch.backend
+        # pyxis unpacks the image on each node before the step starts. Killing the step earlier does not end the
+        # unpacking: Slurm would drain the node (`UnkillableStepTimeout`).
+        unpack_s = PROBE_TIMEOUT_S if self._box is not None and self._box.runtime == "pyxis" else 0.0
         port = int(self._env.get("HPCDIST_MASTER_PORT") or port_for(self._env["SLURM_JOB_ID"], attempt.number))
         return ProbeRequest(
             mode="full" if config.preflight.mode == "full" else "quick",
@@ -117,39 +120,23 @@ class Preflight:
             tasks_per_node=min(part.tasks_per_node for part in parts),
             num_workers=loaders(config.data),
             backend=backend if backend != "auto" else "nccl" if gpus else "gloo",
-            deadline_s=ProbeRequest.deadline_s + self._unpack_s,
+            deadline_s=ProbeRequest.deadline_s + unpack_s,
         )
-
-    @property
-    def _unpack_s(self) -> float:
-        """Additional time limit with pyxis, which unpacks the image on each node before the step starts.
-
-        Killing the step earlier does not end the unpacking: Slurm would drain the node (`UnkillableStepTimeout`).
-        """
-        return PROBE_TIMEOUT_S if self._box is not None and self._box.runtime == "pyxis" else 0.0
-
-    # --- the step
 
     def _ask(self, attempt: Attempt) -> tuple[ProbeRequest, Answers]:
         """Return the request and the nodes' answers; repeats the step if answers are missing."""
         for _ in range(ROUNDS):
             with witness_in(attempt.path / "preflight") as (witness, token):
                 request = self._request(attempt, witness, token)
-                found = self._run_step(request)
+                command = preflight_command(self._config, self._nodes, probe_command(request, self._python), self._box)
+                limit_s = request.deadline_s + STEP_S[request.mode]
+                found = ask(command, request.nodes, limit_s, env={**self._env, **probe_env(request)})
+                if found.was_killed:
+                    # Killing srun does not end its tasks.
+                    signal_named_steps(PREFLIGHT_STEP, "KILL")
             if found.by_node.keys() >= set(request.nodes) or attempt.request.exists():
                 break
         return request, found
-
-    def _run_step(self, request: ProbeRequest) -> Answers:
-        command = preflight_command(self._config, self._nodes, probe_command(request, self._python), self._box)
-        limit_s = request.deadline_s + STEP_S[request.mode]
-        found = ask(command, request.nodes, limit_s, env={**self._env, **probe_env(request)})
-        if found.was_killed:
-            # Killing srun does not end its tasks.
-            signal_named_steps(PREFLIGHT_STEP, "KILL")
-        return found
-
-    # --- the result
 
     def _verdict(self, attempt: Attempt, failures: Sequence[Check]) -> str:
         """Set `avoid`; returns the first failure, with the reason if its node cannot be excluded."""
@@ -199,14 +186,8 @@ def find_problems(request: ProbeRequest, found: Answers, tasks: Sequence[str]) -
         tasks: the node of each task.
     """
     if not found.by_node:
-        return [
-            Check(
-                name="probe",
-                level="warning",
-                text=f"no node answered in {ROUNDS} steps: {last_line(found.errors) or 'no output of srun'}",
-                fix="the ranks start nevertheless",
-            )
-        ]
+        why = last_line(found.errors) or "no output of srun"
+        return [warning("probe", f"no node answered in {ROUNDS} steps: {why}", "the ranks start nevertheless")]
     checks = check_nodes(request, found.by_node)
     silent = {node: task for task, node in enumerate(tasks) if node not in found.by_node}
     return [
