@@ -67,13 +67,9 @@ def components(config: Config) -> tuple[JobComponent, ...]:
         world_size = cluster.nodes * cluster.tasks_per_node
         roles = Roles.of(config.roles, sum(config.roles.values()) or world_size)
         if roles.world_size != world_size:
-            raise ConfigError(
-                [
-                    f"roles add up to {roles.world_size} ranks ({roles}), but cluster.nodes={cluster.nodes} ×"
-                    f" cluster.tasks_per_node={cluster.tasks_per_node} is {world_size}: change one of them, or request"
-                    " nodes for single roles under cluster.roles"
-                ]
-            )
+            problem = f"roles add up to {roles.world_size} ranks ({roles}), but cluster.nodes={cluster.nodes} ×"
+            problem += f" cluster.tasks_per_node={cluster.tasks_per_node} is {world_size}: change one of them, or"
+            raise ConfigError([f"{problem} request nodes for single roles under cluster.roles"])
         return (_component(cluster, roles.names, RoleRequest(), cluster.nodes, cluster.tasks_per_node),)
     found = []
     # A role with an entry has a component to itself; neighbouring roles without one share a component.
@@ -91,23 +87,14 @@ def _check_outlives_nodes(config: Config) -> None:
     # `cross_check` checks cluster.min_nodes; without it, a run on this machine may have the default cluster.nodes.
     num_ranks = cluster.nodes * cluster.tasks_per_node
     if cluster.min_nodes is None and not config.roles and num_ranks < min_ranks:
-        raise ConfigError(
-            [
-                f"cluster.nodes={cluster.nodes} × cluster.tasks_per_node={cluster.tasks_per_node} is less than"
-                f" elastic.min_ranks={min_ranks}: raise the first or lower the last"
-            ]
-        )
+        problem = f"cluster.nodes={cluster.nodes} × cluster.tasks_per_node={cluster.tasks_per_node} is less than"
+        raise ConfigError([f"{problem} elastic.min_ranks={min_ranks}: raise the first or lower the last"])
     if config.roles and cluster.fewest_nodes < cluster.nodes:
-        raise ConfigError(
-            [f"cluster.min_nodes={cluster.min_nodes}: a run with roles has a fixed number of ranks: remove it"]
-        )
+        problem = f"cluster.min_nodes={cluster.min_nodes}: a run with roles has a fixed number of ranks: remove it"
+        raise ConfigError([problem])
     if cluster.roles and cluster.spare_nodes:
-        raise ConfigError(
-            [
-                f"cluster.spare_nodes={cluster.spare_nodes}: a spare node can replace no node of another request:"
-                " remove it, or cluster.roles"
-            ]
-        )
+        problem = f"cluster.spare_nodes={cluster.spare_nodes}: a spare node can replace no node of another request:"
+        raise ConfigError([f"{problem} remove it, or cluster.roles"])
 
 
 def _component(
@@ -121,26 +108,23 @@ def _component(
 def _shape(cluster: ClusterConfig, request: RoleRequest, roles: Sequence[str], count: int) -> tuple[int, int]:
     """Return the number of nodes and of ranks per node; a number that is not set follows from `count` ranks."""
     key, summands = f"cluster.roles.{roles[0]}", " + ".join(f"roles.{role}" for role in roles)
-    nodes, tasks = request.nodes, request.tasks_per_node
+    nodes, tasks, problem = request.nodes, request.tasks_per_node, ""
     if nodes is not None and tasks is not None:
         if nodes * tasks != count:
-            raise ConfigError(
-                [f"{key}: nodes={nodes} × tasks_per_node={tasks} is {nodes * tasks}, but {summands} is {count}"]
-            )
-        return nodes, tasks
-    if nodes is not None:
-        if count % nodes:
-            raise ConfigError(
-                [f"{key}.nodes={nodes}: {summands}={count} ranks cannot be distributed evenly over these nodes"]
-            )
-        return nodes, count // nodes
-    tasks_key = f"{key}.tasks_per_node" if tasks is not None else "cluster.tasks_per_node"
-    tasks = min(tasks or cluster.tasks_per_node, count)
-    if count % tasks:
-        raise ConfigError(
-            [f"{tasks_key}={tasks}: {summands} is {count} ranks, not a multiple of that; set {key}.nodes"]
-        )
-    return count // tasks, tasks
+            problem = f"{key}: nodes={nodes} × tasks_per_node={tasks} is {nodes * tasks}, but {summands} is {count}"
+    elif nodes is not None:
+        tasks, rest = divmod(count, nodes)
+        if rest:
+            problem = f"{key}.nodes={nodes}: {summands}={count} ranks cannot be distributed evenly over these nodes"
+    else:
+        tasks_key = "cluster.tasks_per_node" if tasks is None else f"{key}.tasks_per_node"
+        tasks = min(tasks or cluster.tasks_per_node, count)
+        nodes, rest = divmod(count, tasks)
+        if rest:
+            problem = f"{tasks_key}={tasks}: {summands} is {count} ranks, not a multiple of that; set {key}.nodes"
+    if problem:
+        raise ConfigError([problem])
+    return nodes, tasks
 
 
 def is_het(config: Config) -> bool:
@@ -172,9 +156,8 @@ def merged(parts: Sequence[JobComponent]) -> JobComponent:
         return parts[0]
     for name in ("partition", "sbatch"):
         if any(getattr(part, name) != getattr(parts[0], name) for part in parts):
-            raise ConfigError(
-                [f"cluster.roles: {name} differs between roles, which needs a heterogeneous job (cluster.het)"]
-            )
+            problem = f"cluster.roles: {name} differs between roles, which needs a heterogeneous job (cluster.het)"
+            raise ConfigError([problem])
     memories = [part.mem for part in parts if part.mem is not None]
     return JobComponent(
         roles=tuple(role for part in parts for role in part.roles),

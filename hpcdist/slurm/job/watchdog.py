@@ -17,8 +17,6 @@ from hpcdist.slurm.job.srun import watchdog_command
 from hpcdist.slurm.output import parse_text
 from hpcdist.supervisor.launcher import Guard
 
-# Requeue a job whose batch host fails, where Slurm does not do so. Runs on a node other than the batch host.
-#
 # - Of a heterogeneous job Slurm requeues the first component and leaves the others running until their time limit,
 #   although the job can only start as a whole. A second `scontrol requeue` fails because the job is pending, but
 #   requeues the other components as well.
