@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ from hpcdist.slurm.output import (
     parse_time,
 )
 
+pytestmark = pytest.mark.usefixtures("utc")
+
 
 def at(clock: str) -> float:
     found = parse_time(f"2026-11-20T{clock}")
@@ -53,7 +56,6 @@ def at(clock: str) -> float:
 # --- scontrol
 
 
-@pytest.mark.usefixtures("utc")
 @pytest.mark.parametrize(
     ("name", "job", "sentence"),
     [
@@ -78,7 +80,6 @@ def test_scontrol(name: str, job: str, sentence: str) -> None:
     assert info.alive == ("waits" in sentence or " is " in sentence)
 
 
-@pytest.mark.usefixtures("utc")
 def test_requeued_job_of_scontrol() -> None:
     info = parse_scontrol(recorded("scontrol", "requeued"), "8")
     assert info == JobInfo(
@@ -97,7 +98,6 @@ def test_requeued_job_of_scontrol() -> None:
     )
 
 
-@pytest.mark.usefixtures("utc")
 def test_nodes_of_all_components_of_a_heterogeneous_job() -> None:
     text = recorded("scontrol", "het").replace("JobState=PENDING", "JobState=RUNNING")
     first, second = (line.replace(" NodeList= ", f" NodeList=n{n} ") for n, line in enumerate(text.splitlines(), 1))
@@ -106,7 +106,6 @@ def test_nodes_of_all_components_of_a_heterogeneous_job() -> None:
     assert info.nodes == "n1,n2"
 
 
-@pytest.mark.usefixtures("utc")
 def test_pending_job_without_an_expected_start() -> None:
     info = parse_scontrol(recorded("scontrol", "dependency"), "13")
     assert info is not None
@@ -114,7 +113,6 @@ def test_pending_job_without_an_expected_start() -> None:
     assert info.describe(at("08:00:54")) == "job 13 waits (Dependency), 0:00:01 in the queue"
 
 
-@pytest.mark.usefixtures("utc")
 def test_empty_output_is_none() -> None:
     assert parse_scontrol("", "1") is None
     assert parse_squeue("", "1") is None
@@ -124,7 +122,6 @@ def test_empty_output_is_none() -> None:
 # --- squeue
 
 
-@pytest.mark.usefixtures("utc")
 @pytest.mark.parametrize(
     ("job", "sentence"),
     [
@@ -147,7 +144,6 @@ def test_squeue(job: str, sentence: str) -> None:
 # --- sacct
 
 
-@pytest.mark.usefixtures("utc")
 @pytest.mark.parametrize(
     ("name", "job", "sentence", "earlier"),
     [
@@ -169,7 +165,6 @@ def test_sacct(name: str, job: str, sentence: str, earlier: tuple[str, ...]) -> 
     assert (info.sentence(), info.earlier, info.restarts) == (sentence, earlier, len(earlier))
 
 
-@pytest.mark.usefixtures("utc")
 def test_memory_and_steps_of_sacct() -> None:
     info = parse_sacct(recorded("sacct", "timeout"), "1")
     assert info is not None
@@ -182,7 +177,6 @@ def test_memory_and_steps_of_sacct() -> None:
     assert (info.max_rss, info.out_of_memory) == ("1.5G", True)
 
 
-@pytest.mark.usefixtures("utc")
 def test_sizes_of_a_job_that_has_lost_a_node_are_one_start() -> None:
     rows = [
         "7|j|RESIZING|0:0|2026-11-20T06:00:00|2026-11-20T06:00:05|2026-11-20T06:01:05|n[1-4]|10:00|",
@@ -194,12 +188,10 @@ def test_sizes_of_a_job_that_has_lost_a_node_are_one_start() -> None:
     assert (info.restarts, info.earlier, info.state, info.started) == (0, (), "COMPLETED", first.started)
 
 
-@pytest.mark.usefixtures("utc")
 def test_pending_array_tasks_have_no_records_of_their_own_in_accounting() -> None:
     assert parse_sacct(recorded("sacct", "array-waiting"), "10_2") is None
 
 
-@pytest.mark.usefixtures("utc")
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -216,7 +208,6 @@ def test_time_in_the_queue(changes: dict[str, Any], expected: float | None) -> N
 # --- other releases and damaged lines
 
 
-@pytest.mark.usefixtures("utc")
 @pytest.mark.parametrize("release", ["24_11", "26_05"])
 def test_output_of_newer_releases(release: str) -> None:
     def text(command: str, section: str) -> str:
@@ -237,7 +228,6 @@ def test_output_of_newer_releases(release: str) -> None:
     assert past.earlier == ("REQUEUED",)
 
 
-@pytest.mark.usefixtures("utc")
 def test_lines_of_another_format_are_ignored() -> None:
     info = parse_scontrol(f"JobId=1 Restarts=x ExitCode={'9' * 5000}:0", "1")
     assert info is not None
@@ -296,16 +286,21 @@ def test_settings() -> None:
     assert parse_settings(text) == {"SlurmctldPort": "6817", "ClusterName": "here"}
 
 
-@pytest.mark.parametrize(("text", "value"), [("n1", "n1"), ("(null)", ""), ("None assigned", ""), ("", ""), (None, "")])
-def test_text(text: str | None, value: str) -> None:
-    assert parse_text(text) == value
-
-
 @pytest.mark.parametrize(
-    ("text", "count"), [("12", 12), ("UNLIMITED", None), ("²", None), ("9" * 5000, None), ("", None)]
+    ("parse", "values"),
+    [
+        (parse_text, {"n1": "n1", "(null)": "", "None assigned": "", "": "", None: ""}),
+        (parse_count, {"12": 12, "UNLIMITED": None, "²": None, "9" * 5000: None, "": None}),
+        (parse_time, {"Unknown": None, "N/A": None, "": None, None: None, "None": None}),
+        (parse_minutes, {"1-00:00:00": 1440, "00:30:00": 30, "2-12": 3600, "90": 90, "10:30": 10.5, "UNLIMITED": None}),
+        (parse_minutes, {"": None}),
+        (parse_seconds, {"30 sec": 30, "2 min": 120, "30": 30, "soon": None, "": None}),
+        (parse_memory_mb, {"2000": 2000, "64G": 65536, "64gb": 65536, "1T": 1048576, "2048K": 2, "0": 0}),
+        (parse_memory_mb, {"lots": None, "9" * 5000: None, "": None}),
+    ],
 )
-def test_count(text: str, count: int | None) -> None:
-    assert parse_count(text) == count
+def test_values(parse: Callable[[Any], Any], values: dict[str | None, Any]) -> None:
+    assert {text: parse(text) for text in values} == values
 
 
 @pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin", "America/New_York"])
@@ -317,54 +312,10 @@ def test_times_are_local(zone: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert seconds is not None
         assert time.strftime("%H:%M", time.localtime(seconds)) == "07:05"
         assert (seconds == 1795158300) == (zone == "UTC")
+        assert parse_time("9999-12-31T23:59:59") is not None
     finally:
         monkeypatch.undo()
         time.tzset()
-
-
-@pytest.mark.parametrize("text", ["Unknown", "N/A", "", None, "None"])
-def test_missing_time_is_none(text: str | None) -> None:
-    assert parse_time(text) is None
-    assert parse_time("9999-12-31T23:59:59") is not None
-
-
-@pytest.mark.parametrize(
-    ("text", "minutes"),
-    [
-        ("1-00:00:00", 1440),
-        ("00:30:00", 30),
-        ("2-12", 3600),
-        ("90", 90),
-        ("10:30", 10.5),
-        ("UNLIMITED", None),
-        ("", None),
-    ],
-)
-def test_time_limit_in_minutes(text: str, minutes: float | None) -> None:
-    assert parse_minutes(text) == minutes
-
-
-@pytest.mark.parametrize(("text", "value"), [("30 sec", 30), ("2 min", 120), ("30", 30), ("soon", None), ("", None)])
-def test_duration_in_seconds(text: str, value: int | None) -> None:
-    assert parse_seconds(text) == value
-
-
-@pytest.mark.parametrize(
-    ("text", "megabytes"),
-    [
-        ("2000", 2000),
-        ("64G", 65536),
-        ("64gb", 65536),
-        ("1T", 1048576),
-        ("2048K", 2),
-        ("0", 0),
-        ("lots", None),
-        ("9" * 5000, None),
-        ("", None),
-    ],
-)
-def test_memory_in_mib(text: str, megabytes: float | None) -> None:
-    assert parse_memory_mb(text) == megabytes
 
 
 # --- Partitions and nodes parsed from the output of scontrol and sinfo.
@@ -394,36 +345,30 @@ def test_partitions_and_their_nodes() -> None:
     assert (empty.name, empty.nodes) == ("empty", ())
 
 
-@pytest.mark.parametrize(
-    ("gres", "count"),
-    [
-        ("(null)", 0),
-        ("gpu:2", 2),
-        ("gpu:4(S:0-1)", 4),
-        ("gpu:a100:2,gpu:v100:3(S:1)", 5),
-        ("gpu:a100:no_consume:4", 4),
-        ("shard:8,gpu:1g.5gb:7", 7),
-        ("license:3", 0),
-    ],
-)
-def test_gpus_of_a_node(gres: str, count: int) -> None:
-    (partition,) = parse_partitions("PartitionName=p", f"p|1|1|1|{gres}|idle|n1")
-    assert partition.nodes[0].gpus == count
+def test_gpus_of_a_node() -> None:
+    counts = {
+        "(null)": 0,
+        "gpu:2": 2,
+        "gpu:4(S:0-1)": 4,
+        "gpu:a100:2,gpu:v100:3(S:1)": 5,
+        "gpu:a100:no_consume:4": 4,
+        "shard:8,gpu:1g.5gb:7": 7,
+        "license:3": 0,
+    }
+    for gres, count in counts.items():
+        (partition,) = parse_partitions("PartitionName=p", f"p|1|1|1|{gres}|idle|n1")
+        assert partition.nodes[0].gpus == count, gres
 
 
-@pytest.mark.parametrize("state", ["idle", "mixed", "allocated", "idle~", "planned", "reserved"])
-def test_usable_node_states(state: str) -> None:
-    assert usable(state)
+def test_states_of_usable_nodes() -> None:
+    def is_usable(state: str) -> bool:
+        (partition,) = parse_partitions("PartitionName=p", f"p|1|1|1|(null)|{state}|n1")
+        return partition.nodes[0].usable
 
-
-@pytest.mark.parametrize("state", ["down", "drained", "draining", "idle*", "fail", "down*"])
-def test_unusable_node_states(state: str) -> None:
-    assert not usable(state)
-
-
-def usable(state: str) -> bool:
-    (partition,) = parse_partitions("PartitionName=p", f"p|1|1|1|(null)|{state}|n1")
-    return partition.nodes[0].usable
+    states = ["idle", "mixed", "allocated", "idle~", "planned", "reserved"]
+    assert [
+        state for state in [*states, "down", "drained", "draining", "idle*", "fail", "down*"] if is_usable(state)
+    ] == states
 
 
 def test_node_states_with_reason() -> None:
@@ -600,7 +545,6 @@ def test_recorded_partitions(release: str) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-@pytest.mark.usefixtures("utc")
 def test_recorded_nodes(release: str) -> None:
     text = recorded("nodes", release=release)
     assert parse_node_features(text) == {"n1": frozenset(), "n2": frozenset()}

@@ -38,41 +38,24 @@ RANK = ["python", "-m", "worker", "/shared/my run"]
 WRAPPED = ["sh", "-c", "trap '' USR2; exec \"$@\"", "sh", *RANK]
 
 
-def test_command_of_a_step() -> None:
-    cluster = ClusterConfig(nodes=2, tasks_per_node=4, gpus_per_node=4, cpus_per_task=8, srun={"mpi": "none"})
-    assert srun_command(cluster, Attempt(Path("/runs/e/r/attempts/012")), RANK) == [
-        "srun",
-        "--job-name=attempt-012",
-        "--nodes=2",
-        "--ntasks=8",
-        "--ntasks-per-node=4",
-        "--cpus-per-task=8",
-        "--gpus-per-node=4",
-        "--kill-on-bad-exit=1",
-        "--input=none",
-        "--open-mode=append",
-        "--output=/runs/e/r/attempts/012/rank-%5t.log",
-        "--mpi=none",
-        *WRAPPED,
-    ]
-
-
-def test_flags_of_the_site_override_defaults() -> None:
-    cluster = ClusterConfig(srun={"kill-on-bad-exit": "0"})
-    command = srun_command(cluster, Attempt(Path("/a/001")), RANK)
-    assert command == [
-        "srun",
-        "--job-name=attempt-001",
-        "--nodes=1",
-        "--ntasks=1",
-        "--ntasks-per-node=1",
-        "--cpus-per-task=1",
-        "--kill-on-bad-exit=0",
-        "--input=none",
-        "--open-mode=append",
-        "--output=/a/001/rank-%5t.log",
-        *WRAPPED,
-    ]
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        (
+            {"nodes": 2, "tasks_per_node": 4, "gpus_per_node": 4, "cpus_per_task": 8, "srun": {"mpi": "none"}},
+            "--nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 --kill-on-bad-exit=1"
+            " --input=none --open-mode=append --output=/e/r/attempts/012/rank-%5t.log --mpi=none",
+        ),
+        (
+            {"srun": {"kill-on-bad-exit": "0"}},  # flags of the site override defaults
+            "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1 --kill-on-bad-exit=0"
+            " --input=none --open-mode=append --output=/e/r/attempts/012/rank-%5t.log",
+        ),
+    ],
+)
+def test_command_of_a_step(cluster: dict[str, Any], words: str) -> None:
+    found = srun_command(ClusterConfig(**cluster), Attempt(Path("/e/r/attempts/012")), RANK)
+    assert found == ["srun", "--job-name=attempt-012", *words.split(), *WRAPPED]
 
 
 def test_output_flag_agrees_with_the_paths_of_rank_logs() -> None:
@@ -90,80 +73,39 @@ def roles(**cluster: Any) -> Config:
     )
 
 
-def test_step_without_roles() -> None:
-    config, attempt = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=2)), Attempt(Path("/a/001"))
-    assert step_command(config, attempt, RANK) == srun_command(config.cluster, attempt, RANK)
-
-
 def test_roles_without_requests_do_not_change_the_step() -> None:
     plain = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=2))
-    with_roles = Config(roles={"agent": 1, "observer": 3}, cluster=plain.cluster)
     attempt = Attempt(Path("/a/001"))
-    assert step_command(with_roles, attempt, RANK) == step_command(plain, attempt, RANK)
+    for config in (plain, Config(roles={"agent": 1, "observer": 3}, cluster=plain.cluster)):
+        assert step_command(config, attempt, RANK) == srun_command(plain.cluster, attempt, RANK)
 
 
 def test_step_of_a_heterogeneous_job() -> None:
     """Each rank opens its own log, because srun numbers %t by component."""
     shell = 'trap \'\' USR2; log=$(printf "%s/rank-%05d.log" "$0" "$SLURM_PROCID"); exec "$@" >>"$log" 2>&1'
+    first = "--het-group=0 --job-name=attempt-001 --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=4"
+    second = "--het-group=1 --job-name=attempt-001 --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=1"
+    more = "--kill-on-bad-exit=1 --input=none --mpi=none"
     assert step_command(roles(), Attempt(Path("/a/001")), RANK) == [
-        "srun",
-        "--het-group=0",
-        "--job-name=attempt-001",
-        "--nodes=1",
-        "--ntasks=1",
-        "--ntasks-per-node=1",
-        "--cpus-per-task=4",
-        "--kill-on-bad-exit=1",
-        "--input=none",
-        "--mpi=none",
-        *("sh", "-c", shell, "/a/001", *RANK),
-        ":",
-        "--het-group=1",
-        "--job-name=attempt-001",
-        "--nodes=2",
-        "--ntasks=4",
-        "--ntasks-per-node=2",
-        "--cpus-per-task=1",
-        "--gpus-per-node=2",
-        "--kill-on-bad-exit=1",
-        "--input=none",
-        "--mpi=none",
-        *("sh", "-c", shell, "/a/001"),
+        *("srun", *first.split(), *more.split(), "sh", "-c", shell, "/a/001", *RANK),
+        *(":", *second.split(), "--gpus-per-node=2", *more.split(), "sh", "-c", shell, "/a/001"),
         *("env", "-u", "MALLOC_MMAP_THRESHOLD_", "-u", "MALLOC_TRIM_THRESHOLD_", "OMP_NUM_THREADS=1", *RANK),
     ]
 
 
 def test_step_with_a_host_file() -> None:
     """The host file determines nodes and tasks per node."""
-    assert step_command(roles(het=False), Attempt(Path("/a/001")), RANK) == [
-        "srun",
-        "--job-name=attempt-001",
-        "--ntasks=5",
-        "--cpus-per-task=4",
-        "--gpus-per-node=2",
-        "--kill-on-bad-exit=1",
-        "--input=none",
-        "--open-mode=append",
-        "--output=/a/001/rank-%5t.log",
-        "--mpi=none",
-        "--distribution=arbitrary",
-        *WRAPPED,
-    ]
+    words = (
+        "srun --job-name=attempt-001 --ntasks=5 --cpus-per-task=4 --gpus-per-node=2 --kill-on-bad-exit=1 --input=none"
+        " --open-mode=append --output=/a/001/rank-%5t.log --mpi=none --distribution=arbitrary"
+    )
+    assert step_command(roles(het=False), Attempt(Path("/a/001")), RANK) == [*words.split(), *WRAPPED]
 
 
 def test_watchdog_runs_on_a_node_of_the_second_component() -> None:
-    assert watchdog_command("41") == [
-        *(
-            "srun",
-            "--het-group=1",
-            "--overlap",
-            "--job-name=job-watchdog",
-            "--nodes=1",
-            "--ntasks=1",
-            "--cpus-per-task=1",
-        ),
-        *("--input=none", sys.executable, "-P", "-m", "hpcdist.slurm.job.watchdog", "41"),
-    ]
+    words = "srun --het-group=1 --overlap --job-name=job-watchdog --nodes=1 --ntasks=1 --cpus-per-task=1 --input=none"
+    module = "hpcdist.slurm.job.watchdog"
+    assert watchdog_command("41") == [*words.split(), sys.executable, "-P", "-m", module, "41"]
 
 
 def test_rank_environment_has_threads_and_variables_of_the_config() -> None:

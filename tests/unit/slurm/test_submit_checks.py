@@ -35,6 +35,7 @@ from hpcdist.slurm.job.submit_checks import (
 from hpcdist.slurm.output import NodeGroup, Partition
 
 #: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
 
 MAIN = "PartitionName=main Default=YES MaxTime=1-00:00:00 State=UP"
 SCRIPTS = {
@@ -68,7 +69,6 @@ def check(tmp_path: Path, *, missing_data: str = "", force: bool = False, **conf
     return check_submission(Config(cluster=cluster, **config), {}, tmp_path, missing_data=missing_data, force=force)
 
 
-@pytest.mark.processes
 def test_valid_request_takes_three_commands(slurm: FakeCommands, tmp_path: Path) -> None:
     assert check(tmp_path) == ([], "the job would start at noon")
     *queries, last = slurm.programs()
@@ -76,7 +76,6 @@ def test_valid_request_takes_three_commands(slurm: FakeCommands, tmp_path: Path)
     assert list(tmp_path.iterdir()) == [slurm.folder]
 
 
-@pytest.mark.processes
 def test_all_problems_are_reported_at_once(slurm: FakeCommands, tmp_path: Path) -> None:
     reject(slurm, "Requested node configuration is not available")
     with pytest.raises(ConfigError) as caught:
@@ -97,7 +96,6 @@ def test_all_problems_are_reported_at_once(slurm: FakeCommands, tmp_path: Path) 
     assert data == "mnist was not found in /data: put it there, or point data.root (or HPCDIST_DATA_DIR) at it"
 
 
-@pytest.mark.processes
 def test_force_turns_problems_that_slurm_accepts_into_warnings(slurm: FakeCommands, tmp_path: Path) -> None:
     warnings, estimate = check(tmp_path, cluster={"nodes": 9}, force=True)
     assert warnings == ["cluster.nodes=9: partition main has 4: lower it or choose another"]
@@ -107,7 +105,6 @@ def test_force_turns_problems_that_slurm_accepts_into_warnings(slurm: FakeComman
         check(tmp_path, cluster={"nodes": 9}, force=True)
 
 
-@pytest.mark.processes
 def test_rejected_account_is_reported_with_the_users_accounts(slurm: FakeCommands, tmp_path: Path) -> None:
     reject(slurm, "Invalid account")
     error = "Slurm rejects this job: Invalid account"
@@ -120,7 +117,6 @@ def test_rejected_account_is_reported_with_the_users_accounts(slurm: FakeCommand
     assert caught.value.problems == (f"cluster.account is not set: {error}",)
 
 
-@pytest.mark.processes
 def test_problems_of_the_config_are_reported_with_those_of_the_request(slurm: FakeCommands, tmp_path: Path) -> None:
     trainer = TrainerConfig(target="nosuch:train")
     with pytest.raises(ConfigError) as caught:
@@ -141,7 +137,6 @@ def test_problems_of_the_config_are_reported_with_those_of_the_request(slurm: Fa
     assert check_submission(config, {}, None, missing_data="", force=False)[0] == [], "an existing run has its own code"
 
 
-@pytest.mark.processes
 def test_warnings(slurm: FakeCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SBATCH_PARTITION", "main")
     save = tmp_path / "runs" / "exp" / "before" / "checkpoints" / "step-00000010"
@@ -156,7 +151,6 @@ def test_warnings(slurm: FakeCommands, tmp_path: Path, monkeypatch: pytest.Monke
     ]
 
 
-@pytest.mark.processes
 def test_ranks_with_the_python_of_the_submission_need_its_torch(
     slurm: FakeCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +170,6 @@ def fake_torch(folder: Path) -> Path:
     return folder / "packages"
 
 
-@pytest.mark.processes
 def test_script_needs_no_dataset(slurm: FakeCommands, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
@@ -184,22 +177,11 @@ def test_script_needs_no_dataset(slurm: FakeCommands, tmp_path: Path) -> None:
     assert check(tmp_path, missing_data="none", trainer=trainer, data=DataConfig(download=False))[0] == []
 
 
-@pytest.mark.processes
 def test_only_sbatch_checks_the_request_if_queries_fail(slurm: FakeCommands, tmp_path: Path) -> None:
     slurm.add_script("scontrol", "exit 1")
     assert check(tmp_path, cluster={"partition": "nowhere", "nodes": 9}) == ([], "the job would start at noon")
 
 
-@pytest.mark.processes
-def test_error_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        UserMistake, match=r"^sbatch is not installed here: submit from a login node, or show .* --dry-run$"
-    ):
-        check(tmp_path)
-
-
-@pytest.mark.processes
 def test_longest_save_of_an_experiment(tmp_path: Path) -> None:
     assert longest_save(tmp_path) == (0.0, "")
     for name, content in (("old", {"step": 1}), ("a", {"write_s": 1.5}), ("b", {"write_s": 12.0})):
@@ -209,7 +191,6 @@ def test_longest_save_of_an_experiment(tmp_path: Path) -> None:
     assert longest_save(tmp_path) == (12.0, "b")
 
 
-@pytest.mark.processes
 def test_requests_of_roles_are_checked(slurm: FakeCommands, tmp_path: Path) -> None:
     roles = {
         "server": RoleRequest(partition="mian"),
@@ -224,7 +205,6 @@ def test_requests_of_roles_are_checked(slurm: FakeCommands, tmp_path: Path) -> N
     assert caught.value.problems[0].startswith("cluster.sbatch.nodes")
 
 
-@pytest.mark.processes
 def test_secrets_in_the_batch_script_or_a_command_line_are_rejected(slurm: FakeCommands, tmp_path: Path) -> None:
     config = Config(
         runs_dir=str(tmp_path),
@@ -279,57 +259,30 @@ def test_valid_request() -> None:
     ("facts", "cluster", "line"),
     [
         ({}, {"nodes": 5}, "cluster.nodes=5: partition gpu has 4: lower it or choose another"),
-        (
-            {},
-            {"nodes": 4, "spare_nodes": 1},
-            "cluster.nodes=4 and cluster.spare_nodes=1: partition gpu has 4: lower it or choose another",
-        ),
+        ({}, {"nodes": 4, "spare_nodes": 1},
+         "cluster.nodes=4 and cluster.spare_nodes=1: partition gpu has 4: lower it or choose another"),
         ({}, {"nodes": 9, "min_nodes": 5}, "cluster.min_nodes=5: partition gpu has 4: lower it or choose another"),
-        (
-            {"MaxNodes": "2"},
-            {"nodes": 3},
-            "cluster.nodes=3: partition gpu allows 2 per job: lower it or choose another",
-        ),
+        ({"MaxNodes": "2"}, {"nodes": 3},
+         "cluster.nodes=3: partition gpu allows 2 per job: lower it or choose another"),
         ({"MinNodes": "2"}, {}, "cluster.nodes=1: partition gpu requires at least 2: raise it or choose another"),
-        (
-            {"MaxTime": "00:30:00"},
-            {},
-            "cluster.time_limit_min=60: partition gpu allows 30: lower it; a longer run saves, requeues"
-            " itself and continues",
-        ),
-        (
-            {},
-            {"tasks_per_node": 13, "cpus_per_task": 5},
-            "cluster.tasks_per_node=13 × cluster.cpus_per_task=5: partition gpu offers at most 64 cores per node:"
-            " lower it or choose another",
-        ),
-        (
-            {"MaxCPUsPerNode": "8"},
-            {"cpus_per_task": 9},
-            "cluster.tasks_per_node=1 × cluster.cpus_per_task=9: partition gpu offers at most 8 cores per node:"
-            " lower it or choose another",
-        ),
-        (
-            {},
-            {"gpus_per_node": 5},
-            "cluster.gpus_per_node=5: partition gpu offers at most 4 GPUs per node: lower it or choose another",
-        ),
-        (
-            {"MaxMemPerNode": "1000"},
-            {"mem": "2G"},
-            "cluster.mem=2G: partition gpu offers at most 1000 MiB per node: lower it or choose another",
-        ),
+        ({"MaxTime": "00:30:00"}, {}, "cluster.time_limit_min=60: partition gpu allows 30: lower it; a longer run"
+         " saves, requeues itself and continues"),
+        ({}, {"tasks_per_node": 13, "cpus_per_task": 5}, "cluster.tasks_per_node=13 × cluster.cpus_per_task=5:"
+         " partition gpu offers at most 64 cores per node: lower it or choose another"),
+        ({"MaxCPUsPerNode": "8"}, {"cpus_per_task": 9}, "cluster.tasks_per_node=1 × cluster.cpus_per_task=9:"
+         " partition gpu offers at most 8 cores per node: lower it or choose another"),
+        ({}, {"gpus_per_node": 5},
+         "cluster.gpus_per_node=5: partition gpu offers at most 4 GPUs per node: lower it or choose another"),
+        ({"MaxMemPerNode": "1000"}, {"mem": "2G"},
+         "cluster.mem=2G: partition gpu offers at most 1000 MiB per node: lower it or choose another"),
         ({}, {"mem": "lots"}, "cluster.mem=lots is not a memory size: write 64G, or MiB without a unit"),
-        (
-            {},
-            {"nodes": 3, "gpus_per_node": 1},
-            "cluster.nodes=3: 2 nodes of partition gpu have the requested hardware: lower the number or the request",
-        ),
+        ({}, {"nodes": 3, "gpus_per_node": 1},
+         "cluster.nodes=3: 2 nodes of partition gpu have the requested hardware: lower the number or the request"),
         ({"State": "DRAIN"}, {}, "cluster.partition=gpu accepts no jobs (state DRAIN): choose another"),
         ({"AllowAccounts": "ada"}, {"account": "eve"}, "cluster.account=eve may not use partition gpu: use ada"),
         ({"DenyQos": "long"}, {"qos": "long"}, "cluster.qos=long may not use partition gpu: choose another"),
     ],
-)
+)  # fmt: skip
 def test_impossible_request_is_an_error(facts: dict[str, str], cluster: dict[str, Any], line: str) -> None:
     assert found(of(**facts), **cluster) == Findings(errors=[line])
 
@@ -403,33 +356,23 @@ def test_request_must_fit_one_of_several_partitions() -> None:
 # --- The check that the nodes can see the runs folder.
 
 
-@pytest.mark.parametrize("kind", ["nfs4", "lustre", "gpfs", "beegfs", "fuse.juicefs", ""])
-def test_network_and_unknown_file_systems_count_as_shared(kind: str) -> None:
-    assert runs_dir_problems(Path("/tmp/runs"), kind, {"n1", "n2"}, "login") == ([], [])
-
-
-def test_temporary_and_memory_file_systems_are_errors() -> None:
-    errors, warnings = runs_dir_problems(Path("/tmp/runs"), "ext4", {"n1"}, "login")
-    assert warnings == []
-    assert errors == [
-        "runs_dir=/tmp/runs: each machine has its own /tmp, and the nodes would not see the run folder:"
-        " set runs_dir (or HPCDIST_RUNS_DIR) to a folder on a shared file system"
-    ]
-    (line,), _ = runs_dir_problems(Path("/scratch"), "tmpfs", {"n1"}, "login")
-    assert line.startswith("runs_dir=/scratch: tmpfs is in this machine's memory, and the nodes ")
-
-
-def test_local_disk_that_may_be_exported_is_a_warning() -> None:
-    errors, warnings = runs_dir_problems(Path("/home/ada/runs"), "xfs", {"n1"}, "login")
-    assert errors == []
-    assert warnings == [
-        "runs_dir=/home/ada/runs is on xfs, a file system of this machine: the nodes must see it under the same path;"
-        " if they do, set cluster.shared_runs=true"
-    ]
-
-
-def test_any_folder_is_valid_if_this_machine_is_the_only_node() -> None:
-    assert runs_dir_problems(Path("/tmp/runs"), "ext4", {"login"}, "login") == ([], [])
+@pytest.mark.parametrize(
+    ("folder", "kind", "nodes", "error", "warning"),
+    [
+        *(("/tmp/runs", kind, {"n1"}, "", "") for kind in ("nfs4", "lustre", "gpfs", "beegfs", "fuse.juicefs", "")),
+        ("/tmp/runs", "ext4", {"login"}, "", ""),  # this machine is the only node
+        ("/tmp/runs", "ext4", {"n1"}, "each machine has its own /tmp, and the nodes would not see the run folder:"
+         " set runs_dir (or HPCDIST_RUNS_DIR) to a folder on a shared file system", ""),
+        ("/scratch", "tmpfs", {"n1"}, "tmpfs is in this machine's memory, and the nodes would not see the run folder:"
+         " set runs_dir (or HPCDIST_RUNS_DIR) to a folder on a shared file system", ""),
+        ("/home/ada/runs", "xfs", {"n1"}, "", " is on xfs, a file system of this machine: the nodes must see it under"
+         " the same path; if they do, set cluster.shared_runs=true"),
+    ],
+)  # fmt: skip
+def test_nodes_must_see_the_folder(folder: str, kind: str, nodes: set[str], error: str, warning: str) -> None:
+    errors, warnings = runs_dir_problems(Path(folder), kind, nodes, "login")
+    assert errors == ([f"runs_dir={folder}: {error}"] if error else [])
+    assert warnings == ([f"runs_dir={folder}{warning}"] if warning else [])
 
 
 # --- additional flags of sbatch and srun
@@ -481,7 +424,6 @@ def test_flags_of_runs_that_outlive_nodes_are_free_for_others() -> None:
     assert len(conflicting_flags(ClusterConfig(nodes=2, min_nodes=1, sbatch=flags))) == 2
 
 
-@pytest.mark.processes
 def test_valid_flags_take_one_call_of_sbatch(fake_sbatch: Path) -> None:
     assert rejected_flags("sbatch", {}) == []
     assert not (fake_sbatch / "calls").exists()
@@ -489,7 +431,6 @@ def test_valid_flags_take_one_call_of_sbatch(fake_sbatch: Path) -> None:
     assert (fake_sbatch / "calls").read_text() == "--mail-type=FAIL --exclusive --help\n"
 
 
-@pytest.mark.processes
 def test_each_rejected_flag_is_reported(fake_sbatch: Path) -> None:
     flags = {"mail-typ": "FAIL", "mail-type": "FAIL", "nodes": "3", "begin": "x"}
     why = "sbatch rejects it: Invalid time specification (pos=0): x; Invalid --begin specification"
@@ -500,37 +441,20 @@ def test_each_rejected_flag_is_reported(fake_sbatch: Path) -> None:
     assert rejected_flags("sbatch", {"begin": "x"}) == [f"cluster.sbatch.begin=x: {why}"]
 
 
-@pytest.mark.processes
 def test_flags_are_not_checked_without_srun(fake_sbatch: Path) -> None:
     assert rejected_flags("srun", {"foo": "1"}) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("true", True), ("True", True), ("false", None), ("", ""), ("user", "user")]
-)
-def test_flags_without_a_value(text: str, value: str | bool | None) -> None:
-    assert option_value(text) == value
+def test_flags_without_a_value() -> None:
+    values = {"true": True, "True": True, "false": None, "": "", "user": "user"}
+    assert {text: option_value(text) for text in values} == values
 
 
 # --- Strings of the config in batch scripts: malicious ones are rejected or quoted.
 
 
 PIECES = ("\n", "\r", "\x1b", "\u2028", "'", '"', "`touch x`", "$(touch x)", "; touch x;", "&& touch x", "|| touch x")
-PIECES += (
-    "#",
-    "\\",
-    "$HOME",
-    "${IFS}",
-    "größe",
-    "-",
-    " ",
-    "*",
-    "{a,b}",
-    "!x",
-    "\n#SBATCH --uid=0\n",
-    "EOF\n",
-    "%j",
-)
+PIECES += ("#", "\\", "$HOME", "${IFS}", "größe", "-", " ", "*", "{a,b}", "!x", "\n#SBATCH --uid=0\n", "EOF\n", "%j")
 TEXT_KEYS = (
     *(f"cluster.{name}" for name in ("partition", "account", "qos", "mem", "constraint", "exclude")),
     *("cluster.sbatch.comment", "cluster.srun.comment", "cluster.env.GREETING", "cluster.roles.trainer.constraint"),
@@ -566,7 +490,6 @@ def rendered(path: Path, tree: dict[str, object]) -> tuple[str, dict[str, str]] 
     return f"{script}\n# then:\n{submit.commented(step)}\n", dict(config.cluster.env)
 
 
-@pytest.mark.processes
 def test_hostile_text_is_rejected_or_quoted(tmp_path: Path) -> None:
     """Each script runs in a shell, in a folder that must stay empty."""
     folder = tmp_path / "empty"
