@@ -88,17 +88,45 @@ def after(
     return after
 
 
-@pytest.mark.parametrize("status", ["stopped", "failed"])
-def test_run_of_a_requeued_job_is_queued(run: RunDir, status: Status) -> None:
-    job = FakeJob(requeued=True)
-    state = after(run, job, status, "preemption")
-    assert (state.status, state.reason, state.ended, job.requeues) == ("queued", "a reason", None, [])
-
-
-def test_run_of_a_cancelled_job_is_stopped(run: RunDir) -> None:
-    job = FakeJob(requeued=False)
-    state = after(run, job, "stopped", "preemption", avoid=("n2",))
-    assert (state.status, state.ended, job.requeues) == ("stopped", 7.0, [])
+@pytest.mark.parametrize(
+    ("job", "status", "cause", "avoid", "after_it", "requeues"),
+    [
+        # Slurm has requeued the job, or has cancelled it.
+        ({"requeued": True}, "stopped", "preemption", (), "queued", []),
+        ({"requeued": True}, "failed", "preemption", (), "queued", []),
+        ({}, "stopped", "preemption", ("n2",), "stopped", []),
+        # There is no request if Slurm's own signal ahead of the time limit came first, or if a node failed.
+        ({}, "stopped", "time_limit", (), "queued", [[]]),
+        ({}, "stopped", "growth", (), "queued", [[]]),
+        ({}, "stopped", None, (), "queued", [[]]),
+        ({"restart_count": 1}, "stopped", None, ("n2",), "queued", [["n2"]]),
+        ({}, "stopped", "user", ("n2",), "stopped", []),
+        ({"restart_count": 2}, "stopped", "time_limit", (), "failed", []),
+        ({"error": "Requested operation is disabled"}, "stopped", "time_limit", (), "stopped", []),
+        # The run has ended.
+        ({"requeued": True}, "finished", None, (), "finished", []),
+        ({"requeued": True}, "failed", None, (), "failed", []),
+        ({"requeued": True}, "stopped", "user", (), "stopped", []),
+        ({"requeued": True}, "stopped", "config", (), "stopped", []),
+        ({"requeued": True}, "stopped", "signal", (), "stopped", []),
+        ({"requeued": True}, "cancelled", "user", (), "cancelled", []),
+    ],
+)
+def test_run_is_queued_again_unless_it_has_ended(
+    run: RunDir,
+    job: dict[str, Any],
+    status: Status,
+    cause: Cause | None,
+    avoid: tuple[str, ...],
+    after_it: Status,
+    requeues: list[list[str]],
+) -> None:
+    fake = FakeJob(**job)
+    state = after(run, fake, status, cause, avoid)
+    more = "; cluster.max_requeues=2 is reached" if job.get("restart_count") == 2 else ""
+    more += f"; Slurm does not requeue the job ({job['error']})" if "error" in job else ""
+    assert (state.status, state.reason, fake.requeues) == (after_it, f"a reason{more}", requeues)
+    assert state.ended == (None if after_it == "queued" else 7.0)
 
 
 def test_allocation_ends_the_ranks_before_the_job(run: RunDir) -> None:
@@ -117,40 +145,6 @@ def test_job_of_an_unknown_state_is_not_ending(run: RunDir, caplog: pytest.LogCa
         True,
     ]
     assert caplog.messages == ["the state of the job is unknown: scontrol did not answer within 60 s"]
-
-
-@pytest.mark.parametrize("cause", ["time_limit", "growth", None])
-def test_time_limit_requeues_the_job(run: RunDir, cause: Cause | None) -> None:
-    """There is no request if Slurm's own signal came first."""
-    job = FakeJob()
-    assert after(run, job, "stopped", cause).status == "queued"
-    assert job.requeues == [[]]
-
-
-def test_requeue_excludes_failed_nodes(run: RunDir) -> None:
-    job = FakeJob(1)
-    assert after(run, job, "stopped", avoid=("n2",)).status == "queued"
-    assert job.requeues == [["n2"]]
-
-
-def test_stop_requested_by_a_user_is_obeyed_after_a_node_failure(run: RunDir) -> None:
-    job = FakeJob()
-    assert after(run, job, "stopped", "user", avoid=("n2",)).status == "stopped"
-    assert job.requeues == []
-
-
-def test_run_fails_after_max_requeues(run: RunDir) -> None:
-    job = FakeJob(2)
-    state = after(run, job, "stopped", "time_limit")
-    assert (state.status, state.reason) == ("failed", "a reason; cluster.max_requeues=2 is reached")
-    assert (state.ended, job.requeues) == (7.0, [])
-
-
-def test_run_is_stopped_if_slurm_rejects_the_requeue(run: RunDir) -> None:
-    job = FakeJob(error="scontrol requeue 41: Requested operation is presently disabled")
-    state = after(run, job, "stopped", "time_limit")
-    why = "Slurm does not requeue the job (scontrol requeue 41: Requested operation is presently disabled)"
-    assert (state.status, state.reason, state.ended) == ("stopped", f"a reason; {why}", 7.0)
 
 
 def test_job_of_a_failed_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,23 +167,6 @@ def test_batch_step_of_a_requeued_job_does_not_end_within_the_second_of_the_requ
         monkeypatch.setattr(batch_step, "supervise_job", lambda _, state=state: state)
         assert submitit_entry.supervise_in_job("/runs/first") == f"{status}: time limit"
     assert slept == [submitit_entry.CREDENTIAL_S]
-
-
-@pytest.mark.parametrize(
-    ("status", "cause"),
-    [
-        ("finished", None),
-        ("failed", None),
-        ("stopped", "user"),
-        ("stopped", "config"),
-        ("stopped", "signal"),
-        ("cancelled", "user"),
-    ],
-)
-def test_ended_run_is_not_requeued(run: RunDir, status: Status, cause: Cause | None) -> None:
-    job = FakeJob(requeued=True)
-    assert after(run, job, status, cause).status == status
-    assert job.requeues == []
 
 
 @pytest.mark.parametrize(

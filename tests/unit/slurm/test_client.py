@@ -12,6 +12,9 @@ from hpcdist.slurm import client
 from hpcdist.slurm.client import JobRef, JobSnapshot, SlurmError, take_snapshot
 from hpcdist.slurm.output import JobInfo, NodeState, parse_time
 
+#: All tests of this file may start processes.
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("utc")]
+
 UNKNOWN_JOB = "slurm_load_jobs error: Invalid job id specified\n"
 NO_CONTROLLER = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
 NO_ACCOUNTING = "Slurm accounting storage is disabled\n"
@@ -27,8 +30,6 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommands:
 # --- running commands
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
 def test_failure_is_reported_with_the_last_line_of_errors(commands: FakeCommands) -> None:
     commands.add("scontrol", error=f"warning\nscontrol: {NO_CONTROLLER}", code=1)
     with pytest.raises(SlurmError, match=r"^scontrol: slurm_load_jobs error: Unable to contact slurm controller"):
@@ -38,8 +39,6 @@ def test_failure_is_reported_with_the_last_line_of_errors(commands: FakeCommands
         client.run("scontrol", "ping")
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
 def test_command_that_is_not_installed(commands: FakeCommands) -> None:
     with pytest.raises(SlurmError, match=r"^squeue is not installed on this machine$") as caught:
         client.query_jobs(["8"])
@@ -48,8 +47,6 @@ def test_command_that_is_not_installed(commands: FakeCommands) -> None:
         client.cancel_job("8")
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
 def test_command_that_hangs_is_killed(commands: FakeCommands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "QUERY_TIMEOUT_S", 0.2)
     os.mkfifo(commands.folder / "pipe")
@@ -59,8 +56,6 @@ def test_command_that_hangs_is_killed(commands: FakeCommands, monkeypatch: pytes
     assert caught.value.timed_out
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
 def test_failing_query_is_repeated_for_a_limited_time(commands: FakeCommands) -> None:
     commands.add_script(
         "squeue", "read -r number < tries; echo $((number + 1)) > tries; test $number -ge 2 && echo '7.0 a'"
@@ -78,8 +73,6 @@ def test_failing_query_is_repeated_for_a_limited_time(commands: FakeCommands) ->
 # --- jobs
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
 def test_job_in_the_queue_takes_one_command(commands: FakeCommands) -> None:
     commands.add("scontrol", recorded("scontrol", "begin-time"))
     commands.add("sacct")
@@ -88,8 +81,6 @@ def test_job_in_the_queue_takes_one_command(commands: FakeCommands) -> None:
     assert (info.state, commands.programs()) == ("PENDING", ["scontrol"])
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
 def test_squeue_is_used_without_scontrol(commands: FakeCommands) -> None:
     commands.add("squeue", recorded("squeue"))
     info = client.query_job("8")
@@ -97,18 +88,20 @@ def test_squeue_is_used_without_scontrol(commands: FakeCommands) -> None:
     assert (info.state, commands.programs()) == ("PENDING", ["squeue"])
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
-def test_accounting_is_used_for_a_job_that_the_controller_has_forgotten(commands: FakeCommands) -> None:
-    commands.add("scontrol", error=UNKNOWN_JOB, code=1)
-    commands.add("sacct", recorded("sacct", "node-fail"))
-    info = client.query_job("7")
+@pytest.mark.parametrize(
+    ("controller", "job", "sacct", "state"),
+    [(UNKNOWN_JOB, "7", "node-fail", "NODE_FAIL"), (NO_CONTROLLER, "8", "requeued", "RUNNING")],
+)
+def test_accounting_is_used_for_a_job_that_the_controller_does_not_show(
+    commands: FakeCommands, controller: str, job: str, sacct: str, state: str
+) -> None:
+    commands.add("scontrol", error=controller, code=1)
+    commands.add("sacct", recorded("sacct", sacct))
+    info = client.query_job(job)
     assert info is not None
-    assert (info.state, commands.programs()) == ("NODE_FAIL", ["scontrol", "sacct"])
+    assert (info.state, commands.programs()) == (state, ["scontrol", "sacct"])
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
 @pytest.mark.parametrize("sacct", ["not installed", "disabled", "empty", "has no end of the job"])
 def test_unknown_job_is_none(commands: FakeCommands, sacct: str) -> None:
     commands.add("scontrol", error=UNKNOWN_JOB, code=1)
@@ -119,18 +112,6 @@ def test_unknown_job_is_none(commands: FakeCommands, sacct: str) -> None:
     assert client.query_job("8") is None
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
-def test_accounting_is_used_while_the_controller_does_not_answer(commands: FakeCommands) -> None:
-    commands.add("scontrol", error=NO_CONTROLLER, code=1)
-    commands.add("sacct", recorded("sacct", "requeued"))
-    info = client.query_job("8")
-    assert info is not None
-    assert info.state == "RUNNING"
-
-
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
 def test_without_any_answer_the_error_is_the_controllers(commands: FakeCommands) -> None:
     commands.add("scontrol", error=NO_CONTROLLER, code=1)
     commands.add("sacct", error=NO_ACCOUNTING, code=1)
@@ -138,8 +119,6 @@ def test_without_any_answer_the_error_is_the_controllers(commands: FakeCommands)
         client.query_job("8")
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
 def test_history_is_read_from_accounting(commands: FakeCommands) -> None:
     commands.add("scontrol", recorded("scontrol", "requeued"))
     commands.add("sacct", recorded("sacct", "requeued"))
@@ -152,8 +131,6 @@ def test_history_is_read_from_accounting(commands: FakeCommands) -> None:
     assert (info.state, info.earlier) == ("PENDING", ())
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
 def test_many_jobs_take_one_command(commands: FakeCommands) -> None:
     commands.add("squeue", recorded("squeue"))
     found = client.query_jobs(["1", "10_2", "99"])
@@ -164,8 +141,6 @@ def test_many_jobs_take_one_command(commands: FakeCommands) -> None:
     assert client.query_jobs(["99"]) == {}
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
 def test_cancel(commands: FakeCommands) -> None:
     commands.add("scancel")
     client.cancel_job("8", pending_only=True)
@@ -173,8 +148,6 @@ def test_cancel(commands: FakeCommands) -> None:
     assert commands.calls() == ["scancel --state=PENDING 8", "scancel 8"]
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
 def test_requeue(commands: FakeCommands) -> None:
     commands.add("scontrol")
     client.requeue_job("41")
@@ -190,8 +163,6 @@ def test_requeue(commands: FakeCommands) -> None:
 # --- steps
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
 def test_steps(commands: FakeCommands) -> None:
     commands.add("squeue", "41.0 attempt-001\n  41.batch batch\n")
     assert client.running_steps(["41", "42"]) == {"41.0": "attempt-001", "41.batch": "batch"}
@@ -207,15 +178,6 @@ def test_steps(commands: FakeCommands) -> None:
 # --- cluster
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
-def test_cluster_name(commands: FakeCommands) -> None:
-    commands.add("scontrol", "SlurmctldPort = 6817\nClusterName             = here\n")
-    assert client.cluster_name() == "here"
-
-
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
 @pytest.mark.parametrize("release", ["24_11", "26_05"])
 def test_partitions(commands: FakeCommands, release: str) -> None:
     commands.add("scontrol", recorded("partition", release=release))
@@ -228,8 +190,6 @@ def test_partitions(commands: FakeCommands, release: str) -> None:
         client.partitions()
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
 def test_node_states(commands: FakeCommands) -> None:
     commands.add("sinfo", "n1|idle|a|gpu:2|8|32768|Unknown|Unknown|none\n")
     idle = NodeState(name="n1", state="idle", hardware="a|gpu:2|8|32768")
@@ -240,8 +200,6 @@ def test_node_states(commands: FakeCommands) -> None:
     ]
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
 def test_features_and_boot_times_of_nodes(commands: FakeCommands) -> None:
     commands.add(
         "scontrol",
@@ -256,8 +214,6 @@ def test_features_and_boot_times_of_nodes(commands: FakeCommands) -> None:
     assert set(commands.calls()) == {"scontrol show node --oneliner n1,n2,n3"}
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
 def test_failed_nodes_are_down_or_have_booted(commands: FakeCommands) -> None:
     states = ("allocated", "down*", "drained", "idle*", "idle", "failing")
     lines = "".join(f"n{n}|{state}|(null)|(null)|8|32768|Unknown|root|none\n" for n, state in enumerate(states, 1))
@@ -271,8 +227,6 @@ def test_failed_nodes_are_down_or_have_booted(commands: FakeCommands) -> None:
 # --- accounting
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
 def test_accounts_and_qos(commands: FakeCommands) -> None:
     commands.add("sacctmgr", "bob\nada\nada\n")
     assert client.user_accounts("ada", cluster="here") == ["ada", "bob"]
@@ -286,8 +240,6 @@ def test_accounts_and_qos(commands: FakeCommands) -> None:
 # --- submission
 
 
-@pytest.mark.processes
-@pytest.mark.usefixtures("utc")
 def test_estimate_of_the_start(commands: FakeCommands) -> None:
     commands.add_script(
         "sbatch", 'while read -r line; do echo "$line"; done > script; echo "sbatch: Job 1 to start" >&2'

@@ -102,41 +102,20 @@ def test_nodes_and_tasks_are_derived_from_the_number_of_ranks(request_: dict[str
 @pytest.mark.parametrize(
     ("counts", "requests", "cluster", "message"),
     [
-        (
-            {"server": 1, "worker": 4},
-            {},
-            {"nodes": 2, "tasks_per_node": 2},
-            "roles add up to 5 ranks (server 1, worker 4), but cluster.nodes=2 × cluster.tasks_per_node=2 is 4: change"
-            " one of them, or request nodes for single roles under cluster.roles",
-        ),
-        (
-            {"server": 1, "worker": 4},
-            {"worker": {"nodes": 3, "tasks_per_node": 2}},
-            {},
-            "cluster.roles.worker: nodes=3 × tasks_per_node=2 is 6, but roles.worker is 4",
-        ),
-        (
-            {"server": 1, "worker": 4},
-            {"worker": {"nodes": 3}},
-            {},
-            "cluster.roles.worker.nodes=3: roles.worker=4 ranks cannot be distributed evenly over these nodes",
-        ),
-        (
-            {"server": 1, "worker": 5},
-            {"worker": {"tasks_per_node": 2}},
-            {},
-            "cluster.roles.worker.tasks_per_node=2: roles.worker is 5 ranks, not a multiple of that; set"
-            " cluster.roles.worker.nodes",
-        ),
-        (
-            {"master": 1, "server": 4, "worker": 1},
-            {"worker": {"gpus_per_node": 1}},
-            {"tasks_per_node": 2},
-            "cluster.tasks_per_node=2: roles.master + roles.server is 5 ranks, not a multiple of that; set"
-            " cluster.roles.master.nodes",
-        ),
+        ({"server": 1, "worker": 4}, {}, {"nodes": 2, "tasks_per_node": 2},
+         "roles add up to 5 ranks (server 1, worker 4), but cluster.nodes=2 × cluster.tasks_per_node=2 is 4: change"
+         " one of them, or request nodes for single roles under cluster.roles"),
+        ({"server": 1, "worker": 4}, {"worker": {"nodes": 3, "tasks_per_node": 2}}, {},
+         "cluster.roles.worker: nodes=3 × tasks_per_node=2 is 6, but roles.worker is 4"),
+        ({"server": 1, "worker": 4}, {"worker": {"nodes": 3}}, {},
+         "cluster.roles.worker.nodes=3: roles.worker=4 ranks cannot be distributed evenly over these nodes"),
+        ({"server": 1, "worker": 5}, {"worker": {"tasks_per_node": 2}}, {}, "cluster.roles.worker.tasks_per_node=2:"
+         " roles.worker is 5 ranks, not a multiple of that; set cluster.roles.worker.nodes"),
+        ({"master": 1, "server": 4, "worker": 1}, {"worker": {"gpus_per_node": 1}}, {"tasks_per_node": 2},
+         "cluster.tasks_per_node=2: roles.master + roles.server is 5 ranks, not a multiple of that; set"
+         " cluster.roles.master.nodes"),
     ],
-)
+)  # fmt: skip
 def test_inconsistent_numbers_are_rejected(
     counts: dict[str, int], requests: dict[str, dict[str, Any]], cluster: dict[str, Any], message: str
 ) -> None:
@@ -189,14 +168,10 @@ def test_single_allocation_has_the_sum_of_nodes_and_the_maximum_of_other_request
     )
 
 
-@pytest.mark.parametrize(
-    ("memories", "maximum"),
-    [((None, None), None), ((None, "1G"), "1G"), (("1T", "1000G"), "1T"), (("5000", "4G"), "5000"), (("1G", "0"), "0")],
-)
-def test_single_allocation_requests_the_maximum_memory(
-    memories: tuple[str | None, str | None], maximum: str | None
-) -> None:
-    assert merged([part("a", mem=memories[0]), part("b", mem=memories[1])]).mem == maximum
+def test_single_allocation_requests_the_maximum_memory() -> None:
+    maxima = {(None, None): None, (None, "1G"): "1G", ("1T", "1000G"): "1T", ("5000", "4G"): "5000", ("1G", "0"): "0"}
+    for (one, other), maximum in maxima.items():
+        assert merged([part("a", mem=one), part("b", mem=other)]).mem == maximum
 
 
 def test_single_allocation_counts_the_nodes_of_each_constraint() -> None:
@@ -209,21 +184,14 @@ def test_single_allocation_counts_the_nodes_of_each_constraint() -> None:
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (
-            {"partition": "gpu"},
-            "cluster.roles: partition differs between roles, which needs a heterogeneous job (cluster.het)",
-        ),
-        (
-            {"sbatch": {"gres": "x"}},
-            "cluster.roles: sbatch differs between roles, which needs a heterogeneous job (cluster.het)",
-        ),
-        (
-            {"constraint": "a|b"},
-            "cluster.roles: constraint 'a|b' needs a heterogeneous job (cluster.het)",
-        ),
+        ({"partition": "gpu"},
+         "cluster.roles: partition differs between roles, which needs a heterogeneous job (cluster.het)"),
+        ({"sbatch": {"gres": "x"}},
+         "cluster.roles: sbatch differs between roles, which needs a heterogeneous job (cluster.het)"),
+        ({"constraint": "a|b"}, "cluster.roles: constraint 'a|b' needs a heterogeneous job (cluster.het)"),
         ({"mem": "lots"}, "cluster.mem must be like 64G, got 'lots'"),
     ],
-)
+)  # fmt: skip
 def test_requests_that_need_a_heterogeneous_job_are_rejected(request_: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         allocations(config({"server": 1, "worker": 2}, {"worker": request_}, het=False, mem="1G"))
@@ -241,24 +209,14 @@ KINDS = {name: frozenset(kinds.split()) for name, kinds in {"n1": "a b", "n2": "
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            {"roles": {"server": 1, "worker": 3}, "cluster": {"nodes": 4, "min_nodes": 2}},
-            "cluster.min_nodes=2: a run with roles has a fixed number of ranks: remove it",
-        ),
-        (
-            {"cluster": {"nodes": 2}, "elastic": ElasticConfig(min_ranks=3)},
-            "cluster.nodes=2 × cluster.tasks_per_node=1 is less than elastic.min_ranks=3: raise the first or lower the"
-            " last",
-        ),
-        (
-            {
-                "roles": {"server": 1, "worker": 3},
-                "cluster": {"spare_nodes": 1, "roles": {"worker": RoleRequest(nodes=3)}},
-            },
-            "cluster.spare_nodes=1: a spare node can replace no node of another request: remove it, or cluster.roles",
-        ),
+        ({"roles": {"server": 1, "worker": 3}, "cluster": {"nodes": 4, "min_nodes": 2}},
+         "cluster.min_nodes=2: a run with roles has a fixed number of ranks: remove it"),
+        ({"cluster": {"nodes": 2}, "elastic": ElasticConfig(min_ranks=3)}, "cluster.nodes=2 × cluster.tasks_per_node=1"
+         " is less than elastic.min_ranks=3: raise the first or lower the last"),
+        ({"roles": {"a": 1, "b": 3}, "cluster": {"spare_nodes": 1, "roles": {"b": RoleRequest(nodes=3)}}},
+         "cluster.spare_nodes=1: a spare node can replace no node of another request: remove it, or cluster.roles"),
     ],
-)
+)  # fmt: skip
 def test_ranges_of_nodes_that_contradict_other_keys_are_rejected(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         components(Config(**config | {"cluster": ClusterConfig(**config["cluster"])}))

@@ -313,15 +313,25 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launcher_of(slurm: Path, runs_dir: Path, spare: str = "", **cluster: Any) -> SlurmLauncher:
-    run = RunDir.create(runs_dir / "exp" / "first")
+    """Return the launcher of a run on two nodes, in a partition that can replace the nodes in `spare`."""
+    run = RunDir(runs_dir / "exp" / "first")
+    if not run.path.exists():
+        RunDir.create(run.path)
     env = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7", "PATH": f"{slurm}:/usr/bin:/bin"}
+    environment, job = RankEnvironment(python=sys.executable, env=env), cast(CurrentJob, FakeJob(spare))
     config = Config(cluster=ClusterConfig(nodes=2, **cluster))
-    return launcher_in(slurm, run, config, env, FakeJob(spare))
+    return SlurmLauncher(run, config, job, environment, import_path=[], cwd=slurm)
 
 
-def launcher_in(slurm: Path, run: RunDir, config: Config, env: dict[str, str], job: FakeJob) -> SlurmLauncher:
-    environment = RankEnvironment(python=sys.executable, env=env)
-    return SlurmLauncher(run, config, cast(CurrentJob, job), environment, import_path=[], cwd=slurm)
+def preflight(monkeypatch: pytest.MonkeyPatch, error: HpcdistError | None = None, **results: Any) -> None:
+    """Let the preflight check end with an error, and with values of its attributes."""
+
+    def run_preflight(self: Preflight, _: Attempt) -> None:
+        vars(self).update(results)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(Preflight, "run", run_preflight)
 
 
 def test_obstacle_to_forks_is_logged_once(slurm: Path, runs_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -349,7 +359,7 @@ def test_watchdog_of_this_supervisor_is_not_cancelled(slurm: Path, runs_dir: Pat
 def test_no_ranks_start_while_an_old_step_remains(
     slurm: Path, runs_dir: Path, no_waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Preflight, "run", lambda self, attempt: None)
+    preflight(monkeypatch)
     (slurm / "stubborn").touch()
     (slurm / "steps").write_text("7.0 attempt-001\n")
     launcher = launcher_of(slurm, runs_dir)
@@ -372,18 +382,13 @@ def test_no_ranks_start_while_an_old_step_remains(
     [
         # Only Slurm's record of the step remains: a restart of the job on any nodes removes it.
         (surviving(n1=[], n2=[]), "2026-11-22T01:00:00", "n1 n2", ", although none of its ranks is left", []),
-        (
-            surviving(n1=[], n2=[]),
-            "2036-11-22T01:00:00",
-            "n1 n2",
-            ", although none of its ranks is left (n2 has rebooted)",
-            [],
-        ),
+        (surviving(n1=[], n2=[]), "2036-11-22T01:00:00", "n1 n2",
+         ", although none of its ranks is left (n2 has rebooted)", []),
         (surviving(n1=[], n2=[2, 3]), "", "n1 n2", ": ranks on n2 may survive SIGKILL, avoided from now on", ["n2"]),
         (surviving(n1=[], n2=[2, 3]), "", "", ": ranks on n2 may survive SIGKILL", []),
         (surviving(n2=[]), "", "n1", ": ranks on n1 may survive SIGKILL, avoided from now on", ["n1"]),
     ],
-)
+)  # fmt: skip
 def test_step_that_does_not_end_is_a_reason_to_requeue(
     slurm: Path, runs_dir: Path, no_waiting: None, ranks: str, booted: str, spare: str, why: str, avoid: list[str]
 ) -> None:
@@ -434,7 +439,7 @@ def test_step_that_starts_no_rank_fails_with_the_message_of_srun(
     slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool, why: str
 ) -> None:
     """srun waits for processors without a limit, and `hang_timeout_s` applies to ranks that have started."""
-    monkeypatch.setattr(Preflight, "run", lambda self, attempt: None)
+    preflight(monkeypatch)
     busy = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
     then = "exit 1" if refuses else "exec sleep 1000"
     script = f"case \"$*\" in *attempt-*) echo x >> starts; echo '{busy}' >&2; {then};; esac"
@@ -472,17 +477,11 @@ class FakeJob:
         ("n1", [], "", "lost n2", [], True),
         ("n1", [], "n2", "lost n2, avoided from now on", ["n2"], True),
         ("n1 n2", ["n2.site", "n2.site"], "", "", [], False),
-        (
-            "n1 n2",
-            ["n2.site", "n2.site"],
-            "n2",
-            "ranks on n2 have failed twice in a row, and on no other node: avoided from now on",
-            ["n2"],
-            False,
-        ),
+        ("n1 n2", ["n2.site", "n2.site"], "n2",
+         "ranks on n2 have failed twice in a row, and on no other node: avoided from now on", ["n2"], False),
         ("n1 n2", ["n9", "n9"], "n9", "", [], None),
     ],
-)
+)  # fmt: skip
 def test_lost_and_failing_nodes_are_avoided_if_replaceable(
     slurm: Path,
     runs_dir: Path,
@@ -498,39 +497,29 @@ def test_lost_and_failing_nodes_are_avoided_if_replaceable(
     for host in failed_on:
         failure = Failure(kind="error", rank=0, host=host, step=1, error="device lost", traceback=("Traceback",))
         write_json(run.new_attempt().failure, asdict(failure))
-    job = FakeJob(spare)
-    env = {"SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{slurm}:/usr/bin:/bin"}
-    launcher = launcher_in(slurm, run, Config(cluster=ClusterConfig(nodes=2)), env, job)
+    launcher = launcher_of(slurm, runs_dir, spare)
     assert (launcher.broken(), launcher.avoid) == (why, avoid)
-    assert job.queries == ([] if idle_only is None else [(["n2"], idle_only)])
+    assert cast(FakeJob, launcher._job).queries == ([] if idle_only is None else [(["n2"], idle_only)])
+
+
+FULL = PreflightError("preflight: n1: disk: full")
 
 
 @pytest.mark.parametrize(("avoid", "why"), [([], ""), (["n2"], "n2 avoided from now on")])
 def test_nodes_are_not_queried_after_a_failed_preflight(
     slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch, avoid: list[str], why: str
 ) -> None:
-    def run_preflight(self: Preflight, _: Attempt) -> None:
-        self.failed, self.avoid = True, avoid
-        raise PreflightError("preflight: n2: disk: full")
-
-    monkeypatch.setattr(Preflight, "run", run_preflight)
-    run = RunDir.create(runs_dir / "exp" / "first")
-    config = Config(cluster=ClusterConfig(nodes=2))
-    env = {"SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{slurm}:/usr/bin:/bin"}
-    with launcher_in(slurm, run, config, env | {"SLURM_JOB_ID": "7"}, FakeJob("")) as launcher:
-        with pytest.raises(PreflightError, match=r"^preflight: n2: disk: full$"):
-            launcher.start(run.new_attempt())
+    preflight(monkeypatch, FULL, failed=True, avoid=avoid)
+    with launcher_of(slurm, runs_dir) as launcher:
+        with pytest.raises(PreflightError, match=r"^preflight: n1: disk: full$"):
+            launcher.start(launcher._run.new_attempt())
         assert (launcher.broken(), launcher.avoid) == (why, avoid)
 
 
 def test_run_that_outlives_nodes_continues_without_a_node_that_fails_the_preflight(
     slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_preflight(self: Preflight, _: Attempt) -> None:
-        self.failed, self.blamed = True, ["n1"]
-        raise PreflightError("preflight: n1: disk: full")
-
-    monkeypatch.setattr(Preflight, "run", run_preflight)
+    preflight(monkeypatch, FULL, failed=True, blamed=["n1"])
     (slurm / "ranks").write_text(surviving(n1=[]))
     (slurm / "srun").write_text(f'#!/bin/sh\ncase "$*" in *node_ranks*) cat {slurm}/ranks;; *) echo "$@";; esac\n')
     launcher = launcher_of(slurm, runs_dir, min_nodes=1, tasks_per_node=2)
@@ -555,10 +544,7 @@ def test_run_that_outlives_nodes_continues_without_a_node_that_fails_the_preflig
 def test_node_that_dies_before_the_ranks_start_is_left_out(
     slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_preflight(self: Preflight, _: Attempt) -> None:
-        raise HpcdistError("environment on n2: no answer")
-
-    monkeypatch.setattr(Preflight, "run", run_preflight)
+    preflight(monkeypatch, HpcdistError("environment on n2: no answer"))
     (slurm / "srun").write_text(f"#!/bin/sh\ncat {slurm}/ranks\n")
     (slurm / "ranks").write_text(surviving(n1=[]))
     with launcher_of(slurm, runs_dir, min_nodes=1) as launcher:
@@ -570,11 +556,7 @@ def test_node_that_dies_before_the_ranks_start_is_left_out(
 def test_fixed_run_fails_with_a_node_that_fails_the_preflight(
     slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_preflight(self: Preflight, _: Attempt) -> None:
-        self.failed, self.blamed = True, ["n1"]
-        raise PreflightError("preflight: n1: disk: full")
-
-    monkeypatch.setattr(Preflight, "run", run_preflight)
+    preflight(monkeypatch, FULL, failed=True, blamed=["n1"])
     with (
         launcher_of(slurm, runs_dir, min_nodes=2) as launcher,
         pytest.raises(PreflightError, match=r"^preflight: n1: disk: full$"),
@@ -585,14 +567,10 @@ def test_fixed_run_fails_with_a_node_that_fails_the_preflight(
 def test_examine_runs_a_command_once_per_node_beside_the_ranks(
     slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Preflight, "run", lambda self, attempt: None)
+    preflight(monkeypatch)
     (slurm / "srun").write_text('#!/bin/sh\necho "$@"\n')
-    (slurm / "steps").write_text("7.batch batch\n")
-    run = RunDir.create(runs_dir / "exp" / "first")
-    attempt = run.new_attempt()
-    env = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7", "PATH": f"{slurm}:/usr/bin:/bin"}
-    config = Config(cluster=ClusterConfig(nodes=2))
-    with launcher_in(slurm, run, config, env, FakeJob("")) as launcher:
+    with launcher_of(slurm, runs_dir) as launcher:
+        attempt = launcher._run.new_attempt()
         ranks = launcher.start(attempt)
         output = attempt.path / "stacks.log"
         ranks.examine(["python", "-m", "look"], output=output, limit_s=60, interrupted=lambda: False)
@@ -613,10 +591,7 @@ def test_examine_runs_a_command_once_per_node_beside_the_ranks(
         ("srun: error: n2: task 3: Killed\n", {3: ("n2", -signal.SIGKILL)}),
         ("srun: error: n2: tasks 2-3: Terminated\n", {2: ("n2", -signal.SIGTERM), 3: ("n2", -signal.SIGTERM)}),
         ("srun: error: n1: task 0: Exited with exit code 1\n", {0: ("n1", 1)}),
-        (
-            "srun: error: g7.site: tasks 1,4-5: Exited with exit code 143\n",
-            dict.fromkeys((1, 4, 5), ("g7.site", 143)),
-        ),
+        ("srun: error: g7.site: tasks 1,4-5: Exited with exit code 143\n", dict.fromkeys((1, 4, 5), ("g7.site", 143))),
         ("srun: error: n1: task 0: Segmentation fault (core dumped)\n", {0: ("n1", -signal.SIGSEGV)}),
         ("srun: error: n1: task 0: Out Of Memory\n", {0: ("n1", -signal.SIGKILL)}),
         ("srun: error: n1: task 0: Aborted (core dumped)\n", {0: ("n1", -signal.SIGABRT)}),
