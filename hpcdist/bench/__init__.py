@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal
 
 from hpcdist.config.launch_schema import check
 from hpcdist.errors import suggestion
@@ -50,12 +49,10 @@ def parse_bytes(value: int | str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CommConfig:
-    """A benchmark of the communication of all ranks: correctness and speed of every operation (`trainer: comm`)."""
+    """A benchmark of launch.backend: correctness and speed of every operation on all ranks (`trainer: comm`)."""
 
     operations: list[str] = field(default_factory=lambda: [*COMM_OPERATIONS, *COMM_PARTS])
     """Operations to check and measure; `groups`: also in groups of ranks; `pairs`: each pair of ranks."""
-    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
-    """Backend to measure; `auto` is launch.backend. Tensors are on GPUs for nccl, else on the host."""
     max_bytes: int | str = "256M"
     """Largest message; all powers of two from 1 B up are measured (K, M and G are powers of 1024)."""
     dtypes: list[str] = field(default_factory=lambda: ["float32"])

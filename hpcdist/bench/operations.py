@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist.bench import COMM_DTYPES
-from hpcdist.errors import ConfigError
 from hpcdist.rank.collective_check import largest_exact
 
 # Test data for exact checks of transport and reduction: whole numbers that depend on rank and index.
@@ -151,51 +150,19 @@ def cuts(nodes: Sequence[str]) -> dict[str, list[list[int]]]:
     return kept
 
 
-def choose_backend(wanted: str, device: torch.device) -> tuple[str, torch.device]:
-    """Return the backend to measure and the device of its tensors: this rank's device for NCCL, otherwise the CPU.
-
-    Args:
-        wanted: name of the backend, or `auto` for that of the default group.
-        device: device of this rank.
-
-    Raises ConfigError if the backend is not available.
-    """
-    backend = dist.get_backend() if wanted == "auto" else wanted
-    if backend == "nccl" and device.type != "cuda":
-        raise ConfigError(["comm.backend=nccl needs GPUs, and none is visible here: use comm.backend=gloo"])
-    if backend == "mpi" and not dist.is_mpi_available():
-        raise ConfigError(
-            ["comm.backend=mpi needs a torch that was built with MPI, and this one was not: use comm.backend=gloo"]
-        )
-    return backend, device if backend == "nccl" else torch.device("cpu")
-
-
-def make_teams(
-    nodes: Sequence[str], backend: str, device: torch.device, timeout: timedelta, *, with_groups: bool
-) -> dict[str, Team]:
-    """Create the process groups and return this rank's team of each partition. Call it on every rank.
-
-    Raises ConfigError if MPI has a different number of ranks.
-    """
-    rank, everyone = dist.get_rank(), list(range(len(nodes)))
+def make_teams(nodes: Sequence[str], device: torch.device, timeout: timedelta, *, with_groups: bool) -> dict[str, Team]:
+    """Create the process groups and return this rank's team of each partition. Call it on every rank."""
+    backend, everyone = dist.get_backend(), list(range(len(nodes)))
 
     def make(ranks: list[int]) -> dist.ProcessGroup | None:
         # `new_group` must be called on every rank for every group.
-        made = dist.new_group(ranks, backend=backend, timeout=timeout)
+        made = dist.new_group(ranks, backend=backend, timeout=timeout) if len(ranks) > 1 else None
         return made if isinstance(made, dist.ProcessGroup) else None
 
-    world = dist.group.WORLD if dist.get_backend() == backend else make(everyone)
-    if backend == "mpi" and dist.get_world_size(world) != len(everyone):
-        raise ConfigError(
-            [
-                f"comm.backend=mpi: MPI sees {dist.get_world_size(world)} of {len(everyone)} ranks: submit the run to"
-                " a Slurm whose srun starts MPI programs (srun --mpi=list), or use comm.backend=gloo"
-            ]
-        )
     teams = {}
     for name, groups in ({WORLD: [everyone]} | (cuts(nodes) if with_groups else {})).items():
-        made = [world if name == WORLD else (make(ranks) if len(ranks) > 1 else None) for ranks in groups]
-        mine = next(index for index, ranks in enumerate(groups) if rank in ranks)
+        made = [dist.group.WORLD if name == WORLD else make(ranks) for ranks in groups]
+        mine = next(index for index, ranks in enumerate(groups) if dist.get_rank() in ranks)
         teams[name] = Team(
             name=name,
             ranks=tuple(groups[mine]),

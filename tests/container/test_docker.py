@@ -496,7 +496,7 @@ def test_server_and_database_restart_after_a_kill_and_keep_their_data(project: P
     assert project.status(path, "admin", project.secret("admin_password")) == "200"
 
 
-# --- Docker/compose.yaml as podman-compose reads it: ports, secrets and dependencies.
+# --- docker/compose.yaml as podman-compose reads it: ports, secrets and dependencies.
 
 
 SERVICES = ("db", "mlflow", "mlflow-users", "train", "train-cpu")

@@ -100,7 +100,7 @@ def check_and_measure(here: Rank) -> dict[str, Any]:
     control = dist.new_group(backend="gloo")
     assert isinstance(control, dist.ProcessGroup)
     groups = Groups(control, dist.distributed_c10d._get_default_store())
-    teams = make_teams(NODES, "gloo", CPU, timedelta(seconds=60), with_groups=True)
+    teams = make_teams(NODES, CPU, timedelta(seconds=60), with_groups=True)
 
     def check_operation(kind: type[Operation], reduction: Reduction | None, team: str, dtype: str) -> CheckResult:
         return check(kind, reduction, teams[team], dtype, groups, node=NODES[here.rank])

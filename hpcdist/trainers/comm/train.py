@@ -18,6 +18,7 @@ from dataclasses import asdict
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from hpcdist.bench import MAX_ITERATION_S, MEASURE_S, CommConfig
 from hpcdist.bench.measurement_plan import (
@@ -31,7 +32,7 @@ from hpcdist.bench.measurement_plan import (
     measure_round,
     points,
 )
-from hpcdist.bench.operations import DTYPES, OPERATIONS, WORLD, choose_backend, make_teams
+from hpcdist.bench.operations import DTYPES, OPERATIONS, WORLD, make_teams
 from hpcdist.bench.report import as_text
 from hpcdist.bench.results import ARTIFACT, RankPlace, Results, Row, bottleneck
 from hpcdist.config.schema import Config
@@ -77,8 +78,9 @@ class Bench:
         device = torch.cuda.get_device_name(ctx.device) if is_gpu else "cpu"
         everyone = ctx.groups.all_gather((node, device))
         nodes = [one[0] for one in everyone]
-        backend, where = choose_backend(self.cfg.backend, ctx.device)
-        self.teams = make_teams(nodes, backend, where, timeout, with_groups="groups" in self.cfg.operations)
+        backend = dist.get_backend()
+        where = ctx.device if backend == "nccl" else torch.device("cpu")
+        self.teams = make_teams(nodes, where, timeout, with_groups="groups" in self.cfg.operations)
         self.watch = Stopwatch(where, backend)
         self.points = points(self.cfg, nodes)
         self.done = 0

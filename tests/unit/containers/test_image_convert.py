@@ -208,7 +208,7 @@ def test_directory_contains_the_image_variables(programs: Path, tmp_path: Path) 
     assert [call.split()[1] for call in calls(programs)] == ["create", "export", "rm"]
 
 
-# --- Image facts and of the check that an image fits this machine.
+# --- Image facts, and the check that an image fits this machine.
 
 
 LABELS = {"org.opencontainers.image.title": "hpcdist", "org.opencontainers.image.version": hpcdist.__version__}

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from supervisor_scene import DONE, STOP_ON_REQUEST, Scene, ScriptedJob, fails
 
-from hpcdist.bench import CommConfig
 from hpcdist.config.launch_schema import ContainerConfig, LaunchConfig, TrackingConfig
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.schema import Config, TrainerConfig
@@ -101,12 +100,6 @@ def test_missing_trainer_is_an_error(project: Path, trainer: TrainerConfig, mess
     with pytest.raises(ConfigError) as caught:
         check_trainer(Config(trainer=trainer), project)
     assert str(caught.value).startswith(message.format(cwd=project))
-
-
-def test_torch_without_mpi_is_reported_before_the_start(project: Path) -> None:
-    config = Config(trainer=TrainerConfig(target="comm"), sections={"comm": CommConfig(backend="mpi")})
-    with pytest.raises(ConfigError, match=r"^comm\.backend=mpi needs a torch that was built with MPI.* or use comm\.b"):
-        check_trainer(config, project)
 
 
 @pytest.mark.parametrize("target", ["ddp", "train:train", "hpcdist.trainers.ddp.train:train", "json:loads"])
