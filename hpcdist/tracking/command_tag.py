@@ -12,11 +12,10 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from hpcdist.errors import HpcdistError, TrackingError, UserMistake
-from hpcdist.host.files import read_json, write_json
+from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.run.commands import (
     DEFAULT_PROFILE_STEPS,
     LiveCommand,
@@ -29,6 +28,7 @@ from hpcdist.run.commands import (
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.tracking.mlflow_client import entities
 from hpcdist.tracking.mlflow_run import MlflowRun
+from hpcdist.tracking.points import Sent
 from hpcdist.tracking.run_metadata import MAX_TAG, clean_text
 
 log = logging.getLogger(__name__)
@@ -40,13 +40,27 @@ INTERVAL_S = 10.0
 AUTHOR = f"the tag {TAG} in MLflow"
 
 
+@dataclass(kw_only=True)
+class SentCommand(Sent):
+    """The command that is not completely answered, for the next process; without text there is none."""
+
+    FILE = "command.json"
+    text: str = ""
+    key: str = ""
+    attempt: int = 0
+    stale: bool = False  #: set before the run was resumed
+    result: str = ""  #: empty until the command was obeyed
+    answered: str = ""  #: the result in MLflow
+    number: int = 0  #: of the command to the ranks, as long as results are missing
+    ranks: list[int] = field(default_factory=list)
+
+
 class CommandTag:
-    """The tag of one run. The command that is not completely answered is kept in a file for the next process."""
+    """The tag of one run."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._path = run.journal / "command.json"
-        self._command: dict[str, str] = read_json(self._path) or {}
+        self._command = SentCommand.load(run.journal)
         self._next = -math.inf
 
     def update(self, mlflow: MlflowRun, allowed: Sequence[str], state: State) -> None:
@@ -64,83 +78,69 @@ class CommandTag:
         if not self._is_claimed:
             self._claim(mlflow, state)
         if self._is_claimed:
-            if _text(mlflow.current()) == self._command["text"]:  # a command set meanwhile stays for the next call
+            if _text(mlflow.current()) == self._command.text:  # a command set meanwhile stays for the next call
                 mlflow.delete_tag(TAG)
-            answered = self._command | self._obey(self._command, allowed, state)
-            log.info("%s=%s: %s", TAG, answered["text"], answered["result"])
-            self._note(answered)
-        if "number" in self._command:
+            self._note(self._obey(self._command, allowed, state))
+            log.info("%s=%s: %s", TAG, self._command.text, self._command.result)
+        if self._command.number:
             self._follow(state)
-        if self._command:
+        if self._command.text:
             self._answer(mlflow)
 
     @property
     def _is_claimed(self) -> bool:
         """Whether a command was read and not obeyed yet."""
-        return "text" in self._command and "result" not in self._command
+        return bool(self._command.text and not self._command.result)
 
     def _claim(self, mlflow: MlflowRun, state: State) -> None:
         """Read the tag. A new command replaces the last one, whose result may still be missing."""
         current = mlflow.current()
         if text := _text(current):
             # The status of the last pass: this is the first one after the resume of a run that had ended.
-            is_stale = current.info.status in ("FINISHED", "FAILED", "KILLED")
-            self._note(
-                {
-                    "text": text,
-                    "key": secrets.token_hex(8),
-                    "attempt": str(state.attempt),
-                    "stale": "yes" if is_stale else "",
-                }
-            )
+            stale = current.info.status in ("FINISHED", "FAILED", "KILLED")
+            self._note(SentCommand(text=text, key=secrets.token_hex(8), attempt=state.attempt, stale=stale))
 
     def _follow(self, state: State) -> None:
         """Look for the results of the ranks."""
-        attempt = self._run.attempt(int(self._command["attempt"]))
+        command = self._command
+        attempt = self._run.attempt(command.attempt)
         is_over = state.status != "running" or state.attempt != attempt.number
-        ranks = [int(rank) for rank in self._command["ranks"].split(",")]
-        outcome = outcome_of(attempt, int(self._command["number"]), ranks, is_over=is_over)
-        if outcome is not None:
-            rest = {key: value for key, value in self._command.items() if key != "number"}
-            self._note(rest | {"result": "; ".join(outcome[0])})
+        if (outcome := outcome_of(attempt, command.number, command.ranks, is_over=is_over)) is not None:
+            self._note(replace(command, number=0, result="; ".join(outcome[0])))
 
     def _answer(self, mlflow: MlflowRun) -> None:
         """Write a new result to the tag of results."""
         command = self._command
-        if command["result"] != command.get("answered"):
+        if command.result != command.answered:
             now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-            mlflow.set_tags({RESULT_TAG: clean_text(f"{now} {command['text']}: {command['result']}")[:MAX_TAG]})
-        is_complete = "number" not in command
-        self._note({} if is_complete else command | {"answered": command["result"]})
+            mlflow.set_tags({RESULT_TAG: clean_text(f"{now} {command.text}: {command.result}")[:MAX_TAG]})
+        self._note(replace(command, answered=command.result) if command.number else SentCommand())
 
-    def _note(self, command: dict[str, str]) -> None:
+    def _note(self, command: SentCommand) -> None:
         if command != self._command:
-            try:
-                write_json(self._path, command)
-            except OSError as error:
-                raise TrackingError(f"{self._path} cannot be written ({error.strerror}): free space there") from error
+            command.save(self._run.journal)
         self._command = command
 
-    def _obey(self, command: Mapping[str, str], allowed: Sequence[str], state: State) -> dict[str, str]:
-        """Obey a command. Returns its result, and for a command to the ranks its number."""
+    def _obey(self, command: SentCommand, allowed: Sequence[str], state: State) -> SentCommand:
+        """Obey a command; return it with its result, and with its number if it went to the ranks."""
         if state.status in ENDED:
-            return {"result": f"ignored, since the run has ended: it is {state.status}"}
-        if command["stale"]:
-            return {"result": "ignored, since it was set before the run was resumed"}
-        if command["attempt"] != str(state.attempt):
-            return {"result": f"ignored, since it was set during attempt {command['attempt']}"}
+            return replace(command, result=f"ignored, since the run has ended: it is {state.status}")
+        if command.stale:
+            return replace(command, result="ignored, since it was set before the run was resumed")
+        if command.attempt != state.attempt:
+            return replace(command, result=f"ignored, since it was set during attempt {command.attempt}")
         try:
-            parsed = parse(command["text"])
+            parsed = parse(command.text)
             action = "stop" if parsed is None else parsed.action
             if action not in allowed:
                 raise UserMistake(f"tracking.commands allows {', '.join(allowed)}, not {action}: add it to the config")
             if parsed is None:
-                return {"result": end(self._run, "stop", by=AUTHOR)}
-            attempt, number = send_command(self._run, replace(parsed, key=command.get("key", "")))
+                return replace(command, result=end(self._run, "stop", by=AUTHOR))
+            attempt, number = send_command(self._run, replace(parsed, key=command.key))
         except (HpcdistError, OSError) as error:
-            return {"result": f"refused: {error}"}
-        ranks = ",".join(str(rank) for rank in parsed.ranks)
-        return {"result": "sent to the ranks", "attempt": str(attempt.number), "number": str(number), "ranks": ranks}
+            return replace(command, result=f"refused: {error}")
+        ranks = list(parsed.ranks)
+        return replace(command, result="sent to the ranks", attempt=attempt.number, number=number, ranks=ranks)
 
 
 def _text(run: entities.Run) -> str:

@@ -257,42 +257,38 @@ class Uploads:
             counted: record how many are left, for `upload_progress`.
         """
         until = time.monotonic() + within_s
-        saved_at, num_unsaved = time.monotonic(), 0
+        saved_at = time.monotonic()
+        new = [item for item in found if item.fingerprint not in ("", self.sent.artifacts.get(item.target))]
         try:
             if counted:
-                found = list(found)
-                self.sent.left = sum(map(self._is_new, found))
+                self.sent.left = len(new)
                 self._save()
-            for item in found:
-                if self._is_new(item):
-                    # Checked right before the upload, which follows links.
-                    if reason := artifacts.leaves_folder(item, self._run):
-                        if item.target not in self._left_out:
-                            log.warning("%s: not uploaded", reason)
-                        self._left_out.add(item.target)
-                        continue
+            for number, item in enumerate(new, 1):
+                # Checked right before the upload, which follows links.
+                if reason := artifacts.leaves_folder(item, self._run):
+                    if item.target not in self._left_out:
+                        log.warning("%s: not uploaded", reason)
+                    self._left_out.add(item.target)
+                else:
                     self._mlflow.upload(item.source, item.target)
                     self.sent.artifacts[item.target] = item.fingerprint
-                    self.sent.left = max(0, self.sent.left - 1)
-                    num_unsaved += 1
-                    if time.monotonic() - saved_at >= SAVE_S:  # the state is large if the run has many artifacts
-                        self._save()
-                        log.info("%s: %d artifacts uploaded", self._run.name, len(self.sent.artifacts))
-                        saved_at, num_unsaved = time.monotonic(), 0
-                    if time.monotonic() >= until:
-                        return False
+                if counted:
+                    self.sent.left = len(new) - number
+                if time.monotonic() - saved_at >= SAVE_S:  # the state is large if the run has many artifacts
+                    self._save()
+                    log.info("%s: %d artifacts uploaded", self._run.name, len(self.sent.artifacts))
+                    saved_at = time.monotonic()
+                if time.monotonic() >= until:
+                    return number == len(new)
         except OSError as error:
             raise TrackingError(f"an artifact of {self._run.name} cannot be read: {error}") from error
         finally:
-            if num_unsaved:
+            if new:
                 self._save()
         return True
 
     def _save(self) -> None:
         self.sent.save(self._run.journal)
-
-    def _is_new(self, item: Artifact) -> bool:
-        return item.fingerprint not in ("", self.sent.artifacts.get(item.target))
 
     def _ship_checkpoints(self, *, is_running: bool) -> None:
         if is_running and time.monotonic() - self._checkpoints_shipped < CHECKPOINTS_INTERVAL_S:

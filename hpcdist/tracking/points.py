@@ -70,8 +70,8 @@ class Batches:
     @property
     def last_step(self) -> int:
         """The last step of the training in MLflow; system metrics count seconds."""
-        known = [own[1] for key, all_ in self._sent.steps.items() if key[:7] != "system/" for own in all_.values()]
-        return max(known, default=0)
+        by_attempt = [steps for key, steps in self._sent.steps.items() if not key.startswith("system/")]
+        return max((own[1] for steps in by_attempt for own in steps.values()), default=0)
 
     def next(self, newest_attempt: int, *, over: bool) -> list[Point] | None:
         """Return the points of the next batch, which may be none; None if there is nothing to send.
@@ -118,9 +118,10 @@ class Sent:
 
     @classmethod
     def load(cls, folder: Path, run_id: str = "") -> Self:
-        """Return the state in the journal's folder. A missing or damaged file is a start from the beginning.
+        """Return the state in the journal's folder.
 
-        That is safe, also for `run_id`, the MLflow run, if the file belongs to another one.
+        If the file is missing, damaged or about another MLflow run than `run_id`, the upload starts from the
+        beginning, which is safe.
 
         Raises RunFolderError if a newer version of hpcdist has written the file.
         """

@@ -196,7 +196,7 @@ class SyncReport(Counts):
     @property
     def kind(self) -> str:
         """The result in one word."""
-        return "running" if self.busy else "unchanged" if self == SyncReport() else "uploaded"
+        return "busy" if self.busy else "unchanged" if self == SyncReport() else "uploaded"
 
     def __str__(self) -> str:
         if self.busy:

@@ -505,6 +505,7 @@ def test_links_that_leave_the_run_folder_are_not_uploaded(
     assert {"mine.txt", "same.txt"} <= uploaded
     assert not {"secret.txt", "folder/id_rsa", "code.patch.txt", "checkpoints/final"} & uploaded
     warnings = [record.message for record in caplog.records if "leaves the run folder" in record.message]
+    assert upload_progress(scene.run) == "uploading to MLflow", "nothing is left"
     assert len(warnings) == (not name.endswith("folder")), "one warning per link; linked folders are not searched"
 
 

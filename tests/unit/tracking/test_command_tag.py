@@ -73,9 +73,9 @@ def test_command_that_is_set_before_the_tag_is_removed_is_obeyed_next(
 ) -> None:
     note = command_tag.CommandTag._note
 
-    def note_and_set(self: command_tag.CommandTag, command: dict[str, str]) -> None:
+    def note_and_set(self: command_tag.CommandTag, command: command_tag.SentCommand) -> None:
         note(self, command)
-        if command.get("text") == "save" and "result" not in command:
+        if command.text == "save" and not command.result:
             live.set("stop")
 
     monkeypatch.setattr(command_tag.CommandTag, "_note", note_and_set)
@@ -182,8 +182,8 @@ def test_command_is_obeyed_once_if_the_shipper_dies_after_obeying(
 ) -> None:
     note = command_tag.CommandTag._note
 
-    def crash_before_the_result(self: command_tag.CommandTag, command: dict[str, str]) -> None:
-        if "result" in command:
+    def crash_before_the_result(self: command_tag.CommandTag, command: command_tag.SentCommand) -> None:
+        if command.result:
             raise KeyboardInterrupt
         note(self, command)
 
