@@ -8,8 +8,8 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -85,16 +85,7 @@ class Division:
 
     def order(self, epoch: int) -> Tensor:
         """Return the order of all samples in an epoch, int64 [num_samples]. Do not change it: it is kept."""
-        if epoch not in self._orders:
-            self._orders.clear()
-            generator = torch.Generator().manual_seed(self.seed + epoch)
-            self._orders[epoch] = torch.randperm(self.num_samples, generator=generator)
-        return self._orders[epoch]
-
-    @functools.cached_property
-    def _orders(self) -> dict[int, Tensor]:
-        """The order of the last epoch that was asked for, by epoch."""
-        return {}
+        return _order(self.num_samples, self.seed + epoch)
 
     def samples(self, order: Tensor, step_in_epoch: int, number: int) -> Tensor:
         """Return the samples of a micro-batch, int64 [n], in the order of its epoch."""
@@ -110,6 +101,11 @@ class Division:
         ]
 
 
+@functools.lru_cache(maxsize=2)  # a loader with workers reads the beginning of the next epoch
+def _order(num_samples: int, seed: int) -> Tensor:
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
+
+
 @dataclass(frozen=True, kw_only=True)
 class SavedDivision:
     """The division with which a checkpoint was saved: it determines the samples of each step."""
@@ -123,11 +119,7 @@ class SavedDivision:
         """Return the division in the state of a rank; None if the run was not elastic."""
         if "num_micro_batches" not in state:
             return None
-        return cls(
-            num_micro_batches=state["num_micro_batches"],
-            global_batch_size=state["global_batch_size"],
-            num_samples=tuple(state["num_samples"]),
-        )
+        return cls(**{field.name: state[field.name] for field in fields(cls)})
 
     def problems(self, config: Config, num_samples: int) -> list[str]:
         """Return the differences of a config and a training set from this division."""
@@ -255,113 +247,77 @@ def _change(before: Tensor, after: Tensor) -> Tensor:
 # that lie in its own share. The ranks then exchange these partial sums: each rank adds one part of the vector, and all
 # ranks gather the parts. With one micro-batch per rank, this transfers as much as a ring all-reduce.
 
-#: A node of the tree: its leaves, from the first one to before the second number.
-Node = tuple[int, int]
 
+class TreeSum:
+    """Adds nodes of the tree from left to right, and keeps the sums of the largest nodes that are complete.
 
-def middle(low: int, high: int) -> int:
-    """Return where a node is cut: its left child is the largest complete tree with fewer leaves."""
-    return low + (1 << ((high - low - 1).bit_length() - 1))
+    The left child of a node is the largest complete tree with fewer leaves than the node.
 
-
-def nodes_within(share: range, node: Node) -> Iterator[Node]:
-    """Yield the largest nodes below `node` whose leaves all lie in `share`, from left to right."""
-    low, high = node
-    if share.start <= low and high <= share.stop:
-        yield node
-    elif max(low, share.start) < min(high, share.stop):
-        cut = middle(low, high)
-        yield from nodes_within(share, (low, cut))
-        yield from nodes_within(share, (cut, high))
-
-
-def total(node: Node, known: Mapping[Node, Tensor]) -> Tensor:
-    """Return the sum of a node from the sums of nodes below it."""
-    if node in known:
-        return known[node]
-    cut = middle(*node)
-    return total((node[0], cut), known) + total((cut, node[1]), known)
-
-
-class PartialSums:
-    """The sums of the nodes in one rank's share. Holds at most a logarithm of the number of leaves as vectors."""
-
-    def __init__(self, num_leaves: int, share: range) -> None:
-        self._owned = list(nodes_within(share, (0, num_leaves))) if share else []
-        self._sums: dict[Node, Tensor] = {}
-
-    def add(self, leaf: int, vector: Tensor) -> None:
-        """Add the vector of a leaf; call it from the first leaf of the share to the last one."""
-        node = (leaf, leaf + 1)
-        self._sums[node] = vector
-        for owned in self._owned:
-            if owned[0] <= leaf < owned[1]:
-                self._reduce(owned, leaf)
-
-    def _reduce(self, node: Node, leaf: int) -> Tensor | None:
-        """Add the sums of complete nodes on the way from `node` to `leaf`. Returns that of `node` if it is complete."""
-        if node in self._sums:
-            return self._sums[node]
-        low, high = node
-        cut = middle(low, high)
-        if leaf < cut:
-            self._reduce((low, cut), leaf)
-            return None
-        right = self._reduce((cut, high), leaf)
-        if right is None:
-            return None
-        left = self._sums.pop((low, cut))
-        self._sums.pop((cut, high))
-        self._sums[node] = left.add_(right)
-        return left
-
-    def vectors(self) -> list[Tensor]:
-        """Return the sums of the share's largest nodes, from left to right."""
-        return [self._sums[node] for node in self._owned]
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """The shares of all ranks in one sum, and the exchange of their partial sums.
-
-    Attributes:
-        num_leaves: number of micro-batches with samples.
-        shares: their numbers by rank.
+    Args:
+        num_leaves: number of leaves of the whole tree.
+        nodes: begins and ends of the nodes to add, whose sums are `vectors`; they may be changed.
     """
 
-    num_leaves: int
-    shares: list[range]
+    def __init__(
+        self, num_leaves: int, nodes: Iterable[tuple[int, int]] = (), vectors: Iterable[Tensor | None] = ()
+    ) -> None:
+        self._num_leaves = num_leaves
+        self.nodes: list[tuple[int, int]] = []
+        self.sums: list[Any] = []
+        for (begin, end), vector in zip(nodes, vectors, strict=False):
+            self.add(begin, end, vector)
 
-    def sum(self, vectors: list[Tensor], like: Tensor) -> Tensor:
-        """Return the sum of all leaves on every rank; call it on every rank.
+    @classmethod
+    def of_share(cls, num_leaves: int, share: range) -> TreeSum:
+        """Return the nodes of a rank's share, without sums."""
+        return cls(num_leaves, ((leaf, leaf + 1) for leaf in share), itertools.repeat(None))
 
-        Args:
-            vectors: `PartialSums.vectors` of this rank, [n] each.
-            like: a tensor with the length n, dtype and device of the vectors, for a rank without any.
-        """
-        nodes = [list(nodes_within(share, (0, self.num_leaves))) if share else [] for share in self.shares]
-        flat_nodes = [node for own in nodes for node in own]
-        world_size = len(self.shares)
-        if world_size == 1:
-            return total((0, self.num_leaves), dict(zip(flat_nodes, vectors, strict=True)))
-        part = -(-len(like) // world_size)
-        sent = like.new_zeros(world_size, len(vectors), part)
-        for number, vector in enumerate(vectors):
-            whole = len(vector) // part
-            sent[:whole, number] = vector[: whole * part].view(whole, part)
-            if whole < world_size:
-                sent[whole, number, : len(vector) - whole * part] = vector[whole * part :]
-        received = like.new_empty(len(flat_nodes), part)
-        dist.all_to_all_single(
-            received,
-            sent.view(-1, part),
-            output_split_sizes=[len(own) for own in nodes],
-            input_split_sizes=[len(vectors)] * world_size,
-        )
-        own_part = total((0, self.num_leaves), dict(zip(flat_nodes, received, strict=True)))
-        gathered = like.new_empty(world_size * part)
-        dist.all_gather_into_tensor(gathered, own_part.contiguous())
-        return gathered[: len(like)]
+    def add(self, begin: int, end: int, vector: Tensor | None) -> None:
+        """Add the node next to the last one."""
+        while self.nodes and self._is_left_sibling(*self.nodes[-1], end):
+            begin, _ = self.nodes.pop()
+            left = self.sums.pop()
+            vector = None if vector is None else left.add_(vector)
+        self.nodes.append((begin, end))
+        self.sums.append(vector)
+
+    def _is_left_sibling(self, begin: int, middle: int, end: int) -> bool:
+        size = middle - begin
+        return begin % (2 * size) == 0 and end == min(middle + size, self._num_leaves)
+
+
+def sum_of_tree(num_leaves: int, shares: Sequence[range], own: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return the sum of all leaves on every rank; call it on every rank.
+
+    Args:
+        num_leaves: number of micro-batches with samples.
+        shares: their numbers by rank.
+        own: `TreeSum.sums` of this rank, [n] each.
+        like: a tensor with the length n, dtype and device of the vectors, for a rank without any.
+    """
+    world_size = len(shares)
+    if world_size == 1:
+        return own[0]
+    nodes = [TreeSum.of_share(num_leaves, share).nodes for share in shares]
+    flat_nodes = [node for of_rank in nodes for node in of_rank]
+    part = -(-len(like) // world_size)
+    sent = like.new_zeros(world_size, len(own), part)
+    for number, vector in enumerate(own):
+        whole = len(vector) // part
+        sent[:whole, number] = vector[: whole * part].view(whole, part)
+        if whole < world_size:
+            sent[whole, number, : len(vector) - whole * part] = vector[whole * part :]
+    received = like.new_empty(len(flat_nodes), part)
+    dist.all_to_all_single(
+        received,
+        sent.view(-1, part),
+        output_split_sizes=[len(of_rank) for of_rank in nodes],
+        input_split_sizes=[len(own)] * world_size,
+    )
+    (own_part,) = TreeSum(num_leaves, flat_nodes, received).sums
+    gathered = like.new_empty(world_size * part)
+    dist.all_gather_into_tensor(gathered, own_part.contiguous())
+    return gathered[: len(like)]
 
 
 # The micro-batches of one optimizer step on this rank, and the sum of their gradients over all ranks.
@@ -411,7 +367,7 @@ class MicroBatches:
         division = self.division
         shares = [division.share(step_in_epoch, rank) for rank in range(division.world_size)]
         if self._exact:
-            return _ExactGradients(model, Exchange(division.num_filled(step_in_epoch), shares), shares[division.rank])
+            return _ExactGradients(model, division.num_filled(step_in_epoch), shares)
         return _Gradients(model, shares, shares[division.rank])
 
 
@@ -460,12 +416,12 @@ class _Gradients:
 class _ExactGradients:
     """Gradients that are summed in a fixed tree over the micro-batches, together with the changes of the buffers."""
 
-    def __init__(self, model: DistributedDataParallel, exchange: Exchange, share: range) -> None:
+    def __init__(self, model: DistributedDataParallel, num_leaves: int, shares: list[range]) -> None:
         self._model = model
-        self._exchange = exchange
+        self._num_leaves, self._shares = num_leaves, shares
         self._parameters = _trained(model.module)
         self._buffers = BufferChanges(model.module)
-        self._sums = PartialSums(exchange.num_leaves, share)
+        self._tree = TreeSum(num_leaves)
         model.zero_grad(set_to_none=True)
 
     def before(self, number: int) -> None:
@@ -476,12 +432,12 @@ class _ExactGradients:
         changes = self._buffers.take(weight, _sum_dtype(self._parameters))
         vector = torch.cat([*_flat_gradients(self._parameters), *changes])
         self._model.zero_grad(set_to_none=True)
-        self._sums.add(number, vector)
+        self._tree.add(number, number + 1, vector)
 
     def reduce(self) -> None:
         size = sum(parameter.numel() for parameter in self._parameters) + self._buffers.size
-        vectors = self._sums.vectors()
-        flat = self._exchange.sum(vectors, vectors[0] if vectors else _zeros(self._parameters, size))
+        own = self._tree.sums
+        flat = sum_of_tree(self._num_leaves, self._shares, own, own[0] if own else _zeros(self._parameters, size))
         _set_gradients(self._parameters, flat)
         self._buffers.apply(flat[size - self._buffers.size :])
 

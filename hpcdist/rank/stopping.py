@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from hpcdist.host import retry
 from hpcdist.rank.processes import StopFlag
 from hpcdist.run.commands import CommandResult, LiveCommand, RequestReader, read_command, write_result
 from hpcdist.run.folder import Attempt, RunDir, StopRequest
@@ -176,9 +177,8 @@ class LiveCommands:
         self._last_save = 0  #: number of the last `save` command that was obeyed
         self._last_profile = 0  #: number of the last `profile` command that was read
         self._waiting: deque[tuple[int, LiveCommand]] = deque()
-        self._profiler: StepProfiler | None = None
-        self._first_step = 0
-        self._path = Path()
+        self._profiler: profile | None = None
+        self._first_step = self._num_steps = 0  # of the profile; steps that are recorded so far
         self._next_read = 0.0
 
     # --- save
@@ -231,22 +231,21 @@ class LiveCommands:
         if self._stop.newest_profile > self._last_profile:
             self._read_profiles()
         if self._profiler is not None:
+            self._num_steps += 1
             try:
-                if self._profiler.step_done():
-                    self._end()
-            except (OSError, RuntimeError) as error:
+                self._profiler.step()
+            except RuntimeError as error:
                 self._give_up(error)
+            else:
+                if self._num_steps == self._waiting[0][1].num_steps:
+                    self._end()
         if self._profiler is None and self._waiting:
             self._begin(step)
 
     def close(self) -> None:
         """End a profile in progress with fewer steps; the next attempt does not continue it."""
         if self._profiler is not None:
-            try:
-                self._profiler.stop()
-                self._end()
-            except (OSError, RuntimeError) as error:
-                self._give_up(error)
+            self._end()
         for number, _ in self._waiting:
             self._report(number, CommandResult(error=ENDED_BEFORE))
         self._waiting.clear()
@@ -270,108 +269,54 @@ class LiveCommands:
                 self._waiting.append((number, command))
 
     def _begin(self, step: int) -> None:
-        _, command = self._waiting[0]
-        self._first_step = step + 2  # `step` is done, and the next one is not recorded
-        name = f"rank-{self._rank:05d}.pt.trace.json.gz"
-        self._path = self._run.artifacts / PROFILES / f"step-{self._first_step:08d}" / name
+        """Start the profiler, which is ready after one step that it does not record."""
+        num_steps = self._waiting[0][1].num_steps
+        self._first_step, self._num_steps = step + 2, -1
+        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (self._device.type == "cuda")]
+        profiler = profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=num_steps, repeat=1))
         try:
-            self._profiler = StepProfiler(self._path, command.num_steps, self._device)
-        except (OSError, RuntimeError) as error:  # such as a profiler that the script has started
+            profiler.start()
+        except RuntimeError as error:  # such as a profiler that the script has started
             self._give_up(error)
             return
-        log.info("profiling %d steps from step %d on", command.num_steps, self._first_step)
+        self._profiler = profiler
+        log.info("profiling %d steps from step %d on", num_steps, self._first_step)
 
     def _end(self) -> None:
+        """Write the trace for Perfetto: the operators of all threads, and on a GPU its kernels."""
         assert self._profiler is not None
-        number, _ = self._waiting.popleft()
-        profiler, self._profiler = self._profiler, None
-        if not profiler.num_steps:
-            self._report(number, CommandResult(error=ENDED_BEFORE))
-            return
-        path = str(self._path.relative_to(self._run.path))
-        self._report(number, CommandResult(step=self._first_step, num_steps=profiler.num_steps, path=path))
-        log.info("profiled %d steps, written in %.1f s: %s", profiler.num_steps, profiler.export_s, path)
+        name = f"rank-{self._rank:05d}.pt.trace.json.gz"
+        path = self._run.artifacts / PROFILES / f"step-{self._first_step:08d}" / name
+        hidden = path.with_name(f".{name}")
+        began = time.perf_counter()
+        result = CommandResult(error=ENDED_BEFORE)
+        try:
+            self._profiler.stop()
+            if self._num_steps > 0:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._profiler.export_chrome_trace(str(hidden))
+                os.replace(hidden, path)
+                own = str(path.relative_to(self._run.path))
+                result = CommandResult(step=self._first_step, num_steps=self._num_steps, path=own)
+                log.info("profiled %d steps, written in %.1f s: %s", self._num_steps, time.perf_counter() - began, own)
+        except (OSError, RuntimeError) as error:
+            retry.discard(hidden)
+            self._give_up(error)
+        else:
+            self._finish(result)
 
     def _give_up(self, error: OSError | RuntimeError) -> None:
+        text = getattr(error, "strerror", None) or str(error)
+        log.warning("the profile cannot be made: %s", text)
+        self._finish(CommandResult(error=" ".join(text.split())[:300]))
+
+    def _finish(self, result: CommandResult) -> None:
         self._profiler = None
         number, _ = self._waiting.popleft()
-        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        log.warning("the profile cannot be made: %s", text)
-        self._report(number, CommandResult(error=" ".join(text.split())[:300]))
+        self._report(number, result)
 
     def _report(self, number: int, result: CommandResult) -> None:
         try:
             write_result(self._attempt, number, self._rank, result)
         except OSError as error:
             log.warning("%s: %s", self._attempt.command_result(number, self._rank), error.strerror)
-
-
-# A profile of some steps of a rank by torch.profiler, written as a trace for Perfetto.
-
-
-class StepProfiler:
-    """Profiles the next steps of this rank, after one step that is not recorded, because it starts the profiler.
-
-    The trace contains the operators of the training thread and of the backward pass, and on a GPU its kernels.
-
-    Args:
-        path: the trace to write. Its name ends with `.json.gz`; until it is complete it is a hidden file.
-        num_steps: steps to record.
-        device: device of the rank.
-    """
-
-    def __init__(self, path: Path, num_steps: int, device: torch.device) -> None:
-        self._path = path
-        self._limit = num_steps
-        self._num_done = 0
-        self._failure: OSError | None = None
-        #: Seconds that it took to write the trace.
-        self.export_s = 0.0
-        activities = [ProfilerActivity.CPU]
-        if device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(
-            activities=activities,
-            schedule=schedule(wait=0, warmup=1, active=num_steps, repeat=1),
-            on_trace_ready=self._export,
-        )
-        self._profile.start()
-
-    @property
-    def num_steps(self) -> int:
-        """Number of recorded steps."""
-        return max(0, self._num_done - 1)
-
-    def step_done(self) -> bool:
-        """Record the end of a step. Returns whether the trace is complete.
-
-        Raises OSError if the trace cannot be written.
-        """
-        self._num_done += 1
-        self._profile.step()
-        self._raise_failure()
-        return self.num_steps >= self._limit
-
-    def stop(self) -> None:
-        """Write the trace of fewer steps. Raises OSError if that fails; writes nothing before the first one."""
-        self._profile.stop()
-        self._raise_failure()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def _export(self, finished: profile) -> None:
-        # Called by the profiler, which must be able to continue.
-        if not self.num_steps:
-            return
-        began = time.perf_counter()
-        partial = self._path.with_name(f".{self._path.name}")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            finished.export_chrome_trace(str(partial))
-            os.replace(partial, self._path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            self._failure = error
-        self.export_s = time.perf_counter() - began

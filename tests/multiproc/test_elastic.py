@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 from hpcdist.checkpoint.state import load_weights
 from hpcdist.config.launch_schema import TrackingConfig
 from hpcdist.config.schema import Config, DataConfig, ElasticConfig, OptimConfig, PrecisionConfig, StopConfig
-from hpcdist.rank.elastic import Division, Exchange, MicroBatches, PartialSums, sum_over_ranks
+from hpcdist.rank.elastic import Division, MicroBatches, TreeSum, sum_of_tree, sum_over_ranks
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
 from hpcdist.trainers.ddp import train
@@ -94,10 +94,11 @@ def assert_sums_are_those_of_one_rank(here: Rank) -> None:
         shares = [range(low, high) for low, high in pairwise(edges)]
         found = []
         for all_shares, share in (([range(num_leaves)], range(num_leaves)), (shares, shares[here.rank])):
-            partial = PartialSums(num_leaves, share)
+            tree = TreeSum(num_leaves)
             for leaf in share:
-                partial.add(leaf, torch.randn(7, generator=torch.Generator().manual_seed(leaf)) * 10**leaf)
-            found.append(Exchange(num_leaves, all_shares).sum(partial.vectors(), torch.zeros(7)))
+                vector = torch.randn(7, generator=torch.Generator().manual_seed(leaf)) * 10**leaf
+                tree.add(leaf, leaf + 1, vector)
+            found.append(sum_of_tree(num_leaves, all_shares, tree.sums, torch.zeros(7)))
         assert torch.equal(*found), num_leaves
 
 

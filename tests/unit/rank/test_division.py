@@ -15,11 +15,10 @@ from hpcdist.errors import ConfigError
 from hpcdist.rank.elastic import (
     BufferChanges,
     Division,
-    PartialSums,
     SavedDivision,
+    TreeSum,
     divide,
     micro_batch_seed,
-    nodes_within,
 )
 
 
@@ -52,22 +51,6 @@ def test_last_micro_batch_takes_a_single_sample_that_is_left(num_samples: int, s
 
 def test_micro_batches_of_one_sample_stay_as_they_are() -> None:
     assert [len(part) for part in division(0, 1, 17, num_micro_batches=16).rank_samples(0)] == [1] * 17
-
-
-def test_order_of_an_epoch_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed: list[int] = []
-    randperm = torch.randperm
-
-    def counted(number: int, **options: Any) -> torch.Tensor:
-        computed.append(number)
-        return randperm(number, **options)
-
-    monkeypatch.setattr(torch, "randperm", counted)
-    one = division(0, 1)
-    for epoch in (0, 0, 1, 1):
-        one.rank_samples(epoch)
-        one.order(epoch)
-    assert len(computed) == 2
 
 
 @pytest.mark.parametrize("num_samples", [1, 16, 64, 67, 80])
@@ -146,12 +129,13 @@ def test_seeds_of_micro_batches_differ() -> None:
 
 
 def test_nodes_of_a_share() -> None:
-    assert [list(nodes_within(share, (0, 8))) for share in (range(2), range(2, 5), range(5, 8))] == [
+    assert [TreeSum.of_share(8, share).nodes for share in (range(2), range(2, 5), range(5, 8), range(5, 5))] == [
         [(0, 2)],
         [(2, 4), (4, 5)],
         [(5, 6), (6, 8)],
+        [],
     ]
-    assert list(nodes_within(range(3), (0, 3))) == [(0, 3)]
+    assert TreeSum.of_share(3, range(3)).nodes == [(0, 3)]
 
 
 @pytest.mark.parametrize("num_leaves", range(1, 18))
@@ -159,20 +143,30 @@ def test_partial_sums_are_those_of_the_whole_tree(num_leaves: int) -> None:
     """Values of very different sizes show each change of the order."""
     leaves = [torch.tensor([1.1 * 10.0 ** (leaf % 7), 0.1 + leaf]) for leaf in range(num_leaves)]
 
+    def cut_of(low: int, high: int) -> int:
+        return low + next(2**power for power in reversed(range(10)) if 2**power < high - low)
+
     def tree(low: int, high: int) -> torch.Tensor:
         if high - low == 1:
             return leaves[low]
-        cut = low + next(2**power for power in reversed(range(10)) if 2**power < high - low)
+        cut = cut_of(low, high)
         return tree(low, cut) + tree(cut, high)
+
+    def largest(begin: int, end: int, low: int = 0, high: int = num_leaves) -> list[tuple[int, int]]:
+        if begin <= low and high <= end:
+            return [(low, high)]
+        if high <= begin or end <= low:
+            return []
+        return largest(begin, end, low, cut_of(low, high)) + largest(begin, end, cut_of(low, high), high)
 
     for world_size in range(1, num_leaves + 1):
         edges = [num_leaves * rank // world_size for rank in range(world_size + 1)]
         for low, high in pairwise(edges):
-            partial = PartialSums(num_leaves, range(low, high))
+            of_rank = TreeSum(num_leaves)
             for leaf in range(low, high):
-                partial.add(leaf, leaves[leaf].clone())
-            nodes = nodes_within(range(low, high), (0, num_leaves))
-            for node, vector in zip(nodes, partial.vectors(), strict=True):
+                of_rank.add(leaf, leaf + 1, leaves[leaf].clone())
+            assert of_rank.nodes == largest(low, high)
+            for node, vector in zip(of_rank.nodes, of_rank.sums, strict=True):
                 assert torch.equal(vector, tree(*node)), (world_size, node)
 
 
