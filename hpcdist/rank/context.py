@@ -33,7 +33,7 @@ from hpcdist.rank.elastic import (
     sum_over_ranks,
 )
 from hpcdist.rank.process_group import Groups
-from hpcdist.rank.step_timing import NodeTimes, StepTimer, clock_of
+from hpcdist.rank.step_timing import CudaClock, HostClock, NodeTimes, StepTimer
 from hpcdist.rank.stopping import LiveCommands, StopAgreement
 from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.review.figures import Figure, write_figure
@@ -96,7 +96,7 @@ class Context:
         self.topology = topology
         self.roles = Roles.of(config.roles, topology.world_size)
         self.device = device
-        self.timer = StepTimer(clock_of(device))
+        self.timer = StepTimer(CudaClock() if device.type == "cuda" else HostClock())
         self.end_reason = ""
         self.groups = groups
         self._journal = journal

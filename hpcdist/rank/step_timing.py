@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -47,27 +47,14 @@ class Totals(NamedTuple):
         return means
 
 
-class Clock(Protocol):
-    """Marks points in time on a device and measures the time between them without waiting for the device."""
-
-    def mark(self) -> Any:
-        """Return a mark of the present point of the device's work."""
-
-    def measure(self, *parts: list[Any]) -> tuple[float, ...] | None:
-        """Return the seconds of each part of a step; None if the device has not passed all marks.
-
-        The marks of a part are pairs of begin and end.
-        """
-        ...
-
-
 class HostClock:
     """Clock for computations on the CPU: a mark is a time."""
 
     mark = staticmethod(time.perf_counter)
 
     def measure(self, *parts: list[float]) -> tuple[float, ...]:
-        return (*[part[1] - part[0] if len(part) == 2 else sum(part[1::2]) - sum(part[::2]) for part in parts],)
+        """Return the seconds of each part of a step, whose marks are begin, end, begin, end, …"""
+        return tuple(sum(part[1::2]) - sum(part[::2]) for part in parts)
 
 
 class CudaClock:
@@ -80,11 +67,13 @@ class CudaClock:
         self._free: list[torch.cuda.Event] = []
 
     def mark(self) -> torch.cuda.Event:
+        """Return a mark of the present point of the device's work."""
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def measure(self, *parts: list[torch.cuda.Event]) -> tuple[float, ...] | None:
+        """Return the seconds of each part of a step; None if the device has not passed all marks."""
         # Each event only once: the end of one pair may be the begin of the next.
         events = {id(event): event for part in parts for event in part}.values()
         if not all(event.query() for event in events):
@@ -93,23 +82,6 @@ class CudaClock:
         seconds = tuple(sum(begin.elapsed_time(end) for begin, end in part) / 1e3 for part in pairs)
         self._free += events
         return seconds
-
-
-def clock_of(device: torch.device) -> Clock:
-    """Return the clock for the work of a device."""
-    return CudaClock() if device.type == "cuda" else HostClock()
-
-
-class Gradients(Protocol):
-    """Source of gradient events of a model, such as `TimedDDP`."""
-
-    last: int | None  #: index of the parameter whose gradient came last, during a search
-
-    def search(self) -> None:
-        """Begin a search for the parameter whose gradient comes last."""
-
-    def settle(self) -> None:
-        """End the search."""
 
 
 class StepTimer:
@@ -122,13 +94,14 @@ class StepTimer:
         account: the time account of this rank, which receives the times of all steps.
     """
 
-    def __init__(self, clock: Clock, *, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: HostClock | CudaClock, *, now: Callable[[], float] = time.perf_counter) -> None:
         self.account = TimeAccount(now=now)
         self._clock = clock
         self._mark = clock.mark
         self._now = now
-        self._steps, self._step_s, self._own_steps, self._data_s, self._compute_s = 0, 0.0, 0, 0.0, 0.0
-        self._models: list[Gradients] = []
+        #: The sums since the start.
+        self.totals = Totals()
+        self._models: list[LastGradient] = []
         self._hook: RemovableHandle | None = None
         #: Steps that the device may not have finished: marks of data time, of compute time and of the gradient
         #: exchange, `_waited_s`, and whether the step counts as redone.
@@ -142,11 +115,6 @@ class StepTimer:
         self._is_exchanged = True
         self._waited_s = 0.0  #: waiting for other ranks within the data time
 
-    @property
-    def totals(self) -> Totals:
-        """The sums since the start."""
-        return Totals(self._steps, self._step_s, self._own_steps, self._data_s, self._compute_s)
-
     def report(self) -> dict[str, float]:
         """Return the totals for the heartbeat; empty before the first counted step."""
         totals = self.totals
@@ -154,7 +122,7 @@ class StepTimer:
 
     # --- events from the context
 
-    def watch(self, gradients: Gradients) -> None:
+    def watch(self, gradients: LastGradient) -> None:
         """Time the passes of a model, which calls `before_forward` and `on_gradient`, and the following updates."""
         if not self._models:
             self._hook = register_optimizer_step_pre_hook(self.before_update)
@@ -178,8 +146,7 @@ class StepTimer:
         if self._began is not None:
             if agreement_s and not is_redone:
                 self.account.move(0.0, agreement_s)
-            self._steps += 1
-            self._step_s += now - self._began
+            self._add(steps=1, step_s=now - self._began)
             if self._is_computing and self._graded is not None:
                 self._compute.append(self._graded)
                 self._pending.append((self._data, self._compute, self._exchange, self._waited_s, is_redone))
@@ -229,9 +196,12 @@ class StepTimer:
 
     def add(self, *, compute_s: float) -> None:
         """Record work of a rank without steps that is comparable between the ranks of a role, in seconds."""
-        self._own_steps += 1
-        self._compute_s += compute_s
+        self._add(own_steps=1, compute_s=compute_s)
         self.account.work(compute_s)
+
+    def _add(self, **amounts: float) -> None:
+        before = self.totals
+        self.totals = before._replace(**{name: getattr(before, name) + amount for name, amount in amounts.items()})
 
     # --- events from models
 
@@ -286,9 +256,7 @@ class StepTimer:
         if seconds is None:
             return False
         data_s = max(0.0, seconds[0] - waited_s)
-        self._own_steps += 1
-        self._data_s += data_s
-        self._compute_s += seconds[1]
+        self._add(own_steps=1, data_s=data_s, compute_s=seconds[1])
         if not is_redone:
             self.account.move(data_s, seconds[2])
         return True
@@ -324,9 +292,8 @@ class NodeTimes:
         if now < self._next:
             return {}
         self._next = now + self._interval_s
-        totals = self._timer.totals
-        means = totals.means_since(self._before)
-        self._before = totals
+        before, self._before = self._before, self._timer.totals
+        means = self._before.means_since(before)
         return {self._prefix + key: value for key, value in means.items()}
 
 
