@@ -303,7 +303,7 @@ def _compared(recorded: RecordedRun, made: RunDir, *, tolerance: float, ignore: 
     """
     from hpcdist.review.comparison import RerunResult, compare_values, data_differences, image_differences
     from hpcdist.review.facts import read_facts
-    from hpcdist.tracking.points import read_values
+    from hpcdist.tracking.series import read_values
 
     facts, after = read_facts(made), read_values(made)
     values = compare_values(

@@ -119,7 +119,7 @@ def report(
     from hpcdist.host.files import is_mine, short_path
     from hpcdist.review.report import write_report
     from hpcdist.run.lookup import resolve_run
-    from hpcdist.tracking.points import read_series
+    from hpcdist.tracking.series import read_series
 
     found = resolve_run(named(run, runs_dir), runs_dir)
     if is_mine(found.path):
@@ -225,7 +225,7 @@ def compare(
     Example:  hpcdist compare ddp-2026a ddp-2026b
     """
     from hpcdist.review.comparison import compare
-    from hpcdist.tracking.points import read_series
+    from hpcdist.tracking.series import read_series
 
     named = _labelled(runs, runs_dir)
     found = compare(named, {label: read_series(run) for label, run in named.items()})

@@ -28,8 +28,8 @@ from hpcdist.run.commands import (
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.tracking.mlflow_client import entities
 from hpcdist.tracking.mlflow_run import MlflowRun
-from hpcdist.tracking.points import Sent
 from hpcdist.tracking.run_metadata import MAX_TAG, clean_text
+from hpcdist.tracking.sent import Sent
 
 log = logging.getLogger(__name__)
 TAG = "hpcdist.command"

@@ -28,7 +28,9 @@ from hpcdist.tracking.journal import ChangedNames, Event, clean_name, event_file
 from hpcdist.tracking.mlflow_client import entities, translated
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.pages import NOTE_TAG, ParentRun, RunPage
-from hpcdist.tracking.points import Batches, Point, SentFacts, SentFiles, mark_of, read_series
+from hpcdist.tracking.points import Batches, Point
+from hpcdist.tracking.sent import SentFacts, SentFiles, mark_of
+from hpcdist.tracking.series import read_series
 
 log = logging.getLogger(__name__)
 LOG_INTERVAL_S = 60.0

@@ -1,26 +1,21 @@
 """The points that the shipper sends: records of all ranks and attempts, each once, within the budgets of charts and
-points; the state of the upload; and the same series for reports.
+points.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple
 
-from hpcdist.errors import RunFolderError, TrackingError
-from hpcdist.host.files import fill, read_json, stamped, write_atomic
 from hpcdist.host.retry import retry
-from hpcdist.review.charts import MAX_SERIES, is_read
-from hpcdist.review.facts import Series
-from hpcdist.run.folder import ENDED, RunDir, State
+from hpcdist.run.folder import ENDED, RunDir
 from hpcdist.tracking.journal import (
     ATTEMPT_METRIC,
     CHUNK_BYTES,
@@ -32,6 +27,7 @@ from hpcdist.tracking.journal import (
     read_chunk,
     read_range,
 )
+from hpcdist.tracking.sent import Sent, SentFacts, mark_of
 
 # The batches of points that the shipper sends: the records of the journal within the budgets of charts and points.
 
@@ -106,69 +102,6 @@ class Batches:
         self._tail.counts.num_refused += num_refused
 
 
-# The data of a run that MLflow already has, in three states. Each is a file in `journal/`, which only its owner writes.
-
-
-@dataclass(kw_only=True)
-class Sent:
-    """State from which a new shipper continues after any end of the last one."""
-
-    FILE: ClassVar[str]
-    run_id: str = ""  #: of MLflow
-
-    @classmethod
-    def load(cls, folder: Path, run_id: str = "") -> Self:
-        """Return the state in the journal's folder.
-
-        If the file is missing, damaged or about another MLflow run than `run_id`, the upload starts from the
-        beginning, which is safe.
-
-        Raises RunFolderError if a newer version of hpcdist has written the file.
-        """
-        path = folder / cls.FILE
-        raw = read_json(path) or {}
-        try:
-            found = fill(cls, raw, path)
-        except RunFolderError:
-            found = cls(run_id=run_id)
-        return found if run_id in ("", found.run_id) else cls(run_id=run_id)
-
-    def save(self, folder: Path) -> None:
-        """Write the state to the journal's folder. Raises TrackingError if that fails."""
-        path = folder / self.FILE
-        try:
-            write_atomic(path, json.dumps(stamped(asdict(self)), sort_keys=True))
-        except OSError as error:
-            raise TrackingError(f"{path} cannot be written ({error.strerror}): free space there") from error
-
-
-@dataclass(kw_only=True)
-class SentFacts(Sent):
-    """The other data of the run in MLflow; its owner is `Delivery`."""
-
-    FILE = "sent-facts.json"
-    tags: dict[str, str] = field(default_factory=dict)
-    """A tag that a user changes in MLflow is not set back."""
-    events: dict[str, int] = field(default_factory=dict)
-    """Event file → bytes that are in MLflow."""
-    report: str = ""  #: state of the run in `report.html` (`mark_of`)
-    complete: str = ""  #: ended state of which MLflow had everything (`mark_of`)
-
-
-@dataclass(kw_only=True)
-class SentFiles(Sent):
-    """The files and models in MLflow; the owner is `Uploads`."""
-
-    FILE = "sent-files.json"
-    artifacts: dict[str, str] = field(default_factory=dict)
-    """Artifact → fingerprint of the uploaded file."""
-    left: int = 0  #: artifacts of an ended run that are not uploaded yet
-    model: dict[str, str] = field(default_factory=dict)
-    """The final model: `fingerprint`, `model_id` and, if it is registered, `registered` (name/version)."""
-    checkpoints: dict[str, str] = field(default_factory=dict)
-    """Checkpoint folder → fingerprint of the manifest that its logged model has completely."""
-
-
 @dataclass(kw_only=True)
 class SentPoints(Sent):
     """The points in MLflow, and the rule that sends each (key, step) exactly once; the owner is `Batches`."""
@@ -237,11 +170,6 @@ class SentPoints(Sent):
         return step
 
 
-def mark_of(state: State) -> str:
-    """Return a text that differs between the starts and ends of a run."""
-    return f"{state.status} {state.attempt}"
-
-
 def is_complete(run: RunDir) -> bool:
     """Return whether MLflow has everything of an ended run, without a request. Raises RunFolderError and OSError."""
     state, facts = run.read_state(), SentFacts.load(run.journal)
@@ -251,13 +179,6 @@ def is_complete(run: RunDir) -> bool:
         and facts.complete == mark_of(state)
         and all(path.stat().st_size <= offsets.get(path.name, 0) for path in run.journal.glob("*.jsonl"))
     )
-
-
-def upload_progress(run: RunDir) -> str:
-    """Return a line on the upload of an ended run: files sent, of all. Raises RunFolderError and OSError."""
-    sent = SentFiles.load(run.journal)
-    num_done = len(sent.artifacts)
-    return "uploading to MLflow" + (f": {num_done} of {num_done + sent.left} files" if sent.left else "")
 
 
 class StepSet:
@@ -623,41 +544,3 @@ def _release(key: str, series: dict[str, Any]) -> list[Point]:
     unique = {tuple(kept): Point(key, *kept) for kept in series.get("held", {}).values()}
     series["held"] = {}
     return sorted(unique.values(), key=lambda point: (point.step, point.time_ms))
-
-
-# The metric series of a run as MLflow shows them, read from the journal for reports and comparisons.
-
-
-def read_series(run: RunDir) -> dict[str, Series]:
-    """Return the series of a run by metric: all ranks and attempts, without the steps that a later attempt repeats.
-
-    Memory is bounded: a series is thinned, and metrics after the first MAX_SERIES are left out.
-    """
-    series: dict[str, Series] = {}
-    for point in _points(run):
-        found = series.get(point.key)
-        if found is None:
-            if len(series) >= MAX_SERIES or not is_read(point.key):
-                continue
-            found = series[point.key] = Series()
-        found.add(point.step, point.value)
-    return series
-
-
-def read_values(run: RunDir) -> dict[str, dict[int, float]]:
-    """Return all logged values of a run by metric and step, without system metrics and the marks of attempts."""
-    values: dict[str, dict[int, float]] = {}
-    for point in _points(run):
-        if is_read(point.key) and point.key != ATTEMPT_METRIC:
-            values.setdefault(point.key, {})[point.step] = point.value
-    return values
-
-
-def _points(run: RunDir) -> Iterator[Point]:
-    """Yield the points of all ranks and attempts, without the steps that a later attempt repeats."""
-    state = run.read_state()
-    sent = SentPoints()
-    tail = JournalTail(run.journal, sent)
-    while chunks := tail.next_chunks(state.attempt, over=state.status in ENDED):
-        yield from tail.new_points(chunks)
-        sent.offsets |= {name: chunk.offset for name, chunk in chunks.items()}

@@ -21,7 +21,8 @@ from hpcdist.errors import TrackingError
 from hpcdist.host.files import read_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.sweeps import make_sweep, mark, parse_axes, write_sweep
-from hpcdist.tracking.points import SentFiles, SentPoints
+from hpcdist.tracking.points import SentPoints
+from hpcdist.tracking.sent import SentFiles
 from hpcdist.tracking.shipper import sync
 
 NUM_STEPS = 20

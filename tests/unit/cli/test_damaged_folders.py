@@ -34,7 +34,8 @@ from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job.submit_checks import longest_save
 from hpcdist.tracking import artifacts, links, run_metadata
 from hpcdist.tracking.journal import JournalWriter
-from hpcdist.tracking.points import JournalTail, SentFacts, SentFiles, SentPoints
+from hpcdist.tracking.points import JournalTail, SentPoints
+from hpcdist.tracking.sent import SentFacts, SentFiles
 
 EXTRA = {
     "mlflow.json": {"uri": "sqlite:////x.db", "run_id": "a", "experiment_id": "1"},

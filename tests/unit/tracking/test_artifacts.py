@@ -29,7 +29,8 @@ from hpcdist.tracking import artifacts, delivery
 from hpcdist.tracking.artifacts import move_best
 from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.mlflow_run import MlflowRun
-from hpcdist.tracking.points import Point, SentFacts, SentFiles, SentPoints, upload_progress
+from hpcdist.tracking.points import Point, SentPoints
+from hpcdist.tracking.sent import SentFacts, SentFiles, upload_progress
 
 
 def test_upload_contains_params_tags_points_and_status(scene: Scene) -> None:

@@ -19,7 +19,7 @@ from hpcdist.review import report
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import delivery, mlflow_run
 from hpcdist.tracking.delivery import ReportWriter
-from hpcdist.tracking.points import SentFiles, mark_of
+from hpcdist.tracking.sent import SentFiles, mark_of
 
 
 def test_run_stays_in_a_renamed_experiment(scene: Scene) -> None:
