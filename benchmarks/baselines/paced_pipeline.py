@@ -81,7 +81,7 @@ def _one_micro_batch(ctx: Context, cfg: Config, setup: StageSetup, number: int) 
     for _ in range(number + 1):
         part = x.clone().requires_grad_(ctx.rank > 0)
         began = time.perf_counter()
-        y = setup.stage(part)
+        y = setup.engine.stage(part)
         y.backward(torch.ones_like(y))
         seconds.append(time.perf_counter() - began)
     setup.optimizer.zero_grad()
@@ -89,7 +89,7 @@ def _one_micro_batch(ctx: Context, cfg: Config, setup: StageSetup, number: int) 
 
 
 def _update(setup: StageSetup) -> float:
-    for parameter in setup.stage.parameters():
+    for parameter in setup.engine.stage.parameters():
         parameter.grad = torch.zeros_like(parameter)
     began = time.perf_counter()
     setup.optimizer.step()

@@ -62,9 +62,7 @@ def some_images(num: int) -> ImageData:
 def evaluations(ctx: Context) -> dict[str, dict[str, float]]:
     seed_everything(11)
     model = SimpleCNN(num_classes=5, in_channels=1, image_size=8)
-    found = {str(num): train.evaluate(ctx, model, some_images(num), config()) for num in SIZES}
-    assert model.training
-    return found
+    return {str(num): train.evaluate(ctx, model, some_images(num), config()) for num in SIZES}
 
 
 def train_steps(ctx: Context, cfg: Config, num_steps: int = 3) -> dict[str, Any]:

@@ -213,15 +213,17 @@ def choose_twice(here: Rank, path: Path) -> tuple[int, int, list[str]]:
         chosen = train.select_micro_batches(ctx, AUTO, setup)
         torch.manual_seed(0)
         fresh = build_model("resnet18", num_classes=10, in_channels=3, image_size=16).state_dict()
-        changed = [name for name, value in setup.stage.state_dict().items() if not torch.equal(value, fresh[name])]
-        changed += [name for name, parameter in setup.stage.named_parameters() if parameter.grad is not None]
+        changed = [
+            name for name, value in setup.engine.stage.state_dict().items() if not torch.equal(value, fresh[name])
+        ]
+        changed += [name for name, parameter in setup.engine.stage.named_parameters() if parameter.grad is not None]
         images, labels = next(train.step_batches(ctx, AUTO, setup.data, epoch=0, start=0))
         train.train_step(AUTO, setup, images, labels, chosen)
         ctx.save(
             1,
             model=None,
             trainer={"units": [list(names) for names in setup.units], "num_micro_batches": chosen},
-            shard=stage_shard(setup.stage, setup.optimizer),
+            shard=stage_shard(setup.engine.stage, setup.optimizer),
         )
         ctx.close()
     pipeline_stages.CANDIDATES = (chosen % 8 * 2 or 1,)
@@ -233,7 +235,7 @@ def load_on_three_stages(here: Rank, path: Path) -> tuple[dict[str, Tensor], int
     """Return weights and number of optimizer states that each of three stages loads from a checkpoint of two."""
     config = replace(AUTO, roles={"stage": 3}, sections={"pipeline": PipelineConfig(split_points=CUTS[3])})
     with open_context(here, RunDir(path), config) as ctx, open_stage(ctx, config) as setup:
-        return setup.stage.state_dict(), len(setup.optimizer.state_dict()["state"])
+        return setup.engine.stage.state_dict(), len(setup.optimizer.state_dict()["state"])
 
 
 @pytest.mark.faults

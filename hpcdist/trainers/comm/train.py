@@ -48,8 +48,8 @@ log = logging.getLogger(__name__)
 def train(ctx: Context, cfg: Config) -> None:
     """Execute all points of the measurement plan; times are those of the slowest rank."""
     bench = Bench(ctx, cfg)
-    while (index := bench.done) < len(bench.points):
-        bench.do(bench.points[index])
+    for point in bench.points[bench.done :]:
+        bench.do(point)
         bench.done += 1
         step = bench.first_step + bench.done
         stop = ctx.should_stop(step, bench.first_step + len(bench.points))
@@ -70,7 +70,7 @@ class Bench:
     """The benchmark in one rank. The results are equal on every rank."""
 
     def __init__(self, ctx: Context, cfg: Config) -> None:
-        self.ctx, self.cfg = ctx, cfg.section(CommConfig)
+        self.ctx, self.comm = ctx, cfg.section(CommConfig)
         self.is_warm = False  #: whether this process has measured a pair
         timeout = timedelta(seconds=cfg.launch.hang_s + 60)
         node = ctx.topology.hosts[ctx.topology.node_rank] if ctx.topology.hosts else socket.gethostname()
@@ -80,9 +80,9 @@ class Bench:
         nodes = [one[0] for one in everyone]
         backend = dist.get_backend()
         where = ctx.device if backend == "nccl" else torch.device("cpu")
-        self.teams = make_teams(nodes, where, timeout, with_groups="groups" in self.cfg.operations)
+        self.teams = make_teams(nodes, where, timeout, with_groups="groups" in self.comm.operations)
         self.watch = Stopwatch(where, backend)
-        self.points = points(self.cfg, nodes)
+        self.points = points(self.comm, nodes)
         self.done = 0
         #: Step of the first point; not 0 if the benchmark had to start again.
         self.first_step = 0
@@ -103,14 +103,14 @@ class Bench:
     def save(self, step: int) -> None:
         """Save the results so far and the plan, from which a restart continues."""
         self.write()
-        state = {"results": self.results.to_json(), "done": self.done, "plan": self._plan()}
+        state = {"results": self.results.to_json(), "done": self.done, "plan": self._plan_digest()}
         self.ctx.save(step, model=None, trainer=state)
 
     def _resume(self) -> None:
         """Continue after the last saved point, or start again if the plan or the ranks have changed."""
         if (saved := self.ctx.restore()) is None:
             return
-        if saved.trainer["plan"] != self._plan():
+        if saved.trainer["plan"] != self._plan_digest():
             log.warning("the number of ranks or the config has changed since the stop: the benchmark starts again")
             self.first_step = saved.step
             return
@@ -124,7 +124,7 @@ class Bench:
         for key in ("checked", "rows", "pairs", "notes"):
             setattr(self.results, key, getattr(before, key))
 
-    def _plan(self) -> str:
+    def _plan_digest(self) -> str:
         return hashlib.sha256(f"{self.ctx.world_size} {self.points}".encode()).hexdigest()
 
     def write(self) -> None:
@@ -156,7 +156,7 @@ class Bench:
             if found.ok is None:
                 log.info("skipped: %s", found.error)
 
-    def _is_there(self, operation: str, team: str, dtype: str) -> bool:
+    def _is_supported(self, operation: str, team: str, dtype: str) -> bool:
         kind = OPERATIONS[operation]
         title = kind.title("sum" if kind.reduces else None)
         return not any(
@@ -171,7 +171,11 @@ class Bench:
         count = elements(point.size, point.dtype, team.largest if kind.has_parts else 1)
         size = count * DTYPES[point.dtype].itemsize if point.size else 0
         is_new = not rows or rows[-1].bytes != size  # a small size may be rounded up to the previous one
-        if is_new and self._is_there(point.operation, point.team, point.dtype) and not self._is_cut(point, rows):
+        if (
+            is_new
+            and self._is_supported(point.operation, point.team, point.dtype)
+            and not self._stops_before(point, rows)
+        ):
             rows.append(self._measure_size(point, size))
         if point.is_last and rows:
             latency = f"{1e6 * rows[0].median_s:.0f} us at {rows[0].size} B"
@@ -208,7 +212,7 @@ class Bench:
         self.results.rows.append(row)
         names = [
             row.operation,
-            row.dtype * (len(self.cfg.dtypes) > 1),
+            row.dtype * (len(self.comm.dtypes) > 1),
             row.group.replace(" ", "_") * (row.group != WORLD),
         ]
         key = f"comm/{'_'.join(filter(None, names))}"
@@ -218,7 +222,7 @@ class Bench:
         self.ctx.log(metrics, max(row.size, 1).bit_length() - 1)
         return row
 
-    def _is_cut(self, point: Measurement, rows: list[Row]) -> bool:
+    def _stops_before(self, point: Measurement, rows: list[Row]) -> bool:
         """Return whether this size would take too long, estimated from the previous size."""
         if not rows:
             return False
@@ -232,7 +236,7 @@ class Bench:
         return True
 
     def _measure_pairs(self, point: PairRound) -> None:
-        if not self._is_there("send_recv", WORLD, BYTES):
+        if not self._is_supported("send_recv", WORLD, BYTES):
             return
         if not self.is_warm:  # the first measurement of a process is always slower
             measure_round(point.links, self.teams[WORLD])

@@ -62,8 +62,7 @@ def train(ctx: Context, cfg: Config) -> None:
     ctx.training_begins()  # the time until here counts as start-up
     while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
         model.train()
-        steps = epoch_steps(ctx, cfg, data, model, progress)
-        for micro_batches in islice(steps, progress.steps_until_evaluation):
+        for micro_batches in epoch_steps(ctx, cfg, data, model, progress):
             set_lr(optimizer, cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule))
             meter.add(**train_step(ctx, cfg, model, optimizer, scaler, micro_batches))
             progress.count_step()
@@ -152,7 +151,7 @@ def steps_per_epoch(ctx: Context, cfg: Config, data: ImageData) -> int:
 def epoch_steps(
     ctx: Context, cfg: Config, data: ImageData, model: DistributedDataParallel, progress: Progress
 ) -> Iterator[Iterator[WeightedBatch]]:
-    """Yield this rank's micro-batches of each optimizer step that is left in the epoch.
+    """Yield this rank's micro-batches of each optimizer step until the next evaluation.
 
     In an elastic run (`data.global_batch_size`) they are a part of a global batch that is the same for any number of
     ranks; a rank may have none in the last step of an epoch.
@@ -166,7 +165,7 @@ def epoch_steps(
     batches = data.train.batches(
         samples, device=ctx.device, epoch=progress.epoch, channels_last=cfg.model.channels_last
     )
-    for step in range(progress.step, progress.step + progress.steps_per_epoch - progress.step_in_epoch):
+    for step in range(progress.step, progress.step + progress.steps_until_evaluation):
         if is_elastic:
             yield elastic_micro_batches(ctx, model, step, len(data.train), batches)
         else:
@@ -176,7 +175,7 @@ def epoch_steps(
 def plain_micro_batches(model: DistributedDataParallel, batches: Sequence[Batch]) -> Iterator[WeightedBatch]:
     """Yield the batches whose gradients are accumulated in one step."""
     for number, (images, labels) in enumerate(batches, start=1):
-        # Gradients are exchanged once per step, during the last micro-batch's backward pass.
+        # Gradients are exchanged once per step, during the last backward pass: the caller's passes run in this `with`.
         with nullcontext() if number == len(batches) else model.no_sync():
             yield images, labels, 1 / len(batches)
 
@@ -206,10 +205,7 @@ def epoch_indices(ctx: Context, cfg: Config, data: ImageData, epoch: int) -> Ten
 
 
 def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDataParallel:
-    """Return the model on this rank's device; call it on every rank.
-
-    Without `data.global_batch_size`, ranks draw different random numbers from here on.
-    """
+    """Return the model on this rank's device; call it on every rank."""
     module = build_model(
         cfg.model.name,
         num_classes=data.num_classes,
@@ -228,23 +224,29 @@ def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDa
         # DDP's default for all buckets but the first, which has 1 MB: on CPU a message costs more than it overlaps.
         options["bucket_cap_mb"] = 25
     model = ctx.wrap(module, **options)
-    ctx.seed_per_rank()
-    # Let DDP choose now in which order it adds gradients. Otherwise it chooses after the first steps of each attempt,
-    # and a resumed run is rounded differently. The sum of two ranks does not depend on the order.
+    ctx.seed_per_rank()  # for dropout; an elastic run seeds each micro-batch
     if ctx.world_size > 2 and not cfg.elastic.exact:
-        batch_size = cfg.data.batch_size
-        if cfg.data.global_batch_size is not None:
-            batch_size = max(1, cfg.data.global_batch_size // (cfg.elastic.micro_batches or ctx.world_size))
-        samples = [torch.arange(batch_size) % len(data.test)]
-        batches = data.test.batches(samples, device=ctx.device, channels_last=cfg.model.channels_last)
-        images, labels = next(batches)
-
-        def loss() -> Tensor:
-            with autocast(ctx, cfg):
-                return F.cross_entropy(model(images), labels)
-
-        settle_buckets(model, loss)
+        settle_order_of_gradients(ctx, cfg, data, model)
     return model
+
+
+def settle_order_of_gradients(ctx: Context, cfg: Config, data: ImageData, model: DistributedDataParallel) -> None:
+    """Let DDP choose now in which order it adds gradients.
+
+    Otherwise it chooses after the first steps of each attempt, and a resumed run is rounded differently. The sum of two
+    ranks does not depend on the order.
+    """
+    batch_size = cfg.data.batch_size
+    if cfg.data.global_batch_size is not None:
+        batch_size = max(1, cfg.data.global_batch_size // (cfg.elastic.micro_batches or ctx.world_size))
+    samples = [torch.arange(batch_size) % len(data.test)]
+    images, labels = next(data.test.batches(samples, device=ctx.device, channels_last=cfg.model.channels_last))
+
+    def loss() -> Tensor:
+        with autocast(ctx, cfg):
+            return F.cross_entropy(model(images), labels)
+
+    settle_buckets(model, loss)
 
 
 @torch.no_grad()
@@ -252,9 +254,6 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
     """Return loss and accuracy over the test set, each sample counted once, equal on all ranks.
 
     With at most MAX_CLASSES classes, the confusion matrix becomes a figure of the report.
-
-    Args:
-        module: the model without its DDP wrapper; it is left in training mode.
     """
     for buffer in module.buffers():
         # Running statistics differ between ranks unless the run is elastic; the checkpoint holds those of rank 0.
@@ -278,22 +277,14 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
         if num_cells:
             confusion.index_add_(0, labels * data.num_classes + predicted, torch.ones_like(labels))
         ctx.alive()
-    module.train()
-    loss, correct, count, *cells = ctx.sum_over_ranks(
-        [loss_sum.item(), num_correct.item(), len(indices), *confusion.tolist()]
-    )
+    loss, correct, *cells = ctx.sum_over_ranks([loss_sum.item(), num_correct.item(), *confusion.tolist()])
     if num_cells:
         ctx.figure("confusion_matrix", confusion_matrix(cells, data.class_names))
-    return {"eval/loss": loss / count, "eval/accuracy": correct / count}
+    return {"eval/loss": loss / len(data.test), "eval/accuracy": correct / len(data.test)}
 
 
 def confusion_matrix(counts: Sequence[float], class_names: Sequence[str] = ()) -> Matrix:
-    """Return the confusion matrix of the test set.
-
-    Args:
-        counts: numbers of samples by true and predicted class, row by row, [num_classes × num_classes].
-        class_names: names of the classes; their numbers by default.
-    """
+    """Return the confusion matrix of numbers of samples by true and predicted class, row by row."""
     size = math.isqrt(len(counts))
     return Matrix(
         title="confusion matrix of the test set",

@@ -107,9 +107,9 @@ class Wire:
         inbox: its functions are those of this rank in the group.
     """
 
-    def __init__(self, ctx: Context, group: RpcGroup, inbox: Inbox) -> None:
+    def __init__(self, ctx: Context, rpc: RpcGroup, inbox: Inbox) -> None:
         self._device = ctx.device
-        self._group = group
+        self._rpc = rpc
         self._inbox = inbox
         self._num_sent: Counter[tuple[int, Kind]] = Counter()
         self._num_received: Counter[Kind] = Counter()
@@ -124,7 +124,7 @@ class Wire:
         self._check_deliveries()
         number = self._num_sent[rank, kind]
         self._num_sent[rank, kind] += 1
-        self._pending.append(self._group.call(rank, "put", kind, number, tensor))
+        self._pending.append(self._rpc.call(rank, "put", kind, number, tensor))
 
     def receive(self, rank: int, kind: Kind) -> Tensor:
         """Return the next tensor of a kind; each kind comes from one neighbour.
@@ -137,7 +137,7 @@ class Wire:
         began = time.perf_counter()
         while not self._inbox.wait_for(kind, number, CHECK_INTERVAL_S):
             self._check_deliveries()
-            self._group.call(rank, "check_alive").result()
+            self._rpc.call(rank, "check_alive").result()
         self.waited_s += time.perf_counter() - began
         tensor, event = self._inbox.pop(kind, number)
         if event is not None:
@@ -188,7 +188,11 @@ class RpcEngine:
         waited_s = self._wire.waited_s
         for kind, number in self._schedule(self._index, self._num_stages, num_micro_batches):
             if kind == "forward":
-                x = self._receive_activation().requires_grad_() if images is None else image_parts[number]
+                x = (
+                    self._wire.receive(self._index - 1, "activation").requires_grad_()
+                    if images is None
+                    else image_parts[number]
+                )
                 y = self.stage(x)
                 if self._is_last:
                     y = F.cross_entropy(y, label_parts[number], reduction="sum") / size
@@ -204,15 +208,12 @@ class RpcEngine:
         self.idle_s += self._wire.waited_s - waited_s
         return total
 
-    def _receive_activation(self) -> Tensor:
-        return self._wire.receive(self._index - 1, "activation")
-
     @torch.no_grad()
     def infer(self, batches: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
         """Yield the logits of each batch in the last stage, None elsewhere. All batches have the same size."""
         num_ahead = 0
         for images in batches:
-            y = self.stage(self._receive_activation() if images is None else images)
+            y = self.stage(self._wire.receive(self._index - 1, "activation") if images is None else images)
             if self._index > 0:
                 self._wire.send(self._index - 1, "done", torch.empty(0))
             if self._is_last:

@@ -43,6 +43,264 @@ from hpcdist.trainers.pipeline import PipelineConfig
 from hpcdist.trainers.pipeline.engine import Inbox, RpcEngine, Wire, ideal_bubble
 from hpcdist.trainers.pipeline.stages import Stage, choose_cut, choose_micro_batches, use_onednn_for_pointwise
 
+
+def train(ctx: Context, cfg: Config) -> None:
+    """Train, evaluate after each epoch, save checkpoints and export the final model. Every stage calls it."""
+    ctx.roles.require(stage=None)
+    with open_stage(ctx, cfg) as setup:
+        train_stage(ctx, cfg, setup)
+        model = gather_model(ctx, cfg, setup) if ctx.end_reason else None
+    # The export follows the end of RPC, which has a shorter time limit.
+    if model is not None:
+        images, _ = next(setup.data.test.batches([torch.arange(2)], device=ctx.device))
+        ctx.export_model(model, as_rgb(cfg, images))
+
+
+def train_stage(ctx: Context, cfg: Config, setup: StageSetup) -> None:
+    """Train until a stop rule of the config applies, which becomes `ctx.end_reason`, or a stop is requested."""
+    data, engine, optimizer, saved = setup.data, setup.engine, setup.optimizer, setup.saved
+    num_micro_batches = select_micro_batches(ctx, cfg, setup)
+    position = saved.trainer["position"] if saved is not None else None
+    progress = Progress(cfg, len(data.train) // cfg.data.batch_size, position)
+    # Not Meter.restore: every rank counts the same steps, so its sum over ranks would be wrong.
+    meter = Meter(saved.local if saved is not None else None, ctx.device)
+
+    def save(metrics: Mapping[str, float]) -> None:
+        state = {
+            "position": progress.state_dict(),
+            "units": [list(names) for names in setup.units],
+            "num_micro_batches": num_micro_batches,
+        }
+        shard = stage_shard(engine.stage, optimizer)  # each stage adds its own
+        ctx.save(progress.step, model=None, trainer=state, local=meter.state_dict(), metrics=metrics, shard=shard)
+
+    ctx.training_begins()  # the time until here counts as start-up
+    while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
+        engine.stage.train()
+        steps = step_batches(ctx, cfg, data, epoch=progress.epoch, start=progress.step_in_epoch)
+        for images, labels in islice(steps, progress.steps_until_evaluation):
+            set_lr(optimizer, cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule))
+            meter.add(**train_step(cfg, setup, images, labels, num_micro_batches))
+            progress.count_step()
+            if progress.log_is_due:
+                ctx.log(interval_metrics(ctx, cfg, optimizer, progress, meter, num_micro_batches), progress.step)
+                meter.reset()
+            if ctx.should_stop(progress.step, progress.total_steps):  # the same answer on all ranks
+                save({})
+                return
+            # Before an evaluation no checkpoint is saved, as one with its metrics follows.
+            if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
+                save({})
+        with meter.paused():
+            with ctx.evaluating():
+                metrics = evaluate(ctx, cfg, data, engine)
+            ctx.log(metrics, progress.step)
+            progress.end_epoch(metrics)
+            save(metrics)
+    ctx.end_reason = progress.end_reason
+
+
+def train_step(
+    cfg: Config, setup: StageSetup, images: Tensor | None, labels: Tensor | None, num_micro_batches: int
+) -> dict[str, Any]:
+    """Do one optimizer step of this stage. Returns sums for the metrics; all stages but the last have a loss of 0."""
+    idle_s = setup.engine.idle_s
+    loss = setup.engine.step(images, labels, num_micro_batches)
+    if cfg.optim.max_grad_norm is not None:
+        clip_gradients(setup, cfg.optim.max_grad_norm)
+    setup.optimizer.step()
+    setup.optimizer.zero_grad()
+    return {"loss_sum": loss, "num_steps": 1, "idle_s": setup.engine.idle_s - idle_s}
+
+
+def clip_gradients(setup: StageSetup, max_norm: float) -> None:
+    """Clip by the norm of the whole model's gradient, which does not depend on the split; call it on every rank."""
+    gradients = [parameter.grad for parameter in setup.engine.stage.parameters() if parameter.grad is not None]
+    norms = torch.zeros(setup.num_parameters, device=gradients[0].device)
+    own = slice(setup.first_parameter, setup.first_parameter + len(gradients))
+    norms[own] = torch.stack(torch._foreach_norm(gradients))
+    dist.all_reduce(norms)  # each element has one owner, the others add zeros
+    factor = torch.clamp(max_norm / (norms.norm() + 1e-6), max=1.0)
+    torch._foreach_mul_(gradients, factor)
+
+
+def interval_metrics(
+    ctx: Context,
+    cfg: Config,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    meter: Meter,
+    num_micro_batches: int,
+) -> dict[str, float]:
+    """Return the training metrics since the last logged step, and each stage's time per step without waits."""
+    elapsed_s, idle_s, num_steps = meter.elapsed_s, meter.sums["idle_s"], meter.sums["num_steps"]
+    busy_s = [0.0] * ctx.world_size
+    busy_s[ctx.rank] = elapsed_s - idle_s
+    sums = ctx.sum_over_ranks([float(meter.sums["loss_sum"]), idle_s, elapsed_s, *busy_s])
+    loss_sum, all_idle_s, all_elapsed_s, *busy_s = sums
+    return {
+        "train/loss": loss_sum / num_steps,
+        "train/lr": optimizer.param_groups[0]["lr"],
+        "train/epoch": progress.epochs,
+        "train/samples_per_s": cfg.data.batch_size * num_steps / elapsed_s,
+        "samples": progress.count_samples(cfg.data.batch_size * num_steps),
+        "pipeline/bubble": all_idle_s / all_elapsed_s,
+        "pipeline/bubble_in_theory": ideal_bubble(ctx.world_size, num_micro_batches),
+        **{f"pipeline/busy_s/stage_{index}": seconds / num_steps for index, seconds in enumerate(busy_s)},
+    }
+
+
+def evaluate(ctx: Context, cfg: Config, data: ImageData, engine: RpcEngine) -> dict[str, float]:
+    """Return loss and accuracy over the test set, each sample counted once, equal on all ranks."""
+    size = cfg.data.eval_batch_size
+    num_left = len(data.test)
+    num_batches = math.ceil(num_left / size)
+    # All batches have the same size; the samples that fill up the last one are not counted.
+    samples = (torch.arange(num_batches * size) % num_left).split(size)
+
+    def images() -> Iterator[Tensor | None]:
+        if ctx.rank > 0:
+            yield from [None] * num_batches
+            return
+        for batch, _ in data.test.batches(samples, device=ctx.device, channels_last=cfg.model.channels_last):
+            yield as_rgb(cfg, batch)
+
+    engine.stage.eval()
+    loss_sum = torch.zeros((), device=ctx.device, dtype=torch.float64)
+    num_correct = torch.zeros((), device=ctx.device, dtype=torch.int64)
+    for logits, indices in zip(engine.infer(images()), samples, strict=True):
+        if logits is not None:
+            num_counted = min(size, num_left)
+            logits = logits[:num_counted].float()
+            labels = data.test.labels[indices[:num_counted]].to(ctx.device)
+            loss_sum += F.cross_entropy(logits, labels, reduction="sum")
+            num_correct += (logits.argmax(dim=1) == labels).sum()
+        num_left -= size
+        ctx.alive()
+    loss, correct = ctx.sum_over_ranks([loss_sum.item(), num_correct.item()])
+    return {"eval/loss": loss / len(data.test), "eval/accuracy": correct / len(data.test)}
+
+
+def step_batches(
+    ctx: Context, cfg: Config, data: ImageData, *, epoch: int, start: int
+) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    """Yield (images, labels) of each step of the epoch from `start` on: images in stage 0, labels in the last stage.
+
+    All batches are full; the remaining samples are part of other epochs, which have another order.
+    """
+    size = cfg.data.batch_size
+    generator = torch.Generator().manual_seed(cfg.seed + epoch)
+    order = torch.randperm(len(data.train), generator=generator)[: len(data.train) // size * size]
+    samples = order.split(size)[start:]
+    images = None
+    if ctx.rank == 0:
+        images = data.train.batches(samples, device=ctx.device, epoch=epoch, channels_last=cfg.model.channels_last)
+    is_last = ctx.rank == ctx.world_size - 1
+    for indices in samples:
+        yield (
+            None if images is None else as_rgb(cfg, next(images)[0]),
+            data.train.labels[indices].to(ctx.device) if is_last else None,
+        )
+
+
+def as_rgb(cfg: Config, images: Tensor) -> Tensor:
+    """Return images [B, 3, H, W]; a grey image becomes three equal channels."""
+    if images.shape[1] == 3:
+        return images
+    memory_format = torch.channels_last if cfg.model.channels_last else torch.contiguous_format
+    return images.expand(-1, 3, -1, -1).contiguous(memory_format=memory_format)
+
+
+# Set-up of a stage: data, split of the model, engine, and the state of a checkpoint.
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSetup:
+    """This rank's stage, ready to train."""
+
+    data: ImageData
+    engine: RpcEngine
+    optimizer: torch.optim.Optimizer
+    saved: Restored | None  #: the checkpoint that the stage has been loaded from
+    units: list[tuple[str, ...]]  #: of every stage
+    first_parameter: int  #: index of this stage's first parameter among those of the whole model
+    num_parameters: int  #: of the whole model
+
+
+@contextmanager
+def open_stage(ctx: Context, cfg: Config) -> Iterator[StageSetup]:
+    """Build and restore this rank's stage and connect it to the others; call it on every rank."""
+    pipeline = cfg.section(PipelineConfig)
+    data = load_data(ctx, cfg)
+    model = build_whole_model(cfg, data)
+    ctx.log_model_size(sum(parameter.numel() for parameter in model.parameters()))
+    if ctx.device.type == "cpu":
+        use_onednn_for_pointwise(model)
+    if cfg.model.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    saved = ctx.restore()
+    units = choose_cut(ctx, model, _example_images(cfg, data), saved)
+    names = [name for name, _ in model.named_parameters()]
+    stage = Stage(model, units[ctx.rank], checkpointing=pipeline.activation_checkpointing)
+    del model  # frees the other stages
+    stage, inbox = stage.to(ctx.device), Inbox()
+    with rpc_group(ctx, inbox.functions) as rpc:
+        wire = Wire(ctx, rpc, inbox)
+        engine = RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size, schedule=pipeline.schedule)
+        optimizer = build_optimizer(stage.parameters(), cfg.optim)
+        if saved is not None:
+            load_stage(stage, optimizer, saved, units, ctx.rank)
+        yield StageSetup(
+            data=data,
+            engine=engine,
+            optimizer=optimizer,
+            saved=saved,
+            units=units,
+            first_parameter=names.index(next(name for name, _ in stage.named_parameters())),
+            num_parameters=len(names),
+        )
+
+
+def load_data(ctx: Context, cfg: Config) -> ImageData:
+    """Return the dataset. Only the first stage reads images, so nothing is preloaded for the others."""
+    if ctx.topology.local_rank == 0:
+        prepare(cfg.data)
+    ctx.barrier()  # the other ranks of the node wait for the download
+    data = load_datasets(cfg.data if ctx.rank == 0 else replace(cfg.data, preload="never"), cfg.seed)
+    if len(data.train) < cfg.data.batch_size:
+        raise ConfigError([f"data.batch_size={cfg.data.batch_size}, but there are {len(data.train)} training images"])
+    log_image_data(ctx, cfg.data, data, cfg.seed)
+    return data
+
+
+def build_whole_model(cfg: Config, data: ImageData) -> nn.Module:
+    """Return the unsplit model, initialised from torch's global generator: before training equal on all ranks.
+
+    It takes three channels: grey images become three equal ones.
+    """
+    return build_model(cfg.model.name, num_classes=data.num_classes, in_channels=3, image_size=data.image_size)
+
+
+def _example_images(cfg: Config, data: ImageData) -> Tensor:
+    """Return random images, as many as a micro-batch has (a quarter of the batch if the number is to be measured)."""
+    number = cfg.section(PipelineConfig).num_micro_batches
+    size = max(2, cfg.data.batch_size // (number if isinstance(number, int) else 4))
+    shape = (size, 3, data.image_size, data.image_size)
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return images.contiguous(memory_format=torch.channels_last) if cfg.model.channels_last else images
+
+
+def select_micro_batches(ctx: Context, cfg: Config, setup: StageSetup) -> int:
+    """Return the configured number of micro-batches; for `auto` that of the checkpoint, or else the fastest."""
+    number = cfg.section(PipelineConfig).num_micro_batches
+    if isinstance(number, int):
+        return number
+    if setup.saved is not None:
+        return int(setup.saved.trainer["num_micro_batches"])
+    images, labels = next(step_batches(ctx, cfg, setup.data, epoch=0, start=0))
+    return choose_micro_batches(ctx, setup.engine.stage, lambda number: setup.engine.step(images, labels, number))
+
+
 # A stage's part of a checkpoint: weights, running statistics and optimizer states under the whole model's names.
 
 
@@ -80,270 +338,13 @@ def load_stage(
     optimizer.load_state_dict(state_dict)
 
 
-# Set-up of the pipeline trainer: data, split of the model, engine, and the state of a checkpoint.
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageSetup:
-    """This rank's stage, ready to train."""
-
-    data: ImageData
-    engine: RpcEngine
-    optimizer: torch.optim.Optimizer
-    saved: Restored | None  #: the checkpoint that the stage has been loaded from
-    units: list[tuple[str, ...]]  #: of every stage
-    parameter_slots: range  #: indices of this stage's parameters among those of the whole model
-    num_parameters: int  #: of the whole model
-
-    @property
-    def stage(self) -> Stage:
-        """The part of the model on this rank."""
-        return self.engine.stage
-
-
-@contextmanager
-def open_stage(ctx: Context, cfg: Config) -> Iterator[StageSetup]:
-    """Build and restore this rank's stage and connect it to the others; call it on every rank."""
-    if ctx.topology.local_rank == 0:
-        prepare(cfg.data)
-    ctx.barrier()  # the other ranks of the node wait for the download
-    # Only the first stage reads images, so nothing is preloaded for the others.
-    data = load_datasets(cfg.data if ctx.rank == 0 else replace(cfg.data, preload="never"), cfg.seed)
-    if len(data.train) < cfg.data.batch_size:
-        raise ConfigError([f"data.batch_size={cfg.data.batch_size}, but there are {len(data.train)} training images"])
-    log_image_data(ctx, cfg.data, data, cfg.seed)
-    model = build_whole_model(cfg, data)
-    ctx.log_model_size(sum(parameter.numel() for parameter in model.parameters()))
-    if ctx.device.type == "cpu":
-        use_onednn_for_pointwise(model)
-    if cfg.model.channels_last:
-        model = model.to(memory_format=torch.channels_last)
-    saved = ctx.restore()
-    example = _example_images(cfg, data)
-    units = choose_cut(ctx, model, example, saved)
-    stage = Stage(model, units[ctx.rank], checkpointing=cfg.section(PipelineConfig).activation_checkpointing)
-    names = [name for name, _ in model.named_parameters()]
-    own = [name for name, _ in stage.named_parameters()]
-    first = names.index(own[0]) if own else 0
-    del model  # frees the other stages
-    stage, inbox, schedule = stage.to(ctx.device), Inbox(), cfg.section(PipelineConfig).schedule
-    with rpc_group(ctx, inbox.functions) as group:
-        wire = Wire(ctx, group, inbox)
-        engine = RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size, schedule=schedule)
-        optimizer = build_optimizer(stage.parameters(), cfg.optim)
-        if saved is not None:
-            load_stage(stage, optimizer, saved, units, ctx.rank)
-        yield StageSetup(
-            data=data,
-            engine=engine,
-            optimizer=optimizer,
-            saved=saved,
-            units=units,
-            parameter_slots=range(first, first + len(own)),
-            num_parameters=len(names),
-        )
-
-
-def build_whole_model(cfg: Config, data: ImageData) -> nn.Module:
-    """Return the unsplit model, initialised from torch's global generator: before training equal on all ranks.
-
-    It takes three channels: grey images become three equal ones.
-    """
-    return build_model(cfg.model.name, num_classes=data.num_classes, in_channels=3, image_size=data.image_size)
-
-
-def _example_images(cfg: Config, data: ImageData) -> Tensor:
-    """Return random images, as many as a micro-batch has (a quarter of the batch if the number is to be measured)."""
-    number = cfg.section(PipelineConfig).num_micro_batches
-    size = max(2, cfg.data.batch_size // (number if isinstance(number, int) else 4))
-    shape = (size, 3, data.image_size, data.image_size)
-    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    return images.contiguous(memory_format=torch.channels_last) if cfg.model.channels_last else images
-
-
-def train(ctx: Context, cfg: Config) -> None:
-    """Train, evaluate after each epoch, save checkpoints and export the final model. Every stage calls it."""
-    ctx.roles.require(stage=None)
-    with open_stage(ctx, cfg) as setup:
-        data, engine, optimizer, saved = setup.data, setup.engine, setup.optimizer, setup.saved
-        num_micro_batches = select_micro_batches(ctx, cfg, setup)
-        progress = Progress(
-            cfg, len(data.train) // cfg.data.batch_size, saved.trainer["position"] if saved is not None else None
-        )
-        # Not Meter.restore: every rank counts the same steps, so its sum over ranks would be wrong.
-        meter = Meter(saved.local if saved is not None else None, ctx.device)
-
-        def save(metrics: Mapping[str, float]) -> None:
-            state = {
-                "position": progress.state_dict(),
-                "units": [list(names) for names in setup.units],
-                "num_micro_batches": num_micro_batches,
-            }
-            shard = stage_shard(setup.stage, optimizer)  # each stage adds its own
-            ctx.save(progress.step, model=None, trainer=state, local=meter.state_dict(), metrics=metrics, shard=shard)
-
-        ctx.training_begins()  # the time until here counts as start-up
-        while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
-            setup.stage.train()
-            steps = step_batches(ctx, cfg, data, epoch=progress.epoch, start=progress.step_in_epoch)
-            for images, labels in islice(steps, progress.steps_until_evaluation):
-                set_lr(optimizer, cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule))
-                idle_s = engine.idle_s
-                loss = train_step(cfg, setup, images, labels, num_micro_batches)  # 0 in all stages but the last
-                meter.add(loss_sum=loss, num_steps=1, idle_s=engine.idle_s - idle_s)
-                progress.count_step()
-                if progress.log_is_due:
-                    metrics = interval_metrics(ctx, cfg, optimizer, progress, meter, num_micro_batches)
-                    ctx.log(metrics, progress.step)
-                    meter.reset()
-                if ctx.should_stop(progress.step, progress.total_steps):  # the same answer on all ranks
-                    save({})
-                    return
-                # Before an evaluation no checkpoint is saved, as one with its metrics follows.
-                if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
-                    save({})
-            with meter.paused():
-                with ctx.evaluating():
-                    metrics = evaluate(ctx, cfg, data, engine)
-                ctx.log(metrics, progress.step)
-                progress.end_epoch(metrics)
-                save(metrics)
-        ctx.end_reason = progress.end_reason
-        whole = _gather_model(ctx, cfg, data, setup.stage)
-    # The export follows the end of RPC, which has a shorter time limit.
-    if whole is not None:
-        images, _ = next(data.test.batches([torch.arange(2)], device=ctx.device))
-        ctx.export_model(whole, as_rgb(cfg, images))
-
-
-def interval_metrics(
-    ctx: Context,
-    cfg: Config,
-    optimizer: torch.optim.Optimizer,
-    progress: Progress,
-    meter: Meter,
-    num_micro_batches: int,
-) -> dict[str, float]:
-    """Return the training metrics since the last logged step, and each stage's time per step without waits."""
-    elapsed_s, idle_s, num_steps = meter.elapsed_s, meter.sums["idle_s"], meter.sums["num_steps"]
-    busy_s = [0.0] * ctx.world_size
-    busy_s[ctx.rank] = elapsed_s - idle_s
-    sums = ctx.sum_over_ranks([float(meter.sums["loss_sum"]), idle_s, elapsed_s, *busy_s])
-    loss_sum, all_idle_s, all_elapsed_s, *busy_s = sums
-    return {
-        "train/loss": loss_sum / num_steps,
-        "train/lr": optimizer.param_groups[0]["lr"],
-        "train/epoch": progress.epochs,
-        "train/samples_per_s": cfg.data.batch_size * num_steps / elapsed_s,
-        "samples": progress.count_samples(cfg.data.batch_size * num_steps),
-        "pipeline/bubble": all_idle_s / all_elapsed_s,
-        "pipeline/bubble_in_theory": ideal_bubble(ctx.world_size, num_micro_batches),
-        **{f"pipeline/busy_s/stage_{index}": seconds / num_steps for index, seconds in enumerate(busy_s)},
-    }
-
-
-def select_micro_batches(ctx: Context, cfg: Config, setup: StageSetup) -> int:
-    """Return the configured number of micro-batches; for `auto` that of the checkpoint, or else the fastest."""
-    number = cfg.section(PipelineConfig).num_micro_batches
-    if isinstance(number, int):
-        return number
-    if setup.saved is not None:
-        return int(setup.saved.trainer["num_micro_batches"])
-    images, labels = next(step_batches(ctx, cfg, setup.data, epoch=0, start=0))
-    return choose_micro_batches(ctx, setup.stage, lambda number: setup.engine.step(images, labels, number))
-
-
-def step_batches(
-    ctx: Context, cfg: Config, data: ImageData, *, epoch: int, start: int
-) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-    """Yield (images, labels) of each step of the epoch from `start` on: images in stage 0, labels in the last stage.
-
-    All batches are full; the remaining samples are part of other epochs, which have another order.
-    """
-    size = cfg.data.batch_size
-    generator = torch.Generator().manual_seed(cfg.seed + epoch)
-    order = torch.randperm(len(data.train), generator=generator)[: len(data.train) // size * size]
-    samples = order.split(size)[start:]
-    images = None
-    if ctx.rank == 0:
-        images = data.train.batches(samples, device=ctx.device, epoch=epoch, channels_last=cfg.model.channels_last)
-    is_last = ctx.rank == ctx.world_size - 1
-    for indices in samples:
-        yield (
-            None if images is None else as_rgb(cfg, next(images)[0]),
-            data.train.labels[indices].to(ctx.device) if is_last else None,
-        )
-
-
-def as_rgb(cfg: Config, images: Tensor) -> Tensor:
-    """Return images [B, 3, H, W]; a grey image becomes three equal channels."""
-    if images.shape[1] == 3:
-        return images
-    memory_format = torch.channels_last if cfg.model.channels_last else torch.contiguous_format
-    return images.expand(-1, 3, -1, -1).contiguous(memory_format=memory_format)
-
-
-def train_step(
-    cfg: Config, setup: StageSetup, images: Tensor | None, labels: Tensor | None, num_micro_batches: int
-) -> Tensor:
-    """Do one optimizer step of this stage; return the mean loss in the last stage, zero elsewhere."""
-    loss = setup.engine.step(images, labels, num_micro_batches)
-    if cfg.optim.max_grad_norm is not None:
-        clip_gradients(setup, cfg.optim.max_grad_norm)
-    setup.optimizer.step()
-    setup.optimizer.zero_grad()
-    return loss
-
-
-def clip_gradients(setup: StageSetup, max_norm: float) -> None:
-    """Clip by the norm of the whole model's gradient, which does not depend on the split; call it on every rank."""
-    gradients = [parameter.grad for parameter in setup.stage.parameters() if parameter.grad is not None]
-    norms = torch.zeros(setup.num_parameters, device=gradients[0].device)
-    norms[setup.parameter_slots.start : setup.parameter_slots.stop] = torch.stack(torch._foreach_norm(gradients))
-    dist.all_reduce(norms)  # each element has one owner, the others add zeros
-    factor = torch.clamp(max_norm / (norms.norm() + 1e-6), max=1.0)
-    torch._foreach_mul_(gradients, factor)
-
-
-def evaluate(ctx: Context, cfg: Config, data: ImageData, engine: RpcEngine) -> dict[str, float]:
-    """Return loss and accuracy over the test set, each sample counted once, equal on all ranks."""
-    size = cfg.data.eval_batch_size
-    num_left = len(data.test)
-    num_batches = math.ceil(num_left / size)
-    # All batches have the same size; the samples that fill up the last one are not counted.
-    samples = (torch.arange(num_batches * size) % num_left).split(size)
-
-    def images() -> Iterator[Tensor | None]:
-        if ctx.rank > 0:
-            yield from [None] * num_batches
-            return
-        for batch, _ in data.test.batches(samples, device=ctx.device, channels_last=cfg.model.channels_last):
-            yield as_rgb(cfg, batch)
-
-    engine.stage.eval()
-    loss_sum = torch.zeros((), device=ctx.device, dtype=torch.float64)
-    num_correct = torch.zeros((), device=ctx.device, dtype=torch.int64)
-    for logits, indices in zip(engine.infer(images()), samples, strict=True):
-        if logits is not None:
-            num_counted = min(size, num_left)
-            logits = logits[:num_counted].float()
-            labels = data.test.labels[indices[:num_counted]].to(ctx.device)
-            loss_sum += F.cross_entropy(logits, labels, reduction="sum")
-            num_correct += (logits.argmax(dim=1) == labels).sum()
-        num_left -= size
-        ctx.alive()
-    engine.stage.train()
-    loss, correct = ctx.sum_over_ranks([loss_sum.item(), num_correct.item()])
-    return {"eval/loss": loss / len(data.test), "eval/accuracy": correct / len(data.test)}
-
-
-def _gather_model(ctx: Context, cfg: Config, data: ImageData, stage: Stage) -> nn.Module | None:
+def gather_model(ctx: Context, cfg: Config, setup: StageSetup) -> nn.Module | None:
     """Return the whole model on the CPU of rank 0, None elsewhere; call it on every rank."""
     parts: list[Any] = [None] * ctx.world_size
-    state = {name: tensor.cpu() for name, tensor in stage.state_dict().items()}
+    state = {name: tensor.cpu() for name, tensor in setup.engine.stage.state_dict().items()}
     dist.gather_object(state, parts if ctx.is_main else None, dst=0)
     if not ctx.is_main:
         return None
-    model = build_whole_model(cfg, data)
+    model = build_whole_model(cfg, setup.data)
     model.load_state_dict({name: tensor for part in parts for name, tensor in part.items()})
     return model
