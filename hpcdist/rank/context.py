@@ -33,7 +33,7 @@ from hpcdist.rank.elastic import (
     sum_over_ranks,
 )
 from hpcdist.rank.process_group import Groups
-from hpcdist.rank.step_timing import CudaClock, HostClock, NodeTimes, StepTimer
+from hpcdist.rank.step_timing import CudaClock, HostClock, NodeTimes, StepTimer, TimedDDP
 from hpcdist.rank.stopping import LiveCommands, StopAgreement
 from hpcdist.rank.telemetry import Heartbeat
 from hpcdist.review.figures import Figure, write_figure
@@ -383,9 +383,6 @@ class Context:
                 backward pass exchanges gradients.
         """
         self.log_model_size(sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad))
-        # Its decorators import torch's compiler: seconds that a rank without DistributedDataParallel saves.
-        from hpcdist.rank.step_timing import TimedDDP
-
         is_elastic = self.config.data.global_batch_size is not None
         if is_elastic:
             options["static_graph"] = False  # not every backward pass exchanges gradients

@@ -26,7 +26,6 @@ import select
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -61,10 +60,6 @@ _OF_TRAINERS = (
     "hpcdist.rank.process_group",
     "hpcdist.rank.telemetry",
 )
-#: Imports torch._dynamo, as long an import as that of torch. Ranks need it for DistributedDataParallel and optimizers.
-_OF_STEPS = "hpcdist.rank.step_timing"
-#: Idle time in seconds after which the parent imports `_OF_STEPS` in advance, for the next attempt.
-_IDLE_S = 10.0
 #: How long the parent retries to read the config, as a rank does.
 FILE_TIMEOUT_S = 120.0
 #: Beginnings of the names of variables that may differ between steps, or between tasks of a step: none of the parent's.
@@ -91,7 +86,7 @@ def main() -> None:
     env = dict(os.environ)
     try:
         with retry.patient(FILE_TIMEOUT_S):
-            config = _import_modules(RunDir(Path(folder)), late=not node)
+            config = _import_modules(RunDir(Path(folder)))
     except BaseException:
         leave(traceback.format_exc(), CANNOT_FORK)
     if problem := _why_not_forkable():
@@ -101,8 +96,7 @@ def main() -> None:
     if node:
         signal.setitimer(signal.ITIMER_REAL, 0)
         faulthandler.unregister(signal.SIGALRM)
-    restarts = not node and config.launch.max_restarts > 0
-    ForkServer(source, env, starter, listens=bool(node), imports_late=restarts).serve()
+    ForkServer(source, env, starter, listens=bool(node)).serve()
     # In a rank.
     worker = importlib.import_module(RANK_MODULE)
     sys.argv = [str(worker.__file__), folder]
@@ -110,12 +104,8 @@ def main() -> None:
     worker.main()
 
 
-def _import_modules(run: RunDir, *, late: bool) -> Config:
-    """Import the modules of ranks. Returns the config of the run.
-
-    Args:
-        late: whether `_OF_STEPS` may be imported after the first fork.
-    """
+def _import_modules(run: RunDir) -> Config:
+    """Import the modules of ranks. Returns the config of the run."""
     gc.disable()  # as in the worker: imported objects are never freed
     for name in ("torch", RANK_MODULE):
         importlib.import_module(name)
@@ -126,30 +116,10 @@ def _import_modules(run: RunDir, *, late: bool) -> Config:
             importlib.import_module(name)
         if ":" not in config.trainer.target:
             importlib.import_module(f"hpcdist.trainers.{config.trainer.target}.train")
-        if ":" not in config.trainer.target or not late:
-            importlib.import_module(_OF_STEPS)
-    _share_memory()
-    return config
-
-
-def _share_memory() -> None:
     # The collector would write to all objects, and thereby copy the memory that ranks share with the parent.
     gc.freeze()
     gc.enable()
-
-
-def _import_for_restarts() -> str:
-    """Import the modules that the first attempt has imported itself; return why ranks cannot be forked now, or "".
-
-    An error of the import is one of the ranks, too, and not of this process.
-    """
-    try:
-        gc.disable()
-        importlib.import_module(_OF_STEPS)
-    except Exception:
-        traceback.print_exc()
-    _share_memory()
-    return _why_not_forkable()
+    return config
 
 
 def _why_not_forkable() -> str:
@@ -238,19 +208,13 @@ class ForkServer:
         source: socket that passes connections on, or accepts them if `listens`.
         env: environment before the imports, which may set variables.
         starter: process that started this one.
-        imports_late: whether to import `_OF_STEPS` for the second attempt.
     """
 
-    def __init__(
-        self, source: socket.socket, env: Mapping[str, str], starter: int, *, listens: bool, imports_late: bool
-    ) -> None:
+    def __init__(self, source: socket.socket, env: Mapping[str, str], starter: int, *, listens: bool) -> None:
         self._source = source
         self._env = env
         self._starter = starter
         self._listens = listens
-        self._imports_at = time.monotonic() + _IDLE_S if imports_late else None
-        self._problem = ""
-        self._has_ended = False
         self._ranks: list[_Rank] = []
         self._affinity = os.sched_getaffinity(0)
 
@@ -269,8 +233,6 @@ class ForkServer:
             self._reap()
             if self._source.fileno() in ready:
                 self._accept()
-            if self._imports_at is not None and time.monotonic() > self._imports_at:
-                self._import()
         os._exit(0)
 
     def _accept(self) -> None:
@@ -294,10 +256,6 @@ class ForkServer:
         with suppress(OSError):  # closed by the other side
             connection.send(b"{}")
 
-    def _import(self) -> None:
-        self._imports_at = None
-        self._problem = _import_for_restarts()
-
     def _receive(self, rank: _Rank) -> bool:
         """Fork a rank, or end that of a connection that was closed. Returns whether this process is the rank."""
         try:
@@ -307,7 +265,7 @@ class ForkServer:
         if data == _END:
             os._exit(0)
         if not data or rank.pid:
-            self._end(rank)
+            rank.end()
         elif not _is_closed(rank.connection):
             answer = self._fork(rank, descriptors)
             if answer is None:
@@ -325,13 +283,6 @@ class ForkServer:
         request = json.loads(os.pread(descriptors[0], os.fstat(descriptors[0]).st_size, 0))
         if left := self._left():
             return {"failure": f"process {left} of an earlier attempt survives SIGKILL on this node"}
-        if self._imports_at is not None:
-            self._imports_at = time.monotonic() + _IDLE_S
-            if self._has_ended:
-                # A restart within the idle time: one import here instead of one in each rank.
-                self._import()
-        if self._problem:
-            leave(self._problem, CANNOT_FORK)
         env, own = request["env"], self._env
         if differing := [
             name
@@ -400,16 +351,12 @@ class ForkServer:
             if not rank.pid or os.waitpid(rank.pid, os.WNOHANG)[0]:
                 self._ranks.remove(rank)
 
-    def _end(self, rank: _Rank) -> None:
-        rank.end()
-        self._has_ended |= rank.pid > 0
-
     def _left(self) -> int:
         """Wait for the end of ranks whose connections are closed; returns one that survives SIGKILL, or 0."""
         for rank in self._ranks:
             # A connection that is closed may not have been noticed.
             if rank.is_open and rank.pid and _is_closed(rank.connection):
-                self._end(rank)
+                rank.end()
             if not rank.is_open and rank.pid and not wait_for_end(rank.pid, KILL_S):
                 return rank.pid
         return 0

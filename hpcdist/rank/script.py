@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import importlib.abc
 import importlib.util
 import json
 import logging
@@ -12,9 +10,7 @@ import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 
 from hpcdist.config.topology import Roles, Topology
 from hpcdist.errors import TrainerError
@@ -52,35 +48,6 @@ def script_environment(topology: Topology, run: RunDir, roles: Roles) -> dict[st
     }
 
 
-class QuietImport(importlib.abc.MetaPathFinder):
-    """Disables garbage collection while the script imports torch, which makes the import a tenth faster.
-
-    The script imports torch at its own time, so that it can set variables that torch reads before.
-    """
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return None
-        load = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            was_on = gc.isenabled()
-            gc.disable()
-            try:
-                load(module)
-            finally:
-                gc.freeze()
-                if was_on:
-                    gc.enable()
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
 def run_script(command: Sequence[str], run: RunDir, topology: Topology, roles: Roles) -> None:
     """Run `[script, argument, …]` or `[-m, module, argument, …]` as `__main__` in this process, from the code snapshot.
 
@@ -98,7 +65,6 @@ def run_script(command: Sequence[str], run: RunDir, topology: Topology, roles: R
         log.info("running the copy %s; links in it lead to files beside %s that are not copied", path, script)
     os.environ.update(script_environment(topology, run, roles))
     sys.argv = [path, *arguments]
-    sys.meta_path.insert(0, QuietImport())
     with exit_as_return(script):
         if is_module:  # the copy of the code is on sys.path
             if importlib.util.find_spec(script) is None:

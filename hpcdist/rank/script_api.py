@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hpcdist.config.topology import Topology
 from hpcdist.errors import TrainerError
@@ -34,9 +34,8 @@ from hpcdist.tracking import rank_records
 from hpcdist.tracking.rank_records import RankRecords
 
 if TYPE_CHECKING:
-    import torch
-
     from hpcdist.config.schema import Config
+    from hpcdist.rank.context import Context
     from hpcdist.rank.stopping import LiveCommands, StopAgreement
 
 #: Folder of checkpoints outside of a run, in the current folder.
@@ -219,17 +218,21 @@ class RunningScript:
         return self._heartbeat
 
     def _agreement(self) -> StopAgreement:
-        from hpcdist.rank.stopping import LiveCommands, StopAgreement  # which imports torch
+        import torch
+
+        from hpcdist.rank.stopping import LiveCommands, StopAgreement
 
         group = self._default_group()
         if self._stop is None:
             self._flag.install()
             requests = RequestReader(self._attempt) if self._topology.rank == 0 else None
             self._stop = StopAgreement(None, self._flag, requests, self._config.stop.pause_at_step)
-            self._commands = LiveCommands(self._run, self._attempt, self._topology.rank, self._stop, _device())
-            self._stop.agree_in(self._control_group())
-        elif group is not self._group:
-            self._stop.agree_in(self._control_group())  # the script has initialised its process group again
+            device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+            self._commands = LiveCommands(self._run, self._attempt, self._topology.rank, self._stop, device)
+        elif group is self._group:
+            return self._stop
+        # At the first step, or after the script has initialised its process group again.
+        self._stop.agree_in(self._control_group())
         self._group = group
         return self._stop
 
@@ -272,25 +275,10 @@ class RunningScript:
             self._heartbeat.close()
 
 
-def _device() -> torch.device:
-    """Return the kind of device that the script uses."""
-    import torch
-
-    return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+_rank: Context | RunningScript | None = None
 
 
-class SteppingRank(Protocol):
-    """The `Context` of a trainer or a `RunningScript`: the functions of this module call its methods."""
-
-    def should_stop(self, step: int, total_steps: int | None = None) -> bool: ...
-    def should_save(self, step: int) -> bool: ...
-    def agree_among(self, ranks: Sequence[int]) -> None: ...
-
-
-_rank: SteppingRank | None = None
-
-
-def enter(rank: SteppingRank) -> None:
+def enter(rank: Context | RunningScript) -> None:
     """Let the functions of this module ask `rank`; the worker calls it."""
     global _rank
     _rank = rank

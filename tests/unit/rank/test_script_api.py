@@ -18,6 +18,7 @@ from hpcdist.config.schema import Config, StopConfig
 from hpcdist.config.topology import Roles, Topology
 from hpcdist.errors import TrainerError, UserMistake
 from hpcdist.rank import script_api
+from hpcdist.rank.processes import STOP_SIGNALS
 from hpcdist.rank.script import script_environment
 from hpcdist.rank.script_api import RunningScript, entered_script
 from hpcdist.run.commands import CommandResult, LiveCommand, read_result, send_command
@@ -47,6 +48,15 @@ def topology(num_ranks: int) -> Topology:
     return Topology.from_env({f"HPCDIST_{key}": value for key, value in (ENVIRONMENT | sizes).items()})
 
 
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Restore the handlers of the stop signals."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run folder of which this process is rank 0."""
@@ -62,11 +72,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 def script(run: RunDir) -> Iterator[RunningScript]:
     records = rank_records.current()
     assert records is not None
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
     with entered_script(CONFIG, run.attempt(1), topology(1), records) as running:
         yield running
-    for number, handler in before.items():
-        signal.signal(number, handler)
     records.close()
 
 
@@ -127,7 +134,6 @@ def test_a_script_pauses_at_the_step_of_its_config(run: RunDir) -> None:
     records = rank_records.current()
     assert records is not None
     attempt = run.attempt(1)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
     with entered_script(replace(CONFIG, stop=StopConfig(pause_at_step=3)), attempt, topology(1), records) as script:
         assert [hpcdist.should_stop(step) for step in (1, 2)] == [False, False]
         assert attempt.read_request() is None
@@ -137,8 +143,6 @@ def test_a_script_pauses_at_the_step_of_its_config(run: RunDir) -> None:
     request = attempt.read_request()
     assert request is not None
     assert (request.action, request.cause, request.sentence) == ("stop", "config", "stop.pause_at_step=3")
-    for number, handler in before.items():
-        signal.signal(number, handler)
     records.close()
 
 
@@ -201,14 +205,11 @@ def test_a_script_that_never_asks_to_save_refuses_the_command(run: RunDir) -> No
 def test_a_script_saves_at_the_interval_of_its_config_and_before_a_stop(run: RunDir) -> None:
     records = rank_records.current()
     assert records is not None
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
     config = replace(CONFIG, stop=StopConfig(pause_at_step=7), checkpoint=CheckpointConfig(every_steps=3))
     with entered_script(config, run.attempt(1), topology(1), records) as script:
         assert saved_at(script, 1, 6) == [3, 6]
         assert hpcdist.should_stop(7)
         assert hpcdist.should_save(7)
-    for number, handler in before.items():
-        signal.signal(number, handler)
     records.close()
 
 
@@ -223,7 +224,6 @@ def test_several_ranks_need_a_process_group(run: RunDir) -> None:
 
 def test_ranks_that_count_no_steps_take_no_part(run: RunDir) -> None:
     """As a parameter server: rank 0 decides alone, without a process group, and SIGTERM does not end rank 1."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
     first = RunningScript(CONFIG, run, run.attempt(1), topology(2))
     other = RunningScript(CONFIG, run, run.attempt(1), replace(topology(2), rank=1, local_rank=1))
     try:
@@ -237,8 +237,6 @@ def test_ranks_that_count_no_steps_take_no_part(run: RunDir) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert any(first.should_stop(step, None) for step in range(2, 20_000))
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         first.close()
 
 
@@ -275,15 +273,6 @@ def test_log_notes_the_step_of_ranks_that_record_no_metrics(run: RunDir) -> None
 # --- Unmodified scripts as trainers.
 
 
-SCRIPT = """\
-import gc, os
-assert gc.isenabled()
-os.environ["SET_BEFORE_TORCH"] = "yes"
-import torch
-print(torch.COLLECTS, torch.SET, gc.isenabled(), gc.get_freeze_count() > 0)
-import torch.inner
-print(torch.inner.COLLECTS)
-"""
 RUN = """\
 import sys
 from pathlib import Path
@@ -293,31 +282,6 @@ from hpcdist.rank import script
 script.script_environment = lambda topology, run, roles: {}
 script.run_script(sys.argv[1:], RunDir(Path(sys.argv[1]).parent), None, None)
 """
-
-
-@pytest.mark.processes
-def test_garbage_collection_is_disabled_only_during_the_import_of_torch(tmp_path: Path) -> None:
-    package = tmp_path / "torch"
-    package.mkdir()
-    (package / "__init__.py").write_text(
-        "import gc, os; COLLECTS = gc.isenabled(); SET = os.environ['SET_BEFORE_TORCH']"
-    )
-    (package / "inner.py").write_text("import gc; COLLECTS = gc.isenabled()")
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(script)], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
-    assert done.stdout.splitlines() == ["False yes True True", "True"], done.stderr
-
-
-@pytest.mark.processes
-def test_script_without_torch_runs_where_torch_is_not_installed(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("try:\n    import torch\nexcept ModuleNotFoundError as error:\n    print(error)\n")
-    hidden = f"import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]\n{RUN}"
-    done = subprocess.run([sys.executable, "-c", hidden, str(script)], capture_output=True, text=True, check=False)
-    assert done.stdout == "No module named 'torch'\n", done.stderr
 
 
 @pytest.mark.processes

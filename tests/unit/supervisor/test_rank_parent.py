@@ -286,11 +286,3 @@ def test_stop_before_the_ranks_are_forked(scene: Scene) -> None:
     _, ranks = scene.start("pass", "pass")
     ranks.close()
     assert ranks.exits == {0: -9, 1: -9}
-
-
-def test_parent_imports_for_a_restart_what_the_first_ranks_have_imported(scene: Scene, tmp_path: Path) -> None:
-    module = "hpcdist.rank.step_timing"
-    (tmp_path / "code" / "hpcdist" / "rank" / "step_timing.py").touch()
-    code = f"import sys; sys.exit({module!r} in sys.modules)"
-    assert scene.finish(code, code)[1] == {0: 0, 1: 0}
-    assert scene.finish(code, code)[1] == {0: 1, 1: 1}
