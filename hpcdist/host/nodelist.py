@@ -2,12 +2,7 @@
 
 Ranks in a container have no `scontrol show hostnames`, so the grammar of Slurm's `src/common/hostlist.c`
 is parsed here. Malformed text that Slurm ignores (an unclosed bracket, an empty name) raises an error. Text after the
-last bracket (`n[1-3]-ib`), which Slurm does not accept, is supported::
-
-    names  := name ("," name)*
-    name   := (TEXT | group)+                   TEXT: letters, digits, "-", "_", "."
-    group  := "[" choice ("," choice)* "]"
-    choice := NUMBER | NUMBER "-" NUMBER
+last bracket (`n[1-3]-ib`), which Slurm does not accept, is supported.
 
 Groups multiply in the order of `scontrol show hostnames`: the last one changes fastest, then the first, the second, and
 so on (`m[1-2]n[3-4]o[5-6]`: m1n3o5, m1n3o6, m2n3o5, …). A range keeps the width of its first number.
@@ -20,12 +15,13 @@ from typing import NoReturn
 
 from hpcdist.errors import TopologyError, shortened
 
+#: A nodelist with more names is rejected before memory is allocated for them.
 MAX_HOSTS = 1_000_000
-"""A nodelist with more names is rejected before memory is allocated for them."""
-
 _MAX_NAME_LENGTH = 255  # DNS allows no longer name
-_PART = re.compile(r"(?P<text>[A-Za-z0-9._-]+)|\[(?P<choices>[^\[\]]*)\]")
-_ANOTHER_GROUP = re.compile(r"[^,\[\]]*\[")  # in the rest of the name
+_GROUP = re.compile(r"\[[^\[\]]*\]")
+#: `-` at the beginning would be an option on a command line.
+_NAME = re.compile(r"(?!-)(?:[A-Za-z0-9._-]|\[[^\[\]]*\])+")
+_PART = re.compile(r"\[([^\]]*)\]|([^\[]+)")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _TASKS = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,8})\))?")
 
@@ -33,24 +29,28 @@ _TASKS = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,8})\))?")
 def expand(nodelist: str) -> list[str]:
     """Return the node names of a nodelist, in its order.
 
-    Raises TopologyError for malformed text, with the position (counted from 1) and the problem, and for more
-    than `MAX_HOSTS` names.
+    Raises TopologyError for malformed text, and for more than `MAX_HOSTS` names.
     """
-    if not nodelist:
-        raise TopologyError("the nodelist is empty; give at least one node name")
     hosts: list[str] = []
-    start = 0
-    while True:
-        names, end = _names(nodelist, start)
-        if any(name.startswith("-") for name in names):  # would be an option on a command line
-            _fail(nodelist, start, "a node name cannot begin with '-'")
-        _check_count(nodelist, start, len(hosts) + len(names))
-        hosts.extend(names)
-        if end == len(nodelist):
-            return hosts
-        if nodelist[end] != ",":
-            _fail(nodelist, end, "']' without '['")
-        start = end + 1
+    # Commas inside of brackets separate no names.
+    for name in _GROUP.sub(lambda group: group[0].replace(",", "\0"), nodelist).split(","):
+        if _NAME.fullmatch(name) is None:
+            _fail(nodelist, f"{shortened(name.replace(chr(0), ','))!r} is not a node name")
+        names = [""]
+        num_groups = name.count("[")
+        for choices, text in _PART.findall(name):
+            found = [text] if text else _numbers(nodelist, choices)
+            num_groups -= not text
+            if len(hosts) + len(names) * len(found) > MAX_HOSTS:
+                _fail(nodelist, f"more than {MAX_HOSTS:,} names")
+            if max(map(len, names)) + max(map(len, found)) > _MAX_NAME_LENGTH:
+                _fail(nodelist, f"a node name of more than {_MAX_NAME_LENGTH} characters")
+            if num_groups:
+                names = [left + right for right in found for left in names]
+            else:
+                names = [left + right for left in names for right in found]
+        hosts += names
+    return hosts
 
 
 def expand_tasks(text: str) -> list[int]:
@@ -73,53 +73,20 @@ def expand_tasks(text: str) -> list[int]:
     return counts
 
 
-def _names(nodelist: str, start: int) -> tuple[list[str], int]:
-    """Return text and groups up to a comma, a closing bracket or the end, multiplied out, and the end's position."""
-    names, end = [""], start
-    while end < len(nodelist) and nodelist[end] not in ",]":
-        part = _PART.match(nodelist, end)
-        if part is None:
-            bracket = nodelist[end] == "["
-            _fail(nodelist, end, "'[' without ']'" if bracket else f"{nodelist[end]!r} is not allowed in a node name")
-        found = [part["text"]] if part["text"] else _numbers(nodelist, end, part["choices"])
-        _check_count(nodelist, start, len(names) * len(found))
-        if max(map(len, names)) + max(map(len, found)) > _MAX_NAME_LENGTH:
-            _fail(nodelist, start, f"a node name of more than {_MAX_NAME_LENGTH} characters begins here")
-        end = part.end()
-        if _ANOTHER_GROUP.match(nodelist, end):
-            names = [left + right for right in found for left in names]
-        else:
-            names = [left + right for left in names for right in found]
-    if end == start:
-        _fail(nodelist, start, "a node name is missing")
-    return names, end
-
-
-def _numbers(nodelist: str, start: int, choices: str) -> list[str]:
-    """Return the numbers of the group that begins at `start`; a range keeps the width of its first number."""
+def _numbers(nodelist: str, choices: str) -> list[str]:
     numbers: list[str] = []
-    place = start + 1
-    for choice in choices.split(","):
+    for choice in choices.split("\0"):
         match = _RANGE.fullmatch(choice)
-        if match is None:
-            _fail(nodelist, place, f"expected a number or a range like 1-3, got {shortened(choice)!r}")
-        low, high = int(match[1]), int(match[2] or match[1])
-        if high < low:
-            _fail(nodelist, place, f"the range {choice} runs backwards")
-        _check_count(nodelist, place, high - low + 1)
-        _check_count(nodelist, start, len(numbers) + high - low + 1)
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if match is None or high < low:
+            _fail(nodelist, f"expected a number or a range like 1-3, got {shortened(choice)!r}")
+        if len(numbers) + high - low >= MAX_HOSTS:
+            _fail(nodelist, f"more than {MAX_HOSTS:,} names")
         numbers.extend(f"{number:0{len(match[1])}d}" for number in range(low, high + 1))
-        place += len(choice) + 1
     return numbers
 
 
-def _check_count(nodelist: str, place: int, num_hosts: int) -> None:
-    if num_hosts > MAX_HOSTS:
-        _fail(nodelist, place, f"more than {MAX_HOSTS:,} names")
-
-
-def _fail(nodelist: str, place: int, problem: str) -> NoReturn:
+def _fail(nodelist: str, problem: str) -> NoReturn:
     raise TopologyError(
-        f"nodelist {shortened(nodelist)!r}, character {place + 1}: {problem}; "
-        "expected a form like n1,n[2-4],rack[1-2]-n[08-11]"
+        f"nodelist {shortened(nodelist)!r}: {problem}; expected a form like n1,n[2-4],rack[1-2]-n[08-11]"
     )

@@ -207,7 +207,7 @@ def test_environment_without_a_launcher_is_a_single_rank(env: Env) -> None:
         ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0 set, but RANK"),
         ({"WORLD_SIZE": "all"}, "WORLD_SIZE must be a whole number, got 'all'"),
         ({"SLURM_NTASKS": "many"}, "SLURM_NTASKS must be a whole number, got 'many'; put srun"),
-        ({"SLURM_JOB_NODELIST": "(null)"}, "SLURM_JOB_NODELIST: nodelist '(null)', character 1"),
+        ({"SLURM_JOB_NODELIST": "(null)"}, "SLURM_JOB_NODELIST: nodelist '(null)': '(null)' is not"),
         ({"SLURM_JOB_ID": "a b"}, "a job_id without spaces, got job_id='a b' (from SLURM_JOB_ID=a b)"),
     ],
 )
@@ -335,7 +335,7 @@ def test_rank_0_on_another_node_is_refused_without_its_address() -> None:
         (STEP | {"SLURM_LOCALID": ""}, "SLURM_LOCALID must be set"),
         (STEP | {"SLURM_RESTART_COUNT": "x"}, "SLURM_RESTART_COUNT must be a whole number"),
         (STEP | {"HPCDIST_ATTEMPT": "x"}, "HPCDIST_ATTEMPT must be a whole number"),
-        (STEP | {"SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST: nodelist 'n[1-', character 2: '[' without ']'"),
+        (STEP | {"SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST: nodelist 'n[1-': 'n[1-' is not"),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "3,"}, "SLURM_STEP_TASKS_PER_NODE: tasks per node '3,': '' is not"),
         (without(STEP, "SLURM_JOB_ID"), "SLURM_JOB_ID must be set"),
         (

