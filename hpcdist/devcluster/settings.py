@@ -268,19 +268,13 @@ def node_range(settings: Settings) -> str:
 
 def with_hosts_block(text: str, settings: Settings) -> str:
     """Return /etc/hosts with the cluster's names in a marked block at its end; an existing block is replaced."""
+    text = without_hosts_block(text)
     lines = [BEGIN, *(f"{address} {name}" for name, address in settings.addresses.items()), END]
-    return without_hosts_block(text) + "\n" + "\n".join(lines) + "\n"
+    return text + "\n" * (text[-1:] not in ("", "\n")) + "\n".join(lines) + "\n"
 
 
 def without_hosts_block(text: str) -> str:
-    """Return /etc/hosts without the block, byte for byte, even if its last line had no line break."""
-
-    def join(match: re.Match[str]) -> str:
-        # The line break before the block belongs to it, unless text was appended that needs it.
-        between = match.start() > 0 and match.end() < len(text) and text[match.start() - 1] != "\n"
-        return "\n" if between else ""
-
-    return re.sub(rf"\n?^{re.escape(BEGIN)}$.*?^{re.escape(END)}$\n?", join, text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(rf"^{re.escape(BEGIN)}$.*?^{re.escape(END)}$\n?", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def taken_names(text: str, settings: Settings) -> list[str]:

@@ -117,6 +117,7 @@ def shorten(descriptor: int, max_bytes: int) -> int:
 PIECE_BYTES = 1 << 16
 #: Shown part of a line that is longer than a piece.
 SHOWN_BYTES = 2000
+_TRUNCATED = b" [line of more than %d bytes, truncated]\n" % PIECE_BYTES
 #: Of more new text than this, only the last piece is shown.
 MAX_NEWS_BYTES = 1 << 20
 #: Limits of `last_lines`: bytes at the end of the log, and characters of one line.
@@ -145,29 +146,20 @@ class LogTail:
             if size - self._position > MAX_NEWS_BYTES:
                 self._position, before, self._in_line = size - PIECE_BYTES, self._position, True
                 yield f"[{self._position - before:,} bytes not shown, see {self._path}]\n"
-            file.seek(self._position)
-            while data := file.read(PIECE_BYTES):
-                text, used = self._take(data)
-                if not used:
+            while True:
+                file.seek(self._position)
+                data = file.read(PIECE_BYTES)
+                end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+                is_long = not end and len(data) == PIECE_BYTES
+                if not (end or is_long):
                     return
-                self._position += used
+                self._position += end or len(data)
+                text = data[:end] if end else data[:SHOWN_BYTES] + _TRUNCATED
+                if self._in_line:
+                    text = b"".join(re.split(rb"(?<=[\n\r])", text, maxsplit=1)[1:]) if end else b""
+                self._in_line = is_long
                 if text:
                     yield text.decode(errors="replace")
-                file.seek(self._position)
-
-    def _take(self, data: bytes) -> tuple[bytes, int]:
-        """Return the text of a piece to show, and the number of consumed bytes."""
-        begin = 0
-        if self._in_line:
-            ends = [end for mark in (b"\n", b"\r") if (end := data.find(mark)) >= 0]
-            if not ends:
-                return b"", len(data)
-            self._in_line, begin = False, min(ends) + 1
-        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        if end == 0 and len(data) == PIECE_BYTES:
-            self._in_line = True
-            return data[:SHOWN_BYTES] + b" [line of more than %d bytes, truncated]\n" % PIECE_BYTES, len(data)
-        return data[begin:end], end
 
 
 def last_lines(path: Path, max_lines: int) -> list[tuple[int, str]]:
