@@ -371,8 +371,9 @@ class ContainerSteps(NoContainers):
         for path in retry(lambda: sorted(attempt.path.glob("rank-*.exit")), attempt.path):
             rank = int(path.stem.removeprefix("rank-"))
             # The wrapper of the rank removes the file once the container is removed.
-            if rank not in skip and (code := _read_code(path)):
-                found[rank] = _with_signal(code)
+            with suppress(FileNotFoundError):
+                if rank not in skip and (code := int(retry(path.read_text, path))):
+                    found[rank] = _with_signal(code)
         return found
 
     def _nodes(self) -> list[tuple[Mapping[str, Any], list[str]]]:
@@ -385,14 +386,6 @@ class ContainerSteps(NoContainers):
         return [
             ({"het-group": index}, expand(self._env[f"SLURM_JOB_NODELIST_HET_GROUP_{index}"])) for index in range(size)
         ]
-
-
-def _read_code(path: Path) -> int:
-    """Return the exit code in a file; 0 if the file does not exist any more."""
-    try:
-        return int(retry(path.read_text, path))
-    except FileNotFoundError:
-        return 0
 
 
 def _with_signal(code: int) -> int:

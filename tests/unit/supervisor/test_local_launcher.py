@@ -26,12 +26,6 @@ STUBBORN = "trap '' TERM INT HUP; echo alive >&3; exec sleep 600"
 
 
 @pytest.fixture
-def pipe(tmp_path: Path) -> Iterator[NamedPipe]:
-    with NamedPipe(tmp_path / "pipe") as pipe:
-        yield pipe
-
-
-@pytest.fixture
 def guard() -> Iterator[Guard]:
     guard = Guard()
     yield guard

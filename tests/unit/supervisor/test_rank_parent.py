@@ -261,19 +261,6 @@ def test_ps_shows_the_rank_but_not_its_parent(scene: Scene, pipe: NamedPipe) -> 
     assert pipe.is_released(SOON_S)
 
 
-def test_signals_reach_forked_ranks(scene: Scene, pipe: NamedPipe) -> None:
-    code = HELD.format(pipe=str(pipe.path))
-    _, ranks = scene.start(code, code)
-    try:
-        wait_for_fork(ranks, pipe)
-        ranks.signal(signal.SIGTERM)
-        while ranks.running:
-            ranks.wait(SOON_S)
-        assert ranks.exits == {0: -15, 1: -15}
-    finally:
-        ranks.close()
-
-
 def test_stop_before_the_ranks_are_forked(scene: Scene) -> None:
     """A signal ends ranks that are being started, whatever their parent is doing."""
     _, ranks = scene.start("pass", "pass")

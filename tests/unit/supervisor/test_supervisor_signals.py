@@ -98,15 +98,6 @@ def test_second_interrupt_cancels_the_run(scene: Scene, messages: NamedPipe, ali
     assert alive.is_released(10)
 
 
-def test_ranks_end_with_a_killed_supervisor(scene: Scene, messages: NamedPipe, alive: NamedPipe) -> None:
-    scene.script(first=[[["grandchild", None], ["say", "up"], *STUBBORN]] * 2)
-    with supervisor_process(scene) as process:
-        assert [messages.line(), messages.line()] == ["up", "up"]
-        process.kill()
-    assert alive.is_released(10)
-    assert scene.run.read_state().status == "running"
-
-
 def test_closed_terminal_stops_the_run(scene: Scene, messages: NamedPipe) -> None:
     """Writes to the closed terminal fail, and must not fail the run."""
     scene.script(first=[[["say", "up"], *STOP_ON_REQUEST], [["await", "{attempt}/request.json"]]])
