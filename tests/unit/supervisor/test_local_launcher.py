@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hpcdist_runs import wait_for
 from supervisor_scene import NamedPipe
 
 from hpcdist.supervisor.launcher import Guard
@@ -145,8 +146,12 @@ def test_no_rank_remains_if_one_cannot_be_started(tmp_path: Path, guard: Guard, 
     command = ["sh", "-c", f"exec 3> {pipe.path}; echo ready >&3; exec sleep 600"]
     with pytest.raises(FileNotFoundError, match="missing"):
         LocalRanks(command, [{}, {}], logs, guard, cwd=tmp_path)
-    commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
-    assert not [command for command in commands if str(pipe.path) in command]
+
+    def commands() -> list[str]:
+        return [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+
+    # The shell's child that registers the rank is killed, too, but nobody waits for it.
+    wait_for(lambda: not [command for command in commands() if str(pipe.path) in command], "the end of the rank")
 
 
 # --- descriptors
