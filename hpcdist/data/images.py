@@ -1,6 +1,4 @@
-"""Image sources, readers of dataset files, and random crops and flips that depend on (seed, epoch,
-sample index) only.
-"""
+"""Image sources, readers of dataset files, and random crops and flips."""
 
 from __future__ import annotations
 
@@ -64,7 +62,7 @@ def crop_params(sample_hash: IntOrTensor) -> tuple[IntOrTensor, IntOrTensor, Int
 
 def pad(images: Tensor) -> Tensor:
     """Return [..., H, W] with CROP_PADDING black pixels on each side."""
-    return torch.nn.functional.pad(images, (CROP_PADDING,) * 4)
+    return F.pad(images, (CROP_PADDING,) * 4)
 
 
 def crop_image(image: Tensor, sample_hash: int, *, flip: bool) -> Tensor:

@@ -47,12 +47,15 @@ def test_image_folder_is_not_downloaded(tmp_path: Path) -> None:
         prepare(DataConfig(name="image_folder", root=str(tmp_path)))
     (tmp_path / "train").mkdir()
     prepare(DataConfig(name="image_folder", root=str(tmp_path)))
+    assert missing(DataConfig(name="image_folder", root=str(tmp_path))) == ""
 
 
 @pytest.mark.parametrize("name", ["digits", "synthetic"])
-def test_prepare_writes_nothing_for_datasets_without_files(name: str, tmp_path: Path) -> None:
-    prepare(DataConfig(name=name, root=str(tmp_path / "none")))
+def test_datasets_without_files_are_not_missing_and_prepare_writes_nothing(name: str, tmp_path: Path) -> None:
+    data = DataConfig(name=name, root=str(tmp_path / "none"))
+    prepare(data)
     assert not (tmp_path / "none").exists()
+    assert missing(data) == ""
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
@@ -163,13 +166,3 @@ def test_missing_works_without_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == f"mnist was not found in {tmp_path} (MNIST/raw is missing or incomplete) False\n"
-
-
-@pytest.mark.parametrize("name", ["digits", "synthetic"])
-def test_datasets_without_files_are_not_missing(name: str, tmp_path: Path) -> None:
-    assert missing(DataConfig(name=name, root=str(tmp_path))) == ""
-
-
-def test_existing_dataset_is_not_missing(tmp_path: Path) -> None:
-    (tmp_path / FOLDERS["image_folder"]).mkdir()
-    assert missing(DataConfig(name="image_folder", root=str(tmp_path))) == ""
