@@ -47,12 +47,7 @@ def test_missing_answer_is_a_failure() -> None:
 @pytest.mark.parametrize(
     ("key", "other", "level", "text"),
     [
-        (
-            "hpcdist",
-            "0.0.9",
-            "failure",
-            "hpcdist 0.0.9, the other 3 nodes have 0.1.0; install hpcdist as on",
-        ),
+        ("hpcdist", "0.0.9", "failure", "hpcdist 0.0.9, the other 3 nodes have 0.1.0; install hpcdist as on"),
         ("source", "xyz", "failure", "the code of hpcdist xyz, the other 3 nodes have abc"),
         ("python", "3.11.2", "failure", "python 3.11.2, the other 3 nodes have 3.12.3"),
         ("python", "3.12.1", "warning", "python 3.12.1, the other 3 nodes have 3.12.3"),
@@ -98,9 +93,42 @@ def node_finding(change: dict[str, Any], **asked: Any) -> str:
     return found
 
 
-def test_invisible_run_folder_is_a_failure() -> None:
-    found = node_finding({"witness": False})
-    assert found.startswith("failure n3: run folder: /runs/e/r is not visible there, or not the same one; mount")
+SMALL = {"folder": "/dev/shm", "free": 2**26, "total": 2**26}
+
+
+@pytest.mark.parametrize(
+    ("change", "asked", "finding"),
+    [
+        ({"witness": False}, {}, "failure n3: run folder: /runs/e/r is not visible there, or not the same one; mount"),
+        ({"shm": SMALL}, {"num_workers": 2}, "warning n3: shm: 64 MiB are free in /dev/shm; data workers and NCCL pass"
+         " tensors through it; start"),
+        ({"shm": SMALL}, {}, ""),
+        ({"tmp": {"folder": "/tmp", "free": 10**6, "total": 10**9}}, {}, "warning n3: temporary files: 1 MB are free in"
+         " /tmp; free space, or set cluster.env.TMPDIR"),
+        ({"cores": 1}, {"num_workers": 4, "tasks_per_node": 2}, "warning n3: cores: 2 ranks with 4 data workers each"
+         " share 1 cores; raise"),
+        ({"cores": 1}, {}, ""),
+        ({"gpus": [GPU | {"uncorrected_errors": 7}]}, {}, ""),
+        ({"lookups": {"n3": {"error": "Name or service not known", "forward_s": 0.1}}}, {},
+         "failure n3: names: its own name cannot be looked"),
+        ({"lookups": {"n3": {"late": 5.0}}}, {},
+         "warning n3: names: looking up its own name, or its address, took more than 5 s"),
+        ({"lookups": {"n3": {"address": "10.0.0.3", "forward_s": 2.0}}}, {},
+         "warning n3: names: looking up its own name took 2.0 s"),
+        ({"lookups": {"n3": {"address": "10.0.0.3", "forward_s": 0.0, "reverse_error": "Host name lookup failure",
+          "reverse_s": 4.0}}}, {}, "warning n3: names: the reverse lookup of 10.0.0.3 took 4.0 s; torch repeats"),
+        ({"lookups": {"n3": {"address": "10.0.0.3", "forward_s": 0.0, "reverse_error": "Unknown host",
+          "reverse_s": 0.01}}}, {}, ""),
+    ],
+)  # fmt: skip
+def test_problem_of_a_node_is_reported_if_ranks_depend_on_it(
+    change: dict[str, Any], asked: dict[str, Any], finding: str
+) -> None:
+    answers = healthy()
+    answers["n3"] |= change
+    found = messages(request(**asked), answers)
+    assert len(found) == bool(finding)
+    assert "".join(found).startswith(finding)
 
 
 @pytest.mark.parametrize(
@@ -156,10 +184,6 @@ def test_missing_faulty_or_used_gpu_is_reported(change: dict[str, Any], level: s
     assert found.startswith(f"{level} n3: gpu: {text}")
 
 
-def test_gpus_are_not_checked_if_none_are_requested() -> None:
-    assert messages(request(), healthy(gpus=[GPU | {"uncorrected_errors": 7}])) == []
-
-
 def test_missing_gpus_are_a_warning_with_gloo() -> None:
     (found,) = messages(request(gpus_per_node=2), healthy())
     assert found.startswith("warning gpu: on all 4 nodes (n1, n2, n3, n4): 0 of 2 GPUs are usable")
@@ -171,25 +195,6 @@ def test_driver_older_than_torchs_cuda_is_a_failure() -> None:
     found = messages(request(backend="nccl", gpus_per_node=1), answers)
     assert found[0].startswith("failure n3: driver: torch 2.15.0 needs driver 580.65 or newer for its CUDA 13.2, found")
     assert found[1:] == [line for line in found if "version: driver 550.54.15" in line]
-
-
-@pytest.mark.parametrize(
-    ("lookup", "finding"),
-    [
-        ({"error": "Name or service not known", "forward_s": 0.1}, "failure n3: names: its own name cannot be looked"),
-        ({"late": 5.0}, "warning n3: names: looking up its own name, or its address, took more than 5 s"),
-        ({"address": "10.0.0.3", "forward_s": 2.0}, "warning n3: names: looking up its own name took 2.0 s"),
-        ({"address": "10.0.0.3", "forward_s": 0.0, "reverse_error": "Host name lookup failure", "reverse_s": 4.0},
-         "warning n3: names: the reverse lookup of 10.0.0.3 took 4.0 s; torch repeats"),
-    ],
-)  # fmt: skip
-def test_slow_or_failed_name_lookup_is_reported(lookup: dict[str, Any], finding: str) -> None:
-    assert node_finding({"lookups": {"n3": lookup}}).startswith(finding)
-
-
-def test_failed_reverse_lookup_is_ignored_if_it_is_fast() -> None:
-    lookup = {"address": "10.0.0.3", "forward_s": 0.0, "reverse_error": "Unknown host", "reverse_s": 0.01}
-    assert messages(request(), healthy(lookups={"n1": lookup})) == []
 
 
 def test_loopback_address_is_a_failure_on_the_first_node_only() -> None:
@@ -240,26 +245,6 @@ def test_unused_faster_interface_is_reported() -> None:
         assert messages(request(), answers) == []
 
 
-def test_small_shared_memory_is_reported_if_data_workers_use_it() -> None:
-    small = {"folder": "/dev/shm", "free": 2**26, "total": 2**26}
-    found = node_finding({"shm": small}, num_workers=2)
-    assert found.startswith(
-        "warning n3: shm: 64 MiB are free in /dev/shm; data workers and NCCL pass tensors through it; start"
-    )
-    assert messages(request(), healthy(shm=small)) == [], "no data workers"
-
-
-def test_full_temporary_folder_is_reported() -> None:
-    found = node_finding({"tmp": {"folder": "/tmp", "free": 10**6, "total": 10**9}})
-    assert found.startswith("warning n3: temporary files: 1 MB are free in /tmp; free space, or set cluster.env.TMPDIR")
-
-
-def test_more_data_workers_than_cores_are_reported() -> None:
-    found = node_finding({"cores": 1}, num_workers=4, tasks_per_node=2)
-    assert found.startswith("warning n3: cores: 2 ranks with 4 data workers each share 1 cores; raise")
-    assert messages(request(), healthy(cores=1)) == [], "no data workers"
-
-
 def test_finding_shared_by_most_nodes_is_reported_once() -> None:
     answers = healthy()
     for index, answer in enumerate(answers.values()):
@@ -305,9 +290,10 @@ def test_node_without_machine_facts_is_a_warning() -> None:
 # --- the network: a node is reported if most of its pairs are affected, otherwise the pair is
 
 
-def block(answers: Answers, source: str, target: str, status: str, detail: str = "") -> None:
-    """Replace the result of the connection from `source` to `target`."""
-    answers[source]["network"]["peers"][target] = {"status": status} | ({"detail": detail} if detail else {})
+def block(answers: Answers, sources: list[str], targets: list[str], status: str, detail: str = "") -> None:
+    """Replace the results of connections."""
+    for source, target in ((source, target) for source in sources for target in targets if source != target):
+        answers[source]["network"]["peers"][target] = {"status": status} | ({"detail": detail} if detail else {})
 
 
 def set_rate(answers: Answers, one: str, other: str, rate: float) -> None:
@@ -320,86 +306,52 @@ def pairs_of(answers: Answers, node: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("status", "detail", "text"),
+    ("status", "detail", "name", "text"),
     [
-        ("silent", "", "port 23456 is blocked: packets to it are dropped; open all TCP ports from 20480 on"),
-        ("refused", "", "port 23456 is blocked: connections are refused; open"),
-        ("unreachable", "No route to host", "port 23456 is blocked: No route to host; open"),
-        ("stranger", "another program", "on port 23456 answers another program; identify the program"),
+        ("silent", "", "port", "port 23456 is blocked: packets to it are dropped; open all TCP ports from 20480 on"),
+        ("refused", "", "port", "port 23456 is blocked: connections are refused; open"),
+        ("unreachable", "No route to host", "port", "port 23456 is blocked: No route to host; open"),
+        ("stranger", "another program", "port", "on port 23456 answers another program; identify the program"),
+        ("unresolved", "not known", "names", "its name cannot be looked up (not known); add it to the DNS"),
     ],
 )
 @pytest.mark.parametrize("num_nodes", [3, 4, 16])
-def test_node_that_no_other_reaches_is_reported(num_nodes: int, status: str, detail: str, text: str) -> None:
+def test_node_that_no_other_reaches_is_reported(num_nodes: int, status: str, detail: str, name: str, text: str) -> None:
     answers = healthy(num_nodes)
-    for node in answers:
-        if node != "n3":
-            block(answers, node, "n3", status, detail)
-    (found,) = findings(request(num_nodes), answers)
-    assert (found.level, found.node) == ("failure", "n3")
-    assert found.sentence().startswith(f"n3: port: no other node can reach it: {text}")
+    block(answers, [*answers], ["n3"], status, detail)
+    (found,) = messages(request(num_nodes), answers)
+    assert found.startswith(f"failure n3: {name}: no other node can reach it: {text}")
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "blocked", "found"),
+    [
+        (2, ["n1>n2"], ["n2: port: n1 cannot reach it: port 23456 is blocked: packets to it are dropped"]),
+        (4, ["n3>n1,n2,n4"], ["n3: port: it cannot reach any other node: port 23456 is blocked: packets to it"]),
+        (4, ["n3>n1,n2,n4", "n1,n2,n4>n3"], ["n3: port: no other node can reach it"]),
+        (4, ["n1>n3"], ["port: n1 cannot reach n3, though others can: port 23456 is blocked: packets"]),
+        (6, ["n1,n2,n4,n5,n6>n3", "n1,n2,n3,n4,n6>n5"], ["n3: port: no other", "n5: port: no other"]),
+    ],
+)
+def test_node_is_reported_if_most_of_its_connections_are_blocked(
+    num_nodes: int, blocked: list[str], found: list[str]
+) -> None:
+    answers = healthy(num_nodes)
+    for ways in blocked:
+        sources, _, targets = ways.partition(">")
+        block(answers, sources.split(","), targets.split(","), "silent")
+    for line, beginning in zip(messages(request(num_nodes), answers), found, strict=True):
+        assert line.startswith(f"failure {beginning}")
 
 
 def test_node_that_answers_only_some_nodes_is_busy_and_not_reported() -> None:
     answers = healthy()
-    block(answers, "n1", "n3", "mute", "a silent program")
-    block(answers, "n2", "n3", "mute", "a silent program")
+    block(answers, ["n1", "n2"], ["n3"], "mute", "a silent program")
     assert messages(request(), answers) == []
-    block(answers, "n4", "n3", "mute", "a silent program")
+    block(answers, ["n4"], ["n3"], "mute", "a silent program")
     (found,) = messages(request(), answers)
     assert found.startswith(
         "failure n3: port: no other node can reach it: on port 23456 answers a silent program; identify"
-    )
-
-
-def test_unreachable_node_of_two_is_reported() -> None:
-    answers = healthy(2)
-    block(answers, "n1", "n2", "silent")
-    (found,) = findings(request(2), answers)
-    assert found.node == "n2"
-    assert found.sentence().startswith("n2: port: n1 cannot reach it: port 23456 is blocked: packets to it are dropped")
-
-
-def test_node_that_reaches_no_other_is_reported() -> None:
-    answers = healthy()
-    for _, other in pairs_of(answers, "n3"):
-        block(answers, "n3", other, "silent")
-    (found,) = messages(request(), answers)
-    assert found.startswith("failure n3: port: it cannot reach any other node: port 23456 is blocked: packets to it")
-
-
-def test_node_blocked_in_both_directions_is_reported_once() -> None:
-    answers = healthy()
-    for _, other in pairs_of(answers, "n3"):
-        block(answers, "n3", other, "silent")
-        block(answers, other, "n3", "silent")
-    (found,) = findings(request(), answers)
-    assert found.node == "n3"
-
-
-def test_single_blocked_pair_is_reported_as_a_pair() -> None:
-    answers = healthy()
-    block(answers, "n1", "n3", "silent")
-    (found,) = findings(request(), answers)
-    assert (found.level, found.node) == ("failure", "")
-    assert found.sentence().startswith("port: n1 cannot reach n3, though others can: port 23456 is blocked: packets")
-
-
-def test_two_blocked_nodes_are_both_reported() -> None:
-    answers = healthy(6)
-    for target in ("n3", "n5"):
-        for node in answers:
-            if node != target:
-                block(answers, node, target, "refused")
-    assert [check.node for check in findings(request(6), answers)] == ["n3", "n5"]
-
-
-def test_unresolved_name_is_reported_under_names() -> None:
-    answers = healthy()
-    for _, other in pairs_of(answers, "n3"):
-        block(answers, other, "n3", "unresolved", "Name or service not known")
-    (found,) = messages(request(), answers)
-    assert found.startswith(
-        "failure n3: names: no other node can reach it: its name cannot be looked up (Name or service not known); add"
     )
 
 
@@ -416,8 +368,7 @@ def test_closed_ephemeral_ports_are_reported() -> None:
 
 def test_node_without_an_answer_is_not_also_reported_as_blocked() -> None:
     answers = healthy()
-    for _, other in pairs_of(answers, "n3"):
-        block(answers, other, "n3", "absent")
+    block(answers, [*answers], ["n3"], "absent")
     del answers["n3"]
     assert [check.name for check in findings(request(), answers)] == ["answer"]
 
@@ -426,8 +377,7 @@ def test_node_without_an_answer_is_not_also_reported_as_blocked() -> None:
 def test_port_in_use_is_reported_once(node: str, level: str) -> None:
     answers = healthy()
     answers[node]["network"] |= {"port_problem": "Address already in use", "listener": "pid 7 (nc) of ada"}
-    for _, other in pairs_of(answers, node):
-        block(answers, other, node, "stranger", "another program")
+    block(answers, [*answers], [node], "stranger", "another program")
     (found,) = messages(request(), answers)
     assert found.startswith(f"{level} {node}: port: port 23456 is in use: pid 7 (nc) of ada; end that program")
 
@@ -506,10 +456,7 @@ def test_lost_large_packets_are_reported() -> None:
 @pytest.mark.parametrize(
     ("skew_s", "text"),
     [
-        (
-            5.0,
-            "warning {}: clock: its clock is 5.0 s ahead of the others: logs and metrics",
-        ),
+        (5.0, "warning {}: clock: its clock is 5.0 s ahead of the others: logs and metrics"),
         (-5.0, "warning {}: clock: its clock is 5.0 s behind the others: logs"),
         (40.0, "failure {}: clock: its clock is 40.0 s ahead of the others: a live run could be considered dead; see"),
     ],
@@ -558,15 +505,8 @@ def healthy(num_nodes: int = 4, **changes: Any) -> Answers:
         "host": "host",
         "seconds": 0.4,
         "witness": True,
-        "versions": {
-            "python": "3.12.3",
-            "hpcdist": "0.1.0",
-            "source": "abc",
-            "torch": "2.15.0",
-            "cuda": "13.2",
-            "nccl": "2.30.7",
-            "driver": "580.82.07",
-        },
+        "versions": {"python": "3.12.3", "hpcdist": "0.1.0", "source": "abc", "torch": "2.15.0", "cuda": "13.2"}
+        | {"nccl": "2.30.7", "driver": "580.82.07"},
         "gpus": [],
         "visible_gpus": 0,
         "gpu_device_files": 0,
