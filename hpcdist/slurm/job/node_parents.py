@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from hpcdist.config.schema import Config
 from hpcdist.containers.spec import ContainerSpec
@@ -81,6 +82,17 @@ def _answer_limit_s(config: Config) -> float:
     return config.launch.init_timeout_s / 2  # the other ranks wait init_timeout_s for this one
 
 
+@dataclass
+class _Step:
+    """The parent processes on a fixed set of nodes, which outlive failed attempts."""
+
+    nodes: tuple[str, ...]
+    name: str  #: tasks never find the parents of an earlier supervisor
+    process: subprocess.Popen[bytes]
+    messages_begin: int
+    is_new: bool = True
+
+
 class ParentSteps:
     """Keeps one step of parents for the nodes of the attempts, if `cluster.fork` is set and the ranks can be forked.
 
@@ -105,7 +117,9 @@ class ParentSteps:
         self._guard = guard
         self._env = env
         self._python = python
-        self._current: NodeParents | None = None
+        #: srun's messages.
+        self._messages = run.path / "attempts" / "rank-parent.log"
+        self._step: _Step | None = None
         #: Names of steps on other sets of nodes.
         self._abandoned: list[str] = []
         obstacle = obstacle_to_fork(config, box, env)
@@ -118,137 +132,93 @@ class ParentSteps:
 
         Other nodes than before, and the end of a parent that could fork, lead to a new step.
         """
-        if self._current is not None:
-            self._replace(self._current, nodes)
-        if self._current is None and self._is_usable:
+        if self._step is not None:
+            self._replace(self._step, nodes)
+        if self._step is None and self._is_usable:
             try:
-                self._current = NodeParents(
-                    self._run,
-                    self._config,
-                    nodes,
-                    self._guard,
-                    env=self._env,
-                    python=self._python,
-                    left=self._abandoned,
-                )
+                self._step = self._start(nodes)
             except OSError as error:  # ranks can do without it
                 log.warning("each rank imports torch itself, since their parent process cannot be started: %s", error)
                 self._is_usable = False
-        if self._current is None:
+        if self._step is None:
             return rank_command(self._run.path, self._python)
-        return self._current.task_command()
+        connect_s, self._step.is_new = CONNECT_S if self._step.is_new else 0.0, False
+        limit_s = _answer_limit_s(self._config)
+        return forked_task_command(self._run.path, self._step.name, connect_s, limit_s, self._python)
 
-    def _replace(self, current: NodeParents, nodes: Sequence[str]) -> None:
+    def _start(self, nodes: Sequence[str]) -> _Step:
+        name = f"{self._env['SLURM_JOB_ID']}-{secrets.token_hex(4)}"
+        begin = self._messages.stat().st_size if self._messages.exists() else 0
+        # The new parents end those of abandoned steps.
+        names = [name, *self._abandoned]
+        command = parents_command(
+            self._config.cluster,
+            nodes,
+            node_parent_command(self._run.path, self._config.launch.init_timeout_s, names, self._python),
+            output=self._messages.with_name("rank-parent-%N.log"),
+        )
+        env = {name: value for name, value in self._env.items() if not name.startswith(_OF_TASKS)}
+        process = self._guard.start(command, env=env, cwd=self._run.path, output=self._messages)
+        return _Step(tuple(nodes), name, process, begin)
+
+    def _replace(self, step: _Step, nodes: Sequence[str]) -> None:
         """End a step that cannot fork the ranks of the next attempt."""
-        failures = current.failures()
+        failures = self._failures(step)
         # The kernel ends a parent by SIGALRM that is still importing after its time limit.
         ended = sorted(node for node, code in failures.items() if code not in (CANNOT_FORK, -signal.SIGALRM))
-        if current.nodes != tuple(nodes):
+        if step.nodes != tuple(nodes):
             # Slurm cannot end the step if a node is lost: the parents that follow end those before them.
-            current.abandon()
-            self._abandoned.append(current.name)
-            self._current = None
+            self._abandon(step)
+            self._abandoned.append(step.name)
         elif ended:
-            log.warning(
-                "the parent process of the ranks on %s has ended and is started again (see %s)",
-                ", ".join(ended),
-                current.messages,
-            )
-            self._close_current()
+            names = ", ".join(ended)
+            why = "the parent process of the ranks on %s has ended and is started again (see %s)"
+            log.warning(why, names, self._messages)
+            self._end(step)
         elif failures.keys() >= set(nodes):
-            log.warning(
-                "each rank imports torch itself, since their parent processes have ended (see %s)", current.messages
-            )
-            self._close_current()
+            why = "each rank imports torch itself, since their parent processes have ended (see %s)"
+            log.warning(why, self._messages)
+            self._end(step)
             self._is_usable = False
 
-    def close(self) -> None:
-        """End all steps, and with them their ranks."""
-        self._close_current()
-        if self._abandoned:
-            signal_named_steps(PARENTS_STEP, "KILL")
-
-    def _close_current(self) -> None:
-        if self._current is not None:
-            self._current.close()
-            self._current = None
-
-
-class NodeParents:
-    """The parent processes of the ranks on a fixed set of nodes. They outlive failed attempts.
-
-    Args:
-        env: environment of steps.
-        python: interpreter of the ranks.
-        left: names of abandoned steps, whose parents are ended.
-    """
-
-    def __init__(
-        self,
-        run: RunDir,
-        config: Config,
-        nodes: Sequence[str],
-        guard: Guard,
-        *,
-        env: Mapping[str, str],
-        python: str,
-        left: Sequence[str] = (),
-    ) -> None:
-        self.nodes = tuple(nodes)
-        self._guard = guard
-        self._run = run
-        self._python = python
-        #: Tasks never find the parents of an earlier supervisor.
-        self.name = f"{env['SLURM_JOB_ID']}-{secrets.token_hex(4)}"
-        self._limit_s = _answer_limit_s(config)
-        self._is_new = True
-        #: srun's messages.
-        self.messages = run.path / "attempts" / "rank-parent.log"
-        self._messages_begin = self.messages.stat().st_size if self.messages.exists() else 0
-        command = parents_command(
-            config.cluster,
-            nodes,
-            node_parent_command(run.path, config.launch.init_timeout_s, [self.name, *left], python),
-            output=self.messages.with_name("rank-parent-%N.log"),
-        )
-        own = {name: value for name, value in env.items() if not name.startswith(_OF_TASKS)}
-        self._process = guard.start(command, env=own, cwd=run.path, output=self.messages)
-
-    def task_command(self) -> list[str]:
-        """Return the command of each task of the next attempt."""
-        connect_s, self._is_new = CONNECT_S if self._is_new else 0.0, False
-        return forked_task_command(self._run.path, self.name, connect_s, self._limit_s, self._python)
-
-    def failures(self) -> dict[str, int]:
+    def _failures(self, step: _Step) -> dict[str, int]:
         """Return the exit codes of parents that have ended, by node; negative for a signal."""
         found: dict[str, int] = {}
         # Without the messages, tasks find out that no parent listens.
-        with suppress(OSError), open(self.messages, "rb") as file:
-            file.seek(self._messages_begin)
+        with suppress(OSError), open(self._messages, "rb") as file:
+            file.seek(step.messages_begin)
             found = dict(ended_tasks(file.read().decode(errors="replace")).values())
-        code = self._process.poll()
+        code = step.process.poll()
         if not found and code is not None:
             # Slurm has not started the step, or srun was killed.
-            found = dict.fromkeys(self.nodes, code if code < 0 else CANNOT_FORK)
+            found = dict.fromkeys(step.nodes, code if code < 0 else CANNOT_FORK)
         return found
 
-    def abandon(self) -> None:
-        """End srun, but not the step."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        self._guard.forget(self._process.pid)
-
     def close(self) -> None:
-        """End the step, and with it the ranks."""
-        if self._process.poll() is None:
-            self._process.terminate()  # srun then also ends its tasks
+        """End all steps, and with them their ranks."""
+        if self._step is not None:
+            self._end(self._step)
+        if self._abandoned:
+            signal_named_steps(PARENTS_STEP, "KILL")
+
+    def _end(self, step: _Step) -> None:
+        """End a step, and with it the ranks."""
+        if step.process.poll() is None:
+            step.process.terminate()  # srun then also ends its tasks
             try:
-                self._process.wait(_END_S)
+                step.process.wait(_END_S)
             except subprocess.TimeoutExpired:
                 signal_named_steps(PARENTS_STEP, "KILL")
-        elif self._process.returncode < 0:  # the step outlives a killed srun
+        elif step.process.returncode < 0:  # the step outlives a killed srun
             signal_named_steps(PARENTS_STEP, "KILL")
-        self.abandon()
-        for left in self.messages.parent.glob(f"{self.name}.*"):  # sockets
+        self._abandon(step)
+        for left in self._messages.parent.glob(f"{step.name}.*"):  # sockets
             retry.discard(left)
+
+    def _abandon(self, step: _Step) -> None:
+        """End srun, but not the step."""
+        if step.process.poll() is None:
+            os.killpg(step.process.pid, signal.SIGKILL)
+            step.process.wait()
+        self._guard.forget(step.process.pid)
+        self._step = None

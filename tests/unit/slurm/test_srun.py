@@ -240,10 +240,10 @@ def test_parent_that_has_ended_is_started_again(scene: Scene, caplog: pytest.Log
 def test_step_of_a_killed_srun_is_ended_and_started_again(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     first = scene.steps.task_command(NODES)
     scene.calls(1)
-    current = scene.steps._current
+    current = scene.steps._step
     assert current is not None
-    os.killpg(current._process.pid, signal.SIGKILL)
-    current._process.wait()
+    os.killpg(current.process.pid, signal.SIGKILL)
+    current.process.wait()
     again = scene.steps.task_command(NODES)
     assert again[4] != first[4]
     assert scene.killed == ["rank-parents"]
@@ -277,9 +277,9 @@ def test_parents_that_cannot_fork_have_no_successors(scene: Scene, caplog: pytes
 def test_step_that_slurm_does_not_start_is_not_tried_again(scene: Scene) -> None:
     (scene.folder / "refuses").touch()
     assert scene.steps.task_command(NODES) != scene.alone
-    current = scene.steps._current
+    current = scene.steps._step
     assert current is not None
-    current._process.wait()
+    current.process.wait()
     assert scene.steps.task_command(NODES) == scene.alone
 
 
