@@ -290,7 +290,13 @@ def check(
             "nodes": topology.num_nodes,
             "all_reduce": measured,
         }
-        _report(found, attempt)
+        log.info("%s", text)
+        for line in warnings:
+            log.warning("%s", line)
+        try:
+            write_json(attempt.network, found)
+        except OSError as error:
+            log.warning("%s cannot be written: %s", attempt.network, error.strerror)
 
 
 def _timeout_error(backend: str, timeout_s: float) -> PreflightError:
@@ -299,17 +305,6 @@ def _timeout_error(backend: str, timeout_s: float) -> PreflightError:
         " does a firewall block ports between the nodes, or do they have several networks?"
         f" {'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME selects the interface"
     )
-
-
-def _report(found: dict[str, Any], attempt: Attempt) -> None:
-    """Write the result to the log and to the attempt's folder."""
-    log.info("%s", found["text"])
-    for line in found["warnings"]:
-        log.warning("%s", line)
-    try:
-        write_json(attempt.network, found)
-    except OSError as error:
-        log.warning("%s cannot be written: %s", attempt.network, error.strerror)
 
 
 # --- correctness

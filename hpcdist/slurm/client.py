@@ -105,8 +105,8 @@ def _run_once(command: Sequence[str], timeout_s: float, *, stdin: str = "") -> C
 def query_job(job_id: str, *, history: bool = False) -> JobInfo | None:
     """Return the state of a job, or None if Slurm does not know the job (any more).
 
-    The controller (`scontrol`, or `squeue` if scontrol is not installed) knows jobs that are pending, running or ended
-    a few minutes ago. Accounting (`sacct`) knows older ones, if the cluster has it.
+    The controller (`scontrol`) knows jobs that are pending, running or ended a few minutes ago. Accounting (`sacct`)
+    knows older ones, if the cluster has it.
 
     Args:
         history: query accounting in any case: only accounting knows memory, steps and earlier starts.
@@ -116,7 +116,7 @@ def query_job(job_id: str, *, history: bool = False) -> JobInfo | None:
     controller_error: SlurmError | None = None
     current = past = None
     try:
-        current = _query_controller(job_id)
+        current = parse_scontrol(run("scontrol", "--oneliner", "show", "job", job_id), job_id)
     except SlurmError as error:
         controller_error = error
     if current is not None and not history:
@@ -142,15 +142,6 @@ def accounted_starts(job_id: str) -> list[AccountedStart]:
     """Return all starts of a job in accounting, oldest first; raises SlurmError without accounting."""
     options = ("--duplicates", "--allocations", "-Pn", f"--format={START_FIELDS}")
     return parse_starts(run("sacct", f"--jobs={job_id}", *options), job_id)
-
-
-def _query_controller(job_id: str) -> JobInfo | None:
-    try:
-        return parse_scontrol(run("scontrol", "--oneliner", "show", "job", job_id), job_id)
-    except SlurmError as error:
-        if error.installed:
-            raise
-        return query_jobs([job_id]).get(job_id)
 
 
 def query_jobs(job_ids: Sequence[str]) -> dict[str, JobInfo]:

@@ -153,14 +153,8 @@ def rank_env(config: Config, part: JobComponent | None = None) -> dict[str, str]
 
 def watchdog_command(job_id: str, node: str | None = None) -> list[str]:
     """Return the step of the watchdog on a node, or on one of the second component of a heterogeneous job."""
-    flags = [
-        f"--nodelist={node}" if node else "--het-group=1",
-        "--overlap",
-        f"--job-name={WATCHDOG_STEP}",
-        "--nodes=1",
-        "--ntasks=1",
-        "--cpus-per-task=1",
-    ]
+    place = f"--nodelist={node}" if node else "--het-group=1"
+    flags = [place, "--overlap", f"--job-name={WATCHDOG_STEP}", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"]
     return ["srun", *flags, "--input=none", sys.executable, "-P", "-m", "hpcdist.slurm.job.watchdog", job_id]
 
 

@@ -36,15 +36,44 @@ from hpcdist.supervisor.plan import rank_command
 
 def submit(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) -> str:
     """Submit a run that has a folder; return the job id, which is also written to `slurm.json` in the folder."""
+    (job,) = _submit(config, run, [run], flags or {}, "job", {})
+    return str(job.job_id)
+
+
+def submit_array(
+    config: Config, sweep: RunDir, runs: Sequence[RunDir], flags: Mapping[str, str], parallelism: int | None
+) -> list[str]:
+    """Submit runs that have folders as one job array, with at most `parallelism` running at the same time.
+
+    Returns the job ids of the tasks (`41_0`; `41` for a single run), which are also written to each `slurm.json`.
+    """
+    array = {"array_parallelism": parallelism or len(runs)}
+    jobs = _submit(config, sweep, runs, flags, "job array", array)
+    for run, job in zip(runs, jobs, strict=True):
+        # The log of an array task is in the sweep's folder.
+        log = job.paths.stdout
+        log.touch()
+        folder = run.path / "submitit"
+        folder.mkdir(exist_ok=True)
+        (folder / log.name).symlink_to(os.path.relpath(log, folder))
+    return [str(job.job_id) for job in jobs]
+
+
+def _submit(
+    config: Config, owner: RunDir, runs: Sequence[RunDir], flags: Mapping[str, str], kind: str, array: Mapping[str, int]
+) -> list[Any]:
+    """Submit runs as a job, or as an array with submitit's parameters `array`; `owner` has the batch script."""
     from submitit import SlurmExecutor
 
-    executor = SlurmExecutor(run.path / "submitit", python=SUPERVISOR)
-    executor.update_parameters(**sbatch_parameters(config, run, flags))
-    record_environment(config, [run], os.environ)
-    with _queued([run], "job"):
-        job = executor.submit(supervise_in_job, str(run.path))
-    write_job(run, str(job.job_id), name=f"{run.experiment}/{run.name}")
-    return str(job.job_id)
+    executor = SlurmExecutor(owner.path / "submitit", python=SUPERVISOR)
+    executor.update_parameters(**sbatch_parameters(config, owner, flags), **array)
+    record_environment(config, runs, os.environ)
+    paths = [str(run.path) for run in runs]
+    with _queued(runs, kind):
+        jobs = executor.map_array(supervise_in_job, paths) if array else [executor.submit(supervise_in_job, *paths)]
+    for run, job in zip(runs, jobs, strict=True):
+        write_job(run, str(job.job_id), name=f"{owner.experiment}/{owner.name}")
+    return list(jobs)
 
 
 @contextmanager
@@ -78,34 +107,6 @@ def write_job(run: RunDir, job_id: str, *, name: str) -> None:
     except SlurmError:
         cluster = ""
     write_json(run.path / "slurm.json", {"job_id": job_id, "job_name": name, "cluster": cluster})
-
-
-def submit_array(
-    config: Config, sweep: RunDir, runs: Sequence[RunDir], flags: Mapping[str, str], parallelism: int | None
-) -> list[str]:
-    """Submit runs that have folders as one job array, with at most `parallelism` running at the same time.
-
-    Returns the job ids of the tasks (`41_0`; `41` for a single run), which are also written to each `slurm.json`.
-    """
-    from submitit import SlurmExecutor
-
-    executor = SlurmExecutor(sweep.path / "submitit", python=SUPERVISOR)
-    executor.update_parameters(**sbatch_parameters(config, sweep, flags), array_parallelism=parallelism or len(runs))
-    record_environment(config, runs, os.environ)
-    with _queued(runs, "job array"):
-        jobs = executor.map_array(supervise_in_job, [str(run.path) for run in runs])
-    for run, job in zip(runs, jobs, strict=True):
-        write_job(run, str(job.job_id), name=f"{sweep.experiment}/{sweep.name}")
-        _link_log(run, job.paths.stdout)
-    return [str(job.job_id) for job in jobs]
-
-
-def _link_log(run: RunDir, log: Path) -> None:
-    """Link the log of an array task, which is in the sweep's folder, into the run's folder."""
-    log.touch()
-    folder = run.path / "submitit"
-    folder.mkdir(exist_ok=True)
-    (folder / log.name).symlink_to(os.path.relpath(log, folder))
 
 
 def require_sbatch() -> None:

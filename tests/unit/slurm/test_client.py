@@ -81,13 +81,6 @@ def test_job_in_the_queue_takes_one_command(commands: FakeCommands) -> None:
     assert (info.state, commands.programs()) == ("PENDING", ["scontrol"])
 
 
-def test_squeue_is_used_without_scontrol(commands: FakeCommands) -> None:
-    commands.add("squeue", recorded("squeue"))
-    info = client.query_job("8")
-    assert info is not None
-    assert (info.state, commands.programs()) == ("PENDING", ["squeue"])
-
-
 @pytest.mark.parametrize(
     ("controller", "job", "sacct", "state"),
     [(UNKNOWN_JOB, "7", "node-fail", "NODE_FAIL"), (NO_CONTROLLER, "8", "requeued", "RUNNING")],
