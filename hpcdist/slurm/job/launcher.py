@@ -20,14 +20,7 @@ from hpcdist.host.nodelist import expand, expand_tasks
 from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.run.records import NodeShare, Resources
 from hpcdist.slurm import client
-from hpcdist.slurm.components import (
-    JobComponent,
-    allocations,
-    assign_nodes,
-    components,
-    hosts_by_rank,
-    is_het,
-)
+from hpcdist.slurm.components import allocations, assign_nodes, components, hosts_by_rank, is_het
 from hpcdist.slurm.current_job import CurrentJob, UnkillableSteps, end_orphaned_steps, running_steps
 from hpcdist.slurm.job.elastic import ElasticNodes, FixedNodes, failing_node
 from hpcdist.slurm.job.node_parents import ParentSteps
@@ -317,36 +310,25 @@ def job_resources(
         idle: names of the other nodes of a job with one component.
     """
     parts = components(config)
-    hosts = hosts_by_rank(parts, nodes)
+    hosts, roles = hosts_by_rank(parts, nodes), Roles.of(config.roles, sum(part.num_ranks for part in parts))
     own = {host: part for part, names in zip(parts, nodes, strict=True) for host in names}
-    ranks: dict[str, list[int]] = {host: [] for host in own}
-    if any(part.gpus_per_node for part in parts):
-        whole = None if is_het(config) else allocations(config)[0]
-        roles = Roles.of(config.roles, len(hosts))
-        for rank, host in enumerate(hosts):
-            if own[host].gpus_per_node and role_device(config, roles.of_rank(rank)[0]) != "cpu":
-                ranks[host].append(rank)
-        gpus = {host: (whole or part).gpus_per_node for host, part in own.items()}
-        gpus |= dict.fromkeys(idle, parts[0].gpus_per_node)
-        shares = {host: _share(count, 1, ranks.get(host, [])) for host, count in gpus.items()}
-        return Resources(unit="GPU", nodes=shares, idle=tuple(idle))
-    for rank, host in enumerate(hosts):
-        ranks[host].append(rank)
-    cores = _cores_by_node(env)
     own |= dict.fromkeys(idle, parts[0])
-    shares = {
-        host: _share(_cores(part, cores.get(host)), part.cpus_per_task, ranks.get(host, []))
-        for host, part in own.items()
-    }
-    return Resources(nodes=shares, idle=tuple(idle))
-
-
-def _cores(part: JobComponent, found: int | None) -> int:
-    return part.tasks_per_node * part.cpus_per_task if found is None else found
-
-
-def _share(allocated: float, each: float, ranks: list[int]) -> NodeShare:
-    return NodeShare(allocated=allocated, share=min(each, allocated / max(1, len(ranks))), ranks=ranks)
+    use_gpus, cores = any(part.gpus_per_node for part in parts), _cores_by_node(env)
+    whole = None if is_het(config) else allocations(config)[0]
+    ranks: dict[str, list[int]] = {host: [] for host in own}
+    for rank, host in enumerate(hosts):
+        has_gpus = own[host].gpus_per_node and role_device(config, roles.of_rank(rank)[0]) != "cpu"
+        if has_gpus or not use_gpus:
+            ranks[host].append(rank)
+    shares = {}
+    for host, part in own.items():
+        if use_gpus:
+            allocated, each = (whole or part).gpus_per_node, 1
+        else:
+            allocated, each = cores.get(host, part.tasks_per_node * part.cpus_per_task), part.cpus_per_task
+        share = min(each, allocated / max(1, len(ranks[host])))
+        shares[host] = NodeShare(allocated=allocated, share=share, ranks=ranks[host])
+    return Resources(unit="GPU" if use_gpus else "core", nodes=shares, idle=tuple(idle))
 
 
 def _cores_by_node(env: Mapping[str, str]) -> dict[str, int]:
