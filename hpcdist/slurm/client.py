@@ -67,10 +67,6 @@ class SlurmError(HpcdistError):
 def run(*command: str, timeout_s: float | None = None, retry_s: float = 0.0) -> str:
     """Run a command of Slurm and return its output; empty if the command names a job that Slurm does not know.
 
-    Args:
-        timeout_s: time limit of one try; QUERY_TIMEOUT_S by default.
-        retry_s: how long a command that fails is repeated.
-
     Raises SlurmError if the command is not installed, fails, or exceeds its time limit.
     """
     until = time.monotonic() + retry_s

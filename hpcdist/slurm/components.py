@@ -221,11 +221,7 @@ def hosts_by_rank(parts: Sequence[JobComponent], nodes: Sequence[Sequence[str]])
 
 
 def rank_table_lines(config: Config, nodes: Sequence[Sequence[str]] | None = None) -> list[str]:
-    """Return the lines of the rank table: ranks, roles, devices, and nodes or, before these are known, the request.
-
-    Args:
-        nodes: names of each component's nodes.
-    """
+    """Return the lines of the rank table: ranks, roles, devices, and nodes or, before these are known, the request."""
     parts = components(config)
     devices = {}
     groups = []

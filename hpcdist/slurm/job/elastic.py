@@ -301,10 +301,6 @@ class ElasticNodes(FixedNodes):
     Order of the calls for each attempt: `begin` at its start; `detect_lost` and `detect_returned` while it runs; at its
     end `end_ranks`, and then `replace_lost` after a failure or `use_returned` if it ended for more nodes.
 
-    Args:
-        nodes: the nodes of the job.
-        env: environment of steps.
-
     Raises HpcdistError if the job has fewer nodes than the run needs.
     """
 

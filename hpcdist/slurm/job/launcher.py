@@ -44,10 +44,7 @@ class SlurmLauncher:
     """Starts ranks with srun in the current allocation. A context manager.
 
     Args:
-        environment: the Python environment of the ranks.
         import_path: folders at the beginning of the ranks' PYTHONPATH.
-        cwd: working directory of the ranks.
-        box: the container of each rank, if any.
 
     Raises HpcdistError if the allocation's nodes do not match the roles.
     """
@@ -306,7 +303,6 @@ def job_resources(
 
     Args:
         nodes: names of the nodes with ranks, by component.
-        env: environment of the batch step.
         idle: names of the other nodes of a job with one component.
     """
     parts = components(config)

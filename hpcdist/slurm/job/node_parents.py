@@ -94,13 +94,7 @@ class _Step:
 
 
 class ParentSteps:
-    """Keeps one step of parents for the nodes of the attempts, if `cluster.fork` is set and the ranks can be forked.
-
-    Args:
-        env: environment of steps.
-        python: interpreter of the ranks.
-        box: container of the ranks, if any.
-    """
+    """Keeps one step of parents for the nodes of the attempts, if `cluster.fork` is set and the ranks can be forked."""
 
     def __init__(
         self,

@@ -32,11 +32,7 @@ _POLL_EVERY_S = 0.05
 def ranks_on_nodes(
     run: RunDir, action: Literal["list", "kill"], nodes: JobNodes, env: Mapping[str, str], *, patient: bool = True
 ) -> dict[str, list[int]]:
-    """Return the running ranks of a run by node, for the nodes that answer; after `kill` those that have survived.
-
-    Args:
-        patient: see `on_nodes.ask`.
-    """
+    """Return the running ranks of a run by node, for the nodes that answer; after `kill` those that have survived."""
     if not nodes.names:
         return {}
     command = [sys.executable, "-P", "-m", "hpcdist.slurm.job.node_ranks", str(run.path), action]

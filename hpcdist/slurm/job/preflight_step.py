@@ -39,12 +39,7 @@ ROUNDS = 2
 
 
 class Preflight:
-    """The preflight check at one start of a job.
-
-    Args:
-        env: environment of the ranks.
-        python: interpreter of the ranks.
-    """
+    """The preflight check at one start of a job."""
 
     def __init__(
         self,

@@ -63,14 +63,7 @@ def main() -> None:
 
 
 class WatchdogStep:
-    """Runs the watchdog on one node at a time.
-
-    Args:
-        job_id: the job that it requeues.
-        env: environment of steps.
-        cwd: working directory.
-        output: file for the output.
-    """
+    """Runs the watchdog on one node at a time."""
 
     def __init__(self, job_id: str, guard: Guard, *, env: Mapping[str, str], cwd: Path, output: Path) -> None:
         self._job_id = job_id

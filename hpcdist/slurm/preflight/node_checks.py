@@ -283,12 +283,7 @@ def _peers(answers: Answers) -> dict[Pair, Mapping[str, Any]]:
 
 
 def _blame(ways: Iterable[Pair], bad: Iterable[Pair]) -> tuple[list[_Blamed], list[Pair]]:
-    """Attribute bad connections to the nodes of which most are bad, the worst first; return also the other bad ones.
-
-    Args:
-        ways: all connections as (source, target).
-        bad: those with a problem.
-    """
+    """Attribute bad connections to the nodes of which most are bad, the worst first; return also the other bad ones."""
     left, bad, found = list(ways), list(bad), []
     nodes = dict.fromkeys(node for way in left for node in way)
     while bad:
