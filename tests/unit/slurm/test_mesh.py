@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from hpcdist.slurm.on_nodes import read_answers
+from hpcdist.slurm.preflight import mesh
 from hpcdist.slurm.preflight.mesh import ALL_PAIRS, Mesh, connected
 from hpcdist.slurm.preflight.node_checks import check_nodes
 from hpcdist.slurm.preflight.probe import ProbeRequest, probe_command, probe_env
@@ -263,19 +264,41 @@ def test_other_program_that_ends_before_the_deadline_is_still_reported() -> None
 
         greeting = threading.Thread(target=greet_once)
         greeting.start()
-        mesh = Mesh(
-            ("n1", "n2"),
-            "n1",
-            port=port,
-            token="t",
-            resolve=address,
-            bind="127.0.0.2",
-            deadline_s=1.0,
-        )
-        asyncio.run(mesh.run())
+        late = Mesh(("n1", "n2"), "n1", port=port, token="t", resolve=address, bind="127.0.0.2", deadline_s=1.0)
+        asyncio.run(late.run())
         greeting.join()
-    peer = mesh.peers["n2"]
+    peer = late.peers["n2"]
     assert (peer.status, peer.detail) == ("stranger", "another program")
+
+
+@pytest.mark.parametrize("answered_bytes", [0, mesh.LARGE_BYTES])
+def test_data_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch, answered_bytes: int) -> None:
+    """The peer answers requests up to a size, as if the network lost or delayed larger ones."""
+
+    async def serve(link: mesh.Link, finished: asyncio.Event) -> None:
+        while True:
+            _, num_bytes = mesh._REQUEST.unpack(await link._reader.readexactly(mesh._REQUEST.size))
+            await link._reader.readexactly(num_bytes)
+            if num_bytes <= answered_bytes:
+                link._writer.write(mesh._ANSWER.pack(time.time()))
+
+    async def address(name: str) -> str:
+        return {"n1": "127.0.0.2", "n2": "127.0.0.3"}[name]
+
+    async def meet() -> list[Mesh]:
+        nodes = ("n1", "n2")
+        found = [Mesh(nodes, n, port=port, token="t", resolve=address, bind=await address(n)) for n in nodes]
+        await asyncio.gather(*(one.run() for one in found))
+        return found
+
+    monkeypatch.setattr(mesh, "STALL_S", 0.2)
+    monkeypatch.setattr(mesh.Link, "serve", serve)
+    with socket.create_server(("127.0.0.2", 0)) as free:
+        port = free.getsockname()[1]
+    for one in asyncio.run(meet()):
+        (peer,) = one.peers.values()
+        assert (peer.status, peer.stalled) == ("ok", answered_bytes == 0)
+        assert peer.exchange_s == (None if answered_bytes == 0 else mesh.STALL_S)
 
 
 def test_nodes_of_large_runs_connect_to_an_even_selection_in_both_directions() -> None:
