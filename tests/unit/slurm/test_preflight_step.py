@@ -146,33 +146,15 @@ def test_warnings_are_logged(scene: Scene, caplog: pytest.LogCaptureFixture) -> 
     [
         ({}, "n3", False, [DISK], "", []),
         ({"on_failure": "exclude"}, "n3", False, [DISK], "", ["n3"]),
-        (
-            {"on_failure": "exclude"},
-            "",
-            False,
-            [DISK],
-            "; partition main has no node to replace n3",
-            [],
-        ),
-        (
-            {"on_failure": "exclude"},
-            "n3",
-            True,
-            [DISK],
-            "; a heterogeneous job cannot be requeued without n3",
-            [],
-        ),
-        (
-            {"on_failure": "exclude"},
-            "n2 n3",
-            False,
-            [DISK, Check(name="disk", level="failure", text="full", node="n2")],
-            " (and 1 more in {text}); it concerns most nodes: none is excluded",
-            [],
-        ),
+        ({"on_failure": "exclude"}, "", False, [DISK], "; partition main has no node to replace n3", []),
+        ({"on_failure": "exclude"}, "n3", True, [DISK],
+         "; a heterogeneous job cannot be requeued without n3", []),
+        ({"on_failure": "exclude"}, "n2 n3", False,
+         [DISK, Check(name="disk", level="failure", text="full", node="n2")],
+         " (and 1 more in {text}); it concerns most nodes: none is excluded", []),
     ],
     ids=["stop", "exclude", "no spare node", "heterogeneous", "most nodes"],
-)
+)  # fmt: skip
 def test_failed_nodes_are_excluded_on_request_if_replaceable(
     scene: Scene, settings: dict[str, Any], spare: str, het: bool, failures: list[Check], suffix: str, avoid: list[str]
 ) -> None:
