@@ -30,8 +30,6 @@ from hpcdist.slurm.flags import conflicting_flags, exposed_secrets, rejected_fla
 from hpcdist.slurm.job import submit
 from hpcdist.slurm.output import Partition, count_nodes, parse_memory_mb, parse_minutes
 
-# Checks of a request against the limits of the partitions and the hardware of their nodes.
-
 #: A site's default memory below this, per rank, is reported: importing torch takes half of it.
 _SMALL_MB = 1024
 
@@ -65,10 +63,10 @@ def check_partitions(cluster: ClusterConfig, partitions: Sequence[Partition], fi
     """Add the findings of the partition that fits best: one that can run the job is enough."""
     results = []
     for partition in partitions:
-        result = Findings()
+        results.append(result := Findings())
         _check_access(cluster, partition, result)
         _check_size(cluster, partition, result)
-        results.append(result)
+        _check_nodes(cluster, partition, result)
     if results:
         best = min(results, key=lambda result: (len(result.errors), len(result.warnings)))
         findings.errors += best.errors
@@ -76,58 +74,50 @@ def check_partitions(cluster: ClusterConfig, partitions: Sequence[Partition], fi
 
 
 def _check_access(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
-    name, state = partition.name, partition.facts.get("State", "UP")
+    name, state, error = partition.name, partition.facts.get("State", "UP"), findings.errors.append
     if state in ("DRAIN", "INACTIVE"):
-        findings.errors.append(f"cluster.partition={name} accepts no jobs (state {state}): choose another")
+        error(f"cluster.partition={name} accepts no jobs (state {state}): choose another")
     elif state != "UP":
         findings.warnings.append(f"cluster.partition={name} starts no jobs (state {state}): the run will wait")
     for kind, key, value in (("Accounts", "account", cluster.account), ("Qos", "qos", cluster.qos)):
         allowed = partition.allowed(kind)
         if value is not None and (value in partition.denied(kind) or (allowed is not None and value not in allowed)):
             fix = f"use {', '.join(allowed)}" if allowed else "choose another"
-            findings.errors.append(f"cluster.{key}={value} may not use partition {name}: {fix}")
+            error(f"cluster.{key}={value} may not use partition {name}: {fix}")
     groups = partition.allowed("Groups")
     if os.getuid() == 0:
         return
     if partition.facts.get("RootOnly") == "YES":
-        findings.errors.append(f"cluster.partition={name} is reserved for root: choose another")
+        error(f"cluster.partition={name} is reserved for root: choose another")
     elif groups is not None and not set(groups) & set(_own_groups()):
-        findings.errors.append(
-            f"cluster.partition={name} is reserved for groups {', '.join(groups)}, and you are in none of them:"
-            " choose another"
-        )
+        why = f"is reserved for groups {', '.join(groups)}, and you are in none of them"
+        error(f"cluster.partition={name} {why}: choose another")
 
 
 def _own_groups() -> list[str]:
     me = pwd.getpwuid(os.getuid())
     names = []
     for number in os.getgrouplist(me.pw_name, me.pw_gid):
-        try:
+        with suppress(KeyError):  # a group without a name
             names.append(grp.getgrgid(number).gr_name)
-        except KeyError:
-            continue  # a group without a name
     return names
 
 
 def _check_size(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
-    name, nodes = partition.name, partition.nodes
+    name, error = partition.name, findings.errors.append
     max_min = parse_minutes(partition.facts.get("MaxTime", ""))
     if max_min is not None and cluster.time_limit_min > max_min:
-        findings.errors.append(
-            f"cluster.time_limit_min={cluster.time_limit_min}: partition {name} allows {max_min:g}: lower it;"
-            " a longer run saves, requeues itself and continues"
-        )
-    total = count_nodes(nodes)
+        why = "lower it; a longer run saves, requeues itself and continues"
+        error(f"cluster.time_limit_min={cluster.time_limit_min}: partition {name} allows {max_min:g}: {why}")
+    total = count_nodes(partition.nodes)
     most = _max([total], partition.limit("MaxNodes"))
     asked, fewest = _requested(cluster)
-    if nodes and fewest > most:
+    if total and fewest > most:
         limit = f"has {total}" if most == total else f"allows {most} per job"
-        findings.errors.append(f"{asked}: partition {name} {limit}: lower it or choose another")
+        error(f"{asked}: partition {name} {limit}: lower it or choose another")
     if cluster.nodes + cluster.spare_nodes < (least := partition.limit("MinNodes") or 0):
-        findings.errors.append(
-            f"cluster.nodes={cluster.nodes}: partition {name} requires at least {least}: raise it or choose another"
-        )
-    _check_nodes(cluster, partition, findings)
+        why = f"partition {name} requires at least {least}: raise it or choose another"
+        error(f"cluster.nodes={cluster.nodes}: {why}")
 
 
 def _requested(cluster: ClusterConfig) -> tuple[str, int]:
@@ -139,20 +129,19 @@ def _requested(cluster: ClusterConfig) -> tuple[str, int]:
 
 def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
     """Check whether enough nodes have the cores, GPUs and memory that are requested per node."""
-    name, nodes = partition.name, partition.nodes
+    name, nodes, gpus = partition.name, partition.nodes, cluster.gpus_per_node
     cpus = cluster.tasks_per_node * cluster.cpus_per_task
     memory = parse_memory_mb(cluster.mem) if cluster.mem is not None else None
     if cluster.mem is not None and memory is None:
         findings.errors.append(f"cluster.mem={cluster.mem} is not a memory size: write 64G, or MiB without a unit")
     tasks = f"cluster.tasks_per_node={cluster.tasks_per_node} × cluster.cpus_per_task={cluster.cpus_per_task}"
     max_cpus = _max((group.cpus for group in nodes), partition.limit("MaxCPUsPerNode"))
-    max_gpus = _max(group.gpus for group in nodes)
     max_memory = _max((group.memory_mb for group in nodes), partition.limit("MaxMemPerNode"))
     too_large = [
         f"{request}: partition {name} offers at most {most} {unit} per node: lower it or choose another"
         for request, requested, most, unit in (
             (tasks, cpus, max_cpus, "cores"),
-            (f"cluster.gpus_per_node={cluster.gpus_per_node}", cluster.gpus_per_node, max_gpus, "GPUs"),
+            (f"cluster.gpus_per_node={gpus}", gpus, _max(group.gpus for group in nodes), "GPUs"),
             (f"cluster.mem={cluster.mem}", memory or 0, max_memory, "MiB"),
         )
         if nodes and requested > most
@@ -161,31 +150,22 @@ def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Finding
     asked, fewest = _requested(cluster)
     if too_large or fewest > count_nodes(nodes):
         return
-    fitting = [g for g in nodes if g.cpus >= cpus and g.gpus >= cluster.gpus_per_node and g.memory_mb >= (memory or 0)]
+    fitting = [g for g in nodes if g.cpus >= cpus and g.gpus >= gpus and g.memory_mb >= (memory or 0)]
     total, up = count_nodes(fitting), count_nodes([group for group in fitting if group.usable])
     if fewest > total:
-        findings.errors.append(
-            f"{asked}: {total} nodes of partition {name} have the requested hardware: lower the number or the request"
-        )
+        why = f"{total} nodes of partition {name} have the requested hardware: lower the number or the request"
+        findings.errors.append(f"{asked}: {why}")
     elif fewest > up:
         findings.warnings.append(f"only {up} of the {total} matching nodes of {name} are up: the run will wait")
-    _check_default_memory(cluster, partition, cpus, findings)
-
-
-def _check_default_memory(cluster: ClusterConfig, partition: Partition, cpus: int, findings: Findings) -> None:
     default = partition.limit("DefMemPerNode") or (partition.limit("DefMemPerCPU") or 0) * cpus
     if cluster.mem is None and 0 < default < _SMALL_MB * cluster.tasks_per_node:
-        findings.warnings.append(
-            f"cluster.mem is not set, and the default of partition {partition.name} is only {default} MiB per node"
-        )
+        why = f"the default of partition {name} is only {default} MiB per node"
+        findings.warnings.append(f"cluster.mem is not set, and {why}")
 
 
 def _max(values: Iterable[int], limit: int | None = None) -> int:
     most = max(values, default=0)
     return most if limit is None else min(most, limit)
-
-
-# Check whether the nodes can see the runs folder, by the type of its file system.
 
 
 def runs_dir_problems(
@@ -213,7 +193,7 @@ def runs_dir_problems(
     ]
 
 
-# Checks of a request before its submission. All problems are reported at once, each with its key and the fix.
+# The checks of a submission.
 #
 # Slurm accepts requests that never start, such as a time above the partition's limit, and gives few details when it
 # rejects one. These checks run before `sbatch --test-only`; its rejection also counts.
