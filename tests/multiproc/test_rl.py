@@ -210,23 +210,6 @@ def test_run_restarts_exactly_after_a_rank_is_killed(rl_runs: Runs, control: str
 
 
 @pytest.mark.slow
-def test_run_restarts_exactly_after_an_observer_is_stopped(rl_runs: Runs, control: str) -> None:
-    """It keeps its connections, so only the hang detection can find it; the agent waits for it."""
-    process = rl_runs.start(*command(rl_runs, "frozen", *SHORT, *HOLD_OVERRIDES, "launch.hang_timeout_s=15"))
-    rl_runs.wait_until_held("frozen", num_ranks=1)
-    (observer,) = (rank for rank in psutil.Process(process.pid).children(recursive=True) if rank_of(rank) == 2)
-    observer.suspend()
-    rl_runs.release("frozen")
-    code, output = finish(process)
-    assert code == 0, output
-    assert "rank 2 (observer:1) on " in output
-    assert "made no progress for launch.hang_timeout_s=15 s" in output
-    assert "restart 1 of 3\n" in output
-    assert not observer.is_running()
-    assert_as_control(rl_runs, "frozen", control)
-
-
-@pytest.mark.slow
 def test_cartpole_is_solved(rl_runs: Runs) -> None:
     code, output = finish(rl_runs.start(*command(rl_runs, "solved", export=True)))
     assert code == 0, output
@@ -235,10 +218,3 @@ def test_cartpole_is_solved(rl_runs: Runs) -> None:
     assert "Warning" not in "".join(rl_runs.attempt("solved").log(rank).read_text() for rank in range(3))
     run = rl_runs.run_dir("solved")
     assert (run.model / "MLmodel").is_file()
-
-
-@pytest.mark.slow
-def test_unsupported_environment_ends_with_exit_code_2(rl_runs: Runs) -> None:
-    code, output = finish(rl_runs.start(*command(rl_runs, "misfit", "rl.env_id=Taxi-v3")))
-    assert (code, "Traceback" in output) == (2, False), output
-    assert "rl.env_id=Taxi-v3" in output

@@ -132,44 +132,6 @@ def _per_episode(sums: NDArray[Any], ends: NDArray[np.bool_]) -> tuple[NDArray[A
 log = logging.getLogger(__name__)
 
 
-class Observer:
-    """The collectors of an observer and the policy that acts in them.
-
-    Args:
-        indices: the collectors of this observer.
-    """
-
-    def __init__(self, ctx: Context, cfg: Config, problem: Problem, indices: range) -> None:
-        self._ctx, self._cfg = ctx, cfg
-        num_envs = cfg.section(RlConfig).num_envs
-        self.collectors = {index: Collector(problem, num_envs, seed=cfg.seed, index=index) for index in indices}
-
-    def collect(self, number: int, weights: dict[str, Tensor]) -> list[Rollout]:
-        """Collect a rollout with every collector.
-
-        Args:
-            number: of the rollout; its random numbers follow from it and the collector.
-            weights: `Policy.actor_state`.
-        """
-        rl, log_std, began = self._cfg.section(RlConfig), weights.get("log_std"), time.perf_counter()
-        actor = Actor(weights, rl.activation)
-        rollouts = [one.collect(number, rl.num_rollout_steps, actor, log_std) for one in self.collectors.values()]
-        self._ctx.timer.add(compute_s=time.perf_counter() - began)
-        return rollouts
-
-    def state(self) -> dict[str, Any]:
-        """Return the states of all collectors for `load`."""
-        return {"collectors": {index: one.state() for index, one in self.collectors.items()}}
-
-    def load(self, saved: Restored) -> None:
-        """Load the states of this observer's collectors, which other observers may have saved."""
-        for local in saved.local_by_rank[1:]:
-            assert local is not None, "every observer saves its collectors"
-            for index, state in local["collectors"].items():
-                if index in self.collectors:
-                    self.collectors[index].load_state(state)
-
-
 def num_collectors_of(saved: Restored | None, num_observers: int) -> int:
     """Return the number of collectors: that of the checkpoint, unless there are more observers."""
     num_collectors = num_observers if saved is None else int(saved.trainer["num_collectors"])
@@ -184,19 +146,30 @@ def num_collectors_of(saved: Restored | None, num_observers: int) -> int:
 
 def serve_rollouts(ctx: Context, cfg: Config, problem: Problem) -> None:
     """Collect rollouts for the agent until it leaves."""
-    saved = ctx.restore()
-    num_observers = ctx.roles.count("observer")
+    rl, saved, num_observers = cfg.section(RlConfig), ctx.restore(), ctx.roles.count("observer")
     indices = share_of(ctx.role_index, num_observers, num_collectors_of(saved, num_observers))
-    observer = Observer(ctx, cfg, problem, indices)
-    if saved is not None:
-        observer.load(saved)
+    collectors = {index: Collector(problem, rl.num_envs, seed=cfg.seed, index=index) for index in indices}
+    for local in saved.local_by_rank[1:] if saved is not None else ():
+        assert local is not None, "every observer saves its collectors"
+        for index, state in local["collectors"].items():
+            if index in collectors:  # another observer may have saved it
+                collectors[index].load_state(state)
+
+    def collect(number: int, weights: dict[str, Tensor]) -> list[Rollout]:
+        """Collect a rollout with every collector; its random numbers follow from its number and the collector."""
+        began, log_std = time.perf_counter(), weights.get("log_std")
+        actor = Actor(weights, rl.activation)
+        rollouts = [one.collect(number, rl.num_rollout_steps, actor, log_std) for one in collectors.values()]
+        ctx.timer.add(compute_s=time.perf_counter() - began)
+        return rollouts
 
     def save(step: int) -> None:
-        ctx.save(step, model=None, trainer={}, local=observer.state())
+        states = {index: one.state() for index, one in collectors.items()}
+        ctx.save(step, model=None, trainer={}, local={"collectors": states})
 
-    with rpc_group(ctx, {"collect": observer.collect}) as group:
+    with rpc_group(ctx, {"collect": collect}) as rpc:
         ctx.agree_among([0])
-        group.serve({"save": save})
+        rpc.serve({"save": save})
 
 
 class ObserverGroup:

@@ -26,7 +26,6 @@ from hpcdist.trainers.hybrid.tables import (
     Layout,
     TableShard,
     choose,
-    put_rows,
     rows_as_units,
     sums_as_units,
     unit_of_row,
@@ -170,9 +169,6 @@ def test_file_that_does_not_match_the_config_raises_data_error(
     path = write(tmp_path, "parquet", **changed)
     with pytest.raises(DataError, match=message):
         load_clicks(config(path, **options), 0, shares=range(1), num_shares=1)
-
-
-def test_file_with_too_few_samples_raises_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has 6 samples: too few for 5 trainers"):
         load_clicks(config(write(tmp_path, "parquet")), 0, shares=range(1), num_shares=5)
 
@@ -338,12 +334,6 @@ def test_update_changes_the_rows_of_the_batch_only(monkeypatch: pytest.MonkeyPat
     one.update(Coalesced.of(torch.tensor([4, 1, 4, 0]), torch.tensor([0, 0, 1, 1])), torch.tensor([[1.0, 2], [3, 4]]))
     change = torch.tensor([[3.0, 4], [1, 2], [0, 0], [0, 0], [4, 6], [0, 0]])
     torch.testing.assert_close(one.weight, before - 0.1 * change)
-
-
-def test_put_rows_sets_the_given_rows() -> None:
-    matrix = torch.zeros(4, 3)
-    put_rows(matrix, torch.tensor([3, 1]), torch.tensor([[1.0, 2, 3], [4, 5, 6]]))
-    assert matrix.tolist() == [[0, 0, 0], [4, 5, 6], [0, 0, 0], [1, 2, 3]]
 
 
 def ragged(*bags: list[int]) -> tuple[Tensor, Tensor]:
