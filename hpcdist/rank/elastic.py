@@ -261,7 +261,7 @@ class TreeSum:
     def __init__(
         self, num_leaves: int, nodes: Iterable[tuple[int, int]] = (), vectors: Iterable[Tensor | None] = ()
     ) -> None:
-        self._num_leaves = num_leaves
+        self.num_leaves = num_leaves
         self.nodes: list[tuple[int, int]] = []
         self.sums: list[Any] = []
         for (begin, end), vector in zip(nodes, vectors, strict=False):
@@ -283,7 +283,7 @@ class TreeSum:
 
     def _is_left_sibling(self, begin: int, middle: int, end: int) -> bool:
         size = middle - begin
-        return begin % (2 * size) == 0 and end == min(middle + size, self._num_leaves)
+        return begin % (2 * size) == 0 and end == min(middle + size, self.num_leaves)
 
 
 def sum_of_tree(num_leaves: int, shares: Sequence[range], own: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -350,96 +350,47 @@ class MicroBatches:
         division = self.division
         epoch, step_in_epoch = divmod(step, division.steps_per_epoch)
         batch_size = division.batch_size(step_in_epoch)
-        gradients = self._gradients(model, step_in_epoch)
-        share = division.share(step_in_epoch)
-        order = division.order(epoch)
-        for number in share:
-            samples = division.samples(order, step_in_epoch, number)
-            seed_everything(micro_batch_seed(division.seed, step, number))
-            gradients.before(number)
-            yield MicroBatch(number, samples, len(samples) / batch_size)
-            gradients.after(number, len(samples) / batch_size)
-        gradients.reduce()
-        # All ranks draw the same numbers until the next step, and a checkpoint holds the same state of each rank.
-        seed_everything(micro_batch_seed(division.seed, step, -1))
-
-    def _gradients(self, model: DistributedDataParallel, step_in_epoch: int) -> _ExactGradients | _Gradients:
-        division = self.division
         shares = [division.share(step_in_epoch, rank) for rank in range(division.world_size)]
-        if self._exact:
-            return _ExactGradients(model, division.num_filled(step_in_epoch), shares)
-        return _Gradients(model, shares, shares[division.rank])
-
-
-class _Gradients:
-    """Gradients that DDP adds during the last backward pass of the step, if every rank has one."""
-
-    def __init__(self, model: DistributedDataParallel, shares: list[range], share: range) -> None:
-        self._model = model
-        self._last = share[-1] if share else None
-        self._is_alone = len(shares) == 1
-        self._by_ddp = all(shares) and not self._is_alone
-        self._buffers = BufferChanges(model.module)
-        self._changes: list[Tensor] | None = None
+        share = shares[division.rank]
+        parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+        dtype = _sum_dtype(parameters)
+        buffers = BufferChanges(model.module)
+        changed = torch.zeros(buffers.size, device=parameters[0].device, dtype=dtype)
+        tree = TreeSum(division.num_filled(step_in_epoch))
+        # DDP adds the gradients during the last backward pass of the step, if every rank has one.
+        by_ddp = not self._exact and len(shares) > 1 and all(shares)
         model.zero_grad(set_to_none=True)
-        if not share:
+        if not (self._exact or share):
             # The other ranks do it in their forward passes. It is a collective operation.
             model.reducer._rebuild_buckets()
-
-    def before(self, number: int) -> None:
-        self._model.require_backward_grad_sync = self._by_ddp and number == self._last
-
-    def after(self, number: int, weight: float) -> None:
-        self._model.require_backward_grad_sync = True
-        new = self._buffers.take(weight, _sum_dtype(_trained(self._model.module)))
-        if self._changes is None:
-            self._changes = new
-        elif new:  # torch refuses empty lists, those of a model without buffers
-            torch._foreach_add_(self._changes, new)
-
-    def reduce(self) -> None:
-        parameters = _trained(self._model.module)
-        changes = self._changes if self._changes is not None else [_zeros(parameters, self._buffers.size)]
-        if self._by_ddp or self._is_alone:
-            flat = torch.cat(changes) if self._buffers.size else None
+        for number in share:
+            samples = division.samples(division.order(epoch), step_in_epoch, number)
+            weight = len(samples) / batch_size
+            seed_everything(micro_batch_seed(division.seed, step, number))
+            model.require_backward_grad_sync = by_ddp and number == share[-1]
+            yield MicroBatch(number, samples, weight)
+            model.require_backward_grad_sync = True
+            changes = buffers.take(weight, dtype)
+            if self._exact:
+                tree.add(number, number + 1, torch.cat([*_flat_gradients(parameters, dtype), *changes]))
+                model.zero_grad(set_to_none=True)
+            elif changes:
+                changed += torch.cat(changes)
+        if by_ddp or (len(shares) == 1 and not self._exact):
+            total = changed
+        elif self._exact:
+            size = sum(parameter.numel() for parameter in parameters) + buffers.size
+            like = tree.sums[0] if tree.sums else changed.new_zeros(size)
+            total = sum_of_tree(tree.num_leaves, shares, tree.sums, like)
         else:
-            flat = torch.cat([*_flat_gradients(parameters), *changes])
-        if flat is None:
-            return
-        if not self._is_alone:
-            dist.all_reduce(flat)
-        if not (self._by_ddp or self._is_alone):
-            _set_gradients(parameters, flat)
-        self._buffers.apply(flat[len(flat) - self._buffers.size :])
-
-
-class _ExactGradients:
-    """Gradients that are summed in a fixed tree over the micro-batches, together with the changes of the buffers."""
-
-    def __init__(self, model: DistributedDataParallel, num_leaves: int, shares: list[range]) -> None:
-        self._model = model
-        self._num_leaves, self._shares = num_leaves, shares
-        self._parameters = _trained(model.module)
-        self._buffers = BufferChanges(model.module)
-        self._tree = TreeSum(num_leaves)
-        model.zero_grad(set_to_none=True)
-
-    def before(self, number: int) -> None:
-        self._model.require_backward_grad_sync = False
-
-    def after(self, number: int, weight: float) -> None:
-        self._model.require_backward_grad_sync = True
-        changes = self._buffers.take(weight, _sum_dtype(self._parameters))
-        vector = torch.cat([*_flat_gradients(self._parameters), *changes])
-        self._model.zero_grad(set_to_none=True)
-        self._tree.add(number, number + 1, vector)
-
-    def reduce(self) -> None:
-        size = sum(parameter.numel() for parameter in self._parameters) + self._buffers.size
-        own = self._tree.sums
-        flat = sum_of_tree(self._num_leaves, self._shares, own, own[0] if own else _zeros(self._parameters, size))
-        _set_gradients(self._parameters, flat)
-        self._buffers.apply(flat[size - self._buffers.size :])
+            total = torch.cat([*_flat_gradients(parameters, dtype), changed])
+        if not self._exact and len(shares) > 1 and len(total):
+            dist.all_reduce(total)
+        if len(total) > buffers.size:
+            _set_gradients(parameters, total)
+        buffers.apply(total[len(total) - buffers.size :])
+        # All ranks draw the same numbers until the next step, and a checkpoint holds the same state of each rank.
+        seed_everything(micro_batch_seed(division.seed, step, -1))
 
 
 def sum_over_ranks(_state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are text
@@ -447,22 +398,13 @@ def sum_over_ranks(_state, bucket):  # type: ignore[no-untyped-def]  # torch ref
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
 
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
 def _sum_dtype(parameters: list[nn.Parameter]) -> torch.dtype:
     """Return the dtype of sums: float32, or float64 for a model in double precision."""
     return functools.reduce(torch.promote_types, {parameter.dtype for parameter in parameters}, torch.float32)
 
 
-def _zeros(parameters: list[nn.Parameter], size: int) -> Tensor:
-    return torch.zeros(size, device=parameters[0].device, dtype=_sum_dtype(parameters))
-
-
-def _flat_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+def _flat_gradients(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[Tensor]:
     """Return the gradients as vectors; zeros for parameters that have none."""
-    dtype = _sum_dtype(parameters)
     return [
         torch.zeros(parameter.numel(), device=parameter.device, dtype=dtype)
         if parameter.grad is None

@@ -27,6 +27,7 @@ import torch.distributed as dist
 import zmq
 from attacker import as_other_user
 from hpcdist_runs import unused_port
+from launcher_env import topology_of
 from spawn import Rank, rank_env, spawn_ranks
 from torch.distributed import DistStoreError, FileStore, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -52,20 +53,8 @@ CPU = torch.device("cpu")
 KEY = bytes(range(32))
 
 
-def topology_of(port: int, *, rank: int = 0, world_size: int = 2, job_id: str = "ours", num_nodes: int = 1) -> Topology:
-    return Topology(
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank if num_nodes == 1 else 0,
-        local_world_size=world_size // num_nodes,
-        node_rank=rank if num_nodes > 1 else 0,
-        num_nodes=num_nodes,
-        master_addr="127.0.0.1",
-        master_port=port,
-        launcher="hpcdist",
-        job_id=job_id,
-        attempt=1,
-    )
+def at_port(port: int, *, rank: int = 0, world_size: int = 2, job_id: str = "ours", num_nodes: int = 1) -> Topology:
+    return topology_of(rank, world_size, num_nodes, master_port=port, job_id=job_id)
 
 
 @pytest.fixture
@@ -85,22 +74,22 @@ def test_port_in_use_stops_rank_0_at_once(silent_listener: socket.socket, tmp_pa
         RendezvousError,
         match=rf"rank 0 cannot listen on 127\.0\.0\.1:{port_of(silent_listener)}: .*Address already in use",
     ):
-        open_store(topology_of(port_of(silent_listener), num_nodes=2), KEY, 60, tmp_path)
+        open_store(at_port(port_of(silent_listener), num_nodes=2), KEY, 60, tmp_path)
     assert time.monotonic() - began < 10
 
 
 def test_unreachable_master_is_an_error_with_its_address(tmp_path: Path) -> None:
     port = unused_port()
     with pytest.raises(RendezvousError, match=rf"rank 1 cannot reach the master at 127\.0\.0\.1:{port}: "):
-        open_store(topology_of(port, rank=1, num_nodes=2), KEY, 1, tmp_path)
+        open_store(at_port(port, rank=1, num_nodes=2), KEY, 1, tmp_path)
     with pytest.raises(RendezvousError, match=rf"rank 1 cannot reach the master at {tmp_path}/store.sock: .*No such"):
-        open_store(topology_of(port, rank=1), KEY, 1, tmp_path)
+        open_store(at_port(port, rank=1), KEY, 1, tmp_path)
 
 
 def test_ranks_of_other_attempts_and_other_programs_are_refused_as_rank_0(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, silent_listener: socket.socket
 ) -> None:
-    open_store(topology_of(port := unused_port(), num_nodes=2, job_id="theirs"), KEY, 5, tmp_path)
+    open_store(at_port(port := unused_port(), num_nodes=2, job_id="theirs"), KEY, 5, tmp_path)
     for key, theirs, limit_s, reason in (
         (KEY, port, 60, "it does not know this attempt's key"),
         (KEY[::-1], port, 60, "it does not know this attempt's key"),
@@ -108,7 +97,7 @@ def test_ranks_of_other_attempts_and_other_programs_are_refused_as_rank_0(
     ):
         problem = rf"the program at 127\.0\.0\.1:{theirs} is not rank 0 of this attempt \(hpcdist/ours/1\): {reason}"
         with pytest.raises(RendezvousError, match=problem):
-            open_store(topology_of(theirs, rank=1, num_nodes=2), key, limit_s, tmp_path)
+            open_store(at_port(theirs, rank=1, num_nodes=2), key, limit_s, tmp_path)
 
 
 def test_deadline_fires_only_after_it_has_passed() -> None:
@@ -129,7 +118,7 @@ def test_silent_listener_on_the_port_ends_the_rank_at_its_deadline(
     run = RunDir.create(tmp_path / "runs" / "exp" / "first")
     run.config.write_text(to_yaml(Config(runs_dir=str(tmp_path / "runs"), launch=LaunchConfig(init_timeout_s=2.0))))
     attempt = run.new_attempt()
-    ours = topology_of(port_of(silent_listener), rank=1, num_nodes=2)
+    ours = at_port(port_of(silent_listener), rank=1, num_nodes=2)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "NUM_NODES")
     variables = {f"HPCDIST_{name}": str(getattr(ours, name.lower())) for name in names}
     variables |= {
@@ -162,7 +151,7 @@ def test_silent_listener_on_the_port_ends_the_rank_at_its_deadline(
 
 
 def test_single_rank_has_no_control_group(tmp_path: Path) -> None:
-    topology = topology_of(unused_port(), world_size=1)
+    topology = at_port(unused_port(), world_size=1)
     with process_groups(
         topology,
         CPU,
@@ -186,9 +175,7 @@ def rendezvous_twice(here: Rank, ports: list[int]) -> list[float]:
     dist.destroy_process_group()
     sums = []
     for attempt in (0, 1):
-        topology = topology_of(
-            ports[attempt], rank=here.rank, world_size=2, job_id=f"job-{attempt}", num_nodes=1 + attempt
-        )
+        topology = at_port(ports[attempt], rank=here.rank, world_size=2, job_id=f"job-{attempt}", num_nodes=1 + attempt)
         with process_groups(
             topology, CPU, "gloo", KEY, here.folder, init_timeout_s=30, timeout_s=30, on_expiry=_expired
         ) as groups:
@@ -201,7 +188,7 @@ def rendezvous_twice(here: Rank, ports: list[int]) -> list[float]:
     with (
         pytest.raises(ValueError, match="ours"),
         process_groups(
-            topology_of(ports[2], rank=here.rank, num_nodes=2),
+            at_port(ports[2], rank=here.rank, num_nodes=2),
             CPU,
             "gloo",
             KEY,
@@ -232,20 +219,7 @@ HERE = "127.0.0.1"
 
 
 def store_at(folder: Path, port: int, *, rank: int, num_nodes: int) -> Store:
-    topology = Topology(
-        rank=rank,
-        world_size=2,
-        local_rank=rank % (2 // num_nodes),
-        local_world_size=2 // num_nodes,
-        node_rank=rank // (2 // num_nodes),
-        num_nodes=num_nodes,
-        master_addr=HERE,
-        master_port=port,
-        launcher="hpcdist",
-        job_id="attacked",
-        attempt=1,
-    )
-    return open_store(topology, STORE_KEY, 30, folder)
+    return open_store(at_port(port, rank=rank, num_nodes=num_nodes, job_id="attacked"), STORE_KEY, 30, folder)
 
 
 def use_plain_socket(endpoint: str) -> bool:

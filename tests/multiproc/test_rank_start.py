@@ -19,12 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from hpcdist_runs import HPCDIST, assert_states_equal, unused_port, wait_for
+from launcher_env import topology_of
 from postgres_cluster import postgres_cluster
 from spawn import Rank, spawn_ranks
 from torch import Tensor
 
 from hpcdist.checkpoint.state import rng_state
-from hpcdist.config.topology import Topology
 from hpcdist.errors import PreflightError
 from hpcdist.host.files import read_json
 from hpcdist.rank import collective_check
@@ -141,20 +141,7 @@ contribution, expected = collective_check.contribution, collective_check.expecte
 
 def check_error(rank: int, groups: Groups, attempt: Attempt) -> str:
     """Run the check and return its error message; empty without an error."""
-    topology = Topology(
-        rank=rank,
-        world_size=NUM_RANKS,
-        local_rank=0,
-        local_world_size=1,
-        node_rank=rank,
-        num_nodes=NUM_RANKS,
-        hosts=("n1", "n2", "n3"),
-        master_addr="n1",
-        master_port=1,
-        launcher="slurm",
-        job_id="1",
-        attempt=1,
-    )
+    topology = topology_of(rank, NUM_RANKS, NUM_RANKS, hosts=("n1", "n2", "n3"), master_addr="n1", launcher="slurm")
     before = rng_state(CPU)
     try:
         collective_check.check(

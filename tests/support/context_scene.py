@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from launcher_env import topology_of
 from spawn import Rank
 
 from hpcdist.config.schema import Config
-from hpcdist.config.topology import Topology
 from hpcdist.rank.context import Context
 from hpcdist.rank.device import seed_everything
 from hpcdist.rank.process_group import Groups
@@ -45,19 +45,7 @@ def open_context(here: Rank, run: RunDir, config: Config, flag: StopFlag | None 
             config=config,
             run=run,
             attempt=attempt,
-            topology=Topology(
-                rank=here.rank,
-                world_size=here.world_size,
-                local_rank=here.rank,
-                local_world_size=here.world_size,
-                node_rank=0,
-                num_nodes=1,
-                master_addr="127.0.0.1",
-                master_port=1,
-                launcher="hpcdist",
-                job_id="test",
-                attempt=attempt.number,
-            ),
+            topology=topology_of(here.rank, here.world_size, attempt=attempt.number),
             device=torch.device("cpu"),
             # The store of `spawn_ranks`, a file.
             groups=Groups(group, dist.distributed_c10d._get_default_store() if group else dist.HashStore()),

@@ -5,6 +5,8 @@ The variables of Slurm are as srun 22.05 sets them on three nodes, without those
 
 from __future__ import annotations
 
+from typing import Any
+
 from hpcdist.config.topology import Topology
 
 Env = dict[str, str]
@@ -118,3 +120,19 @@ def layout(topology: Topology) -> tuple[int, ...]:
         topology.node_rank,
         topology.num_nodes,
     )
+
+
+def topology_of(rank: int, world_size: int, num_nodes: int = 1, **changes: Any) -> Topology:
+    """Return the topology of a rank; the nodes have equal numbers of consecutive ranks."""
+    per_node = world_size // num_nodes
+    fields: dict[str, Any] = {
+        "local_rank": rank % per_node,
+        "local_world_size": per_node,
+        "node_rank": rank // per_node,
+        "master_addr": "127.0.0.1",
+        "master_port": 1,
+        "launcher": "hpcdist",
+        "job_id": "test",
+        "attempt": 1,
+    }
+    return Topology(rank=rank, world_size=world_size, num_nodes=num_nodes, **fields | changes)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from launcher_env import HET, OWN, STEP, Env
+from launcher_env import HET, OWN, STEP, Env, topology_of
 
 from hpcdist.config.launch_schema import ClusterConfig, LaunchConfig, RoleRequest
 from hpcdist.config.schema import Config
@@ -39,19 +39,7 @@ HYBRID = {"master": 1, "trainer": 2, "parameter_server": 1}
 
 def rank_of_node(number: int, world_size: int = 4) -> Topology:
     """Return the topology of a rank on a single node."""
-    return Topology(
-        rank=number,
-        world_size=world_size,
-        local_rank=number,
-        local_world_size=world_size,
-        node_rank=0,
-        num_nodes=1,
-        master_addr="127.0.0.1",
-        master_port=1,
-        launcher="hpcdist",
-        job_id="1",
-        attempt=1,
-    )
+    return topology_of(number, world_size)
 
 
 @pytest.fixture
@@ -174,20 +162,7 @@ def test_cuda_index_counts_only_ranks_that_use_gpus() -> None:
 # --- Transport between nodes in the log of NCCL; lines as in NVIDIA/nccl issues #952, #707 and #1814.
 
 
-TOPOLOGY = Topology(
-    rank=2,
-    world_size=4,
-    local_rank=0,
-    local_world_size=2,
-    node_rank=1,
-    num_nodes=2,
-    hosts=("n1", "n2"),
-    master_addr="n1",
-    master_port=1,
-    launcher="slurm",
-    job_id="1",
-    attempt=1,
-)
+TOPOLOGY = topology_of(2, 4, 2, hosts=("n1", "n2"), master_addr="n1", launcher="slurm")
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from launcher_env import topology_of
 
 import hpcdist
 from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.schema import Config, StopConfig
-from hpcdist.config.topology import Roles, Topology
+from hpcdist.config.topology import Roles
 from hpcdist.errors import TrainerError, UserMistake
 from hpcdist.rank import script_api
 from hpcdist.rank.processes import STOP_SIGNALS
@@ -29,23 +30,7 @@ from hpcdist.tracking import rank_records
 from hpcdist.tracking.journal import read_records
 from hpcdist.tracking.rank_records import RankRecords
 
-CONFIG = Config()
-
-ENVIRONMENT = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "NODE_RANK": "0",
-    "NUM_NODES": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "20480",
-    "JOB_ID": "e/r",
-    "ATTEMPT": "1",
-}
-
-
-def topology(num_ranks: int) -> Topology:
-    sizes = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    return Topology.from_env({f"HPCDIST_{key}": value for key, value in (ENVIRONMENT | sizes).items()})
+CONFIG, ALONE = Config(), topology_of(0, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +57,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 def script(run: RunDir) -> Iterator[RunningScript]:
     records = rank_records.current()
     assert records is not None
-    with entered_script(CONFIG, run.attempt(1), topology(1), records) as running:
+    with entered_script(CONFIG, run.attempt(1), ALONE, records) as running:
         yield running
     records.close()
 
@@ -134,7 +119,7 @@ def test_a_script_pauses_at_the_step_of_its_config(run: RunDir) -> None:
     records = rank_records.current()
     assert records is not None
     attempt = run.attempt(1)
-    with entered_script(replace(CONFIG, stop=StopConfig(pause_at_step=3)), attempt, topology(1), records) as script:
+    with entered_script(replace(CONFIG, stop=StopConfig(pause_at_step=3)), attempt, ALONE, records) as script:
         assert [hpcdist.should_stop(step) for step in (1, 2)] == [False, False]
         assert attempt.read_request() is None
         assert hpcdist.should_stop(3)
@@ -206,7 +191,7 @@ def test_a_script_saves_at_the_interval_of_its_config_and_before_a_stop(run: Run
     records = rank_records.current()
     assert records is not None
     config = replace(CONFIG, stop=StopConfig(pause_at_step=7), checkpoint=CheckpointConfig(every_steps=3))
-    with entered_script(config, run.attempt(1), topology(1), records) as script:
+    with entered_script(config, run.attempt(1), ALONE, records) as script:
         assert saved_at(script, 1, 6) == [3, 6]
         assert hpcdist.should_stop(7)
         assert hpcdist.should_save(7)
@@ -214,7 +199,7 @@ def test_a_script_saves_at_the_interval_of_its_config_and_before_a_stop(run: Run
 
 
 def test_several_ranks_need_a_process_group(run: RunDir) -> None:
-    running = RunningScript(CONFIG, run, run.attempt(1), topology(2))
+    running = RunningScript(CONFIG, run, run.attempt(1), topology_of(0, 2))
     try:
         with pytest.raises(TrainerError, match="2 ranks need a process group to agree on a stop"):
             running.should_stop(1, None)
@@ -224,8 +209,8 @@ def test_several_ranks_need_a_process_group(run: RunDir) -> None:
 
 def test_ranks_that_count_no_steps_take_no_part(run: RunDir) -> None:
     """As a parameter server: rank 0 decides alone, without a process group, and SIGTERM does not end rank 1."""
-    first = RunningScript(CONFIG, run, run.attempt(1), topology(2))
-    other = RunningScript(CONFIG, run, run.attempt(1), replace(topology(2), rank=1, local_rank=1))
+    first = RunningScript(CONFIG, run, run.attempt(1), topology_of(0, 2))
+    other = RunningScript(CONFIG, run, run.attempt(1), topology_of(1, 2))
     try:
         with pytest.raises(TrainerError, match=r"^hpcdist\.agree_among: rank 0 must count steps: put the role"):
             first.agree_among([1])
@@ -242,7 +227,7 @@ def test_ranks_that_count_no_steps_take_no_part(run: RunDir) -> None:
 
 def test_first_reported_step_shows_where_the_attempt_began(run: RunDir) -> None:
     attempt = run.attempt(1)
-    logging_script = RunningScript(CONFIG, run, attempt, topology(1))
+    logging_script = RunningScript(CONFIG, run, attempt, ALONE)
     logging_script.note({"loss": 1.0}, None)  # MLflow's metrics without a step are numbered in each attempt anew
     logging_script.note({"loss": 1.0}, 0)
     assert read_training(attempt) is None
@@ -252,7 +237,7 @@ def test_first_reported_step_shows_where_the_attempt_began(run: RunDir) -> None:
     assert recorded is not None
     assert recorded.first_step == 10
     # `should_stop` is told the number of steps done.
-    asking_script = RunningScript(CONFIG, run, run.new_attempt(), topology(1))
+    asking_script = RunningScript(CONFIG, run, run.new_attempt(), ALONE)
     asking_script.should_stop(20, None)
     asking_script.close()
     recorded = read_training(run.attempt(2))
@@ -263,7 +248,7 @@ def test_first_reported_step_shows_where_the_attempt_began(run: RunDir) -> None:
 def test_log_notes_the_step_of_ranks_that_record_no_metrics(run: RunDir) -> None:
     """Otherwise a failure of rank 1 has no step."""
     records = rank_records.begin(RankRecords(run, attempt=1, rank=1, pid=os.getpid()))
-    with entered_script(CONFIG, run.attempt(1), replace(topology(2), rank=1, local_rank=1), records) as other:
+    with entered_script(CONFIG, run.attempt(1), topology_of(1, 2), records) as other:
         hpcdist.log({"loss": 1.0}, 37)
         assert other.last_step() == 37
     records.close()
@@ -310,22 +295,10 @@ def test_module_runs_like_a_script(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_environment_has_the_variables_of_torchrun_and_the_role(tmp_path: Path) -> None:
-    topology = Topology(
-        rank=2,
-        world_size=4,
-        local_rank=0,
-        local_world_size=2,
-        node_rank=1,
-        num_nodes=2,
-        master_addr="n1",
-        master_port=29500,
-        launcher="slurm",
-        job_id="7",
-        attempt=2,
-    )
+    of_rank = topology_of(2, 4, 2, master_addr="n1", master_port=29500, launcher="slurm", job_id="7", attempt=2)
     run = RunDir(tmp_path)
     roles = {"trainer": 1, "server": 3}
-    assert script_environment(topology, run, Roles.of(roles, 4)) == {
+    assert script_environment(of_rank, run, Roles.of(roles, 4)) == {
         "RANK": "2",
         "WORLD_SIZE": "4",
         "LOCAL_RANK": "0",
@@ -346,5 +319,5 @@ def test_environment_has_the_variables_of_torchrun_and_the_role(tmp_path: Path) 
         "HPCDIST_ROLE_INDEX": "1",
         "HPCDIST_ROLES": '{"trainer": 1, "server": 3}',
     }
-    without = script_environment(topology, run, Roles.of({}, 4))
+    without = script_environment(of_rank, run, Roles.of({}, 4))
     assert (without["HPCDIST_ROLE"], without["HPCDIST_ROLE_INDEX"]) == ("trainer", "2")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from launcher_env import topology_of
 from torch import nn
 
-from hpcdist.config.topology import Topology
 from hpcdist.rank import step_timing
 from hpcdist.rank.step_timing import MAX_SEARCHES, CudaClock, HostClock, LastGradient, NodeTimes, StepTimer, Totals
 from hpcdist.run.status import TIMES_PER_S
@@ -268,27 +268,11 @@ def test_gpu_steps_are_counted_after_completion_without_waiting(monkeypatch: pyt
 # --- metrics of a node
 
 
-def topology_of(rank: int, *, num_nodes: int, per_node: int = 2) -> Topology:
-    return Topology(
-        rank=rank,
-        world_size=num_nodes * per_node,
-        local_rank=rank % per_node,
-        local_world_size=per_node,
-        node_rank=rank // per_node,
-        num_nodes=num_nodes,
-        master_addr="n1",
-        master_port=1,
-        launcher="hpcdist",
-        job_id="test",
-        attempt=1,
-    )
-
-
 def test_first_rank_of_each_node_logs_at_the_logging_interval(
     trainer: TimedTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_timing.socket, "gethostname", lambda: "n2")
-    times = [NodeTimes(trainer.timer, topology_of(rank, num_nodes=2), log_every=2) for rank in range(4)]
+    times = [NodeTimes(trainer.timer, topology_of(rank, 4, 2), log_every=2) for rank in range(4)]
     trainer.step(data=1, compute=4, rest=5)
     assert [one.due(1) for one in times] == [{}] * 4
     trainer.step(data=3, compute=6, rest=7)
@@ -304,7 +288,7 @@ def test_first_rank_of_each_node_logs_at_the_logging_interval(
 
 def test_metric_names_of_a_single_node_have_no_node_name(trainer: TimedTrainer) -> None:
     trainer.step(data=1, compute=1)
-    assert set(NodeTimes(trainer.timer, topology_of(0, num_nodes=1), 1).due(1)) == {
+    assert set(NodeTimes(trainer.timer, topology_of(0, 2, 1), 1).due(1)) == {
         "time/step_s",
         "time/data_s",
         "time/compute_s",
@@ -313,7 +297,7 @@ def test_metric_names_of_a_single_node_have_no_node_name(trainer: TimedTrainer) 
 
 def test_first_rank_with_steps_of_each_node_logs(trainer: TimedTrainer) -> None:
     trainer.step(data=1, compute=1)
-    times = [NodeTimes(trainer.timer, topology_of(rank, num_nodes=2, per_node=3), 1) for rank in range(6)]
+    times = [NodeTimes(trainer.timer, topology_of(rank, 6, 2), 1) for rank in range(6)]
     for one in times:
         one.leave_to([1, 2, 3, 5])  # 0 and 4 are parameter servers
     assert [rank for rank, one in enumerate(times) if one.due(1)] == [1, 3]
@@ -322,7 +306,7 @@ def test_first_rank_with_steps_of_each_node_logs(trainer: TimedTrainer) -> None:
 def test_logging_rate_of_many_nodes_is_limited(trainer: TimedTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(step_timing.time, "monotonic", lambda: clock[0])
-    times = NodeTimes(trainer.timer, topology_of(0, num_nodes=512), 1)
+    times = NodeTimes(trainer.timer, topology_of(0, 1024, 512), 1)
     logged = 0
     for step in range(1000):
         trainer.step(data=1, compute=1)
