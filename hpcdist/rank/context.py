@@ -108,8 +108,7 @@ class Context:
         self._commands = LiveCommands(run, attempt, topology.rank, stop, device)
         self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
         self.timer.account.reached = reached_before(attempt)
-        heartbeat.timing, heartbeat.account = self.timer.report, self.timer.account.report
-        heartbeat.phases = self.timer.account.phases if self.is_main else ()
+        heartbeat.timing, heartbeat.account = self.timer.report, self.timer.account
         self._checkpoints = RankCheckpoints(
             config=config, run=run, attempt=attempt, topology=topology, device=device, groups=groups, journal=journal
         )

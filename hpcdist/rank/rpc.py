@@ -159,10 +159,6 @@ class RpcGroup:
                 future.set_result(None)
         return mine
 
-    def meet(self, timeout_s: float) -> None:
-        """Wait until every rank has called `meet`. Raises PeerLost."""
-        self.call(0, "_arrive", timeout_s=timeout_s).result()
-
     def close(self) -> None:
         """Wait until no rank needs this one, and close the connections.
 
@@ -207,7 +203,7 @@ def rpc_group(
     """
     group = RpcGroup(ctx, functions or {}, timeout_s, num_threads)
     group.ping_all()
-    group.meet(timeout_s)
+    ctx.barrier()
     group.transport.connected()
     log.info("RPC: %s is connected to %d peers", group.name, len(group.peers))
     yield group

@@ -213,8 +213,7 @@ class RunningScript:
             rank, num_ranks = self._topology.rank, self._topology.world_size
             hang_s, nan_losses = self._config.launch.hang_s, self._config.stop.nan_losses
             self._heartbeat = Heartbeat(self._attempt, rank, num_ranks, hang_s, nan_losses)
-            self._heartbeat.account = self._account.report
-            self._heartbeat.phases = self._account.phases if rank == 0 else ()
+            self._heartbeat.account = self._account
         return self._heartbeat
 
     def _agreement(self) -> StopAgreement:

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -101,13 +101,11 @@ class Heartbeat:
         self.doing = ""
         #: Returns this rank's step times so far (`StepTimer.report`).
         self.timing: Callable[[], dict[str, float]] = dict
-        #: Returns the time account of this rank (`TimeAccount.report`).
-        self.account: Callable[[], dict[str, Any]] = dict
+        #: The time account of this rank. Rank 0 appends its phases to `phases.jsonl`.
+        self.account: TimeAccount | None = None
         #: Returns the joules that sensors have counted for this rank, by sensor (`EnergyMeter.joules`).
         self.energy: Callable[[], dict[str, float]] = dict
-        #: Phases that have ended (`TimeAccount.phases`), which are appended to `phases.jsonl`.
-        self.phases: Sequence[tuple[str, float, float]] = ()
-        self._phases_file = attempt.phases
+        self._phases_file = attempt.phases if rank == 0 else None
         self._num_phases = 0
         self._size = 1024
         self._interval_s = beat_interval_s(rank, num_ranks, hang_timeout_s)
@@ -170,7 +168,7 @@ class Heartbeat:
                 "metric_steps": {key[:MAX_NAME]: int(step) for key, step in self.metric_steps.copy().items()},
                 "diverged": self._losses.finding,
                 "timing": self.timing(),
-                "account": self.account(),
+                "account": {} if self.account is None else self.account.report(),
                 "energy_j": self.energy(),
             }
         )
@@ -194,8 +192,9 @@ class Heartbeat:
         self._append_phases()
 
     def _append_phases(self) -> None:
-        phases = self.phases[self._num_phases :]
-        if phases:
+        if self.account is None or self._phases_file is None:
+            return
+        if phases := self.account.phases[self._num_phases :]:
             lines = [json.dumps({"cause": cause, "began": began, "ended": ended}) for cause, began, ended in phases]
             with suppress(OSError), open(self._phases_file, "a") as file:  # the next call repeats a failed write
                 file.write("".join(line + "\n" for line in lines))

@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from hpcdist.config.written import to_yaml
 from hpcdist.errors import HpcdistError, RendezvousError
 from hpcdist.rank import process_group
 from hpcdist.rank.process_group import (
+    Groups,
     _AdmittingGloo,
     deadline,
     guard_gloo,
@@ -150,18 +152,14 @@ def test_silent_listener_on_the_port_ends_the_rank_at_its_deadline(
     assert not outcome["peer_lost"]
 
 
+def grouped(topology: Topology, folder: Path) -> AbstractContextManager[Groups]:
+    abort = partial(os.kill, os.getpid(), signal.SIGABRT)
+    return process_groups(topology, CPU, "gloo", KEY, folder, init_timeout_s=30, timeout_s=30, on_expiry=abort)
+
+
 def test_single_rank_has_no_control_group(tmp_path: Path) -> None:
     topology = at_port(unused_port(), world_size=1)
-    with process_groups(
-        topology,
-        CPU,
-        "gloo",
-        KEY,
-        tmp_path,
-        init_timeout_s=30,
-        timeout_s=30,
-        on_expiry=lambda: os.kill(os.getpid(), signal.SIGABRT),
-    ) as groups:
+    with grouped(topology, tmp_path) as groups:
         assert groups.control is None
         assert dist.get_world_size() == 1
         value = torch.ones(1)
@@ -176,9 +174,7 @@ def rendezvous_twice(here: Rank, ports: list[int]) -> list[float]:
     sums = []
     for attempt in (0, 1):
         topology = at_port(ports[attempt], rank=here.rank, world_size=2, job_id=f"job-{attempt}", num_nodes=1 + attempt)
-        with process_groups(
-            topology, CPU, "gloo", KEY, here.folder, init_timeout_s=30, timeout_s=30, on_expiry=_expired
-        ) as groups:
+        with grouped(topology, here.folder) as groups:
             assert groups.control is not None
             for group in (None, groups.control):
                 value = torch.tensor([float(here.rank + 1)])
@@ -187,24 +183,11 @@ def rendezvous_twice(here: Rank, ports: list[int]) -> list[float]:
         assert not dist.is_initialized()
     with (
         pytest.raises(ValueError, match="ours"),
-        process_groups(
-            at_port(ports[2], rank=here.rank, num_nodes=2),
-            CPU,
-            "gloo",
-            KEY,
-            here.folder,
-            init_timeout_s=30,
-            timeout_s=30,
-            on_expiry=_expired,
-        ),
+        grouped(at_port(ports[2], rank=here.rank, num_nodes=2), here.folder),
     ):
         raise ValueError("ours")
     assert dist.is_initialized(), "groups are not destroyed after an error, because peers may be dead"
     return sums
-
-
-def _expired() -> None:
-    raise AssertionError("the rendezvous took too long")
 
 
 def test_both_groups_reduce_over_all_ranks() -> None:

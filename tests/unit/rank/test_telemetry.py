@@ -94,44 +94,25 @@ def read(attempt: Attempt, rank: int = 0) -> dict[str, Any]:
     return value
 
 
-def test_heartbeat_is_written_at_start(attempt: Attempt, writes: list[int]) -> None:
+def test_heartbeat_is_written_at_the_start_and_after_a_new_beat_or_step(attempt: Attempt, writes: list[int]) -> None:
+    """It has the time of the last beat, also if it is written late. A step may be logged after its beat."""
     beat = without_thread(attempt)
     assert writes == [0]
-    assert read(attempt)["time"] > 0
-    beat.close()
-
-
-def test_intervals_without_a_beat_write_nothing(attempt: Attempt, writes: list[int]) -> None:
-    beat = without_thread(attempt)
     run_intervals(beat, step(beat, 1), nothing, nothing, step(beat, 2), nothing)
     assert writes == [0, 1, 2]
+    step(beat, 7)()
+    noted = beat._noted
+    run_intervals(beat, nothing, lambda: beat.note_logged({"loss": 0.5}, 8), nothing)
+    assert writes == [0, 1, 2, 7, 8]
+    assert (read(attempt)["step"], read(attempt)["time"]) == (8, noted)
 
 
 def test_heartbeat_says_whether_further_ones_are_due(attempt: Attempt) -> None:
     """`should_stop` and `alive` promise them; `log` and `save` do not."""
     beat = without_thread(attempt)
-    run_intervals(beat, beat.beat)
-    assert read(attempt)["regular"] is False
-    run_intervals(beat, lambda: beat.beat(regular=True))
-    run_intervals(beat, beat.beat)
-    assert read(attempt)["regular"] is True
-
-
-def test_late_write_has_the_time_of_the_last_beat(attempt: Attempt) -> None:
-    beat = without_thread(attempt)
-    step(beat, 7)()
-    noted = beat._noted
-    run_intervals(beat, nothing)
-    assert (read(attempt)["step"], read(attempt)["time"]) == (7, noted)
-
-
-def test_step_that_is_logged_after_the_beat_is_written_with_its_time(attempt: Attempt, writes: list[int]) -> None:
-    beat = without_thread(attempt)
-    step(beat, 7)()
-    noted = beat._noted
-    run_intervals(beat, nothing, lambda: beat.note_logged({"loss": 0.5}, 8), nothing)
-    assert writes == [0, 7, 8]
-    assert (read(attempt)["step"], read(attempt)["time"]) == (8, noted)
+    for regular, due in ((False, False), (True, True), (False, True)):
+        run_intervals(beat, lambda regular=regular: beat.beat(regular=regular))  # type: ignore[misc]
+        assert read(attempt)["regular"] is due
 
 
 def test_close_writes_the_last_values_and_ends_the_thread(attempt: Attempt) -> None:
