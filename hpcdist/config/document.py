@@ -20,8 +20,11 @@ MAX_BYTES = 1 << 20
 #: Limit of a document, and of an override's key and value together. A few thousand levels overflow the stack of
 #: libyaml's recursive composer, which ends the interpreter.
 MAX_DEPTH = 40
+#: Limit of the values that the aliases of a document add: aliases of aliases multiply.
+MAX_REPEATED = 10_000
 #: Python integers have no bounds, but those of JSON, NumPy, PyTorch and MLflow have.
 _MAX_INTEGER = 2**63 - 1
+_TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 #: The explicit tags that are allowed; others construct objects, or fail on values of another form.
 _TAGS = (None, "!", "tag:yaml.org,2002:str")
 #: In C if PyYAML has it, which is seven times as fast.
@@ -94,8 +97,6 @@ def parse(text: str, loader: type[StrictLoader] = _ConfigLoader) -> Any:
     """
     try:
         return _with_text_keys(_load(text, loader))
-    except RecursionError:
-        raise ValueError("an alias contains itself") from None
     except yaml.YAMLError as error:
         # An unquoted password may start like an alias or a tag: `*p4ss`.
         raise ValueError(re.sub(r"(alias|anchor|tag) '[^']*'", r"\1", " ".join(str(error).split()))) from None
@@ -104,14 +105,28 @@ def parse(text: str, loader: type[StrictLoader] = _ConfigLoader) -> Any:
 def _load(text: str, loader: type[StrictLoader]) -> Any:
     """Return the value of a YAML text.
 
-    Raises YAMLError for invalid YAML, ValueError for explicit tags, deep nesting and integers of thousands of digits.
+    Raises YAMLError for invalid YAML, ValueError for explicit tags, deep nesting, multiplying aliases and integers of
+    thousands of digits.
     """
-    depth = 0
+    num_values = num_repeated = 0
+    opened: list[tuple[str | None, int]] = []  # containers, with the number of values before each
+    sizes: dict[str | None, int] = {}  # values that an alias repeats, by its name
     for event in yaml.parse(text, Loader=_Loader):  # in contrast to yaml.load, it does not recurse
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         where = f"line {event.start_mark.line + 1 if event.start_mark else 1}"
-        if depth > MAX_DEPTH:
-            raise ValueError(f"{where}: nested more than {MAX_DEPTH} levels deep")
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = opened.pop()
+            sizes[anchor] = num_values - before
+        elif isinstance(event, yaml.AliasEvent):
+            num_values += sizes.get(event.anchor, 1)
+            num_repeated += sizes.get(event.anchor, 1)
+        elif isinstance(event, yaml.NodeEvent):
+            num_values += 1
+            if isinstance(event, yaml.CollectionStartEvent):
+                opened.append((event.anchor, num_values - 1))
+        if len(opened) > MAX_DEPTH:
+            raise ValueError(f"{where}: {_TOO_DEEP}")
+        if num_repeated > MAX_REPEATED:
+            raise ValueError(f"{where}: its aliases (`*`) repeat more than {MAX_REPEATED:,} values")
         if getattr(event, "tag", None) not in _TAGS:
             raise ValueError(f"{where}: explicit tags are not supported: put a value that begins with '!' in quotes")
     return yaml.load(text, loader)  # noqa: S506  # a SafeLoader
@@ -165,10 +180,12 @@ def _bracket_depth(text: str) -> int:
     return max(itertools.accumulate(1 if bracket in "[{" else -1 for bracket in re.findall(r"[\[{\]}]", text)))
 
 
-def _with_text_keys(value: Any) -> Any:
+def _with_text_keys(value: Any, depth: int = 0) -> Any:
     """Return containers with strings as keys: in JSON and on the command line, `1` and `'1'` are one key."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"{_TOO_DEEP}, by aliases (`*`) of aliases or one that contains itself")
     if isinstance(value, list):
-        return [_with_text_keys(entry) for entry in value]
+        return [_with_text_keys(entry, depth + 1) for entry in value]
     if not isinstance(value, dict):
         return value
     found: dict[str, Any] = {}
@@ -177,5 +194,5 @@ def _with_text_keys(value: Any) -> Any:
             raise ValueError(f"the key {shown(key)} is a {type(key).__name__}: put it in quotes")
         if str(key) in found:
             raise ValueError(f"the key {shown(str(key))} occurs twice, as text and as a number")
-        found[str(key)] = _with_text_keys(inner)
+        found[str(key)] = _with_text_keys(inner, depth + 1)
     return found

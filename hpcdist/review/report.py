@@ -21,7 +21,7 @@ from hpcdist.config.tree import flat
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import HpcdistError
 from hpcdist.host import retry
-from hpcdist.host.files import open_regular, read_json, stays_inside, write_atomic
+from hpcdist.host.files import open_regular, read_json, read_regular, stays_inside, write_atomic
 from hpcdist.host.log_files import last_lines
 from hpcdist.host.machine import LEVELS, Check, ok, warning
 from hpcdist.review.charts import (
@@ -287,7 +287,7 @@ def write_report(run: RunDir, series: Mapping[str, Series]) -> bool:
     """Write `report.html` into the run folder. Returns whether its content has changed. Raises OSError."""
     text = render_report(run, series)
     try:
-        if run.report.read_text() == text:
+        if read_regular(run.report, len(text.encode())) == text.encode():
             return False
     except (OSError, ValueError):
         pass

@@ -401,8 +401,21 @@ def test_deep_and_recursive_documents_are_rejected(write: Write) -> None:
         (problem,) = problems(write(""), f"experiment={text}")
         assert problem == "experiment has an interpolation nested more than 40 levels deep"
     load_config(write(""), [f"{deep}={'[' * 20}{']' * 20}"])
-    (problem,) = problems(write("params: &a {b: *a}"))
-    assert problem == "an alias contains itself"
+    links = "".join(f"  b{number}: &b{number} [*b{number - 1}]\n" for number in range(1, 60))
+    for text in ("params: &a {b: *a}", f"params:\n  b0: &b0 [x]\n{links}"):
+        (problem,) = problems(write(text))
+        assert problem.endswith("40 levels deep, by aliases (`*`) of aliases or one that contains itself")
+
+
+def test_aliases_cannot_multiply_values(write: Write) -> None:
+    """Ten lines would be a billion values."""
+    tenfold = "".join(f"  a{number}: &a{number} [{f'*a{number - 1}, ' * 10}]\n" for number in range(1, 10))
+    text = f"params:\n  a0: &a0 {{b: c}}\n{tenfold}"
+    (problem,) = problems(write(text))
+    assert problem == "line 6: its aliases (`*`) repeat more than 10,000 values"
+    (problem,) = problems(write(""), f"params={{a0: &a0 [x], {tenfold.replace(chr(10), ',')}}}")
+    assert problem.startswith("params must be dict")
+    assert load_config(write(text.partition("  a2:")[0])).params["a1"] == [{"b": "c"}] * 10
 
 
 def test_a_config_file_is_limited_in_size(write: Write) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -286,6 +287,9 @@ def test_report_is_rewritten_only_if_it_changes(full: ReportScene) -> None:
     full.state(reason="another one")
     assert write_report(full.run, series)
     assert "another one" in full.run.report.read_text()
+    full.run.report.unlink()
+    os.mkfifo(full.run.report)
+    assert write_report(full.run, series), "a pipe is replaced; reading it would never end"
 
 
 def test_report_of_a_large_run_has_a_bounded_size(scene: ReportScene) -> None:
