@@ -273,25 +273,15 @@ class LookupPlan:
 
 @dataclass(frozen=True)
 class Units:
-    """The bags of a batch as units of the servers, in the order of the servers.
+    """The bags of a batch as units of the servers, in the order of the servers."""
 
-    Attributes:
-        rows: rows of each server, int64, relative to its first row.
-        offsets: start of each unit in a server's `rows`; None if each row is a unit.
-        counts: number of units by server.
-        places: indices of the units of each bag, bag after bag; None if bag b is unit b of every server.
-        offsets_of_bag: start of each bag in `places`.
-        bags: indices of the bags that each unit is part of, unit after unit; None if unit u of every server is bag u.
-        firsts: start of each unit in `bags`; None if each unit is part of one bag.
-    """
-
-    rows: list[Tensor]
-    offsets: list[Tensor] | None
-    counts: list[int]
-    places: Tensor | None
-    offsets_of_bag: Tensor | None
-    bags: Tensor | None
-    firsts: Tensor | None
+    rows: list[Tensor]  #: of each server, int64, relative to its first row
+    counts: list[int]  #: number of units by server
+    offsets: list[Tensor] | None = None  #: start of each unit in a server's `rows`; None if each row is a unit
+    places: Tensor | None = None  #: units of each bag, bag after bag; None if bag b is unit b of every server
+    offsets_of_bag: Tensor | None = None  #: start of each bag in `places`
+    bags: Tensor | None = None  #: bags of each unit, unit after unit; None if unit u of every server is bag u
+    firsts: Tensor | None = None  #: start of each unit in `bags`; None if each unit is part of one bag
 
     def pooled(self, values: Tensor) -> Tensor:
         """Return the sums of the bags [bags, dim] for the values of all units [units, dim]."""
@@ -326,7 +316,6 @@ def rows_as_units(rows: Tensor, offsets: Tensor, starts: Sequence[int]) -> Units
     unit = torch.arange(len(found.rows)).repeat_interleave(found.firsts.diff())
     return Units(
         rows=[part - start for part, start in zip(found.rows.split(counts), starts, strict=False)],
-        offsets=None,
         counts=counts,
         places=Coalesced.of(found.units, unit).units,
         offsets_of_bag=offsets[:-1],
@@ -351,18 +340,12 @@ def sums_as_units(rows: Tensor, offsets: Tensor, starts: Sequence[int]) -> Units
         own_offsets.append(firsts)
         bags.append(bag[firsts])
     counts = [len(part) for part in bags]
-    is_whole = all(count == num_bags for count in counts)
+    if all(count == num_bags for count in counts):
+        return Units(own_rows, counts, own_offsets)
     of_unit = torch.cat(bags)
-    found = None if is_whole else Coalesced.of(of_unit, torch.arange(len(of_unit)))
-    return Units(
-        rows=own_rows,
-        offsets=own_offsets,
-        counts=counts,
-        places=None if found is None else found.units,
-        offsets_of_bag=None if found is None else torch.searchsorted(of_unit.sort().values, torch.arange(num_bags)),
-        bags=None if is_whole else of_unit,
-        firsts=None,
-    )
+    places = Coalesced.of(of_unit, torch.arange(len(of_unit))).units
+    offsets_of_bag = torch.searchsorted(of_unit.sort().values, torch.arange(num_bags))
+    return Units(own_rows, counts, own_offsets, places, offsets_of_bag, of_unit)
 
 
 def choose(batches: Sequence[tuple[Tensor, Tensor]], starts: Sequence[int], num_trainers: int) -> LookupPlan:

@@ -1,7 +1,8 @@
 """DDP with parameter servers: trainers hold the dense part of a model, servers hold its embedding tables.
 
-Trainer 0 is rank 0 and leads. Each trainer reads its own share of the data, looks up the rows of its next batch one
-batch ahead, and sends their gradients back. DDP averages the dense gradients over the trainers only.
+A sample has numeric features and, for each table, a *bag* of ids; the dense part takes the sums of the rows of its
+bags. Trainer 0 is rank 0 and leads. Each trainer reads its own share of the samples, looks up the rows of its next
+batch one batch ahead, and sends the gradients of the sums back. DDP averages the dense gradients over the trainers.
 
 `mode: sync` combines the steps of all trainers: a server applies their gradients as one update, in the order of the
 trainers, and sends no value that a pending update would change. The result equals a single process on the joint
@@ -63,7 +64,7 @@ class ProcessGroups:
 class Batch:
     """A batch of a trainer: what it requests from the servers, and its own part."""
 
-    units: Units
+    units: Units  #: rows, or sums of rows, whose values the servers send
     numeric: Tensor
     labels: Tensor
 

@@ -88,7 +88,7 @@ def train(ctx: Context, cfg: Config) -> None:
     with rpc_group(ctx, **options) as rpc:
         client = VocabularyClient(rpc, trainer=ctx.role_index, vocab_size=vocab_size, device=ctx.device)
         learner = Learner(lstm, cfg, client, trainer_group, ctx.device)
-        train_lstm(ctx, cfg, learner, rpc, streams, saved, vocab_size)
+        train_lstm(ctx, cfg, learner, rpc, streams, saved)
         if corpus and ctx.end_reason:
             export(ctx, cfg, learner, corpus.tokenizer)
         if not ctx.is_main:
@@ -96,18 +96,12 @@ def train(ctx: Context, cfg: Config) -> None:
 
 
 def train_lstm(
-    ctx: Context,
-    cfg: Config,
-    learner: Learner,
-    rpc: RpcGroup,
-    streams: tuple[Tensor, Tensor],
-    saved: Restored | None,
-    vocab_size: int,
+    ctx: Context, cfg: Config, learner: Learner, rpc: RpcGroup, streams: tuple[Tensor, Tensor], saved: Restored | None
 ) -> None:
     """Train until a stop rule of the config applies, which becomes `ctx.end_reason`, or a stop is requested."""
     columns, held_out = (share_of_text(ctx, cfg, stream) for stream in streams)
     progress = Progress(cfg, len(columns), saved.trainer["position"] if saved is not None else None)
-    local = learner.load(saved, vocab_size) if saved is not None else None
+    local = learner.load(saved) if saved is not None else None
     # Sums of trainers are lost if the number of ranks has changed: the hidden state is saved with them.
     meter = Meter(local["meter"] if local is not None else None)
 
@@ -117,8 +111,7 @@ def train_lstm(
         if ctx.is_main:
             rpc.order("save", progress.step, to=rpc.of_role(SERVER))
         trainer, local = learner.state_dicts(ctx)
-        trainer |= {"position": progress.state_dict(), "vocab_size": vocab_size}
-        local["meter"] = meter.state_dict()
+        trainer["position"], local["meter"] = progress.state_dict(), meter.state_dict()
         lstm = nn.ModuleDict({"lstm": learner.lstm})
         ctx.save(progress.step, model=lstm, trainer=trainer, local=local, metrics=metrics, shard=Shard())
 
@@ -326,13 +319,17 @@ class Learner:
 
     def state_dicts(self, ctx: Context) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the arguments `trainer` and `local` of `Context.save`."""
-        counts = {"num_trainers": ctx.roles.count(TRAINER), "num_servers": ctx.roles.count(SERVER)}
-        hidden = {} if self.state is None else {"h": self.state[0], "c": self.state[1]}
-        return {"optimizer": self.optimizer.state_dict(), **counts}, hidden
+        trainer = {
+            "optimizer": self.optimizer.state_dict(),
+            "num_trainers": ctx.roles.count(TRAINER),
+            "num_servers": ctx.roles.count(SERVER),
+            "vocab_size": self.client.vocab_size,
+        }
+        return trainer, {} if self.state is None else {"h": self.state[0], "c": self.state[1]}
 
-    def load(self, saved: Restored, vocab_size: int) -> dict[str, Any] | None:
+    def load(self, saved: Restored) -> dict[str, Any] | None:
         """Load weights, optimizer and hidden state; return the state that this trainer has saved, if it has."""
-        check_vocab_size(saved, vocab_size)
+        check_vocab_size(saved, self.client.vocab_size)
         self.lstm.load_state_dict({name.removeprefix("lstm."): tensor for name, tensor in saved.model.items()})
         self.optimizer.load_state_dict(saved.trainer["optimizer"])
         if saved.local is not None and "h" in saved.local:

@@ -153,11 +153,7 @@ class Joined:
 
 
 class VocabularyServer:
-    """Rows of embedding and decoder, and their optimizers. Trainers call its methods, in threads of RPC.
-
-    Args:
-        is_async: whether each push is an update of its own.
-    """
+    """Rows of embedding and decoder, and their optimizers. Trainers call its methods, in threads of RPC."""
 
     def __init__(
         self,
@@ -450,16 +446,12 @@ class PendingRows:
 
 
 class VocabularyClient:
-    """All servers of the vocabulary as one object.
-
-    Args:
-        trainer: index of this trainer.
-        device: device of this trainer.
-    """
+    """All servers of the vocabulary as one object, for the trainer with this index and device."""
 
     def __init__(self, group: RpcGroup, *, trainer: int, vocab_size: int, device: torch.device) -> None:
         self._group, self._names = group, group.of_role("parameter_server")
         self._trainer = trainer
+        self.vocab_size = vocab_size
         self._bounds = torch.tensor(row_bounds(vocab_size, len(self._names)))
         self._device = device
 
@@ -486,18 +478,15 @@ class VocabularyClient:
         """
         if len(self._names) == 1:  # which has all rows: one call is enough
             (call,) = self._call_all("decode", self._trainer, number, hidden, targets, scale)
-            return lambda: self._on_device(*call.result())
+            return lambda: (call.result()[0], call.result()[1].to(self._device))
         scores = self._call_all("score", self._trainer, number, hidden, targets)
 
         def finish() -> tuple[float, Tensor]:
             lse, losses = self._joined(scores)
             parts = [call.result() for call in self._call_all("backward", self._trainer, number, lse, scale)]
-            return self._on_device(float(losses.double().sum()), torch.stack(parts).sum(0))
+            return float(losses.double().sum()), torch.stack(parts).sum(0).to(self._device)
 
         return finish
-
-    def _on_device(self, loss: float, gradient: Tensor) -> tuple[float, Tensor]:
-        return loss, gradient.to(self._device)
 
     def _joined(self, scores: Sequence[Future[Any]]) -> tuple[Tensor, Tensor]:
         return join_scores(*zip(*(call.result() for call in scores), strict=True))
