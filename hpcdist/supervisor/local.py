@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -102,34 +103,23 @@ def detach(run: RunDir, env: Mapping[str, str]) -> int:
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class LocalLauncher:
-    """Starts ranks on this machine. A context manager, which owns the process guard and the parent of the ranks.
+    """Starts ranks on this machine. A context manager, which owns the process guard and the parent of the ranks."""
 
-    Args:
-        env: environment of the ranks; variables of the plan take precedence.
-        import_path: folders that precede all others in the ranks' import path.
-        init_timeout_s: time limit for the imports of this parent, in seconds.
-    """
+    run: RunDir
+    plan: Plan
+    _: KW_ONLY
+    env: Mapping[str, str]  #: of the ranks; variables of the plan take precedence
+    import_path: Sequence[str]  #: folders that precede all others in the ranks' import path
+    cwd: Path
+    fork: bool = False  #: whether a parent process forks the ranks, if it can
+    init_timeout_s: float = LaunchConfig.init_timeout_s  #: of the imports of this parent
 
-    def __init__(
-        self,
-        run: RunDir,
-        plan: Plan,
-        *,
-        env: Mapping[str, str],
-        import_path: Sequence[str],
-        cwd: Path,
-        fork: bool = False,
-        init_timeout_s: float = LaunchConfig.init_timeout_s,
-    ) -> None:
-        self.num_ranks = plan.num_ranks
-        self._run = run
-        self._plan = plan
-        self._env = dict(env)
-        self._code = code_env(import_path, plan.env.get("PYTHONPATH") or env.get("PYTHONPATH"))
-        self._cwd = cwd
-        self._fork = fork
-        self._init_timeout_s = init_timeout_s
+    def __post_init__(self) -> None:
+        self.num_ranks = self.plan.num_ranks
+        python_path = self.plan.env.get("PYTHONPATH") or self.env.get("PYTHONPATH")
+        self._code = code_env(self.import_path, python_path)
         self._parent: RankParent | None = None
 
     def __enter__(self) -> LocalLauncher:
@@ -144,10 +134,10 @@ class LocalLauncher:
     @property
     def resources(self) -> Resources:
         """One GPU for each rank on a GPU; without GPUs, the cores of all threads of the ranks."""
-        if gpu_ranks := [rank for rank in range(self.num_ranks) if self._plan.device_of(rank) == "cuda"]:
+        if gpu_ranks := [rank for rank in range(self.num_ranks) if self.plan.device_of(rank) == "cuda"]:
             own = NodeShare(allocated=len(gpu_ranks), share=1, ranks=gpu_ranks)
             return Resources(unit="GPU", nodes={socket.gethostname(): own})
-        cores = min(num_cores(), self.num_ranks * self._plan.threads)
+        cores = min(num_cores(), self.num_ranks * self.plan.threads)
         own = NodeShare(allocated=cores, share=cores / self.num_ranks, ranks=list(range(self.num_ranks)))
         return Resources(nodes={socket.gethostname(): own})
 
@@ -160,40 +150,40 @@ class LocalLauncher:
         if self._parent is not None and not (self._parent.is_usable and self._parent.is_alive()):
             self._replace_parent(self._parent)
         return LocalRanks(
-            rank_command(self._run.path),
+            rank_command(self.run.path),
             self._envs(attempt.number, free_port(self._job_id, attempt.number)),
             [attempt.log(rank) for rank in range(self.num_ranks)],
             self._guard,
-            cwd=self._cwd,
+            cwd=self.cwd,
             parent=self._parent,
         )
 
     @property
     def _job_id(self) -> str:
-        return f"{self._run.experiment}/{self._run.name}"
+        return f"{self.run.experiment}/{self.run.name}"
 
     def _envs(self, attempt: int, port: int) -> list[dict[str, str]]:
         envs = [
-            self._plan.rank_env(rank, job_id=self._job_id, attempt=attempt, master_port=port)
+            self.plan.rank_env(rank, job_id=self._job_id, attempt=attempt, master_port=port)
             for rank in range(self.num_ranks)
         ]
-        return [self._env | env | self._code for env in envs]
+        return [{**self.env, **env, **self._code} for env in envs]
 
     def _start_parent(self) -> None:
         """Start the parent process of the ranks, unless their environments differ in more than their topology."""
         topology = {*OWN_PLACE, *OWN_MEETING}
         envs = [{name: env[name] for name in env.keys() - topology} for env in self._envs(0, 1)]
         # Libraries read variables such as OMP_NUM_THREADS at their import, glibc reads MALLOC_ variables before that.
-        if not self._fork or any(env != envs[0] for env in envs):
+        if not self.fork or any(env != envs[0] for env in envs):
             return
         try:
             self._parent = RankParent(
-                self._run.path,
+                self.run.path,
                 self._guard,
                 env=envs[0],
-                cwd=self._cwd,
-                output=self._run.path / "attempts" / "rank-parent.log",
-                init_timeout_s=self._init_timeout_s,
+                cwd=self.cwd,
+                output=self.run.path / "attempts" / "rank-parent.log",
+                init_timeout_s=self.init_timeout_s,
             )
         except OSError as error:  # ranks can do without it
             log.warning("each rank imports torch itself, since their parent process cannot be started: %s", error)
@@ -221,6 +211,7 @@ class _Process(Protocol):
     def kill(self) -> None: ...
 
 
+@dataclass(eq=False)
 class LocalRanks:
     """The ranks of one attempt on this machine.
 
@@ -228,22 +219,14 @@ class LocalRanks:
     fork, they are started by their command.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        envs: Sequence[Mapping[str, str]],
-        logs: Sequence[Path],
-        guard: Guard,
-        *,
-        cwd: Path,
-        parent: RankParent | None = None,
-    ) -> None:
-        self._command = command
-        self._envs = envs
-        self._logs = logs
-        self._guard = guard
-        self._cwd = cwd
-        self._parent = parent
+    command: Sequence[str]
+    envs: Sequence[Mapping[str, str]]  #: complete environments, by rank
+    logs: Sequence[Path]  #: files for standard output and error, by rank
+    guard: Guard
+    cwd: Path
+    parent: RankParent | None = None
+
+    def __post_init__(self) -> None:
         self._processes: list[_Process] = []
         self._descriptors: list[int] = []
         self._error = ""
@@ -253,13 +236,13 @@ class LocalRanks:
 
     @property
     def running(self) -> list[int]:
-        return [rank for rank in range(len(self._envs)) if rank not in self.exits]
+        return [rank for rank in range(len(self.envs)) if rank not in self.exits]
 
     def host_of(self, rank: int) -> str:
         return socket.gethostname()
 
     def wait(self, timeout_s: float) -> None:
-        if self._parent is not None and not self._processes and self.running:
+        if self.parent is not None and not self._processes and self.running:
             self._start_late(timeout_s)
             return
         poll = select.poll()
@@ -271,25 +254,25 @@ class LocalRanks:
                 self.exits[rank] = code
 
     def absent(self) -> list[int]:
-        return list(range(len(self._envs))) if self._error else []
+        return list(range(len(self.envs))) if self._error else []
 
     def last_message(self) -> str:
         return self._error
 
     def signal(self, number: signal.Signals) -> None:
         if not self._processes and number == signal.SIGTERM:
-            self.exits = dict.fromkeys(range(len(self._envs)), -number)  # as if they had been starting
+            self.exits = dict.fromkeys(range(len(self.envs)), -number)  # as if they had been starting
         for rank in self.running if self._processes else ():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptors[rank], number)
 
     def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
-        self._guard.run(command, env=os.environ, cwd=self._cwd, output=output, limit_s=limit_s, interrupted=interrupted)
+        self.guard.run(command, env=os.environ, cwd=self.cwd, output=output, limit_s=limit_s, interrupted=interrupted)
 
     def close(self) -> None:
         self._kill_groups()
-        if self._parent is not None and not self._parent.was_ready:
-            self._parent.is_usable = False  # the next attempt does not wait for it again
+        if self.parent is not None and not self.parent.was_ready:
+            self.parent.is_usable = False  # the next attempt does not wait for it again
         for rank in self.running:  # never started
             self.exits[rank] = -signal.SIGKILL
         for descriptor in self._descriptors:
@@ -298,20 +281,20 @@ class LocalRanks:
     def _start(self, timeout_s: float = 0.0) -> None:
         """Start the ranks, unless their parent is still importing after `timeout_s`."""
         try:
-            if self._parent is not None and not self._parent.is_ready(timeout_s):
+            if self.parent is not None and not self.parent.is_ready(timeout_s):
                 return
             # Also the start of an interpreter executes code of the run folder, which is in its import path.
-            require_same(self._logs[0].parents[2], self._envs[0])
-            for env, path in zip(self._envs, self._logs, strict=True):
-                self._processes.append(self._start_one(self._parent, env, path))
+            require_same(self.logs[0].parents[2], self.envs[0])
+            for env, path in zip(self.envs, self.logs, strict=True):
+                self._processes.append(self._start_one(self.parent, env, path))
             self._descriptors = [os.pidfd_open(process.pid) for process in self._processes]
         except NoParentError as error:
-            assert self._parent is not None, "only a parent can end"
-            last_line = self._parent.last_line() if isinstance(error, ParentEndedError) else ""
+            assert self.parent is not None, "only a parent can end"
+            last_line = self.parent.last_line() if isinstance(error, ParentEndedError) else ""
             log.warning("each rank imports torch itself: %s", last_line or error)
-            self._parent.is_usable = False
+            self.parent.is_usable = False
             self._kill_groups()
-            self._processes, self._parent, self.exits = [], None, {}
+            self._processes, self.parent, self.exits = [], None, {}
             self._start()
         except RankRefusedError as error:
             self._kill_groups()
@@ -328,15 +311,15 @@ class LocalRanks:
             self._start(timeout_s)
 
         try:
-            retry.retry(again, self._logs[0].parent)
+            retry.retry(again, self.logs[0].parent)
         except (HpcdistError, OSError) as error:
             self._error = error_text(error)
             self._processes = []
-            self.exits = dict.fromkeys(range(len(self._envs)), 1)
+            self.exits = dict.fromkeys(range(len(self.envs)), 1)
 
     def _start_one(self, parent: RankParent | None, env: Mapping[str, str], path: Path) -> _Process:
         if parent is None:
-            return self._guard.start(self._command, env=env, cwd=self._cwd, output=path)
+            return self.guard.start(self.command, env=env, cwd=self.cwd, output=path)
         with open(path, "ab") as file:
             return parent.fork(env, file.fileno())
 
@@ -348,4 +331,4 @@ class LocalRanks:
             process.kill()
             code = process.wait()
             self.exits.setdefault(rank, code)
-            self._guard.forget(process.pid)
+            self.guard.forget(process.pid)

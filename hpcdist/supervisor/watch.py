@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from hpcdist.config.schema import Config
@@ -43,33 +44,24 @@ class Allocation(NamedTuple):
     end: float  #: time at which all processes are killed
 
 
+@dataclass(eq=False)
 class Watch:
     """Watches the ranks of one attempt until all have ended.
 
     A poll covers exits, requests and the checks of `ProgressMonitor`.
     """
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        ranks: Ranks,
-        config: Config,
-        report: Reporter,
-        allocation: Allocation | None = None,
-        *,
-        signal_request: Callable[[], StopRequest | None] = lambda: None,
-        check_lease: Callable[[], None] = lambda: None,
-        nodes: NodeChanges | None = None,
-    ) -> None:
-        self._nodes = nodes or NodeChanges()
-        self._attempt = attempt
-        self._ranks = ranks
-        self._config = config
-        self._report = report
-        self._allocation = allocation
-        self._signal_request = signal_request
-        self._check_lease = check_lease
-        self.progress = ProgressMonitor(attempt, ranks, config, report, time.monotonic())
+    attempt: Attempt
+    ranks: Ranks
+    config: Config
+    report: Reporter
+    allocation: Allocation | None = None
+    signal_request: Callable[[], StopRequest | None] = lambda: None
+    check_lease: Callable[[], None] = lambda: None
+    nodes: NodeChanges = field(default_factory=NodeChanges)
+
+    def __post_init__(self) -> None:
+        self.progress = ProgressMonitor(self.attempt, self.ranks, self.config, self.report, time.monotonic())
         self._all_started = False
         self._unavailable_since: float | None = None
         self._write_at = 0.0
@@ -89,10 +81,10 @@ class Watch:
 
         The caller kills the remaining ranks.
         """
-        while self._ranks.running:
+        while self.ranks.running:
             began = time.monotonic()
-            self._ranks.wait(POLL_S)
-            self._check_lease()
+            self.ranks.wait(POLL_S)
+            self.check_lease()
             now = time.monotonic()
             self._note_delay(began, now)
             self._handle_requests(now)
@@ -100,7 +92,7 @@ class Watch:
                 return None
             if (lost := self._lost_node()) is not None:
                 return lost
-            failed = any(self._is_failure(code) for code in self._ranks.exits.values())
+            failed = any(self._is_failure(code) for code in self.ranks.exits.values())
             if failed and not self.stops_script:
                 self._kill_by(now + PEER_GRACE_S)
             if self._kill_at is not None and now >= self._kill_at:
@@ -113,7 +105,7 @@ class Watch:
         return None
 
     def _lost_node(self) -> Failure | None:
-        if (found := self._nodes.detect_lost()) is None:
+        if (found := self.nodes.detect_lost()) is None:
             return None
         rank, node = found
         error = "was lost: its node does not answer"
@@ -121,21 +113,21 @@ class Watch:
 
     def _late(self, now: float) -> Failure | None:
         """Return the failure of ranks that were not started in time; checks once, when the time is over."""
-        limit_s = self._config.launch.init_timeout_s
+        limit_s = self.config.launch.init_timeout_s
         if self._all_started or now < self.progress.unavailable_until + limit_s:
             return None
-        absent = self._ranks.absent()
+        absent = self.ranks.absent()
         self._all_started = not absent
-        why = f"within launch.init_timeout_s={limit_s:g} s: {self._ranks.last_message()}" if absent else ""
-        num_ranks = len(self._ranks.running) + len(self._ranks.exits)
-        return not_started(absent, num_ranks, why, self._ranks.host_of)
+        why = f"within launch.init_timeout_s={limit_s:g} s: {self.ranks.last_message()}" if absent else ""
+        num_ranks = len(self.ranks.running) + len(self.ranks.exits)
+        return not_started(absent, num_ranks, why, self.ranks.host_of)
 
     def _hung(self, now: float) -> Failure | None:
         """Return the failure of ranks that hang: without progress for the limit, and without any sign of computation.
 
         A plain script is ended only if the user has set the limit; otherwise a warning names the evidence.
         """
-        launch = self._config.launch
+        launch = self.config.launch
         if self._warned:
             return None
         if self.progress.silent_s(now) < launch.hang_s / 2:
@@ -147,26 +139,26 @@ class Watch:
             return None
         busy = busy_ranks(self._activities, self._examine(read_activities) or {}) if self._activities else set()
         busy &= self.progress.overdue(now)
-        is_ended = launch.hang_timeout_s is not None or not self._config.trainer.script
+        is_ended = launch.hang_timeout_s is not None or not self.config.trainer.script
         # The signal for the stacks may surprise a script, which is spared it if it computes and is not to be ended.
         found = self._examine(collect) if is_ended or not busy else None
         if found is not None:
             busy -= {rank for rank, pending_s in found.pending_s.items() if pending_s > launch.hang_s / 2}
-        where = f"(stack traces of all ranks are in {self._attempt.path})"
+        where = f"(stack traces of all ranks are in {self.attempt.path})"
         if is_ended and not busy:
             return self._hang_failure(
                 rank, f"made no progress for launch.hang_timeout_s={launch.hang_s:g} s {where}", found
             )
         if found is not None:
             with suppress(OSError):  # `stacks_summary` would explain a later failure
-                self._attempt.stacks_summary.replace(self._attempt.silence)
+                self.attempt.stacks_summary.replace(self.attempt.silence)
         if busy:
             self.progress.postpone(time.monotonic())
             used = f"{ranks_text(busy)} used CPU or GPU meanwhile: the run continues"
-            self._report.note(f"no sign of progress for {launch.hang_s:g} s, but {used}")
+            self.report.note(f"no sign of progress for {launch.hang_s:g} s, but {used}")
         else:
             self._warned = True
-            self._report.note(
+            self.report.note(
                 f"the script may hang: no output for {launch.hang_s:g} s, and "
                 + ("no rank computes" if self._activities else "the CPU time of the ranks is unknown")
                 + (f"; {found.sentence} {where}" if found is not None else "")
@@ -189,19 +181,19 @@ class Watch:
             self.stop_requested = True
             self._kill_by(now + self._grace_s())
             how = "the ranks save a checkpoint and exit"
-            if self._config.trainer.script:
+            if self.config.trainer.script:
                 # A plain script does not read requests; it gets a signal.
                 how = f"the script gets SIGTERM, and SIGKILL unless it ends within {self._grace_s():.0f} s"
                 self._send_sigterm()
-            self._report.note(f"stopping: {how} ({request.sentence})")
+            self.report.note(f"stopping: {how} ({request.sentence})")
 
     def _request(self, now: float) -> StopRequest | None:
         """Return the request to the attempt: from its folder, from a signal, or because the allocation ends soon."""
         found = self._read_request(now)
-        asked = self._signal_request()
-        if asked is None and self._allocation is not None and time.time() >= self._allocation.stop_at:
+        asked = self.signal_request()
+        if asked is None and self.allocation is not None and time.time() >= self.allocation.stop_at:
             asked = StopRequest(cause="time_limit")
-        if asked is None and found is None and (nodes := self._nodes.detect_returned()):
+        if asked is None and found is None and (nodes := self.nodes.detect_returned()):
             asked = StopRequest(cause="growth", by=nodes)
         ends = found is not None and found.ends_run
         if asked is None or (found is not None and ends and (asked.action == "stop" or found.action == "cancel")):
@@ -213,7 +205,7 @@ class Watch:
 
     def _read_request(self, now: float) -> StopRequest | None:
         try:
-            found = self._attempt.read_request(within_s=0)
+            found = self.attempt.read_request(within_s=0)
         except OSError as error:
             if self._unavailable_since is None:
                 self._unavailable_since = now
@@ -221,32 +213,32 @@ class Watch:
             self.progress.unavailable_until = now
             return None
         if self._unavailable_since is not None:
-            log.warning("%s is available again after %.1f s", self._attempt.path, now - self._unavailable_since)
+            log.warning("%s is available again after %.1f s", self.attempt.path, now - self._unavailable_since)
             self._unavailable_since = None
         return found
 
     def _write_request(self, asked: StopRequest, now: float) -> None:
         """Write a request to the attempt's folder; if writes keep failing, send SIGTERM to the ranks."""
         try:
-            self._attempt.send_request(asked, within_s=0)
+            self.attempt.send_request(asked, within_s=0)
         except OSError as error:
             self._unwritten_since = now if self._unwritten_since is None else self._unwritten_since
             late = now - self._unwritten_since >= SIGNAL_AFTER_S
             if late and asked.action == "stop" and not self._sent_sigterm:
-                self._report.note(f"{self._attempt.request}: {error.strerror}; sending SIGTERM to the ranks")
+                self.report.note(f"{self.attempt.request}: {error.strerror}; sending SIGTERM to the ranks")
                 self._send_sigterm()
 
     def _send_sigterm(self) -> None:
         if not self._sent_sigterm:
             self._sent_sigterm = True
-            self._ranks.signal(signal.SIGTERM)
+            self.ranks.signal(signal.SIGTERM)
 
     def _grace_s(self) -> float:
         """Return the time for ranks to save and exit, within the allocation."""
-        grace_s = self._config.launch.stop_grace_s
-        if self._allocation is None:
+        grace_s = self.config.launch.stop_grace_s
+        if self.allocation is None:
             return grace_s
-        left_s = max(0.0, self._allocation.end - time.time())
+        left_s = max(0.0, self.allocation.end - time.time())
         return min(grace_s, max(left_s - REST_S, left_s / 2))
 
     def _kill_by(self, then: float) -> None:
@@ -258,26 +250,26 @@ class Watch:
     @property
     def stops_script(self) -> bool:
         """Whether a plain script has got SIGTERM: its ranks may save, and end, one after the other."""
-        return self.stop_requested and bool(self._config.trainer.script)
+        return self.stop_requested and bool(self.config.trainer.script)
 
     def _overdue(self) -> Failure:
         return self._hang_failure(
-            self._ranks.running[0],
-            f"did not save and exit within launch.stop_grace_s={self._config.launch.stop_grace_s:g} s"
-            + (", or before the end of the allocation" if self._allocation is not None else ""),
+            self.ranks.running[0],
+            f"did not save and exit within launch.stop_grace_s={self.config.launch.stop_grace_s:g} s"
+            + (", or before the end of the allocation" if self.allocation is not None else ""),
             self._examine(collect),
         )
 
     def _examine(self, examination: Callable[..., T]) -> T | None:
         """Return the result of an examination of all nodes, or None if there is no time for it, or it fails."""
         left_s = STACKS_S
-        if self._allocation is not None:
-            left_s = min(left_s, self._allocation.end - time.time() - REST_S)
+        if self.allocation is not None:
+            left_s = min(left_s, self.allocation.end - time.time() - REST_S)
         if left_s < LEAST_STACKS_S:
             return None
         began = time.monotonic()
         try:
-            return examination(self._attempt, self._ranks, limit_s=left_s, interrupted=self._is_cancelled)
+            return examination(self.attempt, self.ranks, limit_s=left_s, interrupted=self._is_cancelled)
         except OSError as unread:
             log.warning("%s: %s; the ranks cannot be examined", unread.filename, unread.strerror)
             return None
@@ -295,7 +287,7 @@ class Watch:
         return Failure(
             kind="hung",
             rank=rank,
-            host=(found.hosts.get(rank) if found is not None else None) or self._ranks.host_of(rank),
+            host=(found.hosts.get(rank) if found is not None else None) or self.ranks.host_of(rank),
             step=self.progress.last_step(rank),
             error=error,
             detail=found.sentence if found is not None else "",

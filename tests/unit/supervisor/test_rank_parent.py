@@ -225,7 +225,7 @@ def test_forked_rank_has_what_a_started_one_has(scene: Scene) -> None:
     """Environment, folder, log, session, signals and descriptors equal those of ranks that a command starts."""
     forked_attempt, exits = scene.finish(REPORT, REPORT)
     assert exits == {0: 0, 1: 0}
-    scene.launcher._fork = False
+    scene.launcher.fork = False
     scene.launcher._close_parent()
     started_attempt, exits = scene.finish(REPORT, REPORT)
     assert exits == {0: 0, 1: 0}
