@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hpcdist.config.conversion import as_written, convert
-from hpcdist.config.describe import describe
+from hpcdist.config.describe import all_keys
 from hpcdist.config.document import MAX_DEPTH, first_line, parse_texts, unfit_values
 from hpcdist.config.redaction import REDACTED, is_secret_name, named_secrets
 from hpcdist.config.schema import Config, SecretTexts, find_trainer, to_tree, trainer_sections
@@ -72,6 +72,7 @@ def add_overrides(overrides: Sequence[str], tree: dict[str, Any], origins: Origi
     if "cluster.nodes" in given and "cluster.min_nodes" not in given and isinstance(tree.get("cluster"), dict):
         # A new number or range of nodes replaces the old range: the config of a run folder contains both keys.
         tree["cluster"].pop("min_nodes", None)
+        origins["cluster.min_nodes"] = _COMMAND_LINE
     origins.update(dict.fromkeys(problems, _COMMAND_LINE))
     return problems
 
@@ -165,7 +166,7 @@ def _at(tree: object, path: Sequence[str]) -> Any:
 @functools.cache
 def _types() -> dict[str, str]:
     """Return the type of every key as its source spells it."""
-    return {path: kind for path, kind, _, _ in describe()}
+    return {path: str(key.type) for path, _, key in all_keys()}
 
 
 def _sentences(key: str, value: object) -> list[str]:

@@ -287,6 +287,7 @@ def test_mistake_of_a_file_names_the_file_whatever_the_overrides(
         ("partiton: gpu", "", [], "{site}: cluster.partiton is not a key: did you mean 'cluster.partition'?"),
         ("nodes: 0", "cluster: {nodes: 1, time_limit: -1}", [], "{path}: cluster.time_limit"),
         ("nodes: 0", "", ["cluster.nodes=-1"], "command line: cluster.nodes must be"),
+        ("nodes: 2", "", ["cluster.nodes=8-2"], "command line: cluster.min_nodes must be at most nodes=2"),
         (
             "nodes: 0",
             "seed: -1",
