@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from hpcdist.config.launch_schema import check
+from hpcdist.config.launch_schema import ConfigSection
 from hpcdist.errors import suggestion
 
 # The config section of trainer `comm`: the settings of the communication benchmark.
@@ -48,7 +48,7 @@ def parse_bytes(value: int | str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommConfig:
+class CommConfig(ConfigSection):
     """A benchmark of launch.backend: correctness and speed of every operation on all ranks (`trainer: comm`)."""
 
     operations: list[str] = field(default_factory=lambda: [*COMM_OPERATIONS, *COMM_PARTS])
@@ -58,15 +58,15 @@ class CommConfig:
     dtypes: list[str] = field(default_factory=lambda: ["float32"])
     """Data types of reductions, each measured from one element up; other operations are measured in bytes."""
 
-    def __post_init__(self) -> None:
+    def problems(self) -> list[str]:
+        """Return the mistakes in the size, and the unknown names."""
         problems: list[str] = []
         try:
             parse_bytes(self.max_bytes)
         except ValueError as error:
             problems.append(f"max_bytes: {error}")
         problems += _unknown("operations", self.operations, (*COMM_OPERATIONS, *COMM_PARTS))
-        problems += _unknown("dtypes", self.dtypes, COMM_DTYPES)
-        check(problems)
+        return problems + _unknown("dtypes", self.dtypes, COMM_DTYPES)
 
 
 def _unknown(key: str, values: list[str], known: tuple[str, ...]) -> list[str]:

@@ -75,6 +75,8 @@ def documented(body: ast.ClassDef) -> dict[str, tuple[str, str]]:
 # The JSON Schema of a config file, with which editors complete and check keys (`hpcdist config --json-schema`).
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null"}
+#: The keyword of each bound in the metadata of a field (`launch_schema.number`).
+_BOUNDS = {"minimum": "least", "exclusiveMinimum": "above", "maximum": "most"}
 _INTERPOLATION = {"$ref": "#/$defs/interpolation"}
 
 
@@ -117,6 +119,7 @@ def _key(key: Field[Any], declared: Any, path: str, documentation: dict[str, str
     return {
         "description": documentation.get(path, ""),
         "default": default_of(key),
+        **{name: key.metadata[own] for name, own in _BOUNDS.items() if key.metadata.get(own) is not None},
         **_value(declared, path, documentation),
     }
 

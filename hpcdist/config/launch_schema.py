@@ -5,8 +5,8 @@ launch, notifications, preflight; with the checks that sections share.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar, cast
 
 # Checks that several sections use. Each returns a list with one line per mistake.
@@ -20,31 +20,37 @@ MAX_RANKS, MAX_PER_NODE = 262_144, 1024
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 
 
-def check(problems: list[str]) -> None:
-    """Raise one ValueError with a line per mistake, to which config/merging.py adds the section's name."""
-    if problems:
-        raise ValueError("\n".join(problems))
+def number(default: Any, *, least: float | None = None, above: float | None = None, most: float | None = None) -> Any:
+    """Return the field of a number with bounds; null is within them, NaN is not."""
+    return field(default=default, metadata={"least": least, "above": above, "most": most})
 
 
-def at_least(section: object, low: float, *names: str, strictly: bool = False) -> list[str]:
-    """Return the mistakes in numbers with a lower bound; NaN is one, null is not."""
-    values = {name: getattr(section, name) for name in names}
-    return [
-        f"{name} must be {'>' if strictly else '>='} {low:g}, got {value}"
-        for name, value in values.items()
-        if value is not None and not (value > low or (value == low and not strictly))
-    ]
+@dataclass(frozen=True, kw_only=True)
+class ConfigSection:
+    """A section of a config. Its construction raises one ValueError with a line per mistake, which begins with the key;
+    config/conversion.py adds the section's name.
+    """
+
+    def __post_init__(self) -> None:
+        problems = [line for one in fields(self) for line in _beyond(one, getattr(self, one.name))] + self.problems()
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def problems(self) -> list[str]:
+        """Return the mistakes besides numbers beyond their bounds."""
+        return []
 
 
-def at_most(section: object, high: int, *names: str) -> list[str]:
-    """Return the mistakes in numbers with an upper bound; null is none."""
-    values = {name: getattr(section, name) for name in names}
-    return [f"{name} must be <= {high}, got {value}" for name, value in values.items() if (value or 0) > high]
-
-
-def above(section: object, low: float, *names: str) -> list[str]:
-    """Return a problem for each value that is not greater than `low`."""
-    return at_least(section, low, *names, strictly=True)
+def _beyond(key: Field[Any], value: Any) -> Iterator[str]:
+    least, above, most = (key.metadata.get(name) for name in ("least", "above", "most"))
+    if value is None:
+        return
+    if least is not None and not value >= least:
+        yield f"{key.name} must be >= {least:g}, got {value}"
+    if above is not None and not value > above:
+        yield f"{key.name} must be > {above:g}, got {value}"
+    if most is not None and not value <= most:
+        yield f"{key.name} must be <= {most}, got {value}"
 
 
 def variables(section: object, name: str) -> list[str]:
@@ -111,7 +117,7 @@ def map_paths(section: S, prefix: str, absolute: Callable[[str, str], str]) -> S
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvironmentConfig:
+class EnvironmentConfig(ConfigSection):
     """The Python environment of the ranks of a submitted run. A copy of hpcdist is added to it."""
 
     kind: Literal["none", "venv", "uv", "module", "squashfs"] = "none"
@@ -128,19 +134,13 @@ class EnvironmentConfig:
     """Copy the environment to each node's local disk; false uses a venv or uv environment from its shared folder."""
     local_dir: str = "/tmp"  # noqa: S108  # the copies are in a folder of the user's own
     """Folder on each node's local disk; variables of the job, such as `$SLURM_TMPDIR`, are expanded."""
-    max_age_days: float = 14
+    max_age_days: float = number(14, above=0)
     """Days without use after which copies on the nodes and packed environments in `runs_dir` are removed."""
 
-    def problems(self, time_limit_min: int) -> list[str]:
-        """Return the mistakes by key, which `ClusterConfig` reports.
-
-        Args:
-            time_limit_min: time limit of the job in minutes, for which its environment must not be removed.
-        """
-        shortest = time_limit_min / (24 * 60)
+    def problems(self) -> list[str]:
+        """Return the mistakes in texts, and the keys that the kind of environment needs or does not have."""
         return (
-            at_least(self, shortest if self.kind != "none" else 0, "max_age_days", strictly=True)
-            + one_line(self, "path", "modules", "python", "uv_args", "local_dir")
+            one_line(self, "path", "modules", "python", "uv_args", "local_dir")
             + self._missing_keys()
             + [
                 f"modules must hold names such as cuda/13.0, got {name!r}"
@@ -178,16 +178,16 @@ class EnvironmentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoleRequest:
+class RoleRequest(ConfigSection):
     """Resources of one role's ranks that differ from those of `cluster`; null keeps the value of `cluster`."""
 
-    nodes: int | None = None
+    nodes: int | None = number(None, least=1, most=MAX_RANKS)
     """Number of nodes for this role; null derives it from its number of ranks and tasks_per_node."""
-    tasks_per_node: int | None = None
+    tasks_per_node: int | None = number(None, least=1, most=MAX_PER_NODE)
     """Ranks of this role on each of its nodes; null derives it from its number of ranks and nodes."""
-    gpus_per_node: int | None = None
+    gpus_per_node: int | None = number(None, least=0)
     """GPUs on each of its nodes; 0 also hides the GPUs of a shared machine from its ranks."""
-    cpus_per_task: int | None = None
+    cpus_per_task: int | None = number(None, least=1)
     """CPU cores per rank."""
     mem: str | None = None
     """Memory on each of its nodes."""
@@ -199,19 +199,12 @@ class RoleRequest:
     """Additional options of sbatch for its component of a heterogeneous job, by their long names."""
 
     def problems(self) -> list[str]:
-        """Return the mistakes by key. `ClusterConfig` reports them, because the role's name is known there only."""
-        return (
-            at_least(self, 1, "nodes", "tasks_per_node", "cpus_per_task")
-            + at_least(self, 0, "gpus_per_node")
-            + at_most(self, MAX_RANKS, "nodes")
-            + at_most(self, MAX_PER_NODE, "tasks_per_node")
-            + one_line(self, "mem", "partition", "constraint", "sbatch")
-            + flags(self, "sbatch")
-        )
+        """Return the mistakes in texts for Slurm."""
+        return one_line(self, "mem", "partition", "constraint", "sbatch") + flags(self, "sbatch")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
+class ClusterConfig(ConfigSection):
     """Resources to request from Slurm. `configs/cluster/NAME.yaml` holds a site's values for `--cluster NAME`."""
 
     partition: str | None = None
@@ -220,25 +213,25 @@ class ClusterConfig:
     """Slurm account to charge."""
     qos: str | None = None
     """Quality of service."""
-    nodes: int = 1
+    nodes: int = number(1, least=1, most=MAX_RANKS)
     """Number of nodes. A range, `2-8`, also sets min_nodes."""
-    min_nodes: int | None = None
+    min_nodes: int | None = number(None, least=1)
     """Minimum number of nodes to start or continue; null requires all of them."""
-    spare_nodes: int = 0
+    spare_nodes: int = number(0, least=0, most=MAX_RANKS)
     """Additional nodes of the allocation that stay idle until they replace a failed node."""
-    tasks_per_node: int = 1
+    tasks_per_node: int = number(1, least=1, most=MAX_PER_NODE)
     """Ranks on each node; with GPUs, usually one per GPU."""
-    gpus_per_node: int = 0
+    gpus_per_node: int = number(0, least=0, most=MAX_PER_NODE)
     """GPUs on each node."""
-    cpus_per_task: int = 1
+    cpus_per_task: int = number(1, least=1)
     """CPU cores per rank."""
     mem: str | None = None
     """Memory per node in Slurm's notation, `64G`; null uses the partition's default."""
-    time_limit_min: int = 60
+    time_limit_min: int = number(60, least=1)
     """Time limit of the job in minutes; a longer run saves a checkpoint, requeues itself and continues."""
-    signal_lead_s: int = 120
+    signal_lead_s: int = number(120, least=0)
     """Seconds before the end of the allocation at which the ranks are asked to save and exit."""
-    max_requeues: int = 50
+    max_requeues: int = number(50, least=0)
     """Maximum number of requeues for time limits and lost nodes."""
     constraint: str | None = None
     """Required node features (`sbatch --constraint`)."""
@@ -262,20 +255,17 @@ class ClusterConfig:
     """Shell commands at the start of the batch script, such as `module load cuda`, without the secrets of `env`."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
 
-    def __post_init__(self) -> None:
-        check(
-            at_least(self, 1, "nodes", "min_nodes", "tasks_per_node", "cpus_per_task", "time_limit_min")
-            + at_least(self, 0, "spare_nodes", "gpus_per_node", "signal_lead_s", "max_requeues")
-            + at_most(self, MAX_RANKS, "nodes", "spare_nodes")
-            + at_most(self, MAX_PER_NODE, "tasks_per_node", "gpus_per_node")
-            + self._range_problems()
-            + one_line(self, "partition", "account", "qos", "mem", "constraint", "exclude", "sbatch", "srun")
-            + flags(self, "sbatch", "srun")
-            + variables(self, "env")
-            + ["setup must not contain a NUL character" for line in self.setup if "\0" in line]
-            + [f"environment.{line}" for line in self.environment.problems(self.time_limit_min)]
-            + [f"roles.{role}.{line}" for role, request in self.roles.items() for line in request.problems()]
-        )
+    def problems(self) -> list[str]:
+        """Return the mistakes in texts for Slurm, in the range of nodes, and in the lifetime of the environment."""
+        problems = one_line(self, "partition", "account", "qos", "mem", "constraint", "exclude", "sbatch", "srun")
+        problems += flags(self, "sbatch", "srun") + variables(self, "env")
+        problems += ["setup must not contain a NUL character" for line in self.setup if "\0" in line]
+        if self.fewest_nodes > self.nodes:
+            problems.append(f"min_nodes must be at most nodes={self.nodes}, got {self.min_nodes}")
+        days, longest_job = self.environment.max_age_days, self.time_limit_min / (24 * 60)
+        if self.environment.kind != "none" and not days > longest_job:
+            problems.append(f"environment.max_age_days must be > {longest_job:g}, got {days}")
+        return problems
 
     @property
     def outlives_nodes(self) -> bool:
@@ -287,11 +277,6 @@ class ClusterConfig:
         """The least number of nodes with which the run may start or continue."""
         return self.nodes if self.min_nodes is None else self.min_nodes
 
-    def _range_problems(self) -> list[str]:
-        if self.fewest_nodes <= self.nodes:
-            return []
-        return [f"min_nodes must be at most nodes={self.nodes}, got {self.min_nodes}"]
-
 
 # The section `container`: the container in which ranks run.
 
@@ -300,7 +285,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContainerConfig:
+class ContainerConfig(ConfigSection):
     """The container of the ranks. A site's profile may contain this section as well."""
 
     runtime: Literal["none", "docker", "podman", "apptainer", "charliecloud", "enroot", "pyxis"] = "none"
@@ -320,8 +305,9 @@ class ContainerConfig:
     check_image: bool = True
     """Check the image before submission, if this machine can; false if only the nodes have it."""
 
-    def __post_init__(self) -> None:
-        check(
+    def problems(self) -> list[str]:
+        """Return the mistakes in mounts, names of variables and texts."""
+        return (
             [
                 f"mounts must be SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with absolute paths, got {mount!r}"
                 for mount in self.mounts
@@ -343,58 +329,49 @@ COMMANDS = ("stop", "save", "profile")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(ConfigSection):
     """When checkpoints are saved, and which are kept."""
 
-    every_steps: int | None = None
+    every_steps: int | None = number(None, least=1)
     """Save after every so many optimizer steps, in addition to the save at the end of each epoch."""
-    keep_last: int = 2
+    keep_last: int = number(2, least=2)
     """Number of newest checkpoints to keep; the best one is always kept."""
     monitor: str = "eval/accuracy"
     """Metric that determines the best checkpoint; empty, the default for code of your own: the newest is the best."""
     monitor_mode: Literal["max", "min"] = "max"
     """Whether a higher or a lower value of `monitor` is better."""
 
-    def __post_init__(self) -> None:
-        check(at_least(self, 1, "every_steps") + at_least(self, 2, "keep_last"))
-
 
 @dataclass(frozen=True, kw_only=True)
-class TrackingConfig:
+class TrackingConfig(ConfigSection):
     """What is logged to MLflow, and how often."""
 
     uri: str = "${oc.env:MLFLOW_TRACKING_URI,''}"
     """URI of the MLflow server or database; empty means the SQLite file `<runs_dir>/mlflow.db`."""
     register_as: str | None = None
     """Name of the final model in MLflow's model registry, where the alias `best` follows `monitor`; null: none."""
-    log_every_steps: int = 50
+    log_every_steps: int = number(50, least=1)
     """Optimizer steps between two values of the training metrics; the last step is logged as well."""
-    system_interval_s: float = 10.0
+    system_interval_s: float = number(10.0, least=0)
     """Seconds between two values of each node's system metrics; 0 disables them."""
-    drain_timeout_s: float = 60.0
+    drain_timeout_s: float = number(60.0, least=0)
     """Seconds that the end of a run waits for MLflow; `hpcdist sync` ships the rest later."""
     commands: list[str] = field(default_factory=list)
     """Commands to obey from the tag `hpcdist.command` in MLflow: stop, save, profile. Needs EDIT permission there."""
     tags: dict[str, str] = field(default_factory=dict)
     """Additional tags of the MLflow run."""
 
-    def __post_init__(self) -> None:
-        check(
-            at_least(self, 1, "log_every_steps")
-            + at_least(self, 0, "system_interval_s", "drain_timeout_s")
-            + [
-                f"commands: {name!r} must be one of {', '.join(COMMANDS)}"
-                for name in self.commands
-                if name not in COMMANDS
-            ]
-        )
+    def problems(self) -> list[str]:
+        """Return the unknown commands."""
+        unknown = (name for name in self.commands if name not in COMMANDS)
+        return [f"commands: {name!r} must be one of {', '.join(COMMANDS)}" for name in unknown]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
+class LaunchConfig(ConfigSection):
     """How ranks are started, supervised and restarted."""
 
-    num_ranks: int = 0
+    num_ranks: int = number(0, least=0, most=MAX_PER_NODE)
     """Ranks on this machine; 0 means one per visible GPU, or two without a GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks; `auto` uses GPUs if there are any."""
@@ -406,25 +383,25 @@ class LaunchConfig:
     """RPC of the trainers with roles: ZeroMQ, or torch.distributed.rpc, whose sockets are not authenticated."""
     rpc_trusted_nodes: bool = False
     """Whether `rpc: torch` may open its sockets on nodes where every user and program is trusted."""
-    num_threads: int = 0
+    num_threads: int = number(0, least=0, most=MAX_PER_NODE)
     """CPU threads per rank (OMP_NUM_THREADS); 0 divides the cores evenly, or uses one with elastic.exact."""
     fork: bool = True
     """Whether a local run imports torch once, in a process that forks the ranks of all attempts (not for scripts)."""
     private_network: bool = True
     """Whether forked ranks of hpcdist's trainers get a network namespace of their own, if no data is downloaded."""
-    init_timeout_s: float = 120.0
+    init_timeout_s: float = number(120.0, above=0)
     """Timeout of the start of the ranks, of the imports before they are forked, and of their rendezvous."""
-    hang_timeout_s: float | None = None
+    hang_timeout_s: float | None = number(None, above=0)
     """Time without progress after which a hung run is ended; null: 1800 for trainers, scripts are only warned about."""
-    stop_grace_s: float = 120.0
+    stop_grace_s: float = number(120.0, above=0)
     """Time that ranks have to save and exit after a stop request; half of it for their threads and atexit functions."""
-    max_restarts: int = 3
+    max_restarts: int = number(3, least=0)
     """Maximum number of restarts from the newest checkpoint after failures."""
     env: dict[str, str] = field(default_factory=dict)
     """Additional environment variables of the ranks; they override those of hpcdist."""
-    log_max_mb: float = 1000.0
+    log_max_mb: float = number(1000.0, least=0)
     """Maximum size of each log in MB, beyond which its middle is removed within a second; 0 means no limit."""
-    code_max_mb: float = 50.0
+    code_max_mb: float = number(50.0, above=0)
     """Maximum size of the code snapshot in MB."""
 
     @property
@@ -432,25 +409,20 @@ class LaunchConfig:
         """`hang_timeout_s`, or its default."""
         return 1800.0 if self.hang_timeout_s is None else self.hang_timeout_s
 
-    def __post_init__(self) -> None:
-        check(
-            at_least(self, 0, "num_ranks", "num_threads", "max_restarts", "log_max_mb")
-            + at_most(self, MAX_PER_NODE, "num_ranks", "num_threads")
-            + above(self, 0, "init_timeout_s", "hang_timeout_s", "stop_grace_s", "code_max_mb")
-            + variables(self, "env")
-            + [
-                f"devices.{role} must be auto, cpu or cuda, got {device!r}"
-                for role, device in self.devices.items()
-                if device not in ("auto", "cpu", "cuda")
-            ]
-        )
+    def problems(self) -> list[str]:
+        """Return the mistakes in names of variables and in devices."""
+        return variables(self, "env") + [
+            f"devices.{role} must be auto, cpu or cuda, got {device!r}"
+            for role, device in self.devices.items()
+            if device not in ("auto", "cpu", "cuda")
+        ]
 
 
 # The section `notify`: notifications about the start, restarts and end of a run.
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotifyConfig:
+class NotifyConfig(ConfigSection):
     """The webhook or the command that receives the events of a run."""
 
     webhook_file: str = field(default="", metadata=IS_PATH)
@@ -460,13 +432,14 @@ class NotifyConfig:
     command: str = field(default="", metadata=IS_PATH)
     """Executable file that is called with event, run and status, and reads the JSON from its standard input."""
 
-    def __post_init__(self) -> None:
+    def problems(self) -> list[str]:
+        """Return the mistakes in the recipient."""
         problems = []
         if self.webhook and not self.webhook.startswith(("http://", "https://", "***")):
             problems.append("webhook must be an address that begins with https:// or http://")  # without the secret
         if sum(map(bool, (self.webhook_file, self.webhook, self.command))) > 1:
             problems.append("webhook_file, webhook and command exclude each other: set one of them")
-        check(problems)
+        return problems
 
 
 # The section `preflight`: checks of the nodes before the ranks start.

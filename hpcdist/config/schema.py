@@ -20,14 +20,13 @@ from hpcdist.config.launch_schema import (
     MAX_RANKS,
     CheckpointConfig,
     ClusterConfig,
+    ConfigSection,
     ContainerConfig,
     LaunchConfig,
     NotifyConfig,
     PreflightConfig,
     TrackingConfig,
-    above,
-    at_least,
-    check,
+    number,
     one_line,
 )
 from hpcdist.errors import ConfigError
@@ -116,7 +115,7 @@ def script_name(command: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
+class TrainerConfig(ConfigSection):
     """The code that each rank runs. In YAML a plain string is short for `target`."""
 
     target: str = field(default_factory=default_trainer)
@@ -134,14 +133,16 @@ class TrainerConfig:
         """The name of the script's file or module; empty without a script."""
         return script_name(self.script)
 
-    def __post_init__(self) -> None:
+    def problems(self) -> list[str]:
+        """Return the mistake in the name of the trainer or script."""
         if self.script[:1] == ["-m"] and not all(part.isidentifier() for part in self.script_name.split(".")):
-            raise ValueError(f"script needs a module after -m, as in [-m, package.module], got {self.script_name!r}")
+            return [f"script needs a module after -m, as in [-m, package.module], got {self.script_name!r}"]
         if self.target.endswith(".py"):
-            raise ValueError(f"target is a trainer; for a script write trainer: {{script: [{self.target}]}}")
+            return [f"target is a trainer; for a script write trainer: {{script: [{self.target}]}}"]
         module, colon, function = self.target.partition(":")
         if colon and not (function.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-            raise ValueError(f"target must look like package.module:function, got {self.target!r}")
+            return [f"target must look like package.module:function, got {self.target!r}"]
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +160,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(ConfigSection):
     """The dataset, and how its samples are divided into batches."""
 
     name: Literal["digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic"] = "digits"
@@ -168,71 +169,54 @@ class DataConfig:
     """Folder of the datasets, in torchvision's layout (for image_folder: `train/` and `val/` or `test/`)."""
     download: bool = True
     """Download a missing dataset to `root`, once per node."""
-    batch_size: int = 64
+    batch_size: int = number(64, least=1)
     """Training samples per rank and micro-batch, unless global_batch_size is set."""
-    global_batch_size: int | None = None
+    global_batch_size: int | None = number(None, least=1)
     """Training samples of an optimizer step on any number of ranks (see `elastic`); null: batch_size on each rank."""
-    eval_batch_size: int = 256
+    eval_batch_size: int = number(256, least=1)
     """Test samples per rank and batch."""
-    image_size: int | None = None
+    image_size: int | None = number(None, least=1)
     """Height and width of the images in pixels; null keeps those of the dataset (image_folder: 224)."""
     augment: bool = False
     """Augment training images by random crops and flips, which a resume reproduces."""
     preload: Literal["auto", "always", "never"] = "auto"
     """Keep the whole dataset in memory as one tensor; `auto` does so up to 1 GiB."""
-    num_workers: int = 2
+    num_workers: int = number(2, least=0)
     """Data loader processes per rank, for datasets that are not preloaded."""
-    num_samples: int = 2048
+    num_samples: int = number(2048, least=1)
     """Training samples of the synthetic dataset; its test set is a fifth as large."""
-    num_classes: int = 10
+    num_classes: int = number(10, least=2)
     """Classes of the synthetic dataset."""
-
-    def __post_init__(self) -> None:
-        check(
-            at_least(self, 1, "batch_size", "global_batch_size", "eval_batch_size", "image_size", "num_samples")
-            + at_least(self, 0, "num_workers")
-            + at_least(self, 2, "num_classes")
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
+class OptimConfig(ConfigSection):
     """The optimizer."""
 
     name: Literal["adam", "adamw", "sgd"] = "adam"
     """Optimizer, in its fused implementation."""
-    lr: float = 1e-3
+    lr: float = number(1e-3, above=0)
     """Peak learning rate."""
-    weight_decay: float = 0.0
+    weight_decay: float = number(0.0, least=0)
     """L2 penalty (adam, sgd) or decoupled weight decay (adamw)."""
-    momentum: float = 0.9
+    momentum: float = number(0.9, least=0)
     """Momentum of sgd."""
-    max_grad_norm: float | None = None
+    max_grad_norm: float | None = number(None, above=0)
     """Maximum norm of the gradients, for clipping; null disables it."""
-    grad_accum_steps: int = 1
+    grad_accum_steps: int = number(1, least=1)
     """Micro-batches per optimizer step; gradients are reduced after the last one only."""
-
-    def __post_init__(self) -> None:
-        check(
-            above(self, 0, "lr", "max_grad_norm")
-            + at_least(self, 0, "weight_decay", "momentum")
-            + at_least(self, 1, "grad_accum_steps")
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
+class ScheduleConfig(ConfigSection):
     """The learning rate over the steps."""
 
     name: Literal["constant", "cosine"] = "constant"
     """Learning-rate schedule after the warmup; `cosine` ends at the last step of the run."""
-    warmup_steps: int = 0
+    warmup_steps: int = number(0, least=0)
     """Optimizer steps of linear warmup."""
-    min_lr_factor: float = 0.0
+    min_lr_factor: float = number(0.0, least=0)
     """Final learning rate of `cosine`, as a fraction of `optim.lr`."""
-
-    def __post_init__(self) -> None:
-        check(at_least(self, 0, "warmup_steps", "min_lr_factor"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,45 +230,38 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopConfig:
+class StopConfig(ConfigSection):
     """Rules that end the run; the first one that applies does."""
 
-    max_epochs: int = 3
+    max_epochs: int = number(3, least=1)
     """Number of passes over the training set."""
-    max_steps: int | None = None
+    max_steps: int | None = number(None, least=1)
     """Maximum number of optimizer steps; null means no limit."""
-    patience: int | None = None
+    patience: int | None = number(None, least=1)
     """Stop after this many evaluations without an improvement of `checkpoint.monitor`."""
     threshold: float | None = None
     """Stop when `checkpoint.monitor` reaches this value."""
-    pause_at_step: int | None = None
+    pause_at_step: int | None = number(None, least=1)
     """Save and stop after this step, like `hpcdist stop`; unlike `max_steps`, it does not change the schedule."""
-
-    nan_losses: int | None = None
+    nan_losses: int | None = number(None, least=1)
     """End the run as failed after this many NaN or infinite values of a loss in a row; null only warns."""
-
-    def __post_init__(self) -> None:
-        check(at_least(self, 1, "max_epochs", "max_steps", "patience", "pause_at_step", "nan_losses"))
 
 
 # The section `elastic`: a run that may start, restart and resume on different numbers of ranks.
 
 
 @dataclass(frozen=True, kw_only=True)
-class ElasticConfig:
+class ElasticConfig(ConfigSection):
     """`data.global_batch_size` makes a run elastic; the keys of this section determine its details."""
 
-    min_ranks: int | None = None
+    min_ranks: int | None = number(None, least=1)
     """Smallest number of ranks of the run; then fewer visible GPUs than launch.num_ranks suffice on this machine."""
-    micro_batches: int | None = None
+    micro_batches: int | None = number(None, least=1)
     """Equal parts of the global batch that are computed one by one; null: the largest number of ranks of the config."""
     exact: bool = False
     """Sum gradients in an order that does not depend on the number of ranks: bit-equal weights on CPUs, slower."""
     grow: Literal["restart", "never"] = "restart"
     """When nodes return to an allocation: restart on them after the next checkpoint, or only at a requeue."""
-
-    def __post_init__(self) -> None:
-        check(at_least(self, 1, "min_ranks", "micro_batches"))
 
 
 def division_problems(global_batch_size: int, num_micro_batches: int) -> list[str]:
@@ -308,7 +285,7 @@ ROLE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigSection):
     """One distributed training run."""
 
     experiment: str = "hpcdist"
@@ -317,7 +294,7 @@ class Config:
     """Name of the run; empty generates one from the trainer, the time and random characters."""
     runs_dir: str = field(default="${oc.env:HPCDIST_RUNS_DIR,runs}", metadata=IS_PATH)
     """Folder of all runs; on a cluster, on a file system that all nodes share."""
-    seed: int = 0
+    seed: int = number(0, least=0)
     """Seed of weights, shuffling, augmentation and dropout; each rank, or micro-batch, derives its own from it."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     roles: dict[str, int] = field(default_factory=dict)
@@ -343,7 +320,8 @@ class Config:
     secret_texts: SecretTexts = field(default_factory=dict, repr=False, compare=False)
     """No key: the secrets in values that are not secrets by key or form, such as `a ${oc.env:MY_TOKEN}`."""
 
-    def __post_init__(self) -> None:
+    def problems(self) -> list[str]:
+        """Return the mistakes in names, roles and `runs_dir`."""
         problems = [
             f"{name} must be a plain folder name (letters, digits, '.', '_', '-'), got {value!r}"
             for name, value in (("experiment", self.experiment), ("name", self.name))
@@ -359,7 +337,7 @@ class Config:
             if count < 1:
                 problems.append(f"roles.{role} must be >= 1, got {count}")
         # runs_dir becomes a line of the batch script.
-        check(problems + at_least(self, 0, "seed") + one_line(self, "runs_dir"))
+        return problems + one_line(self, "runs_dir")
 
     @property
     def folder(self) -> Path:

@@ -6,33 +6,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hpcdist.config.launch_schema import IS_PATH, above, at_least, check
+from hpcdist.config.launch_schema import IS_PATH, ConfigSection, number
 from hpcdist.config.schema import Config, Trainer
 
 # The config section of trainer `hybrid`.
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridConfig:
+class HybridConfig(ConfigSection):
     """A click model with its dense part in DDP and its embedding tables on parameter servers (`trainer: hybrid`)."""
 
     mode: Literal["sync", "async"] = "sync"
     """`sync`: lookups include all earlier updates, runs are repeatable; `async`: they may miss the latest update."""
     tables: dict[str, int] = field(default_factory=dict)
     """Number of rows by embedding table, `{user: 1000, item: 500}`; rows are sharded over all parameter servers."""
-    embedding_dim: int = 8
+    embedding_dim: int = number(8, least=1)
     """Length of an embedding row, the same in all tables."""
-    init_scale: float = 0.01
+    init_scale: float = number(0.01, least=0)
     """Initial rows are uniform in ± this value and depend on (seed, table, row) only."""
     hidden_sizes: list[int] = field(default_factory=lambda: [32])
     """Sizes of the hidden layers of the dense part."""
     table_optimizer: Literal["sgd", "adagrad", "sparse_adam"] = "adagrad"
     """Optimizer of the tables, which updates the rows of a batch only; `optim` is the one of the dense part."""
-    table_lr: float = 0.05
+    table_lr: float = number(0.05, above=0)
     """Learning rate of the tables."""
-    batch_size: int = 512
+    batch_size: int = number(512, least=1)
     """Samples per share and step; at the first start of a run each trainer has one share of the samples."""
-    eval_batch_size: int = 4096
+    eval_batch_size: int = number(4096, least=1)
     """Test samples per trainer and batch."""
     file: str = field(default="", metadata=IS_PATH)
     """Click log, a Parquet or CSV file; empty generates a synthetic log, whose highest possible AUC is known."""
@@ -44,29 +44,22 @@ class HybridConfig:
     """Tables whose ids are any text or number, mapped to a row by CRC-32; in others ids are 0 to rows - 1."""
     eval_fraction: float = 0.1
     """Fraction of samples, at the end of the file or of the synthetic log, for the evaluation."""
-    num_samples: int = 200_000
+    num_samples: int = number(200_000, least=1)
     """Samples of the synthetic log."""
-    num_numeric_columns: int = 4
+    num_numeric_columns: int = number(4, least=0)
     """Numeric features of the synthetic log."""
-    export_max_mb: float = 256.0
+    export_max_mb: float = number(256.0, least=0)
     """Maximum size of the tables for an export as MLflow model, as rank 0 has to hold all of them."""
-
-    def __post_init__(self) -> None:
-        check(
-            at_least(self, 1, "embedding_dim", "batch_size", "eval_batch_size", "num_samples")
-            + at_least(self, 0, "num_numeric_columns", "export_max_mb", "init_scale")
-            + above(self, 0, "table_lr")
-            + self._name_problems()
-            + ([] if 0 < self.eval_fraction < 1 else [f"eval_fraction must be in (0, 1), got {self.eval_fraction}"])
-        )
 
     @property
     def num_numeric(self) -> int:
         """Number of numeric features of a sample."""
         return len(self.numeric_columns) if self.file else self.num_numeric_columns
 
-    def _name_problems(self) -> list[str]:
-        problems = [f"tables.{name} must be >= 1, got {rows}" for name, rows in self.tables.items() if rows < 1]
+    def problems(self) -> list[str]:
+        """Return the mistakes in tables, layers and columns."""
+        problems = [] if 0 < self.eval_fraction < 1 else [f"eval_fraction must be in (0, 1), got {self.eval_fraction}"]
+        problems += [f"tables.{name} must be >= 1, got {rows}" for name, rows in self.tables.items() if rows < 1]
         problems += [f"tables: {name!r} must not contain '.'" for name in self.tables if "." in name or not name]
         problems += [f"hidden_sizes must be >= 1 each, got {size}" for size in self.hidden_sizes if size < 1]
         known = ", ".join(self.tables)

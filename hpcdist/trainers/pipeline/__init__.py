@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpcdist.config.launch_schema import check
+from hpcdist.config.launch_schema import ConfigSection
 from hpcdist.config.schema import Config, Trainer
 from hpcdist.data import RESNET_NAMES, model_name_problems
 
@@ -13,7 +13,7 @@ from hpcdist.data import RESNET_NAMES, model_name_problems
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
+class PipelineConfig(ConfigSection):
     """A ResNet split into `roles.stage` stages, each on its own rank (`trainer: pipeline`)."""
 
     split_points: list[str] = field(default_factory=list)
@@ -25,10 +25,11 @@ class PipelineConfig:
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time, equal results."""
 
-    def __post_init__(self) -> None:
+    def problems(self) -> list[str]:
+        """Return the mistake in the number of micro-batches."""
         number = self.num_micro_batches
         is_number = isinstance(number, int) and not isinstance(number, bool) and number >= 1
-        check([] if is_number or number == "auto" else [f"num_micro_batches must be >= 1 or auto, got {number}"])
+        return [] if is_number or number == "auto" else [f"num_micro_batches must be >= 1 or auto, got {number}"]
 
 
 def _check(config: Config) -> list[str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hpcdist.config.launch_schema import above, at_least, check
+from hpcdist.config.launch_schema import ConfigSection, number
 from hpcdist.config.schema import Trainer
 
 # The config section of trainer `rl`.
 
 
 @dataclass(frozen=True, kw_only=True)
-class RlConfig:
+class RlConfig(ConfigSection):
     """Reinforcement learning with one agent and several observers (`trainer: rl`).
 
     An optimizer step of the run (`stop.max_steps`, `checkpoint.every_steps`, `tracking.log_every_steps`) is one PPO
@@ -23,15 +23,15 @@ class RlConfig:
     """Gymnasium environment with vector observations and discrete or box actions; `module:Name-v0` imports a module."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment."""
-    max_episode_steps: int | None = None
+    max_episode_steps: int | None = number(None, least=1)
     """Truncate episodes after this many steps; null keeps the environment's own limit."""
-    num_envs: int = 8
+    num_envs: int = number(8, least=1)
     """Environments per collector, stepped together; at the first start of a run each observer has one collector."""
-    num_rollout_steps: int = 128
+    num_rollout_steps: int = number(128, least=1)
     """Steps of each environment in one rollout, between two updates."""
-    updates_per_epoch: int = 10
+    updates_per_epoch: int = number(10, least=1)
     """Updates between two evaluations; `stop.max_epochs` and `stop.patience` count evaluations."""
-    num_eval_episodes: int = 100
+    num_eval_episodes: int = number(100, least=1)
     """Greedy episodes per evaluation. If `stop.threshold` is null, the environment's reward threshold ends the run."""
     mode: Literal["sync", "async"] = "sync"
     """`async` overlaps rollouts with learning: faster, deterministic, but the weights are one update old."""
@@ -41,34 +41,24 @@ class RlConfig:
     """Activation of the hidden layers; `relu` is faster, `tanh` usually learns better with box actions."""
     normalize_observations: bool = False
     """Scale observations by their running mean and standard deviation, which are saved with the model."""
-    gamma: float = 0.99
+    gamma: float = number(0.99, least=0, most=1)
     """Discount factor per step."""
-    gae_lambda: float = 0.95
+    gae_lambda: float = number(0.95, least=0, most=1)
     """Lambda of generalised advantage estimation: 1 is the Monte Carlo return, 0 the one-step TD error."""
-    clip_range: float = 0.2
+    clip_range: float = number(0.2, above=0)
     """PPO clipping parameter: the maximum deviation of the probability ratio from 1."""
-    update_epochs: int = 4
+    update_epochs: int = number(4, least=1)
     """Passes over the rollouts in each update; 1, with num_minibatches=1, is A2C."""
-    num_minibatches: int = 4
+    num_minibatches: int = number(4, least=1)
     """Minibatches, and therefore optimizer steps, per pass."""
-    value_coef: float = 0.5
+    value_coef: float = number(0.5, least=0)
     """Coefficient of the value loss."""
-    entropy_coef: float = 0.01
+    entropy_coef: float = number(0.01, least=0)
     """Coefficient of the entropy bonus, which encourages exploration."""
 
-    def __post_init__(self) -> None:
-        check(
-            at_least(self, 1, "max_episode_steps", "num_envs", "num_rollout_steps", "updates_per_epoch")
-            + at_least(self, 1, "num_eval_episodes", "update_epochs", "num_minibatches")
-            + at_least(self, 0, "value_coef", "entropy_coef")
-            + above(self, 0, "clip_range")
-            + [
-                f"{name} must be from 0 to 1, got {value}"
-                for name, value in (("gamma", self.gamma), ("gae_lambda", self.gae_lambda))
-                if not 0 <= value <= 1
-            ]
-            + [f"hidden_sizes must hold sizes >= 1, got {size}" for size in self.hidden_sizes if size < 1]
-        )
+    def problems(self) -> list[str]:
+        """Return the mistakes in hidden_sizes."""
+        return [f"hidden_sizes must hold sizes >= 1, got {size}" for size in self.hidden_sizes if size < 1]
 
 
 TRAINER = Trainer(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpcdist.config.launch_schema import IS_PATH, above, at_least, check
+from hpcdist.config.launch_schema import IS_PATH, ConfigSection, number
 from hpcdist.config.schema import Trainer
 
 # The config section of trainer `rnn`.
 
 
 @dataclass(frozen=True, kw_only=True)
-class RnnConfig:
+class RnnConfig(ConfigSection):
     """A recurrent language model with parameter servers (`trainer: rnn`): embedding, LSTM, decoder.
 
     Roles: `trainer` comes first and holds the LSTM; `parameter_server` holds rows of the embedding and of the decoder.
@@ -20,47 +20,45 @@ class RnnConfig:
 
     files: list[str] = field(default_factory=list, metadata=IS_PATH)
     """Training text: paths or globs (`**` includes subfolders); empty uses the source of Python's standard library."""
-    max_corpus_mb: float = 2.0
+    max_corpus_mb: float = number(2.0, above=0)
     """Maximum size of the text in MB; `seed` determines the order of the files."""
-    eval_fraction: float = 0.05
+    eval_fraction: float = number(0.05, above=0)
     """Fraction of the text for the perplexity: whole files, or the end of the text if there are few files."""
     tokenizer: Literal["word", "byte"] = "word"
     """`word`: the most frequent words and separators; `byte`: 256 tokens, for any text."""
-    vocab_size: int = 10_000
+    vocab_size: int = number(10_000, least=2)
     """Number of words in the vocabulary; all others are the token `<unk>`."""
-    embedding_size: int = 200
+    embedding_size: int = number(200, least=1)
     """Size of the embedding."""
-    hidden_size: int = 200
+    hidden_size: int = number(200, least=1)
     """Size of the LSTM's hidden state."""
-    num_layers: int = 2
+    num_layers: int = number(2, least=1)
     """Layers of the LSTM."""
-    dropout: float = 0.2
+    dropout: float = number(0.2, least=0)
     """Dropout probability after the embedding, between layers and before the decoder."""
-    batch_size: int = 20
+    batch_size: int = number(20, least=1)
     """Sequences that each trainer reads in parallel."""
-    bptt: int = 35
+    bptt: int = number(35, least=1)
     """Length of truncated backpropagation through time in tokens; the hidden state is carried over, detached."""
     mode: Literal["sync", "async"] = "sync"
     """`sync` equals training in one process; `async` has two batches in flight, with weights one update old."""
     prompt: str = "def"
     """Start of the sampled text."""
-    num_sample_tokens: int = 300
+    num_sample_tokens: int = number(300, least=0)
     """Length in tokens of the text sampled from the final model (artifact `sample.txt`); 0 disables it."""
-    temperature: float = 0.8
+    temperature: float = number(0.8, above=0)
     """Sampling temperature; lower values prefer more probable tokens."""
 
-    def __post_init__(self) -> None:
-        problems = at_least(self, 1, "embedding_size", "hidden_size", "num_layers", "batch_size", "bptt")
-        problems += at_least(self, 2, "vocab_size") + at_least(self, 0, "dropout", "num_sample_tokens")
-        problems += above(self, 0, "max_corpus_mb", "eval_fraction", "temperature")
-        problems += [
+    def problems(self) -> list[str]:
+        """Return the mistakes in fractions and in the prompt."""
+        problems = [
             f"{name} must be < 1, got {value}"
             for name, value in (("eval_fraction", self.eval_fraction), ("dropout", self.dropout))
             if not value < 1
         ]
         if not self.prompt:
             problems.append("prompt must not be empty: the sampled text continues it")
-        check(problems)
+        return problems
 
 
 TRAINER = Trainer(

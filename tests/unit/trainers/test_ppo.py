@@ -193,7 +193,7 @@ def test_clipping_limits_the_change_of_an_update() -> None:
         ({"update_epochs": 0}, "update_epochs must be >= 1, got 0"),
         ({"clip_range": 0.0}, "clip_range must be > 0, got 0"),
         ({"entropy_coef": -0.1}, "entropy_coef must be >= 0, got -0.1"),
-        ({"gamma": 1.5}, "gamma must be from 0 to 1, got 1.5"),
+        ({"gamma": 1.5}, "gamma must be <= 1, got 1.5"),
         ({"hidden_sizes": [64, 0]}, "hidden_sizes must hold sizes >= 1, got 0"),
     ],
 )
