@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it at run time
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
@@ -102,7 +101,8 @@ class Context:
         self._journal = journal
         self._heartbeat = heartbeat
         self._notes = TrainingNotes(attempt, is_main=self.is_main)
-        self._has_stepped = False
+        self._is_elastic = config.data.global_batch_size is not None
+        self._is_first_step = True
         self._micro_batches: dict[int, MicroBatches] = {}
         self._stop = stop
         self._commands = LiveCommands(run, attempt, topology.rank, stop, device)
@@ -298,7 +298,13 @@ class Context:
         self.timer.step_done(step, agreement_s=time.perf_counter() - asked)
         if times := self._times.due(step):
             self._journal.log(times, step)
-        self._log_world_size(step)
+        if (
+            self._is_elastic
+            and self.is_main
+            and (step % self.config.tracking.log_every_steps == 0 or self._is_first_step)
+        ):
+            self._journal.log({"world_size": self.world_size}, step)
+        self._is_first_step = False
         if self._commands.profile_is_due:
             with self.timer.account.phase("idle"):
                 self._commands.step_done(step)
@@ -365,11 +371,6 @@ class Context:
         with self.timer.waiting():
             self.groups.barrier()
 
-    @property
-    def store(self) -> Store:
-        """The key-value store of all ranks (`torch.distributed.Store`); use a key prefix of your own."""
-        return self.groups.store
-
     # --- model and random numbers
 
     def wrap(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -382,8 +383,7 @@ class Context:
                 backward pass exchanges gradients.
         """
         self.log_model_size(sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad))
-        is_elastic = self.config.data.global_batch_size is not None
-        if is_elastic:
+        if self._is_elastic:
             options["static_graph"] = False  # not every backward pass exchanges gradients
         model = TimedDDP(
             module.to(self.device),
@@ -392,7 +392,7 @@ class Context:
             gradient_as_bucket_view=True,
             **options,
         )
-        if is_elastic:  # `MicroBatches` exchanges buffers, and gradients in part
+        if self._is_elastic:  # `MicroBatches` exchanges buffers, and gradients in part
             model.broadcast_buffers = False
             if not self.config.elastic.exact:
                 model.register_comm_hook(None, sum_over_ranks)
@@ -508,11 +508,3 @@ class Context:
             )
             self._micro_batches[num_samples] = MicroBatches(division, exact=self.config.elastic.exact)
         return self._micro_batches[num_samples]
-
-    def _log_world_size(self, step: int) -> None:
-        """Log the number of ranks of an elastic run at the first step of an attempt, and then regularly."""
-        if self.config.data.global_batch_size is None or not self.is_main:
-            return
-        if not self._has_stepped or step % self.config.tracking.log_every_steps == 0:
-            self._journal.log({"world_size": self.world_size}, step)
-        self._has_stepped = True

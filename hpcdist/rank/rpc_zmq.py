@@ -50,7 +50,7 @@ class Endpoint:
     def __init__(self, ctx: Context, names: tuple[str, ...], functions: Mapping[str, Callable[..., Any]]) -> None:
         self.ctx, self.names, self.functions = ctx, names, functions
         self.store_name = f"rpc-{next(_starts)}"
-        self.store = PrefixStore(self.store_name, ctx.store)
+        self.store = PrefixStore(self.store_name, ctx.groups.store)
         self.place = f"{names[ctx.rank]} (rank {ctx.rank} on {socket.gethostname()})"
 
     def lost(self, rank: int, reason: str) -> PeerLost:
