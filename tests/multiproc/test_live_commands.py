@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import configparser
 import gzip
 import itertools
 import json
@@ -15,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hpcdist_runs import HPCDIST, Runs, assert_equals_control, finish, unused_port, wait_for
+from hpcdist_runs import HPCDIST, Runs, assert_equals_control, finish, wait_for
+from http_servers import AccountServer
 from spawn import Rank, spawn_ranks
 
 from hpcdist.host.files import read_json
@@ -129,14 +129,6 @@ class Account:
     name: str
     password: str
 
-    @classmethod
-    def create(cls, folder: Path, address: str, name: str) -> Account:
-        made = subprocess.run([HPCDIST, "server", "user", name, "--folder", folder], capture_output=True, text=True)
-        assert made.returncode == 0, made.stderr
-        parser = configparser.ConfigParser(interpolation=None)
-        parser.read(folder / "users" / name)
-        return cls(address, name, parser["mlflow"]["mlflow_tracking_password"])
-
     def send(self, method: str, path: str, **body: object) -> dict[str, Any]:
         pair = base64.b64encode(f"{self.name}:{self.password}".encode()).decode()
         headers = {"Authorization": f"Basic {pair}", "Content-Type": "application/json"}
@@ -163,24 +155,17 @@ class Account:
         return wait_for(found, f"the result of {begin}", timeout_s=PATIENCE_S)
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """The folder and address of a server with accounts."""
-    folder, port = tmp_path / "server", str(unused_port())
-    options = ("--folder", str(folder), "--port", port, "--workers", "1", "--timeout", "600")
-    done = subprocess.run([HPCDIST, "server", "up", *options], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    yield folder, f"http://127.0.0.1:{port}"
-    subprocess.run([HPCDIST, "server", "down", "--folder", folder], check=True, capture_output=True)
-
-
 @pytest.mark.faults
 @pytest.mark.timeout(1800)
-def test_commands_need_edit_permission_on_a_server(server: tuple[Path, str], runs: Runs) -> None:
-    folder, address = server
-    ada, bob = (Account.create(folder, address, name) for name in ("ada", "bob"))
-    env = {"MLFLOW_TRACKING_USERNAME": ada.name, "MLFLOW_TRACKING_PASSWORD": ada.password}
-    with live_run(runs, "guarded", f"tracking.uri={address}", **env) as process:
+def test_commands_need_edit_permission_on_a_server(runs: Runs, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(AccountServer(tmp_path, f"sqlite:///{tmp_path}/mlflow.db"))
+        administrator = Account(server.uri, *server.ADMIN.values())
+        ada, bob = (Account(server.uri, name, f"the password of {name}") for name in ("ada", "bob"))
+        for one in (ada, bob):
+            administrator.send("POST", "2.0/mlflow/users/create", username=one.name, password=one.password)
+        env = {"MLFLOW_TRACKING_USERNAME": ada.name, "MLFLOW_TRACKING_PASSWORD": ada.password}
+        process = stack.enter_context(live_run(runs, "guarded", f"tracking.uri={server.uri}", **env))
         run_id = runs.mlflow_id("guarded")
         wait_for(lambda: "hpcdist.state" in bob.tags(run_id), "the tags of the run", timeout_s=PATIENCE_S)
         with pytest.raises(urllib.error.HTTPError, match="403"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hpcdist_runs import unused_port, wait_for
@@ -34,37 +35,25 @@ class Server:
 
     def __init__(self, root: Path, database: Path | None = None, host: str = "127.0.0.1") -> None:
         self._root = root
-        self._database = database or root / "mlflow.db"
-        self._host = host
         self._port = unused_port()
         self.uri = f"http://{host}:{self._port}"
+        store = ["--backend-store-uri", f"sqlite:///{database or root / 'mlflow.db'}"]
+        store += ["--artifacts-destination", f"{root}/artifacts"]
+        self._options = ["server", *store, "--host", host, "--port", str(self._port)]
+        self._env = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        store = ["--backend-store-uri", f"sqlite:///{self._database}"]
-        store += ["--artifacts-destination", f"{self._root}/artifacts"]
         with open(self._root / "server.log", "ab") as log:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "mlflow",
-                    "server",
-                    *store,
-                    "--host",
-                    self._host,
-                    "--port",
-                    str(self._port),
-                    "--workers",
-                    "1",
-                ],
-                env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"},
+                [sys.executable, "-m", "mlflow", *self._options, "--workers", "1"],
+                env={**os.environ, **self._env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        wait_for(self.answers, "the MLflow server to answer", timeout_s=120)
+        wait_for(self.answers, "the MLflow server to answer", timeout_s=600)
 
     def answers(self) -> bool:
         try:
@@ -79,6 +68,36 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
             assert self._process.wait(30) == -signal.SIGKILL
             self._process = None
+
+
+class AccountServer(Server):
+    """A server with accounts on a database, as docs/how-to/mlflow-server.md starts it. It ends with the block."""
+
+    PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "mlflow-server.md"
+    ADMIN: ClassVar = {"MLFLOW_TRACKING_USERNAME": "admin", "MLFLOW_TRACKING_PASSWORD": "of the administrator"}
+
+    def __init__(self, root: Path, store: str) -> None:
+        super().__init__(root)
+        settings = re.search(r"```ini\n(# basic_auth.ini.*?)```", self.PAGE.read_text(), re.DOTALL)
+        command = re.search(r"mlflow (server --app-name .*)", self.PAGE.read_text())
+        assert settings is not None
+        assert command is not None
+        ini = root / "basic_auth.ini"
+        ini.write_text(settings[1].replace("postgresql+psycopg2://mlflow@/mlflow", store.replace("%", "%%")))
+        self._options = command[1].replace("$PWD", str(root)).replace("5000", str(self._port)).split()
+        self._env |= {
+            "MLFLOW_AUTH_CONFIG_PATH": str(ini),
+            "MLFLOW_BACKEND_STORE_URI": store,
+            "MLFLOW_AUTH_ADMIN_PASSWORD": self.ADMIN["MLFLOW_TRACKING_PASSWORD"],
+            "MLFLOW_FLASK_SERVER_SECRET_KEY": "of the server",
+        }
+
+    def __enter__(self) -> AccountServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
 
 # --- MLflow's server application in the process of the test.
