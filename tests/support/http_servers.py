@@ -21,8 +21,6 @@ import pytest
 from hpcdist_runs import unused_port, wait_for
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-from hpcdist.tracking.mlflow_client import open_client
-
 
 class Server:
     """An MLflow server of one worker.
@@ -113,6 +111,8 @@ def mlflow_application(folder: Path, artifact_root: str, monkeypatch: pytest.Mon
     from mlflow.server import handlers
     from mlflow.tracking._model_registry import utils as registry_utils
     from mlflow.tracking._tracking_service import utils
+
+    from hpcdist.tracking.mlflow_client import open_client  # starts a thread, which files with forked ranks must not
 
     database = f"sqlite:///{folder}/server.db"
     open_client(database)

@@ -49,17 +49,20 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     made.new_attempt()
     monkeypatch.setattr(rank_records, "_own", None)
     monkeypatch.setattr(script_api, "_rank", None)
-    rank_records.begin(RankRecords(made, attempt=1, rank=0, pid=os.getpid()))
     return made
 
 
 @pytest.fixture
-def script(run: RunDir) -> Iterator[RunningScript]:
-    records = rank_records.current()
-    assert records is not None
+def records(run: RunDir) -> Iterator[RankRecords]:
+    records = rank_records.begin(RankRecords(run, attempt=1, rank=0, pid=os.getpid()))
+    yield records
+    records.close()
+
+
+@pytest.fixture
+def script(run: RunDir, records: RankRecords) -> Iterator[RunningScript]:
     with entered_script(CONFIG, run.attempt(1), ALONE, records) as running:
         yield running
-    records.close()
 
 
 def test_outside_of_a_run_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,9 +118,7 @@ def test_metrics_steps_and_a_stop_signal_of_one_rank(run: RunDir, script: Runnin
         hpcdist.log({"loss": "x"}, 4)  # type: ignore[dict-item]
 
 
-def test_a_script_pauses_at_the_step_of_its_config(run: RunDir) -> None:
-    records = rank_records.current()
-    assert records is not None
+def test_a_script_pauses_at_the_step_of_its_config(run: RunDir, records: RankRecords) -> None:
     attempt = run.attempt(1)
     with entered_script(replace(CONFIG, stop=StopConfig(pause_at_step=3)), attempt, ALONE, records) as script:
         assert [hpcdist.should_stop(step) for step in (1, 2)] == [False, False]
@@ -128,7 +129,6 @@ def test_a_script_pauses_at_the_step_of_its_config(run: RunDir) -> None:
     request = attempt.read_request()
     assert request is not None
     assert (request.action, request.cause, request.sentence) == ("stop", "config", "stop.pause_at_step=3")
-    records.close()
 
 
 def live(run: RunDir) -> RunDir:
@@ -187,15 +187,12 @@ def test_a_script_that_never_asks_to_save_refuses_the_command(run: RunDir) -> No
     assert result.error.startswith("not saved, since the script does not call hpcdist.should_save(step)")
 
 
-def test_a_script_saves_at_the_interval_of_its_config_and_before_a_stop(run: RunDir) -> None:
-    records = rank_records.current()
-    assert records is not None
+def test_a_script_saves_at_the_interval_of_its_config_and_before_a_stop(run: RunDir, records: RankRecords) -> None:
     config = replace(CONFIG, stop=StopConfig(pause_at_step=7), checkpoint=CheckpointConfig(every_steps=3))
     with entered_script(config, run.attempt(1), ALONE, records) as script:
         assert saved_at(script, 1, 6) == [3, 6]
         assert hpcdist.should_stop(7)
         assert hpcdist.should_save(7)
-    records.close()
 
 
 def test_several_ranks_need_a_process_group(run: RunDir) -> None:
