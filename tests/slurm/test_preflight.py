@@ -201,7 +201,7 @@ def test_report_describes_the_cluster(slurm_runs: SlurmRuns, devcluster: DevClus
     for line in (
         f"ok controller hpcdist, Slurm {release}",
         "ok accounting root may use devcluster, root",
-        "ok main 4 nodes; 8 cores, 32 GiB, 2 GPUs each; at most 1 day (default)",
+        "ok main 4 nodes; 8 cores, 32 GiB, 2 GPUs each; at most 1-00:00:00 (default)",
         "ok high 4 nodes;",
         "`scancel` sends SIGTERM, and SIGKILL 5 s later (KillWait)",
         "preempted in main: SIGTERM, and SIGKILL 12 s later (GraceTime 7 + KillWait 5); Slurm requeues the run",
