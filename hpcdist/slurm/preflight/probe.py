@@ -43,39 +43,22 @@ _TOKEN = "HPCDIST_PREFLIGHT_TOKEN"  # noqa: S105  # a name
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeRequest:
-    """The parameters of the preflight on every node.
+    """The parameters of the preflight on every node."""
 
-    Attributes:
-        mode: `quick`, or `full`, which writes and sends more.
-        nodes: all nodes by their Slurm names, in the order of the run.
-        port: port of the probes; it should be the one that rank 0 will listen on.
-        token: secret that authenticates probes of the same job; not on the command line.
-        run_folder: the folder that every node must see.
-        checkpoint_folder: the folder of checkpoints; it may not exist yet.
-        witness: a file with the token, in a folder of this preflight inside the run folder.
-        checkpoint_bytes: size of the newest checkpoint, None without one.
-        gpus_per_node: GPUs that ranks need on each node.
-        tasks_per_node: ranks on each node.
-        num_workers: processes that load data, for each rank.
-        backend: backend of the ranks: `nccl`, `gloo` or `mpi`.
-        addresses: addresses by node, which replace name lookups.
-        deadline_s: time that a node waits for nodes that have not started.
-    """
-
-    mode: Literal["quick", "full"] = "quick"
-    nodes: tuple[str, ...]
-    port: int
-    token: str
-    run_folder: str
-    checkpoint_folder: str
-    witness: str
-    checkpoint_bytes: int | None = None
-    gpus_per_node: int = 0
-    tasks_per_node: int = 1
-    num_workers: int = 0
-    backend: str = "gloo"
-    addresses: Mapping[str, str] = field(default_factory=dict)
-    deadline_s: float = 20.0
+    mode: Literal["quick", "full"] = "quick"  #: `full` writes and sends more
+    nodes: tuple[str, ...]  #: all nodes by their Slurm names, in the order of the run
+    port: int  #: port of the probes; it should be the one that rank 0 will listen on
+    token: str  #: secret that authenticates probes of the same job; not on the command line
+    run_folder: str  #: the folder that every node must see
+    checkpoint_folder: str  #: it may not exist yet
+    witness: str  #: a file with the token, in a folder of this preflight inside the run folder
+    checkpoint_bytes: int | None = None  #: size of the newest checkpoint, None without one
+    gpus_per_node: int = 0  #: GPUs that ranks need on each node
+    tasks_per_node: int = 1  #: ranks on each node
+    num_workers: int = 0  #: processes that load data, for each rank
+    backend: str = "gloo"  #: backend of the ranks: `nccl`, `gloo` or `mpi`
+    addresses: Mapping[str, str] = field(default_factory=dict)  #: addresses by node, which replace name lookups
+    deadline_s: float = 20.0  #: time that a node waits for nodes that have not started
 
     @classmethod
     def from_json(cls, text: str, token: str) -> ProbeRequest:

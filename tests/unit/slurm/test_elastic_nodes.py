@@ -20,7 +20,6 @@ from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client, on_nodes
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job import elastic
-from hpcdist.slurm.job import elastic as module
 from hpcdist.slurm.job.elastic import (
     MAX_LOSSES,
     ElasticNodes,
@@ -79,8 +78,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     monkeypatch.setenv("PATH", fake.env["PATH"])
     monkeypatch.setattr(on_nodes, "PATIENCE_S", 0.2)
     monkeypatch.setattr(on_nodes, "FIRST_ANSWER_S", 2.0)
-    monkeypatch.setattr(module, "CHECK_EVERY_S", 0.0)
-    monkeypatch.setattr(module, "addresses_of", lambda nodes: {})
+    monkeypatch.setattr(elastic, "CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr(elastic, "addresses_of", lambda nodes: {})
     monkeypatch.setattr(client, "JOB_RETRY_S", 0.0)
     return fake
 
@@ -244,7 +243,7 @@ def test_storage_error_in_a_check_for_growth_does_not_end_the_run(
         tries.append(run)
         raise OSError("stale file handle")
 
-    monkeypatch.setattr(module, "newest_step", newest_step)
+    monkeypatch.setattr(elastic, "newest_step", newest_step)
     wait_for(lambda: nodes.detect_returned() == "" and len(tries) > 1, "a second try")
     nodes.close()
 
