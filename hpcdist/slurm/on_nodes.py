@@ -127,18 +127,16 @@ def ask(
             a node, and nodes without a start are given up after PATIENCE_S.
     """
     done = run_within(step, limit_s, env=env, is_enough=None if patient else _Enough(nodes, limit_s))
-    started, found = _read(done.stdout)
-    by_node = {node: answer for node, answer in found.items() if node in nodes}
-    return Answers(by_node, started & {*nodes}, done.stderr, done.returncode < 0)
+    found = {node: answer for node, answer in read_answers(done.stdout).items() if node in nodes}
+    by_node = {node: answer for node, answer in found.items() if answer is not None}
+    return Answers(by_node, set(found), done.stderr, done.returncode < 0)
 
 
-def read_answers(text: str) -> dict[str, dict[str, Any]]:
-    """Return the answers by node in the output of all tasks, also with `srun --label`; omit incomplete ones."""
-    return _read(text)[1]
+def read_answers(text: str) -> dict[str, dict[str, Any] | None]:
+    """Return the answers by node in the output of all tasks, also with `srun --label`.
 
-
-def _read(text: str) -> tuple[set[str], dict[str, dict[str, Any]]]:
-    """Return the nodes that have started the command, and the complete answers by node."""
+    The value is None for a node that has started the command, but whose answer is missing or incomplete.
+    """
     pieces: dict[str, dict[int, str]] = {}
     totals: dict[str, int] = {}
     for line in text.splitlines():
@@ -149,12 +147,12 @@ def _read(text: str) -> tuple[set[str], dict[str, dict[str, Any]]]:
         if number is not None:
             own[int(number)] = piece
             totals[node] = int(total)
-    answers: dict[str, dict[str, Any]] = {}
+    answers: dict[str, dict[str, Any] | None] = dict.fromkeys(pieces)
     for node, total in totals.items():
         if pieces[node].keys() == set(range(total)):
             with suppress(ValueError):
                 answers[node] = parse_object("".join(pieces[node][number] for number in range(total)))
-    return set(pieces), answers
+    return answers
 
 
 def lines_of_task(text: str, task: int) -> str:
@@ -173,11 +171,11 @@ class _Enough:
 
     def __call__(self, output: str) -> bool:
         now = time.monotonic()
-        started, answers = _read(output)
-        started &= self._nodes
+        found = {node: answer for node, answer in read_answers(output).items() if node in self._nodes}
+        started = found.keys()
         if len(started) != self._num_started:
             self._num_started, self._changed = len(started), now
         if not started:
             return now - self._began > FIRST_ANSWER_S
-        over = answers.keys() >= started or now - self._changed > self._limit_s
+        over = None not in found.values() or now - self._changed > self._limit_s
         return over and (started == self._nodes or now - self._changed > PATIENCE_S)

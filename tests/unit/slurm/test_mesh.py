@@ -62,7 +62,7 @@ class Probes:
             text=True,
         )
 
-    def answers(self) -> dict[str, dict[str, Any]]:
+    def answers(self) -> dict[str, Any]:
         output = ""
         for node, process in self._running.items():
             printed, errors = process.communicate(timeout=LIMIT_S)

@@ -345,7 +345,9 @@ def test_step_has_one_task_on_each_node() -> None:
 def test_damaged_answers_are_omitted() -> None:
     deep = "[" * 100_000
     text = f"hpcdist-node n1 0/1 {deep}\nhpcdist-node n2 0/1 [1]\nhpcdist-node n3 5/1 {{}}\n"
-    assert read_answers(f"{text}hpcdist-node n4 0/1 {'9' * 5000}\nhpcdist-node n5 {'9' * 5000}/1 1") == {}
+    assert read_answers(f"{text}hpcdist-node n4 0/1 {'9' * 5000}\nhpcdist-node n5 {'9' * 5000}/1 1") == dict.fromkeys(
+        ("n1", "n2", "n3", "n4", "n5")
+    )
 
 
 def test_answers_are_read_from_labelled_and_interleaved_output() -> None:
@@ -362,7 +364,7 @@ def test_answers_are_read_from_labelled_and_interleaved_output() -> None:
 
 def test_incomplete_answer_is_omitted() -> None:
     lines = answer_lines("n1", {"text": "a" * 3000})
-    assert read_answers("\n".join(lines[:-1])) == {}
+    assert read_answers("\n".join(lines[:-1])) == {"n1": None}
 
 
 @pytest.mark.processes
