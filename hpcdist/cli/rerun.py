@@ -9,8 +9,8 @@ import re
 import secrets
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,8 +44,8 @@ from hpcdist.review.text import PATCH
 
 if TYPE_CHECKING:
     from hpcdist.config.schema import Config
-    from hpcdist.review.comparison import RerunResult, Values
-    from hpcdist.run.folder import RunDir, State
+    from hpcdist.run.folder import RunDir
+    from hpcdist.run.records import Origin
     from hpcdist.run.snapshot import CodeSource, CodeState
     from hpcdist.tracking.recorded_run import RecordedRun
 
@@ -117,7 +117,6 @@ def rerun(
     """
     from hpcdist.run.folder import RunDir
     from hpcdist.run.lookup import resolve_run
-    from hpcdist.run.records import read_origin
     from hpcdist.tracking.recorded_run import find_recorded
 
     del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
@@ -125,56 +124,69 @@ def rerun(
     with tempfile.TemporaryDirectory(prefix="hpcdist-rerun-") as scratch:
         if compare:
             made = resolve_run(run, runs_dir)
-            return _report(made, _compare_again(made, runs_dir, Path(scratch), tolerance=tolerance, ignore=ignored))
+            return _compare(_original(made, runs_dir, Path(scratch)), made, tolerance, ignored)
         recorded = find_recorded(run, runs_dir, os.environ, Path(scratch))
-        on_slurm = recorded.environment.get("launcher") == "slurm" and not here
-        if (dependency or begin) and not on_slurm:
+        plan = _plan(recorded, overrides or [], runs_dir, steps, here=here)
+        if (dependency or begin) and not plan.on_slurm:
             raise UserMistake("--dependency and --begin need Slurm, and this run is repeated on this machine")
-        config, changed = _config(recorded, overrides or [], runs_dir, steps, on_slurm=on_slurm)
         source = None if with_current_code else _code(recorded, repository)
-        missing = _missing(recorded, config, source, on_slurm=on_slurm)
-        _show(recorded, config, changed, source, missing)
+        missing = _missing(plan, source)
+        _show(plan, source, missing)
         if dry_run:
             return 0
         if recorded.folder is None and not yes:
             _confirm(recorded.run_id)
-        origin = read_origin(recorded.folder) if recorded.folder is not None else None
-        restore = partial(_restore, recorded, config, source, missing)
-        if on_slurm:
-            flags = submission_flags(config, dependency, begin)
-            code = submit_run(config, flags, origin, follow=follow, wait=wait, force=force, restore=restore)
+        restore = partial(_restore, plan, source, missing)
+        if plan.on_slurm:
+            flags = submission_flags(plan.config, dependency, begin)
+            code = submit_run(plan.config, flags, plan.origin, follow=follow, wait=wait, force=force, restore=restore)
         else:
-            code = run_here(config, origin=origin, follow=follow, restore=restore)
-        made, is_over = RunDir(config.folder), follow or (on_slurm and wait)
+            code = run_here(plan.config, origin=plan.origin, follow=follow, restore=restore)
+        is_over, made = follow or (plan.on_slurm and wait), RunDir(plan.config.folder)
         if is_over and not code:
-            return _report(made, _compared(recorded, made, tolerance=tolerance, ignore=ignored))
-        compares = f"`hpcdist rerun {made.name} --compare` compares its values"
-        say(
-            f"the rerun did not end as planned: {compares} until its end"
-            if is_over
-            else f"when it has ended: {compares}"
-        )
+            return _compare(recorded, made, tolerance, ignored)
+        when = "the rerun did not end as planned" if is_over else "when it has ended"
+        until = " until its end" * is_over
+        say(f"{when}: `hpcdist rerun {made.name} --compare` compares its values{until}")
         return code
 
 
-def _config(
-    recorded: RecordedRun, overrides: Sequence[str], runs_dir: Path, steps: int | None, *, on_slurm: bool
-) -> tuple[Config, list[str]]:
-    """Return the config of the rerun, and the overrides that change it from that of the run."""
-    from hpcdist.config.loading import load_run_config
-    from hpcdist.run.records import kept
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What a rerun starts."""
 
+    recorded: RecordedRun
+    origin: Origin | None
+    config: Config
+    changed: list[str]  #: overrides that change the config of the run
+    on_slurm: bool
+
+
+def _plan(recorded: RecordedRun, overrides: Sequence[str], runs_dir: Path, steps: int | None, *, here: bool) -> _Plan:
+    from hpcdist.config.loading import load_run_config
+    from hpcdist.run.records import kept, read_origin
+
+    on_slurm = recorded.environment.get("launcher") == "slurm" and not here
     env = {**(kept(recorded.folder) if recorded.folder is not None else {}), **os.environ}
     changes = _changes(recorded, load_run_config(recorded.config, [], env, require_secrets=False), on_slurm=on_slurm)
     if steps is not None:
         changes["stop.pause_at_step"] = steps
-    changed = [*(f"{key}={json.dumps(value)}" for key, value in changes.items()), *overrides]
     stem = re.sub(r"-rerun-[0-9a-f]{4}$", "", recorded.name)
     place = {"name": f"{stem}-rerun-{secrets.token_hex(2)}", "runs_dir": str(runs_dir.absolute())}
     if recorded.uri and not os.environ.get("HPCDIST_TRACKING_URI"):
         place["tracking.uri"] = recorded.uri
-    words = [f"{key}={json.dumps(value)}" for key, value in place.items()]
-    return load_run_config(recorded.config, [*words, *changed], env), changed
+    changed = [*_words(changes), *overrides]
+    return _Plan(
+        recorded=recorded,
+        origin=read_origin(recorded.folder) if recorded.folder is not None else None,
+        config=load_run_config(recorded.config, [*_words(place), *changed], env),
+        changed=changed,
+        on_slurm=on_slurm,
+    )
+
+
+def _words(values: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def _changes(recorded: RecordedRun, config: Config, *, on_slurm: bool) -> dict[str, Any]:
@@ -207,31 +219,31 @@ def _code(recorded: RecordedRun, repository: Path | None) -> CodeSource:
     return find_code(recorded.code, recorded.patch, recorded.folder, places)
 
 
-def _missing(recorded: RecordedRun, config: Config, source: CodeSource | None, *, on_slurm: bool) -> list[str]:
+def _missing(plan: _Plan, source: CodeSource | None) -> list[str]:
     """Return what differs from the run and cannot be restored, one sentence each."""
     from hpcdist.review.comparison import machine_differences
     from hpcdist.run.snapshot import machine_facts
 
     found = list(source.missing) if source is not None else ["the code: this is that of the current folder"]
+    recorded, container = plan.recorded, plan.config.container
     own = image_facts(os.environ).get("image_digest", "")
-    in_container = on_slurm and config.container.runtime != "none"
-    if recorded.image and not on_slurm and not (own and own == recorded.image_digest):
+    in_container = plan.on_slurm and container.runtime != "none"
+    if recorded.image and not plan.on_slurm and not (own and own == recorded.image_digest):
         found.append(
             f"the image {recorded.image} ({recorded.image_digest or 'no digest'}): the ranks start outside of it"
         )
     if in_container and not recorded.image_digest:
-        found.append(f"the image {config.container.image}: it may have changed, since its digest was not recorded")
+        found.append(f"the image {container.image}: it may have changed, since its digest was not recorded")
     if not in_container:
         copied = source is not None and source.copy is not None
         found += machine_differences(recorded.environment, machine_facts(), code_is_restored=copied)
     return found
 
 
-def _show(
-    recorded: RecordedRun, config: Config, changed: Sequence[str], source: CodeSource | None, missing: Sequence[str]
-) -> None:
+def _show(plan: _Plan, source: CodeSource | None, missing: Sequence[str]) -> None:
     from hpcdist.config.written import redacted_argument
 
+    recorded, config, changed = plan.recorded, plan.config, plan.changed
     known_as = f" (MLflow run {recorded.run_id})" if recorded.run_id else ""
     say(f"repeats {recorded.experiment}/{recorded.name}{known_as} as {config.experiment}/{config.name}")
     say(f"code: {source.text if source is not None else f'the current folder, {Path.cwd()}'}")
@@ -275,19 +287,21 @@ def _confirm(run_id: str) -> None:
         raise typer.Abort
 
 
-def _restore(
-    recorded: RecordedRun, config: Config, source: CodeSource | None, missing: Sequence[str], made: RunDir
-) -> CodeState:
+def _restore(plan: _Plan, source: CodeSource | None, missing: Sequence[str], made: RunDir) -> CodeState:
     """Write the record of the repeated run, and its code, into the folder of the rerun."""
     from hpcdist.run import snapshot
     from hpcdist.run.records import RerunRecord, write_rerun
 
-    folder = str(recorded.folder.path) if recorded.folder is not None else ""
-    uri = redact_text(recorded.uri)
-    write_rerun(
-        made, RerunRecord(name=recorded.name, folder=folder, run_id=recorded.run_id, uri=uri, missing=list(missing))
+    recorded = plan.recorded
+    record = RerunRecord(
+        name=recorded.name,
+        folder=str(recorded.folder.path) if recorded.folder is not None else "",
+        run_id=recorded.run_id,
+        uri=redact_text(recorded.uri),
+        missing=list(missing),
     )
-    return snapshot.take(config, made, Path.cwd()) if source is None else source.restore(made, config)
+    write_rerun(made, record)
+    return snapshot.take(plan.config, made, Path.cwd()) if source is None else source.restore(made, plan.config)
 
 
 # The comparison of a rerun with its original.
@@ -296,44 +310,8 @@ def _restore(
 _SHOWN = 8
 
 
-def _compared(recorded: RecordedRun, made: RunDir, *, tolerance: float, ignore: Collection[str]) -> RerunResult:
-    """Compare the values of a rerun that has ended with those of the recorded run.
-
-    Raises TrackingError if the recorded run is read from MLflow and that fails.
-    """
-    from hpcdist.review.comparison import RerunResult, compare_values, data_differences, image_differences
-    from hpcdist.review.facts import read_facts
-    from hpcdist.tracking.series import read_values
-
-    facts, after = read_facts(made), read_values(made)
-    values = compare_values(
-        recorded.values(),
-        after,
-        until=None if facts.state.status == "finished" else _last_step(made, facts.state, after),
-        exact=recorded.folder is not None,
-        tolerance=tolerance,
-        ignore=ignore,
-    )
-    notes = data_differences(recorded.datasets, facts.datasets) + image_differences(recorded.image_digest, facts)
-    if facts.state.status not in ("finished", "stopped"):
-        notes.append(f"the rerun is {facts.state.status}: values after its last step are not compared")
-    if tolerance:
-        notes.append(f"values with a relative difference of at most {tolerance:g} count as equal (--tolerance)")
-    if ignore:
-        notes.append(f"metrics not compared: {', '.join(sorted(ignore))} (--ignore)")
-    return RerunResult(values=values, notes=tuple(notes))
-
-
-def _last_step(made: RunDir, state: State, values: Values) -> int:
-    """Return the last step that a run has reported, or logged if it has reported none."""
-    beat = made.attempt(state.attempt).read_beat(0) if state.attempt else None
-    return (beat or {}).get("step") or max((step for points in values.values() for step in points), default=0)
-
-
-def _compare_again(
-    made: RunDir, runs_dir: Path, scratch: Path, *, tolerance: float, ignore: Collection[str]
-) -> RerunResult:
-    """Compare a rerun with the original that its folder names. Raises UserMistake if it is no rerun, or has not ended.
+def _original(made: RunDir, runs_dir: Path, scratch: Path) -> RecordedRun:
+    """Return the original that the folder of a rerun names. Raises UserMistake if it is no rerun, or has not ended.
 
     Args:
         scratch: an existing folder for files from MLflow.
@@ -347,29 +325,55 @@ def _compare_again(
         raise UserMistake(f"run {made.name} is not a rerun: `hpcdist compare` compares any runs")
     if (status := made.read_state().status) not in ENDED:
         raise UserMistake(f"run {made.name} is {status}: compare it when it has ended (`hpcdist follow {made.name}`)")
-    folder = Path(record.folder) if record.folder else None
-    name = str(folder) if folder is not None and folder.is_dir() else record.run_id
+    name = record.folder if record.folder and Path(record.folder).is_dir() else record.run_id
     if not name:
         raise UserMistake(f"the original of run {made.name} is gone: {record.folder} does not exist")
     env = {**os.environ, **({"MLFLOW_TRACKING_URI": record.uri} if record.uri else {})}
-    return _compared(find_recorded(name, runs_dir, env, scratch), made, tolerance=tolerance, ignore=ignore)
+    return find_recorded(name, runs_dir, env, scratch)
 
 
-def _report(made: RunDir, result: RerunResult) -> int:
-    """Print the result of a comparison, and add it to the run folder and to MLflow. Returns the exit code."""
+def _compare(recorded: RecordedRun, made: RunDir, tolerance: float, ignore: Collection[str]) -> int:
+    """Compare the values of a rerun that has ended with those of the recorded run. Returns the exit code.
+
+    Prints the result, and adds it to the run folder and to MLflow.
+
+    Raises TrackingError if the recorded run is read from MLflow and that fails.
+    """
+    from hpcdist.review.comparison import RerunResult, compare_values, data_differences, image_differences
+    from hpcdist.review.facts import read_facts
     from hpcdist.run.records import read_rerun, write_rerun
+    from hpcdist.tracking.series import read_values
 
-    values = result.values
-    for note in result.notes:
+    facts, after = read_facts(made), read_values(made)
+    status, until = facts.state.status, None
+    if status != "finished":  # the last step that it has reported, or logged if it has reported none
+        beat = made.attempt(facts.state.attempt).read_beat(0) if facts.state.attempt else None
+        until = (beat or {}).get("step") or max((step for points in after.values() for step in points), default=0)
+    values = compare_values(
+        recorded.values(),
+        after,
+        until=until,
+        exact=recorded.folder is not None,
+        tolerance=tolerance,
+        ignore=ignore,
+    )
+    notes = data_differences(recorded.datasets, facts.datasets) + image_differences(recorded.image_digest, facts)
+    if status not in ("finished", "stopped"):
+        notes.append(f"the rerun is {status}: values after its last step are not compared")
+    if tolerance:
+        notes.append(f"values with a relative difference of at most {tolerance:g} count as equal (--tolerance)")
+    if ignore:
+        notes.append(f"metrics not compared: {', '.join(sorted(ignore))} (--ignore)")
+    result = RerunResult(values=values, notes=tuple(notes))
+    for note in notes:
         say(note)
     for difference in values.differences[1 : _SHOWN + 1]:
         say(f"also differs from {difference}")
     if values.measured:
         say(f"not compared, since they measure time or hardware: {', '.join(values.measured)}")
     say(result.sentence)
-    record = read_rerun(made)
-    if record is not None:
-        write_rerun(made, replace(record, result="; ".join([result.sentence, *result.notes])))
+    if (record := read_rerun(made)) is not None:
+        write_rerun(made, replace(record, result="; ".join([result.sentence, *notes])))
         _upload(made)
     return 0 if result.is_equal else 1
 

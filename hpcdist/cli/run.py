@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -51,6 +51,14 @@ if TYPE_CHECKING:
 # `hpcdist run`: start a run on this machine.
 
 app = typer.Typer()
+Resume = Annotated[
+    bool | None,
+    typer.Option(
+        "--resume/--new",
+        envvar="HPCDIST_RESUME",
+        help="Continue the unfinished run of this config, if there is one. Default in hpcdist's images.",
+    ),
+]
 
 
 @app.command(cls=ScriptCommand)
@@ -60,14 +68,7 @@ def run(
     sweep: SweepAxes = None,
     dry_run: DryRun = False,
     follow: Follow = True,
-    resume: Annotated[
-        bool | None,
-        typer.Option(
-            "--resume/--new",
-            envvar="HPCDIST_RESUME",
-            help="Continue the unfinished run of this config, if there is one. Default in hpcdist's images.",
-        ),
-    ] = None,
+    resume: Resume = None,
     engine: Annotated[str | None, option("--in", "ENGINE", "Run in a container of docker or podman.")] = None,
     image: Annotated[str, option("--image", "IMAGE", "Image for --in.")] = "hpcdist",
     experiment: ExperimentKey = None,
@@ -257,8 +258,6 @@ def resume(
     from hpcdist.run.lease import hold
     from hpcdist.run.lookup import resolve_run
     from hpcdist.run.records import kept, reached_step, resume_point
-    from hpcdist.run.slurm_job import job_of
-    from hpcdist.run.status import status_of
 
     if run is not None and "=" in run and not os.path.exists(run):  # a first override, and no run
         overrides, run = [run, *(overrides or [])], None
@@ -266,10 +265,7 @@ def resume(
     found = resolve_run(named(run, runs_dir), runs_dir)
     require_trusted(found.path, "resume")
     config = load_run_config(found.config, words, {**kept(found), **os.environ})
-    if job_of(found) is not None and not (now := status_of(found)).final:
-        raise UserMistake(f"run {found.name} is {now.name} and cannot be resumed: `hpcdist follow {found.name}`")
-    if found.read_state().status == "finished" and not words:
-        raise UserMistake(f"run {found.name} is finished: to train longer, add an override such as stop.max_epochs=20")
+    _check_resumable(found, words)
     on_slurm = found.slurm.exists()
     if not on_slurm and (dependency or begin):
         raise UserMistake(f"--dependency and --begin need Slurm, and run {found.name} was not submitted to Slurm")
@@ -278,13 +274,10 @@ def resume(
     if code:
         config = with_params(config, Path(code[0]), f"resume {found.name}")
     records.check(found, config)
-    failed = not with_current_code and found.read_state().status == "failed"
-    if failed and (files := snapshot.changed_files(snapshot.code_state(found), found)):
-        names = ", ".join(files[:5]) + ", …" * (len(files) > 5)
-        advice = "this resume runs the copy, --with-current-code runs the new code"
-        say(f"changed since the run copied the code: {names}; {advice}")
     if with_current_code:
         create.check_code(config, Path.cwd())
+    elif found.read_state().status == "failed":
+        _note_changed_code(found)
     if on_slurm:
         check_submission(config, flags, None, force=force)
     start = None if on_slurm else resolve_start(config)
@@ -298,3 +291,22 @@ def resume(
     if start is None:
         return enqueue(found, config, flags, follow=follow, wait=wait)
     return supervise_here(found, config, *start, follow=follow)
+
+
+def _check_resumable(run: RunDir, overrides: Sequence[str]) -> None:
+    from hpcdist.run.slurm_job import job_of
+    from hpcdist.run.status import status_of
+
+    if job_of(run) is not None and not (now := status_of(run)).final:
+        raise UserMistake(f"run {run.name} is {now.name} and cannot be resumed: `hpcdist follow {run.name}`")
+    if run.read_state().status == "finished" and not overrides:
+        raise UserMistake(f"run {run.name} is finished: to train longer, add an override such as stop.max_epochs=20")
+
+
+def _note_changed_code(run: RunDir) -> None:
+    from hpcdist.run import snapshot
+
+    if files := snapshot.changed_files(snapshot.code_state(run), run):
+        names = ", ".join(files[:5]) + ", …" * (len(files) > 5)
+        advice = "this resume runs the copy, --with-current-code runs the new code"
+        say(f"changed since the run copied the code: {names}; {advice}")

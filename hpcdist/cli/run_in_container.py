@@ -14,7 +14,7 @@ from hpcdist.config.schema import Config
 from hpcdist.config.shipped import find_config
 from hpcdist.config.written import redacted_argument
 from hpcdist.containers.images import inspect, require_driver, require_fit
-from hpcdist.containers.spec import RUNTIMES
+from hpcdist.containers.spec import RUNTIMES, ContainerSpec
 from hpcdist.containers.steps import (
     RUNNERS,
     find_engine,
@@ -48,38 +48,13 @@ def run_in_container(
         source: the config as the user names it: a shipped config or a file.
         config: the loaded config; the hpcdist in the container chooses the run's name.
     """
-    if engine not in RUNNERS:
-        raise UserMistake(f"--in must be {' or '.join(RUNNERS)}, got {engine!r}")
-    found = find_engine(engine, RUNNERS)
-    try:
-        facts = inspect(found, image)
-        require_fit(facts)
-    except ImageError as error:
-        if not dry_run:
-            raise
-        facts = None
-        say(f"hpcdist: {error}", error=True)  # the plan is complete but for the image's digest
-    rootless = found.is_rootless_daemon()
-    spec = host_container(
-        found.name, image, facts.digest if facts else "", user_name(), os.environ, rootless_daemon=rootless
-    )
-    path = find_config(source).absolute()
     is_file = Path(source).expanduser().is_file()
-    # The user's own code is imported from the current folder; a shipped trainer and its config are in the image.
-    own_code = is_file or bool(config.trainer.script) or ":" in config.trainer.target
-    cwd = Path.cwd()
-    num_gpus = Machine.inspect(os.environ).num_gpus
-    spec = for_config(spec, config, cwd, own_code=own_code, num_gpus=num_gpus, env=os.environ)
-    for file in filter(None, [path if is_file else None, config.trainer.script_file]):
-        if not file.is_relative_to(cwd):
-            spec = with_mount(spec, file.parent)
-    if spec.gpus and facts:
-        require_driver(facts, driver_version())
+    spec = _container(source, config, engine, image, is_file=is_file, dry_run=dry_run)
     overrides, variables = without_secrets(overrides)
     spec = replace(spec, env=(*spec.env, *variables))
     arguments = [
         "run",
-        str(path) if is_file else source,
+        str(find_config(source).absolute()) if is_file else source,
         *overrides,
         *folder_overrides(config, load_config("ddp_digits", [])),
         *([] if resume is None else ["--resume" if resume else "--new"]),
@@ -95,3 +70,33 @@ def run_in_container(
         # The engine would create missing folders as root.
         Path(mount.source).mkdir(parents=True, exist_ok=True)
     return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
+
+
+def _container(source: str, config: Config, engine: str, image: str, *, is_file: bool, dry_run: bool) -> ContainerSpec:
+    """Return the container with the mounts of a run. Raises UserMistake, or ImageError unless it is a dry run."""
+    if engine not in RUNNERS:
+        raise UserMistake(f"--in must be {' or '.join(RUNNERS)}, got {engine!r}")
+    found = find_engine(engine, RUNNERS)
+    try:
+        facts = inspect(found, image)
+        require_fit(facts)
+    except ImageError as error:
+        if not dry_run:
+            raise
+        facts = None
+        say(f"hpcdist: {error}", error=True)  # the plan is complete but for the image's digest
+    rootless = found.is_rootless_daemon()
+    spec = host_container(
+        found.name, image, facts.digest if facts else "", user_name(), os.environ, rootless_daemon=rootless
+    )
+    # The user's own code is imported from the current folder; a shipped trainer and its config are in the image.
+    own_code = is_file or bool(config.trainer.script) or ":" in config.trainer.target
+    cwd = Path.cwd()
+    num_gpus = Machine.inspect(os.environ).num_gpus
+    spec = for_config(spec, config, cwd, own_code=own_code, num_gpus=num_gpus, env=os.environ)
+    for file in filter(None, [find_config(source).absolute() if is_file else None, config.trainer.script_file]):
+        if not file.is_relative_to(cwd):
+            spec = with_mount(spec, file.parent)
+    if spec.gpus and facts:
+        require_driver(facts, driver_version())
+    return spec

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
 from hpcdist.review.facts import Series, thinned
 from hpcdist.review.figures import Curves, Figure, Histogram, Matrix, Text
 from hpcdist.review.ledger import CAUSES, Interval, Ledger
+from hpcdist.review.text import duration
 
 # Charts as inline SVG, without scripts: the style sheet of the page sets their colours, also for dark mode.
 #
@@ -22,22 +24,14 @@ from hpcdist.review.ledger import CAUSES, Interval, Ledger
 Point = tuple[float, float]
 
 WIDTH, HEIGHT = 640, 230
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 10, 36
-#: Number of colours in the style sheet (`.c0`, `.c1`, …), and of shades of a heat map (`.h0`, …).
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, WIDTH - 12, 10, HEIGHT - 36
+#: Left end of the bars and cells of a row, behind its name.
+_ROW_LEFT = 110
+#: Number of colours in the style sheet (`--c0`, `--c1`, …), and of shades of a heat map (`--h0`, …).
 NUM_COLOURS, NUM_SHADES = 12, 9
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of a chart."""
-
-    name: str
-    points: Sequence[Point]  #: in the order of x
-    dashed: bool = False
-
-
-@dataclass(frozen=True)
-class Bar:
+class Bar(NamedTuple):
     """A part of a horizontal bar."""
 
     begin: float
@@ -57,15 +51,31 @@ def number(value: float) -> str:
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Return about `count` round numbers between two numbers."""
-    if not high > low:
-        return [low]
     rough = (high - low) / count
-    if not rough or not math.isfinite(rough):
-        return [low, high]
+    if not 0 < rough < math.inf:
+        return [low]
     power: float = 10.0 ** math.floor(math.log10(rough))
     step = next((factor * power for factor in (1, 2, 5, 10) if factor * power >= rough), rough)
-    first = math.ceil(low / step)
-    return [index * step for index in range(first, math.floor(high / step * (1 + 1e-12)) + 1)] or [low, high]
+    return [index * step for index in range(math.ceil(low / step), math.floor(high / step * (1 + 1e-12)) + 1)]
+
+
+def _tag(name: str, content: str = "", **attributes: object) -> Markup:
+    """Return an element; names of attributes have `_` instead of `-`, and at the end after a keyword of Python."""
+    words = [
+        Markup(' {}="{}"').format(
+            key.rstrip("_").replace("_", "-"), f"{value:.1f}" if isinstance(value, float) else value
+        )
+        for key, value in attributes.items()
+    ]
+    return Markup("<{0}{1}>{2}</{0}>").format(name, Markup("").join(words), content)
+
+
+def _text(kind: str, text: str, x: float, y: float) -> Markup:
+    return _tag("text", text, class_=kind, x=x, y=y)
+
+
+def _colour(index: int) -> str:
+    return f"var(--c{index % NUM_COLOURS})"
 
 
 @dataclass(frozen=True)
@@ -74,167 +84,117 @@ class _Frame:
 
     x: Point
     y: Point
-    height: int = HEIGHT
 
     def left(self, x: float) -> float:
-        return _LEFT + _share(x, self.x) * (WIDTH - _LEFT - _RIGHT)
+        return _LEFT + _share(x, self.x) * (_RIGHT - _LEFT)
 
     def top(self, y: float) -> float:
-        return self.height - _BOTTOM - _share(y, self.y) * (self.height - _TOP - _BOTTOM)
+        return _BOTTOM - _share(y, self.y) * (_BOTTOM - _TOP)
 
-    def axes(self, x_label: str, y_label: str) -> Markup:
-        bottom, right = self.height - _BOTTOM, WIDTH - _RIGHT
-        parts = [
-            Markup('<path class="grid" d="M{:.1f} {:.1f}H{}"/><text class="tick" x="{}" y="{:.1f}">{}</text>').format(
-                _LEFT, self.top(y), right, _LEFT - 5, self.top(y) + 3.5, number(y)
-            )
-            for y in ticks(*self.y)
+    def axes(self, x_label: str, y_label: str) -> list[Markup]:
+        grid = "".join(f"M{_LEFT} {self.top(y):.1f}H{_RIGHT}" for y in ticks(*self.y))
+        label = f"translate(12 {(_TOP + _BOTTOM) / 2:.1f}) rotate(-90)"
+        return [
+            _tag("path", class_="grid", d=grid),
+            *(_text("tick", number(y), _LEFT - 5, self.top(y) + 3.5) for y in ticks(*self.y)),
+            *(_text("tick mid", number(x), self.left(x), _BOTTOM + 14) for x in ticks(*self.x, 8)),
+            _tag("path", class_="axis", d=f"M{_LEFT} {_BOTTOM}H{_RIGHT}"),
+            _text("label mid", x_label, (_LEFT + _RIGHT) / 2, HEIGHT - 6),
+            _tag("text", y_label, class_="label mid", transform=label),
         ]
-        parts += [
-            Markup('<text class="tick mid" x="{:.1f}" y="{}">{}</text>').format(self.left(x), bottom + 14, number(x))
-            for x in ticks(*self.x, 8)
-        ]
-        parts.append(Markup('<path class="axis" d="M{} {}H{}"/>').format(_LEFT, bottom, right))
-        parts.append(
-            Markup('<text class="label mid" x="{:.1f}" y="{}">{}</text>').format(
-                (_LEFT + right) / 2, self.height - 6, x_label
-            )
-        )
-        middle = (_TOP + bottom) / 2
-        parts.append(
-            Markup('<text class="label mid" transform="translate(12 {:.1f}) rotate(-90)">{}</text>').format(
-                middle, y_label
-            )
-        )
-        return Markup("").join(parts)
 
 
 def _share(value: float, ends: Point) -> float:
     return (value - ends[0]) / (ends[1] - ends[0]) if ends[1] > ends[0] else 0.5
 
 
-def _range(values: Sequence[float], margin: float = 0.0) -> Point:
-    low, high = min(values, default=0.0), max(values, default=1.0)
-    space = margin * (high - low)
-    return low - space, high + space
-
-
-def _svg(height: float, content: Markup, label: str) -> Markup:
-    return Markup('<svg viewBox="0 0 {} {:.0f}" role="img" aria-label="{}">{}</svg>').format(
-        WIDTH, height, label, content
-    )
+def _svg(height: int, parts: Iterable[Markup], label: str) -> Markup:
+    return _tag("svg", Markup("").join(parts), viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=label)
 
 
 def legend(colours: Mapping[str, int]) -> Markup:
     """Return the names of the lines or parts of a chart with their colours."""
     items = [
-        Markup('<span class="key"><i class="b{}"></i>{}</span>').format(colour % NUM_COLOURS, name)
-        for name, colour in colours.items()
+        _tag("span", _tag("i", style=f"background:{_colour(index)}") + name, class_="key")
+        for name, index in colours.items()
     ]
-    return Markup('<div class="legend">{}</div>').format(Markup("").join(items))
+    return _tag("div", Markup("").join(items), class_="legend")
 
 
 def line_chart(
-    lines: Sequence[Line], *, x_label: str, y_label: str = "", marks: Mapping[float, str] | None = None
+    lines: Mapping[str, Sequence[Point]], *, x_label: str, y_label: str = "", marks: Mapping[float, str] | None = None
 ) -> Markup:
     """Return a chart of lines with a legend if there are several; empty without any point.
 
     Args:
+        lines: points in the order of x by the name of the line.
         marks: x of vertical lines, such as the first step of an attempt, with their titles.
     """
-    lines = [line for line in lines if line.points]
+    lines = {name: points for name, points in lines.items() if points}
     if not lines:
         return Markup()
-    frame = _Frame(
-        _range([x for line in lines for x, _ in line.points]),
-        _range([y for line in lines for _, y in line.points], 0.04),
-    )
-    parts = [frame.axes(x_label, y_label)]
-    for x, title in (marks or {}).items():
-        if frame.x[0] < x <= frame.x[1]:
-            parts.append(
-                Markup('<path class="mark" d="M{:.1f} {}V{}"><title>{}</title></path>').format(
-                    frame.left(x), _TOP, frame.height - _BOTTOM, title
-                )
-            )
-    parts += [_path(frame, line, index % NUM_COLOURS) for index, line in enumerate(lines)]
-    chart = _svg(frame.height, Markup("").join(parts), ", ".join(line.name for line in lines))
-    return chart + legend({line.name: index for index, line in enumerate(lines)}) if len(lines) > 1 else chart
-
-
-def _path(frame: _Frame, line: Line, colour: int) -> Markup:
-    if len(line.points) == 1:
-        x, y = line.points[0]
-        return Markup('<circle class="f{}" cx="{:.1f}" cy="{:.1f}" r="3"><title>{}: {}</title></circle>').format(
-            colour, frame.left(x), frame.top(y), line.name, number(y)
-        )
-    places = " ".join(f"{frame.left(x):.1f},{frame.top(y):.1f}" for x, y in line.points)
-    dashed = " dashed" if line.dashed else ""
-    return Markup('<polyline class="line l{}{}" points="{}"><title>{}</title></polyline>').format(
-        colour, dashed, places, line.name
-    )
+    xs, ys = zip(*(point for points in lines.values() for point in points), strict=True)
+    margin = 0.04 * (max(ys) - min(ys))
+    frame = _Frame((min(xs), max(xs)), (min(ys) - margin, max(ys) + margin))
+    parts = frame.axes(x_label, y_label)
+    parts += [
+        _tag("path", _tag("title", title), class_="mark", d=f"M{frame.left(x):.1f} {_TOP}V{_BOTTOM}")
+        for x, title in (marks or {}).items()
+        if frame.x[0] < x <= frame.x[1]
+    ]
+    for index, (name, points) in enumerate(lines.items()):
+        if len(points) == 1:
+            x, y = points[0]
+            title, style = _tag("title", f"{name}: {number(y)}"), f"fill:{_colour(index)}"
+            parts.append(_tag("circle", title, style=style, cx=frame.left(x), cy=frame.top(y), r=3))
+        else:
+            places = " ".join(f"{frame.left(x):.1f},{frame.top(y):.1f}" for x, y in points)
+            title, style = _tag("title", name), f"stroke:{_colour(index)}"
+            parts.append(_tag("polyline", title, class_="line", style=style, points=places))
+    chart = _svg(HEIGHT, parts, ", ".join(lines))
+    return chart + legend({name: index for index, name in enumerate(lines)}) if len(lines) > 1 else chart
 
 
 def histogram_chart(edges: Sequence[float], counts: Sequence[float], *, x_label: str, y_label: str) -> Markup:
     """Return bars over the intervals between `edges`."""
     frame = _Frame((edges[0], edges[-1]), (0.0, max(*counts, 1e-9)))
-    bottom = frame.height - _BOTTOM
-    parts = [frame.axes(x_label, y_label)]
+    parts = frame.axes(x_label, y_label)
     for (begin, end), count in zip(pairwise(edges), counts, strict=True):
         left, top = frame.left(begin), frame.top(count)
+        title = _tag("title", f"{number(begin)} to {number(end)}: {number(count)}")
+        width = max(0.5, frame.left(end) - left - 1)
         parts.append(
-            Markup(
-                '<rect class="f0" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"><title>{}</title></rect>'
-            ).format(
-                left + 0.5,
-                top,
-                max(0.5, frame.left(end) - left - 1),
-                bottom - top,
-                f"{number(begin)} to {number(end)}: {number(count)}",
-            )
+            _tag("rect", title, style=f"fill:{_colour(0)}", x=left + 0.5, y=top, width=width, height=_BOTTOM - top)
         )
-    return _svg(frame.height, Markup("").join(parts), y_label)
+    return _svg(HEIGHT, parts, y_label)
 
 
-def bar_rows(rows: Mapping[str, Sequence[Bar]], *, x_label: str, label_width: int = 110) -> Markup:
+def bar_rows(rows: Mapping[str, Sequence[Bar]], *, x_label: str) -> Markup:
     """Return a row of bars for each name over a common axis, such as the phases of each attempt."""
     bars = [bar for row in rows.values() for bar in row]
     if not bars:
         return Markup()
     low, high = min(bar.begin for bar in bars), max(bar.end for bar in bars)
-    scale = (WIDTH - label_width - _RIGHT) / (high - low or 1.0)
-    row_height = 22
-    bottom = row_height * len(rows) + 4
-    parts = [
-        Markup('<path class="grid" d="M{0:.1f} 0V{1}"/><text class="tick mid" x="{0:.1f}" y="{2}">{3}</text>').format(
-            label_width + (x - low) * scale, bottom, bottom + 13, number(x)
-        )
-        for x in ticks(low, high, 8)
-    ]
-    parts.append(
-        Markup('<text class="label mid" x="{:.1f}" y="{}">{}</text>').format(
-            (label_width + WIDTH - _RIGHT) / 2, bottom + 28, x_label
-        )
-    )
-    for index, (name, row) in enumerate(rows.items()):
-        top = index * row_height + 4
-        parts.append(Markup('<text class="row" x="0" y="{}">{}</text>').format(top + 12, shortened(name, 18)))
+    scale = (_RIGHT - _ROW_LEFT) / (high - low or 1.0)
+    bottom = 22 * len(rows) + 4
+    parts = [_text("label mid", x_label, (_ROW_LEFT + _RIGHT) / 2, bottom + 28)]
+    for tick in ticks(low, high, 8):
+        x = _ROW_LEFT + (tick - low) * scale
         parts += [
-            Markup('<rect class="f{}" x="{:.2f}" y="{}" width="{:.2f}" height="16"><title>{}</title></rect>').format(
-                bar.colour % NUM_COLOURS,
-                label_width + (bar.begin - low) * scale,
-                top,
-                max(0.75, (bar.end - bar.begin) * scale),
-                bar.title,
-            )
-            for bar in row
+            _tag("path", class_="grid", d=f"M{x:.1f} 0V{bottom}"),
+            _text("tick mid", number(tick), x, bottom + 13),
         ]
-    return _svg(bottom + 34, Markup("").join(parts), x_label)
+    for index, (name, row) in enumerate(rows.items()):
+        top = index * 22 + 4
+        parts.append(_text("row", shortened(name, 18), 0, top + 12))
+        for bar in row:
+            left, width = _ROW_LEFT + (bar.begin - low) * scale, max(0.75, (bar.end - bar.begin) * scale)
+            style = f"fill:{_colour(bar.colour)}"
+            parts.append(_tag("rect", _tag("title", bar.title), style=style, x=left, y=top, width=width, height=16))
+    return _svg(bottom + 34, parts, x_label)
 
 
-def heat_map(
-    rows: Mapping[str, Sequence[float | None]], *, x_label: str, x_range: Point, unit: str = "", label_width: int = 110
-) -> Markup:
+def heat_map(rows: Mapping[str, Sequence[float | None]], *, x_label: str, x_range: Point, unit: str = "") -> Markup:
     """Return a row of shaded cells for each name; a darker shade is a higher value.
 
     Args:
@@ -245,52 +205,39 @@ def heat_map(
     if not known:
         return Markup()
     low, high = min(known), max(known)
-    num_columns = max(map(len, rows.values()))
-    width = (WIDTH - label_width - _RIGHT) / num_columns
+    width = (_RIGHT - _ROW_LEFT) / max(map(len, rows.values()))
     height = 14 if len(rows) > 12 else 20
     shades: list[list[str]] = [[] for _ in range(NUM_SHADES)]
     parts = []
     for index, (name, row) in enumerate(rows.items()):
         top = index * height + 2
-        parts.append(Markup('<text class="row" x="0" y="{}">{}</text>').format(top + height - 5, shortened(name, 18)))
+        parts.append(_text("row", shortened(name, 18), 0, top + height - 5))
         for column, value in enumerate(row):
             if value is not None:
-                shade = min(NUM_SHADES - 1, int(_share(value, (low, high)) * NUM_SHADES)) if high > low else 0
-                left = label_width + column * width
-                shades[shade].append(f"M{left:.1f} {top}h{width:.1f}v{height - 2}h-{width:.1f}z")
+                cell = f"M{_ROW_LEFT + column * width:.1f} {top}h{width:.1f}v{height - 2}h-{width:.1f}z"
+                shades[_shade(_share(value, (low, high))) if high > low else 0].append(cell)
     # One path per shade: a rectangle per cell would need ten times the space.
     parts += [
-        Markup('<path class="h{}" d="{}"/>').format(shade, "".join(cells))
-        for shade, cells in enumerate(shades)
-        if cells
+        _tag("path", style=f"fill:var(--h{shade})", d="".join(cells)) for shade, cells in enumerate(shades) if cells
     ]
-    bottom = len(rows) * height + 4
+    bottom = len(rows) * height + 16
     for share in (0.0, 0.5, 1.0):
-        x = x_range[0] + share * (x_range[1] - x_range[0])
-        parts.append(
-            Markup('<text class="tick mid" x="{:.1f}" y="{}">{}</text>').format(
-                label_width + share * (WIDTH - label_width - _RIGHT - 14), bottom + 12, number(round(x))
-            )
-        )
-    parts.append(
-        Markup('<text class="label mid" x="{:.1f}" y="{}">{}</text>').format(
-            label_width + (WIDTH - label_width) / 4, bottom + 12, x_label
-        )
-    )
-    return _svg(bottom + 20, Markup("").join(parts), x_label) + _shade_legend(low, high, unit)
+        label = number(round(x_range[0] + share * (x_range[1] - x_range[0])))
+        parts.append(_text("tick mid", label, _ROW_LEFT + share * (_RIGHT - _ROW_LEFT - 14), bottom))
+    parts.append(_text("label mid", x_label, _ROW_LEFT + (WIDTH - _ROW_LEFT) / 4, bottom))
+    scale = Markup("").join(_tag("i", style=f"background:var(--h{shade})") for shade in range(NUM_SHADES))
+    ends = Markup("{}{} {} {}{}").format(number(low), unit, scale, number(high), unit)
+    return _svg(bottom + 8, parts, x_label) + _tag("div", ends, class_="legend")
 
 
-def _shade_legend(low: float, high: float, unit: str) -> Markup:
-    cells = Markup("").join(Markup('<i class="hb{}"></i>').format(shade) for shade in range(NUM_SHADES))
-    return Markup('<div class="legend">{}{} {} {}{}</div>').format(number(low), unit, cells, number(high), unit)
+def _shade(share: float) -> int:
+    return min(NUM_SHADES - 1, int(share * NUM_SHADES))
 
 
 def shortened(text: str, length: int) -> str:
     """Return a text of at most `length` characters; the middle of a longer one is left out."""
-    if len(text) <= length:
-        return text
     half = (length - 1) // 2
-    return f"{text[:half]}…{text[-half:]}"
+    return text if len(text) <= length else f"{text[:half]}…{text[-half:]}"
 
 
 # Drawings of the ledger, the timeline and the figures of a trainer.
@@ -313,17 +260,6 @@ MAX_ATTEMPTS = 40
 MAX_INTERVALS = 300
 #: Rows of a matrix that are shown with their numbers.
 _MAX_NUMBERS = 20
-
-
-def duration(seconds: float) -> str:
-    """Return a duration such as `2 h 05 min`, `3 min 20 s` or `4.2 s`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours / 24:.1f} days"
 
 
 def timeline(ledger: Ledger) -> Markup:
@@ -357,13 +293,7 @@ def joined(intervals: Sequence[Interval], gap_s: float) -> list[Interval]:
     for interval in intervals:
         own = found.setdefault(interval.phase, [])
         if own and interval.began - own[-1].ended <= gap_s:
-            last = own.pop()
-            interval = Interval(
-                phase=last.phase,
-                attempt=last.attempt,
-                began=last.began,
-                ended=max(last.ended, interval.ended),
-            )
+            interval = replace(own[-1], ended=max(own.pop().ended, interval.ended))
         own.append(interval)
     # Long phases first, so that short ones are drawn over them.
     flat = [interval for own in found.values() for interval in own]
@@ -394,7 +324,7 @@ def draw(figure: Figure) -> Markup:
         case Matrix():
             return _matrix_table(figure) if len(figure.names) <= _MAX_NUMBERS else _matrix_map(figure)
         case Curves(lines=lines):
-            drawn = [Line(name, [(x, y) for x, y in points]) for name, points in lines.items()]
+            drawn = {name: [(x, y) for x, y in points] for name, points in lines.items()}
             return line_chart(drawn, x_label=figure.x_label, y_label=figure.y_label)
         case Histogram():
             return histogram_chart(figure.edges, figure.counts, x_label=figure.x_label, y_label=figure.y_label)
@@ -418,31 +348,27 @@ def _patch_line(line: str) -> Markup:
 
 def _matrix_table(matrix: Matrix) -> Markup:
     """Return a table whose cells are shaded by their share of the row."""
-    head = Markup("").join(Markup("<th>{}</th>").format(name) for name in matrix.names)
-    rows = []
+    rows = [_tag("tr", Markup("<th></th>") + Markup("").join(_tag("th", name) for name in matrix.names))]
     for name, values in zip(matrix.names, matrix.values, strict=True):
-        total = sum(abs(value) for value in values) or 1.0
-        cells = Markup("").join(
-            Markup('<td class="n hb{}">{}</td>').format(_shade(abs(value) / total), number(value)) for value in values
-        )
-        rows.append(Markup("<tr><th>{}</th>{}</tr>").format(name, cells))
-    caption = Markup("<caption>rows: {}, columns: {}</caption>").format(matrix.row_label, matrix.column_label)
-    return Markup('<div class="scroll"><table class="matrix">{}<tr><th></th>{}</tr>{}</table></div>').format(
-        caption, head, Markup("").join(rows)
-    )
+        shades = [_shade(share) for share in _shares(values)]
+        cells = [
+            _tag("td", number(value), class_=f"n hb{shade}", style=f"background:var(--h{shade})")
+            for value, shade in zip(values, shades, strict=True)
+        ]
+        rows.append(_tag("tr", _tag("th", name) + Markup("").join(cells)))
+    caption = _tag("caption", f"rows: {matrix.row_label}, columns: {matrix.column_label}")
+    return _tag("div", _tag("table", caption + Markup("").join(rows), class_="matrix"), class_="scroll")
 
 
 def _matrix_map(matrix: Matrix) -> Markup:
-    totals = [sum(abs(value) for value in row) or 1.0 for row in matrix.values]
-    rows = {
-        f"{index} {name}": [value / total for value in values]
-        for index, (name, values, total) in enumerate(zip(matrix.names, matrix.values, totals, strict=True))
-    }
+    named = enumerate(zip(matrix.names, matrix.values, strict=True))
+    rows = {f"{index} {name}": _shares(values) for index, (name, values) in named}
     return heat_map(rows, x_label=f"{matrix.column_label} (share of the row)", x_range=(0, len(rows) - 1))
 
 
-def _shade(share: float) -> int:
-    return min(NUM_SHADES - 1, int(share * NUM_SHADES))
+def _shares(values: Sequence[float]) -> list[float]:
+    total = sum(map(abs, values)) or 1.0
+    return [abs(value) / total for value in values]
 
 
 # Charts of the metrics of a run, and the heat map of step times by node.
@@ -517,7 +443,7 @@ def declared_charts(series: Mapping[str, Series], declared: Mapping[str, Sequenc
 
 def chart_of(title: str, keys: Sequence[str], series: Mapping[str, Series]) -> Chart | None:
     """Return one chart of some metrics over steps; None without any finite point."""
-    lines = [Line(key, _drawn(series[key])) for key in keys[:MAX_LINES]]
+    lines = {key: _drawn(series[key]) for key in keys[:MAX_LINES]}
     figure = line_chart(lines, x_label="step", marks=attempt_marks(series))
     notes = [
         f"{key}: {found.num_not_finite} of {found.num_points} values are not finite, first at step"
@@ -569,13 +495,11 @@ def step_times(series: Mapping[str, Series]) -> Chart | None:
     first, last = min(steps), max(steps)
     num_cells = min(_CELLS, max(len(node) for node in points.values()))
     width = (last - first + 1) / num_cells
-    rows: dict[str, list[float | None]] = {}
+    rows: dict[str, list[float | None]] = {node: [None] * num_cells for node in points}
     for node, own in points.items():
-        row: list[float | None] = [None] * num_cells
         for step, value in own:
             cell = int((step - first) / width)
-            row[cell] = max(value * 1e3, row[cell] or 0.0)
-        rows[node] = row
+            rows[node][cell] = max(value * 1e3, rows[node][cell] or 0.0)
     slowest = sorted(rows, key=lambda node: -_mean(rows[node]))
     kept = {node: rows[node] for node in rows if node in slowest[:MAX_NODES]}
     note = f"slowest on average: {slowest[0]} ({number(_mean(rows[slowest[0]]))} ms)"

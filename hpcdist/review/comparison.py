@@ -12,10 +12,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from hpcdist.host.retry import retry
-from hpcdist.review.charts import duration, is_hidden, number
+from hpcdist.review.charts import is_hidden, number
 from hpcdist.review.facts import RunFacts, Series, read_facts
 from hpcdist.review.ledger import percent, read_ledger
 from hpcdist.review.report import read_environment, text_of, utc
+from hpcdist.review.text import duration
 from hpcdist.run.folder import RunDir
 from hpcdist.run.records import DatasetRecord
 

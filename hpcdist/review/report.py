@@ -30,7 +30,6 @@ from hpcdist.review.charts import (
     declared_charts,
     draw,
     draw_patch,
-    duration,
     is_hidden,
     ledger_bar,
     metric_charts,
@@ -43,7 +42,7 @@ from hpcdist.review.explain import JOB_ENDS, Finding, explain_attempt
 from hpcdist.review.facts import Series, ends_by_slurm, read_facts
 from hpcdist.review.figures import read_figures
 from hpcdist.review.ledger import MEANINGS, Ledger, percent, read_ledger
-from hpcdist.review.text import PATCH, image_text
+from hpcdist.review.text import PATCH, duration, image_text
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import read_times
 

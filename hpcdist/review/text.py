@@ -100,13 +100,13 @@ def clock(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in its two largest units: `45 s`, `12 min 5 s`, `3 h 20 min`, `2 d 4 h`."""
+    """Return a duration in its two largest units: `4.2 s`, `12 min 5 s`, `3 h 20 min`, `2 d 4 h`."""
     whole = round(seconds)
     for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= unit_s:
             rest = whole % unit_s // part_s
             return f"{whole // unit_s} {unit}" + (f" {rest} {part}" if rest else "")
-    return f"{whole} s"
+    return f"{seconds:.2g} s" if seconds >= 0.01 else "0 s"
 
 
 def image_text(facts: RunFacts) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from hpcdist.run.folder import RunDir
 from hpcdist.slurm.client import JobSnapshot
 from hpcdist.slurm.output import JobInfo
 
@@ -19,6 +20,10 @@ class Result(NamedTuple):
 
 #: Runs a command with these arguments, see the fixture `hpcdist`.
 Cli = Callable[..., Result]
+#: Creates a run folder, see the fixture `make`.
+Make = Callable[..., RunDir]
+#: Sets the snapshot of every job, see the fixture `slurm`.
+SetJob = Callable[[JobSnapshot], None]
 
 
 def one_line(result: Result, code: int = 2) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Cli, Result
+from command_line import Cli, Make, Result, SetJob
 
 from hpcdist.cli import app
 from hpcdist.config.loading import load_config
@@ -40,7 +40,7 @@ def hpcdist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., RunDir]:
+def make(tmp_path: Path) -> Make:
     """Create a run folder in `runs/exp` as `hpcdist run` does."""
 
     def make(name: str = "first", *overrides: str, **state: Any) -> RunDir:
@@ -74,7 +74,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot], None]:
+def slurm(monkeypatch: pytest.MonkeyPatch) -> SetJob:
     """Set the snapshot that Slurm returns for every job."""
     snapshots: list[JobSnapshot] = []
     monkeypatch.setattr("hpcdist.slurm.client.take_snapshot", lambda job, history=False: snapshots[-1])

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from command_line import Cli, one_line
+from command_line import Cli, Make, one_line
 
 import hpcdist
 from hpcdist import __version__
@@ -583,7 +583,7 @@ def terminal(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str
 
 
 @pytest.fixture
-def planted(make: Callable[..., RunDir], tmp_path: Path) -> RunDir:
+def planted(make: Make, tmp_path: Path) -> RunDir:
     """A failed run whose files contain control sequences wherever a text can stand."""
     run = make("first", status="failed", reason=f"reason {EVIL}", attempt=1, world_size=1)
     folder = run.attempt(1).path
@@ -634,7 +634,7 @@ SHOWING = ("runs", "status", "explain", "logs", "logs -f", "follow", "compare", 
 
 @pytest.mark.processes
 def test_no_control_sequence_of_others_reaches_the_terminal(
-    terminal: Callable[..., str], planted: RunDir, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+    terminal: Callable[..., str], planted: RunDir, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make("second", "seed=2", status="finished", attempt=1, world_size=1)
 

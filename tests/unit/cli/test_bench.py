@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Cli, Result, one_line
+from command_line import Cli, Make, Result, one_line
 from sample_comm import sample
 
 from hpcdist.bench.results import ARTIFACT, Results
@@ -30,7 +29,7 @@ def bench(hpcdist: Cli) -> Cli:
 
 
 @pytest.fixture
-def make_benchmark(tmp_path: Path) -> Callable[..., RunDir]:
+def make_benchmark(tmp_path: Path) -> Make:
     """Make a finished benchmark in `runs/comm`, newer than all others."""
     times = iter(range(1000, 2000))
 
@@ -70,7 +69,7 @@ def test_help_lists_the_commands(bench: Cli) -> None:
         assert all(word in result.out for word in expected)
 
 
-def test_show_prints_the_report(bench: Cli, make_benchmark: Callable[..., RunDir]) -> None:
+def test_show_prints_the_report(bench: Cli, make_benchmark: Make) -> None:
     make_benchmark("first", sample())
     result = bench("show", "fir")
     assert (result.code, result.err) == (0, "")
@@ -78,13 +77,13 @@ def test_show_prints_the_report(bench: Cli, make_benchmark: Callable[..., RunDir
     assert result.out.rstrip().splitlines()[-1].startswith("bottleneck: all 12 pairs have equal bandwidth")
 
 
-def test_show_prints_json(bench: Cli, make_benchmark: Callable[..., RunDir]) -> None:
+def test_show_prints_json(bench: Cli, make_benchmark: Make) -> None:
     make_benchmark("first", sample())
     assert len(json.loads(bench("show", "first", "--json").out)["rows"]) == len(sample().rows)
     assert mistake(bench("show", "first", "--json", "--compare", "last")) == "--json and --compare exclude each other"
 
 
-def test_show_compares_with_a_named_run(bench: Cli, make_benchmark: Callable[..., RunDir]) -> None:
+def test_show_compares_with_a_named_run(bench: Cli, make_benchmark: Make) -> None:
     make_benchmark("first", sample())
     make_benchmark("second", slower(sample(), 4.0))
     out = bench("show", "second", "--compare", "first").out
@@ -92,7 +91,7 @@ def test_show_compares_with_a_named_run(bench: Cli, make_benchmark: Callable[...
     assert "compared with second: nothing is slower" in bench("show", "first", "--compare", "second").out
 
 
-def test_show_compares_with_the_newest_comparable_run(bench: Cli, make_benchmark: Callable[..., RunDir]) -> None:
+def test_show_compares_with_the_newest_comparable_run(bench: Cli, make_benchmark: Make) -> None:
     make_benchmark("oldest", sample())
     make_benchmark("baseline", sample())
     make_benchmark("elsewhere", sample(), experiment="other")
@@ -108,7 +107,7 @@ def test_show_compares_with_the_newest_comparable_run(bench: Cli, make_benchmark
     assert "\nno comparison: " in out
 
 
-def test_compare_rejects_incomparable_runs_with_both_values(bench: Cli, make_benchmark: Callable[..., RunDir]) -> None:
+def test_compare_rejects_incomparable_runs_with_both_values(bench: Cli, make_benchmark: Make) -> None:
     make_benchmark("four", sample())
     make_benchmark("gpu", replace(sample(2), partition="gpu", backend="nccl"))
     result = bench("show", "four", "--compare", "gpu")
@@ -119,7 +118,7 @@ def test_compare_rejects_incomparable_runs_with_both_values(bench: Cli, make_ben
     )
 
 
-def test_bench_rejects_unknown_runs_and_runs_without_results(bench: Cli, make_benchmark: Callable[..., RunDir]) -> None:
+def test_bench_rejects_unknown_runs_and_runs_without_results(bench: Cli, make_benchmark: Make) -> None:
     make_benchmark("empty", None)
     assert mistake(bench("show", "nowhere")).startswith("no run 'nowhere' under ")
     assert "comm/results.json does not exist: is this a run of `hpcdist bench comm`" in mistake(bench("show", "empty"))

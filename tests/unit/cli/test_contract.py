@@ -7,16 +7,15 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
-from command_line import Cli
+from command_line import Cli, Make
 
 from hpcdist.cli import app
-from hpcdist.run.folder import RunDir
 
 # --- Comparison of what users see with golden files: a difference is a mistake or an intended change
 
@@ -172,7 +171,7 @@ SITUATIONS = (
 
 
 @pytest.mark.processes
-def test_exit_codes(hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_exit_codes(hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in RUNS:
         status = "failed" if name == "rejected" else name
         make(name, status=status, rejected=name == "rejected", attempt=1, world_size=2)

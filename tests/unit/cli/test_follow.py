@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import job
+from command_line import Make, SetJob, job
 from rich.console import Console
 
 from hpcdist.checks.run import status_check
@@ -27,7 +27,7 @@ from hpcdist.slurm.output import JobInfo
 
 
 @pytest.fixture
-def make(runs_dir: Path) -> Callable[..., RunDir]:
+def make(runs_dir: Path) -> Make:
     def make(name: str = "first", **state: Any) -> RunDir:
         run = RunDir.create(runs_dir / "exp" / name)
         run.config.touch()
@@ -42,7 +42,7 @@ def make(runs_dir: Path) -> Callable[..., RunDir]:
 # --- logs
 
 
-def test_log_is_that_of_the_last_or_the_given_attempt(make: Callable[..., RunDir]) -> None:
+def test_log_is_that_of_the_last_or_the_given_attempt(make: Make) -> None:
     run = make(status="finished", attempt=2)
     run.attempt(1).log(0).write_text("first\n")
     run.attempt(2).log(0).write_bytes(b"second \xff\n")
@@ -53,9 +53,7 @@ def test_log_is_that_of_the_last_or_the_given_attempt(make: Callable[..., RunDir
     assert "".join(stream_log(run, 0, 1, follow=True)) == "first\n"
 
 
-def test_log_is_that_of_the_rank_that_failed_first(
-    make: Callable[..., RunDir], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_log_is_that_of_the_rank_that_failed_first(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     run = make(status="failed", attempt=1)
     attempt = run.attempt(1)
     for rank in range(2):
@@ -66,7 +64,7 @@ def test_log_is_that_of_the_rank_that_failed_first(
     assert "".join(stream_log(run, 0, None, follow=False)) == "rank 0\n"
 
 
-def test_missing_log_raises_an_error(make: Callable[..., RunDir]) -> None:
+def test_missing_log_raises_an_error(make: Make) -> None:
     run = make(status="running", attempt=1)
     with pytest.raises(RunFolderError, match=r"^no log of rank 5 in attempt 1 of first \(.*/001/rank-00005\.log\)$"):
         list(stream_log(run, 5, None, follow=False))
@@ -89,9 +87,7 @@ def append(path: Path, text: str) -> None:
         file.write(text)
 
 
-def test_followed_log_continues_through_all_attempts(
-    make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_followed_log_continues_through_all_attempts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make(status="running", attempt=1)
     log = run.attempt(1).log(0)
 
@@ -112,7 +108,7 @@ def test_followed_log_continues_through_all_attempts(
         assert "".join(stream_log(run, 0, None, follow=True)) == "abc attempt 2  attempt 3 last"
 
 
-def test_followed_log_ends_with_a_lost_run(make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_followed_log_ends_with_a_lost_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make(status="running", attempt=1)
     run.attempt(1).log(0).write_text("the whole log")
     Events(monkeypatch, [])
@@ -133,7 +129,7 @@ def lines_of(console: Console) -> list[str]:
 
 
 @pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot], None]:
+def slurm(monkeypatch: pytest.MonkeyPatch) -> SetJob:
     """Set the job snapshot that Slurm returns; each poll returns a new one."""
     now: list[JobSnapshot] = []
     monkeypatch.setattr(client, "take_snapshot", lambda job, history=False: replace(now[-1]))
@@ -147,9 +143,7 @@ def submitted(run: RunDir) -> RunDir:
     return run
 
 
-def test_follow_prints_each_straggler_event_once(
-    make: Callable[..., RunDir], console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_follow_prints_each_straggler_event_once(make: Make, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make(status="running", attempt=1)
 
     def report(text: str) -> None:
@@ -168,7 +162,7 @@ def test_follow_prints_each_straggler_event_once(
 
 
 def test_follow_continues_through_a_requeue(
-    make: Callable[..., RunDir], console: Console, slurm: Callable[[JobSnapshot], None], monkeypatch: pytest.MonkeyPatch
+    make: Make, console: Console, slurm: SetJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="queued"))
 
@@ -224,7 +218,7 @@ def test_follow_continues_through_a_requeue(
 
 
 def test_follow_without_progress_prints_states_only(
-    make: Callable[..., RunDir], console: Console, slurm: Callable[[JobSnapshot], None], monkeypatch: pytest.MonkeyPatch
+    make: Make, console: Console, slurm: SetJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="running", attempt=1))
     write_json(run.attempt(1).beat(0), {"time": 1.0, "step": 4, "total_steps": 9, "metrics": {}})
@@ -245,9 +239,9 @@ def test_follow_without_progress_prints_states_only(
     ids=["cancelled", "failed", "unknown job"],
 )
 def test_follow_closes_a_run_whose_job_died_without_a_status(
-    make: Callable[..., RunDir],
+    make: Make,
     console: Console,
-    slurm: Callable[[JobSnapshot], None],
+    slurm: SetJob,
     monkeypatch: pytest.MonkeyPatch,
     snapshot: JobSnapshot,
     status: str,
@@ -263,7 +257,7 @@ def test_follow_closes_a_run_whose_job_died_without_a_status(
 
 
 def test_follow_continues_after_one_poll_of_an_ended_job(
-    make: Callable[..., RunDir], console: Console, slurm: Callable[[JobSnapshot], None], monkeypatch: pytest.MonkeyPatch
+    make: Make, console: Console, slurm: SetJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="queued"))
     slurm(job("COMPLETED"))
@@ -272,7 +266,7 @@ def test_follow_continues_after_one_poll_of_an_ended_job(
 
 
 def test_follow_prints_a_note_if_slurm_is_unavailable(
-    make: Callable[..., RunDir], console: Console, slurm: Callable[[JobSnapshot], None], monkeypatch: pytest.MonkeyPatch
+    make: Make, console: Console, slurm: SetJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="running", attempt=1))
     slurm(JobSnapshot(error="Unable to contact slurm controller (connect failure)"))
@@ -284,9 +278,7 @@ def test_follow_prints_a_note_if_slurm_is_unavailable(
     ]
 
 
-def test_follow_continues_with_a_resubmitted_job(
-    make: Callable[..., RunDir], console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_follow_continues_with_a_resubmitted_job(make: Make, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     run = submitted(make(status="queued"))
     states = {"7": "CANCELLED", "8": "PENDING"}
     monkeypatch.setattr(
@@ -304,7 +296,7 @@ def test_follow_continues_with_a_resubmitted_job(
 
 
 def test_follow_closes_a_local_run_without_a_lease(
-    make: Callable[..., RunDir], console: Console, monkeypatch: pytest.MonkeyPatch
+    make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make(status="running", attempt=1)
     Events(monkeypatch, [])
@@ -312,9 +304,7 @@ def test_follow_closes_a_local_run_without_a_lease(
     assert (state.status, state.reason) == ("failed", "its supervisor died")
 
 
-def test_end_of_the_job_of_a_lost_run_is_shown_once(
-    make: Callable[..., RunDir], slurm: Callable[[JobSnapshot], None]
-) -> None:
+def test_end_of_the_job_of_a_lost_run_is_shown_once(make: Make, slurm: SetJob) -> None:
     """The reason of such a run is the end of its job, also after another process has recorded it."""
     run = submitted(make(status="running", attempt=1))
     slurm(job("NODE_FAIL"))

@@ -8,13 +8,13 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from command_line import Make
 from rich.console import Console
 
 from hpcdist.cli import render
@@ -57,7 +57,7 @@ def rows_of(console: Console) -> list[str]:
 
 
 @pytest.fixture
-def make(runs_dir: Path) -> Callable[..., RunDir]:
+def make(runs_dir: Path) -> Make:
     def make(name: str = "first", **state: Any) -> RunDir:
         run = RunDir.create(runs_dir / "exp" / name)
         run.config.touch()
@@ -209,7 +209,7 @@ def test_narrow_progress_bar_keeps_step_and_total() -> None:
 
 
 def test_long_lines_are_indented_on_a_terminal_and_paths_stay_whole(
-    make: Callable[..., RunDir],
+    make: Make,
 ) -> None:
     console = Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None)
     path = f"/shared/{'folder/' * 9}file"
@@ -224,7 +224,7 @@ def test_long_lines_are_indented_on_a_terminal_and_paths_stay_whole(
 
 
 def test_paths_below_the_current_folder_are_relative(
-    console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+    console: Console, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make(status="failed", attempt=1, world_size=64, reason="a reason")
     monkeypatch.chdir(run.path.parents[2])
@@ -261,7 +261,7 @@ def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_printed_commands_run_in_the_same_shell(
-    console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    console: Console, make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = make(status="finished")
     monkeypatch.setattr("shutil.which", lambda name: None)
@@ -279,7 +279,7 @@ def end(console: Console, run: RunDir, state: State, **config: Any) -> list[str]
     return rows_of(console)
 
 
-def test_end_of_a_finished_run_shows_metrics_and_reason(console: Console, make: Callable[..., RunDir]) -> None:
+def test_end_of_a_finished_run_shows_metrics_and_reason(console: Console, make: Make) -> None:
     run = make(attempt=2, status="finished", reason="all [3] epochs are done")
     beat(run, 1, 0, metrics={"old": 1.0})
     beat(run, 2, 0, metrics=METRICS)
@@ -295,7 +295,7 @@ def test_end_of_a_finished_run_shows_metrics_and_reason(console: Console, make: 
 
 
 def test_end_of_a_run_names_its_report(
-    console: Console, make: Callable[..., RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    console: Console, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make(attempt=1, status="finished", reason="done")
     run.report.write_text("<!doctype html>")
@@ -305,7 +305,7 @@ def test_end_of_a_run_names_its_report(
     assert end(console, run, run.read_state())[-2] == f"report: {run.report}"
 
 
-def test_end_of_a_benchmark_names_the_report_command(console: Console, make: Callable[..., RunDir]) -> None:
+def test_end_of_a_benchmark_names_the_report_command(console: Console, make: Make) -> None:
     """The last metrics of a benchmark are those of the largest message only, and are not shown."""
     run = make(attempt=1, status="finished", reason="measured")
     beat(run, 1, 0, metrics=METRICS)
@@ -318,9 +318,7 @@ def test_end_of_a_benchmark_names_the_report_command(console: Console, make: Cal
 
 
 @pytest.mark.parametrize("status", ["failed", "stopped", "cancelled"])
-def test_end_of_an_unfinished_run_names_the_resume_command(
-    console: Console, make: Callable[..., RunDir], status: str
-) -> None:
+def test_end_of_an_unfinished_run_names_the_resume_command(console: Console, make: Make, status: str) -> None:
     run = make(status=status, reason="a reason")
     lines = end(console, run, run.read_state(), tracking=TrackingConfig(uri="http://ada:s3cret@mlflow"))
     assert lines == [
@@ -330,9 +328,7 @@ def test_end_of_an_unfinished_run_names_the_resume_command(
     ]
 
 
-def test_end_after_an_error_in_the_users_code_names_the_line_to_fix(
-    console: Console, make: Callable[..., RunDir]
-) -> None:
+def test_end_after_an_error_in_the_users_code_names_the_line_to_fix(console: Console, make: Make) -> None:
     run = make(status="failed", attempt=1, reason="a reason")
     trace = ['  File "/me/train.py", line 7, in step\n', "ValueError: bad\n"]
     outcome = {"outcome": "failed", "rank": 0, "host": "n1", "time": 1.0, "step": 5, "error": "ValueError: bad"}
@@ -343,7 +339,7 @@ def test_end_after_an_error_in_the_users_code_names_the_line_to_fix(
     ]
 
 
-def test_end_of_a_run_on_a_server_links_to_its_page_and_views(console: Console, make: Callable[..., RunDir]) -> None:
+def test_end_of_a_run_on_a_server_links_to_its_page_and_views(console: Console, make: Make) -> None:
     run = make(status="finished", reason="a reason")
     ids = {"uri": "http://ada:***@mlflow", "experiment_id": "7", "run_id": "ab", "views": ["hpcdist-cost"]}
     write_json(run.mlflow, ids)
@@ -357,9 +353,7 @@ def test_end_of_a_run_on_a_server_links_to_its_page_and_views(console: Console, 
 # --- status of runs
 
 
-def test_table_of_runs_does_not_cut_names_on_a_narrow_terminal(
-    console: Console, make: Callable[..., RunDir], runs_dir: Path
-) -> None:
+def test_table_of_runs_does_not_cut_names_on_a_narrow_terminal(console: Console, make: Make, runs_dir: Path) -> None:
     run = make("ddp-20261120-051903-ab12", attempt=1, status="failed", reason="a long reason " * 9)
     show_runs(console, *read_rows(listed(run)), runs_dir)
     assert "exp/ddp-20261120-051903-ab12" in text_of(console)
@@ -370,7 +364,7 @@ def test_empty_list_of_runs_is_one_line(console: Console, runs_dir: Path) -> Non
     assert rows_of(console) == [f"no runs under {runs_dir}"]
 
 
-def test_table_of_runs_lists_the_newest_last(make: Callable[..., RunDir], runs_dir: Path) -> None:
+def test_table_of_runs_lists_the_newest_last(make: Make, runs_dir: Path) -> None:
     console = Console(file=io.StringIO(), width=100)
     old = make("zzz", created=1.0, attempt=3, status="failed", reason="nan [at] step 3")
     new = make("aaa", created=2e9, attempt=1, status="running")
@@ -382,7 +376,7 @@ def test_table_of_runs_lists_the_newest_last(make: Callable[..., RunDir], runs_d
     assert "lost" in lines[1]
 
 
-def test_status_of_a_running_run(console: Console, make: Callable[..., RunDir]) -> None:
+def test_status_of_a_running_run(console: Console, make: Make) -> None:
     run = make(status="running", attempt=2, restarts=1, world_size=3)
     beat(run, 2, 0, metrics=METRICS, time=time.time() - 5.5)
     beat(run, 2, 2, total_steps=None, time=time.time() + 99)
@@ -405,7 +399,7 @@ def test_status_of_a_running_run(console: Console, make: Callable[..., RunDir]) 
     ]
 
 
-def test_status_names_the_causes_of_ended_attempts(console: Console, make: Callable[..., RunDir]) -> None:
+def test_status_names_the_causes_of_ended_attempts(console: Console, make: Make) -> None:
     run = make(status="failed", attempt=7, reason="rank 0 failed")
     for number in range(1, 8):
         attempt = run.attempt(number)
@@ -422,7 +416,7 @@ def test_status_names_the_causes_of_ended_attempts(console: Console, make: Calla
     }  # fmt: skip
 
 
-def test_status_and_end_of_run_show_stragglers(console: Console, make: Callable[..., RunDir]) -> None:
+def test_status_and_end_of_run_show_stragglers(console: Console, make: Make) -> None:
     run = make(status="finished", attempt=1, world_size=2)
     line = {"role": "trainer", "name": "n3", "event": "slow", "text": "n3 is [slow]"}
     run.attempt(1).stragglers.write_text(json.dumps(line) + "\n")
@@ -431,7 +425,7 @@ def test_status_and_end_of_run_show_stragglers(console: Console, make: Callable[
     assert "straggler: n3 is [slow]" in end(console, run, run.read_state())
 
 
-def test_status_shows_a_bounded_number_of_ranks(console: Console, make: Callable[..., RunDir]) -> None:
+def test_status_shows_a_bounded_number_of_ranks(console: Console, make: Make) -> None:
     run = make(status="finished", attempt=1, world_size=4096)
     for rank in (0, 31, 32):
         beat(run, 1, rank)
@@ -441,7 +435,7 @@ def test_status_shows_a_bounded_number_of_ranks(console: Console, make: Callable
     assert f"more ranks   4064, see {run.attempt(1).path}" in rows_of(console)
 
 
-def test_status_of_a_lost_run_shows_the_next_commands(console: Console, make: Callable[..., RunDir]) -> None:
+def test_status_of_a_lost_run_shows_the_next_commands(console: Console, make: Make) -> None:
     run = make(status="running", attempt=1, world_size=2)
     show_status(console, run)
     assert rows_of(console) == [
@@ -453,7 +447,7 @@ def test_status_of_a_lost_run_shows_the_next_commands(console: Console, make: Ca
     ]
 
 
-def test_status_of_an_ended_run_shows_the_reason(console: Console, make: Callable[..., RunDir]) -> None:
+def test_status_of_an_ended_run_shows_the_reason(console: Console, make: Make) -> None:
     show_status(console, make(status="failed", attempt=1, reason="rank 0 [on] n1 failed"))
     assert rows_of(console)[0] == "status       failed: rank 0 [on] n1 failed"
 
@@ -468,7 +462,7 @@ def waiting(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def test_status_of_a_queued_run_shows_the_expected_start(
-    console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+    console: Console, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = waiting(make(status="queued"), monkeypatch)
     monkeypatch.setenv("TZ", "UTC")
@@ -491,16 +485,14 @@ def test_status_of_a_queued_run_shows_the_expected_start(
     ids=["unavailable", "unknown job"],
 )
 def test_status_without_an_answer_of_slurm(
-    console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, snapshot: JobSnapshot, row: str
+    console: Console, make: Make, monkeypatch: pytest.MonkeyPatch, snapshot: JobSnapshot, row: str
 ) -> None:
     monkeypatch.setattr(client, "take_snapshot", lambda job, history=False: snapshot)
     show_status(console, waiting(make(status="finished"), monkeypatch))
     assert row in rows_of(console)
 
 
-def test_table_of_runs_queries_slurm_once(
-    make: Callable[..., RunDir], runs_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_table_of_runs_queries_slurm_once(make: Make, runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), width=120)
     runs = [
         waiting(make(name, status=status), monkeypatch) for name, status in (("first", "queued"), ("done", "finished"))
@@ -523,7 +515,7 @@ def test_table_of_runs_queries_slurm_once(
 
 
 def test_table_of_runs_reports_an_unavailable_slurm(
-    make: Callable[..., RunDir], runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     console = Console(file=io.StringIO(), width=120)
     monkeypatch.setattr(client, "take_snapshot", lambda job: JobSnapshot(error="no squeue here"))

@@ -9,14 +9,13 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from command_line import Cli, Result, one_line
+from command_line import Cli, Make, Result, one_line
 from hpcdist_runs import unused_port
 from report_scene import BEGAN, account, add_attempt
 
@@ -34,9 +33,10 @@ from hpcdist.slurm.output import AccountedStart
 from hpcdist.tracking import sync_runs, ui
 from hpcdist.tracking.shipper import SyncReport
 
-# --- `hpcdist cost`
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
 
-Make = Callable[..., RunDir]
+# --- `hpcdist cost`
 
 
 def rows(text: str) -> list[dict[str, str]]:
@@ -59,7 +59,6 @@ def runs(make: Make) -> list[RunDir]:
     return found
 
 
-@pytest.mark.processes
 def test_cost_of_one_run_has_one_line_for_each_cause(hpcdist: Cli, runs: list[RunDir]) -> None:
     result = hpcdist("cost", "second")
     assert (result.code, result.err) == (0, "")
@@ -70,7 +69,6 @@ def test_cost_of_one_run_has_one_line_for_each_cause(hpcdist: Cli, runs: list[Ru
     assert [word for word in down.split() if word[0].isdigit()] == ["4.00", "40.0%"]
 
 
-@pytest.mark.processes
 def test_cost_of_all_runs_has_one_line_for_each_run(hpcdist: Cli, runs: list[RunDir]) -> None:
     result = hpcdist("cost", "--by", "run")
     assert result.err == "1 runs without a ledger are left out, such as runs that have not started: old\n"
@@ -78,7 +76,6 @@ def test_cost_of_all_runs_has_one_line_for_each_run(hpcdist: Cli, runs: list[Run
     assert "evaluation" not in result.out, "causes without hours have no column"
 
 
-@pytest.mark.processes
 def test_a_run_with_unreadable_files_is_named_and_left_out(hpcdist: Cli, runs: list[RunDir]) -> None:
     phases = runs[0].attempt(1).phases
     phases.symlink_to(phases)
@@ -88,7 +85,6 @@ def test_a_run_with_unreadable_files_is_named_and_left_out(hpcdist: Cli, runs: l
     assert one_line(hpcdist("cost", "first")).startswith("run first is left out: ")
 
 
-@pytest.mark.processes
 def test_narrow_terminal_shows_the_largest_losses(
     hpcdist: Cli, runs: list[RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +96,6 @@ def test_narrow_terminal_shows_the_largest_losses(
     assert "down 40%, idle 20%" in hpcdist("cost", "--by", "run").out
 
 
-@pytest.mark.processes
 def test_cells_of_a_sweep_are_told_apart_on_a_narrow_terminal(
     hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +113,6 @@ def test_cells_of_a_sweep_are_told_apart_on_a_narrow_terminal(
     assert all(f"optim.lr_{rate}-seed_1" in text for rate in ("0.1", "0.01"))
 
 
-@pytest.mark.processes
 def test_csv_has_all_causes_in_hours(hpcdist: Cli, runs: list[RunDir]) -> None:
     found = rows(hpcdist("cost", "--csv", "--by", "run").out)
     assert [row["run"].partition("/")[2] for row in found] == ["first", "second", "gpu"]
@@ -128,7 +122,6 @@ def test_csv_has_all_causes_in_hours(hpcdist: Cli, runs: list[RunDir]) -> None:
     assert (found[0]["unit"], found[2]["unit"], found[0]["energy_kwh"]) == ("core", "GPU", "")
 
 
-@pytest.mark.processes
 def test_costs_are_summed_by_user_and_month(hpcdist: Cli, runs: list[RunDir]) -> None:
     found = rows(hpcdist("cost", "--csv", "--by", "month,user").out)
     assert [(row["user"], row["month"], row["unit"], row["runs"]) for row in found] == [
@@ -142,7 +135,6 @@ def test_costs_are_summed_by_user_and_month(hpcdist: Cli, runs: list[RunDir]) ->
     assert "one of user, month, experiment, run" in one_line(hpcdist("cost", "--by", "group"))
 
 
-@pytest.mark.processes
 def test_accounting_completes_the_starts_of_a_job(
     hpcdist: Cli, runs: list[RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +165,6 @@ def test_accounting_completes_the_starts_of_a_job(
     assert "energy: 2 kWh" in hpcdist("cost", "second").out
 
 
-@pytest.mark.processes
 def test_cost_of_a_sweep_is_that_of_its_cells(
     hpcdist: Cli, runs: list[RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +174,6 @@ def test_cost_of_a_sweep_is_that_of_its_cells(
     assert len(rows(hpcdist("cost", "grid", "--csv").out)) == 2
 
 
-@pytest.mark.processes
 def test_nothing_to_show(hpcdist: Cli, make: Make) -> None:
     make("old")
     assert hpcdist("cost", "old").out == "no runs with a ledger\n"
@@ -194,11 +184,10 @@ def test_nothing_to_show(hpcdist: Cli, make: Make) -> None:
 
 
 @pytest.fixture
-def two(make: Callable[..., RunDir]) -> tuple[RunDir, RunDir]:
+def two(make: Make) -> tuple[RunDir, RunDir]:
     return make("first", status="finished", attempt=1), make("second", "optim.lr=0.5", status="failed", attempt=1)
 
 
-@pytest.mark.processes
 def test_compare_prints_the_differences(hpcdist: Cli, two: tuple[RunDir, RunDir]) -> None:
     result = hpcdist("compare", "first", "second")
     assert result.code == 0
@@ -212,10 +201,7 @@ def test_compare_prints_the_differences(hpcdist: Cli, two: tuple[RunDir, RunDir]
     assert document["differences"]["config"] == {"optim.lr": ["0.001", "0.5"]}
 
 
-@pytest.mark.processes
-def test_runs_of_the_same_name_are_labelled_by_experiment(
-    hpcdist: Cli, make: Callable[..., RunDir], tmp_path: Path
-) -> None:
+def test_runs_of_the_same_name_are_labelled_by_experiment(hpcdist: Cli, make: Make, tmp_path: Path) -> None:
     first = make("first")
     other = tmp_path / "runs" / "other" / "first"
     other.parent.mkdir()
@@ -226,7 +212,6 @@ def test_runs_of_the_same_name_are_labelled_by_experiment(
     ]  # fmt: skip
 
 
-@pytest.mark.processes
 def test_compare_needs_two_runs(hpcdist: Cli, two: tuple[RunDir, RunDir]) -> None:
     expected = "only first is given: name a second run to compare it with"
     assert one_line(hpcdist("compare", "first")) == expected
@@ -238,7 +223,7 @@ def test_compare_needs_two_runs(hpcdist: Cli, two: tuple[RunDir, RunDir]) -> Non
 
 
 @pytest.fixture
-def run(make: Callable[..., RunDir]) -> RunDir:
+def run(make: Make) -> RunDir:
     run = make("first", "checkpoint.monitor=eval/loss", "checkpoint.monitor_mode=min")
     for step, loss in ((10, 0.1), (20, 0.2)):
         weights = {"w": torch.full((2,), float(step))}
@@ -249,7 +234,6 @@ def run(make: Callable[..., RunDir]) -> RunDir:
     return run
 
 
-@pytest.mark.processes
 def test_best_checkpoint_is_written_to_a_file_named_by_the_run(hpcdist: Cli, run: RunDir, tmp_path: Any) -> None:
     result = hpcdist("export", run.name, "--format", "torch")
     file = tmp_path / "first-step-10.pt"
@@ -261,10 +245,7 @@ def test_best_checkpoint_is_written_to_a_file_named_by_the_run(hpcdist: Cli, run
     assert "exists: remove it" in one_line(hpcdist("export", run.name, "--format", "torch"))
 
 
-@pytest.mark.processes
-def test_run_without_the_monitored_metric_exports_the_final_checkpoint_by_default(
-    hpcdist: Cli, make: Callable[..., RunDir]
-) -> None:
+def test_run_without_the_monitored_metric_exports_the_final_checkpoint_by_default(hpcdist: Cli, make: Make) -> None:
     """The tutorial's own trainer logs a loss only."""
     for name, monitor in (("own", "trainer=mine:train"), ("set", "checkpoint.monitor=eval/f1")):
         run = make(name, monitor)
@@ -283,7 +264,6 @@ def test_run_without_the_monitored_metric_exports_the_final_checkpoint_by_defaul
     assert message.startswith("no checkpoint of own has the metric of checkpoint.monitor (empty): choose --checkpoint")
 
 
-@pytest.mark.processes
 def test_mistakes_are_one_line(hpcdist: Cli, run: RunDir) -> None:
     message = one_line(hpcdist("export", run.name, "--format", "keras"))
     assert message == "--format keras: expected safetensors, onnx, torch"
@@ -294,13 +274,11 @@ def test_mistakes_are_one_line(hpcdist: Cli, run: RunDir) -> None:
     )
 
 
-@pytest.mark.processes
 def test_onnx_of_a_folder_that_others_can_write_is_refused(hpcdist: Cli, run: RunDir) -> None:
     run.path.chmod(0o770)
     assert "is writable by group or others" in one_line(hpcdist("export", run.name, "--format", "onnx"))
 
 
-@pytest.mark.processes
 def test_missing_torch_is_one_line(hpcdist: Cli, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     load = builtins.__import__
 
@@ -317,9 +295,8 @@ def test_missing_torch_is_one_line(hpcdist: Cli, run: RunDir, monkeypatch: pytes
 # --- `hpcdist sync` and `hpcdist ui`
 
 
-@pytest.mark.processes
 def test_sync_uploads_runs_that_have_no_shipper(
-    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     shipped: list[tuple[str, str]] = []
 
@@ -364,10 +341,7 @@ def ship_all(monkeypatch: pytest.MonkeyPatch, *new: str) -> None:
     monkeypatch.setattr(sync_runs, "sync", ship)
 
 
-@pytest.mark.processes
-def test_sync_of_all_runs_prints_news_and_a_summary(
-    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sync_of_all_runs_prints_news_and_a_summary(hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("first", "second", "third"):
         make(name, status="finished")
     ship_all(monkeypatch, "second")
@@ -377,9 +351,8 @@ def test_sync_of_all_runs_prints_news_and_a_summary(
     assert hpcdist("sync", "third").out == "third: 0 points and 0 artifacts uploaded\n", "named by the user"
 
 
-@pytest.mark.processes
 def test_ui_uploads_and_starts_mlflow_which_prints_one_link(
-    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started: list[list[str]] = []
     masks: list[int] = []
@@ -432,17 +405,13 @@ def test_ui_uploads_and_starts_mlflow_which_prints_one_link(
     ]
 
 
-@pytest.mark.processes
 def test_ui_rejects_an_invalid_port(hpcdist: Cli) -> None:
     result = hpcdist("ui", "--port", "70000")
     assert result.code == 2
     assert "Invalid value for '--port'" in result.err
 
 
-@pytest.mark.processes
-def test_ui_prints_the_link_to_an_existing_server(
-    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ui_prints_the_link_to_an_existing_server(hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("MLflow was started"))
     ship_all(monkeypatch)
     run = make("first", status="finished")
@@ -458,9 +427,8 @@ def test_ui_prints_the_link_to_an_existing_server(
     assert hpcdist("ui").out == f"review in MLflow: {page}\n"
 
 
-@pytest.mark.processes
 def test_ui_asks_a_server_that_does_not_answer_only_once(
-    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+    hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ship(run: RunDir, uri: str) -> SyncReport:
         raise TrackingError("the server does not answer")
@@ -472,10 +440,7 @@ def test_ui_asks_a_server_that_does_not_answer_only_once(
     assert (result.code, result.err) == (0, "first: the server does not answer\n")
 
 
-@pytest.mark.processes
-def test_report_is_written_and_its_path_printed(
-    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_is_written_and_its_path_printed(hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", lambda address: not opened.append(address))
     run = make("first", status="finished", created=1.0)

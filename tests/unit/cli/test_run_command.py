@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import Cli, job, one_line
+from command_line import Cli, Make, SetJob, job, one_line
 from hpcdist_runs import hide_torch
 
 from hpcdist import __version__
@@ -24,17 +23,18 @@ from hpcdist.containers.steps import without_secrets
 from hpcdist.errors import UserMistake
 from hpcdist.host.files import read_json, write_json
 from hpcdist.run import create
-from hpcdist.run.folder import RunDir, State
+from hpcdist.run.folder import State
 from hpcdist.run.lease import hold
 from hpcdist.run.records import kept
-from hpcdist.slurm.client import JobSnapshot
 from hpcdist.supervisor import local
 from tests.support.fake_nvml import gpu, install_fake_nvml
+
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
 
 # --- `hpcdist run`, and the hidden commands that it starts
 
 
-@pytest.mark.processes
 def test_dry_run_shows_the_plan_and_writes_nothing(hpcdist: Cli, tmp_path: Path) -> None:
     result = hpcdist("run", "ddp_digits", "name=first", "launch.env.API_KEY=s3cret", "--dry-run")
     assert (result.code, result.err) == (0, "")
@@ -50,7 +50,6 @@ def test_dry_run_shows_the_plan_and_writes_nothing(hpcdist: Cli, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.processes
 def test_run_prints_plan_and_final_status(hpcdist: Cli, tmp_path: Path, supervised: dict[str, Any]) -> None:
     result = hpcdist("run", "ddp_digits", "name=first", "launch.num_ranks=3")
     assert result.code == 0
@@ -62,7 +61,6 @@ def test_run_prints_plan_and_final_status(hpcdist: Cli, tmp_path: Path, supervis
     assert supervised["run"].config.is_file()
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("sweep", [(), ("--sweep", "seed=1,2")], ids=["run", "sweep"])
 def test_syntax_error_of_the_code_is_reported_before_anything_is_written(
     hpcdist: Cli, supervised: dict[str, Any], tmp_path: Path, sweep: tuple[str, ...]
@@ -75,7 +73,6 @@ def test_syntax_error_of_the_code_is_reported_before_anything_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("sweep", [(), ("--sweep", "seed=1,2")], ids=["run", "sweep"])
 def test_run_without_torch_is_rejected_before_anything_is_written(
     hpcdist: Cli, supervised: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sweep: tuple[str, ...]
@@ -90,7 +87,6 @@ def test_run_without_torch_is_rejected_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("state", "code"),
     [
@@ -109,15 +105,13 @@ def test_exit_code_depends_on_the_status_of_the_run(
     assert hpcdist("run", "ddp_digits").code == code
 
 
-@pytest.mark.processes
-def test_run_rejects_a_name_in_use(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
+def test_run_rejects_a_name_in_use(hpcdist: Cli, make: Make, supervised: dict[str, Any]) -> None:
     make("first")
     result = hpcdist("run", "ddp_digits", "name=first", "experiment=exp")
     assert one_line(result).endswith("choose another `name`, or continue that run with `hpcdist resume first`")
     assert "run" not in supervised
 
 
-@pytest.mark.processes
 def test_run_reports_a_folder_that_it_cannot_write(hpcdist: Cli, tmp_path: Path, supervised: dict[str, Any]) -> None:
     (tmp_path / "file").touch()
     result = hpcdist("run", "ddp_digits", "runs_dir=file/runs", "name=first")
@@ -127,7 +121,6 @@ def test_run_reports_a_folder_that_it_cannot_write(hpcdist: Cli, tmp_path: Path,
     )
 
 
-@pytest.mark.processes
 def test_detached_run_prints_the_follow_command(
     hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, supervised: dict[str, Any]
 ) -> None:
@@ -142,15 +135,13 @@ def test_detached_run_prints_the_follow_command(
     assert "run" not in supervised
 
 
-@pytest.mark.processes
-def test_supervise_runs_a_run_folder(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
+def test_supervise_runs_a_run_folder(hpcdist: Cli, make: Make, supervised: dict[str, Any]) -> None:
     run = make("first", "seed=7")
     supervised["ends"] = State(status="failed", reason="a reason")
     assert hpcdist("supervise", str(run.path)).code == 1
     assert (supervised["run"].path, supervised["config"].seed) == (run.path, 7)
 
 
-@pytest.mark.processes
 def test_worker_command_runs_one_rank(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(arguments: list[str]) -> None:
         assert arguments == ["/runs/exp/first"]
@@ -163,10 +154,7 @@ def test_worker_command_runs_one_rank(hpcdist: Cli, monkeypatch: pytest.MonkeyPa
 # --- `hpcdist resume`
 
 
-@pytest.mark.processes
-def test_resume_uses_the_config_of_the_run(
-    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]
-) -> None:
+def test_resume_uses_the_config_of_the_run(hpcdist: Cli, make: Make, supervised: dict[str, Any]) -> None:
     run = make("first", "seed=7", status="failed", attempt=1)
     before = run.config.read_text()
     assert hpcdist("resume", "fi").code == 0
@@ -176,9 +164,8 @@ def test_resume_uses_the_config_of_the_run(
     assert not run.lease.exists()
 
 
-@pytest.mark.processes
 def test_detached_resume_prints_where_it_continues(
-    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    hpcdist: Cli, make: Make, supervised: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "detach", lambda run, env: 4711)
     run = make("first", status="failed", attempt=1)
@@ -189,26 +176,21 @@ def test_detached_resume_prints_where_it_continues(
     assert re.search(r"resuming at step 190, checkpoint of \d\d:\d\d:\d\d, 14 steps lost\n", result.out)
 
 
-@pytest.mark.processes
-def test_resume_saves_overrides(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
+def test_resume_saves_overrides(hpcdist: Cli, make: Make, supervised: dict[str, Any]) -> None:
     run = make("first", status="finished", attempt=1)
     assert hpcdist("resume", "first", "stop.max_epochs=20").code == 0
     assert supervised["config"].stop.max_epochs == 20
     assert yaml.safe_load(run.config.read_text())["stop"]["max_epochs"] == 20
 
 
-@pytest.mark.processes
-def test_resume_rejects_a_finished_run(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
+def test_resume_rejects_a_finished_run(hpcdist: Cli, make: Make, supervised: dict[str, Any]) -> None:
     make("first", status="finished", attempt=1)
     message = one_line(hpcdist("resume", "first"))
     assert message == "run first is finished: to train longer, add an override such as stop.max_epochs=20"
     assert "run" not in supervised
 
 
-@pytest.mark.processes
-def test_resume_rejects_a_held_run_and_keeps_its_config(
-    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]
-) -> None:
+def test_resume_rejects_a_held_run_and_keeps_its_config(hpcdist: Cli, make: Make, supervised: dict[str, Any]) -> None:
     run = make("first", status="running", attempt=1)
     before = run.config.read_text()
     with hold(run):
@@ -218,10 +200,9 @@ def test_resume_rejects_a_held_run_and_keeps_its_config(
     assert "run" not in supervised
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("current", [False, True])
 def test_resume_uses_the_code_snapshot_unless_current_code_is_requested(
-    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any], tmp_path: Path, current: bool
+    hpcdist: Cli, make: Make, supervised: dict[str, Any], tmp_path: Path, current: bool
 ) -> None:
     code = tmp_path / "train.py"
     code.write_text("old")
@@ -241,9 +222,8 @@ def test_resume_uses_the_code_snapshot_unless_current_code_is_requested(
     assert ("--with-current-code" in command) == current
 
 
-@pytest.mark.processes
 def test_current_code_with_a_syntax_error_is_refused_before_it_replaces_the_snapshot(
-    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any], tmp_path: Path
+    hpcdist: Cli, make: Make, supervised: dict[str, Any], tmp_path: Path
 ) -> None:
     code = tmp_path / "train.py"
     code.write_text("old")
@@ -256,9 +236,8 @@ def test_current_code_with_a_syntax_error_is_refused_before_it_replaces_the_snap
     assert "run" not in supervised
 
 
-@pytest.mark.processes
 def test_resume_after_the_end_requires_the_secrets_again(
-    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    hpcdist: Cli, make: Make, supervised: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make("first", "launch.env.API_KEY=s3cret", status="failed", attempt=1)
     assert hpcdist("resume", "first").code == 0
@@ -278,10 +257,7 @@ def test_resume_after_the_end_requires_the_secrets_again(
     assert kept(run) == {"API_KEY": "another"}
 
 
-@pytest.mark.processes
-def test_resume_rejects_a_queued_run(
-    hpcdist: Cli, make: Callable[..., RunDir], slurm: Callable[[JobSnapshot], None]
-) -> None:
+def test_resume_rejects_a_queued_run(hpcdist: Cli, make: Make, slurm: SetJob) -> None:
     run = make("first", status="queued")
     write_json(run.path / "slurm.json", {"job_id": "7"})
     slurm(job("PENDING"))
@@ -320,7 +296,6 @@ def podman(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     return folder
 
 
-@pytest.mark.processes
 def test_run_in_podman_prints_the_command_and_returns_its_exit_code(hpcdist: Cli, podman: Path, tmp_path: Path) -> None:
     code, output, _ = hpcdist("run", "ddp_digits", "seed=3", "--in", "podman", "--new")
     assert code == 7
@@ -331,7 +306,6 @@ def test_run_in_podman_prints_the_command_and_returns_its_exit_code(hpcdist: Cli
     assert "no GPU is visible: training on CPUs" in output
 
 
-@pytest.mark.processes
 def test_script_runs_in_podman(hpcdist: Cli, podman: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     script = tmp_path_factory.mktemp("elsewhere") / "train.py"
     script.touch()
@@ -343,7 +317,6 @@ def test_script_runs_in_podman(hpcdist: Cli, podman: Path, tmp_path_factory: pyt
     assert any(word.endswith(f"{script.parent}:{script.parent}") for word in words), "it is mounted"
 
 
-@pytest.mark.processes
 def test_dry_run_in_podman_writes_nothing(hpcdist: Cli, podman: Path, tmp_path: Path) -> None:
     code, output, _ = hpcdist("run", "ddp_digits", "--in", "podman", "--dry-run")
     assert code == 0
@@ -351,7 +324,6 @@ def test_dry_run_in_podman_writes_nothing(hpcdist: Cli, podman: Path, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.processes
 def test_dry_run_in_podman_needs_no_image(hpcdist: Cli, podman: Path, tmp_path: Path) -> None:
     code, output, errors = hpcdist("run", "ddp_digits", "--in", "podman", "--image", "absent", "--dry-run")
     assert code == 0
@@ -363,7 +335,6 @@ def test_dry_run_in_podman_needs_no_image(hpcdist: Cli, podman: Path, tmp_path: 
     assert (code, errors.startswith("hpcdist: podman has no image 'absent'")) == (2, True)
 
 
-@pytest.mark.processes
 def test_user_config_is_mounted_at_the_same_path(hpcdist: Cli, podman: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     own = tmp_path / "elsewhere" / "mine.yaml"
@@ -379,7 +350,6 @@ def test_user_config_is_mounted_at_the_same_path(hpcdist: Cli, podman: Path, tmp
     assert words[-3:] == ["run", str(own), f"runs_dir={Path.home()}/mine"]
 
 
-@pytest.mark.processes
 def test_old_driver_is_rejected_before_the_start(
     hpcdist: Cli, podman: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -393,7 +363,6 @@ def test_old_driver_is_rejected_before_the_start(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.processes
 def test_secret_override_is_not_printed(hpcdist: Cli, podman: Path) -> None:
     _, output, _ = hpcdist("run", "ddp_digits", "seed=1", "tracking.tags.api_token=hidden", "--in", "podman")
     assert "hidden" not in output
@@ -403,7 +372,6 @@ def test_secret_override_is_not_printed(hpcdist: Cli, podman: Path) -> None:
     assert "tracking.tags.api_token=${oc.env:HPCDIST_OVERRIDE_1}\n" in words
 
 
-@pytest.mark.processes
 def test_secret_override_is_passed_in_the_environment() -> None:
     overrides = ["seed=1", "launch.env.A_KEY='1234'", "launch.env.B_KEY=${oc.env:B_KEY}", "tracking.uri=http://u:p@h"]
     words, variables = without_secrets(overrides)
@@ -418,7 +386,6 @@ def test_secret_override_is_passed_in_the_environment() -> None:
         without_secrets(["launch.env={A_KEY: abc}"])
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -439,7 +406,6 @@ def test_a_user_error_is_one_line(hpcdist: Cli, podman: Path, arguments: tuple[s
     assert errors.count("\n") == 1
 
 
-@pytest.mark.processes
 def test_image_build_prints_its_command(hpcdist: Cli, podman: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkout = Path(__file__).resolve().parents[3]
     monkeypatch.chdir(checkout)
@@ -452,7 +418,6 @@ def test_image_build_prints_its_command(hpcdist: Cli, podman: Path, monkeypatch:
 
 
 # --- run --resume
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("flags", "env", "resumes"),
     [
@@ -492,7 +457,6 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.processes
 def test_words_after_a_script_belong_to_it(hpcdist: Cli, script: Path, supervised: dict[str, Any]) -> None:
     words = ["--lr", "0.10", "--amp", "no", "--code", "010", "--detach", "--help", "seed=3", "größe", "--", "other.py"]
     result = hpcdist("run", "launch.num_ranks=3", "train.py", *words)
@@ -503,7 +467,6 @@ def test_words_after_a_script_belong_to_it(hpcdist: Cli, script: Path, supervise
     assert config.name.startswith("train-20")
 
 
-@pytest.mark.processes
 def test_options_and_keys_precede_a_script(hpcdist: Cli, script: Path, supervised: dict[str, Any]) -> None:
     config = script.with_name("mine.yaml")
     config.write_text("{seed: 4, experiment: mine, params: {file: x.py}}")
@@ -517,7 +480,6 @@ def test_options_and_keys_precede_a_script(hpcdist: Cli, script: Path, supervise
     assert supervised["config"].experiment == "second"
 
 
-@pytest.mark.processes
 def test_module_instead_of_a_script(hpcdist: Cli, tmp_path: Path, supervised: dict[str, Any]) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package/train.py").touch()
@@ -532,7 +494,6 @@ def test_module_instead_of_a_script(hpcdist: Cli, tmp_path: Path, supervised: di
     assert hpcdist("run", "-m", "nopackage.train").err.startswith("hpcdist: trainer.script: no module 'nopackage' in ")
 
 
-@pytest.mark.processes
 def test_module_without_a_spec_is_a_mistake_of_the_user(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as in the command, which pytest is not
     result = hpcdist("run", "-m", "__main__")
@@ -540,7 +501,6 @@ def test_module_without_a_spec_is_a_mistake_of_the_user(hpcdist: Cli, monkeypatc
     assert result.err.startswith("hpcdist: trainer.script: no module '__main__' in ")
 
 
-@pytest.mark.processes
 def test_missing_script_is_named(hpcdist: Cli, tmp_path: Path) -> None:
     assert hpcdist("run", "nope.py", "--lr", "1") == (
         2,
@@ -549,7 +509,6 @@ def test_missing_script_is_named(hpcdist: Cli, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.processes
 def test_submission_of_a_script(hpcdist: Cli, script: Path) -> None:
     result = hpcdist("submit", "--dry-run", "cluster.nodes=2", "name=first", "train.py", "--nodes", "7")
     assert (result.code, result.err) == (0, "")
@@ -557,7 +516,6 @@ def test_submission_of_a_script(hpcdist: Cli, script: Path) -> None:
     assert f"{script.parent}/runs/train/first" in result.out
 
 
-@pytest.mark.processes
 def test_sweep_over_an_argument_of_a_script(hpcdist: Cli, script: Path) -> None:
     result = hpcdist("run", "--dry-run", "--sweep", "params.lr=0.1,0.2", "train.py", "--lr", "${params.lr}")
     assert (result.code, result.err) == (0, "")
@@ -565,7 +523,6 @@ def test_sweep_over_an_argument_of_a_script(hpcdist: Cli, script: Path) -> None:
     assert f"{script} --lr 0.1" in result.out, "of the first cell"
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("text", "mistake"),
     [

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command_line import Cli, Result, job, one_line
+from command_line import Cli, Make, Result, SetJob, job, one_line
 from rich.console import Console
 from typer.main import get_command
 
@@ -30,13 +30,13 @@ from hpcdist.run.lookup import find_runs, list_runs, resolve, resolve_run
 from hpcdist.run.sweeps import SweepDir
 from hpcdist.slurm.client import JobSnapshot
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 # --- `hpcdist runs`, `status`, `logs`, `follow` and `explain`
 
 
-@pytest.mark.processes
-def test_runs_lists_runs_by_creation_time(
-    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_lists_runs_by_creation_time(hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     make("first", status="finished", attempt=1)
     make("second", status="failed", attempt=1)
     for arguments in (["runs"], ["runs", "--runs-dir", "./runs"]):
@@ -48,18 +48,14 @@ def test_runs_lists_runs_by_creation_time(
     assert hpcdist("runs").out.startswith("no runs under ")
 
 
-@pytest.mark.processes
-def test_status_accepts_a_prefix_of_the_name(hpcdist: Cli, make: Callable[..., RunDir]) -> None:
+def test_status_accepts_a_prefix_of_the_name(hpcdist: Cli, make: Make) -> None:
     make("first", status="failed", attempt=1, reason="a reason")
     result = hpcdist("status", "fir")
     assert result.code == 0
     assert result.out.splitlines()[:2] == ["status       failed: a reason", "folder       runs/exp/first"]
 
 
-@pytest.mark.processes
-def test_explanation_is_indented_on_a_terminal(
-    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_explanation_is_indented_on_a_terminal(hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     make("first", status="stopped", attempt=1, reason="a reason that is longer than a line of this narrow terminal")
     monkeypatch.setattr(doctor, "console", lambda: Console(width=40, force_terminal=True, color_system=None))
     lines = hpcdist("explain", "first").out.splitlines()
@@ -68,10 +64,9 @@ def test_explanation_is_indented_on_a_terminal(
     assert max(map(len, lines)) <= 40
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("command", ["status", "logs", "stop", "cancel", "resume", "sync"])
 def test_ambiguous_name_is_an_error_with_the_matches(
-    hpcdist: Cli, make: Callable[..., RunDir], command: str, monkeypatch: pytest.MonkeyPatch
+    hpcdist: Cli, make: Make, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The real module imports mlflow, which takes seconds.
     monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipper", SimpleNamespace(sync=None))
@@ -82,8 +77,7 @@ def test_ambiguous_name_is_an_error_with_the_matches(
     )
 
 
-@pytest.mark.processes
-def test_logs_prints_the_log_of_a_rank_and_attempt(hpcdist: Cli, make: Callable[..., RunDir]) -> None:
+def test_logs_prints_the_log_of_a_rank_and_attempt(hpcdist: Cli, make: Make) -> None:
     run = make("first", status="finished", attempt=2)
     for attempt, rank in ((1, 0), (2, 0), (2, 1)):
         run.attempt(attempt).log(rank).write_text(f"attempt {attempt} rank {rank}\n")
@@ -93,20 +87,14 @@ def test_logs_prints_the_log_of_a_rank_and_attempt(hpcdist: Cli, make: Callable[
     assert one_line(hpcdist("logs", "first", "--rank", "2")).startswith("no log of rank 2 in attempt 2 of first (")
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(("status", "code"), [("finished", 0), ("stopped", 0), ("failed", 1), ("cancelled", 130)])
-def test_follow_of_an_ended_run_prints_its_status(
-    hpcdist: Cli, make: Callable[..., RunDir], status: str, code: int
-) -> None:
+def test_follow_of_an_ended_run_prints_its_status(hpcdist: Cli, make: Make, status: str, code: int) -> None:
     make("first", status=status, attempt=1, reason="a reason")
     result = hpcdist("follow", "first")
     assert (result.code, result.out.splitlines()[-1]) == (code, f"{status}: a reason")
 
 
-@pytest.mark.processes
-def test_follow_leaves_the_run_running_on_ctrl_c(
-    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_follow_leaves_the_run_running_on_ctrl_c(hpcdist: Cli, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make("first", status="running", attempt=1)
 
     def interrupt(*_: object) -> None:
@@ -123,15 +111,13 @@ def test_follow_leaves_the_run_running_on_ctrl_c(
     assert not run.attempt(1).request.exists()
 
 
-@pytest.mark.processes
-def test_follow_rejects_a_run_that_was_never_started(hpcdist: Cli, make: Callable[..., RunDir]) -> None:
+def test_follow_rejects_a_run_that_was_never_started(hpcdist: Cli, make: Make) -> None:
     make("first")
     message = one_line(hpcdist("follow", "first"))
     assert message == "run first was never started: `hpcdist resume first` starts it"
 
 
-@pytest.mark.processes
-def test_explain_prints_findings(hpcdist: Cli, make: Callable[..., RunDir]) -> None:
+def test_explain_prints_findings(hpcdist: Cli, make: Make) -> None:
     make("first", status="finished", attempt=1, reason="all epochs are done")
     assert hpcdist("explain", "first") == Result(0, "finished: all epochs are done; nothing to explain\n", "")
 
@@ -139,7 +125,6 @@ def test_explain_prints_findings(hpcdist: Cli, make: Callable[..., RunDir]) -> N
 # --- `hpcdist stop` and `hpcdist cancel`
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("command", "output"),
     [
@@ -147,9 +132,7 @@ def test_explain_prints_findings(hpcdist: Cli, make: Callable[..., RunDir]) -> N
         ("cancel", "first will end at once\n"),
     ],
 )
-def test_request_is_written_to_the_last_attempt(
-    hpcdist: Cli, make: Callable[..., RunDir], command: str, output: str
-) -> None:
+def test_request_is_written_to_the_last_attempt(hpcdist: Cli, make: Make, command: str, output: str) -> None:
     run = make("first", status="running", attempt=2)
     with hold(run):
         assert hpcdist(command, "first") == Result(0, output, "")
@@ -159,10 +142,7 @@ def test_request_is_written_to_the_last_attempt(
     assert not run.attempt(1).request.exists()
 
 
-@pytest.mark.processes
-def test_stop_of_a_plain_script_does_not_promise_a_save(
-    hpcdist: Cli, make: Callable[..., RunDir], tmp_path: Path
-) -> None:
+def test_stop_of_a_plain_script_does_not_promise_a_save(hpcdist: Cli, make: Make, tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     run = make("first", f"trainer.script=[{tmp_path}/train.py]", status="running", attempt=1)
     with hold(run):
@@ -172,13 +152,12 @@ def test_stop_of_a_plain_script_does_not_promise_a_save(
         )
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("command", ["stop", "cancel"])
 @pytest.mark.parametrize(
     ("status", "attempt", "held"), [("running", 1, False), ("finished", 1, False), ("created", 0, True)]
 )
 def test_stop_and_cancel_reject_a_run_that_is_not_running(
-    hpcdist: Cli, make: Callable[..., RunDir], command: str, status: str, attempt: int, held: bool
+    hpcdist: Cli, make: Make, command: str, status: str, attempt: int, held: bool
 ) -> None:
     run = make("first", status=status, attempt=attempt)
     holding: AbstractContextManager[None] = hold(run) if held else nullcontext()
@@ -189,13 +168,12 @@ def test_stop_and_cancel_reject_a_run_that_is_not_running(
     assert list(run.path.rglob("request.json")) == []
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(("command", "status"), [("stop", "stopped"), ("cancel", "cancelled")])
 @pytest.mark.parametrize("before", ["queued", "running"])
 def test_stop_and_cancel_remove_a_queued_run_from_the_queue(
     hpcdist: Cli,
-    make: Callable[..., RunDir],
-    slurm: Callable[[JobSnapshot], None],
+    make: Make,
+    slurm: SetJob,
     monkeypatch: pytest.MonkeyPatch,
     before: str,
     command: str,
@@ -219,9 +197,8 @@ def test_stop_and_cancel_remove_a_queued_run_from_the_queue(
     assert state.reason.startswith(f"taken out of the queue (`hpcdist {command}` by ")
 
 
-@pytest.mark.processes
 def test_stop_sends_a_request_if_the_job_starts_meanwhile(
-    hpcdist: Cli, make: Callable[..., RunDir], slurm: Callable[[JobSnapshot], None], monkeypatch: pytest.MonkeyPatch
+    hpcdist: Cli, make: Make, slurm: SetJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make("first", status="queued")
     write_json(run.path / "slurm.json", {"job_id": "7"})
@@ -241,7 +218,6 @@ def test_stop_sends_a_request_if_the_job_starts_meanwhile(
     assert run.read_state().status == "running"
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("snapshot", "message"),
     [
@@ -257,7 +233,7 @@ def test_stop_sends_a_request_if_the_job_starts_meanwhile(
     ids=["unavailable", "unknown job"],
 )
 def test_stop_reports_an_unknown_state_of_the_job(
-    hpcdist: Cli, make: Callable[..., RunDir], slurm: Callable[[JobSnapshot], None], snapshot: JobSnapshot, message: str
+    hpcdist: Cli, make: Make, slurm: SetJob, snapshot: JobSnapshot, message: str
 ) -> None:
     run = make("first", status="queued")
     write_json(run.path / "slurm.json", {"job_id": "7"})
@@ -286,12 +262,11 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return act
 
 
-def running(make: Callable[..., RunDir], *overrides: str) -> RunDir:
+def running(make: Make, *overrides: str) -> RunDir:
     return make("first", *overrides, status="running", attempt=1, world_size=4)
 
 
-@pytest.mark.processes
-def test_save_waits_for_the_checkpoint(hpcdist: Cli, make: Callable[..., RunDir], ranks: Callable[..., None]) -> None:
+def test_save_waits_for_the_checkpoint(hpcdist: Cli, make: Make, ranks: Callable[..., None]) -> None:
     run = running(make)
     ranks(lambda: write_result(run.attempt(1), 1, 0, CommandResult(step=7, path="checkpoints/step-00000007")))
     with hold(run):
@@ -303,8 +278,7 @@ def test_save_waits_for_the_checkpoint(hpcdist: Cli, make: Callable[..., RunDir]
     assert command.action == "save"
 
 
-@pytest.mark.processes
-def test_profile_reports_each_rank(hpcdist: Cli, make: Callable[..., RunDir], ranks: Callable[..., None]) -> None:
+def test_profile_reports_each_rank(hpcdist: Cli, make: Make, ranks: Callable[..., None]) -> None:
     run = running(make)
 
     def finish() -> None:
@@ -321,17 +295,13 @@ def test_profile_reports_each_rank(hpcdist: Cli, make: Callable[..., RunDir], ra
     assert (command.num_steps, command.ranks) == (4, [0, 3])
 
 
-@pytest.mark.processes
-def test_end_of_the_attempt_ends_the_wait(
-    hpcdist: Cli, make: Callable[..., RunDir], ranks: Callable[..., None]
-) -> None:
+def test_end_of_the_attempt_ends_the_wait(hpcdist: Cli, make: Make, ranks: Callable[..., None]) -> None:
     run = running(make)
     ranks(lambda: run.write_state(replace(run.read_state(), attempt=2)))
     with hold(run):
         assert hpcdist("profile", "first") == Result(1, "rank 0: attempt 1 ended before it was done\n", "")
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -344,9 +314,7 @@ def test_end_of_the_attempt_ends_the_wait(
         ),
     ],
 )
-def test_impossible_profiles_are_refused(
-    hpcdist: Cli, make: Callable[..., RunDir], arguments: tuple[str, ...], message: str
-) -> None:
+def test_impossible_profiles_are_refused(hpcdist: Cli, make: Make, arguments: tuple[str, ...], message: str) -> None:
     run = running(make)
     account = {"cause": "idle", "seconds": {"start": 1.0, "idle": 2.0}}
     beat = {"time": 1.0, "step": 0, "total_steps": None, "metrics": {}, "account": account}
@@ -356,9 +324,8 @@ def test_impossible_profiles_are_refused(
     assert not run.attempt(1).command(1).exists()
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("command", ["save", "profile"])
-def test_runs_that_cannot_obey(hpcdist: Cli, make: Callable[..., RunDir], command: str) -> None:
+def test_runs_that_cannot_obey(hpcdist: Cli, make: Make, command: str) -> None:
     run = running(make)
     assert one_line(hpcdist(command, "first")) == "run first is not running: its state is 'running'"
     with hold(run):
@@ -367,8 +334,7 @@ def test_runs_that_cannot_obey(hpcdist: Cli, make: Callable[..., RunDir], comman
     assert not run.attempt(1).command(1).exists()
 
 
-@pytest.mark.processes
-def test_scripts_without_steps(hpcdist: Cli, make: Callable[..., RunDir]) -> None:
+def test_scripts_without_steps(hpcdist: Cli, make: Make) -> None:
     run = running(make, "trainer.script=[train.py]")
     with hold(run):
         for command in ("save", "profile"):
@@ -378,8 +344,6 @@ def test_scripts_without_steps(hpcdist: Cli, make: Callable[..., RunDir]) -> Non
 
 
 # --- Commands without the argument RUN act on the newest run of the folder, and print its name first
-
-Make = Callable[..., RunDir]
 
 
 @pytest.fixture
@@ -392,7 +356,6 @@ def made(make: Make) -> list[RunDir]:
     return found
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("command", ["status", "logs", "explain", "follow", "cost"])
 def test_newest_run_is_chosen_and_named_on_standard_error(hpcdist: Cli, made: list[RunDir], command: str) -> None:
     named = hpcdist(command, "alpha")
@@ -402,7 +365,6 @@ def test_newest_run_is_chosen_and_named_on_standard_error(hpcdist: Cli, made: li
     assert (newest.code, newest.out) == (0, named.out)
 
 
-@pytest.mark.processes
 def test_resume_takes_overrides_without_a_name(hpcdist: Cli, made: list[RunDir]) -> None:
     result = hpcdist("resume", "stop.max_epochs=0")
     assert result.code == 2
@@ -411,13 +373,11 @@ def test_resume_takes_overrides_without_a_name(hpcdist: Cli, made: list[RunDir])
     assert "run alpha is finished" in hpcdist("resume").err
 
 
-@pytest.mark.processes
 def test_export_takes_the_newest_run(hpcdist: Cli, made: list[RunDir]) -> None:
     pytest.importorskip("torch")
     assert hpcdist("export", "--format", "torch").err.startswith("run: exp/alpha (the newest in runs)\nhpcdist: ")
 
 
-@pytest.mark.processes
 def test_stop_takes_the_newest_run_that_runs_or_waits(
     hpcdist: Cli, make: Make, made: list[RunDir], tmp_path: Path
 ) -> None:
@@ -432,7 +392,6 @@ def test_stop_takes_the_newest_run_that_runs_or_waits(
     assert not older.attempt(1).request.exists()
 
 
-@pytest.mark.processes
 def test_newest_sweep_stands_for_its_cells(hpcdist: Cli, make: Make, made: list[RunDir], tmp_path: Path) -> None:
     make("grid-1", created=20.0)
     write_json(tmp_path / "runs/exp/grid-1/cell.json", {"sweep": "grid"})
@@ -446,27 +405,23 @@ def test_newest_sweep_stands_for_its_cells(hpcdist: Cli, make: Make, made: list[
     assert hpcdist("logs").err.splitlines()[1] == "hpcdist: grid is a sweep: name one of its cells (grid-1, …)"
 
 
-@pytest.mark.processes
 def test_folder_without_runs_is_an_error_that_names_it(hpcdist: Cli, tmp_path: Path) -> None:
     for command in ("status", "logs", "explain", "follow", "stop", "resume", "cost"):
         message = one_line(hpcdist(command))
         assert message.startswith(f"no run in {tmp_path / 'runs'}"), command
 
 
-@pytest.mark.processes
 def test_damaged_runs_are_passed_over(hpcdist: Cli, make: Make, made: list[RunDir]) -> None:
     make("broken", created=50.0).path.joinpath("state.json").write_text("{")
     assert hpcdist("status").err == "run: exp/alpha (the newest in runs)\n"
 
 
-@pytest.mark.processes
 def test_misspelt_names_have_a_suggestion(hpcdist: Cli, make: Make, made: list[RunDir]) -> None:
     assert one_line(hpcdist("status", "alhpa")).endswith(": did you mean 'alpha'?")
     assert one_line(hpcdist("status", "exp/zeat")).endswith(": did you mean 'exp/zeta'?")
     assert one_line(hpcdist("status", "nothing-like-it")).endswith(": `hpcdist runs` lists them")
 
 
-@pytest.mark.processes
 def test_misspelt_trainer_has_a_suggestion(hpcdist: Cli) -> None:
     assert "did you mean 'pipeline'?" in one_line(hpcdist("run", "ddp_digits", "trainer=pipelin", "--dry-run"))
 

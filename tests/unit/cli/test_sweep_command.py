@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import Cli, one_line
+from command_line import Cli, Make, one_line
 
 from hpcdist.cli import rerun
 from hpcdist.config.written import read_stored
@@ -56,7 +56,6 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[RunDir], State
 SWEEP = ("run", "ddp_digits", "name=tune", "--sweep", "seed=1,2,3", "--sweep", "optim.lr=0.1")
 
 
-@pytest.mark.processes
 def test_dry_run_of_a_sweep_shows_its_cells_and_writes_nothing(hpcdist: Cli) -> None:
     result = hpcdist(*SWEEP, "--dry-run")
     assert (result.code, result.err) == (0, "")
@@ -66,7 +65,6 @@ def test_dry_run_of_a_sweep_shows_its_cells_and_writes_nothing(hpcdist: Cli) -> 
     assert os.listdir() == []
 
 
-@pytest.mark.processes
 def test_sweep_continues_after_a_failed_cell(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]) -> None:
     swept = (*SWEEP[:4], "optim.lr=0.1", "--sweep", "seed=1,2,3")
     cells["seed_2"] = lambda run: State(status="failed", reason="a reason")
@@ -82,7 +80,6 @@ def test_sweep_continues_after_a_failed_cell(hpcdist: Cli, cells: dict[str, Call
     assert "closed the parent run" not in result.out
 
 
-@pytest.mark.processes
 def test_sweep_continues_after_a_rejected_cell(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]) -> None:
     def rejects(run: RunDir) -> State:
         raise UserMistake("another process holds it")
@@ -94,7 +91,6 @@ def test_sweep_continues_after_a_rejected_cell(hpcdist: Cli, cells: dict[str, Ca
     assert result.code == 1
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("in_cell", [True, False], ids=["in a cell", "between cells"])
 def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]], in_cell: bool) -> None:
     def stopped(run: RunDir) -> State:
@@ -113,7 +109,6 @@ def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir],
     assert "closed the parent run" in result.out
 
 
-@pytest.mark.processes
 def test_sweep_continues_after_a_stopped_cell(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]) -> None:
     def stopped(run: RunDir) -> State:
         run.attempt(1).send_request(StopRequest(cause="user", by="`hpcdist stop` by ada"))
@@ -125,7 +120,6 @@ def test_sweep_continues_after_a_stopped_cell(hpcdist: Cli, cells: dict[str, Cal
     assert result.code == 0
 
 
-@pytest.mark.processes
 def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(
     hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]
 ) -> None:
@@ -161,7 +155,6 @@ def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(
     assert {cell.status for cell in read_sweep_facts(sweep, sweep.read_state()).cells} >= {"missing"}
 
 
-@pytest.mark.processes
 def test_submitted_sweep_is_a_job_array(hpcdist: Cli) -> None:
     result = hpcdist("submit", *SWEEP[1:], "--cluster", "devcluster", "--array-parallelism", "2", "--dry-run")
     assert (result.code, result.err) == (0, "")
@@ -173,10 +166,12 @@ def test_submitted_sweep_is_a_job_array(hpcdist: Cli) -> None:
     assert "--array" not in result.out, "a single cell is an ordinary job"
 
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 # --- `hpcdist rerun` with a supervisor that starts no ranks: it logs values instead.
 
 
-Make = Callable[..., RunDir]
 PATCH = b"+x\n"
 LOSSES = [1.0, 0.5, 0.25]
 
@@ -215,7 +210,6 @@ def trains(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.processes
 def test_a_rerun_repeats_the_config_and_the_number_of_ranks(
     hpcdist: Cli, first: RunDir, trains: dict[str, Any]
 ) -> None:
@@ -240,7 +234,6 @@ def test_a_rerun_repeats_the_config_and_the_number_of_ranks(
     )
 
 
-@pytest.mark.processes
 def test_a_difference_is_reported_and_changes_the_exit_code(
     hpcdist: Cli, first: RunDir, trains: dict[str, Any]
 ) -> None:
@@ -262,7 +255,6 @@ def test_a_difference_is_reported_and_changes_the_exit_code(
     )
 
 
-@pytest.mark.processes
 def test_a_rerun_of_some_steps_pauses(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
     trains["losses"], trains["state"] = LOSSES[:2], State(status="stopped", attempt=1)
     result = hpcdist("rerun", "first", "--steps", "2")
@@ -272,7 +264,6 @@ def test_a_rerun_of_some_steps_pauses(hpcdist: Cli, first: RunDir, trains: dict[
     assert result.out.splitlines()[-1] == "no value differs: 2 values of 1 metrics at 2 steps"
 
 
-@pytest.mark.processes
 def test_a_failed_rerun_names_the_command_that_compares(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
     trains["losses"], trains["state"] = LOSSES[:2], State(status="failed", reason="rank 1 was killed", attempt=1)
     result = hpcdist("rerun", "first")
@@ -287,7 +278,6 @@ def test_a_failed_rerun_names_the_command_that_compares(hpcdist: Cli, first: Run
     assert "the rerun is failed: values after its last step are not compared" in again.out
 
 
-@pytest.mark.processes
 def test_a_dry_run_writes_nothing(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
     result = hpcdist("rerun", "first", "--dry-run")
     assert result.code == 0
@@ -295,7 +285,6 @@ def test_a_dry_run_writes_nothing(hpcdist: Cli, first: RunDir, trains: dict[str,
     assert "run" not in trains
 
 
-@pytest.mark.processes
 def test_what_cannot_be_restored_is_printed_and_recorded(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
     facts = read_json(first.environment) or {}
     cores = 4 * num_cores()
@@ -314,7 +303,6 @@ def test_what_cannot_be_restored_is_printed_and_recorded(hpcdist: Cli, first: Ru
     assert record.missing == missing
 
 
-@pytest.mark.processes
 def test_user_errors_are_one_line(hpcdist: Cli, first: RunDir, trains: dict[str, Any], make: Make) -> None:
     assert one_line(hpcdist("rerun", "none")).startswith("no run 'none' under ")
     assert one_line(hpcdist("rerun", "first", "--compare")) == (
@@ -329,7 +317,6 @@ def test_user_errors_are_one_line(hpcdist: Cli, first: RunDir, trains: dict[str,
     assert "is writable by group or others" in one_line(hpcdist("rerun", "first"))
 
 
-@pytest.mark.processes
 def test_a_rerun_that_runs_or_whose_original_is_gone_cannot_be_compared(
     hpcdist: Cli, first: RunDir, trains: dict[str, Any]
 ) -> None:
@@ -344,7 +331,6 @@ def test_a_rerun_that_runs_or_whose_original_is_gone_cannot_be_compared(
     )
 
 
-@pytest.mark.processes
 def test_code_without_the_trainer_is_an_error_that_leaves_no_folder(
     hpcdist: Cli, make: Make, trains: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -385,7 +371,6 @@ def from_mlflow(first: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return config
 
 
-@pytest.mark.processes
 def test_what_mlflow_would_execute_is_shown_and_needs_consent(
     hpcdist: Cli, from_mlflow: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -411,7 +396,6 @@ def test_what_mlflow_would_execute_is_shown_and_needs_consent(
         assert hpcdist("rerun", "1a" * 16).code == code
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(("tag", "message"), [(10**12, "launch.num_ranks must be <= 1024, got 1000000000000")])
 def test_the_number_of_ranks_of_mlflow_is_bounded(
     hpcdist: Cli, from_mlflow: Path, monkeypatch: pytest.MonkeyPatch, tag: int, message: str
