@@ -20,7 +20,7 @@ def failure_patterns() -> str:
     parts = []
     for pattern in PATTERNS:
         # Alternatives are separated by `|` outside parentheses.
-        texts = "\n".join(re.split(r"\|(?![^()]*\))", pattern.texts.pattern))
+        texts = "\n".join(re.split(r"\|(?![^()]*\))", pattern.texts))
         cause = pattern.cause.replace("{0}", "…")
         parts.append(f"### {pattern.name}\n\n```text\n{texts}\n```\n\n**Cause:** {cause}.\n\n**Fix:** {pattern.fix}.\n")
     return "\n".join(parts)

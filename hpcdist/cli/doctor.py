@@ -71,7 +71,7 @@ def doctor(
         hpcdist doctor --json | jq '.checks[] | select(.level == "failure")'
     """
     import hpcdist
-    from hpcdist.checks.doctor import document, execute, would_fail
+    from hpcdist.checks.doctor import document, execute, machine_sections, would_fail
     from hpcdist.host.files import require_trusted
     from hpcdist.run.lookup import resolve_run
 
@@ -86,19 +86,16 @@ def doctor(
         "runs_dir": str(runs_dir.absolute()),
         "run": str(found.path) if found is not None else None,
     }
-    sections = _run_sections(found) if found is not None else _machine_sections(runs_dir)
+    if found is not None:
+        sections = _run_sections(found)
+    else:
+        sections = machine_sections(_request(runs_dir, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir))
     if as_json:
         page = [_redacted(*section) for section in execute(sections)]
         say(json.dumps(document(page, facts), indent=2))
     else:
         page = _show_page(sections, facts)
     return 1 if would_fail(page) else 0
-
-
-def _machine_sections(runs_dir: Path) -> list[Section]:
-    from hpcdist.checks.doctor import machine_sections
-
-    return machine_sections(_request(runs_dir, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir))
 
 
 def _run_sections(run: RunDir) -> list[Section]:

@@ -371,26 +371,19 @@ def _show_one(title: str, one: Cost) -> None:
 
 
 def _show_groups(found: Mapping[tuple[str, ...], Cost], groups: Sequence[Group]) -> None:
-    """Print one line for each group, with the largest losses if the terminal has no room for all causes."""
+    """Print one line for each group."""
     from rich.markup import escape
     from rich.table import Column, Table
 
-    out = console()
-    causes = [cause for cause in _causes() if any(one.hours[cause] for one in found.values())]
-    is_wide = out.width >= 140
-    has_energy = any(one.energy_kwh is not None for one in found.values())
-    names = [*(causes if is_wide else ["largest losses"]), "queue", *["kWh"] * has_energy]
-    columns = [Column(name, justify="right", overflow="fold") for name in ("hours", "goodput", *names)]
+    names = ("hours", "goodput", "largest losses", "queue", "kWh")
+    columns = [Column(name, justify="right", overflow="fold") for name in names]
     # Cells of a sweep differ at the end of their names, so names are folded and not cut.
     table = Table(*(Column(group, overflow="fold") for group in groups), Column("unit", no_wrap=True), *columns)
     for key, one in found.items():
-        cells = [*map(escape, key), _hours(one.allocated), _goodput(one)]
-        cells += [_hours(one.hours[cause]) for cause in causes] if is_wide else [_losses(one)]
-        cells.append(_hours(one.queue_hours))
-        if has_energy:
-            cells.append("" if one.energy_kwh is None else f"{one.energy_kwh:.3g}")
-        table.add_row(*cells)
-    out.print(table)
+        energy = "" if one.energy_kwh is None else f"{one.energy_kwh:.3g}"
+        numbers = _hours(one.allocated), _goodput(one), _losses(one), _hours(one.queue_hours), energy
+        table.add_row(*map(escape, key), *numbers)
+    console().print(table)
 
 
 def _losses(one: Cost) -> str:
@@ -408,9 +401,11 @@ def _hours(hours: float) -> str:
 
 
 def _write_csv(found: Mapping[tuple[str, ...], Cost], groups: Sequence[Group]) -> None:
+    from hpcdist.review.ledger import CAUSES
+
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*groups, "unit", "runs", "allocated", "goodput", *_causes(), "queue", "energy_kwh"])
+    writer.writerow([*groups, "unit", "runs", "allocated", "goodput", *CAUSES, "queue", "energy_kwh"])
     for key, one in found.items():
         values = [*one.hours.values(), one.queue_hours]
         goodput = "" if one.goodput is None else f"{one.goodput:.6f}"
@@ -418,12 +413,6 @@ def _write_csv(found: Mapping[tuple[str, ...], Cost], groups: Sequence[Group]) -
         numbers = (f"{value:.6f}" for value in values)
         writer.writerow([*key, one.num_runs, f"{one.allocated:.6f}", goodput, *numbers, energy])
     say(text.getvalue(), end="")
-
-
-def _causes() -> tuple[str, ...]:
-    from hpcdist.review.ledger import CAUSES
-
-    return CAUSES
 
 
 # `hpcdist export`: write the model of a checkpoint to a file that other programs load.

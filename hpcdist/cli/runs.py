@@ -86,6 +86,7 @@ def status(run: OptionalRunName = None, as_json: Json = False, runs_dir: RunsDir
 def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
     from hpcdist.cli.run_views import read_status
     from hpcdist.cli.sweep import show_cells
+    from hpcdist.run.sweeps import checkpoint_config
 
     cells = sweep.cells()
     labels = [str(cell["label"]) for cell in sweep.read()["cells"]]
@@ -94,7 +95,7 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
         document = {"sweep": sweep.name, "cells": [{"label": label} | read_status(run) for label, run in made]}
         say(json.dumps(document, indent=2))
         return
-    show_cells(sweep.name, list(zip(labels, cells, strict=True)), sweep.checkpoint_config().monitor)
+    show_cells(sweep.name, list(zip(labels, cells, strict=True)), checkpoint_config(cells).monitor)
 
 
 @app.command()

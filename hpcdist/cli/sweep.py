@@ -20,14 +20,14 @@ from hpcdist.cli.options import console
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake
 from hpcdist.host.files import require_trusted, short_path
 from hpcdist.host.log_files import say
-from hpcdist.run import snapshot
+from hpcdist.run import create, snapshot
 from hpcdist.run.create import create_run
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.lease import hold, holder
-from hpcdist.run.records import Origin, change_config
+from hpcdist.run.records import Origin, change_config, load_origin
 from hpcdist.run.slurm_job import keep_job
-from hpcdist.run.status import query_jobs
-from hpcdist.run.sweeps import Cell, Sweep, SweepDir, mark, sweep_of, write_sweep
+from hpcdist.run.status import RunStatus, StatusWatch, query_jobs, status_of
+from hpcdist.run.sweeps import Cell, Sweep, SweepDir, make_sweep, mark, match, parse_axes, sweep_of, write_sweep
 from hpcdist.slurm.client import JobSnapshot
 
 if TYPE_CHECKING:
@@ -70,10 +70,8 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
     from rich.markup import escape
     from rich.table import Column, Table
 
-    from hpcdist.errors import RunFolderError
     from hpcdist.review.description import common_metric
     from hpcdist.review.facts import last_beat
-    from hpcdist.run.status import status_of
 
     beats = [last_beat(run) for _, run in cells]
     metric = common_metric([beat.get("metrics", {}) for beat in beats], best)
@@ -115,9 +113,6 @@ def check_options(sweep: Sequence[str] | None, parallelism: int | None, *, detac
 def read_sweep(config: str, overrides: Sequence[str], axes: Sequence[str], cluster: str | None = None) -> Sweep:
     """Return the sweep of a command line, with all its configs checked. Raises UserMistake."""
     from hpcdist.config.loading import load_config
-    from hpcdist.run import create
-    from hpcdist.run.records import load_origin
-    from hpcdist.run.sweeps import make_sweep, match, parse_axes
 
     def load(more: Sequence[str]) -> Config:
         loaded = load_config(config, [*overrides, *more], cluster=cluster)
@@ -276,7 +271,6 @@ def submit_sweep(
 
 
 def _show_script(sweep: Sweep, to_run: Sequence[Choice], flags: Mapping[str, str], parallelism: int | None) -> None:
-    from hpcdist.run.folder import RunDir
     from hpcdist.slurm.job.submit import commented, render
     from hpcdist.slurm.job.submit_checks import check_config
 
@@ -303,7 +297,6 @@ def _upload(runs: Sequence[RunDir], uri: str, *, close_lost: bool = False) -> st
 
 def _follow(sweep: Sweep, choices: Sequence[Choice], uri: str) -> int:
     """Show the statuses of the cells until all are final, and upload them unless their jobs do."""
-    from hpcdist.run.status import RunStatus, StatusWatch
     from hpcdist.tracking.uri import is_server
 
     watch = StatusWatch()

@@ -190,7 +190,8 @@ def compare_values(
     first = {key: points for key, points in before.items() if key not in measured}
     second = {key: points for key, points in after.items() if key not in measured}
     if until is not None:
-        first = {key: kept for key, points in first.items() if (kept := _up_to(points, until))}
+        kept = {key: {step: points[step] for step in points if step <= until} for key, points in first.items()}
+        first = {key: points for key, points in kept.items() if points}
         only_at_end = {key for key in first.keys() - second.keys() if min(first[key]) >= until}
         first = {key: points for key, points in first.items() if key not in only_at_end}
     last = max((step for points in first.values() for step in points), default=-1)
@@ -218,10 +219,6 @@ def compare_values(
         only_before=tuple(sorted(first.keys() - second.keys())),
         only_after=tuple(sorted(key for key in second.keys() - first.keys() if exact and min(second[key]) < last)),
     )
-
-
-def _up_to(points: Mapping[int, float], until: int) -> dict[int, float]:
-    return {step: value for step, value in points.items() if step <= until}
 
 
 def _equal(one: float, other: float, tolerance: float) -> bool:

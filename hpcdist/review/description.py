@@ -8,7 +8,7 @@ import re
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from hpcdist.review.text import (
 )
 from hpcdist.run.folder import DATABASE, RunDir, State, own_place
 from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord
-from hpcdist.run.sweeps import SweepDir, text_of
+from hpcdist.run.sweeps import SweepDir, checkpoint_config, text_of
 
 # The section Setup of a run's description: what ran, on what, from which code.
 
@@ -272,18 +272,26 @@ def describe(facts: RunFacts, ledger: Ledger, *, max_chars: int, now: float | No
     Args:
         now: seconds since the epoch, for the remaining times of a live run.
     """
-    now = time.time() if now is None else now
+    when = time.time() if now is None else now
+    return _shortened(lambda num_kept: _sections(facts, ledger, num_kept, when), _KEPT_ATTEMPTS, max_chars)
+
+
+def _shortened(sections: Callable[[int], Iterator[str]], kept: Sequence[int], max_chars: int) -> str:
+    """Return sections with the largest number of kept rows at which they are short enough, else their beginning."""
     text = ""
-    for num_kept in _KEPT_ATTEMPTS:
-        text = "\n\n".join(_sections(facts, ledger, num_kept, now))
+    for num_kept in kept:
+        text = "\n\n".join(sections(num_kept))
         if len(text) <= max_chars:
             return text
     return text[: max_chars - 2].rpartition("\n")[0] + "\n…" if max_chars > 2 else ""
 
 
+def _status(state: State) -> str:
+    return escaped(state.sentence, 1000).replace(state.status, f"**{state.status}**", 1)
+
+
 def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) -> Iterator[str]:
-    state = facts.state
-    yield escaped(state.sentence, 1000).replace(state.status, f"**{state.status}**", 1)
+    yield _status(facts.state)
     if summary := _summary(facts, ledger):
         yield summary
     if facts.progress is not None:
@@ -300,7 +308,11 @@ def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) ->
         yield "### Cost\n\n" + _cost(ledger)
     yield from _load(facts)
     if command := run_again_command(facts):
-        yield f"### Run it again\n\n{_run_again(command)}\n\n" + _shell(command)
+        secrets = " Replace each \\*\\*\\* by the secret, which is not recorded." if REDACTED in command else ""
+        yield (
+            "### Run it again\n\nThe whole command, with all overrides and the code in that folder today:"
+            f"{secrets}\n\n{_shell(command)}"
+        )
     if command := rerun_command(facts):
         yield (
             "With the code of this run, uncommitted changes included, and a comparison of the logged values:\n\n"
@@ -475,22 +487,13 @@ def _shell(command: str) -> str:
     return code_block(wrapped(redact_text(command)), "bash")
 
 
-def _run_again(command: str) -> str:
-    """Return a sentence about the command that runs it again."""
-    secrets = " Replace each \\*\\*\\* by the secret, which is not recorded." if REDACTED in command else ""
-    return f"The whole command, with all overrides and the code in that folder today:{secrets}"
-
-
-_UNMEASURED = "goodput not measured, since the script reports no steps"
-
-
 def _cost(ledger: Ledger) -> str:
     hours = ledger.allocated_s / 3600
     causes = ledger.by(lambda entry: entry.cause)
-    lines = [
-        f"**{hours:.3g} {ledger.unit}-hours** allocated, "
-        + (f"of which {percent(ledger.goodput)} were useful compute (goodput)" if ledger.is_measured else _UNMEASURED)
-    ]
+    useful = "goodput not measured, since the script reports no steps"
+    if ledger.is_measured:
+        useful = f"of which {percent(ledger.goodput)} were useful compute (goodput)"
+    lines = [f"**{hours:.3g} {ledger.unit}-hours** allocated, {useful}"]
     if ledger.queue_s:
         lines.append(f"{duration(ledger.queue_s)} in the queue")
     if ledger.energy_kwh is not None:
@@ -546,7 +549,7 @@ def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
     """Return the facts of a sweep. Raises RunFolderError if `sweep.json` cannot be read."""
     content = sweep.read()
     runs = [RunDir(sweep.path.parent / cell["name"]) for cell in content["cells"]]
-    monitor = sweep.checkpoint_config()
+    monitor = checkpoint_config(runs)
     cells = [_read_cell(run, cell, monitor) for run, cell in zip(runs, content["cells"], strict=True)]
     metric, mode = monitor.monitor, str(monitor.monitor_mode)
     if all(cell.metric is None for cell in cells):  # no evaluated checkpoints, as in runs of scripts
@@ -573,17 +576,11 @@ def common_metric(logged: Sequence[Mapping[str, float]], monitor: str) -> str:
 
 def describe_sweep(facts: SweepFacts, *, max_chars: int) -> str:
     """Return the description of a sweep, at most `max_chars` long: the worst cells are left out first."""
-    text = ""
-    for num_kept in _KEPT_CELLS:
-        text = "\n\n".join(_sweep_sections(facts, num_kept))
-        if len(text) <= max_chars:
-            return text
-    return text[: max(0, max_chars - 2)].rpartition("\n")[0] + "\n…"
+    return _shortened(lambda num_kept: _sweep_sections(facts, num_kept), _KEPT_CELLS, max_chars)
 
 
 def _sweep_sections(facts: SweepFacts, num_kept: int) -> Iterator[str]:
-    state = facts.state
-    yield escaped(state.sentence, 1000).replace(state.status, f"**{state.status}**", 1)
+    yield _status(facts.state)
     cells = _ordered(facts)
     if cells and cells[0].metric is not None and facts.monitor_mode:
         best = cells[0]

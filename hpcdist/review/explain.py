@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -33,13 +33,9 @@ class Pattern:
     """One known failure."""
 
     name: str
-    texts: re.Pattern[str]
+    texts: str  #: a regular expression
     cause: str  #: `{0}` is replaced by the first matched group of `texts`
     fix: str
-
-
-def _any(*texts: str) -> re.Pattern[str]:
-    return re.compile("|".join(texts))
 
 
 HOST_MEMORY_FIX = "request more (cluster.mem), or use less: smaller data.batch_size, fewer ranks per node"
@@ -55,188 +51,145 @@ HANG_FIX = "see the ranks' stack traces; if a step may take that long, raise the
 PATTERNS = (
     Pattern(
         "cuda-out-of-memory",
-        _any(r"CUDA out of memory", r"torch\.(?:cuda\.)?OutOfMemoryError", r"CUDA error: out of memory"),
+        r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA error: out of memory",
         "the GPU's memory is full",
         "reduce data.batch_size, set precision.dtype=bf16, or use GPUs with more memory (cluster.constraint)",
     ),
     Pattern(
         "out-of-memory",
-        _any(
-            r"oom[-_]kill",
-            r"Out Of Memory",
-            r"Out of memory: Killed process",
-            r"exceeded (?:step|job) memory limit",
-            r"can't allocate memory",
-            r"Cannot allocate memory",
-            r"^MemoryError",
-            r": MemoryError",
-            r"OUT_OF_MEMORY",
-        ),
+        r"oom[-_]kill|Out Of Memory|Out of memory: Killed process|exceeded (?:step|job) memory limit"
+        r"|can't allocate memory|Cannot allocate memory|^MemoryError|: MemoryError|OUT_OF_MEMORY",
         "the host's memory, or the job's share of it, is exhausted",
         HOST_MEMORY_FIX,
     ),
     Pattern(
         "shared-memory",
-        _any(r"DataLoader worker .*Bus error", r"insufficient shared memory", r"unable to (?:write|open).*/torch_\d+"),
+        r"DataLoader worker .*Bus error|insufficient shared memory|unable to (?:write|open).*/torch_\d+",
         "shared memory (/dev/shm) is too small for the data workers",
         "set data.num_workers=0, or enlarge /dev/shm (a container's --shm-size or --ipc=host)",
     ),
     Pattern(
         "disk-full",
-        _any(r"No space left on device", r"ENOSPC", r"Disk quota exceeded", r"unexpected pos \d+ vs \d+"),
+        r"No space left on device|ENOSPC|Disk quota exceeded|unexpected pos \d+ vs \d+",
         "a disk is full, or a quota is exceeded",
         "free space in the named folder (`df -h`, `quota`), then `hpcdist resume`; the last checkpoint is complete",
     ),
     Pattern(
         "missing-module",
-        _any(r"ModuleNotFoundError: No module named '([\w.]+)'", r"ImportError: cannot import name '(\w+)'"),
+        r"ModuleNotFoundError: No module named '([\w.]+)'|ImportError: cannot import name '(\w+)'",
         "the ranks' Python does not find {0}",
         "install it in the nodes' environment, or start the run from the folder that contains it",
     ),
     Pattern(
         "driver-too-old",
-        _any(
-            r"NVIDIA driver on your system is too old",
-            r"CUDA driver version is insufficient for CUDA runtime version",
-            r"forward compatibility was attempted on non supported HW",
-            r"no kernel image is available for execution",
-        ),
+        r"NVIDIA driver on your system is too old|CUDA driver version is insufficient for CUDA runtime version"
+        r"|forward compatibility was attempted on non supported HW|no kernel image is available for execution",
         "the node's NVIDIA driver does not fit this PyTorch's CUDA",
         "install a PyTorch for an older CUDA (`pip install torch --index-url …/cuXYZ`), or update the driver",
     ),
     Pattern(
         "no-driver",
-        _any(r"Found no NVIDIA driver on your system", r"no CUDA-capable device is detected", r"No CUDA GPUs"),
+        r"Found no NVIDIA driver on your system|no CUDA-capable device is detected|No CUDA GPUs",
         "the ranks see no GPU",
         "request GPUs (cluster.gpus_per_node), or set launch.device=cpu",
     ),
     Pattern(
         "stranger-on-port",
-        _any(r"is not rank 0 of this attempt", r"does another program listen on this port"),
+        r"is not rank 0 of this attempt|does another program listen on this port",
         "another program answered on the port where the ranks meet",
         "`hpcdist resume`: each attempt uses another port; HPCDIST_MASTER_PORT in launch.env sets one",
     ),
     Pattern(
         "port-taken",
-        _any(r"EADDRINUSE", r"[Aa]ddress already in use"),
+        r"EADDRINUSE|[Aa]ddress already in use",
         "another program uses rank 0's port",
         "`hpcdist resume`: each attempt uses another port; HPCDIST_MASTER_PORT in launch.env sets one",
     ),
-    Pattern(
-        "node-failure",
-        _any(r"Node failure on (\S+)", r"NODE FAILURE", r"; lost (\S+)"),
-        "a node failed: {0}",
-        NODE_FIX,
-    ),
-    Pattern(
-        "time-limit",
-        _any(r"DUE TO TIME LIMIT"),
-        "the job reached its time limit before the ranks had saved",
-        TIME_FIX,
-    ),
+    Pattern("node-failure", r"Node failure on (\S+)|NODE FAILURE|; lost (\S+)", "a node failed: {0}", NODE_FIX),
+    Pattern("time-limit", r"DUE TO TIME LIMIT", "the job reached its time limit before the ranks had saved", TIME_FIX),
     Pattern(
         "preempted",
-        _any(r"DUE TO PREEMPTION"),
+        r"DUE TO PREEMPTION",
         "a job of higher priority took the nodes",
         "none if Slurm requeues the job; otherwise `hpcdist resume` goes on from the newest checkpoint",
     ),
     Pattern(
         "not-started",
-        _any(
-            r"Unable to create step for job \d+: Requested nodes are busy",
-            r"step creation (?:temporarily|still) disabled",
-            r"(?:no rank|rank \d+ .*) was (?:not )?started .*(?:within launch\.init_timeout_s|at all)",
-            r"step \S+ \(attempt-\d+\) does not end",
-        ),
+        r"Unable to create step for job \d+: Requested nodes are busy|step creation (?:temporarily|still) disabled"
+        r"|(?:no rank|rank \d+ .*) was (?:not )?started .*(?:within launch\.init_timeout_s|at all)"
+        r"|step \S+ \(attempt-\d+\) does not end",
         "Slurm did not start the ranks: another step holds the job's resources, or a node does not launch tasks",
         "`squeue --steps --jobs=JOB` shows the job's steps; launch.init_timeout_s gives more time",
     ),
     Pattern(
         "revoked",
-        _any(r"Job credential revoked", r"launch failed requeued held", r"Unable to create step for job"),
+        r"Job credential revoked|launch failed requeued held|Unable to create step for job",
         "Slurm could not start the job's processes on the node",
         "`hpcdist resume` submits the job again; if the error returns, cluster.exclude avoids the node",
     ),
     Pattern(
         "hang",
-        _any(r"made no progress for launch\.hang_timeout_s", r"did not save and exit within launch\.stop_grace_s"),
+        r"made no progress for launch\.hang_timeout_s|did not save and exit within launch\.stop_grace_s",
         "the ranks hung",
         HANG_FIX,
     ),
     Pattern(
         "collective-timeout",
-        _any(
-            r"Watchdog caught collective operation timeout",
-            r"Timed out waiting \d+ms for \w+ operation",
-            r"Socket Timeout",
-            r"collective operation.* timed out",
-            r"wait timeout after \d+ms",
-        ),
+        r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for \w+ operation|Socket Timeout"
+        r"|collective operation.* timed out|wait timeout after \d+ms",
         "a collective operation timed out: a rank did not take part",
         "inspect the missing rank: it hangs, or its code called other collectives (py-spy, NCCL_DEBUG=INFO)",
     ),
     Pattern(
         "unreachable",
-        _any(
-            r"cannot reach the master at",
-            r"could not connect to the other ranks at",
-            r"The client socket has timed out",
-        ),
+        r"cannot reach the master at|could not connect to the other ranks at|The client socket has timed out",
         "the ranks could not connect to each other",
         "check the network between the nodes (firewall, GLOO_SOCKET_IFNAME); launch.init_timeout_s gives more time",
     ),
     Pattern(
         "peer-lost",
-        _any(r"Connection (?:closed|reset) by peer", r"Broken pipe", r"nccl(?:Remote|System)Error"),
+        r"Connection (?:closed|reset) by peer|Broken pipe|nccl(?:Remote|System)Error",
         "the ranks lost their connection, and none of them reported another cause",
         "see the ranks' logs, and check the network between the nodes",
     ),
     Pattern(
         "ended-early",
-        _any(r"ended with exit status 0 before the other ranks"),
+        r"ended with exit status 0 before the other ranks",
         "one rank ended while the others still waited for it",
         "every rank must take part until the end of the training: see the log of the named rank for an early return",
     ),
     Pattern(
         "no-report",
-        _any(r"exited with code (\d+) without a report"),
+        r"exited with code (\d+) without a report",
         "the process of the rank ended itself with code {0}, without an exception (os._exit, or native code)",
         "see the end of the named rank's log",
     ),
     Pattern(
         "killed",
-        _any(r"was killed by SIGKILL"),
+        r"was killed by SIGKILL",
         "the rank was killed from outside: by the kernel when memory runs out, or by a user or program",
         "run `dmesg -T | grep -i oom` on that host; " + HOST_MEMORY_FIX,
     ),
     Pattern(
         "crashed",
-        _any(r"was killed by (SIG(?:SEGV|BUS|ILL|ABRT|FPE))", r"(Segmentation fault)", r"(Bus error)"),
+        r"was killed by (SIG(?:SEGV|BUS|ILL|ABRT|FPE))|(Segmentation fault)|(Bus error)",
         "native code crashed ({0})",
         "check C libraries and the size of shared memory; PYTHONFAULTHANDLER=1 in launch.env shows the stack",
     ),
 )
 
+_LESS_FIX = "wait, or request fewer nodes or a shorter cluster.time_limit_min"
 #: Slurm's reasons for a pending job: meaning, and how to shorten the wait.
 WAITING = {
-    "Priority": (
-        "jobs of higher priority run first",
-        "wait, or request fewer nodes or a shorter cluster.time_limit_min",
-    ),
-    "Resources": ("no suitable nodes are free", "wait, or request fewer nodes or a shorter cluster.time_limit_min"),
+    "Priority": ("jobs of higher priority run first", _LESS_FIX),
+    "Resources": ("no suitable nodes are free", _LESS_FIX),
     "BeginTime": ("its requested start time is in the future, or Slurm has just requeued it", "wait"),
     "Dependency": ("it waits for another job", "wait; `scontrol show job` names it"),
-    "DependencyNeverSatisfied": (
-        "the job that it depends on has failed, so it never starts",
-        "cancel it and submit it again",
-    ),
+    "DependencyNeverSatisfied": ("the job that it depends on has failed", "cancel it and submit it again"),
     "JobHeldUser": ("the user holds it", "`scontrol release` releases it"),
     "JobHeldAdmin": ("an administrator holds it", "contact the administrators"),
-    "PartitionTimeLimit": (
-        "it requests more time than the partition allows",
-        "reduce cluster.time_limit_min and submit again",
-    ),
-    "PartitionNodeLimit": ("it requests more nodes than the partition allows", "reduce cluster.nodes and submit again"),
+    "PartitionTimeLimit": ("the partition allows less time", "reduce cluster.time_limit_min and submit again"),
+    "PartitionNodeLimit": ("the partition allows fewer nodes", "reduce cluster.nodes and submit again"),
     "PartitionDown": ("the partition is down", "wait, or set another cluster.partition"),
     "ReqNodeNotAvail": ("requested nodes are down or reserved", "wait, or relax cluster.constraint or cluster.exclude"),
     "JobArrayTaskLimit": ("the sweep's limit of parallel cells is reached", "wait, or raise --array-parallelism"),
@@ -246,13 +199,12 @@ WAITING = {
 
 def first_match(lines: Iterable[str]) -> tuple[Pattern, int] | None:
     """Return the first pattern that any line matches, and the index of the first such line."""
-    best: tuple[int, int] | None = None
-    for number, line in enumerate(lines):
-        for index, pattern in enumerate(PATTERNS[: best[0] if best else None]):
-            if pattern.texts.search(line):
-                best = (index, number)
-                break
-    return (PATTERNS[best[0]], best[1]) if best else None
+    searched = list(lines)
+    for pattern in PATTERNS:
+        search = re.compile(pattern.texts).search
+        if (number := next((number for number, line in enumerate(searched) if search(line)), None)) is not None:
+            return pattern, number
+    return None
 
 
 def users_frame(trace: Sequence[str]) -> re.Match[str] | None:
@@ -269,7 +221,7 @@ def users_frame(trace: Sequence[str]) -> re.Match[str] | None:
 
 def cause_of(pattern: Pattern, line: str) -> str:
     """Return a pattern's cause with the name that the line contains."""
-    match = pattern.texts.search(line)
+    match = re.search(pattern.texts, line)
     named = next((group for group in match.groups() if group), None) if match else None
     return pattern.cause.format(named or "").rstrip(": ")
 
@@ -492,7 +444,7 @@ def _of_hang(run: RunDir, attempt: Attempt) -> Finding | None:
 
 def _of_logs(run: RunDir, paths: Iterable[Path], ignored: Sequence[str] = ()) -> Finding | None:
     """Explain the first known error in the logs, except the patterns named in `ignored`."""
-    for path in paths:
+    for path in filter(Path.is_file, paths):
         lines = last_lines(path, MAX_LINES)
         if (match := first_match(line for _, line in lines)) is not None and match[0].name not in ignored:
             number, line = lines[match[1]]
@@ -504,11 +456,9 @@ def _known(pattern: Pattern, line: str, evidence: str) -> Finding:
     return Finding(cause=cause_of(pattern, line), evidence=evidence, fix=pattern.fix)
 
 
-def _logs(run: RunDir, attempt: Attempt) -> Iterator[Path]:
-    """Yield srun's messages, the logs of batch step and supervisor, and the ranks' logs."""
-    yield from (path for path in (attempt.path / "srun.log",) if path.is_file())
-    yield from _batch_logs(run)
-    yield from _rank_logs(run, attempt)
+def _logs(run: RunDir, attempt: Attempt) -> list[Path]:
+    """Return srun's messages, the logs of batch step and supervisor, and the ranks' logs."""
+    return [attempt.path / "srun.log", *_batch_logs(run), *_rank_logs(run, attempt)]
 
 
 def _rank_logs(run: RunDir, attempt: Attempt) -> list[Path]:
@@ -518,9 +468,8 @@ def _rank_logs(run: RunDir, attempt: Attempt) -> list[Path]:
 
 
 def _batch_logs(run: RunDir) -> list[Path]:
-    found = [*(run.path / "submitit").glob("*.out"), *(run.path / "submitit").glob("*.err")]
-    newest = sorted(found, key=lambda path: path.stat().st_mtime)[-1:]
-    return [*newest, *(path for path in (run.path / "supervisor.log",) if path.is_file())]
+    found = [path for path in (run.path / "submitit").glob("*") if path.suffix in (".out", ".err")]
+    return [*sorted(found, key=lambda path: path.stat().st_mtime)[-1:], run.path / "supervisor.log"]
 
 
 def _cite(run: RunDir, path: Path, number: int, line: str) -> str:

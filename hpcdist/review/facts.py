@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -77,8 +79,7 @@ def best_checkpoint(checkpoints: Iterable[CheckpointFacts], monitor: CheckpointC
 def _read_checkpoint(path: Path, step: int) -> CheckpointFacts | None:
     if (manifest := readable(lambda: read_json(path / MANIFEST_FILE))) is None:
         return None
-    metrics = manifest.get("metrics")
-    named = metrics.items() if isinstance(metrics, dict) else ()
+    named = _mapping(manifest.get("metrics")).items()
     values = {name: number for name, value in named if (number := finite_number(value)) is not None}
     return CheckpointFacts(path=path, step=step, created=finite_number(manifest.get("created")), metrics=values)
 
@@ -143,12 +144,8 @@ def _cause(start: JobStart | None) -> str:
     if start is None or start.state != "NODE_FAIL":
         return _CAUSES.get(start.state, "") if start is not None else ""
     nodes = start.failed_nodes.split(",") if start.failed_nodes else []
-    return f"{_failed(nodes)} (Slurm: NODE_FAIL)"
-
-
-def _failed(nodes: Sequence[str]) -> str:
-    """Return `node n2 failed` for the names of some nodes."""
-    return f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)} failed" if nodes else "a node failed"
+    failed = f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)}" if nodes else "a node"
+    return f"{failed} failed (Slurm: NODE_FAIL)"
 
 
 def interruptions(attempts: Sequence[AttemptFacts], max_chars: int) -> str:
@@ -389,34 +386,32 @@ def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
     image = container or environment  # the ranks' containers, else the container of the whole run
     code, origin, config = _mapping(environment.get("code")), read_origin(run), stored.config
     rank_python = _rank_python(environment, container, config)
+    texts: dict[str, Any] = {
+        name: _text(record.get(name))
+        for record, names in (
+            (environment, ("user", "host", "launcher", "command", "git_commit")),
+            (image, ("image", "image_digest", "image_build", "image_base", "container_runtime")),
+            (mlflow, ("run_id", "experiment_id")),
+            (code, ("cwd",)),
+        )
+        for name in names
+    }
     return RunFacts(
+        **texts,
         name=run.name,
         experiment=run.experiment,
         folder=run.path,
-        run_id=_text(mlflow.get("run_id")),
-        experiment_id=_text(mlflow.get("experiment_id")),
         tracking_uri=_text(mlflow.get("uri")),
         state=state,
-        user=_text(environment.get("user")),
-        host=_text(environment.get("host")),
-        launcher=_text(environment.get("launcher")),
         job_id=_text(_read(run.slurm).get("job_id")),
-        command=_text(environment.get("command")),
-        cwd=_text(code.get("cwd")),
         versions=_texts({"python": environment.get("python"), **_mapping(environment.get("versions"))}),
         rank_python=rank_python,
         rank_versions=_rank_versions(run, rank_python),
-        git_commit=_text(environment.get("git_commit")),
         git_dirty=environment.get("git_dirty") is True,
         has_patch=any(path.stat().st_size for path in run.path.glob("code.patch")),
         num_untracked=code["num_untracked"] if isinstance(code.get("num_untracked"), int) else 0,
         live_code=tuple(map(str, code["live"])) if isinstance(code.get("live"), list) else (),
         code_copied=code.get("copied") is True,
-        image=_text(image.get("image")),
-        image_digest=_text(image.get("image_digest")),
-        image_build=_text(image.get("image_build")),
-        image_base=_text(image.get("image_base")),
-        container_runtime=_text(image.get("container_runtime")),
         trainer=" ".join(config.trainer.script or [config.trainer.target]) if stored.values else "",
         stored=stored,
         config_name=origin.config if origin else "",
@@ -527,8 +522,7 @@ class Series:
         self.first_not_finite: int | None = None  #: its step
         self._steps = array("q")
         self._values = array("d")
-        self._last: tuple[int, float] | None = None
-        self._first: tuple[int, float] | None = None
+        self._ends: list[tuple[int, float]] = []  #: the first and the last point
 
     def add(self, step: int, value: float) -> None:
         """Add a point; points may arrive in any order."""
@@ -538,10 +532,8 @@ class Series:
             if self.first_not_finite is None or step < self.first_not_finite:
                 self.first_not_finite = step
             return
-        if self._last is None or step >= self._last[0]:
-            self._last = (step, value)
-        if self._first is None or step < self._first[0]:
-            self._first = (step, value)
+        first, last = self._ends or [(step, value)] * 2
+        self._ends = [(step, value) if step < first[0] else first, (step, value) if step >= last[0] else last]
         self._steps.append(step)
         self._values.append(value)
         if len(self._steps) > MAX_POINTS:
@@ -552,13 +544,12 @@ class Series:
     @property
     def points(self) -> list[tuple[int, float]]:
         """The kept points in the order of their steps; the first, last, lowest and highest ones are among them."""
-        ends = {point for point in (self._first, self._last) if point is not None}
-        return sorted(ends | set(zip(self._steps, self._values, strict=True)))
+        return sorted({*self._ends, *zip(self._steps, self._values, strict=True)})
 
     @property
     def last(self) -> float | None:
         """The value of the highest step; None without a finite value."""
-        return self._last[1] if self._last is not None else None
+        return self._ends[1][1] if self._ends else None
 
     @property
     def lowest(self) -> float | None:
@@ -573,26 +564,12 @@ class Series:
 
 def thinned(points: list[tuple[int, float]], num_bins: int) -> list[tuple[int, float]]:
     """Return the lowest and the highest point of each of `num_bins` ranges of steps; `points` are sorted by step."""
-    return [point for bin_ in _bins(points, num_bins) for point in _extremes(bin_)]
-
-
-def _bins(points: list[tuple[int, float]], num_bins: int) -> Iterator[list[tuple[int, float]]]:
-    """Yield the points of each range of steps that holds any."""
     if not points:
-        return
+        return []
     first, last = points[0][0], points[-1][0]
     width = max(1, -(-(last - first + 1) // num_bins))
-    current: list[tuple[int, float]] = []
-    number = 0
-    for point in points:
-        if (own := (point[0] - first) // width) != number:
-            if current:
-                yield current
-            current, number = [], own
-        current.append(point)
-    yield current
-
-
-def _extremes(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    low, high = min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1])
-    return sorted({low, high})
+    kept = []
+    for _, group in groupby(points, key=lambda point: (point[0] - first) // width):
+        own = list(group)
+        kept += sorted({min(own, key=itemgetter(1)), max(own, key=itemgetter(1))})
+    return kept

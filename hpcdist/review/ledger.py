@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from hpcdist.errors import RunFolderError
 from hpcdist.host.files import LARGEST, read_json, read_json_lines
@@ -161,17 +161,12 @@ def measured_energy(attempt: Attempt, ranks: Iterable[int]) -> dict[str, float]:
 
 def read_phases(attempt: Attempt) -> list[tuple[Phase, float, float]]:
     """Return the recorded phases of rank 0 in order: name of the phase, begin and end, without damaged lines."""
-    found = [phase for record in read_json_lines(attempt.phases) if (phase := _parse_phase(record)) is not None]
+    found = []
+    for record in read_json_lines(attempt.phases):
+        began, ended = record.get("began", -1.0), record.get("ended", -1.0)
+        if record.get("cause") in PHASES and _is_time(began) and _is_time(ended) and began <= ended:
+            found.append((PHASES[record["cause"]], began, ended))
     return sorted(found, key=lambda phase: phase[1])
-
-
-def _parse_phase(found: Mapping[str, Any]) -> tuple[Phase, float, float] | None:
-    if found.get("cause") not in PHASES:
-        return None
-    began, ended = found.get("began", -1.0), found.get("ended", -1.0)
-    if not (_is_time(began) and _is_time(ended) and began <= ended):
-        return None
-    return PHASES[found["cause"]], began, ended
 
 
 def _is_time(value: object) -> bool:
@@ -214,50 +209,41 @@ def allocations_of(run: RunDir, now: float | None = None) -> list[AllocationTime
     attempts = timed_attempts(run, now)
     starts = all_job_starts(run)
     # A supervisor that was killed is restarted in the same start of its job.
-    groups: dict[JobStart | float, list[TimedAttempt]] = {}
+    groups: dict[JobStart | float, list[TimedAttempt]] = {start: [] for start in starts if start.ended is not None}
     for attempt in attempts:
         supervised = attempt.times.supervised
         own = next((start for start in reversed(starts) if start.contains(supervised)), supervised)
         groups.setdefault(own, []).append(attempt)
     is_gpu = any(attempt.times.unit == "GPU" for attempt in attempts)
-    found = [_without_attempts(start, is_gpu) for start in starts if start not in groups and start.ended is not None]
-    for key, group in groups.items():
-        began = group[0].times.supervised
-        own_time = AllocationTimes(began=began, ended=group[-1].ended, attempts=group, nodes=group[0].nodes)
-        found.append(_with_start(own_time, key) if isinstance(key, JobStart) else own_time)
+    found = [_allocation(key, group, is_gpu=is_gpu) for key, group in groups.items()]
     return sorted(found, key=lambda one: one.began)
 
 
-def _with_start(own: AllocationTimes, start: JobStart) -> AllocationTimes:
+def _allocation(key: JobStart | float, group: Sequence[TimedAttempt], *, is_gpu: bool) -> AllocationTimes:
+    """Return the allocation of some attempts, and of a start of a job that ended before its first attempt.
+
+    Args:
+        key: the start of the job, or when the supervisor of a local run began.
+    """
+    last = group[-1].ended if group else 0.0
+    if not isinstance(key, JobStart):
+        return AllocationTimes(began=key, ended=last, attempts=group, nodes=group[0].nodes)
     # Between the recorded end and Slurm's, Slurm ends the job.
-    ended = max(start.began, own.ended if start.ended is None else start.ended)
-    return replace(
-        own,
-        began=start.began,
+    ended = max(key.began, last if key.ended is None else key.ended)
+    allocated = key.gpus if is_gpu else key.cores
+    return AllocationTimes(
+        began=key.began,
         ended=ended,
-        attempts=[_clipped(attempt, start.began, ended) for attempt in own.attempts],
-        queue_s=start.queue_s,
-        energy_j=start.energy_j,
+        attempts=[_clipped(attempt, key.began, ended) for attempt in group],
+        nodes=group[0].nodes if group else {key.nodes: allocated} if allocated else {},
+        queue_s=key.queue_s,
+        energy_j=key.energy_j,
     )
 
 
 def _clipped(timed: TimedAttempt, began: float, ended: float) -> TimedAttempt:
     first = min(max(timed.began, began), ended)
     return replace(timed, began=first, ended=min(max(timed.ended, first), ended))
-
-
-def _without_attempts(start: JobStart, is_gpu: bool) -> AllocationTimes:
-    """Return a start of a job that ended before its first attempt."""
-    assert start.ended is not None
-    allocated = start.gpus if is_gpu else start.cores
-    return AllocationTimes(
-        began=start.began,
-        ended=start.ended,
-        attempts=(),
-        nodes={start.nodes: allocated} if allocated else {},
-        queue_s=start.queue_s,
-        energy_j=start.energy_j,
-    )
 
 
 # The ledger of a run: the cause of every second of every allocated GPU, or CPU core where a run uses no GPU.
@@ -397,38 +383,28 @@ def _intervals(allocation: AllocationTimes) -> Iterator[Interval]:
         yield from _attempt_intervals(timed)
 
 
-def _attempt_intervals(timed: TimedAttempt) -> Iterator[Interval]:
+def _attempt_intervals(timed: TimedAttempt) -> list[Interval]:
     account = read_account(timed.attempt, 0)
     last = timed.began if account is None else min(max(account.until, timed.began), timed.ended)
+    found: list[Interval] = []
+
+    def add(phase: Phase, began: float, ended: float) -> None:
+        if ended > began:
+            first = found.pop().began if found and found[-1].phase == phase else began
+            found.append(Interval(phase=phase, attempt=timed.number, began=first, ended=ended))
+
     at = timed.began
-    has_trained = False
-    phases: list[tuple[Phase, float, float]] = []
+    between: Phase = "start"
     for phase, began, ended in read_phases(timed.attempt):
         began, ended = max(at, min(began, last)), min(ended, last)
-        if ended <= at:
-            continue
-        if began > at:
-            phases.append(("train" if has_trained else "start", at, began))
-        phases.append((phase, began, ended))
-        has_trained = has_trained or phase != "start"
-        at = ended
-    if last > at:
-        phases.append(("train" if has_trained else "start", at, last))
-    if timed.ended > last:
-        is_down = not timed.is_live and not (account is not None and account.closed)
-        phases.append(("start" if account is None else "down" if is_down else "train", last, timed.ended))
-    for phase, began, ended in _joined(phases):
-        yield Interval(phase=phase, attempt=timed.number, began=began, ended=ended)
-
-
-def _joined(phases: list[tuple[Phase, float, float]]) -> list[tuple[Phase, float, float]]:
-    """Join neighbouring phases of the same name."""
-    found: list[tuple[Phase, float, float]] = []
-    for phase, began, ended in phases:
-        if found and found[-1][0] == phase:
-            found[-1] = phase, found[-1][1], ended
-        else:
-            found.append((phase, began, ended))
+        if ended > at:
+            add(between, at, began)
+            add(phase, began, ended)
+            between = between if phase == "start" else "train"
+            at = ended
+    add(between, at, last)
+    is_down = not timed.is_live and not (account is not None and account.closed)
+    add("start" if account is None else "down" if is_down else "train", last, timed.ended)
     return found
 
 

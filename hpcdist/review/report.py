@@ -77,15 +77,6 @@ class Fault:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Straggler:
-    """A report on a slow node or rank."""
-
-    attempt: int
-    event: str
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Patch:
     """The uncommitted changes of a run's code, as `code.patch` holds them."""
 
@@ -183,13 +174,9 @@ def _memory_before(run: RunDir, attempt: Attempt, host: str) -> int | None:
     return next((int(match[1]) for _, line in reversed(lines) if (match := pattern.search(line))), None)
 
 
-def read_stragglers(run: RunDir) -> list[Straggler]:
-    """Return the reports on slow nodes and ranks of all attempts, the oldest first."""
-    found = [
-        Straggler(attempt=attempt.number, event=event["event"], text=event["text"])
-        for attempt in run.attempts()
-        for event in attempt.straggler_events()
-    ]
+def read_stragglers(run: RunDir) -> list[dict[str, Any]]:
+    """Return the straggler events of all attempts with the number of their attempt, the oldest first."""
+    found = [{**event, "attempt": attempt.number} for attempt in run.attempts() for event in attempt.straggler_events()]
     return found[-MAX_ROWS:]
 
 

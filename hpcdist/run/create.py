@@ -135,7 +135,8 @@ def create_run(
     """
     run = RunDir.create(config.folder)
     try:
-        write_config(run, config)
+        records.keep(run, secrets_of(config))
+        write_atomic(run.config, run_yaml(config), durable=True)
         if origin is not None:
             write_origin(run, origin)
         code = snapshot.take(config, run, cwd) if restore is None else restore(run)
@@ -147,9 +148,3 @@ def create_run(
             retry.retry(lambda: shutil.rmtree(run.path), run.path)
         raise
     return run
-
-
-def write_config(run: RunDir, config: Config) -> None:
-    """Write a run's config without its secrets, and the secrets to `secrets.json`."""
-    records.keep(run, secrets_of(config))
-    write_atomic(run.config, run_yaml(config), durable=True)

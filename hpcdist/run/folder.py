@@ -2,7 +2,8 @@
 folder of runs above; and the identity that shows a replaced folder.
 
     runs/<experiment>/<run>/
-        config.yaml  secrets.json  environment.json  code/  code.patch  state.json  lease  mlflow.json
+        config.yaml  environment.json  code/  code.patch  state.json  lease  mlflow.json
+        secrets.json                             values that config.yaml shows as `***`, until the run has finished
         identity                                 random bytes, by which a replaced folder is noticed
         slurm.json  job.json                     the Slurm job, and its starts
         cell.json                                sweep and values, if the run is a cell of a sweep
@@ -10,7 +11,7 @@ folder of runs above; and the identity that shows a replaced folder.
         supervisor.log  shipper.log              output of a supervisor in the background, and of the shipper
         notifier.log                             failed deliveries of notifications, output of `notify.command`
         rerun.json                               the run that this run repeats, and the result of the comparison
-        container.json                           runtime, image and digest of the ranks' containers
+        container.json                           runtime, image, digest and versions of the ranks' containers
         rank_environment.json                    archive and versions of the ranks' environment (cluster.environment)
         journal/attempt-001.rank-00000.jsonl     metrics, one record per line
         journal/attempt-001.rank-00000.events.jsonl   parameters, tags and models that the code of a rank has logged
@@ -26,8 +27,10 @@ folder of runs above; and the identity that shows a replaced folder.
         attempts/rank-parent.log                 output of the process that forks the ranks, see rank/parent.py
         attempts/rank-parent-NODE.log            the same on a node of a Slurm job; rank-parent.log is that of srun
         attempts/001/                            one per start of the ranks
-            key                                  secret of the attempt; readable by the owner alone
-            rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
+            key                                  32 random bytes, which authenticate the processes of the attempt
+            rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json
+            request.json                         the request to stop or cancel the attempt
+            failure.json                         the first failure
             command-001.json  command-001.rank-00000.json   a command to save or profile, and the answer of a rank
             config.yaml                          config of this attempt and those before, if a resume has changed it
             times.json                           begin and end with its cause, resources of the ranks
@@ -36,7 +39,8 @@ folder of runs above; and the identity that shows a replaced folder.
             preflight.json  preflight.txt        preflight report; in the first attempt of each start of a Slurm job
             srun.log                             output of srun
             network.json                         result of the collective check
-            stacks.txt  rank-00000.stacks.txt  rank-00000.flight.json      stack traces and collectives of a hang
+            stacks.txt  rank-00000.stacks.txt  rank-00000.flight.json      stack traces and collectives of a hang;
+                                                 the first line of stacks.txt is one sentence
             silence.txt                          stack traces of a run that makes no progress, but was not ended
             stragglers.jsonl                     straggler events
 
@@ -107,32 +111,49 @@ class Attempt:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.number = int(path.name)
-        #: Secret of this attempt, 32 random bytes, that authenticates its processes (`rank/rendezvous_store.py`).
         self.key = path / "key"
-        #: The run's config until a resume changed it after this attempt (`run/records.py`).
         self.config = path / "config.yaml"
-        #: The request to stop or cancel this attempt, see `StopRequest`.
         self.request = path / "request.json"
-        #: The first failure of this attempt (`supervisor/restart_policy.py`).
         self.failure = path / "failure.json"
-        #: Result of the preflight check on the nodes of a Slurm job (`slurm/job/preflight_step.py`).
         self.preflight = path / "preflight.json"
-        #: Begin and end of this attempt, and the resources of its ranks (`run/records.py`).
         self.times = path / "times.json"
-        #: Phases of rank 0 with begin and end, one JSON line each (`rank/telemetry.py`).
         self.phases = path / "phases.jsonl"
-        #: Result of the collective check before training (`rank/collective_check.py`).
         self.network = path / "network.json"
-        #: Straggler events, one JSON line each (`supervisor/stragglers.py`).
         self.stragglers = path / "stragglers.jsonl"
-        #: Summary of the stack traces of a hang; the first line is one sentence.
         self.stacks_summary = path / "stacks.txt"
-        #: The same of a run that made no progress but was not ended.
         self.silence = path / "silence.txt"
 
     def log(self, rank: int) -> Path:
         """Return the file with a rank's output."""
         return self.path / f"rank-{rank:05d}.log"
+
+    def beat(self, rank: int) -> Path:
+        """Return the file with a rank's newest heartbeat."""
+        return self.path / f"rank-{rank:05d}.beat.json"
+
+    def outcome(self, rank: int) -> Path:
+        """Return the file with a rank's result."""
+        return self.path / f"rank-{rank:05d}.outcome.json"
+
+    def stacks(self, rank: int) -> Path:
+        """Return the file with the stack traces of all threads of a hung rank, and the state of its process."""
+        return self.path / f"rank-{rank:05d}.stacks.txt"
+
+    def flight(self, rank: int) -> Path:
+        """Return the file with the last collectives of a rank (`rank/telemetry.py`), which is written on request."""
+        return self.path / f"rank-{rank:05d}.flight.json"
+
+    def node_stacks(self, node: str) -> Path:
+        """Return the file with snapshots of the ranks on one node, for the supervisor (`supervisor/hang`)."""
+        return self.path / f"node-{node}.stacks.json"
+
+    def command(self, number: int) -> Path:
+        """Return the file with a command to the ranks that does not end the attempt (`run/commands.py`)."""
+        return self.path / f"command-{number:03d}.json"
+
+    def command_result(self, number: int, rank: int) -> Path:
+        """Return the file with the answer of a rank to a command."""
+        return self.path / f"command-{number:03d}.rank-{rank:05d}.json"
 
     def read_key(self) -> bytes:
         """Return the content of `key`. Raises RunFolderError if it cannot be read or has another length."""
@@ -150,38 +171,10 @@ class Attempt:
         with open(os.open(self.key, flags, 0o600), "wb") as file:
             file.write(key)
 
-    def beat(self, rank: int) -> Path:
-        """Return the file with a rank's newest heartbeat."""
-        return self.path / f"rank-{rank:05d}.beat.json"
-
     def read_beat(self, rank: int) -> dict[str, Any] | None:
         """Return the last heartbeat of a rank; None before the first one, or if it is damaged or half written."""
         found = read_json(self.beat(rank)) if self.beat(rank).is_file() else None
         return found if found is not None and _is_beat(found) else None
-
-    def outcome(self, rank: int) -> Path:
-        """Return the file with a rank's result."""
-        return self.path / f"rank-{rank:05d}.outcome.json"
-
-    def stacks(self, rank: int) -> Path:
-        """Stack traces of all threads of a hung rank, and the state of its process."""
-        return self.path / f"rank-{rank:05d}.stacks.txt"
-
-    def flight(self, rank: int) -> Path:
-        """The last collectives of a rank (`rank/telemetry.py`), written on request."""
-        return self.path / f"rank-{rank:05d}.flight.json"
-
-    def command(self, number: int) -> Path:
-        """A command to the ranks that does not end the attempt (`run/commands.py`)."""
-        return self.path / f"command-{number:03d}.json"
-
-    def command_result(self, number: int, rank: int) -> Path:
-        """The answer of a rank to a command."""
-        return self.path / f"command-{number:03d}.rank-{rank:05d}.json"
-
-    def node_stacks(self, node: str) -> Path:
-        """Snapshots of the ranks on one node, for the supervisor (`supervisor/hang`)."""
-        return self.path / f"node-{node}.stacks.json"
 
     def straggler_events(self) -> list[dict[str, Any]]:
         """Return all straggler events in order, without damaged lines."""
@@ -396,10 +389,8 @@ class RunDir:
         self.name = path.name
         self.experiment = path.parent.name
         self.config = path / "config.yaml"
-        #: Values that `config.yaml` shows as `***`; removed when the run is finished or cancelled.
         self.secrets = path / "secrets.json"
         self.environment = path / "environment.json"
-        #: Runtime, image, digest and versions of the ranks' containers; only for runs in containers.
         self.container = path / "container.json"
         self.rank_environment = path / "rank_environment.json"
         self.slurm = path / "slurm.json"
@@ -409,11 +400,8 @@ class RunDir:
         self.journal = path / "journal"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
-        #: Models that the code of a rank has logged with MLflow, by id; exists once there is one.
         self.logged_models = path / "logged_models"
-        #: The page that `review/report.py` writes.
         self.report = path / "report.html"
-        #: Files of the trainer for the user; exists once the trainer has written one.
         self.artifacts = path / "artifacts"
 
     def snapshot_of(self, path: Path) -> Path | None:

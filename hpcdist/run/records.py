@@ -81,11 +81,7 @@ class AttemptTimes:
 
 def read_times(attempt: Attempt) -> AttemptTimes | None:
     """Return the times of an attempt; None if the file is damaged or not written yet."""
-    try:
-        found = read_json(attempt.times)
-        return None if found is None else host_files.fill(AttemptTimes, found, attempt.times)
-    except (RunFolderError, OSError):
-        return None
+    return read_if_valid(AttemptTimes, attempt.times)
 
 
 def began_of(run: RunDir) -> float:

@@ -468,14 +468,11 @@ def find_code(recorded: CodeState, patch: bytes, folder: RunDir | None, places: 
     """
     if not recorded.copied:
         return CodeSource(recorded=recorded, patch=patch, text="the installed hpcdist, which contains the trainer")
+    kind = "likely secrets, which the run's record left out"
+    left_out = _missing(kind, recorded.left_out, len(recorded.left_out))
     if folder is not None and folder.code.is_dir():
-        return CodeSource(
-            recorded=recorded,
-            patch=patch,
-            copy=folder.code,
-            text=f"copied from {folder.code}",
-            missing=_left_out(recorded),
-        )
+        text = f"copied from {folder.code}"
+        return CodeSource(recorded=recorded, patch=patch, copy=folder.code, text=text, missing=left_out)
     advice = "`--with-current-code` runs the code of the current folder instead"
     if recorded.git_commit is None:
         raise UserMistake(
@@ -489,7 +486,10 @@ def find_code(recorded: CodeState, patch: bytes, folder: RunDir | None, places: 
                 patch=patch,
                 repository=root,
                 text=f"commit {recorded.git_commit[:SHORT]} of {root}{changes}",
-                missing=(*_untracked(recorded), *_left_out(recorded)),
+                missing=(
+                    *_missing("files that were not in git", recorded.untracked, recorded.num_untracked),
+                    *left_out,
+                ),
             )
     looked = ", ".join(dict.fromkeys(map(str, places)))
     raise UserMistake(
@@ -498,21 +498,10 @@ def find_code(recorded: CodeState, patch: bytes, folder: RunDir | None, places: 
     )
 
 
-def _left_out(recorded: CodeState) -> tuple[str, ...]:
-    if not recorded.left_out:
-        return ()
-    return (f"likely secrets, which the run's record left out: {_listed(recorded.left_out, len(recorded.left_out))}",)
-
-
-def _untracked(recorded: CodeState) -> tuple[str, ...]:
-    if not recorded.num_untracked:
-        return ()
-    return (f"files that were not in git: {_listed(recorded.untracked, recorded.num_untracked)}",)
-
-
-def _listed(names: Sequence[str], number: int) -> str:
-    more = number - min(number, _SHOWN)
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more else "")
+def _missing(kind: str, names: Sequence[str], number: int) -> tuple[str, ...]:
+    """Return a sentence with the first names of some missing files; nothing without any."""
+    more = f" and {number - _SHOWN} more" if number > _SHOWN else ""
+    return (f"{kind}: {', '.join(names[:_SHOWN])}{more}",) if number else ()
 
 
 def _check_out(source: CodeSource, repository: Path, run: RunDir, config: Config) -> None:

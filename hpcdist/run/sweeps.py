@@ -314,16 +314,17 @@ class SweepDir(RunDir):
         """Return all cells, also those without a folder yet."""
         return [RunDir(self.path.parent / cell["name"]) for cell in self.read()["cells"]]
 
-    def checkpoint_config(self) -> CheckpointConfig:
-        """Return the section of the first cell whose config can be read, else the defaults."""
-        for cell in self.cells():
-            with suppress(ConfigError, RunFolderError):
-                return read_stored(cell.config).config.checkpoint
-        return CheckpointConfig()
-
     def read_state(self) -> State:
         """Return the sweep's state, see `status.sweep_state`."""
         return sweep_state(self.cells(), active=holder(self) is not None, created=float(self.read()["created"]))
+
+
+def checkpoint_config(cells: Iterable[RunDir]) -> CheckpointConfig:
+    """Return the section `checkpoint` of the first cell whose config can be read, else the defaults."""
+    for cell in cells:
+        with suppress(ConfigError, RunFolderError):
+            return read_stored(cell.config).config.checkpoint
+    return CheckpointConfig()
 
 
 def sweep_of(run: RunDir) -> SweepDir | None:

@@ -57,6 +57,21 @@ def make(tmp_path: Path) -> Make:
 
 
 @pytest.fixture
+def make_bare(runs_dir: Path) -> Make:
+    """Create a run folder with a state and an empty config."""
+
+    def make(name: str = "first", **state: Any) -> RunDir:
+        run = RunDir.create(runs_dir / "exp" / name)
+        run.config.touch()
+        for _ in range(state.get("attempt", 0)):
+            run.new_attempt()
+        run.write_state(replace(run.read_state(), **state))
+        return run
+
+    return make
+
+
+@pytest.fixture
 def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Replace `supervise_locally`, which starts no ranks: it records its arguments and returns the state in `ends`."""
     seen: dict[str, Any] = {"ends": State(status="finished", reason="all epochs are done")}

@@ -36,39 +36,14 @@ from hpcdist.host.files import read_json, write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import sync_runs
 
-COMMANDS = (
-    "run",
-    "resume",
-    "runs",
-    "status",
-    "logs",
-    "follow",
-    "stop",
-    "cancel",
-    "explain",
-    "doctor",
-    "config",
-    "sync",
-    "ui",
-)
-
 
 @pytest.mark.processes
 def test_help_lists_public_commands_only(hpcdist: Cli) -> None:
     result = hpcdist("--help")
     assert (result.code, result.err) == (0, "")
-    assert [command for command in COMMANDS if f" {command} " not in result.out] == []
-    assert "worker" not in result.out
-    assert "supervise" not in result.out
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_every_command_has_an_example(hpcdist: Cli, command: str) -> None:
-    result = hpcdist(command, "--help")
-    assert result.code == 0
-    assert "Example" in result.out
-    assert f"hpcdist {command}" in result.out.partition("Example")[2]
+    shown = {command for command in OPTION_COMMANDS if " " not in command}
+    assert {command for command in shown if f" {command} " not in result.out} == set()
+    assert not {"worker", "supervise"} & set(result.out.split())
 
 
 @pytest.mark.processes
@@ -174,6 +149,7 @@ def test_several_config_mistakes_are_listed(hpcdist: Cli) -> None:
         (["run"], "Missing argument 'CONFIG'"),
         (["run", "ddp_digits", "--dryrun"], "No such option"),
         (["logs", "first", "--rank", "x"], "Invalid value for '--rank'"),
+        (["bench", "comm", "--nonsense"], "(see `hpcdist bench comm --help`)"),
     ],
 )
 def test_usage_error_has_no_traceback(hpcdist: Cli, arguments: list[str], message: str) -> None:
@@ -181,21 +157,6 @@ def test_usage_error_has_no_traceback(hpcdist: Cli, arguments: list[str], messag
     assert result.code == 2
     assert message in result.err
     assert "Traceback" not in result.err
-
-
-@pytest.mark.processes
-def test_process_exits_with_one_line_and_code_2(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hpcdist", "run", "ddp_digits", "optim.lr=-1"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.endswith("hpcdist: command line: optim.lr must be > 0, got -1.0\n")
-    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.processes
@@ -451,7 +412,7 @@ def test_commands_on_runs_and_on_configs_share_their_options() -> None:
 def test_every_command_has_a_short_help_option(hpcdist: Cli, name: str) -> None:
     code, out, err = hpcdist(*name.split(), "-h")
     assert (code, err) == (0, "")
-    assert "Example" in out
+    assert f"hpcdist {name}" in out.partition("Example")[2]
     assert hpcdist(*name.split(), "--help")[1] == out
 
 
@@ -469,13 +430,6 @@ def test_options_of_config_commands_are_overrides(hpcdist: Cli, tmp_path: Path) 
     assert shown["tracking"]["uri"] == uri
     assert os.environ["HPCDIST_TRACKING_URI"] == uri, "takes precedence over the environment of the caller"
     assert with_options(["seed=1"]) == ["seed=1"]
-
-
-@pytest.mark.processes
-def test_run_uses_the_runs_dir_option(hpcdist: Cli, tmp_path: Path) -> None:
-    code, out, _ = hpcdist("run", "ddp_digits", "name=first", "--runs-dir", "elsewhere", "--dry-run")
-    assert code == 0
-    assert f"{tmp_path}/elsewhere/digits/first" in out
 
 
 def test_empty_list_of_runs_as_json(hpcdist: Cli) -> None:
@@ -498,13 +452,6 @@ def test_config_key_that_is_written_as_an_option_is_explained(hpcdist: Cli, word
     code, out, err = hpcdist(*words.split())
     assert (code, out) == (2, "")
     assert f": config keys are written key=value: {override} (see `hpcdist {words.split()[0]} --help`)\n" in err
-
-
-def test_usage_error_names_the_help_of_its_command(hpcdist: Cli) -> None:
-    code, out, err = hpcdist("bench", "comm", "--nonsense")
-    assert (code, out) == (2, "")
-    assert err.startswith("hpcdist: No such option: --nonsense")
-    assert err.endswith("(see `hpcdist bench comm --help`)\n")
 
 
 # --- Text of others on a terminal: logs, names and messages must not control it. One function prints, and it cleans.
@@ -594,19 +541,13 @@ def planted(make: Make, tmp_path: Path) -> RunDir:
     write_json(folder / "failure.json", failure | {"traceback": [f"trace {EVIL}\n"], "log": f"log {EVIL}"})
     text = f"rank 0 is slow {EVIL}"
     with (folder / "stragglers.jsonl").open("w") as file:
-        file.write(f'{{"role": "", "name": "n", "event": "slow", "text": {ascii_json(text)}}}\n')
+        file.write(f'{{"role": "", "name": "n", "event": "slow", "text": {json.dumps(text)}}}\n')
     facts = read_json(run.environment) or {}
     write_json(run.environment, {**facts, "python": EVIL, "image": EVIL, "image_digest": EVIL, "gpu": EVIL})
     write_json(run.path / "dataset.json", {"name": EVIL})
     (run.checkpoints / f"step-{EVIL}").mkdir(parents=True)
     (run.path.parent / f"named{EVIL.replace('/', '')}").mkdir()
     return run
-
-
-def ascii_json(text: str) -> str:
-    import json
-
-    return json.dumps(text)
 
 
 TERMINAL_COMMANDS = {

@@ -59,16 +59,6 @@ def slower(results: Results, factor: float) -> Results:
     return replace(results, rows=rows)
 
 
-def test_help_lists_the_commands(bench: Cli) -> None:
-    for arguments, expected in (
-        ((), ("comm", "show")),
-        (("comm",), ("--submit", "--cluster", "--compare", "--dry-run")),
-    ):
-        result = bench(*arguments, "--help")
-        assert result.code == 0
-        assert all(word in result.out for word in expected)
-
-
 def test_show_prints_the_report(bench: Cli, make_benchmark: Make) -> None:
     make_benchmark("first", sample())
     result = bench("show", "fir")

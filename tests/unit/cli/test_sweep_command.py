@@ -34,6 +34,9 @@ from hpcdist.tracking import recorded_run, sync_runs
 from hpcdist.tracking.journal import JournalWriter
 from hpcdist.tracking.recorded_run import RecordedRun
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def cells(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[RunDir], State]]:
@@ -165,9 +168,6 @@ def test_submitted_sweep_is_a_job_array(hpcdist: Cli) -> None:
     result = hpcdist("submit", *SWEEP[1:4], "seed=1", "--cluster", "devcluster", "--dry-run")
     assert "--array" not in result.out, "a single cell is an ordinary job"
 
-
-#: All tests of this file may start processes.
-pytestmark = pytest.mark.processes
 
 # --- `hpcdist rerun` with a supervisor that starts no ranks: it logs values instead.
 
@@ -396,10 +396,10 @@ def test_what_mlflow_would_execute_is_shown_and_needs_consent(
         assert hpcdist("rerun", "1a" * 16).code == code
 
 
-@pytest.mark.parametrize(("tag", "message"), [(10**12, "launch.num_ranks must be <= 1024, got 1000000000000")])
 def test_the_number_of_ranks_of_mlflow_is_bounded(
-    hpcdist: Cli, from_mlflow: Path, monkeypatch: pytest.MonkeyPatch, tag: int, message: str
+    hpcdist: Cli, from_mlflow: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = recorded_run.find_recorded("", Path(), {}, Path())
-    monkeypatch.setattr(recorded_run, "find_recorded", lambda *_: replace(found, world_size=tag))
+    monkeypatch.setattr(recorded_run, "find_recorded", lambda *_: replace(found, world_size=10**12))
+    message = "launch.num_ranks must be <= 1024, got 1000000000000"
     assert message in one_line(hpcdist("rerun", "1a" * 16, "--yes"))

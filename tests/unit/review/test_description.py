@@ -317,8 +317,8 @@ def test_text_of_users_has_no_meaning_in_markdown() -> None:
 
 
 def test_duration_has_the_two_largest_units() -> None:
-    assert [duration(seconds) for seconds in (0.4, 59.6, 3600, 7260, 180_000)] == [
-        "0 s", "1 min", "1 h", "2 h 1 min", "2 d 2 h"
+    assert [duration(seconds) for seconds in (0.001, 0.42, 59.6, 3600, 7260, 180_000)] == [
+        "0 s", "0.42 s", "1 min", "1 h", "2 h 1 min", "2 d 2 h"
     ]  # fmt: skip
 
 

@@ -41,18 +41,32 @@ from hpcdist.slurm.output import JobInfo
 Make = Callable[..., Sweep]
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Make:
-    """Return a function that makes a sweep from `--sweep` arguments and overrides."""
+def maker(tmp_path: Path, keys: str) -> Make:
+    """Return a function that makes a sweep of a config from `--sweep` arguments and overrides."""
     path = tmp_path / "run.yaml"
-    path.write_text(f"{{experiment: exp, runs_dir: {tmp_path}/runs, params: {{a: 1}}}}\n")
+    path.write_text(f"{{experiment: exp, runs_dir: {tmp_path}/runs, {keys}}}\n")
 
-    def make(axes: Sequence[str], *overrides: str) -> Sweep:
-        return make_sweep(
-            parse_axes(axes, overrides), lambda more: load_config(path, [*overrides, *more]), lambda config: "ddp"
-        )
+    def make(axes: Sequence[str] = ("seed=1,2",), *overrides: str) -> Sweep:
+        parsed = parse_axes(axes, overrides)
+        return make_sweep(parsed, lambda more: load_config(path, [*overrides, *more]), label_of)
 
     return make
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    return maker(tmp_path, "params: {a: 1}")
+
+
+@pytest.fixture
+def make_named(tmp_path: Path) -> Make:
+    return maker(tmp_path, "name: tune")
+
+
+@pytest.fixture
+def make_matched(tmp_path: Path) -> Make:
+    make = maker(tmp_path, "name: tune, trainer: 'mine:train'")
+    return lambda *words: match(make(*words))
 
 
 def problems_of(call: Callable[[], object]) -> list[str]:
@@ -229,19 +243,6 @@ def project(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def make_matched(tmp_path: Path) -> Make:
-    path = tmp_path / "run.yaml"
-    path.write_text(f"{{experiment: exp, name: tune, runs_dir: {tmp_path}/runs, trainer: 'mine:train'}}\n")
-
-    def make_matched(axes: Sequence[str] = ("seed=1,2",), *overrides: str) -> Sweep:
-        return match(
-            make_sweep(parse_axes(axes, overrides), lambda more: load_config(path, [*overrides, *more]), label_of)
-        )
-
-    return make_matched
-
-
 def start(sweep: Sweep, cwd: Path, launcher: str = "local") -> list[Choice]:
     """Prepare the cells that must run."""
     chosen = [choice for choice in choose(sweep) if choice.runs]
@@ -395,19 +396,6 @@ def test_sweep_is_held_by_one_process(make_matched: Make, project: Path) -> None
 SEEDS = ["seed=1,2,3"]
 
 
-@pytest.fixture
-def make_named(tmp_path: Path) -> Make:
-    path = tmp_path / "run.yaml"
-    path.write_text(f"{{experiment: exp, name: tune, runs_dir: {tmp_path}/runs}}\n")
-
-    def make_named(axes: Sequence[str], *overrides: str) -> Sweep:
-        return make_sweep(
-            parse_axes(axes, overrides), lambda more: load_config(path, [*overrides, *more]), lambda config: "ddp"
-        )
-
-    return make_named
-
-
 def make_cells(sweep: Sweep, *statuses: Status) -> tuple[SweepDir, list[RunDir]]:
     folder = write_sweep(sweep)
     runs = []
@@ -457,15 +445,6 @@ def test_existing_run_with_the_name_is_an_error(make_named: Make) -> None:
     RunDir.create(sweep.folder)
     with pytest.raises(RunFolderError, match=r"/exp/tune is a run, not a sweep: choose another `name`$"):
         match(sweep)
-
-
-def test_damaged_sweep_file_is_an_error(make_named: Make) -> None:
-    folder = write_sweep(make_named(SEEDS))
-    folder.file.write_text("{")
-    with pytest.raises(
-        RunFolderError, match=r"sweep\.json is damaged \(it holds no JSON object\): restore it, or remove the folder"
-    ):
-        folder.read()
 
 
 # --- folders
