@@ -308,7 +308,7 @@ def test_sync_uploads_runs_that_have_no_shipper(
     assert result.code == 2
     assert result.out.splitlines()[0] == "first: 3 points and 0 artifacts uploaded"
     assert result.out.splitlines()[1].startswith(f"third: its supervisor runs (process {os.getpid()} on ")
-    assert result.out.splitlines()[2:] == ["3 runs: 1 uploaded, 1 failed, 1 running"]
+    assert result.out.splitlines()[2:] == ["3 runs: 1 uploaded, 1 failed, 1 busy"]
     assert result.err == (
         "second: the password of http://ada:***@mlflow is not kept in the run folder:"
         " set HPCDIST_TRACKING_URI to the whole URI\n"
