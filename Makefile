@@ -76,7 +76,7 @@ recording: install ## record the README's terminal session on a dev cluster; nee
 	$(BIN)/python scripts/record_terminal.py docs/images/recording.svg
 
 screenshots: install ## take the README's pictures of MLflow; needs Chromium
-	HPCDIST_DOCS_IMAGES=docs/images HPCDIST_REQUIRE_BROWSER=1 $(BIN)/python -m pytest tests/browser -k 'model_metrics or parent_run_of_a_sweep or overview_compares'
+	HPCDIST_DOCS_IMAGES=docs/images HPCDIST_REQUIRE_BROWSER=1 $(BIN)/python -m pytest tests/browser -k 'model_metrics or parent_run_of_a_sweep or overview_compares or rank_was_killed' -m ''
 
 lock: install ## pin the images' packages anew, with hashes; UPGRADE=--upgrade takes the newest
 	UV=$(BIN)/uv bash docker/lock.sh $(UPGRADE)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
-from mlflow_site import Site, request_status
+from hpcdist_runs import finish, rank_of, wait_for
+from mlflow_site import Site, config, request_status
 from playwright.sync_api import Locator, Page, expect
 
 import hpcdist
@@ -187,6 +190,21 @@ def test_report_opens_in_the_artifact_viewer(page: Page, site: Site, screenshots
         page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
         expect(report.locator("body")).to_have_css("background-color", colour)
         page.screenshot(path=screenshots / f"report-{scheme}.png")
+
+
+@pytest.mark.slow
+def test_report_shows_that_a_rank_was_killed(page: Page, site: Site, docs_image: Callable[[Page, str], None]) -> None:
+    runs, attempt = site.runs, site.runs.attempt("killed")
+    process = runs.start("run", *config("killed", "stop.max_epochs=30", "checkpoint.every_steps=20"))
+    wait_for(lambda: (attempt.read_beat(1) or {"step": 0})["step"] > 200, "200 steps")
+    (victim,) = (one.pid for one in psutil.Process(process.pid).children(recursive=True) if rank_of(one) == 1)
+    os.kill(victim, signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 0, output
+    page.goto((runs.run_dir("killed").path / "report.html").as_uri())
+    expect(page.get_by_role("cell", name="rank 1 on", exact=False).first).to_contain_text("killed by SIGKILL")
+    expect(page.get_by_text("trained 690 steps, 30 epochs").first).to_be_visible()
+    docs_image(page, "report")
 
 
 @pytest.mark.slow
