@@ -176,7 +176,7 @@ class ZmqTransport:
         self._folders: list[int] = []
         self._paths: list[str] = []
         self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.setsockopt(zmq.RCVHWM, 0)
+        self._inbox.rcvhwm = 0
         self._inbox.linger = 0
         addresses = json.dumps(self._listen())
         endpoint.store.set(f"address/{self._rank}", addresses)
@@ -217,7 +217,7 @@ class ZmqTransport:
 
     def _connect(self, rank: int, addresses: dict[str, Any]) -> None:
         sock = self._context.socket(zmq.PUSH)
-        sock.setsockopt(zmq.SNDHWM, 0)
+        sock.sndhwm = 0
         sock.linger = 2000
         monitor = sock.get_monitor_socket(_EVENTS)
         monitor.linger = 0
@@ -229,14 +229,9 @@ class ZmqTransport:
             sock.connect(self._unix(addresses["folder"] or str(self._endpoint.ctx.attempt.path), addresses["name"]))
         else:
             self._keys.be_client(sock)
-            for option, value in (
-                (zmq.TCP_KEEPALIVE, 1),
-                (zmq.TCP_KEEPALIVE_IDLE, _SILENCE_S // 4),
-                (zmq.TCP_KEEPALIVE_INTVL, _SILENCE_S // 4),
-                (zmq.TCP_KEEPALIVE_CNT, 3),
-                (zmq.TCP_MAXRT, 1000 * _SILENCE_S),
-            ):
-                sock.setsockopt(option, value)
+            sock.tcp_keepalive, sock.tcp_keepalive_cnt = 1, 3
+            sock.tcp_keepalive_idle = sock.tcp_keepalive_intvl = _SILENCE_S // 4
+            sock.tcp_maxrt = 1000 * _SILENCE_S
             sock.connect(addresses["tcp"])
 
     def _unix(self, folder: str, name: str) -> str:

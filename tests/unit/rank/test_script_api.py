@@ -20,8 +20,8 @@ from hpcdist.config.topology import Roles
 from hpcdist.errors import TrainerError, UserMistake
 from hpcdist.rank import script_api
 from hpcdist.rank.processes import STOP_SIGNALS
-from hpcdist.rank.script import script_environment
 from hpcdist.rank.script_api import RunningScript, entered_script
+from hpcdist.rank.worker import script_environment
 from hpcdist.run.commands import CommandResult, LiveCommand, read_result, send_command
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
@@ -260,9 +260,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from hpcdist.run.folder import RunDir
-from hpcdist.rank import script
-script.script_environment = lambda topology, run, roles: {}
-script.run_script(sys.argv[1:], RunDir(Path(sys.argv[1]).parent), None, None)
+from hpcdist.rank import worker
+worker.script_environment = lambda topology, run, roles: {}
+worker.run_script(sys.argv[1:], RunDir(Path(sys.argv[1]).parent), None, None)
 """
 
 
