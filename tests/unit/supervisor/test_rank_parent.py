@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from forked_scene import HELD, REPORT, SOON_S, TORCH, Scene, wait_for_fork
+from hpcdist_runs import wait_for
 from supervisor_scene import NamedPipe
 
 from hpcdist.errors import HpcdistError
@@ -202,6 +203,8 @@ def test_ranks_and_parent_end_with_a_killed_supervisor(
         assert [pipe.line() for _ in range(2)] == ["up"] * 2
         (parent,) = [child for child in psutil.Process(supervisor.pid).children() if PARENT_MODULE in child.cmdline()]
         if stopped:
+            # Until it waits for the next request, it may hold the guard's pipe of the last rank.
+            wait_for(lambda: parent.status() == psutil.STATUS_SLEEPING, "the parent to wait for a request")
             parent.suspend()
         supervisor.kill()
     assert pipe.is_released(SOON_S)
