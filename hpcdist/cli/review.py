@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from hpcdist.run.folder import RunDir
 
 
-# Commands for the review of runs: `hpcdist ui`, `hpcdist report` and `hpcdist sync`.
-
 app = typer.Typer()
 
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from hpcdist.run.sweeps import SweepDir
 
 
-# Commands on existing runs: list, show, follow, stop.
-
 app = typer.Typer()
 
 

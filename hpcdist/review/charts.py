@@ -268,7 +268,8 @@ def timeline(ledger: Ledger) -> Markup:
         return Markup()
     began = min(interval.began for interval in ledger.intervals)
     ended = max(interval.ended for interval in ledger.intervals)
-    unit, scale = _time_unit(ended - began)
+    seconds = ended - began
+    unit, scale = ("hours", 3600.0) if seconds > 7200 else ("minutes", 60.0) if seconds > 180 else ("seconds", 1.0)
     numbers = sorted({interval.attempt for interval in ledger.intervals})[-MAX_ATTEMPTS:]
     rows = {}
     for attempt in numbers:
@@ -280,7 +281,7 @@ def timeline(ledger: Ledger) -> Markup:
                 PHASE_COLOURS[interval.phase],
                 f"{interval.phase}: {duration(interval.ended - interval.began)}",
             )
-            for interval in joined(own, (ended - began) / MAX_INTERVALS)
+            for interval in joined(own, seconds / MAX_INTERVALS)
         ]
     return bar_rows(rows, x_label=f"{unit} since the beginning") + legend(PHASE_COLOURS)
 
@@ -298,10 +299,6 @@ def joined(intervals: Sequence[Interval], gap_s: float) -> list[Interval]:
     # Long phases first, so that short ones are drawn over them.
     flat = [interval for own in found.values() for interval in own]
     return sorted(flat, key=lambda interval: interval.began - interval.ended)
-
-
-def _time_unit(seconds: float) -> tuple[str, float]:
-    return ("hours", 3600.0) if seconds > 7200 else ("minutes", 60.0) if seconds > 180 else ("seconds", 1.0)
 
 
 def ledger_bar(ledger: Ledger) -> Markup:
@@ -410,12 +407,6 @@ def _is_node_time(key: str) -> bool:
     return key.startswith("time/") and key.endswith(_STEP_TIME) and key.count("/") == 2
 
 
-def attempt_marks(series: Mapping[str, Series]) -> dict[float, str]:
-    """Return the first step of each attempt after the first one, with the title of its mark."""
-    starts = series[_ATTEMPT].points if _ATTEMPT in series else []
-    return {step: f"attempt {attempt:.0f}" for step, attempt in starts if attempt > 1}
-
-
 def metric_charts(series: Mapping[str, Series], *, monitor: str = "", skip: Iterable[str] = ()) -> list[Chart]:
     """Return charts of the metrics: losses first, then the metric that selects checkpoints, throughput and the rest.
 
@@ -444,7 +435,9 @@ def declared_charts(series: Mapping[str, Series], declared: Mapping[str, Sequenc
 def chart_of(title: str, keys: Sequence[str], series: Mapping[str, Series]) -> Chart | None:
     """Return one chart of some metrics over steps; None without any finite point."""
     lines = {key: _drawn(series[key]) for key in keys[:MAX_LINES]}
-    figure = line_chart(lines, x_label="step", marks=attempt_marks(series))
+    starts = series[_ATTEMPT].points if _ATTEMPT in series else []
+    marks = {step: f"attempt {attempt:.0f}" for step, attempt in starts if attempt > 1}
+    figure = line_chart(lines, x_label="step", marks=marks)
     notes = [
         f"{key}: {found.num_not_finite} of {found.num_points} values are not finite, first at step"
         f" {found.first_not_finite}"

@@ -589,7 +589,11 @@ def _sweep_sections(facts: SweepFacts, num_kept: int) -> Iterator[str]:
             f" ({'lowest' if facts.monitor_mode == 'min' else 'highest'} is best)"
         )
     head = ("Run", *map(escaped, facts.keys), *([escaped(facts.monitor), "Step"] if facts.monitor else []), "State")
-    rows = [_cell_row(cell, facts) for cell in cells[:num_kept]]
+    rows = []
+    for cell in cells[:num_kept]:
+        numbers = ["" if cell.metric is None else f"{cell.metric:.6g}", "" if cell.step is None else f"{cell.step:,}"]
+        values = [escaped(text_of(cell.values.get(key)), 60) for key in facts.keys]
+        rows.append([_titled(cell), *values, *(numbers if facts.monitor else []), cell.status])
     left_out = len(cells) - num_kept
     yield table(head, rows) + (f"\n\n{left_out} more cells" if left_out > 0 else "")
 
@@ -598,16 +602,6 @@ def _ordered(facts: SweepFacts) -> Sequence[CellFacts]:
     """Return the cells from the best to the worst if that is known, those without a value last."""
     sign = {"min": 1.0, "max": -1.0}.get(facts.monitor_mode, 0.0)
     return sorted(facts.cells, key=lambda cell: (cell.metric is None, sign * (cell.metric or 0.0)))
-
-
-def _cell_row(cell: CellFacts, facts: SweepFacts) -> list[str]:
-    numbers = ["" if cell.metric is None else f"{cell.metric:.6g}", "" if cell.step is None else f"{cell.step:,}"]
-    return [
-        _titled(cell),
-        *(escaped(text_of(cell.values.get(key)), 60) for key in facts.keys),
-        *(numbers if facts.monitor else []),
-        cell.status,
-    ]
 
 
 def _titled(cell: CellFacts) -> str:

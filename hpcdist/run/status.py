@@ -22,8 +22,6 @@ from hpcdist.slurm import client
 from hpcdist.slurm.client import JobRef, JobSnapshot, SlurmError
 from hpcdist.slurm.output import JobInfo
 
-# Status of runs and sweeps: the state file, checked against the lease and against Slurm's view of the job.
-
 #: Status of a run whose job ended in this Slurm state before its supervisor recorded one; `failed` for all others.
 _CLOSED_AS: dict[str, Status] = {"CANCELLED": "cancelled", "PREEMPTED": "stopped"}
 #: Interval of Slurm queries, and the longer one while Slurm does not answer.

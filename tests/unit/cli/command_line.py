@@ -24,6 +24,8 @@ Cli = Callable[..., Result]
 Make = Callable[..., RunDir]
 #: Sets the snapshot of every job, see the fixture `slurm`.
 SetJob = Callable[[JobSnapshot], None]
+#: What a replaced supervisor has received, see the fixture `supervised`.
+Seen = dict[str, Any]
 
 
 def one_line(result: Result, code: int = 2) -> str:

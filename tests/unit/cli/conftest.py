@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Cli, Make, Result, SetJob
+from command_line import Cli, Make, Result, Seen, SetJob
 
 from hpcdist.cli import app
 from hpcdist.config.loading import load_config
@@ -72,7 +72,7 @@ def make_bare(runs_dir: Path) -> Make:
 
 
 @pytest.fixture
-def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     """Replace `supervise_locally`, which starts no ranks: it records its arguments and returns the state in `ends`."""
     seen: dict[str, Any] = {"ends": State(status="finished", reason="all epochs are done")}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import Cli, Make, SetJob, job, one_line
+from command_line import Cli, Make, Seen, SetJob, job, one_line
 from hpcdist_runs import hide_torch
 
 from hpcdist import __version__
@@ -50,7 +50,7 @@ def test_dry_run_shows_the_plan_and_writes_nothing(hpcdist: Cli, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_run_prints_plan_and_final_status(hpcdist: Cli, tmp_path: Path, supervised: dict[str, Any]) -> None:
+def test_run_prints_plan_and_final_status(hpcdist: Cli, tmp_path: Path, supervised: Seen) -> None:
     result = hpcdist("run", "ddp_digits", "name=first", "launch.num_ranks=3")
     assert result.code == 0
     assert result.out.startswith("trainer")
@@ -63,7 +63,7 @@ def test_run_prints_plan_and_final_status(hpcdist: Cli, tmp_path: Path, supervis
 
 @pytest.mark.parametrize("sweep", [(), ("--sweep", "seed=1,2")], ids=["run", "sweep"])
 def test_syntax_error_of_the_code_is_reported_before_anything_is_written(
-    hpcdist: Cli, supervised: dict[str, Any], tmp_path: Path, sweep: tuple[str, ...]
+    hpcdist: Cli, supervised: Seen, tmp_path: Path, sweep: tuple[str, ...]
 ) -> None:
     (tmp_path / "train.py").write_text("def train(ctx, cfg):\n    if ctx\n")
     result = hpcdist("run", "ddp_digits", "trainer=train:train", "name=first", *sweep)
@@ -75,7 +75,7 @@ def test_syntax_error_of_the_code_is_reported_before_anything_is_written(
 
 @pytest.mark.parametrize("sweep", [(), ("--sweep", "seed=1,2")], ids=["run", "sweep"])
 def test_run_without_torch_is_rejected_before_anything_is_written(
-    hpcdist: Cli, supervised: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sweep: tuple[str, ...]
+    hpcdist: Cli, supervised: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sweep: tuple[str, ...]
 ) -> None:
     hide_torch(monkeypatch)
     result = hpcdist("run", "ddp_digits", "name=first", *sweep)
@@ -98,15 +98,13 @@ def test_run_without_torch_is_rejected_before_anything_is_written(
     ],
     ids=lambda value: getattr(value, "status", None),
 )
-def test_exit_code_depends_on_the_status_of_the_run(
-    hpcdist: Cli, supervised: dict[str, Any], state: State, code: int
-) -> None:
+def test_exit_code_depends_on_the_status_of_the_run(hpcdist: Cli, supervised: Seen, state: State, code: int) -> None:
     supervised["ends"] = state
     assert hpcdist("run", "ddp_digits").code == code
 
 
 def test_detached_run_prints_the_follow_command(
-    hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, supervised: dict[str, Any]
+    hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, supervised: Seen
 ) -> None:
     seen: list[str] = []
     monkeypatch.setattr(local, "detach", lambda run, env: seen.append(run.name) or 4711)
@@ -119,7 +117,7 @@ def test_detached_run_prints_the_follow_command(
     assert "run" not in supervised
 
 
-def test_supervise_runs_a_run_folder(hpcdist: Cli, make: Make, supervised: dict[str, Any]) -> None:
+def test_supervise_runs_a_run_folder(hpcdist: Cli, make: Make, supervised: Seen) -> None:
     run = make("first", "seed=7")
     supervised["ends"] = State(status="failed", reason="a reason")
     assert hpcdist("supervise", str(run.path)).code == 1
@@ -138,7 +136,7 @@ def test_worker_command_runs_one_rank(hpcdist: Cli, monkeypatch: pytest.MonkeyPa
 # --- `hpcdist resume`
 
 
-def test_resume_uses_the_config_of_the_run(hpcdist: Cli, make: Make, supervised: dict[str, Any]) -> None:
+def test_resume_uses_the_config_of_the_run(hpcdist: Cli, make: Make, supervised: Seen) -> None:
     run = make("first", "seed=7", status="failed", attempt=1)
     before = run.config.read_text()
     assert hpcdist("resume", "fi").code == 0
@@ -149,7 +147,7 @@ def test_resume_uses_the_config_of_the_run(hpcdist: Cli, make: Make, supervised:
 
 
 def test_detached_resume_prints_where_it_continues(
-    hpcdist: Cli, make: Make, supervised: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    hpcdist: Cli, make: Make, supervised: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "detach", lambda run, env: 4711)
     run = make("first", status="failed", attempt=1)
@@ -160,14 +158,14 @@ def test_detached_resume_prints_where_it_continues(
     assert re.search(r"resuming at step 190, checkpoint of \d\d:\d\d:\d\d, 14 steps lost\n", result.out)
 
 
-def test_resume_saves_overrides(hpcdist: Cli, make: Make, supervised: dict[str, Any]) -> None:
+def test_resume_saves_overrides(hpcdist: Cli, make: Make, supervised: Seen) -> None:
     run = make("first", status="finished", attempt=1)
     assert hpcdist("resume", "first", "stop.max_epochs=20").code == 0
     assert supervised["config"].stop.max_epochs == 20
     assert yaml.safe_load(run.config.read_text())["stop"]["max_epochs"] == 20
 
 
-def test_resume_rejects_a_held_run_and_keeps_its_config(hpcdist: Cli, make: Make, supervised: dict[str, Any]) -> None:
+def test_resume_rejects_a_held_run_and_keeps_its_config(hpcdist: Cli, make: Make, supervised: Seen) -> None:
     run = make("first", status="running", attempt=1)
     before = run.config.read_text()
     with hold(run):
@@ -179,7 +177,7 @@ def test_resume_rejects_a_held_run_and_keeps_its_config(hpcdist: Cli, make: Make
 
 @pytest.mark.parametrize("current", [False, True])
 def test_resume_uses_the_code_snapshot_unless_current_code_is_requested(
-    hpcdist: Cli, make: Make, supervised: dict[str, Any], tmp_path: Path, current: bool
+    hpcdist: Cli, make: Make, supervised: Seen, tmp_path: Path, current: bool
 ) -> None:
     code = tmp_path / "train.py"
     code.write_text("old")
@@ -200,7 +198,7 @@ def test_resume_uses_the_code_snapshot_unless_current_code_is_requested(
 
 
 def test_current_code_with_a_syntax_error_is_refused_before_it_replaces_the_snapshot(
-    hpcdist: Cli, make: Make, supervised: dict[str, Any], tmp_path: Path
+    hpcdist: Cli, make: Make, supervised: Seen, tmp_path: Path
 ) -> None:
     code = tmp_path / "train.py"
     code.write_text("old")
@@ -214,7 +212,7 @@ def test_current_code_with_a_syntax_error_is_refused_before_it_replaces_the_snap
 
 
 def test_resume_after_the_end_requires_the_secrets_again(
-    hpcdist: Cli, make: Make, supervised: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    hpcdist: Cli, make: Make, supervised: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make("first", "launch.env.API_KEY=s3cret", status="failed", attempt=1)
     assert hpcdist("resume", "first").code == 0
@@ -400,7 +398,7 @@ def test_image_build_prints_its_command(hpcdist: Cli, podman: Path, monkeypatch:
 )
 def test_run_resumes_a_stopped_run_on_request(
     hpcdist: Cli,
-    supervised: dict[str, Any],
+    supervised: Seen,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     flags: tuple[str, ...],
@@ -428,7 +426,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_words_after_a_script_belong_to_it(hpcdist: Cli, script: Path, supervised: dict[str, Any]) -> None:
+def test_words_after_a_script_belong_to_it(hpcdist: Cli, script: Path, supervised: Seen) -> None:
     words = ["--lr", "0.10", "--amp", "no", "--code", "010", "--detach", "--help", "seed=3", "größe", "--", "other.py"]
     result = hpcdist("run", "launch.num_ranks=3", "train.py", *words)
     assert (result.code, result.err) == (0, "")
@@ -438,7 +436,7 @@ def test_words_after_a_script_belong_to_it(hpcdist: Cli, script: Path, supervise
     assert config.name.startswith("train-20")
 
 
-def test_options_and_keys_precede_a_script(hpcdist: Cli, script: Path, supervised: dict[str, Any]) -> None:
+def test_options_and_keys_precede_a_script(hpcdist: Cli, script: Path, supervised: Seen) -> None:
     config = script.with_name("mine.yaml")
     config.write_text("{seed: 4, experiment: mine, params: {file: x.py}}")
     result = hpcdist("run", "--tracking-uri", "sqlite:///a.db", "mine.yaml", "name=x.py", "./train.py")
@@ -451,7 +449,7 @@ def test_options_and_keys_precede_a_script(hpcdist: Cli, script: Path, supervise
     assert supervised["config"].experiment == "second"
 
 
-def test_module_instead_of_a_script(hpcdist: Cli, tmp_path: Path, supervised: dict[str, Any]) -> None:
+def test_module_instead_of_a_script(hpcdist: Cli, tmp_path: Path, supervised: Seen) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package/train.py").touch()
     result = hpcdist("run", "-m", "package.train", "-m", "x")

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import Cli, Make, one_line
+from command_line import Cli, Make, Seen, one_line
 
 from hpcdist.cli import rerun
 from hpcdist.config.written import read_stored
@@ -37,11 +37,14 @@ from hpcdist.tracking.recorded_run import RecordedRun
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
 
+#: How a cell ends, by the last part of its name.
+Ends = dict[str, Callable[[RunDir], State]]
+
 
 @pytest.fixture
-def cells(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[RunDir], State]]:
+def cells(monkeypatch: pytest.MonkeyPatch) -> Ends:
     """Set the ends of cells by the last part of their names; all others finish."""
-    ends: dict[str, Callable[[RunDir], State]] = {}
+    ends: Ends = {}
 
     def supervise_locally(run: RunDir, config: Any, plan: Any, report: Any, env: Any, *, tracking_uri: str) -> State:
         run.new_attempt()
@@ -68,7 +71,7 @@ def test_dry_run_of_a_sweep_shows_its_cells_and_writes_nothing(hpcdist: Cli) -> 
     assert os.listdir() == []
 
 
-def test_sweep_continues_after_a_failed_cell(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]) -> None:
+def test_sweep_continues_after_a_failed_cell(hpcdist: Cli, cells: Ends) -> None:
     swept = (*SWEEP[:4], "optim.lr=0.1", "--sweep", "seed=1,2,3")
     cells["seed_2"] = lambda run: State(status="failed", reason="a reason")
     result = hpcdist(*swept)
@@ -83,7 +86,7 @@ def test_sweep_continues_after_a_failed_cell(hpcdist: Cli, cells: dict[str, Call
     assert "closed the parent run" not in result.out
 
 
-def test_sweep_continues_after_a_rejected_cell(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]) -> None:
+def test_sweep_continues_after_a_rejected_cell(hpcdist: Cli, cells: Ends) -> None:
     def rejects(run: RunDir) -> State:
         raise UserMistake("another process holds it")
 
@@ -95,7 +98,7 @@ def test_sweep_continues_after_a_rejected_cell(hpcdist: Cli, cells: dict[str, Ca
 
 
 @pytest.mark.parametrize("in_cell", [True, False], ids=["in a cell", "between cells"])
-def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]], in_cell: bool) -> None:
+def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: Ends, in_cell: bool) -> None:
     def stopped(run: RunDir) -> State:
         if in_cell:  # as the signal handler of the supervisor writes it
             run.attempt(1).send_request(StopRequest(cause="signal", by="SIGINT"))
@@ -112,7 +115,7 @@ def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir],
     assert "closed the parent run" in result.out
 
 
-def test_sweep_continues_after_a_stopped_cell(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]) -> None:
+def test_sweep_continues_after_a_stopped_cell(hpcdist: Cli, cells: Ends) -> None:
     def stopped(run: RunDir) -> State:
         run.attempt(1).send_request(StopRequest(cause="user", by="`hpcdist stop` by ada"))
         return State(status="stopped", reason="saved")
@@ -123,9 +126,7 @@ def test_sweep_continues_after_a_stopped_cell(hpcdist: Cli, cells: dict[str, Cal
     assert result.code == 0
 
 
-def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(
-    hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]
-) -> None:
+def test_sweep_of_a_script_shows_the_metric_that_its_cells_log(hpcdist: Cli, cells: Ends) -> None:
     Path("train.py").touch()
     Path("train.yaml").write_text("{trainer: {script: [train.py, --lr, '${params.lr}']}, params: {lr: 0.5}}")
 
@@ -210,9 +211,7 @@ def trains(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def test_a_rerun_repeats_the_config_and_the_number_of_ranks(
-    hpcdist: Cli, first: RunDir, trains: dict[str, Any]
-) -> None:
+def test_a_rerun_repeats_the_config_and_the_number_of_ranks(hpcdist: Cli, first: RunDir, trains: Seen) -> None:
     result = hpcdist("rerun", "first")
     assert (result.code, result.err) == (0, "")
     made, config = trains["run"], trains["config"]
@@ -234,9 +233,7 @@ def test_a_rerun_repeats_the_config_and_the_number_of_ranks(
     )
 
 
-def test_a_difference_is_reported_and_changes_the_exit_code(
-    hpcdist: Cli, first: RunDir, trains: dict[str, Any]
-) -> None:
+def test_a_difference_is_reported_and_changes_the_exit_code(hpcdist: Cli, first: RunDir, trains: Seen) -> None:
     trains["losses"] = [1.0, 0.5, 0.125]
     result = hpcdist("rerun", "first", "seed=4")
     assert result.code == 1
@@ -255,7 +252,7 @@ def test_a_difference_is_reported_and_changes_the_exit_code(
     )
 
 
-def test_a_rerun_of_some_steps_pauses(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
+def test_a_rerun_of_some_steps_pauses(hpcdist: Cli, first: RunDir, trains: Seen) -> None:
     trains["losses"], trains["state"] = LOSSES[:2], State(status="stopped", attempt=1)
     result = hpcdist("rerun", "first", "--steps", "2")
     assert result.code == 0
@@ -264,7 +261,7 @@ def test_a_rerun_of_some_steps_pauses(hpcdist: Cli, first: RunDir, trains: dict[
     assert result.out.splitlines()[-1] == "no value differs: 2 values of 1 metrics at 2 steps"
 
 
-def test_a_failed_rerun_names_the_command_that_compares(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
+def test_a_failed_rerun_names_the_command_that_compares(hpcdist: Cli, first: RunDir, trains: Seen) -> None:
     trains["losses"], trains["state"] = LOSSES[:2], State(status="failed", reason="rank 1 was killed", attempt=1)
     result = hpcdist("rerun", "first")
     assert result.code == 1
@@ -278,14 +275,14 @@ def test_a_failed_rerun_names_the_command_that_compares(hpcdist: Cli, first: Run
     assert "the rerun is failed: values after its last step are not compared" in again.out
 
 
-def test_a_dry_run_writes_nothing(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
+def test_a_dry_run_writes_nothing(hpcdist: Cli, first: RunDir, trains: Seen) -> None:
     result = hpcdist("rerun", "first", "--dry-run")
     assert result.code == 0
     assert [path.name for path in first.path.parent.iterdir()] == ["first"]
     assert "run" not in trains
 
 
-def test_what_cannot_be_restored_is_printed_and_recorded(hpcdist: Cli, first: RunDir, trains: dict[str, Any]) -> None:
+def test_what_cannot_be_restored_is_printed_and_recorded(hpcdist: Cli, first: RunDir, trains: Seen) -> None:
     facts = read_json(first.environment) or {}
     cores = 4 * num_cores()
     changed = {**facts, "python": "3.1", "cores": cores, "image": "hpcdist:old", "image_digest": "sha256:1a"}
@@ -303,7 +300,7 @@ def test_what_cannot_be_restored_is_printed_and_recorded(hpcdist: Cli, first: Ru
     assert record.missing == missing
 
 
-def test_user_errors_are_one_line(hpcdist: Cli, first: RunDir, trains: dict[str, Any], make: Make) -> None:
+def test_user_errors_are_one_line(hpcdist: Cli, first: RunDir, trains: Seen, make: Make) -> None:
     assert one_line(hpcdist("rerun", "none")).startswith("no run 'none' under ")
     assert one_line(hpcdist("rerun", "first", "--compare")) == (
         "run first is not a rerun: `hpcdist compare` compares any runs"
@@ -318,7 +315,7 @@ def test_user_errors_are_one_line(hpcdist: Cli, first: RunDir, trains: dict[str,
 
 
 def test_a_rerun_that_runs_or_whose_original_is_gone_cannot_be_compared(
-    hpcdist: Cli, first: RunDir, trains: dict[str, Any]
+    hpcdist: Cli, first: RunDir, trains: Seen
 ) -> None:
     assert hpcdist("rerun", "first").code == 0
     made = trains["run"]
@@ -332,7 +329,7 @@ def test_a_rerun_that_runs_or_whose_original_is_gone_cannot_be_compared(
 
 
 def test_code_without_the_trainer_is_an_error_that_leaves_no_folder(
-    hpcdist: Cli, make: Make, trains: dict[str, Any], tmp_path: Path
+    hpcdist: Cli, make: Make, trains: Seen, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text("pass\n")
     run = make("script", f"trainer={{script: [{tmp_path}/train.py]}}", status="finished", world_size=2)

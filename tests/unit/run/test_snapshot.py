@@ -380,11 +380,6 @@ def test_hpcdist_in_the_work_tree_is_copied(
     assert set(contents(run.code)) == {"hpcdist/main.py"}
 
 
-def test_code_of_a_script_is_copied(project: Path, run: RunDir) -> None:
-    write(project, train="1")
-    assert take(config(run, trainer=TrainerConfig(script=["train.py"])), run, project).copied is True
-
-
 def test_error_for_too_much_code_names_the_largest_files(project: Path, git: Git, run: RunDir) -> None:
     write(project, train="1")
     for name, size_mb in (("a.bin", 0.2), ("b.bin", 0.6), ("c.bin", 0.4), ("d.bin", 0.3)):
