@@ -436,7 +436,7 @@ def chart_of(title: str, keys: Sequence[str], series: Mapping[str, Series]) -> C
     """Return one chart of some metrics over steps; None without any finite point."""
     lines = {key: _drawn(series[key]) for key in keys[:MAX_LINES]}
     starts = series[_ATTEMPT].points if _ATTEMPT in series else []
-    marks = {step: f"attempt {attempt:.0f}" for step, attempt in starts if attempt > 1}
+    marks: dict[float, str] = {step: f"attempt {attempt:.0f}" for step, attempt in starts if attempt > 1}
     figure = line_chart(lines, x_label="step", marks=marks)
     notes = [
         f"{key}: {found.num_not_finite} of {found.num_points} values are not finite, first at step"
