@@ -30,7 +30,7 @@ from typing import IO, Any, cast
 import torch
 
 from hpcdist.errors import CheckpointError, RunFolderError
-from hpcdist.host.files import read_json_value, stamped, unstamped, write_atomic
+from hpcdist.host.files import open_regular, read_json_value, stamped, unstamped, write_atomic
 from hpcdist.host.retry import retry
 from hpcdist.run.records import MANIFEST_FILE, step_of
 
@@ -255,7 +255,7 @@ def verify_hashes(folder: Path, manifest: Manifest) -> None:
 
 
 def _digest(path: Path) -> str:
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -255,7 +255,7 @@ def _show(plan: _Plan, source: CodeSource | None, missing: Sequence[str]) -> Non
 
 
 #: Sections of a config that name programs, their environment, files or servers, or the number of processes.
-_EXECUTED = ("trainer", "roles", "data", "tracking", "launch", "cluster", "container", "notify")
+_EXECUTED = ("trainer", "params", "roles", "data", "tracking", "launch", "cluster", "container", "notify")
 
 
 def _show_executed(recorded: RecordedRun, source: CodeSource | None) -> None:
@@ -269,6 +269,9 @@ def _show_executed(recorded: RecordedRun, source: CodeSource | None) -> None:
     for key, value in read_stored(recorded.config).values.items():
         if key.partition(".")[0] in _EXECUTED and value != defaults.get(key):
             say(f"  {key}={json.dumps(value, default=str, ensure_ascii=False)}")
+    if source is not None:
+        # The ranks work in this folder, and import from it if it is outside of the code.
+        say(f"  folder of the ranks: {json.dumps(recorded.code.cwd, ensure_ascii=False)}")
     if source is not None and recorded.patch:
         file, lines = recorded.config.with_name(PATCH), len(recorded.patch.splitlines())
         digest = hashlib.sha256(recorded.patch).hexdigest()

