@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -216,6 +217,35 @@ def test_connections_of_other_programs_do_not_change_the_result(tmp_path: Path, 
     assert [(check.node, check.level, check.text) for check in found if check.name == "port"] == [
         ("n1", "note", f"{refused:,} connections to port {request.port} came from other programs and were closed")
     ]
+
+
+@pytest.mark.parametrize(("proof_s", "num_kept"), [(2.0 * LIMIT_S, mesh.MAX_UNKNOWN), (0.05, 0)])
+def test_connections_without_a_proof_are_limited_in_number_and_time(
+    monkeypatch: pytest.MonkeyPatch, proof_s: float, num_kept: int
+) -> None:
+    monkeypatch.setattr(mesh, "HELLO_S", proof_s)
+    leave = Future[None]()
+
+    async def resolve(name: str) -> str:
+        await asyncio.wrap_future(leave)
+        raise OSError(name)
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()
+    tested = Mesh(("n1", "n2"), "n1", port=address[1], token="t", resolve=resolve, bind=address[0], deadline_s=0.0)
+    running = threading.Thread(target=lambda: asyncio.run(tested.run()))
+    running.start()
+    with ExitStack() as opened:
+        opened.callback(running.join)
+        opened.callback(leave.set_result, None)
+        wait_for(lambda: "ephemeral" in tested._hello)
+        idle = [opened.enter_context(socket.create_connection(address, LIMIT_S)) for _ in range(mesh.MAX_UNKNOWN + 9)]
+        for sock in idle[: len(idle) - num_kept]:
+            with suppress(ConnectionError):
+                while sock.recv(64):  # until the probe closes the connection
+                    pass
+        for sock in idle[len(idle) - num_kept :]:
+            assert len(sock.recv(64)) == 20, "it waits for the answer to its nonce"
 
 
 def test_connection_made_by_the_kernel_within_no_time_counts() -> None:
