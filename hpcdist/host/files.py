@@ -19,7 +19,7 @@ from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, BinaryIO, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from hpcdist.errors import RunFolderError, UserMistake
 from hpcdist.host import retry
@@ -27,7 +27,7 @@ from hpcdist.host import retry
 # Opening of files that must be regular: a pipe blocks its reader, and a device such as /dev/zero has no end.
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> io.BufferedReader:
     """Open a regular file for reading.
 
     Raises:
