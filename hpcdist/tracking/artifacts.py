@@ -231,7 +231,7 @@ def _run_value(run: MlflowRun, run_id: str, metric: str) -> float | None:
 # checkpoint was removed is deleted in MLflow, so that the tab *Models* lists the existing checkpoints only.
 
 MODEL_TYPE = "checkpoint"
-#: What the checkpoint is and how to load it, for its page in MLflow.
+#: Markdown for the page of the logged model of a checkpoint.
 _CHECKPOINT = """\
 Checkpoint of step {step}, in the run folder: `{path}`
 
@@ -243,7 +243,7 @@ state_dict = load_weights(folder)
 ```
 
 `hpcdist export {name} --checkpoint {step} --format safetensors` writes the weights to a file that other programs load \
-without hpcdist. The parameter `sha256` is that of the output of `sha256sum *.pt`.
+without hpcdist. The parameter `sha256` is the hash of the output of `sha256sum *.pt`.
 """
 _SHA_TAG = "hpcdist.checkpoint.sha256"
 _STEP_TAG = "hpcdist.checkpoint.step"

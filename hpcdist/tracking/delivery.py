@@ -53,7 +53,7 @@ model = mlflow.pytorch.load_model("runs:/{run_id}/model")
 
 
 class Delivery:
-    """The upload of one run; the states `Sent` in `journal/` are those from which the next process continues.
+    """Uploads one run, and records in `journal/` what MLflow has (`Sent`), so that the next process continues there.
 
     All methods raise TrackingError if MLflow is unavailable or rejects a request, and may then be called again.
     """
@@ -102,7 +102,10 @@ class Delivery:
         with _collected(failures):
             self._command.update(mlflow, config.tracking.commands, state)
         num_points = self.ship_records(state)
-        self._page.update(mlflow, state, config.tracking.tags.get(NOTE_TAG, ""))
+        shown = self._page.update(mlflow, state, config.tracking.tags.get(NOTE_TAG, ""), self._sent.page)
+        if self._sent.page != shown:
+            self._sent.page = shown
+            self._sent.save(self.run.journal)
         self._ship_tags(state)
         self._ship_views(state)
         self._ledger.ship(state, mlflow)

@@ -67,22 +67,32 @@ class RunPage:
         self._tags: dict[str, str] = {}
         self._has_primary_metric = False
 
-    def update(self, opened: MlflowRun, state: State, own_note: str) -> None:
-        """Send what has changed.
+    def update(self, opened: MlflowRun, state: State, own_note: str, sent: str) -> str:
+        """Send what has changed. Returns a digest of the page.
 
         Args:
             own_note: description that the config of the run sets; it precedes the generated one.
+            sent: digest of the page in MLflow. If nothing has changed since, no request is made.
 
         Raises TrackingError if MLflow fails or the run folder cannot be read.
         """
         now = time.monotonic()
         status = (state.status, state.reason, state.attempt)
         if status == self._shown and now < self._next:
-            return
+            return sent
         with _readable():
             facts = read_facts(self._run, state)
             ledger = read_ledger(self._run)
             text = describe(facts, ledger, max_chars=MAX_DESCRIPTION - len(own_note))
+        tags = view_tags(facts, ledger)
+        shown = json.dumps([own_note, text, [asdict(one) for one in facts.datasets], tags, _has_primary(facts)])
+        digest = hashlib.sha256(shown.encode()).hexdigest()
+        if digest != sent:
+            self._send(opened, facts, text, own_note, tags)
+        self._shown, self._next = status, now + INTERVAL_S
+        return digest
+
+    def _send(self, opened: MlflowRun, facts: RunFacts, text: str, own_note: str, tags: dict[str, str]) -> None:
         if text != self._text:
             set_note(opened, text, own_note=own_note)
             self._text = text
@@ -90,13 +100,16 @@ class RunPage:
             with translated(opened.uri):
                 opened.client.log_inputs(opened.run_id, [_input(dataset, facts.datasets) for dataset in facts.datasets])
             self._datasets = facts.datasets
-        if not self._has_primary_metric and (facts.best is not None or facts.monitor in facts.metrics):
+        if not self._has_primary_metric and _has_primary(facts):
             _set_primary_metric(opened, facts)
             self._has_primary_metric = True
-        if (tags := view_tags(facts, ledger)) != self._tags:
+        if tags != self._tags:
             opened.set_tags(tags)
             self._tags = tags
-        self._shown, self._next = status, now + INTERVAL_S
+
+
+def _has_primary(facts: RunFacts) -> bool:
+    return facts.best is not None or facts.monitor in facts.metrics
 
 
 @contextmanager

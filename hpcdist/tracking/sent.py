@@ -57,6 +57,7 @@ class SentFacts(Sent):
     """A tag that a user changes in MLflow is not set back."""
     events: dict[str, int] = field(default_factory=dict)
     """Event file → bytes that are in MLflow."""
+    page: str = ""  #: digest of the description, datasets and columns in MLflow (`RunPage`)
     report: str = ""  #: state of the run in `report.html` (`mark_of`)
     complete: str = ""  #: ended state of which MLflow had everything (`mark_of`)
 

@@ -1,4 +1,4 @@
-"""MLflow's UI for one user: a token of this start, and the check in front of MLflow's server that asks for it."""
+"""MLflow's UI for one user: its server on 127.0.0.1, which answers only requests with the token of this start."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _refusal(request: Request, status: int, code: str, message: str) -> App:
     return JSONResponse({"error_code": code, "message": message}, status, headers)
 
 
-# Start MLflow's UI for one user: a token of this start, and the command of the server that asks for it.
+# The start of the server: its socket, its token, its command and its environment.
 
 HOST = "127.0.0.1"
 APP = "hpcdist-token"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import pytest
+from contract import check, content_of
 from hpcdist_runs import Runs
 
 from hpcdist import trainers
@@ -36,3 +37,4 @@ def test_trainer_finishes_with_two_ranks(runs: Runs, trainer: str) -> None:
     assert code == 0, output
     state = runs.run_dir(name).read_state()
     assert (state.status, state.world_size, state.restarts) == ("finished", 2, 0)
+    check(f"runs/{trainer}.txt", content_of(runs, name))

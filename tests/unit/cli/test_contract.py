@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import os
 import re
 import sys
 import tempfile
@@ -14,29 +12,9 @@ from typing import Any
 import pytest
 import typer.main
 from command_line import Cli, Make
+from contract import ROOT, check
 
 from hpcdist.cli import app
-
-# --- Comparison of what users see with golden files: a difference is a mistake or an intended change
-
-ROOT = Path(__file__).resolve().parents[3]
-
-CONTRACT = ROOT / "tests/contract"
-
-
-def check(name: str, text: str) -> None:
-    """Compare a text with a golden file, or write the file."""
-    path, text = CONTRACT / name, text.rstrip() + "\n"
-    if os.environ.get("WRITE_CONTRACT") == "1":
-        path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_text(text)
-        return
-    before = path.read_text() if path.exists() else ""
-    lines = before.splitlines(), text.splitlines()
-    if diff := "\n".join(difflib.unified_diff(*lines, f"tests/contract/{name}", "now", lineterm="")):
-        test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
-        again = f"If this is intended: WRITE_CONTRACT=1 .venv/bin/python -m pytest -m '' '{test}'"
-        pytest.fail(f"{diff}\n\n{again}", pytrace=False)
 
 
 def normalised(text: str, folder: Path) -> str:

@@ -82,6 +82,19 @@ def test_live_description_changes_after_a_minute(scene: Scene, monkeypatch: pyte
         assert f"step {step};" in note(scene)
 
 
+def test_nothing_is_sent_twice_for_the_page(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate(scene)
+    write_training(scene.run.new_attempt(), TrainingRecord(datasets=DATA))
+    scene.state(status="finished", ended=2.0)
+    scene.shipper().ship_once()
+    again, sent = scene.shipper(), []
+    client = again.open_run().client
+    for name in ("log_inputs", "set_experiment_tag", "log_batch"):
+        monkeypatch.setattr(client, name, lambda *_, name=name, **__: sent.append(name))
+    again.ship_once()
+    assert sent == []
+
+
 def test_text_of_the_user_is_kept(scene: Scene) -> None:
     scene.shipper().ship_once()
     run_id = scene.entity.info.run_id

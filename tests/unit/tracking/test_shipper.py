@@ -22,7 +22,7 @@ from http_servers import mlflow_application, serving
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import TrackingError
-from hpcdist.host.files import write_json
+from hpcdist.host.files import read_json, write_json
 from hpcdist.run import lease
 from hpcdist.run.folder import RunDir, State
 from hpcdist.slurm import client
@@ -119,7 +119,7 @@ def test_shipper_of_a_follower_continues_through_requeues(scene: Scene) -> None:
     scene.log([1, 2])
     scene.state(status="stopped", attempt=1, ended=2e9)
     shipper = ShipperProcess(scene.run, scene.uri, os.environ, through_queue=True)
-    wait_until(lambda: scene.run.mlflow.exists() and scene.status() == "KILLED", 60)
+    wait_until(lambda: "run_id" in (read_json(scene.run.mlflow) or {}) and scene.status() == "KILLED", 60)
     # The job is requeued and runs again.
     scene.log([3], attempt=2)
     scene.state(status="running", attempt=2, ended=None)

@@ -1,0 +1,62 @@
+"""Comparison of what users see with golden files: a difference is a mistake or an intended change."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hpcdist_runs import Runs
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTRACT = ROOT / "tests/contract"
+
+
+def check(name: str, text: str) -> None:
+    """Compare a text with a golden file, or write the file."""
+    path, text = CONTRACT / name, text.rstrip() + "\n"
+    if os.environ.get("WRITE_CONTRACT") == "1":
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(text)
+        return
+    before = path.read_text() if path.exists() else ""
+    lines = before.splitlines(), text.splitlines()
+    if diff := "\n".join(difflib.unified_diff(*lines, f"tests/contract/{name}", "now", lineterm="")):
+        test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
+        again = f"If this is intended: WRITE_CONTRACT=1 .venv/bin/python -m pytest -m '' '{test}'"
+        pytest.fail(f"{diff}\n\n{again}", pytrace=False)
+
+
+#: Sections whose keys do not depend on the trainer; `docs/config.schema.json` has them.
+_GENERAL = ("checkpoint", "cluster", "container", "elastic", "launch", "notify", "preflight", "stop", "tracking")
+
+
+def content_of(runs: Runs, name: str) -> str:
+    """Return the names of what a run has left in MLflow and of the files in its folder, one a line.
+
+    Left out is what depends on the machine: the commit and the changes of the checkout, and GPUs.
+    """
+    names = {
+        "tag": runs.tags(name),
+        "param": (key for key in runs.params(name) if key.partition(".")[0] not in _GENERAL),
+        "metric": (key.replace(f"/{os.uname().nodename}/", "/NODE/") for key, _, _ in runs.points(name)),
+        "file": files_of(runs, name),
+    }
+    lines = (f"{kind:7}{one}" for kind, found in names.items() for one in sorted(set(found)))
+    return "\n".join(line for line in lines if not re.search(r"git[._]|code\.patch|gpu_", line))
+
+
+def files_of(runs: Runs, name: str) -> set[str]:
+    """Return the files in the folder of a run; code, checkpoints, models and artifacts are one line each."""
+    folder = runs.run_dir(name).path
+    files = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return {re.sub(r"^(code|checkpoints|model|artifacts)/.*", r"\1/...", file) for file in files}
+
+
+def check_files(runs: Runs, name: str, ending: str) -> None:
+    """Compare the files in the folder of a run that has just ended; those of the shipper may still be missing."""
+    files = files_of(runs, name) - {"code.patch"}
+    late = re.compile(r"journal/(sent-|\.shipper)|mlflow\.json|report\.html|shipper\.log")
+    check(f"run_folder/{ending}.txt", "\n".join(sorted(file for file in files if not late.match(file))))
