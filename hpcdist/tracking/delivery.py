@@ -137,11 +137,11 @@ class Delivery:
         Limited to PASS_S for a running run, which may log as fast as MLflow accepts records.
         """
         mlflow = self.open_run()
-        num_before, polls_before = self.batches.counts.num_points, self.batches.num_polls
+        num_before, polls_before = self.batches.counts.num_points, self.batches.tail.num_polls
         until = time.monotonic() + PASS_S if state.status == "running" else math.inf
         try:
             while (found := self.batches.next(state.attempt, over=state.status in ENDED)) is not None:
-                self._names.note(self.batches.names)
+                self._names.note(self.batches.tail.names)
                 self.batches.commit(mlflow.log_points(found))
                 if time.monotonic() >= until:
                     break
@@ -150,20 +150,16 @@ class Delivery:
             if isinstance(error, TrackingError):
                 raise
             raise TrackingError(f"the journal of {self.run.name} cannot be read: {error}") from error
-        self.pause_s = (self.batches.num_polls - polls_before) / CHECKS_PER_S
+        self.pause_s = (self.batches.tail.num_polls - polls_before) / CHECKS_PER_S
         return self.batches.counts.num_points - num_before
 
     def _ship_tags(self, state: State) -> None:
-        tags = (
-            run_metadata.fixed_tags(self.run, self.stored)
-            | run_metadata.job_tags(self.run)
-            | run_metadata.state_tags(state)
-        )
+        tags = run_metadata.fixed_tags(self.run, self.stored) | run_metadata.job_tags(self.run)
+        tags |= run_metadata.state_tags(state)
         if self._sweep_run is not None:
             tags |= self._sweep_run.cell_tags()
         tags.pop(NOTE_TAG, None)  # part of the description, see `RunPage`
-        changed = {key: value for key, value in tags.items() if self._sent.tags.get(key) != value}
-        if changed:
+        if changed := {key: value for key, value in tags.items() if self._sent.tags.get(key) != value}:
             self.open_run().set_tags(changed)
             self._sent.tags = tags
             self._sent.save(self.run.journal)

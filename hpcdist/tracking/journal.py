@@ -235,7 +235,6 @@ class JournalWriter:
         return None
 
     def _rewind(self, num_bytes: int) -> None:
-        """Make the last bytes pending again."""
         if num_bytes:
             self._pending[:0] = self._unsynced[-num_bytes:]
             del self._unsynced[-num_bytes:]
@@ -261,9 +260,8 @@ class JournalWriter:
         self._is_new, self._descriptor = False, descriptor
 
     def _close(self) -> None:
-        """Close the file descriptor; errors are ignored, since fsync has reported them."""
         if self._descriptor >= 0:
-            with suppress(OSError):
+            with suppress(OSError):  # fsync has reported it
                 os.close(self._descriptor)
             self._descriptor = -1
 
@@ -298,7 +296,6 @@ def _reason(error: OSError) -> str:
 
 #: A process that a rank has started writes files of its own.
 _FILE_NAME = re.compile(r"attempt-(\d+)\.rank-(\d+)(?:\.pid-\d+)?\.jsonl")
-_FORMAT_LINE = f'{{"{KEY}"'.encode()
 #: Size of one read: bounds the memory of a reader for any length of file or line.
 CHUNK_BYTES = MAX_LINE_BYTES
 
@@ -381,30 +378,31 @@ def _read(path: Path, offset: int, num_bytes: int) -> bytes:
 
 
 def _parse(path: Path, offset: int, data: bytes) -> Chunk:
-    lines = [line for line in data.split(b"\n") if line and not _is_format(line, path)]
-    records = [record for line in lines if (record := _record(line)) is not None]
-    broken = len(lines) - len(records)
-    if broken:
+    raws = list(_values(data, path))
+    records = [record for raw in raws if (record := _record(raw)) is not None]
+    if broken := len(raws) - len(records):
         log.warning("%s: skipped %d damaged line(s) from byte %d on", path, broken, offset)
     return Chunk(records, offset + len(data), broken)
 
 
-def _is_format(line: bytes, path: Path) -> bool:
-    """Whether a line holds the format number. Raises RunFolderError for a newer format."""
-    if not line.startswith(_FORMAT_LINE):
-        return False
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    unstamped(found, path)
-    return True
+def _values(data: bytes, path: Path) -> Iterator[Any]:
+    """Yield the JSON values of all lines but that of the format number, None for a line that is not JSON.
+
+    Raises RunFolderError for a newer format.
+    """
+    for line in filter(None, data.split(b"\n")):
+        try:
+            raw = parse_json(line)
+        except ValueError:
+            raw = None
+        if isinstance(raw, dict) and KEY in raw:
+            unstamped(raw, path)
+        else:
+            yield raw
 
 
-def _record(line: bytes) -> Record | None:
-    """Return the record of a line, or None if the line is not a record."""
+def _record(raw: Any) -> Record | None:
     try:
-        raw = parse_json(line)
         time_ms, step, metrics = raw["t"], raw["s"], raw["m"]
         values = {key: float(value) for key, value in metrics.items() if isinstance(value, (int, float))}
         if len(values) != len(metrics) or type(time_ms) is not int or type(step) is not int:
@@ -479,24 +477,14 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
     end = data.rfind(b"\n") + 1
     if end == 0 and len(data) == _READ_BYTES:
         end = len(data)  # no event is so long: damaged
-    return [event for line in data[:end].split(b"\n") for event in _parse_event(line, path)], offset + end
-
-
-def _parse_event(line: bytes, path: Path) -> Iterator[Event]:
-    if not line:
-        return
-    try:
-        raw = parse_json(line)
-    except ValueError:
-        raw = None
-    if isinstance(raw, dict) and KEY in raw:
-        unstamped(raw, path)
-        return
-    kind = next((kind for kind in _KINDS if isinstance(raw, dict) and kind in raw), None)
-    if kind is None or raw is None or not _is_content(kind, raw[kind]):
-        log.warning("%s: skipped a damaged line", path)
-        return
-    yield Event(kind, raw[kind])
+    events = []
+    for raw in _values(data[:end], path):
+        kind = next((kind for kind in _KINDS if isinstance(raw, dict) and kind in raw), "")
+        if kind and _is_content(kind, raw[kind]):
+            events.append(Event(kind, raw[kind]))
+        else:
+            log.warning("%s: skipped a damaged line", path)
+    return events, offset + end
 
 
 def _is_content(kind: str, content: object) -> bool:

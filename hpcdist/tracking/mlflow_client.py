@@ -193,14 +193,16 @@ _CODES = {
     "TEMPORARILY_UNAVAILABLE": 503,
 }
 _NOT_AN_API = frozenset({404, 405, 410, 501})
+_CAUSES = {
+    413: "the request is too large for the server or its proxy (413): raise the limit there, such as"
+    " `client_max_body_size` of nginx",
+    429: "the server accepts no more requests at the moment (429)",
+    500: "the server has an internal error (500): see its log",
+} | {status: f"the server is not available at the moment ({status})" for status in (502, 503, 504)}
 
 
 def explanation(error: Exception, uri: str) -> str:
-    """Return cause and fix of a failed request; empty if the error itself says more.
-
-    Args:
-        error: exception of MLflow's client.
-    """
+    """Return cause and fix of a failed request; empty if the error of MLflow's client itself says more."""
     text = str(error)[:10_000]
     status = status_of(error)
     if status == 401:
@@ -209,17 +211,8 @@ def explanation(error: Exception, uri: str) -> str:
         return _forbidden(text, uri)
     if status in _NOT_AN_API:
         return _no_endpoint(status, uri)
-    if status == 413:
-        return (
-            "the request is too large for the server or its proxy (413): raise the limit there, such as"
-            " `client_max_body_size` of nginx"
-        )
-    if status == 429:
-        return "the server accepts no more requests at the moment (429)"
-    if status in (502, 503, 504):
-        return f"the server is not available at the moment ({status})"
-    if status == 500:
-        return "the server has an internal error (500): see its log"
+    if status in _CAUSES:
+        return _CAUSES[status]
     body = text.partition(" Response body: ")[2]
     if "<" in body[:200]:
         return (
@@ -277,8 +270,6 @@ def _no_endpoint(status: int, uri: str) -> str:
     own, found = version("mlflow"), server_version(uri)
     if not found:
         return f"the server does not know MLflow's API ({status}): check the address, and its path if it has one"
-    if found == own:
-        return f"the server with MLflow {found}, like this client, does not know the request ({status}): see its log"
     return (
         f"the server has MLflow {found} and does not know a request of this client's MLflow {own} ({status}): install"
         " the same version on both sides"

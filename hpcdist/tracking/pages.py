@@ -237,9 +237,7 @@ class ParentRun:
         of_cell = run_metadata.fixed_tags(self._cell, run_metadata.read_config(self._cell))
         tags = {key: value for key, value in of_cell.items() if key in _SHARED}
         values = json.dumps({key: list(texts) for key, texts in axes.items()})
-        opened.set_tags(
-            tags | {"hpcdist.folder": str(self._sweep.path), "hpcdist.axes": values[: run_metadata.MAX_TAG]}
-        )
+        opened.set_tags(tags | {"hpcdist.folder": str(self._sweep.path), "hpcdist.axes": values[:MAX_TAG]})
 
     def refresh(self) -> None:
         """Set the status and description of the sweep from the folders of its cells."""
@@ -247,23 +245,16 @@ class ParentRun:
         state = self._read()
         while True:
             ended = state.status in ENDED
-            set_note(opened, self._description(state))
-            opened.set_tags(
-                {
-                    "hpcdist.state": state.status,
-                    "hpcdist.reason": state.reason[: run_metadata.MAX_TAG],
-                }
-            )
+            with _readable():
+                text = describe_sweep(read_sweep_facts(self._sweep, state), max_chars=MAX_DESCRIPTION)
+            set_note(opened, text)
+            opened.set_tags({"hpcdist.state": state.status, "hpcdist.reason": state.reason[:MAX_TAG]})
             status = run_metadata.MLFLOW_STATUS.get(state.status, "RUNNING")
             opened.set_status(status, int((state.ended or 0) * 1000) if ended else None)
             # Concurrent updates may overtake each other: each process repeats its update until the state is unchanged.
             before, state = state, self._read()
             if (before.status, before.reason) == (state.status, state.reason):
                 return
-
-    def _description(self, state: State) -> str:
-        with _readable():
-            return describe_sweep(read_sweep_facts(self._sweep, state), max_chars=MAX_DESCRIPTION)
 
     def _read(self) -> State:
         with _readable():
@@ -273,7 +264,7 @@ class ParentRun:
 @contextmanager
 def _locked(sweep: SweepDir) -> Iterator[None]:
     with ExitStack() as stack:
-        try:
+        try:  # of the lock only, not of the block
             stack.enter_context(long_lock(sweep.path / ".mlflow.lock"))
         except OSError as error:
             raise TrackingError(f"{sweep.path} cannot be written ({error.strerror})") from error
@@ -307,9 +298,8 @@ class View:
     ascending: bool = False
     group_by_tag: str = ""
     search: str = ""
-    widths: Mapping[str, int] = field(
-        default_factory=dict
-    )  #: pixels of columns whose values are wider than their names
+    #: Pixels of columns whose values are wider than their names.
+    widths: Mapping[str, int] = field(default_factory=dict)
 
     def state(self) -> dict[str, Any]:
         """Return the state as MLflow's UI saves it; the UI completes omitted keys with its defaults."""
@@ -413,9 +403,7 @@ def write(mlflow: MlflowRun, run: RunDir, monitored: CheckpointConfig) -> None:
 
 def _version(uri: str) -> str:
     """Return the version of MLflow that shows a store: of the server, or of this installation for a database."""
-    if not is_server(uri):
-        return str(installed)
-    return server_version(uri) or "unknown"
+    return (server_version(uri) or "unknown") if is_server(uri) else str(installed)
 
 
 def _update(mlflow: MlflowRun, run: RunDir, monitored: CheckpointConfig) -> list[str]:

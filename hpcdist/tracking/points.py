@@ -44,24 +44,14 @@ class Batches:
         self._folder = run.journal
         self._sent = sent = SentPoints.load(run.journal, run_id)
         self._nodes = NodeCharts(sent.node_intervals, sent.steps)
-        self._tail = JournalTail(run.journal, sent, self._nodes)
+        self.tail = JournalTail(run.journal, sent, self._nodes)
         self._budget = PointBudget(sent.series)
         self._num_points = 0  #: in the last batch
 
     @property
-    def names(self) -> set[tuple[str, str]]:
-        """Pairs (original, cleaned) of metric names in the last batch."""
-        return self._tail.names
-
-    @property
-    def num_polls(self) -> int:
-        """Number of times that a journal file was polled."""
-        return self._tail.num_polls
-
-    @property
     def counts(self) -> Counts:
         """Counts of the points that were sent and left out."""
-        return replace(self._tail.counts, num_thinned=max(0, self._budget.num_thinned))
+        return replace(self.tail.counts, num_thinned=max(0, self._budget.num_thinned))
 
     @property
     def last_step(self) -> int:
@@ -78,7 +68,7 @@ class Batches:
             newest_attempt: The last attempt that was started.
             over: Whether it has ended: the last batch holds the points that wait for the end of a bucket or interval.
         """
-        sent, tail = self._sent, self._tail
+        sent, tail = self._sent, self.tail
         repeated = sent.is_sending
         chunks = tail.next_chunks(newest_attempt, over=over)
         if not repeated:
@@ -98,8 +88,8 @@ class Batches:
         """Record that MLflow has the last batch, without the points that it refuses for good."""
         self._sent.commit()
         self._sent.save(self._folder)
-        self._tail.counts.num_points += self._num_points - num_refused
-        self._tail.counts.num_refused += num_refused
+        self.tail.counts.num_points += self._num_points - num_refused
+        self.tail.counts.num_refused += num_refused
 
 
 @dataclass(kw_only=True)
@@ -223,12 +213,6 @@ class Counts:
     num_thinned: int = 0  #: omitted beyond EXACT_POINTS, or held until their bucket ends
 
 
-def _records(chunks: dict[str, Chunk]) -> Iterator[tuple[int, Record]]:
-    for name, chunk in chunks.items():
-        for record in chunk.records:
-            yield attempt_of(name), record
-
-
 class JournalTail:
     """The part of a run's journal that MLflow does not have yet.
 
@@ -304,10 +288,13 @@ class JournalTail:
         """
         points: list[Point] = []
         self.names.clear()
-        nodes, complete = self._nodes, self._sent.closing
-        records = _records(chunks) if nodes is None else nodes.reduce(chunks, complete)
-        for attempt, record in records:
-            self._add(attempt, record, points)
+        if self._nodes is not None:
+            for attempt, record in self._nodes.reduce(chunks, self._sent.closing):
+                self._add(attempt, record, points)
+        else:
+            for name, chunk in chunks.items():
+                for record in chunk.records:
+                    self._add(attempt_of(name), record, points)
         self.counts.num_broken += sum(chunk.broken for chunk in chunks.values())
         return points
 

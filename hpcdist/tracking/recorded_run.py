@@ -125,7 +125,7 @@ def _from_mlflow(run_id: str, uri: str, scratch: Path) -> RecordedRun:
     _download(client, run_id, uri, scratch)
     path = scratch / "environment.json"
     environment = _json(path)
-    patch = scratch / PATCH
+    patch, size = scratch / PATCH, tags.get("hpcdist.world_size", "")
     return RecordedRun(
         name=tags.get("hpcdist.folder", run_id).rpartition("/")[2],
         experiment=experiment,
@@ -133,9 +133,7 @@ def _from_mlflow(run_id: str, uri: str, scratch: Path) -> RecordedRun:
         environment=environment,
         code=code_of(environment, path),
         patch=patch.read_bytes() if patch.is_file() else b"",
-        world_size=int(tags["hpcdist.world_size"])
-        if re.fullmatch("[0-9]{1,18}", tags.get("hpcdist.world_size", ""))
-        else 0,
+        world_size=int(size) if re.fullmatch("[0-9]{1,18}", size) else 0,
         image=tags.get("hpcdist.image", ""),
         image_digest=tags.get("hpcdist.image_digest", ""),
         datasets=tuple(datasets),

@@ -56,7 +56,12 @@ def files_of(runs: Runs, name: str) -> set[str]:
 
 
 def check_files(runs: Runs, name: str, ending: str) -> None:
-    """Compare the files in the folder of a run that has just ended; those of the shipper may still be missing."""
-    files = files_of(runs, name) - {"code.patch"}
-    late = re.compile(r"journal/(sent-|\.shipper)|mlflow\.json|report\.html|shipper\.log")
-    check(f"run_folder/{ending}.txt", "\n".join(sorted(file for file in files if not late.match(file))))
+    """Compare the files in the folder of a run that has just ended.
+
+    Left out are the files of the shipper, which may still work, and those of ranks that fail because another one has.
+    """
+    unsteady = re.compile(
+        r"journal/(sent-|\.shipper)|mlflow\.json|report\.html|shipper\.log|code\.patch|.*/rank-\d+\.(beat|outcome)\."
+    )
+    steady = sorted(file for file in files_of(runs, name) if not unsteady.match(file))
+    check(f"run_folder/{ending}.txt", "\n".join(steady))

@@ -325,15 +325,6 @@ def test_changed_artifacts_are_uploaded_again(scene: Scene, monkeypatch: pytest.
     assert Path(copy).read_text() == "one\ntwo\n"
 
 
-def test_artifacts_of_a_trainer_are_uploaded_during_training(scene: Scene) -> None:
-    scene.file("artifacts/returns.png", "a picture")
-    scene.file("artifacts/samples/step-100.txt", "a text")
-    scene.file("artifacts/samples/.step-200.txt.12.ab", "half a te")
-    scene.shipper().ship_once()
-    assert scene.artifacts() >= {"returns.png", "samples/step-100.txt"}
-    assert not any("step-200" in name for name in scene.artifacts())
-
-
 def test_logs_of_the_first_outcomes_are_uploaded_with_many_ranks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "MAX_RANKS", 3)
     for rank in range(6):
@@ -352,11 +343,6 @@ def test_logs_of_the_first_outcomes_are_uploaded_with_many_ranks(scene: Scene, m
     assert uploaded == ["0.log", "1.log", "4.log", "4.outcome.json"]
 
 
-def test_straggler_reports_are_uploaded_with_the_logs(scene: Scene) -> None:
-    scene.file("attempts/001/stragglers.jsonl", "{}\n")
-    assert "logs/attempt-001/stragglers.jsonl" in {item.target for item in artifacts.reports(scene.run, ended=False)}
-
-
 def test_bounded_number_of_stack_traces_is_uploaded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "MAX_RANKS", 2)
     monkeypatch.setattr(artifacts, "LIVE_LOG_BYTES", 100)
@@ -367,10 +353,11 @@ def test_bounded_number_of_stack_traces_is_uploaded(scene: Scene, monkeypatch: p
     first = [item.target.removeprefix("logs/attempt-001/") for item in artifacts.reports(scene.run, ended=True)]
     assert first == ["flight-rank-0", "flight-rank-1"], "stacks are uploaded after their collection"
     scene.file("attempts/001/stacks.txt", "rank 2 differs\n")
+    scene.file("attempts/001/stragglers.jsonl", "{}\n")
     uploaded = [item.target.removeprefix("logs/attempt-001/") for item in artifacts.reports(scene.run, ended=False)]
     stacks = ["rank-00000.stacks.txt", "rank-00001.stacks.txt"]
     records = ["rank-00000.flight.json", "rank-00001.flight.json", "flight-rank-0", "flight-rank-1"]
-    assert uploaded == ["stacks.txt", *stacks, *records]
+    assert uploaded == ["stragglers.jsonl", "stacks.txt", *stacks, *records]
 
 
 def test_journals_of_many_nodes_are_polled_less_often(scene: Scene) -> None:
