@@ -94,9 +94,9 @@ def _users_code(module: nn.Module, run: RunDir, folder: Path) -> list[str] | Non
 
 # A checkpoint's model as a file that other programs load without hpcdist and without torch.distributed.
 #
-# | format | content | loaded by | |---|---|---| | safetensors | the weights by name | `safetensors` of any framework |
-# | torch | the weights by name, a state dict | `torch.load(path, weights_only=True)` | | onnx | the model with its
-# weights | ONNX Runtime and others |
+# safetensors: the weights by name, for `safetensors` of any framework
+# torch: the weights by name, a state dict, for `torch.load(path, weights_only=True)`
+# onnx: the model with its weights, for ONNX Runtime and others
 
 Format = Literal["safetensors", "onnx", "torch"]
 SUFFIXES: Mapping[Format, str] = {"safetensors": ".safetensors", "onnx": ".onnx", "torch": ".pt"}
@@ -233,8 +233,9 @@ def _exported_program(run: RunDir, weights: Mapping[str, Tensor]) -> Any:
 
 def _write_onnx(program: Any, file: Path) -> None:
     size = sum(tensor.nbytes for tensor in program.state_dict.values())
+    logging.disable(logging.WARNING)  # of torch.onnx, onnxscript and onnx_ir
     try:
-        with warnings.catch_warnings(), _quiet("torch.onnx", "onnxscript", "onnx_ir"):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about torch's own code
             converted = torch.onnx.export(program, (), dynamo=True, verbose=False)
             cast(Any, converted).save(file, external_data=size > _MAX_ONNX_BYTES)
@@ -243,18 +244,8 @@ def _write_onnx(program: Any, file: Path) -> None:
             f"torch.onnx cannot convert the model ({_first_line(error)}): --format safetensors or torch writes the"
             " weights alone"
         ) from error
-
-
-@contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    loggers = [(logging.getLogger(name), logging.getLogger(name).level) for name in names]
-    for logger, _ in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
     finally:
-        for logger, level in loggers:
-            logger.setLevel(level)
+        logging.disable(logging.NOTSET)
 
 
 def _first_line(error: Exception) -> str:

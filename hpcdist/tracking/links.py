@@ -5,7 +5,7 @@ Imports no MLflow, since commands on a login node print these links.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -85,24 +85,21 @@ def of_experiments(runs: Iterable[RunDir], store: str, address: str) -> list[str
 
     Runs in other stores than `store` are left out.
     """
-    numbers: dict[str, str] = {}
-    views: dict[str, list[str]] = {}
+    views: dict[tuple[str, str], set[str]] = {}
     for run in runs:
         ids = _ids(run)
         if ids.get("experiment_id") and ids.get("uri") == redact_text(store):
-            numbers[run.experiment] = ids["experiment_id"]
-            views[run.experiment] = [*views.get(run.experiment, []), *ids["views"]]
+            views.setdefault((run.experiment, ids["experiment_id"]), set()).update(ids["views"])
     lines = []
-    for name, number in sorted(numbers.items()):
+    for (name, number), known in sorted(views.items()):
         lines.append(f"{name}: {experiment_page(address, number)}")
-        lines += _view_lines(address, number, views[name])
+        lines += _view_lines(address, number, known)
     return lines
 
 
-def _view_lines(address: str, experiment_id: str, views: Iterable[str]) -> list[str]:
+def _view_lines(address: str, experiment_id: str, views: Container[str]) -> list[str]:
     """Return a line for each view, in the order of VIEWS."""
-    known = set(views)
-    return [f"  {name}: {experiment_page(address, experiment_id, id_)}" for id_, name in VIEWS.items() if id_ in known]
+    return [f"  {name}: {experiment_page(address, experiment_id, id_)}" for id_, name in VIEWS.items() if id_ in views]
 
 
 def _ids(run: RunDir) -> dict[str, Any]:

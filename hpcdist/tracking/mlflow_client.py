@@ -270,6 +270,8 @@ def _no_endpoint(status: int, uri: str) -> str:
     own, found = version("mlflow"), server_version(uri)
     if not found:
         return f"the server does not know MLflow's API ({status}): check the address, and its path if it has one"
+    if found == own:
+        return f"the server with MLflow {found}, like this client, does not know the request ({status}): see its log"
     return (
         f"the server has MLflow {found} and does not know a request of this client's MLflow {own} ({status}): install"
         " the same version on both sides"

@@ -135,16 +135,13 @@ HOST_REFUSED = b"Invalid Host header - possible DNS rebinding attack detected"
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ((200, PAGE), "The response is an HTML page: check that this is the address of an MLflow server, and not of a"),
-        ((200, b"OK"), "not in a valid JSON format"),
         ((302, b"", {"Location": "/"}), "the server redirects without end"),
         ((403, HOST_REFUSED), "its administrator allows it with `--allowed-hosts 127.0.0.1:"),
         ((404, PAGE), "the server does not know MLflow's API (404): check the address"),
-        ((413, PAGE), "the request is too large for the server or its proxy (413): raise the limit there"),
         ((500, b"oops"), "the server has an internal error (500): see its log"),
         ((502, PAGE), "the server is not available at the moment (502)"),
     ],
-    ids=["html", "text", "redirects", "host", "404", "413", "500", "502"],
+    ids=["redirects", "host", "404", "500", "502"],
 )
 def test_errors_of_servers_and_proxies(server: AnsweringServer, answer: tuple[Any, ...], expected: str) -> None:
     assert expected in message(server, *answer)

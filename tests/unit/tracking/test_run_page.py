@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -362,14 +361,3 @@ def test_a_run_that_is_not_there_or_not_complete_is_an_error(scene: Scene, shipp
     client.log_text(bare, '{"code": {"cwd": "/a/../b", "root": "/a", "copied": true}}', "environment.json")
     with pytest.raises(RunFolderError, match=r"environment\.json is damaged"):
         find(scene, bare, tmp_path)
-
-
-def test_a_failure_of_mlflow_is_one_line(scene: Scene, shipped: str, tmp_path: Path) -> None:
-    found = find_recorded(shipped, tmp_path / "other-runs", {"MLFLOW_TRACKING_URI": scene.uri}, tmp_path)
-    assert found.folder is not None
-    write_json(scene.run.mlflow, {"run_id": "0" * 32})
-    client = open_client(scene.uri)
-    artifacts = Path(str(client.get_run(shipped).info.artifact_uri).removeprefix("file://"))
-    shutil.rmtree(artifacts)
-    with pytest.raises((UserMistake, TrackingError), match=r"has no artifact config\.yaml|MLflow at sqlite"):
-        find_recorded(shipped, tmp_path / "other-runs", {"MLFLOW_TRACKING_URI": scene.uri}, tmp_path)
