@@ -48,6 +48,12 @@ def content_of(runs: Runs, name: str) -> str:
     return "\n".join(line for line in lines if not re.search(r"git[._]|code\.patch|gpu_", line))
 
 
+def compared(text: str, name: str) -> str:
+    """Return how the lines of a text differ from those of a golden file."""
+    lines = difflib.ndiff((CONTRACT / name).read_text().splitlines(), text.splitlines())
+    return "\n".join(line for line in lines if line[0] in "+-")
+
+
 def files_of(runs: Runs, name: str) -> set[str]:
     """Return the files in the folder of a run; code, checkpoints, models and artifacts are one line each."""
     folder = runs.run_dir(name).path
