@@ -195,7 +195,7 @@ class SyncReport(Counts):
 
     @property
     def kind(self) -> str:
-        """The result in one word."""
+        """`busy`, `unchanged` or `uploaded`."""
         return "busy" if self.busy else "unchanged" if self == SyncReport() else "uploaded"
 
     def __str__(self) -> str:

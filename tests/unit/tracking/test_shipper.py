@@ -78,7 +78,7 @@ def test_sync_does_not_close_running_and_created_runs(scene: Scene) -> None:
     with open(scene.run.journal / ".shipper.lock", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         report = sync(scene.run, scene.uri)
-    assert report.kind == "running"
+    assert report.kind == "busy"
     assert str(report) == "another process uploads it at the moment"
 
 
