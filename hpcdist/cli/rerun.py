@@ -9,7 +9,7 @@ import re
 import secrets
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -120,35 +120,22 @@ def rerun(
     from hpcdist.tracking.recorded_run import find_recorded
 
     del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
-    ignored = tuple(ignore or ())
     with tempfile.TemporaryDirectory(prefix="hpcdist-rerun-") as scratch:
         if compare:
             made = resolve_run(run, runs_dir)
-            return _compare(_original(made, runs_dir, Path(scratch)), made, tolerance, ignored)
+            return _compare(_original(made, runs_dir, Path(scratch)), made, tolerance, ignore or ())
         recorded = find_recorded(run, runs_dir, os.environ, Path(scratch))
-        plan = _plan(recorded, overrides or [], runs_dir, steps, here=here)
-        if (dependency or begin) and not plan.on_slurm:
-            raise UserMistake("--dependency and --begin need Slurm, and this run is repeated on this machine")
+        plan = _plan(recorded, overrides or [], runs_dir, steps, here=here, queues=bool(dependency or begin))
         source = None if with_current_code else _code(recorded, repository)
-        missing = _missing(plan, source)
-        _show(plan, source, missing)
+        missing = _show(plan, source)
         if dry_run:
             return 0
         if recorded.folder is None and not yes:
             _confirm(recorded.run_id)
         restore = partial(_restore, plan, source, missing)
-        if plan.on_slurm:
-            flags = submission_flags(plan.config, dependency, begin)
-            code = submit_run(plan.config, flags, plan.origin, follow=follow, wait=wait, force=force, restore=restore)
-        else:
-            code = run_here(plan.config, origin=plan.origin, follow=follow, restore=restore)
+        code = _start(plan, restore, dependency, begin, follow=follow, wait=wait, force=force)
         is_over, made = follow or (plan.on_slurm and wait), RunDir(plan.config.folder)
-        if is_over and not code:
-            return _compare(recorded, made, tolerance, ignored)
-        when = "the rerun did not end as planned" if is_over else "when it has ended"
-        until = " until its end" * is_over
-        say(f"{when}: `hpcdist rerun {made.name} --compare` compares its values{until}")
-        return code
+        return _compare(recorded, made, tolerance, ignore or ()) if is_over and not code else code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,11 +149,15 @@ class _Plan:
     on_slurm: bool
 
 
-def _plan(recorded: RecordedRun, overrides: Sequence[str], runs_dir: Path, steps: int | None, *, here: bool) -> _Plan:
+def _plan(
+    recorded: RecordedRun, overrides: Sequence[str], runs_dir: Path, steps: int | None, *, here: bool, queues: bool
+) -> _Plan:
     from hpcdist.config.loading import load_run_config
     from hpcdist.run.records import kept, read_origin
 
     on_slurm = recorded.environment.get("launcher") == "slurm" and not here
+    if queues and not on_slurm:
+        raise UserMistake("--dependency and --begin need Slurm, and this run is repeated on this machine")
     env = {**(kept(recorded.folder) if recorded.folder is not None else {}), **os.environ}
     changes = _changes(recorded, load_run_config(recorded.config, [], env, require_secrets=False), on_slurm=on_slurm)
     if steps is not None:
@@ -183,6 +174,30 @@ def _plan(recorded: RecordedRun, overrides: Sequence[str], runs_dir: Path, steps
         changed=changed,
         on_slurm=on_slurm,
     )
+
+
+def _start(
+    plan: _Plan,
+    restore: Callable[[RunDir], CodeState],
+    dependency: str | None,
+    begin: str | None,
+    *,
+    follow: bool,
+    wait: bool,
+    force: bool,
+) -> int:
+    """Start or submit the rerun. Returns the exit code; prints how to compare it later unless it has ended with 0."""
+    config, origin = plan.config, plan.origin
+    if plan.on_slurm:
+        flags = submission_flags(config, dependency, begin)
+        code = submit_run(config, flags, origin, follow=follow, wait=wait, force=force, restore=restore)
+    else:
+        code = run_here(config, origin=origin, follow=follow, restore=restore)
+    is_over = follow or (plan.on_slurm and wait)
+    if code or not is_over:
+        when = "the rerun did not end as planned" if is_over else "when it has ended"
+        say(f"{when}: `hpcdist rerun {config.name} --compare` compares its values{' until its end' * is_over}")
+    return code
 
 
 def _words(values: Mapping[str, Any]) -> list[str]:
@@ -240,7 +255,8 @@ def _missing(plan: _Plan, source: CodeSource | None) -> list[str]:
     return found
 
 
-def _show(plan: _Plan, source: CodeSource | None, missing: Sequence[str]) -> None:
+def _show(plan: _Plan, source: CodeSource | None) -> list[str]:
+    """Print what is repeated. Returns what cannot be restored."""
     from hpcdist.config.written import redacted_argument
 
     recorded, config, changed = plan.recorded, plan.config, plan.changed
@@ -250,8 +266,10 @@ def _show(plan: _Plan, source: CodeSource | None, missing: Sequence[str]) -> Non
     say("config: as recorded" + (f", except {' '.join(map(redacted_argument, changed))}" if changed else ""))
     if recorded.folder is None:
         _show_executed(recorded, source)
+    missing = _missing(plan, source)
     for text in missing:
         say(f"not restored: {text}")
+    return missing
 
 
 #: Sections of a config that name programs, their environment, files or servers, or the number of processes.

@@ -255,7 +255,6 @@ def resume(
     from hpcdist.config.written import with_params
     from hpcdist.host.files import require_trusted
     from hpcdist.run import create, records, snapshot
-    from hpcdist.run.lease import hold
     from hpcdist.run.lookup import resolve_run
     from hpcdist.run.records import kept, reached_step, resume_point
 
@@ -281,16 +280,23 @@ def resume(
     if on_slurm:
         check_submission(config, flags, None, force=force)
     start = None if on_slurm else resolve_start(config)
-    with hold(found):
-        records.change_config(found, config)
-        if with_current_code:
-            launcher = "slurm" if on_slurm else "local"
-            snapshot.write_environment(found, snapshot.take(config, found, Path.cwd()), launcher=launcher)
+    _change(found, config, with_current_code=with_current_code)
     if (last := found.read_state().attempt) and (on_slurm or not follow):  # else the supervisor prints it
         say(resume_point(found, reached_step(found.attempt(last)), is_script=bool(config.trainer.script)))
     if start is None:
         return enqueue(found, config, flags, follow=follow, wait=wait)
     return supervise_here(found, config, *start, follow=follow)
+
+
+def _change(run: RunDir, config: Config, *, with_current_code: bool) -> None:
+    from hpcdist.run import records, snapshot
+    from hpcdist.run.lease import hold
+
+    with hold(run):
+        records.change_config(run, config)
+        if with_current_code:
+            launcher = "slurm" if run.slurm.exists() else "local"
+            snapshot.write_environment(run, snapshot.take(config, run, Path.cwd()), launcher=launcher)
 
 
 def _check_resumable(run: RunDir, overrides: Sequence[str]) -> None:
