@@ -111,7 +111,10 @@ def _import_modules(run: RunDir) -> Config:
         importlib.import_module(name)
     require_same(run.path, os.environ)
     config = load_run_config(run.config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
-    if not config.trainer.script:
+    if config.trainer.script:
+        # Optimizers and DistributedDataParallel import the compiler, which takes as long as the import of torch.
+        importlib.import_module("torch._dynamo")
+    else:
         for name in _OF_TRAINERS:
             importlib.import_module(name)
         if ":" not in config.trainer.target:

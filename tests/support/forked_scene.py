@@ -61,7 +61,8 @@ def write_package(folder: Path, torch: str = TORCH) -> None:
         package.mkdir(parents=True)
         (package / "__init__.py").write_text(SHADOW.format(real=str(real / name)))
     (folder / "hpcdist" / "rank" / "worker.py").write_text(WORKER)
-    (folder / "torch.py").write_text(torch)
+    (folder / "torch.py").write_text(f"{torch}\n__path__ = [{str(folder)!r}]  # for torch._dynamo")
+    (folder / "_dynamo.py").touch()
 
 
 def new_run(runs_dir: Path) -> RunDir:
