@@ -31,8 +31,8 @@ from hpcdist.errors import UserMistake
 from hpcdist.host.log_files import say
 
 if TYPE_CHECKING:
-    from hpcdist.bench.results import Results
     from hpcdist.run.folder import RunDir
+    from hpcdist.trainers.comm.results import Results
 
 app = typer.Typer(name="bench", help="Measure communication between ranks, here or on a cluster.", no_args_is_help=True)
 CONFIG = "bench_comm"
@@ -72,11 +72,11 @@ def comm(
 
         hpcdist bench comm --cluster mysite cluster.nodes=4 --compare last
     """
-    from hpcdist.bench.results import ARTIFACT, read_results
     from hpcdist.config.loading import load_config
     from hpcdist.run import create
     from hpcdist.run.folder import RunDir
     from hpcdist.run.lookup import resolve_run
+    from hpcdist.trainers.comm.results import ARTIFACT, read_results
 
     on_slurm = on_slurm or cluster is not None
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
@@ -117,8 +117,8 @@ def show(
 
         hpcdist bench show comm-2026 --json > comm.json
     """
-    from hpcdist.bench.results import read_results
     from hpcdist.run.lookup import resolve_run
+    from hpcdist.trainers.comm.results import read_results
 
     found = resolve_run(run, runs_dir)
     if as_json and compare:
@@ -131,9 +131,9 @@ def show(
 
 def _print(run: RunDir, compare: str | None, runs_dir: Path) -> None:
     """Print the report and a comparison with an earlier run. Raises UserMistake if they are not comparable."""
-    from hpcdist.bench import report
-    from hpcdist.bench.results import differences, read_results
     from hpcdist.run.lookup import resolve_run
+    from hpcdist.trainers.comm import report
+    from hpcdist.trainers.comm.results import differences, read_results
 
     results = read_results(run.artifacts)
     terminal = console()
@@ -152,9 +152,9 @@ def _print(run: RunDir, compare: str | None, runs_dir: Path) -> None:
 
 def _newest_comparable(run: RunDir, results: Results) -> RunDir | None:
     """Return the newest finished benchmark of the same experiment that is comparable with this one."""
-    from hpcdist.bench.results import differences, read_results
     from hpcdist.errors import RunFolderError
     from hpcdist.run.lookup import find_runs
+    from hpcdist.trainers.comm.results import differences, read_results
 
     found = []
     created = run.read_state().created

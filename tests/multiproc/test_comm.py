@@ -14,9 +14,15 @@ from context_scene import new_run, open_context
 from hpcdist_runs import Runs
 from spawn import Rank, spawn_ranks
 
-from hpcdist.bench import CommConfig
-from hpcdist.bench.measurement_plan import check, points
-from hpcdist.bench.operations import (
+from hpcdist.config.schema import Config, TrainerConfig
+from hpcdist.errors import CommError
+from hpcdist.rank.collective_check import Stopwatch, measure
+from hpcdist.rank.process_group import Groups
+from hpcdist.rank.processes import StopFlag
+from hpcdist.run.folder import RunDir
+from hpcdist.trainers.comm import CommConfig, train
+from hpcdist.trainers.comm.measurement_plan import check, points
+from hpcdist.trainers.comm.operations import (
     OPERATIONS,
     REDUCTIONS,
     WORLD,
@@ -31,14 +37,7 @@ from hpcdist.bench.operations import (
     Works,
     make_teams,
 )
-from hpcdist.bench.results import CheckResult, read_results
-from hpcdist.config.schema import Config, TrainerConfig
-from hpcdist.errors import CommError
-from hpcdist.rank.collective_check import Stopwatch, measure
-from hpcdist.rank.process_group import Groups
-from hpcdist.rank.processes import StopFlag
-from hpcdist.run.folder import RunDir
-from hpcdist.trainers.comm import train
+from hpcdist.trainers.comm.results import CheckResult, read_results
 
 CPU = torch.device("cpu")
 NODES = ["n1", "n1", "n2"]

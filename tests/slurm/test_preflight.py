@@ -19,13 +19,13 @@ from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
 import hpcdist
-from hpcdist.bench.results import bottleneck, read_results
 from hpcdist.config.loading import load_config
 from hpcdist.devcluster import cluster, host, settings
 from hpcdist.devcluster.cluster import slow_node
 from hpcdist.host.files import read_json, write_json
 from hpcdist.run import create
 from hpcdist.run.folder import State
+from hpcdist.trainers.comm.results import bottleneck, read_results
 
 BAD = "n3"
 #: Findings that depend on the load of the machine.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpcdist.bench.results import CheckResult, Pair, RankPlace, Results, Row
+from hpcdist.trainers.comm.results import CheckResult, Pair, RankPlace, Results, Row
 
 LATENCY_S, BANDWIDTH = 50e-6, 1.2e9
 #: Factor by which pairs within a node are faster.

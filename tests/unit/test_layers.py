@@ -31,7 +31,7 @@ tracking
 rank
 supervisor
 slurm.job
-data bench checks
+data checks
 trainers
 cli
 """
@@ -44,7 +44,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 #: May be imported where torch is not installed, such as on a login node.
 NO_TORCH = """
 errors host config devcluster slurm run containers environments review tracking supervisor checks cli
-bench.results bench.report
+trainers.comm.results trainers.comm.report
 rank.processes rank.forked_task rank.private_network
 """.split()  # noqa: SIM905
 

@@ -1,6 +1,6 @@
 """The trainer `comm`, a communication benchmark: check every operation on every rank, then measure it.
 
-The results are written to the artifact `comm/results.json` (see `hpcdist/bench/results.py`) and to the metrics
+The results are written to the artifact `comm/results.json` (see `hpcdist/trainers/comm/results.py`) and to the metrics
 `comm/<operation>/…`. The step of a metric is the binary logarithm of the size, so that MLflow's step axis shows the
 size. A step of the run is one point of the measurement plan; a stopped benchmark resumes with the next point.
 
@@ -20,8 +20,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hpcdist.bench import MAX_ITERATION_S, MEASURE_S, CommConfig
-from hpcdist.bench.measurement_plan import (
+from hpcdist.config.schema import Config
+from hpcdist.errors import CommError
+from hpcdist.host.files import write_atomic
+from hpcdist.host.network import bandwidths
+from hpcdist.rank.collective_check import Stopwatch, measure
+from hpcdist.rank.context import Context
+from hpcdist.trainers.comm import MAX_ITERATION_S, MEASURE_S, CommConfig
+from hpcdist.trainers.comm.measurement_plan import (
     BYTES,
     CorrectnessCheck,
     Measurement,
@@ -32,15 +38,9 @@ from hpcdist.bench.measurement_plan import (
     measure_round,
     points,
 )
-from hpcdist.bench.operations import DTYPES, OPERATIONS, WORLD, make_teams
-from hpcdist.bench.report import as_text
-from hpcdist.bench.results import ARTIFACT, RankPlace, Results, Row, bottleneck
-from hpcdist.config.schema import Config
-from hpcdist.errors import CommError
-from hpcdist.host.files import write_atomic
-from hpcdist.host.network import bandwidths
-from hpcdist.rank.collective_check import Stopwatch, measure
-from hpcdist.rank.context import Context
+from hpcdist.trainers.comm.operations import DTYPES, OPERATIONS, WORLD, make_teams
+from hpcdist.trainers.comm.report import as_text
+from hpcdist.trainers.comm.results import ARTIFACT, RankPlace, Results, Row, bottleneck
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ import pytest
 from command_line import Cli, Make, Result, one_line
 from sample_comm import sample
 
-from hpcdist.bench.results import ARTIFACT, Results
 from hpcdist.config.loading import load_config
 from hpcdist.run import create
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor import local as supervisor_local
+from hpcdist.trainers.comm.results import ARTIFACT, Results
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes

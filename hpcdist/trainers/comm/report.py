@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from hpcdist.bench.results import (
+from hpcdist.host.network import amount, rate, seconds
+from hpcdist.trainers.comm.results import (
     Change,
     RankNames,
     Results,
@@ -27,7 +28,6 @@ from hpcdist.bench.results import (
     sentences,
     slower,
 )
-from hpcdist.host.network import amount, rate, seconds
 
 #: Sizes in the tables besides the largest one, and further sizes if few of these were measured.
 SIZES, MORE_SIZES = (2**4, 2**12, 2**16, 2**20, 2**24), (1, 2**8)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from sample_comm import Factor, row, sample, with_links
 
-from hpcdist.bench.results import (
+from hpcdist.errors import RunFolderError
+from hpcdist.trainers.comm.results import (
     ARTIFACT,
     CheckResult,
     Pair,
@@ -25,7 +26,6 @@ from hpcdist.bench.results import (
     sentences,
     slower,
 )
-from hpcdist.errors import RunFolderError
 from hpcdist.trainers.comm.train import summary
 
 

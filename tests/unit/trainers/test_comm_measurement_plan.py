@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
-from hpcdist.bench import COMM_OPERATIONS, CommConfig, parse_bytes
-from hpcdist.bench.measurement_plan import (
+from hpcdist.rank.collective_check import Timing
+from hpcdist.trainers.comm import COMM_OPERATIONS, CommConfig, parse_bytes
+from hpcdist.trainers.comm.measurement_plan import (
     MAX_ALL_PAIRS,
     CorrectnessCheck,
     Measurement,
@@ -18,8 +19,7 @@ from hpcdist.bench.measurement_plan import (
     sizes,
     tournament_links,
 )
-from hpcdist.bench.operations import DTYPES, NEVER, OPERATIONS, REDUCTIONS, contribution, cuts, message, reduced
-from hpcdist.rank.collective_check import Timing
+from hpcdist.trainers.comm.operations import DTYPES, NEVER, OPERATIONS, REDUCTIONS, contribution, cuts, message, reduced
 
 # --- settings
 

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from sample_comm import row, sample, with_links
 
-from hpcdist.bench.report import WIDTH, as_text, compared, main_rows, report, show
-from hpcdist.bench.results import CheckResult, Results
+from hpcdist.trainers.comm.report import WIDTH, as_text, compared, main_rows, report, show
+from hpcdist.trainers.comm.results import CheckResult, Results
 
 
 def table(text: str, title: str) -> list[list[str]]:

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hpcdist.bench import COMM_OPERATIONS, CommConfig, parse_bytes
-from hpcdist.bench.operations import (
+from hpcdist.host.network import tournament
+from hpcdist.rank.collective_check import Timing, synchronize
+from hpcdist.rank.process_group import Groups
+from hpcdist.trainers.comm import COMM_OPERATIONS, CommConfig, parse_bytes
+from hpcdist.trainers.comm.operations import (
     DTYPES,
     OPERATIONS,
     REDUCTIONS,
@@ -24,10 +27,7 @@ from hpcdist.bench.operations import (
     cuts,
     wait_for,
 )
-from hpcdist.bench.results import CheckResult, Pair
-from hpcdist.host.network import tournament
-from hpcdist.rank.collective_check import Timing, synchronize
-from hpcdist.rank.process_group import Groups
+from hpcdist.trainers.comm.results import CheckResult, Pair
 
 # Correctness of an operation's result on every rank, at sizes that do not divide evenly.
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcdist.bench import COMM_DTYPES
 from hpcdist.rank.collective_check import largest_exact
+from hpcdist.trainers.comm import COMM_DTYPES
 
 # Test data for exact checks of transport and reduction: whole numbers that depend on rank and index.
 #
@@ -389,7 +389,7 @@ class AllToAll(Operation):
 
 
 class Barrier(Operation):
-    """Barrier of all ranks. It is checked by a counter in the store, see `bench/measurement_plan.py`."""
+    """Barrier of all ranks. It is checked by a counter in the store, see `trainers/comm/measurement_plan.py`."""
 
     name, has_async = "barrier", False
 
