@@ -200,6 +200,8 @@ def torchrun(pattern_runs: Runs, command: str, out: Path) -> list[str]:
         )
         if "terminate called without an active exception" not in done.stderr:
             break
+        shutil.rmtree(out)  # of the last try, which may have saved a snapshot before
+        out.mkdir()
     assert done.returncode == 0, done.stderr
     return losses(done.stdout + done.stderr)
 
