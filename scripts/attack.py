@@ -28,9 +28,9 @@ ATTACKER = 65534
 RANDOM = random.SystemRandom()
 #: The shipped config of each trainer by RPC, and overrides for few steps.
 RUNS = {
-    "rl": ("rl_cartpole", "roles={agent: 1, observer: 1}", "stop.max_epochs=1"),
+    "rl": ("rl_cartpole", "roles={agent: 1, observer: 3}", "stop.max_epochs=1"),
     "rnn": ("rnn_lm", "rnn.max_corpus_mb=0.02", "stop.max_steps=5"),
-    "hybrid": ("hybrid_clicks", "roles={trainer: 1, parameter_server: 1}", "stop.max_steps=5"),
+    "hybrid": ("hybrid_clicks", "roles={trainer: 2, parameter_server: 2}", "stop.max_steps=5"),
     "pipeline": ("pipeline_resnet50", "model.name=resnet18", "data.batch_size=32", "stop.max_steps=2"),
 }
 

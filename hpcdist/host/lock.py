@@ -55,11 +55,12 @@ def exclusive(path: Path, *, within_s: float = WAIT_S) -> Iterator[None]:
         with suppress(OSError):
             file.close()
     held = path.with_name(f"{path.name}.held")
-    _make(held, until, within_s)
+    mine = _make(held, until, within_s)
     try:
         yield
     finally:
-        retry.remove(held)
+        if retry.retry(lambda: _content(held), held) == mine:  # not of a process that took this one for dead
+            retry.remove(held)
 
 
 def open_lock(path: Path, mode: int = 0o666, *, shared: bool = False) -> IO[str]:
@@ -129,8 +130,8 @@ def _try_flock(file: IO[str]) -> bool | None:
     return retry.retry(try_now, Path(file.name))
 
 
-def _make(held: Path, until: float, within_s: float) -> None:
-    """Create the lock file, after removing one that a killed process left behind."""
+def _make(held: Path, until: float, within_s: float) -> str:
+    """Create the lock file, after removing one that a killed process left behind. Returns its content."""
     mine = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
     seen, since = "", time.monotonic()
     while not retry.retry(lambda: _create(held, mine), held):
@@ -143,6 +144,7 @@ def _make(held: Path, until: float, within_s: float) -> None:
             _remove_left(held, found)
             continue
         _wait(held, until, within_s)
+    return mine
 
 
 def _create(held: Path, content: str) -> bool:

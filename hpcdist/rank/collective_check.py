@@ -228,7 +228,7 @@ class Effort:
 
     elements: int  #: number of elements of each checked sum, but at least two for each rank
     rounds: int  #: maximum number of repetitions of each sum
-    message_bytes: tuple[int, ...]  #: messages of the timing, of which the largest that is fast enough counts
+    message_bytes: tuple[int, ...]  #: messages of the timing: the first that is slow counts, else the last
     budget_s: float  #: time budget of the checks and of the timing each, in seconds
 
 

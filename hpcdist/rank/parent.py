@@ -252,6 +252,8 @@ class ForkServer:
             data, descriptors, _, _ = socket.recv_fds(self._source, 1, 1)
             if not data:
                 os._exit(0)
+            if not descriptors and any(rank.pid for rank in self._ranks):
+                return  # the connection of a rank that may never be wanted
             if not descriptors:
                 leave("the parent process of the ranks has too many open files", CANNOT_FORK)
             connection = socket.socket(fileno=descriptors[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -269,8 +268,9 @@ def inodes() -> frozenset[int]:
 log = logging.getLogger(__name__)
 #: How often a group is created before its creation fails.
 NUM_TRIALS = 100
-#: Time limit for the connections of a group whose ranks are all ready.
-CONNECT_TIMEOUT = timedelta(seconds=30)
+#: Time limits for the connections of a group whose ranks are all ready: of the first trial, twice as long in each
+#: further one, and the longest. A rank whose pair a stranger has taken waits that long, and listens meanwhile.
+FIRST_CONNECT_TIMEOUT, CONNECT_TIMEOUT = timedelta(seconds=2), timedelta(seconds=30)
 _Gloo = distributed_c10d.ProcessGroupGloo
 
 
@@ -315,12 +315,12 @@ def _name(address: Address) -> str:
     return f"{address[0]}:{address[1]}"
 
 
-def _lost_peer(group: dist.ProcessGroup, number: int, numbers: list[int]) -> str:
+def _lost_peer(group: dist.ProcessGroup, number: int, numbers: list[int], timeout: timedelta) -> str:
     """Send the rank's number to all ranks of a group; return why not all of theirs arrive, or nothing."""
     received = torch.zeros(len(numbers), dtype=torch.int64)
     # Not an all-gather, which is a ring: it would use two of a rank's connections.
     options = distributed_c10d.AllToAllOptions()
-    options.timeout = CONNECT_TIMEOUT
+    options.timeout = timeout
     try:
         group.alltoall_base(received, torch.full_like(received, number), [], [], options).wait()
     except RuntimeError as error:
@@ -337,14 +337,14 @@ class _AdmittingGloo(_Gloo):
 
     def __new__(cls, store: Store, rank: int, size: int, *, timeout: timedelta, **options: Any) -> _AdmittingGloo:
         # A C++ object cannot be initialised twice, so each trial needs a new one, which only `__new__` can return.
-        options["timeout"] = min(timeout, CONNECT_TIMEOUT)
-        for trial in itertools.count(1):
+        for trial in range(1, NUM_TRIALS + 1):
+            limit = min(timeout, CONNECT_TIMEOUT, FIRST_CONNECT_TIMEOUT * 2 ** min(trial - 1, 4))
             fresh = PrefixStore(f"admission/{trial}", store)
             if fresh.add("ready", 1) == size:
                 fresh.set("begin", "")
             fresh.wait(["begin"], timeout)
             try:
-                group = cls._admitted(fresh, rank, size, options)
+                group = cls._admitted(fresh, rank, size, limit, options)
             except RendezvousError as error:
                 if trial == NUM_TRIALS:
                     raise
@@ -356,16 +356,17 @@ class _AdmittingGloo(_Gloo):
         raise AssertionError
 
     @classmethod
-    def _admitted(cls, store: Store, rank: int, size: int, options: Any) -> _AdmittingGloo:
+    def _admitted(cls, store: Store, rank: int, size: int, limit: timedelta, options: Any) -> _AdmittingGloo:
         """Create a group of ranks only. Either all ranks return or all raise RendezvousError."""
         before, number, error = inodes(), secrets.randbits(63), ""
         group: Any = super().__new__(cls)
         try:
-            super().__init__(group, store, rank, size, **options)
+            # gloo waits five times as long for its first connections.
+            super().__init__(group, store, rank, size, timeout=limit / 5, **options)
         except RuntimeError as problem:
             error = f"rank {rank} cannot create a process group: {problem}"
         numbers, stranger = refuse_strangers(store, rank, size, before, number)
-        if not error and (reason := _lost_peer(group, number, numbers)):
+        if not error and (reason := _lost_peer(group, number, numbers, limit)):
             cause = (
                 f"{stranger}; it is another program, or the network translates addresses between the nodes"
                 if stranger

@@ -90,7 +90,8 @@ class RankParent:
             env: complete environment, which may differ from the parent's in a few variables.
             log: descriptor of the file for standard output and error.
 
-        Raises NoParentError if the parent does not answer, or cannot fork the rank.
+        Raises NoParentError if the parent does not answer or cannot fork the rank, and RankRefusedError if no rank may
+        start.
         """
         request = {
             "env": dict(env),

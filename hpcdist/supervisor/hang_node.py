@@ -397,7 +397,7 @@ def take_snapshots(processes: Sequence[RankProcess], attempt: Attempt, node: str
     before = {process: state for process in processes if (state := state_of(process.pid)) is not None}
 
     def has_printed(process: RankProcess) -> bool:
-        return bool(_stack(attempt, process.rank)[0] and _flight_record(attempt, process.rank, since))
+        return bool(_stack(attempt, process.rank, since)[0] and _flight_record(attempt, process.rank, since))
 
     awaited = [process for process, state in before.items() if state.state not in CANNOT_RUN]
     while time.monotonic() < min(began + PRINT_S, until) and not all(map(has_printed, awaited)):
@@ -409,7 +409,7 @@ def take_snapshots(processes: Sequence[RankProcess], attempt: Attempt, node: str
         last = state_of(process.pid)
         if last is None:
             continue  # the process has ended by itself
-        frames, text = _stack(attempt, process.rank)
+        frames, text = _stack(attempt, process.rank, since)
         record = _flight_record(attempt, process.rank, since)
         found.append(
             RankSnapshot(
@@ -433,10 +433,13 @@ def _flight_record(attempt: Attempt, rank: int, since: float) -> dict[str, Any] 
     return record if record and record["time"] >= since else None
 
 
-def _stack(attempt: Attempt, rank: int) -> tuple[list[Frame], str]:
-    """Return the stacks that a rank has written to its log, see `parse_faulthandler`."""
+def _stack(attempt: Attempt, rank: int, since: float) -> tuple[list[Frame], str]:
+    """Return the last stacks in the log of a rank that has written to it `since`, see `parse_faulthandler`."""
     with suppress(FileNotFoundError), open_regular(attempt.log(rank)) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
+        about = os.fstat(file.fileno())
+        if about.st_mtime < since:
+            return [], ""  # those of an earlier examination, which a stopped rank cannot replace
+        file.seek(max(0, about.st_size - _LOG_BYTES))
         return parse_faulthandler(file.read().decode(errors="replace"))
     return [], ""
 

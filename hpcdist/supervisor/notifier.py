@@ -91,16 +91,19 @@ class Notifier(AbstractContextManager["Notifier"]):
 
         time.sleep(pause_s)
         body, problem = json.dumps(facts).encode(), ""
+        options: dict[str, Any]
         try:
             if self._command:
                 command = [self._command, facts["event"], facts["run"], facts["status"]]
-                options: dict[str, Any] = {"stdout": log, "stderr": log, "env": self._env, "start_new_session": True}
+                options = {"stdout": log, "stderr": log, "env": self._env, "start_new_session": True}
                 subprocess.run(command, input=body, timeout=DELIVERY_S, check=True, **options)
             else:
                 # A redirect would turn the POST into a GET of another address.
                 headers = {"Content-Type": "application/json"}
-                done = requests.post(self._url, body, headers=headers, timeout=DELIVERY_S, allow_redirects=False)
-                problem = f"HTTP status {done.status_code}" if done.status_code >= 300 else ""
+                # Without `auth`, requests would send a password of ~/.netrc.
+                options = {"headers": headers, "auth": lambda request: request, "allow_redirects": False}
+                with requests.post(self._url, body, timeout=DELIVERY_S, stream=True, **options) as done:
+                    problem = f"HTTP status {done.status_code}" if done.status_code >= 300 else ""
         except (requests.RequestException, ValueError) as error:
             problem = type(error).__name__  # its text has the URL
         except (subprocess.SubprocessError, OSError) as error:

@@ -2,7 +2,7 @@
 
 Every node listens on the ranks' port and connects to the others, because firewalls may block one direction only. Nodes
 start at different times, so a refused connection counts only once the peer has connected itself; from then on it has
-`GRACE_S`.
+`GRACE_S`. A peer that has not connected at the deadline is absent.
 """
 
 from __future__ import annotations
@@ -215,6 +215,8 @@ MAX_UNKNOWN = 2 * ALL_PAIRS
 LARGE_BYTES = 2**14
 #: Data that each node sends in one exchange, to all peers together.
 EXCHANGE_BYTES = {"quick": 2**20, "full": 2**26}
+#: … but at least this much to each, since the processor time of many small transfers would count as a slow network.
+LEAST_BYTES = 2**17
 #: Number of exchanges; of each peer the shortest counts, because other load only prolongs it.
 EXCHANGES = 5
 #: Limit of one transfer, and of all exchanges.
@@ -253,7 +255,7 @@ class Mesh:
         partners = {own for turn in tournament(len(nodes), ALL_PAIRS - 1) if (own := turn[me]) is not None}
         self.peers = {nodes[number]: Peer(nodes[number]) for number in sorted(partners)}
         #: Bytes that this node sends to each peer in one exchange.
-        self.exchange_bytes = EXCHANGE_BYTES[mode] // max(1, len(self.peers))
+        self.exchange_bytes = max(LEAST_BYTES, EXCHANGE_BYTES[mode] // max(1, len(self.peers)))
         #: Error of listening on the port; empty without one.
         self.port_problem = ""
         #: This node's addresses on its connections.
@@ -286,7 +288,7 @@ class Mesh:
         for port in (self._port, 0):
             try:
                 server = await asyncio.start_server(
-                    self._accept, self._bind, port, family=socket.AF_INET, backlog=1024, limit=MAX_HELLO_BYTES
+                    self._accept, self._bind, port, family=socket.AF_INET, backlog=MAX_UNKNOWN, limit=MAX_HELLO_BYTES
                 )
             except OSError as error:
                 if port == 0:

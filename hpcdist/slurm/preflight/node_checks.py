@@ -372,7 +372,8 @@ def _describe(request: ProbeRequest, problem: _Problem, node: str) -> tuple[str,
         fix = f"identify the program (`ss -ltnp 'sport = :{request.port}'`) and check the nodes' names"
         return f"on {port} answers {detail}", fix
     if kind == "absent":
-        return f"it did not connect within {request.deadline_s:g} s, although it answered later", firewall
+        why = "connections are refused in both directions, or it started later"
+        return f"it did not connect within {request.deadline_s:g} s: {why}", firewall
     return f"{port} is blocked: {how.get(kind, detail)}", firewall
 
 

@@ -419,6 +419,11 @@ def test_aliases_cannot_multiply_values(write: Write) -> None:
     assert load_config(write(text.partition("  a2:")[0])).params["a1"] == [{"b": "c"}] * 10
 
 
+def test_redaction_mark_is_no_value(write: Write) -> None:
+    (problem,) = problems(write(""), "runs_dir=***")
+    assert problem == "command line: runs_dir: *** stands for a redacted secret: write the value, or ${oc.env:NAME}"
+
+
 def test_a_config_file_is_limited_in_size(write: Write) -> None:
     path = write("")
     path.write_text("#" * (MAX_BYTES + 1))

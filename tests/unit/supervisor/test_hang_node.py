@@ -1,4 +1,4 @@
-"""Stack traces of hung ranks, collected from their processes by py-spy or from their logs."""
+"""Stack traces of hung ranks, collected from their logs."""
 
 from __future__ import annotations
 
