@@ -421,7 +421,7 @@ def test_aliases_cannot_multiply_values(write: Write) -> None:
 
 def test_redaction_mark_is_no_value(write: Write) -> None:
     (problem,) = problems(write(""), "runs_dir=***")
-    assert problem == "command line: runs_dir: *** stands for a redacted secret: write the value, or ${oc.env:NAME}"
+    assert problem == "runs_dir: *** stands for a redacted secret: write the value, or ${oc.env:NAME}"
 
 
 def test_a_config_file_is_limited_in_size(write: Write) -> None:
