@@ -122,12 +122,14 @@ def _with_overrides(
 def _located(error: ConfigError, origins: Origins) -> ConfigError:
     """Return the error with the command line or the site's profile before the mistakes in their values.
 
-    Each line begins with its key.
+    A line begins with its key, and may name others that conflict with it.
     """
 
     def origin(line: str) -> str:
-        found = [key for key in origins if re.match(rf"{re.escape(key)}(?![\w-])", line)]
-        return origins[max(found, key=len)] if found else error.source
+        for begin in ("^", r"(?<![\w.-])"):
+            if found := [key for key in origins if re.search(rf"{begin}{re.escape(key)}(?![\w-])", line)]:
+                return origins[max(found, key=len)]
+        return error.source
 
     located = [(origin(line), line) for line in error.problems]
     if len({place for place, _ in located}) == 1:

@@ -102,10 +102,12 @@ class Delivery:
         with _collected(failures):
             self._command.update(mlflow, config.tracking.commands, state)
         num_points = self.ship_records(state)
-        shown = self._page.update(mlflow, state, config.tracking.tags.get(NOTE_TAG, ""), self._sent.page)
-        if self._sent.page != shown:
-            self._sent.page = shown
-            self._sent.save(self.run.journal)
+        last, self._sent.page = self._sent.page, ""  # after a failure, it is not known what MLflow shows
+        try:
+            self._sent.page = self._page.update(mlflow, state, config.tracking.tags.get(NOTE_TAG, ""), last)
+        finally:
+            if self._sent.page != last:
+                self._sent.save(self.run.journal)
         self._ship_tags(state)
         self._ship_views(state)
         self._ledger.ship(state, mlflow)
@@ -259,8 +261,10 @@ class Uploads:
         """
         until = time.monotonic() + within_s
         saved_at = time.monotonic()
-        new = [item for item in found if item.fingerprint not in ("", self.sent.artifacts.get(item.target))]
+        new: list[Artifact] = []
+        is_unsaved = False
         try:
+            new += (item for item in found if item.fingerprint not in ("", self.sent.artifacts.get(item.target)))
             if counted:
                 self.sent.left = len(new)
                 self._save()
@@ -273,18 +277,19 @@ class Uploads:
                 else:
                     self._mlflow.upload(item.source, item.target)
                     self.sent.artifacts[item.target] = item.fingerprint
+                    is_unsaved = True
                 if counted:
-                    self.sent.left = len(new) - number
+                    self.sent.left, is_unsaved = len(new) - number, True
                 if time.monotonic() - saved_at >= SAVE_S:  # the state is large if the run has many artifacts
                     self._save()
                     log.info("%s: %d artifacts uploaded", self._run.name, len(self.sent.artifacts))
-                    saved_at = time.monotonic()
+                    saved_at, is_unsaved = time.monotonic(), False
                 if time.monotonic() >= until:
                     return number == len(new)
         except OSError as error:
             raise TrackingError(f"an artifact of {self._run.name} cannot be read: {error}") from error
         finally:
-            if new:
+            if is_unsaved:
                 self._save()
         return True
 

@@ -61,14 +61,15 @@ class RunPage:
         self._run = run
         self._shown: object = None
         self._next = 0.0
-        #: What this process has sent, which a new process sends again.
+        #: What this process has sent.
         self._text = ""
         self._datasets: tuple[DatasetRecord, ...] = ()
         self._tags: dict[str, str] = {}
         self._has_primary_metric = False
+        self._is_refused = False
 
     def update(self, opened: MlflowRun, state: State, own_note: str, sent: str) -> str:
-        """Send what has changed. Returns a digest of the page.
+        """Send what has changed. Returns a digest of the page, empty if MLflow has refused a part of it.
 
         Args:
             own_note: description that the config of the run sets; it precedes the generated one.
@@ -90,7 +91,7 @@ class RunPage:
         if digest != sent:
             self._send(opened, facts, text, own_note, tags)
         self._shown, self._next = status, now + INTERVAL_S
-        return digest
+        return "" if self._is_refused else digest
 
     def _send(self, opened: MlflowRun, facts: RunFacts, text: str, own_note: str, tags: dict[str, str]) -> None:
         if text != self._text:
@@ -101,7 +102,7 @@ class RunPage:
                 opened.client.log_inputs(opened.run_id, [_input(dataset, facts.datasets) for dataset in facts.datasets])
             self._datasets = facts.datasets
         if not self._has_primary_metric and _has_primary(facts):
-            _set_primary_metric(opened, facts)
+            self._is_refused = not _set_primary_metric(opened, facts)
             self._has_primary_metric = True
         if tags != self._tags:
             opened.set_tags(tags)
@@ -151,8 +152,8 @@ def _input(dataset: DatasetRecord, datasets: Iterable[DatasetRecord]) -> entitie
     return entities.DatasetInput(found, [entities.InputTag(_CONTEXT_TAG, dataset.split[:_MAX_NAME])])
 
 
-def _set_primary_metric(opened: MlflowRun, facts: RunFacts) -> None:
-    """Make the monitored metric the primary one of the experiment, unless the experiment has one already."""
+def _set_primary_metric(opened: MlflowRun, facts: RunFacts) -> bool:
+    """Make the monitored metric the primary one of the experiment, unless it has one. Returns False if refused."""
     tags = {_PRIMARY_METRIC: facts.monitor, _GREATER_IS_BETTER: str(facts.monitor_mode == "max")}
     try:
         with translated(opened.uri):
@@ -164,6 +165,8 @@ def _set_primary_metric(opened: MlflowRun, facts: RunFacts) -> None:
         if error.code != "PERMISSION_DENIED":
             raise
         log.warning("the primary metric of the experiment is not set: %s", error)
+        return False
+    return True
 
 
 def view_tags(facts: RunFacts, ledger: Ledger) -> dict[str, str]:

@@ -1,5 +1,7 @@
 """Image classification with DistributedDataParallel: each rank trains the whole model on its share of the data.
 
+With `data.global_batch_size` the run is *elastic*: each step takes the same samples on any number of ranks.
+
 Source of the method: https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
 """
 
@@ -175,6 +177,7 @@ def epoch_steps(
 def plain_micro_batches(model: DistributedDataParallel, batches: Sequence[Batch]) -> Iterator[WeightedBatch]:
     """Yield the batches whose gradients are accumulated in one step."""
     for number, (images, labels) in enumerate(batches, start=1):
+        # Each batch has the same weight, also a shorter last one, as usual with accumulated gradients.
         # Gradients are exchanged once per step, during the last backward pass: the caller's passes run in this `with`.
         with nullcontext() if number == len(batches) else model.no_sync():
             yield images, labels, 1 / len(batches)

@@ -3,6 +3,8 @@
 A sample has numeric features and, for each table, a *bag* of ids; the dense part takes the sums of the rows of its
 bags. Trainer 0 is rank 0 and leads. Each trainer reads its own share of the samples, looks up the rows of its next
 batch one batch ahead, and sends the gradients of the sums back. DDP averages the dense gradients over the trainers.
+`Lookups` exchanges the rows: `prepare` a batch, `request` its rows, `collect` them, `push` the gradients; `flush` for
+a checkpoint, and `leave` for the end.
 
 `mode: sync` combines the steps of all trainers: a server applies their gradients as one update, in the order of the
 trainers, and sends no value that a pending update would change. The result equals a single process on the joint

@@ -66,7 +66,7 @@ def train(ctx: Context, cfg: Config) -> None:
     log_inputs(ctx, problem, policy)
     saved = ctx.restore()  # the newest valid checkpoint, None at the first start
     with rpc_group(ctx, {}) as rpc:
-        ctx.agree_among([0])  # observers count no steps
+        ctx.agree_among([0])  # observers count no steps; they call it in `serve_rollouts`
         train_policy(ctx, cfg, problem, policy, rpc, saved)
 
 
@@ -89,7 +89,10 @@ def train_policy(
     meter = Meter(saved.trainer["meter"] if saved is not None else None, ctx.device)
 
     def save(metrics: Mapping[str, float]) -> None:
-        """Save, with the observers between two rollouts; rollouts collected ahead are part of the checkpoint."""
+        """Save on all ranks, with the observers between two rollouts, which save their environments.
+
+        Rollouts collected ahead are part of the checkpoint.
+        """
         received = observers.wait()
         rpc.order("save", progress.step)
         state = {

@@ -89,7 +89,7 @@ def train(ctx: Context, cfg: Config) -> None:
         client = VocabularyClient(rpc, trainer=ctx.role_index, vocab_size=vocab_size, device=ctx.device)
         learner = Learner(lstm, cfg, client, trainer_group, ctx.device)
         train_lstm(ctx, cfg, learner, rpc, streams, saved)
-        if corpus and ctx.end_reason:
+        if corpus and ctx.end_reason:  # empty after a stop
             export(ctx, cfg, learner, corpus.tokenizer)
         if not ctx.is_main:
             rpc.serve({})  # until rank 0 has written the model

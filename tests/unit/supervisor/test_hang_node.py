@@ -138,6 +138,9 @@ def test_stopped_rank_has_a_state_without_a_stack(
     with hung_ranks(attempt, tmp_path, 3) as ranks:
         processes = find_ranks(attempt.path.parent.parent, attempt.number)
         stop(processes[2].pid)
+        with attempt.log(2).open("a") as log:
+            log.write('Thread 0x1 (most recent call first):\n  File "/me/x.py", line 3 in earlier\n')
+        os.utime(attempt.log(2), (0, 0))  # the stacks of an earlier examination
         summary = collect(attempt, ranks, limit_s=20, interrupted=not_interrupted)
         # A stopped rank cannot print its stacks, so this must return without a wait for them.
         monkeypatch.setattr(hang_node, "PRINT_S", 10_000.0)

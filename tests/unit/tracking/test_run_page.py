@@ -183,6 +183,8 @@ def test_primary_metric_needs_no_permission_for_the_rest(scene: Scene, caplog: p
     shipper.ship_once()
     assert "the primary metric of the experiment is not set: " in caplog.text
     assert scene.entity.data.tags["hpcdist.state"] == "running"
+    scene.shipper().ship_once()
+    assert PRIMARY in experiment_tags(scene), "the next process tries again"
 
 
 def test_unreadable_attempts_are_reported(scene: Scene) -> None:
