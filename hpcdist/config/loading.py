@@ -122,14 +122,12 @@ def _with_overrides(
 def _located(error: ConfigError, origins: Origins) -> ConfigError:
     """Return the error with the command line or the site's profile before the mistakes in their values.
 
-    A line begins with its key, and may name others that conflict with it.
+    A line begins with its key. Of keys that conflict, this first one counts.
     """
 
     def origin(line: str) -> str:
-        for begin in ("^", r"(?<![\w.-])"):
-            if found := [key for key in origins if re.search(rf"{begin}{re.escape(key)}(?![\w-])", line)]:
-                return origins[max(found, key=len)]
-        return error.source
+        found = [key for key in origins if re.match(rf"{re.escape(key)}(?![\w-])", line)]
+        return origins[max(found, key=len)] if found else error.source
 
     located = [(origin(line), line) for line in error.problems]
     if len({place for place, _ in located}) == 1:

@@ -61,7 +61,7 @@ def add_overrides(overrides: Sequence[str], tree: dict[str, Any], origins: Origi
             name = re.split(r"[:\s]", text, maxsplit=1)[0]
             redacted = f"{name} {REDACTED}" if name != text and is_secret_name(name) else text
             problems.append(f"{shown(redacted)} is no override: write key=value, as in optim.lr=0.01")
-        elif REDACTED in raw:
+        elif raw == REDACTED:
             problems.append(f"{key}: {REDACTED} stands for a redacted secret: write the value, or ${{oc.env:NAME}}")
         elif len(path := key.split(".")) > MAX_DEPTH or len(path) + _depth(_override_value(path, raw)) > MAX_DEPTH:
             problems.append(f"{shown(key)}: nested more than {MAX_DEPTH} levels deep")

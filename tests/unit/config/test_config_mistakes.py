@@ -295,7 +295,6 @@ def test_mistake_of_a_file_names_the_file_whatever_the_overrides(
             "{path}: 3 mistakes\n  - {site}: cluster.nodes must be >= 1, got 0\n  - command line: optim.lr must be > 0",
         ),
         ("nodes: 2", "container: podman", [], "{path}: container is a section"),
-        ("nodes: 2", "precision: {dtype: fp16}", ["launch.device=cpu"], "command line: precision.dtype=fp16"),
         ("- a", "", [], "{site}: must hold keys and values, but its top level is of type list"),
     ],
 )
