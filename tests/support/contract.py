@@ -41,7 +41,8 @@ def content_of(runs: Runs, name: str) -> str:
     names = {
         "tag": runs.tags(name),
         "param": (key for key in runs.params(name) if key.partition(".")[0] not in _GENERAL),
-        "metric": (key.replace(f"/{os.uname().nodename}/", "/NODE/") for key, _, _ in runs.points(name)),
+        # A short run may end before the first system metrics and step times.
+        "metric": (key for key, _, _ in runs.points(name) if not key.startswith(("system/", "time/"))),
         "file": files_of(runs, name),
     }
     lines = (f"{kind:7}{one}" for kind, found in names.items() for one in sorted(set(found)))
