@@ -122,11 +122,15 @@ def _with_overrides(
 def _located(error: ConfigError, origins: Origins) -> ConfigError:
     """Return the error with the command line or the site's profile before the mistakes in their values.
 
-    A line begins with its key. Of keys that conflict, this first one counts.
+    A line begins with its key, may name another one that conflicts with it, and ends with `: ` and the fix.
     """
 
     def origin(line: str) -> str:
         found = [key for key in origins if re.match(rf"{re.escape(key)}(?![\w-])", line)]
+        if not found:
+            problem = line.rpartition(": ")[0] or line
+            dotted = (key for key in origins if "." in key)  # others, such as `name`, are words of sentences, too
+            found = [key for key in dotted if re.search(rf"(?<![\w.-]){re.escape(key)}(?![\w.-])", problem)]
         return origins[max(found, key=len)] if found else error.source
 
     located = [(origin(line), line) for line in error.problems]

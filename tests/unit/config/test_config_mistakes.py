@@ -252,7 +252,8 @@ def test_mistake_of_an_override_names_the_command_line(write: Write, overrides: 
         ("seed: x", ["optim.lr=1"], ["seed must be int, got 'x'"]),
         ("sed: 1", ["seed=1"], ["sed is not a key: did you mean 'seed'?"]),
         ("launch: {env: {a b: x}}", ["launch.env.B=x"], ["launch.env: 'a b' is not a valid variable name"]),
-        ("launch: {backend: nccl}", ["launch.device=cpu"], ["launch.backend=nccl needs GPUs, but launch.device=cpu"]),
+        ("experiment: a b", ["name=x"], ["experiment must be a plain folder name"]),
+        ("lunch: {device: cpu}", ["launch.device=cpu"], ["lunch.device is not a key: did you mean 'launch.device'?"]),
         # The override corrects a mistake that hid another one.
         (
             "{seed: x, launch: {backend: nccl, device: cpu}}",
@@ -295,6 +296,7 @@ def test_mistake_of_a_file_names_the_file_whatever_the_overrides(
             "{path}: 3 mistakes\n  - {site}: cluster.nodes must be >= 1, got 0\n  - command line: optim.lr must be > 0",
         ),
         ("nodes: 2", "container: podman", [], "{path}: container is a section"),
+        ("", "launch: {backend: nccl}", ["launch.device=cpu"], "command line: launch.backend=nccl needs GPUs, but"),
         ("- a", "", [], "{site}: must hold keys and values, but its top level is of type list"),
     ],
 )
