@@ -253,7 +253,7 @@ class ForkServer:
             if not data:
                 os._exit(0)
             if not descriptors and any(rank.pid for rank in self._ranks):
-                return  # the connection of a rank that may never be wanted
+                return  # of the next rank, which may not exist
             if not descriptors:
                 leave("the parent process of the ranks has too many open files", CANNOT_FORK)
             connection = socket.socket(fileno=descriptors[0])

@@ -59,9 +59,8 @@ class Answers(NamedTuple):
     by_node: Mapping[str, dict[str, Any]]
     started: set[str]  #: nodes that have announced the command or answered it
     errors: str  #: error output of srun
-    was_killed: (
-        bool  #: whether the step was killed: at its limit, or because an impatient caller expects no more answers
-    )
+    #: Whether the step was killed: at its limit, or because an impatient caller expects no more answers.
+    was_killed: bool
 
 
 # Before the step: its command line.

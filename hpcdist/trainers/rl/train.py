@@ -89,10 +89,7 @@ def train_policy(
     meter = Meter(saved.trainer["meter"] if saved is not None else None, ctx.device)
 
     def save(metrics: Mapping[str, float]) -> None:
-        """Save on all ranks, with the observers between two rollouts, which save their environments.
-
-        Rollouts collected ahead are part of the checkpoint.
-        """
+        """Save on all ranks, with the observers between two rollouts, and with the rollouts collected ahead."""
         received = observers.wait()
         rpc.order("save", progress.step)
         state = {
