@@ -56,7 +56,8 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -535,6 +536,16 @@ def require_same(folder: Path, env: Mapping[str, str]) -> None:
             f"the run folder {folder} has been replaced by another one since this run was started: find out who may"
             " write to the folders above it, move the right one back, and continue with `hpcdist resume`"
         )
+
+
+@contextmanager
+def explain_replacement(folder: Path, env: Mapping[str, str]) -> Iterator[None]:
+    """If the run folder was replaced meanwhile, raise this error instead of one of a missing or unreadable file."""
+    try:
+        yield
+    except (OSError, RunFolderError):
+        require_same(folder, env)
+        raise
 
 
 def _read(folder: Path) -> str:

@@ -21,7 +21,7 @@ from hpcdist.errors import HpcdistError, LeaseLostError, RunFolderError, UserMis
 from hpcdist.host import retry
 from hpcdist.host.files import write_json
 from hpcdist.host.log_files import limit_log
-from hpcdist.run.folder import Attempt, Cause, RunDir, State, Status, StopRequest, require_same
+from hpcdist.run.folder import Attempt, Cause, RunDir, State, Status, StopRequest, explain_replacement, require_same
 from hpcdist.run.records import (
     AttemptTimes,
     begin,
@@ -168,6 +168,7 @@ class Supervisor:
         written.
         """
         with (
+            explain_replacement(self._run.path, self._env),
             retry.patient(self._patience_s()),
             self._signals.handled(),
             Notifier(self._run, self._config.notify, self._env, self._report.note) as notifier,
@@ -178,7 +179,8 @@ class Supervisor:
             shipper = self._start_shipper()
             failure: Exception | None = None
             try:
-                state = self._attempts(state, notifier)
+                with explain_replacement(self._run.path, self._env):
+                    state = self._attempts(state, notifier)
                 if self._job is not None:
                     state = self._job.end_or_requeue(state)
             except LeaseLostError:

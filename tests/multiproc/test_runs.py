@@ -209,8 +209,8 @@ SITE = """
 import os, shutil, sys
 if "hpcdist.rank.parent" in sys.orig_argv:
     runs, planted = {runs!r}, {runs!r} + ".planted"
-    # The attacker cannot read the identity.
-    shutil.copytree(runs, planted, symlinks=True, ignore=shutil.ignore_patterns("identity", "key"))
+    # The attacker cannot read the identity; temporary files may vanish during the copy.
+    shutil.copytree(runs, planted, symlinks=True, ignore=shutil.ignore_patterns("identity", "key", ".*"))
     for folder, _, files in os.walk(planted):
         for path in [folder, *(os.path.join(folder, name) for name in files)]:
             os.lchown(path, {nobody}, {nobody})

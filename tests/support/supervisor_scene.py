@@ -126,7 +126,7 @@ class Scene:
         }
         (self.run.path / "script.json").write_text(json.dumps(script))
 
-    def supervisor(self, job: ScriptedJob | None = None) -> Supervisor:
+    def supervisor(self, job: ScriptedJob | None = None, check_lease: Callable[[], None] = lambda: None) -> Supervisor:
         config = Config(
             trainer=TrainerConfig(**self.trainer),
             roles=self.roles,
@@ -138,7 +138,14 @@ class Scene:
         plan = Plan(num_ranks=self.num_ranks, device="cpu", backend="gloo", threads=1, env=dict(config.launch.env))
         self.launcher = LocalLauncher(self.run, plan, env=self.env, import_path=self.import_path, cwd=self.run.path)
         return Supervisor(
-            self.run, config, self.launcher, self.report, tracking_uri=self.tracking_uri, env=self.env, job=job
+            self.run,
+            config,
+            self.launcher,
+            self.report,
+            tracking_uri=self.tracking_uri,
+            env=self.env,
+            check_lease=check_lease,
+            job=job,
         )
 
     def supervise(self, supervisor: Supervisor | None = None) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 from supervisor_scene import DONE, EXIT_0, STOP_ON_REQUEST, STUBBORN, NamedPipe, Scene, ScriptedJob, fails
 
-from hpcdist.errors import LeaseLostError
-from hpcdist.run.folder import RunDir, State, StopRequest
+from hpcdist.errors import LeaseLostError, RunFolderError
+from hpcdist.run.folder import IDENTITY_VARIABLE, RunDir, State, StopRequest, identity
 from hpcdist.run.records import read_times
 
 #: All tests of this file may start processes.
@@ -130,6 +131,23 @@ def test_rejected_config_is_not_retried(scene: Scene) -> None:
     state = scene.supervise()
     assert (state.status, state.attempt, state.rejected) == ("failed", 1, True)
     assert state.reason.endswith("on fakehost failed with no such model")
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["first write", "write of an attempt"])
+def test_file_that_is_missing_because_the_folder_was_replaced_is_not_the_reason(scene: Scene, number: int) -> None:
+    scene.env[IDENTITY_VARIABLE] = identity(scene.run.path)
+    scene.script(first=[[["beat", 4], *DONE], EXIT_0])
+
+    writes = itertools.count(1)
+
+    def before_write() -> None:
+        if next(writes) == number:
+            scene.run.path.rename(scene.run.path.with_name("old"))
+            scene.run.path.write_text("not a folder")
+
+    supervisor = scene.supervisor(check_lease=before_write)
+    with pytest.raises(RunFolderError, match="has been replaced by another one since this run was started"):
+        scene.supervise_unchecked(supervisor)
 
 
 def test_exit_of_rank_0_without_an_outcome_is_a_failure(scene: Scene) -> None:
