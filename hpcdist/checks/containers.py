@@ -47,7 +47,7 @@ def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Facts of this machine that decide whether containers start."""
+    """What decides whether containers start on this machine."""
 
     uid: int
     user: str
@@ -61,7 +61,6 @@ class Host:
 
     @classmethod
     def inspect(cls, user: str, has_gpus: bool, proctrack: str) -> Host:
-        """Return the facts of this machine."""
         ranges = Path("/etc/subuid")
         return cls(
             uid=os.getuid(),
@@ -109,45 +108,31 @@ def _check(command: str, host: Host, query: RunCommand) -> Check | None:
     if name == "pyxis":
         return ok("pyxis", "srun has --container-image") if "--container-image" in done.stdout else None
     if done.returncode != 0:
-        error = _last(done)
-        return warning(
-            name, f"installed, but fails: {error[:200]}", _docker_fix(host, error) if name == "docker" else ""
-        )
+        error, fix = _last(done), ""
+        if name == "docker" and "permission denied" in error.lower():
+            fix = f"`sudo usermod -aG docker {host.user}` and log in again (equals root on this machine), or podman"
+        elif name == "docker":
+            fix = "start its daemon (`sudo systemctl start docker`)"
+        return warning(name, f"installed, but fails: {error[:200]}", fix)
     output = done.stdout + done.stderr
-    found = re.search(r"\d+(\.\d+)+\S*", output)
+    found = re.search(r"(\d+)(\.\d+)+\S*", output)
     version = found[0].rstrip(",") if found else " ".join(output.split())[:60] or "answers"
     if name == "singularity":
         text = f"{version}; container.runtime=apptainer calls `apptainer`, which is not installed"
         return note(name, text, 'create a link: `ln -s "$(command -v singularity)" ~/.local/bin/apptainer`')
-    if (problem := _too_old(name, version) or further_problem(host, query)) is not None:
+    if name in _OLDEST and found is not None and int(found[1]) < _OLDEST[name]:
+        return warning(name, f"{version}; hpcdist requires {name} {_OLDEST[name]} or newer", "install a newer one")
+    if further_problem is not None and (problem := further_problem(host, query)) is not None:
         text, fix = problem
         return warning(name, f"{version}; {text}", fix)
     return ok(name, f"{version}{', GPUs by --nv' if name == 'apptainer' and host.has_gpus else ''}")
-
-
-def _too_old(name: str, version: str) -> tuple[str, str] | None:
-    major = re.match(r"\d+", version)
-    if name not in _OLDEST or major is None or int(major[0]) >= _OLDEST[name]:
-        return None
-    return f"hpcdist requires {name} {_OLDEST[name]} or newer", "install a newer one"
 
 
 def _last(done: subprocess.CompletedProcess[str]) -> str:
     return " ".join(last_line(done.stderr or done.stdout).split()) or "no error message"
 
 
-def _docker_fix(host: Host, error: str) -> str:
-    if "permission denied" in error.lower():
-        return f"`sudo usermod -aG docker {host.user}` and log in again (equals root on this machine), or podman"
-    return "start its daemon (`sudo systemctl start docker`)"
-
-
-def _no_problem(host: Host, query: RunCommand) -> None:
-    return None
-
-
 def _docker_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
-    """Return a problem of a docker that answers, with its fix."""
     if not host.has_gpus or host.cdi or "nvidia" in query(["docker", "info", "--format", "{{json .Runtimes}}"]).stdout:
         return None
     return _NO_TOOLKIT, "install nvidia-container-toolkit, then `sudo nvidia-ctk runtime configure --runtime=docker`"
@@ -156,35 +141,31 @@ def _docker_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
 def _apptainer_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
     """Return a problem of apptainer: root mounts a .sif by the kernel, a user needs namespaces and squashfuse."""
     if host.uid == 0:
-        if not host.lacks_capability:
-            return None
         text = "root lacks CAP_SYS_RESOURCE here, as in a container, and apptainer then starts no container"
-        return text, "`export APPTAINER_DROP_CAPS=CAP_SYS_RESOURCE`"
+        return (text, "`export APPTAINER_DROP_CAPS=CAP_SYS_RESOURCE`") if host.lacks_capability else None
     built = dict(line.partition("=")[::2] for line in query(["apptainer", "buildcfg"]).stdout.splitlines())
     if built.get("APPTAINER_SUID_INSTALL") != "1" and (problem := _namespace_problem(host, query)):
         return problem
-    fix = "or use a folder: `hpcdist image convert --to dir`"
-    if not host.opens_fuse:
-        return "this user may not open /dev/fuse and so cannot start a .sif", f"`sudo chmod 0666 /dev/fuse`, {fix}"
     own = Path(built.get("LIBEXECDIR", "/")) / "apptainer/bin/squashfuse_ll"
-    if own.exists() and host.proctrack in _SIGNALS_ALL:
+    if host.opens_fuse and own.exists():
+        if host.proctrack not in _SIGNALS_ALL:
+            return None
         text = f"proctrack/{host.proctrack} signals {own}, which mounts a .sif: ranks lose their files while they save"
-        return text, f"`container.extra_args=[--unsquash]`, {fix}"
-    if not host.squashfuse and not own.exists():
-        return "without squashfuse every rank unpacks the .sif at its start", f"install squashfuse, {fix}"
-    return None
+        return text, f"`container.extra_args=[--unsquash]`, {_FOLDER}"
+    return _fuse_problem(host, ".sif", "without squashfuse every rank unpacks the .sif at its start")
 
 
 def _enroot_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
     """Return a problem of enroot, which mounts a .sqsh by squashfuse, also as root."""
-    if problem := _namespace_problem(host, query):
-        return problem
-    fix = "or use a folder: `hpcdist image convert --to dir`"
+    without = "without squashfuse it cannot start a .sqsh (pyxis needs none)"
+    return _namespace_problem(host, query) or _fuse_problem(host, ".sqsh", without)
+
+
+def _fuse_problem(host: Host, form: str, without_squashfuse: str) -> tuple[str, str] | None:
     if not host.opens_fuse:
-        return "this user may not open /dev/fuse and so cannot start a .sqsh", f"`sudo chmod 0666 /dev/fuse`, {fix}"
-    if not host.squashfuse:
-        return "without squashfuse it cannot start a .sqsh (pyxis needs none)", f"install squashfuse, {fix}"
-    return None
+        text = f"this user may not open /dev/fuse and so cannot start a {form}"
+        return text, f"`sudo chmod 0666 /dev/fuse`, {_FOLDER}"
+    return None if host.squashfuse else (without_squashfuse, f"install squashfuse, {_FOLDER}")
 
 
 def _podman_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
@@ -216,17 +197,18 @@ def _namespace_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
     )
 
 
+_FOLDER = "or use a folder: `hpcdist image convert --to dir`"
 _NO_TOOLKIT = "containers get no GPUs: neither a CDI description nor NVIDIA's runtime is installed"
 #: By command: name of the runtime, arguments that print its version, and the search for a problem with its fix.
-_RUNTIMES: dict[str, tuple[str, list[str], Callable[[Host, RunCommand], tuple[str, str] | None]]] = {
+_RUNTIMES: dict[str, tuple[str, list[str], Callable[[Host, RunCommand], tuple[str, str] | None] | None]] = {
     # docker's client answers without its daemon, so the server's version is requested.
     "docker": ("docker", ["version", "--format", "{{.Server.Version}}"], _docker_problem),
     "podman": ("podman", ["--version"], _podman_problem),
     "apptainer": ("apptainer", ["--version"], _apptainer_problem),
     "enroot": ("enroot", ["version"], _enroot_problem),
     "ch-run": ("charliecloud", ["--version"], _namespace_problem),
-    "srun": ("pyxis", ["--help"], _no_problem),
-    "singularity": ("singularity", ["--version"], _no_problem),
+    "srun": ("pyxis", ["--help"], None),
+    "singularity": ("singularity", ["--version"], None),
 }
 
 
@@ -234,11 +216,7 @@ _RUNTIMES: dict[str, tuple[str, list[str], Callable[[Host, RunCommand], tuple[st
 
 
 def container_checks(image: Mapping[str, str], env: Mapping[str, str], root: Path = Path("/")) -> list[Check]:
-    """Return the usual mistakes in containers that are started by hand.
-
-    Args:
-        image: result of `image_facts`.
-    """
+    """Return the usual mistakes in containers that are started by hand, given the result of `image_facts`."""
     build = image.get("image_build", "")[:12]
     if named := " ".join(filter(None, [image.get("image", ""), f"build {build}" if build else ""])):
         checks = [ok("image", named)]
@@ -263,40 +241,38 @@ def container_checks(image: Mapping[str, str], env: Mapping[str, str], root: Pat
 
 # Checks of Python environments of ranks without containers (`cluster.environment`): programs, and those of a run.
 
+#: By program: what it does here, what is missing without it, and the fix.
+_PROGRAMS = {
+    "zstd": (
+        "copies of environments are packed (kind=venv, kind=uv)",
+        "environments are not copied to local disks (kind=venv, kind=uv)",
+        "install zstd here and on the nodes, or set cluster.environment.stage=false",
+    ),
+    "unsquashfs": (
+        "images are unpacked (kind=squashfs)",
+        "nodes need it for kind=squashfs",
+        "install squashfs-tools on the nodes",
+    ),
+}
 #: Versions in the record, with their names.
 _VERSIONS = {"python": "Python", "torch": "torch", "cuda": "CUDA"}
 
 
 def program_checks(env: Mapping[str, str]) -> list[Check]:
     """Return which kinds of environments this machine can prepare; nodes need zstd, tar and unsquashfs, too."""
-    path = env.get("PATH")
-    checks = [_uv(env)]
-    if shutil.which("zstd", path=path):
-        checks.append(ok("zstd", "installed: copies of environments are packed (kind=venv, kind=uv)"))
+    if (uv := uv_program(env)) is None:
+        checks = [note("uv", "not installed: locked projects cannot be built (kind=uv)", "`pip install uv`")]
+    elif (done := run_within([uv, "--version"], TIMEOUT_S, env=env)).returncode != 0:
+        checks = [note("uv", f"installed, but fails: {_last(done)}", f"`{uv} --version`")]
     else:
-        text = "not installed: environments are not copied to local disks (kind=venv, kind=uv)"
-        checks.append(note("zstd", text, "install zstd here and on the nodes, or set cluster.environment.stage=false"))
-    if shutil.which("unsquashfs", path=path):
-        checks.append(ok("unsquashfs", "installed: images are unpacked (kind=squashfs)"))
-    else:
-        text = "not installed here; nodes need it for kind=squashfs"
-        checks.append(note("unsquashfs", text, "install squashfs-tools on the nodes"))
-    found = modules_version(env)
-    if found is None:
+        version = done.stdout.removeprefix("uv ").split()[0]
+        checks = [ok("uv", f"{version}: locked projects are built (kind=uv)")]
+    for program, (use, lack, fix) in _PROGRAMS.items():
+        found = shutil.which(program, path=env.get("PATH"))
+        checks.append(ok(program, f"installed: {use}") if found else note(program, f"not installed: {lack}", fix))
+    if (modules := modules_version(env)) is None:
         return [*checks, note("modules", "the command `module` is not available: kind=module cannot be used")]
-    return [*checks, ok("modules", f"{found} (kind=module, cluster.environment.modules)")]
-
-
-def _uv(env: Mapping[str, str]) -> Check:
-    program = uv_program(env)
-    if program is None:
-        return note("uv", "not installed: locked projects cannot be built (kind=uv)", "`pip install uv`")
-    done = run_within([program, "--version"], TIMEOUT_S, env=env)
-    if done.returncode != 0:
-        return note(
-            "uv", f"installed, but fails: {last_line(done.stderr) or 'no error message'}", f"`{program} --version`"
-        )
-    return ok("uv", f"{done.stdout.removeprefix('uv ').split()[0]}: locked projects are built (kind=uv)")
+    return [*checks, ok("modules", f"{modules} (kind=module, cluster.environment.modules)")]
 
 
 def run_checks(run: RunDir) -> list[Check]:
@@ -304,15 +280,12 @@ def run_checks(run: RunDir) -> list[Check]:
     record = read_json(run.rank_environment)
     if record is None:
         return []
-    path = Path(str(record.get("path", "")))
+    path, modules = str(record.get("path", "")), " ".join(record.get("modules") or [])
     versions = [f"{title} {record[name]}" for name, title in _VERSIONS.items() if record.get(name)]
-    modules = record.get("modules")
-    parts = [f"kind={record.get('kind')}", *([str(path)] if record.get("path") else [])]
-    parts += [f"modules {' '.join(modules)}"] if modules else []
-    parts += versions or ["no node has prepared it yet"]
-    checks = [ok("environment", ", ".join(parts))]
-    if record.get("path") and not path.exists():
-        is_copy = path.suffix == ".zst" or record.get("kind") == "uv"
+    parts = [f"kind={record.get('kind')}", path, f"modules {modules}" if modules else ""]
+    checks = [ok("environment", ", ".join(filter(None, [*parts, *(versions or ["no node has prepared it yet"])])))]
+    if path and not Path(path).exists():
+        is_copy = path.endswith(".zst") or record.get("kind") == "uv"
         effect = "packs the present content of cluster.environment.path" if is_copy else "fails"
         text = f"{path} does not exist any more: the next start of the job {effect}"
         checks.append(warning("files", text, "restore it if the run must keep its versions"))

@@ -1,49 +1,53 @@
-"""`hpcdist doctor`: its sections about a machine, run with time limits, and the page that shows them."""
+"""`hpcdist doctor`: its sections about a machine or a run, run with time limits, and the page that shows them."""
 
 from __future__ import annotations
 
+import os
+import secrets
 import shutil
 import socket
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpcdist.checks import containers
 from hpcdist.checks import machine as checks_machine
 from hpcdist.checks import storage as checks_storage
-from hpcdist.checks.containers import container_checks, program_checks
-from hpcdist.checks.machine import ResourceLimits, all_gpu_checks, resource_checks, trial_checks
-from hpcdist.checks.slurm import SlurmFacts, client_checks, job_end_checks, partition_checks, read_slurm
-from hpcdist.checks.storage import store_checks
+from hpcdist.checks.machine import trial_checks
+from hpcdist.checks.slurm import client_checks, job_end_checks, partition_checks, read_slurm
+from hpcdist.config.schema import Config
+from hpcdist.config.topology import port_for
 from hpcdist.host import machine as host_machine
 from hpcdist.host import storage as host_storage
-from hpcdist.host.commands import start
-from hpcdist.host.machine import Check, Level, container_runtime, image_facts, note, ok, warning
+from hpcdist.host.commands import last_line, start
+from hpcdist.host.files import fill, read_json
+from hpcdist.host.machine import LEVELS, Check, Level, container_runtime, image_facts, note, ok, warning
 from hpcdist.host.nodelist import expand
 from hpcdist.rank import private_network
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import user_name
+from hpcdist.run.slurm_job import job_of, job_starts
+from hpcdist.run.status import RunStatus, status_of
+from hpcdist.slurm import client
+from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.on_nodes import ask, task_words
+from hpcdist.slurm.output import NodeState
+from hpcdist.slurm.preflight.node_checks import check_nodes
+from hpcdist.slurm.preflight.probe import ProbeRequest, probe_command, probe_env, witness_in
 from hpcdist.tracking.uri import sqlite_path
 
-# Sections of doctor's report: each runs in its own thread, and a timeout becomes a warning of the report.
+# Sections of the report: each runs in its own thread, and a timeout becomes a warning of the report.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One section of the report.
-
-    Attributes:
-        title: heading in the report.
-        run: returns the results; it may block, and its thread is abandoned after the timeout.
-        timeout_s: limit for `run`.
-        timeout_fix: possible causes of a timeout, and the fix.
-    """
-
     title: str
-    run: Callable[[], list[Check]]
+    run: Callable[[], list[Check]]  #: it may block; its thread is abandoned after the timeout
     timeout_s: float = 20.0
     timeout_fix: str = "a file system or service may hang: see `dmesg`, `df` and `ps` on this machine"
 
@@ -57,12 +61,10 @@ def execute(
         waiting: called with the titles of unfinished sections before each wait.
     """
     began = time.monotonic()
-    running = [start(section.run) for section in sections]
-    for number, (section, future) in enumerate(zip(sections, running, strict=True)):
+    running = [(section, start(section.run)) for section in sections]
+    for number, (section, future) in enumerate(running):
         if not future.done():
-            waiting(
-                [late.title for late, own in zip(sections[number:], running[number:], strict=True) if not own.done()]
-            )
+            waiting([late.title for late, own in running[number:] if not own.done()])
         try:
             checks = future.result(max(0.0, section.timeout_s - (time.monotonic() - began)))
         except Exception as error:  # a defect in one section must not end the report
@@ -74,16 +76,14 @@ def execute(
         yield section.title, checks
 
 
-# Sections of doctor's report about this machine.
+# Sections about this machine.
 
 #: Limit for the controller, partitions and accounting together.
 SLURM_S = 45.0
 #: The first access to a network file system may take seconds.
 FOLDER_S = 60.0
-#: Shell functions of environment modules may read a slow file system.
-ENVIRONMENTS_S = 30.0
-#: A few requests to a server; a failing name lookup takes most of the time.
-STORE_S = 30.0
+#: Shell functions of environment modules may read a slow file system; so may a failing name lookup of MLflow's server.
+SLOW_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,19 +97,41 @@ class Request:
 
 
 def machine_sections(request: Request) -> list[Section]:
-    """Return the sections about this machine."""
     env, user = request.env, user_name()
     on_cluster = shutil.which("sbatch") is not None
     has_gpus = host_machine.gpu_device_files() > 0
     inside = bool(container_runtime())
     slurm = start(read_slurm).result  # one query for all sections
+
+    def gpus() -> list[Check]:
+        found = host_machine.gpus()
+        visible = host_machine.visible_gpus(len(found), env)
+        return checks_machine.all_gpu_checks(
+            found, visible, host_machine.gpu_device_files(), host_machine.driver_version()
+        )
+
+    def host_name() -> list[Check]:
+        host = socket.gethostname()
+        lookups = host_machine.Lookups([host], [host])
+        groups = (group for partition in slurm().partitions or [] for group in partition.nodes)
+        is_node = any(host.partition(".")[0] in expand(group.names) for group in groups)
+        found = lookups.result(checks_machine.GIVE_UP_S)[host]
+        return checks_machine.host_name_checks(host, found, is_node=is_node)
+
+    def runtimes() -> list[Check]:
+        host = containers.Host.inspect(user, has_gpus, slurm().proctrack)
+        return containers.runtime_checks(host, expected=not inside)
+
     sections = [
-        Section(title="Software", run=lambda: _software(on_cluster=on_cluster)),
+        Section(
+            title="Software",
+            run=lambda: checks_machine.software_checks(host_machine.versions(), torch_required=not on_cluster),
+        ),
         Section(title="Training test", run=lambda: _trials(env), timeout_s=checks_machine.TRIAL_S + 10),
-        Section(title="GPUs", run=lambda: _gpus(env), timeout_s=3 * host_machine.DRIVER_S),
+        Section(title="GPUs", run=gpus, timeout_s=3 * host_machine.DRIVER_S),
         Section(
             title="Processors and memory",
-            run=lambda: resource_checks(ResourceLimits.inspect()),
+            run=lambda: checks_machine.resource_checks(checks_machine.ResourceLimits.inspect()),
         ),
         Section(
             title="Folder of runs",
@@ -120,61 +142,35 @@ def machine_sections(request: Request) -> list[Section]:
         Section(
             title="MLflow",
             run=lambda: _store(request),
-            timeout_s=STORE_S,
+            timeout_s=SLOW_S,
             timeout_fix="its host name may not resolve, or its database hangs; metrics wait in the run folder",
         ),
-        Section(
-            title="Host name",
-            run=lambda: _names(slurm()),
-            timeout_s=checks_machine.GIVE_UP_S + SLURM_S,
-        ),
+        Section(title="Host name", run=host_name, timeout_s=checks_machine.GIVE_UP_S + SLURM_S),
         Section(title="Slurm", run=lambda: client_checks(slurm(), user, in_container=inside), timeout_s=SLURM_S),
         Section(title="Partitions", run=lambda: partition_checks(slurm()), timeout_s=SLURM_S),
         Section(title="End of jobs", run=lambda: job_end_checks(slurm()), timeout_s=SLURM_S),
-        Section(
-            title="Containers",
-            run=lambda: containers.runtime_checks(
-                containers.Host.inspect(user, has_gpus, slurm().proctrack), expected=not inside
-            ),
-            timeout_s=3 * containers.TIMEOUT_S + SLURM_S,
-        ),
+        Section(title="Containers", run=runtimes, timeout_s=3 * containers.TIMEOUT_S + SLURM_S),
     ]
     if on_cluster:
-        sections.append(Section(title="Environments", run=lambda: program_checks(env), timeout_s=ENVIRONMENTS_S))
+        sections.append(Section(title="Environments", run=lambda: containers.program_checks(env), timeout_s=SLOW_S))
     if inside:
-        sections.insert(0, Section(title="Container", run=lambda: container_checks(image_facts(env), env)))
+        sections.insert(0, Section(title="Container", run=lambda: containers.container_checks(image_facts(env), env)))
     return sections
-
-
-def _software(*, on_cluster: bool) -> list[Check]:
-    found = host_machine.versions()
-    return checks_machine.software_checks(
-        torch_required=not on_cluster, cuda=found.get("cuda", ""), driver=found.get("driver", "")
-    )
-
-
-def _gpus(env: Mapping[str, str]) -> list[Check]:
-    found = host_machine.gpus()
-    visible = host_machine.visible_gpus(len(found), env)
-    return all_gpu_checks(found, visible, host_machine.gpu_device_files(), host_machine.driver_version())
 
 
 def _trials(env: Mapping[str, str]) -> list[Check]:
     """Start two ranks on CPUs as `hpcdist run` does, and one rank for each GPU."""
-    if not checks_machine.version_of("torch"):
+    if "torch" not in host_machine.versions():
         return []
     with ThreadPoolExecutor() as pool:
         on_cpus = pool.submit(trial_checks, "cpu", 2, env)
         count = host_machine.visible_gpus(len(host_machine.gpus()) or host_machine.gpu_device_files(), env)
-        on_gpus = trial_checks("cuda", count, env) if count else []
-        return [*on_cpus.result(), *on_gpus, _private_network()]
-
-
-def _private_network() -> Check:
+        checks = [*(trial_checks("cuda", count, env) if count else []), *on_cpus.result()]
     if reason := private_network.why_refused():
         text = f"the ranks of a local run use this machine's loopback: a network namespace is refused ({reason})"
-        return note("network", text)
-    return ok("network", "the ranks of hpcdist's trainers run in a network namespace that no other user reaches")
+        return [*checks, note("network", text)]
+    text = "the ranks of hpcdist's trainers run in a network namespace that no other user reaches"
+    return [*checks, ok("network", text)]
 
 
 def _store(request: Request) -> list[Check]:
@@ -182,25 +178,198 @@ def _store(request: Request) -> list[Check]:
         return [warning("store", request.store_problem)]
     database = sqlite_path(request.store)
     kind = host_storage.file_system(host_storage.existing(database)) if database is not None else ""
-    return store_checks(request.store, request.env, "" if kind in host_storage.LOCAL else kind)
+    return checks_storage.store_checks(request.store, request.env, "" if kind in host_storage.LOCAL else kind)
 
 
-def _names(found: SlurmFacts) -> list[Check]:
-    host = socket.gethostname()
-    lookups = host_machine.Lookups([host], [host])
-    return checks_machine.host_name_checks(
-        host, lookups.result(checks_machine.GIVE_UP_S)[host], is_node=_is_node(found)
-    )
+# `hpcdist doctor RUN`: sections about the run's status, failed attempts, and nodes.
+
+#: Number of failed attempts and of healthy nodes with a line each.
+SHOWN_ATTEMPTS = 5
+SHOWN_NODES = 16
+#: Node states of `sinfo` in which a node accepts no jobs.
+_BAD = ("down", "drain", "fail", "error", "inval", "unknown", "not_responding", "reboot")
+#: Limits for nodes to find each other, and for the whole step of the preflight beside the ranks.
+MEET_S = 20.0
+STEP_TIMEOUT_S = 60.0
+#: Slurm ends the step after this time even if srun was killed; minutes are its unit.
+STEP_LIMIT_MIN = 2
+#: Added to the attempt's number to get another port than the ranks'; no job has that many attempts.
+_OTHER_PORT = 500
 
 
-def _is_node(found: SlurmFacts) -> bool:
-    """Return whether this machine is a node of the cluster."""
-    host = socket.gethostname().partition(".")[0]
-    groups = (group for partition in found.partitions or [] for group in partition.nodes)
-    return any(host in expand(group.names) for group in groups)
+def run_sections(run: RunDir, config: Config) -> list[Section]:
+    """Return the sections about a run; for a run on Slurm also those about its nodes."""
+    sections = [
+        Section(title="Run", run=lambda: _status(run), timeout_s=SLOW_S),
+        Section(title="Attempts", run=lambda: attempts(run)),
+        Section(title="Preflight", run=lambda: preflight(run)),
+    ]
+    if job_of(run) is None:
+        return sections
+    return [
+        *sections,
+        Section(title="Environment", run=lambda: containers.run_checks(run)),
+        Section(title="Nodes in Slurm", run=lambda: _node_states(run), timeout_s=SLOW_S),
+        Section(title="Node preflight", run=lambda: _live(run, config), timeout_s=STEP_TIMEOUT_S + SLOW_S),
+    ]
 
 
-# Rendering of doctor's report as text and as a JSON document. Pure functions.
+def _status(run: RunDir) -> list[Check]:
+    now = status_of(run)
+    checks = [status_check(run, now)]
+    if now.slurm_error:
+        text = f"Slurm cannot be reached: {now.slurm_error}"
+        checks.append(warning("Slurm", text, "the node states below may be outdated; see `hpcdist doctor`"))
+    started = (read_json(run.environment) or {}).get("host", "")
+    if job_of(run) is None and started and started != socket.gethostname():
+        text = f"the run was started on {started}; the sections below are about this machine, {socket.gethostname()}"
+        checks.append(note("host", text, f"`hpcdist doctor {run.name}` on {started}"))
+    return checks
+
+
+def status_check(run: RunDir, now: RunStatus) -> Check:
+    text = now.sentence
+    if now.facts is not None and not now.is_lost:
+        text += f"; {now.facts.describe(time.time())}"
+    if now.name == "lost":
+        fix = f"`hpcdist resume {run.name}` continues it, `hpcdist sync {run.name}` closes it in MLflow"
+        return warning("state", text, fix)
+    if now.name == "failed":
+        return warning("state", text, f"for the cause run `hpcdist explain {run.name}`")
+    return ok("state", text)
+
+
+def attempts(run: RunDir) -> list[Check]:
+    """Return the node of each failed attempt; add a warning if it is always the same node."""
+    every = run.attempts()
+    found = [(attempt, failure) for attempt in every if (failure := read_json(attempt.failure)) is not None]
+    if not found:
+        return [ok("attempts", f"{len(every)} started, none failed" if every else "none started yet")]
+    checks = []
+    if len(found) > SHOWN_ATTEMPTS:
+        checks.append(note("attempts", f"{len(found) - SHOWN_ATTEMPTS} earlier ones failed as well"))
+    for attempt, failure in found[-SHOWN_ATTEMPTS:]:
+        step = f" after step {failure['step']}" if failure.get("step") else ""
+        text = f"rank {failure.get('rank')} failed{step}: {' '.join(str(failure.get('error', '')).split())[:200]}"
+        checks.append(note(f"attempt {attempt.number}", text, node=str(failure.get("host", ""))))
+    hosts = {str(failure.get("host", "")) for _, failure in found}
+    if len(found) > 1 and len(hosts) == 1 and (host := hosts.pop()) and job_of(run) is not None:
+        text = f"all {len(found)} failures happened on this node"
+        fix = f"`hpcdist resume {run.name} cluster.exclude={host.partition('.')[0]}`, and report the node"
+        checks.append(warning("suspect", text, fix, node=host))
+    return checks
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Preflight:
+    """The part of `preflight.json` that the report shows."""
+
+    nodes: list[str] = field(default_factory=list)
+    checks: list[Any] = field(default_factory=list)
+
+
+def preflight(run: RunDir) -> list[Check]:
+    """Return the results of the newest preflight."""
+    checked = [attempt for attempt in run.attempts() if attempt.preflight.is_file()]
+    if not checked:
+        return []
+    newest = checked[-1]
+    saved = fill(_Preflight, read_json(newest.preflight) or {}, newest.preflight)
+    ago = max(0, int(time.time() - newest.preflight.stat().st_mtime)) // 60
+    when = f"before attempt {newest.number}, {ago} min ago, on {len(saved.nodes)} nodes"
+    checks = [fill(Check, check, newest.preflight) for check in saved.checks if isinstance(check, dict)]
+    bad = [check for check in checks if LEVELS.index(check.level) >= LEVELS.index("warning")]
+    head = f"{len(bad)} finding{'s' * (len(bad) != 1)}" if bad else "no problems"
+    return [Check(name="result", level="note" if bad else "ok", text=f"{head} {when}"), *bad]
+
+
+def _node_states(run: RunDir) -> list[Check]:
+    now = status_of(run)
+    present = expand(now.facts.nodes) if now.facts is not None and now.facts.nodes else []
+    earlier = [node for start in reversed(job_starts(run)) for node in expand(str(start.get("nodes", "")))]
+    nodes = list(dict.fromkeys([*present, *earlier]))
+    if not nodes:
+        return []
+    try:
+        states = client.node_states(names=nodes)
+    except SlurmError as error:
+        return [warning("nodes", f"Slurm does not report their states: {error}", "see `hpcdist doctor`")]
+    return node_checks(states, nodes)
+
+
+def node_checks(states: Sequence[NodeState], nodes: Sequence[str]) -> list[Check]:
+    """Return a check for each of `nodes`, those that Slurm starts no jobs on first."""
+    known = {state.name: state for state in states}
+    bad, healthy = [], []
+    for name in nodes:
+        node = known.get(name)
+        if node is None:
+            bad.append(warning(name, "Slurm has no node of this name any more", node=name))
+        elif node.state.lower().startswith(_BAD) or "*" in node.state:
+            parts = [node.state + (" (does not answer)" if "*" in node.state else "")]
+            if node.since is not None:
+                parts.append(f"since {time.strftime('%Y-%m-%d %H:%M', time.localtime(node.since))}")
+            if node.reason:
+                parts.append(f"{node.reason!r}" + (f" by {node.user}" if node.user else ""))
+            fix = "Slurm starts no jobs there; `hpcdist resume` gets other nodes. "
+            fix += f"After the repair an administrator runs `scontrol update nodename={name} state=resume`"
+            bad.append(warning(name, ", ".join(parts), fix, node=name))
+        else:
+            healthy.append((name, node.state))
+    shown = [ok(name, state, node=name) for name, state in healthy[:SHOWN_NODES]]
+    if len(healthy) > SHOWN_NODES:
+        counts = Counter(state for _, state in healthy[SHOWN_NODES:])
+        shown.append(ok("others", ", ".join(f"{count} {state}" for state, count in counts.items())))
+    return bad + shown
+
+
+def _live(run: RunDir, config: Config) -> list[Check]:
+    """Run the preflight probe on each node of the run's job in a step that overlaps the ranks' (`srun --overlap`)."""
+    now = status_of(run)
+    job = job_of(run)
+    if now.facts is None or job is None or now.facts.state != "RUNNING" or shutil.which("srun") is None:
+        return [ok("nodes", "not run: the run has no nodes at present")]
+    if config.cluster.roles and len(now.facts.nodes.split(",")) > 1 and config.cluster.het is not False:
+        return [note("nodes", "not available while a heterogeneous job runs; see the section Preflight")]
+    nodes = expand(now.facts.nodes)
+    gpus = config.cluster.gpus_per_node if config.launch.device != "cpu" else 0
+    with witness_in(run.path / f".doctor-{secrets.token_hex(4)}") as (witness, token):
+        request = ProbeRequest(
+            nodes=tuple(nodes),
+            port=port_for(job.id, run.read_state().attempt + _OTHER_PORT),
+            token=token,
+            run_folder=str(run.path),
+            checkpoint_folder=str(run.checkpoints),
+            witness=str(witness),
+            tasks_per_node=config.cluster.tasks_per_node,
+            gpus_per_node=gpus,
+            backend="nccl" if gpus else "gloo",
+            deadline_s=MEET_S,
+        )
+        # Inside another job, srun would take missing options from that job's variables.
+        env = {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or name[:6] != "SLURM_"}
+        flags = {"jobid": job.id, "time": STEP_LIMIT_MIN, "mem": 0, "gpus-per-node": gpus or None}
+        step = ["srun", *task_words(nodes, probe_command(request), "doctor", flags)]
+        answers, _, errors, is_late = ask(step, nodes, STEP_TIMEOUT_S, env={**env, **probe_env(request)})
+    look = f"`srun --jobid={job.id} --overlap hostname`"
+    if is_late:
+        text = f"a step beside the ranks did not finish within {STEP_TIMEOUT_S:g} s"
+        return [warning("nodes", text, f"{look} shows the node that does not answer")]
+    if not answers:
+        message = last_line(errors) or "srun printed nothing"
+        return [warning("nodes", f"no node answered: {message}", look)]
+    # The ranks use the memory of the GPUs.
+    unused = {
+        node: {**answer, "gpus": [{**gpu, "used_mb": None} for gpu in answer.get("gpus", ())]}
+        for node, answer in answers.items()
+    }
+    checks = check_nodes(request, unused)
+    if any(check.name in ("network", "disk") and check.level == "warning" for check in checks):
+        checks.append(note("beside ranks", "the run was training during the measurement, so speeds are lower"))
+    return checks
+
+
+# The report as text and as a JSON document. Pure functions.
 
 #: Sections: title and results.
 Page = Sequence[tuple[str, Sequence[Check]]]
@@ -259,5 +428,4 @@ def document(page: Page, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def would_fail(page: Page) -> bool:
-    """Return whether a finding would make a run fail."""
     return any(check.level == "failure" for _, checks in page for check in checks)

@@ -43,78 +43,50 @@ from hpcdist.run.folder import RunDir
 
 # Checks of the installed software; nothing is imported for them.
 
-OLDEST_PYTHON = (3, 11)
-
-
-def software_checks(*, torch_required: bool, cuda: str, driver: str) -> list[Check]:
-    """Check Python, hpcdist and torch, and whether their versions are compatible.
-
-    Args:
-        torch_required: whether this Python would train; a login node needs no torch.
-        cuda: version that torch is built for, empty without CUDA.
-        driver: version of the NVIDIA driver, empty without one.
-    """
-    return [_python(), _own(), *_torch(torch_required, cuda, driver)]
-
-
-def _python() -> Check:
-    text = f"{'.'.join(map(str, sys.version_info[:3]))}, {sys.prefix}"
-    if sys.version_info < OLDEST_PYTHON:
-        fix = "create a virtual environment with a newer one: `python3.11 -m venv .venv`"
-        return failure("Python", f"{text}: hpcdist needs 3.11 or newer", fix)
-    return ok("Python", text)
-
-
-def _own() -> Check:
-    folder = Path(hpcdist.__file__).parent
-    checkout = folder.parent
-    if not (checkout / ".git").exists():
-        return ok("hpcdist", f"{hpcdist.__version__}, {folder}")
-    return ok("hpcdist", f"{hpcdist.__version__}, the checkout {checkout}")
-
-
-def _torch(required: bool, cuda: str, driver: str) -> list[Check]:
-    version = version_of("torch")
-    if not version:
-        if not required:
-            text = "not installed: ranks need container.image or cluster.environment, as they use this Python otherwise"
-            return [note("torch", text, install_command("train"))]
-        return [failure("torch", "not installed: a run on this machine would fail", install_command("train"))]
-    vision, pinned = version_of("torchvision"), _pin("torchvision", "torch")
-    checks = [ok("torch", f"{version}, built {f'for CUDA {cuda}' if cuda else 'without CUDA'}")]
-    if pinned and pinned != version.partition("+")[0]:
-        text = f"{version} beside a torchvision {vision} built for {pinned}, which cannot be imported"
-        checks = [failure("torch", text, TOGETHER)]
-    if not vision:
-        checks.append(warning("torchvision", "not installed: image trainers need it", TOGETHER))
-    if problems := [*driver_checks({"torch": version, "cuda": cuda, "driver": driver})]:
-        checks += problems
-    elif driver:
-        checks.append(ok("driver", driver + (f", supports CUDA {cuda}" if cuda else "")))
-    if driver and not cuda:
-        text = f"torch {version} is built without CUDA, and this machine has GPUs: training uses the CPUs"
-        checks.append(warning("torch", text, f"install a build with CUDA; {TOGETHER}"))
-    return checks
-
-
 TOGETHER = "install both together from one index: `pip install --force-reinstall torch torchvision`"
 
 
+def software_checks(found: Mapping[str, str], *, torch_required: bool) -> list[Check]:
+    """Check hpcdist and torch, and whether the versions are compatible.
+
+    Args:
+        found: result of `host.machine.versions`.
+        torch_required: whether this Python would train; a login node needs no torch.
+    """
+    torch, cuda, driver = (found.get(name, "") for name in ("torch", "cuda", "driver"))
+    checks = [
+        ok("Python", f"{found['python']}, {sys.prefix}"),
+        ok("hpcdist", f"{hpcdist.__version__}, {Path(hpcdist.__file__).parent}"),
+    ]
+    if not torch and torch_required:
+        return [*checks, failure("torch", "not installed: a run on this machine would fail", install_command("train"))]
+    if not torch:
+        text = "not installed: ranks need container.image or cluster.environment, as they use this Python otherwise"
+        return [*checks, note("torch", text, install_command("train"))]
+    vision = version_of("torchvision")
+    # torchvision pins the version of torch exactly.
+    lines = (vision and metadata.requires("torchvision")) or []
+    pinned = next((match[1] for line in lines if (match := re.match(r"torch\s*\(?==\s*([\w.]+)", line))), "")
+    if pinned and pinned != torch.partition("+")[0]:
+        text = f"{torch} beside a torchvision {vision} built for {pinned}, which cannot be imported"
+        checks.append(failure("torch", text, TOGETHER))
+    elif driver and not cuda:
+        text = f"{torch} is built without CUDA, and this machine has GPUs: training uses the CPUs"
+        checks.append(warning("torch", text, f"install a build with CUDA; {TOGETHER}"))
+    else:
+        checks.append(ok("torch", f"{torch}, built {f'for CUDA {cuda}' if cuda else 'without CUDA'}"))
+    if not vision:
+        checks.append(warning("torchvision", "not installed: image trainers need it", TOGETHER))
+    if problems := [*driver_checks(found)]:
+        return checks + problems
+    return [*checks, ok("driver", driver + (f", supports CUDA {cuda}" if cuda else ""))] if driver else checks
+
+
 def version_of(distribution: str) -> str:
-    """Return the version of a distribution, empty if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _pin(distribution: str, requirement: str) -> str:
-    """Return the version of a requirement that a distribution pins exactly; empty if it pins none."""
-    if not version_of(distribution):
-        return ""
-    lines = metadata.requires(distribution) or []
-    matches = (re.match(rf"{requirement}\s*\(?==\s*([\w.]+)", line) for line in lines)
-    return next((match[1] for match in matches if match), "")
 
 
 # Checks of this machine's GPUs.
@@ -124,7 +96,7 @@ def all_gpu_checks(found: Sequence[Gpu], num_visible: int, num_devices: int, dri
     """Return the results of all GPUs, or one that explains why there are none.
 
     Args:
-        num_visible: GPUs that a run would use according to CUDA_VISIBLE_DEVICES.
+        num_visible: GPUs that CUDA_VISIBLE_DEVICES selects.
         num_devices: GPUs with a device file.
         driver: version of the kernel's driver, empty without one.
     """
@@ -144,8 +116,6 @@ def all_gpu_checks(found: Sequence[Gpu], num_visible: int, num_devices: int, dri
         checks.append(note("visible", text, "unset it to use all of them"))
     return checks
 
-
-# Check of this machine's host name: address, lookup time, and reachability from other machines.
 
 #: glibc queries each server twice for 5 s, forward and reverse.
 GIVE_UP_S = 15.0
@@ -196,24 +166,31 @@ class ResourceLimits:
     @classmethod
     def inspect(cls, root: Path = Path("/")) -> ResourceLimits:
         """Read the limits; tests set another `root` for /proc, /sys and /dev."""
-        groups = list(_groups(root))
-        limits = [value for folder in groups if (value := _memory_limit(folder)) is not None]
-        quotas = [quota for folder in groups if (quota := _quota(folder)) is not None]
         memory = psutil.virtual_memory().total
-        limit = min(limits, default=memory)
-        shm = root / "dev/shm"
+        quotas, limits = [], [memory]
+        for folder in _cgroups(root):
+            # Version 2 has both numbers of the quota in one file, version 1 has a file for each.
+            quota = _text(folder / "cpu.max") or "".join(
+                _text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")
+            )
+            if quota and not quota.startswith(("max", "-1")):
+                time_us, period_us = quota.split()
+                quotas.append(int(time_us) / int(period_us))
+            limit = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
+            limits += [int(limit)] if limit.strip().isdigit() else []
+        shm, infiniband = root / "dev/shm", root / "sys/class/infiniband"
         size = os.statvfs(shm) if shm.is_dir() else None
         return cls(
             cores=num_cores(),
             quota=min(quotas, default=None),
             memory_bytes=memory,
-            memory_limit_bytes=limit if limit < memory else None,
+            memory_limit_bytes=min(limits) if min(limits) < memory else None,
             shm_bytes=size.f_blocks * size.f_frsize if size else None,
             shm_free_bytes=size.f_bavail * size.f_frsize if size else 0,
             max_files=_soft(resource.RLIMIT_NOFILE),
             max_processes=_soft(resource.RLIMIT_NPROC),
             locked_bytes=locked_memory(),
-            rdma=(root / "sys/class/infiniband").is_dir() and any((root / "sys/class/infiniband").iterdir()),
+            rdma=infiniband.is_dir() and any(infiniband.iterdir()),
         )
 
 
@@ -222,101 +199,62 @@ def _soft(limit: int) -> int:
     return _NO_LIMIT if value == resource.RLIM_INFINITY else value
 
 
-def _groups(root: Path) -> Iterator[Path]:
+def _cgroups(root: Path) -> Iterator[Path]:
     """Yield this process's cgroup folders and their parents, of both versions: the lowest limit of all applies."""
-    base = root / "sys/fs/cgroup"
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        top = base if not controllers else base / controllers
+        top = root / "sys/fs/cgroup" / controllers
         own = top / path.lstrip("/")
         # In a container the path is often the host's, and its folder does not exist.
-        while own.is_relative_to(top):
-            if own.is_dir():
-                yield own
-            if own == top:
-                break
-            own = own.parent
+        yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(top) and folder.is_dir())
 
 
-def _number(path: Path) -> int | None:
+def _text(path: Path) -> str:
     try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _memory_limit(folder: Path) -> int | None:
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        if (value := _number(folder / name)) is not None and 0 < value < _NO_LIMIT:
-            return value
-    return None
-
-
-def _quota(folder: Path) -> float | None:
-    """Return the CPU quota in cores: version 2 has both numbers in one file, version 1 has a file for each."""
-    try:
-        time_us, period_us = (folder / "cpu.max").read_text().split()
-        return int(time_us) / int(period_us)
-    except (OSError, ValueError):
-        pass
-    time_us_1, period_us_1 = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
-    return time_us_1 / period_us_1 if time_us_1 and period_us_1 and time_us_1 > 0 else None
-
-
-def resource_checks(found: ResourceLimits) -> list[Check]:
-    """Compare cores, memory and limits with the needs of a run."""
-    return [_cores(found), _memory(found), *_shm(found), *_limits(found)]
-
-
-def _cores(found: ResourceLimits) -> Check:
-    if found.quota is not None and found.quota < found.cores - 0.5:
-        text = f"{found.cores} visible, but a CPU quota of {found.quota:.1f} cores: additional threads are throttled"
-        fix = f"launch.num_threads={max(1, int(found.quota) // 2)} for two ranks, or a larger --cpus for the container"
-        return warning("cores", text, fix)
-    if found.cores < 2:
-        return note("cores", "1: two ranks share it and take twice as long", "in a job request more (--cpus-per-task)")
-    return ok("cores", f"{found.cores}")
-
-
-def _memory(found: ResourceLimits) -> Check:
-    limit = found.memory_limit_bytes
-    text = f"{found.memory_bytes / GIB:.1f} GiB" if limit is None else f"{limit / GIB:.1f} GiB (cgroup limit)"
-    if (limit or found.memory_bytes) < _LITTLE_MEMORY:
-        fix = "fewer ranks (launch.num_ranks=1), or a larger --memory (container) or --mem (Slurm)"
-        return warning("memory", f"{text}: two ranks need about 2 GiB", fix)
-    return ok("memory", text)
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.0f} MiB"
 
 
-def _shm(found: ResourceLimits) -> list[Check]:
+def resource_checks(found: ResourceLimits) -> list[Check]:
+    """Compare cores, memory and limits with the needs of a run."""
+    if found.quota is not None and found.quota < found.cores - 0.5:
+        text = f"{found.cores} visible, but a CPU quota of {found.quota:.1f} cores: additional threads are throttled"
+        fix = f"launch.num_threads={max(1, int(found.quota) // 2)} for two ranks, or a larger --cpus for the container"
+        checks = [warning("cores", text, fix)]
+    elif found.cores < 2:
+        fix = "in a job request more (--cpus-per-task)"
+        checks = [note("cores", "1: two ranks share it and take twice as long", fix)]
+    else:
+        checks = [ok("cores", f"{found.cores}")]
+    limit = found.memory_limit_bytes
+    text = f"{found.memory_bytes / GIB:.1f} GiB" if limit is None else f"{limit / GIB:.1f} GiB (cgroup limit)"
+    if (limit or found.memory_bytes) < _LITTLE_MEMORY:
+        fix = "fewer ranks (launch.num_ranks=1), or a larger --memory (container) or --mem (Slurm)"
+        checks.append(warning("memory", f"{text}: two ranks need about 2 GiB", fix))
+    else:
+        checks.append(ok("memory", text))
     if found.shm_bytes is None:
         text = "there is no /dev/shm: data workers and NCCL would fail"
         fix = "mount it (`mount -t tmpfs tmpfs /dev/shm`), or start the container with --ipc=host"
-        return [failure("shm", text, fix)]
-    text = f"{_size(found.shm_free_bytes)} of {_size(found.shm_bytes)} free in /dev/shm"
-    return [*shm_checks(found.shm_free_bytes)] or [ok("shm", text)]
-
-
-def _limits(found: ResourceLimits) -> list[Check]:
-    checks = []
+        checks.append(failure("shm", text, fix))
+    else:
+        text = f"{_size(found.shm_free_bytes)} of {_size(found.shm_bytes)} free in /dev/shm"
+        checks += [*shm_checks(found.shm_free_bytes)] or [ok("shm", text)]
+    limits = [*locked_memory_checks(found.locked_bytes)] if found.rdma else []
     for name, value, least, flag in (
         ("open files", found.max_files, _FEW_FILES, "ulimit -n 65536"),
         ("processes", found.max_processes, _FEW_PROCESSES, "ulimit -u 65536"),
     ):
         if value < least:
             text = f"at most {value} (ulimit): many ranks or data workers exceed it"
-            checks.append(warning(name, text, f"`{flag}`, or limits.conf (administrators)"))
-    if found.rdma:
-        checks += locked_memory_checks(found.locked_bytes)
+            limits.append(warning(name, text, f"`{flag}`, or limits.conf (administrators)"))
     shown = "unlimited" if found.max_files >= _NO_LIMIT else str(found.max_files)
-    return checks or [ok("limits", f"{shown} open files")]
+    return checks + (limits or [ok("limits", f"{shown} open files")])
 
 
 # Test of the start of ranks: a short communication benchmark, in child processes, so that a hang cannot block doctor.

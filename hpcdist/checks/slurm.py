@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hpcdist.host.machine import Check, failure, note, ok, warning
 from hpcdist.slurm import client as slurm_client
 from hpcdist.slurm.client import SlurmError
-from hpcdist.slurm.output import NodeGroup, Partition, count_nodes, parse_seconds
+from hpcdist.slurm.output import Partition, count_nodes, parse_seconds
 
 # Checks of Slurm: its commands, controller, accounting and partitions.
 
@@ -26,8 +26,6 @@ _START_IT = "check the machine that runs slurmctld: `scontrol ping`, `systemctl 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmFacts:
-    """Facts reported by Slurm's commands."""
-
     missing: tuple[str, ...] = ()  #: commands that are not installed
     settings: dict[str, str] = field(default_factory=dict)  #: `scontrol show config`
     away: str = ""  #: why the controller did not answer
@@ -36,12 +34,10 @@ class SlurmFacts:
 
     @property
     def installed(self) -> bool:
-        """Whether any of Slurm's commands is installed."""
         return len(self.missing) < len(NEEDED)
 
     @property
     def reached(self) -> bool:
-        """Whether the controller has answered."""
         return bool(self.settings)
 
     @property
@@ -92,45 +88,41 @@ def client_checks(found: SlurmFacts, user: str, *, in_container: bool = False) -
     elif found.away:
         text = f"{found.away}: `hpcdist submit` would fail"
         checks.append(failure("controller", text, f"{_START_IT}; check SLURM_CONF"))
-    if found.reached:
-        checks += [_controller(found), *_accounting(found.settings, user)]
-    return checks
-
-
-def _controller(found: SlurmFacts) -> Check:
+    if not found.reached:
+        return checks
     version = found.settings.get("SLURM_VERSION", "")
     text = f"{found.settings.get('ClusterName', '?')}, Slurm {version}, answers in {found.seconds:.2g} s"
     number = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if number and number < OLDEST:
         oldest = ".".join(f"{part:02d}" for part in OLDEST)
         fix = "run `hpcdist submit --test` and a short run before a long one"
-        return warning("controller", f"{text}: tested with {oldest} and newer", fix)
-    return ok("controller", text)
+        checks.append(warning("controller", f"{text}: tested with {oldest} and newer", fix))
+    else:
+        checks.append(ok("controller", text))
+    return [*checks, _accounting(found.settings, user)]
 
 
-def _accounting(settings: dict[str, str], user: str) -> list[Check]:
+def _accounting(settings: dict[str, str], user: str) -> Check:
     lost = (
         f"a job's end is known only for {settings.get('MinJobAge', '300 sec')} (MinJobAge), and `explain` cannot show"
         " its memory"
     )
     if not settings.get("AccountingStorageType", "").endswith("/slurmdbd"):
-        return [note("accounting", f"Slurm keeps none: {lost}")]
+        return note("accounting", f"Slurm keeps none: {lost}")
     try:
         accounts = slurm_client.user_accounts(user, cluster=settings.get("ClusterName", ""))
     except SlurmError as error:
         fix = "if sacct fails as well, slurmdbd or its database is down: contact the administrators"
-        return [warning("accounting", f"{error}: {lost}", fix)]
-    enforced = "associations" in settings.get("AccountingStorageEnforce", "").lower()
+        return warning("accounting", f"{error}: {lost}", fix)
     if accounts:
-        return [ok("accounting", f"{user} may use {few(accounts)} (cluster.account)")]
-    if enforced:
+        return ok("accounting", f"{user} may use {few(accounts)} (cluster.account)")
+    if "associations" in settings.get("AccountingStorageEnforce", "").lower():
         text = f"{user} has no account, and this cluster requires one for each job"
-        return [failure("accounting", text, f"an administrator can add one: `sacctmgr add user {user} account=…`")]
-    return [ok("accounting", f"answers; {user} has no account, and none is required")]
+        return failure("accounting", text, f"an administrator can add one: `sacctmgr add user {user} account=…`")
+    return ok("accounting", f"answers; {user} has no account, and none is required")
 
 
 def few(names: list[str], most: int = 5) -> str:
-    """Return the first names, and the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -142,7 +134,7 @@ def partition_checks(found: SlurmFacts) -> list[Check]:
     if not found.reached:
         return []
     if found.partitions is None:
-        return [warning("partitions", "scontrol or sinfo did not list them", f"{_START_IT}")]
+        return [warning("partitions", "scontrol or sinfo did not list them", _START_IT)]
     if not found.partitions:
         return [failure("partitions", "none: no job can start", _START_IT)]
     ordered = sorted(found.partitions, key=lambda one: one.facts.get("Default") != "YES")
@@ -155,14 +147,23 @@ def partition_checks(found: SlurmFacts) -> list[Check]:
 
 
 def _partition(partition: Partition) -> Check:
-    total, up = count_nodes(partition.nodes), count_nodes([group for group in partition.nodes if group.usable])
-    state = partition.facts.get("State", "UP")
+    groups, facts = partition.nodes, partition.facts
+    total, up = count_nodes(groups), count_nodes([group for group in groups if group.usable])
     shown = [f"{total} node{'s' * (total != 1)}" if up == total else f"{up} of {total} nodes up"]
-    if partition.nodes:
-        shown.append(_hardware(partition.nodes))
-    shown.append(_limits(partition))
-    text = "; ".join(filter(None, shown)) + (" (default)" if partition.facts.get("Default") == "YES" else "")
-    if state != "UP":
+    if groups:
+        gpus = _span([group.gpus for group in groups])
+        memory = _span([round(group.memory_mb / 1024) for group in groups])
+        hardware = f"{_span([group.cpus for group in groups])} cores, {memory} GiB"
+        shown.append(f"{hardware}{f', {gpus} GPUs' if gpus != '0' else ''} each")
+    limit = facts.get("MaxTime", "UNLIMITED")
+    limits = ["no time limit" if limit in ("UNLIMITED", "INFINITE") else f"at most {limit}"]
+    if (most := partition.limit("MaxNodes")) is not None:
+        limits.append(f"{most} nodes a job")
+    for kind in ("Accounts", "Qos", "Groups"):
+        if (allowed := partition.allowed(kind)) is not None:
+            limits.append(f"{kind.lower()} {few(list(allowed), 3)} only")
+    text = "; ".join([*shown, ", ".join(limits)]) + (" (default)" if facts.get("Default") == "YES" else "")
+    if (state := facts.get("State", "UP")) != "UP":
         fix = f"jobs wait until it is up again (`scontrol show partition {partition.name}`)"
         return note(partition.name, f"{state}; {text}", fix)
     if not up:
@@ -170,30 +171,11 @@ def _partition(partition: Partition) -> Check:
     return ok(partition.name, text)
 
 
-def _hardware(groups: tuple[NodeGroup, ...]) -> str:
-    """Return the hardware of nodes, such as `8-64 cores, 32 GiB, 0-4 GPUs each`."""
-    cores = _span([group.cpus for group in groups])
-    memory = _span([round(group.memory_mb / 1024) for group in groups])
-    gpus = _span([group.gpus for group in groups])
-    return f"{cores} cores, {memory} GiB" + (f", {gpus} GPUs" if gpus != "0" else "") + " each"
-
-
 def _span(values: list[int]) -> str:
     return str(min(values)) if min(values) == max(values) else f"{min(values)}-{max(values)}"
 
 
-def _limits(partition: Partition) -> str:
-    limit = partition.facts.get("MaxTime", "UNLIMITED")
-    parts = ["no time limit" if limit in ("UNLIMITED", "INFINITE") else f"at most {limit}"]
-    if (most := partition.limit("MaxNodes")) is not None:
-        parts.append(f"{most} nodes a job")
-    for kind in ("Accounts", "Qos", "Groups"):
-        if (allowed := partition.allowed(kind)) is not None:
-            parts.append(f"{kind.lower()} {few(list(allowed), 3)} only")
-    return ", ".join(parts)
-
-
-# Checks of Slurm's settings for the end of jobs: preemption, requeue, lost nodes, clean-up.
+# Checks of Slurm's settings for the end of jobs: preemption and requeue.
 
 #: Enough to save a checkpoint of some gigabytes on an ordinary file system.
 _EASY_S = 30
@@ -204,40 +186,38 @@ def job_end_checks(found: SlurmFacts) -> list[Check]:
     if not found.reached:
         return []
     settings = found.settings
-    return [
-        *_preemption(settings, found.partitions or []),
-        *_requeue(settings),
-        *_lost_node(settings),
-        *_left_processes(settings),
-        *_arrays(settings),
-    ]
-
-
-def _preemption(settings: dict[str, str], partitions: list[Partition]) -> list[Check]:
     kill_wait = parse_seconds(settings.get("KillWait", "")) or 0
-    announced = (
-        "Slurm sends the user signal before it (preempt_send_user_signal)"
-        if "preempt_send_user_signal" in settings.get("SlurmctldParameters", "")
-        else "SIGTERM announces it, which suffices for hpcdist (preempt_send_user_signal is not set)"
-    )
-    if settings.get("PreemptType", "preempt/none") in ("preempt/none", "(null)"):
-        return [_cancel(kill_wait), ok("preemption", "off: no job ends because of another one")]
-    by = "quality of service" if settings["PreemptType"].endswith("/qos") else "partition"
-    modes: dict[tuple[str, int], list[str]] = {}
-    for one in partitions:
-        mode = one.facts.get("PreemptMode", settings.get("PreemptMode", "")).split(",")[-1]
-        modes.setdefault((mode, parse_seconds(one.facts.get("GraceTime", "0")) or 0), []).append(one.name)
-    return [
-        _cancel(kill_wait),
-        ok("preemption", f"decided by {by}; {announced}"),
-        *(_preempted(mode, grace, kill_wait, names) for (mode, grace), names in modes.items()),
-    ]
-
-
-def _cancel(kill_wait: int) -> Check:
     text = f"`scancel` sends SIGTERM, and SIGKILL {kill_wait} s later (KillWait)"
-    text += "; a run saves a checkpoint before its time limit (cluster.signal_lead_s)"
-    return ok("job ends", text)
+    checks = [ok("job ends", f"{text}; a run saves a checkpoint before its time limit (cluster.signal_lead_s)")]
+    if settings.get("PreemptType", "preempt/none") in ("preempt/none", "(null)"):
+        checks.append(ok("preemption", "off: no job ends because of another one"))
+    else:
+        by = "quality of service" if settings["PreemptType"].endswith("/qos") else "partition"
+        announced = (
+            "Slurm sends the user signal before it (preempt_send_user_signal)"
+            if "preempt_send_user_signal" in settings.get("SlurmctldParameters", "")
+            else "SIGTERM announces it, which suffices for hpcdist (preempt_send_user_signal is not set)"
+        )
+        checks.append(ok("preemption", f"decided by {by}; {announced}"))
+        modes: dict[tuple[str, int], list[str]] = {}
+        for one in found.partitions or []:
+            mode = one.facts.get("PreemptMode", settings.get("PreemptMode", "")).split(",")[-1]
+            modes.setdefault((mode, parse_seconds(one.facts.get("GraceTime", "0")) or 0), []).append(one.name)
+        checks += [_preempted(mode, grace, kill_wait, names) for (mode, grace), names in modes.items()]
+    codes = {name: settings.get(name, "") for name in ("RequeueExit", "RequeueExitHold")}
+    if listed := ", ".join(f"{name}={value}" for name, value in codes.items() if {1, 2} & _numbers(value)):
+        text = f"{listed}: Slurm requeues jobs with exit code 1 or 2, so a failed run starts again"
+        fix = "cluster.sbatch={no-requeue: true} prevents it; administrators can set other codes"
+        checks.append(warning("requeue", text, fix))
+    if settings.get("ProctrackType", "").endswith("/pgid"):
+        text = "Slurm finds a job's processes by pgid, so processes outside their process group remain"
+        fix = "check the node with `ps`; administrators can set ProctrackType=proctrack/cgroup"
+        checks.append(note("clean-up", text, fix))
+    size = settings.get("MaxArraySize", "")
+    if size.isdigit() and int(size) <= 1:
+        text = "job arrays are disabled (MaxArraySize): Slurm would reject `hpcdist submit --sweep`"
+        checks.append(note("sweeps", text, "submit the cells one at a time"))
+    return checks
 
 
 def _preempted(mode: str, grace: int, kill_wait: int, names: list[str]) -> Check:
@@ -259,52 +239,7 @@ def _preempted(mode: str, grace: int, kill_wait: int, names: list[str]) -> Check
     return Check(name="preemption", level="ok" if mode == "REQUEUE" else "note", text=text, fix=fix)
 
 
-def _requeue(settings: dict[str, str]) -> list[Check]:
-    codes = {name: settings.get(name, "") for name in ("RequeueExit", "RequeueExitHold")}
-    listed = ", ".join(f"{name}={value}" for name, value in codes.items() if {1, 2} & _numbers(value))
-    if not listed:
-        return []
-    text = f"{listed}: Slurm requeues jobs with exit code 1 or 2, so a failed run starts again"
-    fix = "cluster.sbatch={no-requeue: true} prevents it; administrators can set other codes"
-    return [warning("requeue", text, fix)]
-
-
 def _numbers(text: str) -> set[int]:
     """Return the exit codes of a list such as `1-3,42`."""
     ends = (part.strip().partition("-")[::2] for part in text.split(","))
-    ranges = (range(int(first), int(last or first) + 1) for first, last in ends if first.isdigit())
-    return {code for one in ranges for code in one}
-
-
-def _lost_node(settings: dict[str, str]) -> list[Check]:
-    timeout = parse_seconds(settings.get("SlurmdTimeout", ""))
-    if timeout == 0:
-        text = "Slurm never marks an unresponsive node as down (SlurmdTimeout=0)"
-        fix = "hpcdist requests the requeue; the node stays `idle*` until an administrator acts"
-        return [note("lost node", text, fix)]
-    if timeout is None:
-        return []
-    return [ok("lost node", f"Slurm detects it within {timeout} s (SlurmdTimeout)")]
-
-
-def _left_processes(settings: dict[str, str]) -> list[Check]:
-    tracking = settings.get("ProctrackType", "").removeprefix("proctrack/")
-    stuck = parse_seconds(settings.get("UnkillableStepTimeout", ""))
-    text = f"Slurm finds a job's processes by {tracking}"
-    if stuck:
-        text += f"; a process that cannot be killed within {stuck} s drains its node (UnkillableStepTimeout)"
-    if tracking == "pgid":
-        text += ", so processes outside their process group remain"
-        fix = "check the node with `ps`; administrators can set ProctrackType=proctrack/cgroup"
-        return [note("clean-up", text, fix)]
-    return [ok("clean-up", text)] if tracking else []
-
-
-def _arrays(settings: dict[str, str]) -> list[Check]:
-    size = settings.get("MaxArraySize", "")
-    if not size.isdigit():
-        return []
-    if int(size) <= 1:
-        text = "job arrays are disabled (MaxArraySize): Slurm would reject `hpcdist submit --sweep`"
-        return [note("sweeps", text, "submit the cells one at a time")]
-    return [ok("sweeps", f"up to {int(size) - 1} runs in one array (MaxArraySize)")]
+    return {code for first, last in ends if first.isdigit() for code in range(int(first), int(last or first) + 1)}

@@ -8,27 +8,23 @@ import re
 import shlex
 import sqlite3
 import stat
-import subprocess
-import sys
-import tempfile
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from http.client import HTTPException
 from importlib import metadata
 from pathlib import Path
 
 from hpcdist.config.redaction import redact_text
-from hpcdist.errors import HpcdistError, RunFolderError, UserMistake, shortened
+from hpcdist.errors import RunFolderError, UserMistake, shortened
 from hpcdist.host import storage
-from hpcdist.host.files import require_safe
-from hpcdist.host.machine import Check, failure, install_command, note, ok, warning
-from hpcdist.host.machine_checks import SKEW_S, space_checks
+from hpcdist.host.files import require_safe, user_of
+from hpcdist.host.machine import Check, failure, note, ok, warning
+from hpcdist.host.machine_checks import space_checks
 from hpcdist.run.folder import DATABASE, own_place
 from hpcdist.tracking.links import web_address
-from hpcdist.tracking.uri import VARIABLES, Credentials, read_credentials, sqlite_path, version_in
+from hpcdist.tracking.uri import VARIABLES, read_credentials, sqlite_path, version_in
 
 # Checks of the folder of runs: permissions, space, speed, and the file operations that run folders need.
 
@@ -40,14 +36,6 @@ _SLOW = 16 * 2**20
 _CHOOSE = "set another folder by --runs-dir or HPCDIST_RUNS_DIR"
 
 
-def clock_offset(folder: Path) -> float:
-    """Return the seconds by which the file server's clock is ahead, from the time stamp of a new file."""
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-") as file:
-        before = time.time()
-        os.utime(file.name)
-        return os.stat(file.name).st_mtime - before
-
-
 def folder_checks(runs_dir: Path, *, on_cluster: bool = False, in_container: bool = False) -> list[Check]:
     """Check the folder of runs without creating it: if it does not exist, its nearest existing parent is tested.
 
@@ -57,47 +45,40 @@ def folder_checks(runs_dir: Path, *, on_cluster: bool = False, in_container: boo
     """
     place = storage.existing(runs_dir.absolute())
     kind, source = storage.mount_of(place)
-    shown = f"{runs_dir.absolute()}" + ("" if runs_dir.exists() else " (the first run creates it)")
     if os.statvfs(place).f_flag & os.ST_RDONLY:
         text = f"{place} is on a file system that is mounted read-only ({kind}): a run would fail at once"
         return [failure("runs", text, f"`mount | grep {kind}` shows why; {_CHOOSE}")]
     if not os.access(place, os.W_OK | os.X_OK) or not place.is_dir():
-        text = f"{place} belongs to {_owner(place)} and cannot be written by user {os.getuid()}: a run would fail"
+        text = f"{place} belongs to {user_of(place.stat().st_uid)} and cannot be written by user {os.getuid()}: a run"
         fix = "start the container with --user $(id -u):$(id -g); or " * in_container + _CHOOSE
-        return [failure("runs", text, fix)]
-    checks = [ok("runs", shown)]
-    checks += _privacy(runs_dir)
+        return [failure("runs", f"{text} would fail", fix)]
+    checks = [ok("runs", f"{runs_dir.absolute()}" + ("" if runs_dir.exists() else " (the first run creates it)"))]
+    database = own_place(runs_dir) / DATABASE
+    try:
+        require_safe(database)
+        mode = stat.S_IMODE(database.stat().st_mode) if database.exists() else 0
+        if mode & 0o077:
+            text = f"group or others may open {database} (mode {mode:04o}); the next run restricts it to its owner"
+            checks.append(warning("database", text, f"chmod 600 {shlex.quote(str(database))}"))
+    except RunFolderError as error:
+        text, _, fix = str(error).partition(": ")
+        checks.append(failure("owner", text, fix))
     if in_container and kind == "overlay" and is_in_container_layer(place):
         text = "in the container's own layer, which is deleted with the container"
         checks.append(warning("file system", text, f"mount a folder: -v $PWD/runs:{runs_dir.absolute()}"))
     else:
         checks.append(_shared(runs_dir, kind, source, on_cluster))
-    space = _space(place)
+    found = storage.space(place)
+    text = f"{found['free'] / GIB:.1f} GiB free of {found['total'] / GIB:.1f}"
+    space = [*space_checks({"folder": place, **found})] or [ok("disk", text)]
     if all(check.level != "failure" for check in space):
         space.append(_speed(place))
-    checks += space
     if any(check.level == "failure" for check in space):
-        return checks  # the remaining tests need to write files
-    return [*checks, *_file_operations(place), *_clock(clock_offset(place))]
-
-
-def _privacy(runs_dir: Path) -> list[Check]:
-    """Check that only this user can write to the folder and its database."""
-    database = own_place(runs_dir) / DATABASE
-    try:
-        require_safe(database)
-    except RunFolderError as error:
-        text, _, fix = str(error).partition(": ")
-        return [failure("owner", text, fix)]
-    mode = stat.S_IMODE(database.stat().st_mode) if database.exists() else 0
-    if mode & 0o077:
-        text = f"group or others may open {database} (mode {mode:04o}); the next run restricts it to its owner"
-        return [warning("database", text, f"chmod 600 {shlex.quote(str(database))}")]
-    return []
+        return checks + space  # the remaining tests need to write files
+    return [*checks, *space, *_file_operations(place)]
 
 
 def is_in_container_layer(place: Path) -> bool:
-    """Return whether a path is on the root file system instead of a mount of its own."""
     return place.stat().st_dev == Path("/").stat().st_dev
 
 
@@ -120,21 +101,6 @@ def _file_operations(place: Path) -> list[Check]:
     return checks
 
 
-def _clock(offset_s: float) -> list[Check]:
-    if abs(offset_s) < SKEW_S:
-        return []
-    text = f"the file server's clock is {abs(offset_s):.0f} s {'ahead of' if offset_s > 0 else 'behind'} this machine's"
-    fix = "file times are misleading (`status`, `explain`): synchronise both clocks (chronyc, timedatectl)"
-    return [warning("clock", text, fix)]
-
-
-def _owner(place: Path) -> str:
-    try:
-        return f"{place.owner()} ({place.stat().st_uid})"
-    except KeyError:  # the uid has no name on this machine or in this image
-        return f"user {place.stat().st_uid}"
-
-
 def _shared(runs_dir: Path, kind: str, source: str, on_cluster: bool) -> Check:
     text = f"{kind or 'of unknown type'}{f' ({source})' if source and source != kind else ''}"
     if kind not in storage.LOCAL:
@@ -146,12 +112,6 @@ def _shared(runs_dir: Path, kind: str, source: str, on_cluster: bool) -> Check:
     where = "each machine has its own" if private else "of this machine"
     fix = "set a shared folder by --runs-dir or HPCDIST_RUNS_DIR; if the nodes see this one: cluster.shared_runs=true"
     return warning("file system", f"{text}, {where}: Slurm's nodes must see it", fix)
-
-
-def _space(place: Path) -> list[Check]:
-    found = storage.space(place)
-    text = f"{found['free'] / GIB:.1f} GiB free of {found['total'] / GIB:.1f}"
-    return [*space_checks({"folder": place, **found})] or [ok("disk", text)]
 
 
 def _speed(place: Path) -> Check:
@@ -169,22 +129,13 @@ def _speed(place: Path) -> Check:
 
 
 # Checks of the MLflow store: reachable, and with the schema of the installed MLflow. Nothing is created.
-#
-#     python -P -m hpcdist.checks.storage      reads a URI from stdin, prints the revision of its schema
-#
-# The migrations of the installed MLflow are read from their source, because importing MLflow takes seconds. A database
-# server is asked in a child process, since a driver may hang.
 
 #: A server on the same continent answers faster.
 SERVER_TIMEOUT_S = 3.0
-DATABASE_TIMEOUT_S = 15.0
 #: Exceptions of a request: no connection, an invalid address of a redirect, or a response that is not HTTP.
 _FAILURES = (OSError, ValueError, HTTPException)
 _LATER = "training continues, and `hpcdist sync` delivers its metrics later"
-_TABLE = "alembic_version"
 _REVISION = re.compile(r"^(down_revision|revision) = (?:['\"](\w+)['\"]|None)", re.MULTILINE)
-#: Packages of the drivers whose modules have other names.
-_DRIVERS = {"MySQLdb": "mysqlclient"}
 
 
 def store_checks(uri: str, env: Mapping[str, str], file_system: str = "") -> list[Check]:
@@ -195,14 +146,15 @@ def store_checks(uri: str, env: Mapping[str, str], file_system: str = "") -> lis
         env: environment with MLflow's user and password.
         file_system: type of the network file system of a sqlite database, else empty.
     """
-    checks, shown = _client(), redact_text(uri)
+    shown = redact_text(uri)
+    try:
+        checks = [ok("client", f"MLflow {metadata.version('mlflow')}")]
+    except metadata.PackageNotFoundError:
+        checks = [warning("client", f"mlflow is not installed; {_LATER}", "`pip install mlflow`")]
     if (database := sqlite_path(uri)) is not None:
-        return [*checks, *_sqlite(uri, env, database, file_system)]
+        return [*checks, *_sqlite(shown, database, file_system)]
     if uri.startswith(("http://", "https://")):
-        return [*checks, *_server(uri, env)]
-    if re.match(r"(postgresql|mysql|mssql)(\+\w+)?://", uri):
-        fix = "check host, port, user and database in the URI; an MLflow server (tracking.uri=http://…) is safer"
-        return [*checks, _schema(uri, env, fix)]
+        return [*checks, _server(uri, env)]
     if "://" not in uri or uri.startswith("file:"):
         text = f"{shown} is a file store, which MLflow does not support since 3.13: {_LATER}"
         fix = "unset MLFLOW_TRACKING_URI for a database in the folder of runs, or set a server or sqlite:////path/mlflow.db"
@@ -210,21 +162,11 @@ def store_checks(uri: str, env: Mapping[str, str], file_system: str = "") -> lis
     return [*checks, note("store", f"{shown}: doctor cannot check this kind of store")]
 
 
-def _client() -> list[Check]:
-    try:
-        return [ok("client", f"MLflow {metadata.version('mlflow')}")]
-    except metadata.PackageNotFoundError:
-        return [warning("client", f"mlflow is not installed; {_LATER}", "`pip install mlflow`")]
-
-
-# --- a server
-
-
-def _server(uri: str, env: Mapping[str, str]) -> list[Check]:
+def _server(uri: str, env: Mapping[str, str]) -> Check:
     try:
         credentials = read_credentials(uri, env)
     except UserMistake as mistake:
-        return [warning("server", str(mistake))]
+        return warning("server", str(mistake))
     root, headers, shown = web_address(uri), credentials.headers(), redact_text(uri)
     is_up = False
     try:
@@ -234,21 +176,25 @@ def _server(uri: str, env: Mapping[str, str]) -> list[Check]:
         version = version_in(_get(f"{root}/version", headers)) or "of an unknown version"
     except _FAILURES as error:
         code = error.code if isinstance(error, urllib.error.HTTPError) else None
+        if code in (401, 403) and not (credentials.user or credentials.token):
+            text = f"{shown} requires a user and a password (answer {code}): {_LATER}"
+            return warning("server", text, f"export {VARIABLES}")
         if code in (401, 403):
-            return [_refused(shown, credentials, code)]
+            text = f"{shown} refuses {credentials.user or 'the token'} (answer {code}): {_LATER}"
+            return warning("server", text, f"check {credentials.source}")
         words = " ".join(str(getattr(error, "reason", error)).split())
         reason = f"answer {code}" if code else shortened(words or type(error).__name__, 200)
         if is_up:
             text = f"{shown} is up, but does not list experiments ({reason}): {_LATER}"
-            return [warning("server", text, "see the server's log, and its database")]
+            return warning("server", text, "see the server's log, and its database")
         if code:
             text = f"{shown} answers {code}, so it is no MLflow server or has an error: {_LATER}"
             fix = f"`curl {shown}/health` should print OK; if MLflow has a path prefix, add it to the URI"
-            return [warning("server", text, fix)]
+            return warning("server", text, fix)
         text = f"{shown} cannot be reached ({reason}): {_LATER}"
         fix = "start it, or set tracking.uri or MLFLOW_TRACKING_URI; behind a proxy set no_proxy"
-        return [warning("server", text, fix)]
-    return [ok("server", f"{shown} answers, MLflow {version}")]
+        return warning("server", text, fix)
+    return ok("server", f"{shown} answers, MLflow {version}")
 
 
 def _get(url: str, headers: Mapping[str, str]) -> str:
@@ -257,18 +203,7 @@ def _get(url: str, headers: Mapping[str, str]) -> str:
         return str(answer.read(10_000).decode(errors="replace"))
 
 
-def _refused(shown: str, own: Credentials, code: int) -> Check:
-    if not own.user and not own.token:
-        text = f"{shown} requires a user and a password (answer {code}): {_LATER}"
-        return warning("server", text, f"export {VARIABLES}")
-    text = f"{shown} refuses {own.user or 'the token'} (answer {code}): {_LATER}"
-    return warning("server", text, f"check {own.source}")
-
-
-# --- databases
-
-
-def _sqlite(uri: str, env: Mapping[str, str], path: Path, file_system: str) -> list[Check]:
+def _sqlite(uri: str, path: Path, file_system: str) -> list[Check]:
     checks = []
     if file_system:
         text = f"{path} is on {file_system}, which several machines may write to: sqlite's locks are unreliable there"
@@ -280,38 +215,36 @@ def _sqlite(uri: str, env: Mapping[str, str], path: Path, file_system: str) -> l
         text = f"{path} or its folder cannot be written by this user: {_LATER}"
         fix = f"`ls -ld {folder} {path}`; set tracking.uri to a folder of your own"
         return [*checks, warning("database", text, fix)]
-    return [*checks, _schema(uri, env, "restore a backup, or set another store for new runs (tracking.uri)")]
-
-
-def _schema(uri: str, env: Mapping[str, str], fix: str) -> Check:
-    """Compare a database's schema with that of the installed MLflow; `fix` is advice if it cannot be read."""
-    shown, path = redact_text(uri), sqlite_path(uri)
     try:
-        found = _read_sqlite(path) if path is not None else _ask_child(uri, env)
-    except UserMistake as mistake:
-        return warning("database", f"{shown}: {mistake}; {_LATER}")
-    except HpcdistError as error:
-        return warning("database", f"{error}: {_LATER}", fix)
+        # Not read-only: a killed process may have left a journal, which must be rolled back before a query.
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True)) as connection:
+            has_schema = connection.execute("select 1 from sqlite_master where name = 'alembic_version'").fetchone()
+            row = connection.execute("select version_num from alembic_version").fetchone() if has_schema else None
+    except sqlite3.Error as error:
+        fix = "restore a backup, or set another store for new runs (tracking.uri)"
+        return [*checks, warning("database", f"{path} cannot be read ({error}): {_LATER}", fix)]
+    return [*checks, _schema(uri, str(row[0]) if row else "")]
+
+
+def _schema(shown: str, found: str) -> Check:
+    """Compare the revision of a database's schema with that of the installed MLflow."""
     if not found:
         return ok("database", f"{shown} is empty; the first run creates its tables")
     before = migrations()
     if before and found not in before:
         text = f"{shown} has the schema {found} of a newer MLflow than the installed one"
         return warning("database", f"{text}; {_LATER}", "`pip install --upgrade mlflow`")
-    behind, step = 0, next((one for one in before if one not in before.values()), "")
-    while step not in ("", found):
-        behind, step = behind + 1, before[step]
-    if behind:
-        text = f"{shown} has the schema of an older MLflow, {behind} step{'s' * (behind > 1)} behind: {_LATER}"
+    if found in before.values():
+        text = f"{shown} has the schema of an older MLflow: {_LATER}"
         return warning("database", text, f"copy the database as a backup, then `mlflow db upgrade {shown}`")
     return ok("database", f"{shown}, its schema is up to date")
 
 
-# --- the revision of a database's schema. Nothing is changed: connecting to a missing sqlite file would create it.
-
-
 def migrations(folder: Path | None = None) -> dict[str, str]:
-    """Return the revisions of the installed MLflow, each with the one before it; none without MLflow."""
+    """Return the revisions of the installed MLflow, each with the one before it; none without MLflow.
+
+    They are read from the source, because importing MLflow takes seconds.
+    """
     if folder is None:
         spec = importlib.util.find_spec("mlflow")
         if spec is None or spec.origin is None:
@@ -319,61 +252,3 @@ def migrations(folder: Path | None = None) -> dict[str, str]:
         folder = Path(spec.origin).parent / "store" / "db_migrations" / "versions"
     found = [dict(_REVISION.findall(path.read_text())) for path in folder.glob("*.py")]
     return {one["revision"]: one.get("down_revision", "") for one in found if "revision" in one}
-
-
-def _read_sqlite(path: Path) -> str:
-    # Not read-only: a killed process may have left a journal, which must be rolled back before a query.
-    try:
-        with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True)) as connection:
-            tables = {name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")}
-            return _revision(tables, lambda query: (connection.execute(query).fetchone() or ("",))[0])
-    except sqlite3.Error as error:
-        raise HpcdistError(f"{path} cannot be read ({error})") from error
-
-
-def _revision(tables: Container[str], query: Callable[[str], object]) -> str:
-    """Return the revision of the schema; `query` returns the first value of a query."""
-    return str(query(f"select version_num from {_TABLE}") or "") if _TABLE in tables else ""  # noqa: S608
-
-
-def _ask_child(store: str, env: Mapping[str, str]) -> str:
-    """Return the revision of a database server's schema, from this module in a child process."""
-    shown = redact_text(store)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-W", "ignore", "-m", __name__],
-            env=env,
-            input=store,
-            capture_output=True,
-            text=True,
-            timeout=DATABASE_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise HpcdistError(
-            f"{shown} did not answer within {DATABASE_TIMEOUT_S:g} s: check its server and the firewall"
-        ) from None
-    if done.returncode == 0:
-        return done.stdout
-    lines = [line for line in done.stderr.replace(store, shown).splitlines() if line.strip()]
-    if missing := re.search(r"No module named '(\w+)'", done.stderr):
-        driver = _DRIVERS.get(missing[1], missing[1])
-        fix = install_command("server") if driver == "psycopg2" else f"`pip install {driver}`"
-        raise UserMistake(f"the package {missing[1]} is not installed: {fix}")
-    reason = next((line for line in reversed(lines) if "Error" in line and "sqlalche.me" not in line), "")
-    raise HpcdistError(f"{shown} cannot be used: {redact_text(reason or ' '.join(lines[-1:]))[:300]}")
-
-
-def main() -> None:
-    """Print the revision of the database whose URI is on stdin: other users can read arguments."""
-    import sqlalchemy
-
-    engine = sqlalchemy.create_engine(sys.stdin.read())
-    with engine.connect() as connection:
-        tables = set(sqlalchemy.inspect(connection).get_table_names())
-        print(_revision(tables, lambda query: connection.execute(sqlalchemy.text(query)).scalar()), end="")
-    engine.dispose()
-
-
-if __name__ == "__main__":
-    main()

@@ -100,8 +100,7 @@ def doctor(
 
 def _run_sections(run: RunDir) -> list[Section]:
     """Return the sections on a run and its nodes, and for a local run those on this machine."""
-    from hpcdist.checks.doctor import machine_sections
-    from hpcdist.checks.run import run_sections
+    from hpcdist.checks.doctor import machine_sections, run_sections
     from hpcdist.config.loading import load_run_config
     from hpcdist.run.records import kept
     from hpcdist.run.slurm_job import job_of

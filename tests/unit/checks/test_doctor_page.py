@@ -12,9 +12,19 @@ from typing import Any
 
 import pytest
 
-from hpcdist.checks import run as checks_run
-from hpcdist.checks.doctor import Section, document, execute, section_lines, summary_lines, would_fail
-from hpcdist.checks.run import attempts, node_checks, preflight, run_sections
+from hpcdist.checks import doctor as doctor
+from hpcdist.checks.doctor import (
+    Section,
+    attempts,
+    document,
+    execute,
+    node_checks,
+    preflight,
+    run_sections,
+    section_lines,
+    summary_lines,
+    would_fail,
+)
 from hpcdist.checks.slurm import NEEDED, SlurmFacts, client_checks, job_end_checks, partition_checks, read_slurm
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
@@ -275,10 +285,6 @@ def test_default_settings_are_explained() -> None:
         "preemption: preempted in main: SIGTERM, and SIGKILL 30 s later (GraceTime 0 + KillWait 30); Slurm requeues the"
         " run",
         "preemption: jobs in high are never preempted",
-        "lost node: Slurm detects it within 15 s (SlurmdTimeout)",
-        "clean-up: Slurm finds a job's processes by linuxproc; a process that cannot be killed within 60 s drains its"
-        " node (UnkillableStepTimeout)",
-        "sweeps: up to 1000 runs in one array (MaxArraySize)",
     ]
     assert job_end_checks(SlurmFacts()) == []
 
@@ -319,7 +325,6 @@ def test_conflicting_settings_are_reported() -> None:
 
     assert levels(RequeueExit="1-3")["requeue"] == "warning"
     assert "requeue" not in levels(RequeueExit="142,143")
-    assert levels(SlurmdTimeout="0 sec")["lost node"] == "note"
     assert levels(ProctrackType="proctrack/pgid")["clean-up"] == "note"
     assert levels(MaxArraySize="1")["sweeps"] == "note"
 
@@ -484,7 +489,7 @@ class Srun:
         self.answers: dict[str, dict[str, Any]] = {}
         self.errors, self.hangs, self.command, self.token = "", False, [""], ""
         monkeypatch.setattr(on_nodes, "run_within", self)
-        monkeypatch.setattr(checks_run.shutil, "which", lambda name: name)
+        monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
 
     def __call__(
         self, command: list[str], limit_s: float, *, env: dict[str, str], is_enough: None
@@ -513,7 +518,7 @@ def test_preflight_step_runs_beside_the_ranks(
         checked.update(answers)
         return [Check(name="network", level="warning", text="n1 → n2 is slow")]
 
-    monkeypatch.setattr(checks_run, "check_nodes", check_nodes)
+    monkeypatch.setattr(doctor, "check_nodes", check_nodes)
     config = load_config("ddp_digits", ["cluster.nodes=2", "cluster.gpus_per_node=4"])
     slow, beside = checks_of(run, config)["Node preflight"]
     assert (slow.level, beside.level) == ("warning", "note")

@@ -69,7 +69,7 @@ def test_current_schema_is_ok(tmp_path: Path) -> None:
 def test_outdated_schema_has_the_upgrade_command(tmp_path: Path) -> None:
     uri = create_database(tmp_path / "mlflow.db", BEFORE)
     check = last_check(uri)
-    assert (check.level, "an older MLflow, 1 step behind" in check.text) == ("warning", True)
+    assert (check.level, "an older MLflow: training" in check.text) == ("warning", True)
     assert check.fix == f"copy the database as a backup, then `mlflow db upgrade {uri}`"
     assert (tmp_path / "mlflow.db").stat().st_size == 8192, "the check upgrades nothing"
 
@@ -217,18 +217,8 @@ def test_file_store_is_a_warning_and_unknown_stores_are_a_note() -> None:
     for uri in ("mlruns", "file:///home/ada/mlruns"):
         check = last_check(uri)
         assert (check.level, "since 3.13" in check.text) == ("warning", True)
-    assert last_check("databricks://profile").level == "note"
-
-
-@pytest.mark.processes
-def test_unusable_database_server_is_a_warning_without_its_password() -> None:
-    port = unused_port()
-    check = last_check(f"postgresql+nosuchdriver://ada:secret@127.0.0.1:{port}/mlflow")
-    assert (check.level, "secret" in check.text + check.fix) == ("warning", False)
-    check = last_check(f"postgresql+pg8000://ada:secret@127.0.0.1:{port}/mlflow")
-    assert check.level == "warning"
-    assert "`pip install pg8000`" in check.text or "cannot be used" in check.text
-    assert "secret" not in check.text + check.fix
+    for uri in ("databricks://profile", "postgresql://ada@db/mlflow"):
+        assert last_check(uri).level == "note"
 
 
 # --- The section of `hpcdist doctor` about the folder of runs.
@@ -261,7 +251,7 @@ def test_folder_without_write_permission_fails(tmp_path: Path, monkeypatch: pyte
     me = os.getuid()
     assert check.level == "failure"
     assert check.text == (
-        f"{tmp_path} belongs to {tmp_path.owner()} ({me}) and cannot be written by user {me}: a run would fail"
+        f"{tmp_path} belongs to {tmp_path.owner()} and cannot be written by user {me}: a run would fail"
     )
     assert check.fix == "set another folder by --runs-dir or HPCDIST_RUNS_DIR"
     (check,) = folder_checks(tmp_path, in_container=True)
@@ -340,17 +330,6 @@ def test_file_system_without_posix_guarantees_is_reported(tmp_path: Path, monkey
     assert found["replacing"] == found["making once"] == "failure"
     monkeypatch.setattr(folder.storage, "lock_problem", lambda path: "No locks available")
     assert levels(folder_checks(tmp_path))["locks"] == "warning"
-
-
-@pytest.mark.processes
-@pytest.mark.usefixtures("fast_disk")
-@pytest.mark.parametrize(("offset_s", "text"), [(40.0, "40 s ahead of this"), (-40.0, "40 s behind this")])
-def test_clock_of_the_file_server_is_compared(
-    offset_s: float, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(folder, "clock_offset", lambda path: offset_s)
-    clock = folder_checks(tmp_path)[-1]
-    assert (clock.name, clock.level, text in clock.text) == ("clock", "warning", True)
 
 
 @pytest.mark.processes

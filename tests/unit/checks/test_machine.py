@@ -218,58 +218,39 @@ def test_slow_reverse_lookup_is_a_warning() -> None:
 # --- installed software
 
 
-@pytest.mark.processes
-def test_installed_python_and_checkout_are_ok() -> None:
-    found = machine.software_checks(torch_required=True, cuda="", driver="")
-    assert levels(found) == {"Python": "ok", "hpcdist": "ok", "torch": "ok"}
+def software(
+    monkeypatch: pytest.MonkeyPatch, found: dict[str, str], vision: str = "", requires: str = "", required: bool = True
+) -> dict[str, Check]:
+    """Return the results for versions of this Python's packages, by name."""
+    monkeypatch.setattr(machine, "version_of", lambda name: vision)
+    monkeypatch.setattr(machine.metadata, "requires", lambda name: ["numpy", requires, "pillow!=8.3.*,>=5.3.0"])
+    checks = machine.software_checks({"python": "3.11.2", **found}, torch_required=required)
+    assert levels(checks)
+    return {check.name: check for check in checks}
 
 
-@pytest.mark.processes
-def test_old_python_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "OLDEST_PYTHON", (3, 99))
-    assert machine.software_checks(torch_required=True, cuda="", driver="")[0].level == "failure"
-
-
-def set_installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], requires: dict[str, list[str]]) -> None:
-    monkeypatch.setattr(machine, "version_of", lambda name: versions.get(name, ""))
-    monkeypatch.setattr(machine.metadata, "requires", lambda name: requires.get(name))
-
-
-@pytest.mark.processes
 def test_missing_torch_fails_except_on_login_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_installed(monkeypatch, {}, {})
-    check = machine.software_checks(torch_required=True, cuda="", driver="")[-1]
-    assert (check.name, check.level) == ("torch", "failure")
-    assert check.fix == "`pip install '.[train]'` in a checkout of hpcdist"
-    check = machine.software_checks(torch_required=False, cuda="", driver="")[-1]
-    assert (check.level, check.fix) == ("note", "`pip install '.[train]'` in a checkout of hpcdist")
+    for required, level in ((True, "failure"), (False, "note")):
+        check = software(monkeypatch, {}, required=required)["torch"]
+        assert (check.level, check.fix) == (level, "`pip install '.[train]'` in a checkout of hpcdist")
     assert check.text.startswith("not installed: ranks need container.image or cluster.environment")
 
 
-@pytest.mark.processes
-def test_torchvision_for_another_torch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"torch": "2.15.0+cpu", "torchvision": "0.28.0"}
-    set_installed(monkeypatch, versions, {"torchvision": ["numpy", "torch==2.14.1", "pillow!=8.3.*,>=5.3.0"]})
-    check = machine.software_checks(torch_required=True, cuda="", driver="")[-1]
+def test_versions_of_torch_torchvision_and_driver_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = {"torch": "2.15.0+cpu"}, {"torch": "2.15.0+cu132", "cuda": "13.2"}
+    check = software(monkeypatch, cpu, "0.28.0", "torch==2.14.1")["torch"]
     assert (check.level, check.fix) == ("failure", machine.TOGETHER)
     assert check.text == "2.15.0+cpu beside a torchvision 0.28.0 built for 2.14.1, which cannot be imported"
-    set_installed(monkeypatch, versions, {"torchvision": ["torch (==2.15.0)"]})
-    found = machine.software_checks(torch_required=True, cuda="13.2", driver="")
-    assert (found[-1].level, found[-1].text) == ("ok", "2.15.0+cpu, built for CUDA 13.2")
-    set_installed(monkeypatch, {"torch": "2.15.0"}, {})
-    assert levels(machine.software_checks(torch_required=True, cuda="", driver=""))["torchvision"] == "warning"
+    assert software(monkeypatch, cpu)["torchvision"].level == "warning"
+    check = software(monkeypatch, cpu | {"driver": "580.82.07"})["torch"]
+    assert (check.level, "built without CUDA" in check.text) == ("warning", True)
 
-
-@pytest.mark.processes
-def test_driver_is_compared_with_the_cuda_version_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_installed(monkeypatch, {"torch": "2.15.0+cu132"}, {})
-    old = machine.software_checks(torch_required=True, cuda="13.2", driver="550.54.15")[-1]
-    assert (old.name, old.level) == ("driver", "failure")
+    found = software(monkeypatch, cuda | {"driver": "580.82.07"}, "0.30.0", "torch (==2.15.0)")
+    assert found["torch"].sentence() == "torch: 2.15.0+cu132, built for CUDA 13.2"
+    assert found["driver"].sentence() == "driver: 580.82.07, supports CUDA 13.2"
+    old = software(monkeypatch, cuda | {"driver": "550.54.15"})["driver"]
+    assert old.level == "failure"
     assert "needs driver 580.65 or newer for its CUDA 13.2, found 550.54.15" in old.text
-    new = machine.software_checks(torch_required=True, cuda="13.2", driver="580.82.07")[-1]
-    assert new.sentence() == "driver: 580.82.07, supports CUDA 13.2"
-    cpu = machine.software_checks(torch_required=True, cuda="", driver="580.82.07")[-1]
-    assert (cpu.name, cpu.level, "built without CUDA" in cpu.text) == ("torch", "warning", True)
 
 
 # --- the test with ranks

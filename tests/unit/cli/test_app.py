@@ -481,7 +481,6 @@ PROGRAMS = """
 containers.self_test containers.pid1 slurm.on_nodes slurm.preflight.probe rank.forked_task rank.processes
 rank.worker slurm.job.watchdog
 supervisor.hang
-checks.storage
 """.split()  # noqa: SIM905
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.checks.run import run_sections
+from hpcdist.checks.doctor import run_sections
 from hpcdist.cli import doctor as cli_doctor
 from hpcdist.cli import runs
 from hpcdist.config.loading import load_config, load_run_config

@@ -13,7 +13,7 @@ import pytest
 from command_line import Make, SetJob, job
 from rich.console import Console
 
-from hpcdist.checks.run import status_check
+from hpcdist.checks.doctor import status_check
 from hpcdist.cli import run_views as following
 from hpcdist.cli.run_views import follow, stream_log
 from hpcdist.host.files import write_json
