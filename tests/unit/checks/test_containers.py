@@ -56,10 +56,14 @@ def test_each_installed_runtime_has_a_line_with_findings_of_this_machine_only() 
     assert {check.level for check in found} == {"ok"}
 
 
-def test_missing_runtimes_are_a_note_and_missing_pyxis_is_not_reported() -> None:
+def test_missing_and_old_runtimes_are_reported() -> None:
     (none,) = checks_of_runtimes(ADA, "srun", srun=answer("--help"))
     assert (none.name, none.level) == ("runtimes", "note")
     assert containers.runtime_checks(ADA, expected=False, which=lambda name: None) == []
+    (check,) = checks_of_runtimes(ADA, "podman", podman=answer("podman version 3.4.4\n"))
+    assert (check.level, check.text) == ("warning", "3.4.4; hpcdist requires podman 4 or newer")
+    (check,) = checks_of_runtimes(ADA, "singularity")
+    assert (check.level, "container.runtime=apptainer calls `apptainer`" in check.text) == ("note", True)
 
 
 @pytest.mark.parametrize(
@@ -101,11 +105,6 @@ def test_gpus_in_containers_need_the_nvidia_toolkit() -> None:
     assert checks_of_runtimes(host, "apptainer")[0].text.endswith(", GPUs by --nv")
 
 
-def test_old_runtime_is_a_warning() -> None:
-    (check,) = checks_of_runtimes(ADA, "podman", podman=answer("podman version 3.4.4\n"))
-    assert (check.level, check.text) == ("warning", "3.4.4; hpcdist requires podman 4 or newer")
-
-
 def test_apptainer_of_a_user_needs_namespaces_and_squashfuse(tmp_path: Path) -> None:
     forbidden = answer(errors="unshare: unshare failed: Operation not permitted\n", code=1)
     (check,) = checks_of_runtimes(ADA, "apptainer", unshare=forbidden)
@@ -139,11 +138,6 @@ def test_apptainer_of_a_root_without_all_capabilities_has_a_fix() -> None:
     assert checks_of_runtimes(root, "apptainer")[0].level == "ok", "the kernel mounts the image"
     (check,) = checks_of_runtimes(replace(root, lacks_capability=True), "apptainer")
     assert (check.level, check.fix) == ("warning", "`export APPTAINER_DROP_CAPS=CAP_SYS_RESOURCE`")
-
-
-def test_singularity_without_apptainer_command_is_a_note() -> None:
-    (check,) = checks_of_runtimes(ADA, "singularity")
-    assert (check.level, "container.runtime=apptainer calls `apptainer`" in check.text) == ("note", True)
 
 
 @pytest.mark.processes
@@ -202,16 +196,12 @@ def test_environment_of_a_run(run: RunDir, tmp_path: Path) -> None:
     assert check.sentence() == f"environment: kind=venv, {archive}, modules cuda/13.0, no node has prepared it yet"
     write_json(run.rank_environment, {**record, "python": "3.12.3", "torch": "2.15.0"})
     assert run_checks(run)[0].text.endswith("modules cuda/13.0, Python 3.12.3, torch 2.15.0")
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "effect"),
-    [("venv", "venv-1.tar.zst", "packs the present content"), ("squashfs", "image.sqsh", "fails")],
-)
-def test_removed_environment_of_a_run_is_a_warning(
-    run: RunDir, tmp_path: Path, kind: str, name: str, effect: str
-) -> None:
-    write_json(run.rank_environment, {"kind": kind, "path": str(tmp_path / name)})
-    _, check = run_checks(run)
-    assert check.level == "warning"
-    assert check.text.startswith(f"{tmp_path / name} does not exist any more: the next start of the job {effect}")
+    archive.unlink()
+    for kind, path, effect in (
+        ("venv", archive, "packs the present content"),
+        ("squashfs", tmp_path / "image.sqsh", "fails"),
+    ):
+        write_json(run.rank_environment, {"kind": kind, "path": str(path)})
+        _, check = run_checks(run)
+        assert check.level == "warning"
+        assert check.text.startswith(f"{path} does not exist any more: the next start of the job {effect}")

@@ -32,18 +32,15 @@ from hpcdist.host.files import write_json
 from hpcdist.host.machine import Check
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client, on_nodes
-from hpcdist.slurm import client as slurm_client
 from hpcdist.slurm.client import JobSnapshot, SlurmError
 from hpcdist.slurm.on_nodes import answer_lines
-from hpcdist.slurm.output import JobInfo, parse_node_states, parse_partitions, parse_seconds, parse_settings
+from hpcdist.slurm.output import JobInfo, parse_node_states, parse_partitions, parse_settings
 from hpcdist.slurm.preflight.probe import ProbeRequest
 
 # --- The concurrent sections of `hpcdist doctor` and of the rendered report
 
 OK = Check(name="cores", level="ok", text="16")
-
 FAILURE = Check(name="space", level="failure", text="0.0 GiB free of 100.0: a run would fail", fix="remove old runs")
-
 WARNING = Check(name="names", level="warning", text="the lookup of its own name took 5.0 s", node="n3")
 
 
@@ -130,14 +127,7 @@ def test_json_document_has_facts_verdict_and_all_checks() -> None:
     found = document(page, {"host": "n1"})
     assert found["host"] == "n1"
     assert found["would_fail"] is True is would_fail(page)
-    assert found["checks"][1] == {
-        "section": "Two",
-        "name": "space",
-        "level": "failure",
-        "text": FAILURE.text,
-        "fix": FAILURE.fix,
-        "node": "",
-    }
+    assert found["checks"][1] == {"section": "Two", **asdict(FAILURE)}
     assert would_fail(page[:1]) is False
 
 
@@ -164,21 +154,9 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
     return {check.name: check for check in checks}
 
 
-def printing(output: str) -> object:
-    """Return a replacement for the Slurm client that prints an output."""
-    return lambda *command, **_: output
-
-
-def failing(message: str) -> object:
-    def run(*command: str, **_: object) -> str:
-        raise SlurmError(message, installed=True)
-
-    return run
-
-
 # --- the client
 def test_working_cluster_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm_client, "run", printing("devcluster\nroot\nroot\n"))
+    monkeypatch.setattr(client, "run", lambda *_, **__: "devcluster\nroot\nroot\n")
     assert client_checks(slurm_facts(), "root") == [
         Check(name="controller", level="ok", text="hpcdist, Slurm 22.05.8, answers in 0.01 s"),
         Check(name="accounting", level="ok", text="root may use devcluster, root (cluster.account)"),
@@ -191,25 +169,19 @@ def test_missing_slurm_is_a_note_and_unreachable_controller_a_failure() -> None:
     (inside,) = client_checks(SlurmFacts(missing=NEEDED), "ada", in_container=True)
     assert (inside.level, inside.fix) == ("ok", "")
     (unreachable,) = client_checks(SlurmFacts(away="scontrol gave no answer in 10 s"), "ada")
-    assert (unreachable.level, unreachable.text) == (
-        "failure",
-        "scontrol gave no answer in 10 s: `hpcdist submit` would fail",
-    )
-    (unconfigured,) = client_checks(
-        SlurmFacts(away="scontrol: fatal: Could not establish a configuration source"), "ada"
-    )
+    text = "scontrol gave no answer in 10 s: `hpcdist submit` would fail"
+    assert (unreachable.level, unreachable.text) == ("failure", text)
+    away = "scontrol: fatal: Could not establish a configuration source"
+    (unconfigured,) = client_checks(SlurmFacts(away=away), "ada")
     assert (unconfigured.level, "SLURM_CONF" in unconfigured.fix) == ("warning", True)
-
-
-def test_missing_slurm_commands_are_named() -> None:
-    (check,) = client_checks(SlurmFacts(missing=("sbatch", "scontrol")), "ada")
-    assert check.level == "failure"
-    assert check.text.startswith("sbatch, scontrol not found, other Slurm commands are")
+    (incomplete,) = client_checks(SlurmFacts(missing=("sbatch", "scontrol")), "ada")
+    assert incomplete.level == "failure"
+    assert incomplete.text.startswith("sbatch, scontrol not found, other Slurm commands are")
 
 
 @pytest.mark.parametrize(("version", "level"), [("21.08.6", "warning"), ("22.05.8", "ok"), ("24.11.0-0rc1", "ok")])
 def test_untested_old_slurm_version_is_a_warning(version: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm_client, "run", printing("root\n"))
+    monkeypatch.setattr(client, "run", lambda *_, **__: "root\n")
     assert client_checks(slurm_facts(SLURM_VERSION=version), "root")[0].level == level
 
 
@@ -217,11 +189,14 @@ def test_accounting_problems_are_reported(monkeypatch: pytest.MonkeyPatch) -> No
     def level(**settings: str) -> str:
         return client_checks(slurm_facts(**settings), "ada")[-1].level
 
-    monkeypatch.setattr(slurm_client, "run", failing("sacctmgr: slurm_persist_conn_open: Connection refused"))
+    def refuse(*_: str, **__: object) -> str:
+        raise SlurmError("sacctmgr: slurm_persist_conn_open: Connection refused", installed=True)
+
+    monkeypatch.setattr(client, "run", refuse)
     assert level(AccountingStorageType="accounting_storage/none") == "note"
     check = client_checks(slurm_facts(), "ada")[-1]
     assert (check.level, "sacctmgr: slurm_persist" in check.text, "slurmdbd" in check.fix) == ("warning", True, True)
-    monkeypatch.setattr(slurm_client, "run", printing(""))
+    monkeypatch.setattr(client, "run", lambda *_, **__: "")
     assert level(AccountingStorageEnforce="associations,limits") == "failure"
     assert level(AccountingStorageEnforce="none") == "ok"
 
@@ -234,11 +209,8 @@ def test_facts_include_missing_commands_and_controller_errors(monkeypatch: pytes
         (tmp_path / name).write_text("#!/bin/sh\necho 'slurm_load_ctl_conf error: Unable to contact' >&2; exit 1\n")
         (tmp_path / name).chmod(0o755)
     found = read_slurm()
-    assert (found.missing, found.reached, found.away) == (
-        (),
-        False,
-        "scontrol: slurm_load_ctl_conf error: Unable to contact",
-    )
+    assert (found.missing, found.reached) == ((), False)
+    assert found.away == "scontrol: slurm_load_ctl_conf error: Unable to contact"
 
 
 # --- partitions
@@ -329,13 +301,6 @@ def test_conflicting_settings_are_reported() -> None:
     assert levels(MaxArraySize="1")["sweeps"] == "note"
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("30 sec", 30), ("5 min", 300), ("0", 0), ("INFINITE", None), ("(null)", None)]
-)
-def test_durations_of_settings_are_parsed(text: str, seconds: int | None) -> None:
-    assert parse_seconds(text) == seconds
-
-
 # --- `hpcdist doctor RUN`: sections about the run folder and the nodes.
 
 
@@ -373,30 +338,21 @@ def add_failed_attempt(run: RunDir, host: str, error: str = "was killed by SIGKI
 # --- status and failed attempts
 
 
-def test_failed_run_refers_to_explain(run: RunDir) -> None:
+def test_state_of_the_run_has_the_next_command(run: RunDir) -> None:
+    (lost,) = checks_of(run)["Run"]
+    assert (lost.level, lost.text) == ("warning", "lost")
+    assert lost.fix.startswith("`hpcdist resume first` continues it")
     write_json(run.environment, {"host": socket.gethostname()})
     run.write_state(replace(run.read_state(), status="failed", reason="loss is nan"))
     found = checks_of(run)
     assert list(found) == ["Run", "Attempts", "Preflight"], "the command adds the sections about the machine"
-    assert found["Run"] == [
-        Check(
-            name="state", level="warning", text="failed: loss is nan", fix="for the cause run `hpcdist explain first`"
-        )
-    ]
-
-
-def test_run_started_on_another_host_has_a_note(run: RunDir) -> None:
+    fix = "for the cause run `hpcdist explain first`"
+    assert found["Run"] == [Check(name="state", level="warning", text="failed: loss is nan", fix=fix)]
     write_json(run.environment, {"host": "n9"})
     run.write_state(replace(run.read_state(), status="stopped", reason="stopped by the user"))
     state, host = checks_of(run)["Run"]
     assert (state.level, host.level) == ("ok", "note")
     assert host.text.startswith("the run was started on n9; the sections below")
-
-
-def test_lost_run_refers_to_resume(run: RunDir) -> None:
-    (state,) = checks_of(run)["Run"]
-    assert (state.level, state.text) == ("warning", "lost")
-    assert state.fix.startswith("`hpcdist resume first` continues it")
 
 
 def test_failed_attempts_have_their_node_and_repeated_failures_blame_it(
@@ -412,11 +368,8 @@ def test_failed_attempts_have_their_node_and_repeated_failures_blame_it(
     add_failed_attempt(run, "n3.site", "lost\nits GPU")
     *_, last, suspect = attempts(run)
     assert last.text.endswith("lost its GPU")
-    assert (suspect.level, suspect.node, suspect.text) == (
-        "warning",
-        "n3.site",
-        "all 2 failures happened on this node",
-    )
+    assert (suspect.level, suspect.node) == ("warning", "n3.site")
+    assert suspect.text == "all 2 failures happened on this node"
     assert suspect.fix.startswith("`hpcdist resume first cluster.exclude=n3`")
     for node in ("n1", "n2", "n1", "n4"):
         add_failed_attempt(run, node)

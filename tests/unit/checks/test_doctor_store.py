@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 from hpcdist_runs import unused_port
 
-from hpcdist.checks import storage as folder
 from hpcdist.checks import storage as module
 from hpcdist.checks.storage import GIB, folder_checks, migrations, store_checks
 from hpcdist.host.machine import Check
@@ -60,41 +59,34 @@ def test_missing_database_is_not_created(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_current_schema_is_ok(tmp_path: Path) -> None:
-    uri = create_database(tmp_path / "mlflow.db", HEAD)
-    assert last_check(uri) == Check(name="database", level="ok", text=f"{uri}, its schema is up to date")
-    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
-
-
-def test_outdated_schema_has_the_upgrade_command(tmp_path: Path) -> None:
-    uri = create_database(tmp_path / "mlflow.db", BEFORE)
+@pytest.mark.parametrize(
+    ("revision", "level", "text", "fix"),
+    [
+        (HEAD, "ok", "{uri}, its schema is up to date", ""),
+        ("", "ok", "{uri} is empty; the first run creates its tables", ""),
+        (BEFORE, "warning", "{uri} has the schema of an older MLflow: ", "a backup, then `mlflow db upgrade {uri}`"),
+        ("feedfacecafe", "warning", "has the schema feedfacecafe of a newer MLflow than", "install --upgrade mlflow`"),
+    ],
+    ids=["current", "empty", "older", "newer"],
+)
+def test_schema_is_compared_and_not_changed(tmp_path: Path, revision: str, level: str, text: str, fix: str) -> None:
+    uri = create_database(tmp_path / "mlflow.db", revision)
+    before = (tmp_path / "mlflow.db").read_bytes()
     check = last_check(uri)
-    assert (check.level, "an older MLflow: training" in check.text) == ("warning", True)
-    assert check.fix == f"copy the database as a backup, then `mlflow db upgrade {uri}`"
-    assert (tmp_path / "mlflow.db").stat().st_size == 8192, "the check upgrades nothing"
+    assert (check.level, text.format(uri=uri) in check.text) == (level, True), check
+    assert check.fix.endswith(fix.format(uri=uri))
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
 
 
-def test_schema_of_a_newer_mlflow_is_a_warning(tmp_path: Path) -> None:
-    check = last_check(create_database(tmp_path / "mlflow.db", "feedfacecafe"))
-    assert (check.level, check.fix) == ("warning", "`pip install --upgrade mlflow`")
-    assert "has the schema feedfacecafe of a newer MLflow than the installed one" in check.text
-
-
-def test_empty_database_is_ok_and_another_file_is_a_warning(tmp_path: Path) -> None:
-    check = last_check(create_database(tmp_path / "empty.db", ""))
-    assert (check.level, "the first run creates its tables" in check.text) == ("ok", True)
-    (tmp_path / "text.db").write_text("no database\n" * 100)
-    check = last_check(f"sqlite:///{tmp_path}/text.db")
-    assert (check.level, "cannot be read (file is not a database)" in check.text) == ("warning", True)
-
-
-def test_database_on_a_network_file_system_is_a_note(tmp_path: Path) -> None:
-    _, shared, _ = store_checks(f"sqlite:///{tmp_path}/mlflow.db", {}, "nfs4")
+def test_unusable_database_is_a_warning_and_one_on_a_network_file_system_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = f"sqlite:///{tmp_path}/text.db"
+    _, shared, _ = store_checks(uri, {}, "nfs4")
     assert (shared.level, "is on nfs4" in shared.text) == ("note", True)
-
-
-def test_database_without_write_permission_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    uri = create_database(tmp_path / "mlflow.db", HEAD)
+    (tmp_path / "text.db").write_text("no database\n" * 100)
+    check = last_check(uri)
+    assert (check.level, "cannot be read (file is not a database)" in check.text) == ("warning", True)
     monkeypatch.setattr(module.os, "access", lambda path, mode: False)  # root may write everywhere
     check = last_check(uri)
     assert (check.level, "cannot be written by this user" in check.text) == ("warning", True)
@@ -120,14 +112,23 @@ os._exit(0)
 # --- servers
 
 
-class FakeServer(HTTPServer):
-    """A server that answers paths with a code and a text."""
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., str]]:
+    """Return a function that starts a server with these answers and returns its URI."""
+    running: list[HTTPServer] = []
 
-    def __init__(self, answers: dict[str, Callable[[str], tuple[int, str]]]) -> None:
+    def start(
+        health: int = 200,
+        search: Callable[[str], int] = lambda authorization: 200,
+        version: str = "3.17.2\n",
+    ) -> str:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                path = self.path.partition("?")[0]
-                code, text = answers[path](self.headers.get("Authorization", ""))
+                code, text = {
+                    "/health": (health, "OK"),
+                    "/api/2.0/mlflow/experiments/search": (search(self.headers.get("Authorization", "")), "{}"),
+                    "/version": (200, version),
+                }[self.path.partition("?")[0]]
                 self.send_response(code)
                 self.end_headers()
                 self.wfile.write(text.encode())
@@ -135,30 +136,10 @@ class FakeServer(HTTPServer):
             def log_message(self, *_: object) -> None:
                 pass
 
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.uri = f"http://127.0.0.1:{self.server_port}"
-
-
-@pytest.fixture
-def start_server() -> Iterator[Callable[..., str]]:
-    """Return a function that starts a server and returns its URI."""
-    running: list[FakeServer] = []
-
-    def start(
-        health: int = 200,
-        search: Callable[[str], tuple[int, str]] = lambda _: (200, "{}"),
-        version: str = "3.17.2\n",
-    ) -> str:
-        server = FakeServer(
-            {
-                "/health": lambda _: (health, "OK"),
-                "/api/2.0/mlflow/experiments/search": search,
-                "/version": lambda _: (200, version),
-            }
-        )
+        server = HTTPServer(("127.0.0.1", 0), Handler)
         running.append(server)
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        return server.uri
+        return f"http://127.0.0.1:{server.server_port}"
 
     yield start
     for server in running:
@@ -174,15 +155,11 @@ def test_working_server_is_ok(start_server: Callable[..., str]) -> None:
     )
 
 
-def test_unreachable_server_is_a_warning() -> None:
-    uri = f"http://ada:secret@127.0.0.1:{unused_port()}"
-    check = last_check(uri)
+def test_unreachable_or_silent_server_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = last_check(f"http://ada:secret@127.0.0.1:{unused_port()}")
     assert check.level == "warning", "training continues without a server"
     assert "cannot be reached ([Errno 111] Connection refused): training continues" in check.text
     assert "secret" not in check.text
-
-
-def test_silent_server_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SERVER_TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         check = last_check(f"http://127.0.0.1:{silent.getsockname()[1]}")
@@ -192,13 +169,13 @@ def test_silent_server_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_server_of_another_kind_is_a_warning(start_server: Callable[..., str]) -> None:
     check = last_check(start_server(health=404))
     assert (check.level, "answers 404, so it is no MLflow" in check.text) == ("warning", True)
-    check = last_check(start_server(search=lambda _: (500, "")))
+    check = last_check(start_server(search=lambda _: 500))
     assert (check.level, "does not list experiments (answer 500)" in check.text) == ("warning", True)
 
 
 def test_missing_and_refused_credentials_differ(start_server: Callable[..., str]) -> None:
     right = "Basic " + base64.b64encode(b"ada:right").decode()
-    uri = start_server(search=lambda sent: (200, "{}") if sent == right else (401, ""))
+    uri = start_server(search=lambda sent: 200 if sent == right else 401)
     ada = {"MLFLOW_TRACKING_USERNAME": "ada"}
     check = last_check(uri)
     assert (check.level, "requires a user and a password (answer 401)" in check.text) == ("warning", True)
@@ -232,7 +209,7 @@ def levels(checks: Sequence[Check]) -> dict[str, str]:
 @pytest.fixture
 def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the measurement of the speed, which writes for two seconds."""
-    monkeypatch.setattr(folder.storage, "write_speed", lambda *_: 2.0**30)
+    monkeypatch.setattr(module.storage, "write_speed", lambda *_: 2.0**30)
 
 
 @pytest.mark.processes
@@ -246,7 +223,7 @@ def test_local_folder_is_ok(tmp_path: Path) -> None:
 
 
 def test_folder_without_write_permission_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder.os, "access", lambda path, mode: False)  # root may write everywhere
+    monkeypatch.setattr(module.os, "access", lambda path, mode: False)  # root may write everywhere
     (check,) = folder_checks(tmp_path)
     me = os.getuid()
     assert check.level == "failure"
@@ -282,23 +259,13 @@ def test_folder_or_database_of_others_is_reported(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("fast_disk")
 @pytest.mark.processes
 def test_folder_in_the_container_layer_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder.storage, "mount_of", lambda path: ("overlay", "overlay"))
-    monkeypatch.setattr(folder, "is_in_container_layer", lambda place: True)
+    monkeypatch.setattr(module.storage, "mount_of", lambda path: ("overlay", "overlay"))
+    monkeypatch.setattr(module, "is_in_container_layer", lambda place: True)
     check = folder_checks(tmp_path, in_container=True)[1]
     assert (check.level, check.fix) == ("warning", f"mount a folder: -v $PWD/runs:{tmp_path}")
     assert folder_checks(tmp_path)[1].level == "ok"
-    monkeypatch.setattr(folder, "is_in_container_layer", lambda place: False)
+    monkeypatch.setattr(module, "is_in_container_layer", lambda place: False)
     assert folder_checks(tmp_path, in_container=True)[1].level == "ok"
-
-
-def test_read_only_file_system_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: Path, num_bytes: int, limit_s: float) -> float:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(folder.storage, "write_speed", fail)
-    found = folder_checks(tmp_path)
-    assert levels(found)["writing"] == "failure"
-    assert "could not be written (Read-only file system)" in found[-1].text
 
 
 @pytest.mark.usefixtures("fast_disk")
@@ -315,7 +282,7 @@ def test_read_only_file_system_fails(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_little_space_is_reported(
     space: dict[str, int], level: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder.storage, "space", lambda path: space)
+    monkeypatch.setattr(module.storage, "space", lambda path: space)
     check = next(check for check in folder_checks(tmp_path) if check.name == "disk")
     assert (check.level, text in check.text) == (level, True)
 
@@ -324,19 +291,26 @@ def test_little_space_is_reported(
 @pytest.mark.usefixtures("fast_disk")
 def test_file_system_without_posix_guarantees_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(folder.storage, "rename_problem", lambda path: "a reader saw no file")
-        patch.setattr(folder.storage, "exclusive_problem", lambda path: "the same file was created twice")
+        patch.setattr(module.storage, "rename_problem", lambda path: "a reader saw no file")
+        patch.setattr(module.storage, "exclusive_problem", lambda path: "the same file was created twice")
         found = levels(folder_checks(tmp_path))
     assert found["replacing"] == found["making once"] == "failure"
-    monkeypatch.setattr(folder.storage, "lock_problem", lambda path: "No locks available")
+    monkeypatch.setattr(module.storage, "lock_problem", lambda path: "No locks available")
     assert levels(folder_checks(tmp_path))["locks"] == "warning"
 
 
 @pytest.mark.processes
-def test_slow_file_system_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder.storage, "write_speed", lambda *_: 2.0**20)
+def test_slow_file_system_is_a_note_and_a_read_only_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, num_bytes: int, limit_s: float) -> float:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(module.storage, "write_speed", lambda *_: 2.0**20)
     speed = folder_checks(tmp_path)[3]
     assert (speed.level, "1 MiB/s" in speed.text) == ("note", True)
+    monkeypatch.setattr(module.storage, "write_speed", fail)
+    check = folder_checks(tmp_path)[-1]
+    assert (check.name, check.level) == ("writing", "failure")
+    assert "could not be written (Read-only file system)" in check.text
 
 
 @pytest.mark.usefixtures("fast_disk")
@@ -354,6 +328,6 @@ def test_slow_file_system_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_local_file_system_on_a_cluster_is_a_warning(
     kind: str, on_cluster: bool, level: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder.storage, "mount_of", lambda path: (kind, "server:/home"))
+    monkeypatch.setattr(module.storage, "mount_of", lambda path: (kind, "server:/home"))
     check = folder_checks(tmp_path, on_cluster=on_cluster)[1]
     assert (check.level, text in check.text) == (level, True), check
