@@ -59,8 +59,7 @@ def build(
         hpcdist image build --option --secret --option id=pip.conf,src=$HOME/.config/pip/pip.conf
     """
     from hpcdist.containers import images as building
-    from hpcdist.containers.images import default_base, look_up
-    from hpcdist.containers.steps import find_engine
+    from hpcdist.containers.images import default_base, find_engine, look_up
 
     if target not in building.TARGETS:
         raise UserMistake(f"--target must be one of {', '.join(building.TARGETS)}, got {target!r}")
@@ -95,8 +94,7 @@ def check(image: Image = "hpcdist", engine: EngineOption = None) -> int:
 
     Example:  hpcdist image check hpcdist:slim
     """
-    from hpcdist.containers.images import check_image
-    from hpcdist.containers.steps import RUNNERS, find_engine
+    from hpcdist.containers.images import RUNNERS, check_image, find_engine
 
     failed = 0
     for found in check_image(find_engine(engine, RUNNERS), image):
@@ -113,8 +111,7 @@ def sbom(image: Image = "hpcdist", engine: EngineOption = None) -> None:
 
     Example:  hpcdist image sbom hpcdist:slim > sbom.cdx.json
     """
-    from hpcdist.containers.images import inspect, read_sbom
-    from hpcdist.containers.steps import RUNNERS, find_engine
+    from hpcdist.containers.images import RUNNERS, find_engine, inspect, read_sbom
 
     found = find_engine(engine, RUNNERS)
     say(read_sbom(found, inspect(found, image)))
@@ -139,9 +136,8 @@ def convert(
 
     Example:  hpcdist image convert --to sqsh --into /shared/images
     """
-    from hpcdist.containers.images import FORMS, inspect, require_fit
+    from hpcdist.containers.images import FORMS, RUNNERS, find_engine, inspect, require_fit
     from hpcdist.containers.images import convert as write
-    from hpcdist.containers.steps import RUNNERS, find_engine
 
     if to not in FORMS:
         raise UserMistake(f"--to must be one of {', '.join(FORMS)}, got {to!r}")

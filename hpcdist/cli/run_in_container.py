@@ -13,17 +13,16 @@ from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.config.shipped import find_config
 from hpcdist.config.written import redacted_argument
-from hpcdist.containers.images import inspect, require_driver, require_fit
-from hpcdist.containers.spec import RUNTIMES, ContainerSpec
-from hpcdist.containers.steps import (
+from hpcdist.containers.images import (
     RUNNERS,
     find_engine,
-    folder_overrides,
-    for_config,
-    host_container,
-    with_mount,
+    inspect,
+    local_container,
+    require_driver,
+    require_fit,
     without_secrets,
 )
+from hpcdist.containers.spec import RUNTIMES, ContainerSpec, Mount
 from hpcdist.errors import ImageError, UserMistake
 from hpcdist.host.log_files import say
 from hpcdist.host.machine import driver_version
@@ -52,11 +51,14 @@ def run_in_container(
     spec = _container(source, config, engine, image, is_file=is_file, dry_run=dry_run)
     overrides, variables = without_secrets(overrides)
     spec = replace(spec, env=(*spec.env, *variables))
+    # The folders that a config sets, as absolute paths: `~` and relative paths differ inside.
+    default = load_config("ddp_digits", [])
+    chosen = {"runs_dir": (config.runs_dir, default.runs_dir), "data.root": (config.data.root, default.data.root)}
     arguments = [
         "run",
         str(find_config(source).absolute()) if is_file else source,
         *overrides,
-        *folder_overrides(config, load_config("ddp_digits", [])),
+        *(f"{key}={folder}" for key, (folder, usual) in chosen.items() if folder != usual),
         *([] if resume is None else ["--resume" if resume else "--new"]),
     ]
     command = [*RUNTIMES[spec.runtime](spec), *arguments]
@@ -85,18 +87,25 @@ def _container(source: str, config: Config, engine: str, image: str, *, is_file:
             raise
         facts = None
         say(f"hpcdist: {error}", error=True)  # the plan is complete but for the image's digest
-    rootless = found.is_rootless_daemon()
-    spec = host_container(
-        found.name, image, facts.digest if facts else "", user_name(), os.environ, rootless_daemon=rootless
-    )
     # The user's own code is imported from the current folder; a shipped trainer and its config are in the image.
     own_code = is_file or bool(config.trainer.script) or ":" in config.trainer.target
     cwd = Path.cwd()
-    num_gpus = Machine.inspect(os.environ).num_gpus
-    spec = for_config(spec, config, cwd, own_code=own_code, num_gpus=num_gpus, env=os.environ)
+    spec = local_container(
+        found.name,
+        image,
+        facts.digest if facts else "",
+        user_name(),
+        config,
+        cwd,
+        own_code=own_code,
+        num_gpus=Machine.inspect(os.environ).num_gpus,
+        env=os.environ,
+        rootless_daemon=found.is_rootless_daemon(),
+    )
     for file in filter(None, [find_config(source).absolute() if is_file else None, config.trainer.script_file]):
         if not file.is_relative_to(cwd):
-            spec = with_mount(spec, file.parent)
+            folder = str(file.parent)
+            spec = replace(spec, mounts=(*spec.mounts, Mount(source=folder, target=folder)))
     if spec.gpus and facts:
         require_driver(facts, driver_version())
     return spec

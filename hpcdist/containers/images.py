@@ -1,10 +1,14 @@
-"""Images: build, conversion to the format of a site's runtime, check, labels, and the digest of the base image."""
+"""The container engine of this machine; images: labels, base, build, conversion to a site's runtime, and check; and the
+container of a whole run on this machine.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
+import resource
 import shutil
 import stat
 import subprocess
@@ -14,15 +18,80 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
 
 import hpcdist
-from hpcdist.containers.steps import Engine, EngineName, error_line
+from hpcdist.config.schema import Config
+from hpcdist.config.tree import parse_value
+from hpcdist.config.written import redacted_argument
+from hpcdist.containers.spec import ContainerSpec, Mount
 from hpcdist.errors import ImageError, UserMistake
-from hpcdist.host.commands import last_line
+from hpcdist.host.commands import last_line, run_within
 from hpcdist.host.files import is_shared, parse_json, parse_object, user_of
 from hpcdist.host.lock import long_lock
 from hpcdist.host.log_files import say
-from hpcdist.host.machine import Check, driver_problem
+from hpcdist.host.machine import CAP_SYS_RESOURCE, DIGEST, NAME, Check, driver_problem, has_capability
+
+# The container engine of this machine: docker, podman or buildah.
+
+EngineName = Literal["docker", "podman", "buildah"]
+#: Engines that can run containers; buildah only builds images.
+RUNNERS: tuple[EngineName, ...] = ("docker", "podman")
+#: Limit for the first answer of the engine, because a daemon may hang.
+ANSWER_S = 30.0
+_TAR_SUMMARY = "Exiting with failure status due to previous errors"
+
+
+@dataclass(frozen=True)
+class Engine:
+    name: EngineName
+
+    def run(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [self.name, *arguments], input=stdin, capture_output=True, text=True, errors="replace", check=False
+        )
+
+    def output(self, *arguments: str) -> str:
+        """Return the standard output of a command. Raises ImageError with its last error line."""
+        done = self.run(*arguments)
+        if done.returncode:
+            raise ImageError(f"`{self.name} {' '.join(arguments[:2])}` failed: {error_line(done.stderr)}")
+        return done.stdout
+
+    def is_rootless_daemon(self) -> bool:
+        """Return whether this is docker with a daemon of an ordinary user, who is root in its containers."""
+        if self.name != "docker":
+            return False
+        return "name=rootless" in self.run("info", "--format", "{{.SecurityOptions}}").stdout
+
+
+def find_engine(requested: str | None, among: Sequence[EngineName]) -> Engine:
+    """Return the requested engine, or the first one that works on this machine.
+
+    Raises UserMistake if no engine works; the message has the problem of each.
+    """
+    if requested is not None and requested not in among:
+        raise UserMistake(f"{requested!r} cannot do this; choose one of {', '.join(among)}")
+    problems = []
+    for name in (name for name in among if requested in (None, name)):
+        if shutil.which(name) is None:
+            problems.append(f"{name} is not installed")
+            continue
+        # docker's client answers without its daemon, so the server's version is requested. The others have no daemon,
+        # and commands on their store would block for minutes while a build writes a large layer.
+        asked = ["version", "--format", "{{.Server.Version}}"] if name == "docker" else ["--version"]
+        done = run_within([name, *asked], ANSWER_S)
+        if done.returncode == 0:
+            return Engine(name)
+        problems.append(f"{name} is installed, but fails: {error_line(done.stderr)}")
+    raise UserMistake(f"no container engine to use here: {'; '.join(problems)}")
+
+
+def error_line(stderr: str) -> str:
+    """Return the last line of a command's standard error that gives a reason: tar ends with one that does not."""
+    lines = [line for line in stderr.splitlines() if not line.endswith(_TAR_SUMMARY)]
+    return last_line("\n".join(lines), limit_chars=1000) or "no error message"
+
 
 # An image's labels and other facts, and whether it fits this machine and this version of hpcdist.
 
@@ -62,7 +131,7 @@ class ImageFacts:
 
 
 def inspect(engine: Engine, image: str) -> ImageFacts:
-    """Read the facts of a local image. Raises ImageError if there is no image of that name."""
+    """Read the facts of a local image. Raises ImageError."""
     done = engine.run("image", "inspect", image)
     if done.returncode:
         error = error_line(done.stderr)
@@ -134,7 +203,6 @@ def require_fit(facts: ImageFacts, *, machine: str = "") -> None:
 
 
 def require_driver(facts: ImageFacts, driver: str) -> None:
-    """Raise ImageError if this machine's driver is too old for an image's CUDA."""
     if problem := driver_problem(facts.labels.get(CUDA, ""), driver):
         raise ImageError(
             f"image {facts.name} needs {problem} here: update the driver, use an image with an older torch,"
@@ -306,39 +374,25 @@ _TOOLS = {"sqsh": "enroot", "sif": "apptainer", "dir": "tar"}
 _REMOVE_BY_PODMAN = {"BASH_FUNC_docker%%": '() { podman "$@"; }'}
 
 
-def target_of(facts: ImageFacts, form: Form, folder: Path) -> Path:
-    """Return the output path, such as `hpcdist-0.1.0-0123456789ab.sqsh`; a directory has no suffix."""
-    stem = f"hpcdist-{facts.version}-{facts.digest.removeprefix('sha256:')[:12]}"
-    return folder / (stem if form == "dir" else f"{stem}.{form}")
-
-
-def convert_argv(engine: EngineName, image: str, form: Form, target: Path, archive: Path | None = None) -> list[str]:
-    """Return the command that writes an image in another format; `archive` is podman's saved image for apptainer."""
-    if form == "sqsh":
-        return [
-            "enroot",
-            "import",
-            "--output",
-            str(target),
-            f"{'dockerd' if engine == 'docker' else 'podman'}://{image}",
-        ]
-    if form == "sif":
-        source = f"docker-archive:{archive}" if archive is not None else f"docker-daemon:{image}"
-        return ["apptainer", "build", str(target), source]
-    return ["tar", "--extract", "--no-same-owner", "--exclude=./dev/*", "--exclude=dev/*", "--directory", str(target)]
-
-
 def convert(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> tuple[Path, bool]:
     """Write an image in another format unless the file exists; return its path and whether it was written now.
 
     A lock makes concurrent conversions of one image wait for the first. An unfinished file is in a private folder.
     Raises UserMistake if the conversion program is missing, or the file is another user's.
     """
-    target = target_of(facts, form, folder)
+    # Such as `hpcdist-0.1.0-0123456789ab.sqsh`; a directory has no suffix.
+    stem = f"hpcdist-{facts.version}-{facts.digest.removeprefix('sha256:')[:12]}"
+    target = folder / (stem if form == "dir" else f"{stem}.{form}")
     folder.mkdir(parents=True, exist_ok=True)
     with long_lock(target.with_name(f".{target.name}.lock")):
         if os.path.lexists(target):
-            _require_own(target)
+            about = target.lstat()
+            # The name says nothing about the content if another user may have written the file.
+            if stat.S_ISLNK(about.st_mode) or about.st_uid not in (os.geteuid(), 0) or is_shared(about):
+                raise UserMistake(
+                    f"{target} exists, and {user_of(about.st_uid)} or others who may write to it could have changed"
+                    " it: choose another folder with --into, or name the file in container.image if you trust it"
+                )
             return target, False
         if shutil.which(_TOOLS[form]) is None:
             raise UserMistake(
@@ -346,7 +400,9 @@ def convert(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> tupl
                 f" convert on a machine that has it, into a shared folder"
             )
         for left in folder.glob(f".{target.name}.part*"):  # of killed conversions
-            _remove(left)
+            about = left.lstat()
+            if about.st_uid == os.geteuid():
+                shutil.rmtree(left) if stat.S_ISDIR(about.st_mode) else left.unlink()
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.part", dir=folder) as private:
             part = Path(private, target.name)
             _write(engine, facts, form, part)
@@ -354,31 +410,31 @@ def convert(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> tupl
     return target, True
 
 
-def _require_own(target: Path) -> None:
-    """Raise UserMistake if another user could have written an image: its name says nothing about its content."""
-    about = target.lstat()
-    if stat.S_ISLNK(about.st_mode) or about.st_uid not in (os.geteuid(), 0) or is_shared(about):
-        raise UserMistake(
-            f"{target} exists, and {user_of(about.st_uid)} or others who may write to it could have changed it: choose"
-            " another folder with --into, or name the file in container.image if you trust it"
-        )
-
-
 def _write(engine: Engine, facts: ImageFacts, form: Form, part: Path) -> None:
-    if form == "dir":
+    is_podman = engine.name == "podman"
+    if form == "sqsh":
+        source = f"{'podman' if is_podman else 'dockerd'}://{facts.name}"
+        _run(["enroot", "import", "--output", str(part), source], _REMOVE_BY_PODMAN if is_podman else {})
+    elif form == "sif":
+        source = f"docker-daemon:{facts.name}"
+        if is_podman:
+            archive = f"{part}.tar"
+            engine.output("save", "--format", "docker-archive", "--output", archive, facts.name)
+            source = f"docker-archive:{archive}"
+        _run(["apptainer", "build", str(part), source], {})
+    else:
         part.mkdir()
-        _unpack(engine, facts, convert_argv(engine.name, facts.name, form, part))
-        _describe(facts, part)
-        return
-    archive = part.with_name(f"{part.name}.tar") if form == "sif" and engine.name == "podman" else None
-    if archive is not None:
-        engine.output("save", "--format", "docker-archive", "--output", str(archive), facts.name)
-    functions = _REMOVE_BY_PODMAN if form == "sqsh" and engine.name == "podman" else {}
-    _run(convert_argv(engine.name, facts.name, form, part, archive), functions)
+        _unpack(engine, facts, part)
+        # The image's variables for `ch-run --set-env` and enroot, and the folders that bind mounts need.
+        for name in ("ch", "etc", "dev", "proc", "sys", "tmp", "mnt", "home"):
+            (part / name).mkdir(exist_ok=True)
+        for name in ("ch", "etc"):
+            (part / name / "environment").write_text("".join(f"{line}\n" for line in facts.env))
 
 
-def _unpack(engine: Engine, facts: ImageFacts, command: Sequence[str]) -> None:
+def _unpack(engine: Engine, facts: ImageFacts, root: Path) -> None:
     """Unpack the file system of a container that is created but never started."""
+    command = ["tar", "--extract", "--no-same-owner", "--exclude=./dev/*", "--exclude=dev/*", f"--directory={root}"]
     container = engine.output("create", facts.name, "true").strip()  # some images name no command
     try:
         with subprocess.Popen([engine.name, "export", container], stdout=subprocess.PIPE) as source:
@@ -387,15 +443,6 @@ def _unpack(engine: Engine, facts: ImageFacts, command: Sequence[str]) -> None:
             raise ImageError(f"image {facts.name} could not be unpacked: {error_line(done.stderr)}")
     finally:
         engine.output("rm", container)
-
-
-def _describe(facts: ImageFacts, root: Path) -> None:
-    """Write the image's variables for `ch-run --set-env` and enroot, and create the folders that bind mounts need."""
-    for name in ("ch", "etc"):
-        (root / name).mkdir(exist_ok=True)
-        (root / name / "environment").write_text("".join(f"{line}\n" for line in facts.env))
-    for name in ("dev", "proc", "sys", "tmp", "mnt", "home"):
-        (root / name).mkdir(exist_ok=True)
 
 
 def _run(command: Sequence[str], env: Mapping[str, str]) -> None:
@@ -415,12 +462,6 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> None:
         raise ImageError(f"`{' '.join(command[:2])}` failed: {error_line(''.join(lines))}")
 
 
-def _remove(path: Path) -> None:
-    about = path.lstat()
-    if about.st_uid == os.geteuid():
-        shutil.rmtree(path) if stat.S_ISDIR(about.st_mode) else path.unlink()
-
-
 # `hpcdist image check`: start an image and verify its contents.
 
 #: Runs inside the image and prints one JSON object. It imports hpcdist's modules and its declared dependencies.
@@ -428,12 +469,8 @@ SELF_TEST = Path(__file__).with_name("self_test.py")
 _KEYS = ("uid", "versions", "num_imports", "failed_imports", "cuda", "rdma", "compile")
 #: Two ranks on CPUs, so that the check means the same on a machine with any number of GPUs.
 TRAINING = (
-    "ddp_digits",
-    "stop.max_steps=20",
-    "launch.num_ranks=2",
-    "launch.device=cpu",
-    "runs_dir=/tmp/check",
-    "name=check",
+    *("ddp_digits", "stop.max_steps=20", "launch.num_ranks=2", "launch.device=cpu"),
+    *("runs_dir=/tmp/check", "name=check"),
 )
 
 
@@ -446,8 +483,21 @@ def check_image(engine: Engine, image: str) -> Iterator[Check]:
     yield _result("base", facts.base or "its labels name none")
     yield _sbom(engine, facts)
     yield _result("entrypoint", " ".join(facts.entrypoint), facts.entrypoint == ENTRYPOINT)
-    yield from _inside(facts, _self_test(engine, image))
-    yield _training(engine, image)
+    found = _self_test(engine, image)
+    yield _result("user", f"uid {found['uid']}", found["uid"] != 0)
+    versions = found["versions"]
+    yield _result("hpcdist", versions["hpcdist"], versions["hpcdist"] == hpcdist.__version__ == facts.version)
+    failed = found["failed_imports"]
+    errors = "; ".join(f"{name}: {error}" for name, error in failed.items())
+    yield _result("imports", errors or f"{found['num_imports']} modules", not failed)
+    yield _result("versions", ", ".join(f"{name} {version}" for name, version in sorted(versions.items())))
+    yield _result("CUDA", found["cuda"] or "torch is built without it")
+    missing = [name for name, loads in found["rdma"].items() if not loads]
+    yield _result("RDMA", f"missing: {', '.join(missing)}" if missing else ", ".join(found["rdma"]), not missing)
+    yield _result("torch.compile", found["compile"] or "can be used")
+    done = engine.run("run", "--rm", "--ipc=host", image, "run", *TRAINING)
+    good = done.returncode == 0 and "finished" in last_line(done.stdout)
+    yield _result("training on 2 ranks", last_line(done.stdout if good else done.stdout + done.stderr), good)
 
 
 def _result(name: str, text: str, good: bool = True) -> Check:
@@ -473,21 +523,93 @@ def _self_test(engine: Engine, image: str) -> dict[str, Any]:
         raise ImageError(f"the self-test of image {image} gives no valid answer: {error}") from error
 
 
-def _inside(facts: ImageFacts, found: dict[str, Any]) -> Iterator[Check]:
-    yield _result("user", f"uid {found['uid']}", found["uid"] != 0)
-    versions = found["versions"]
-    yield _result("hpcdist", versions["hpcdist"], versions["hpcdist"] == hpcdist.__version__ == facts.version)
-    failed = found["failed_imports"]
-    errors = "; ".join(f"{name}: {error}" for name, error in failed.items())
-    yield _result("imports", errors or f"{found['num_imports']} modules", not failed)
-    yield _result("versions", ", ".join(f"{name} {version}" for name, version in sorted(versions.items())))
-    yield _result("CUDA", found["cuda"] or "torch is built without it")
-    missing = [name for name, loads in found["rdma"].items() if not loads]
-    yield _result("RDMA", f"missing: {', '.join(missing)}" if missing else ", ".join(found["rdma"]), not missing)
-    yield _result("torch.compile", found["compile"] or "can be used")
+# `hpcdist run --in docker|podman`: the container of a whole run on this machine.
+
+#: Prefixes of variables that are passed by name, so that no value is in the command line. All others stay outside.
+PASSED_PREFIXES = ("MLFLOW_TRACKING_", "NCCL_", "GLOO_", "TORCH_", "HPCDIST_")
+#: Variables that the image or the command line sets.
+SET_HERE = ("HPCDIST_RUNS_DIR", "HPCDIST_DATA_DIR", NAME, DIGEST)
+_REFERENCE = "${oc.env:"
 
 
-def _training(engine: Engine, image: str) -> Check:
-    done = engine.run("run", "--rm", "--ipc=host", image, "run", *TRAINING)
-    good = done.returncode == 0 and "finished" in last_line(done.stdout)
-    return _result("training on 2 ranks", last_line(done.stdout if good else done.stdout + done.stderr), good)
+def local_container(
+    runtime: str,
+    image: str,
+    digest: str,
+    user: str,
+    config: Config,
+    cwd: Path,
+    *,
+    own_code: bool,
+    num_gpus: int,
+    env: Mapping[str, str],
+    rootless_daemon: bool = False,
+) -> ContainerSpec:
+    """Return the container of a whole run, with this machine's devices, limits and user.
+
+    Args:
+        own_code: whether the run imports code from `cwd`.
+        rootless_daemon: whether docker's daemon belongs to the caller. Its containers then map root to the caller, and
+            the caller's own user id to another user, who cannot write to the caller's folders.
+    """
+    has_rdma = Path("/dev/infiniband").is_dir()
+    may_lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == resource.RLIM_INFINITY
+    may_lock = may_lock or has_capability(CAP_SYS_RESOURCE)
+    if runtime == "docker":
+        # A daemon without CAP_SYS_RESOURCE (rootless, in a container) cannot raise the limit, and starts no container.
+        ulimits = ("memlock=-1",) if has_rdma and (not rootless_daemon or may_lock) else ()
+    else:
+        # podman without root is bound to the limits of its caller.
+        ulimits = ("memlock=-1" if may_lock else "host",)
+    runs, data = (Path(folder).expanduser().absolute() for folder in (config.runs_dir, config.data.root))
+    folders = dict.fromkeys([runs, data, *([cwd] if own_code else [])])
+    uses_gpus = num_gpus and config.launch.device != "cpu"
+    return ContainerSpec(
+        runtime=runtime,
+        image=image,
+        user="0:0" if rootless_daemon else f"{os.getuid()}:{os.getgid()}",
+        ulimits=ulimits,
+        devices=("/dev/infiniband",) if has_rdma else (),
+        gpus=(env.get("CUDA_VISIBLE_DEVICES", "").strip() or "all") if uses_gpus else "",
+        # Ranks use loopback and need no network except to reach an MLflow server on this machine.
+        host_network=urlsplit(config.tracking.uri).hostname in ("localhost", "127.0.0.1", "::1"),
+        # Paths are the same inside and outside, because MLflow's database and the run folder store them.
+        mounts=tuple(Mount(source=str(folder), target=str(folder)) for folder in folders),
+        workdir=cwd if own_code else None,
+        env=tuple(sorted(name for name in env if name.startswith(PASSED_PREFIXES) and name not in SET_HERE)),
+        env_values={
+            "USER": user,
+            NAME: image,
+            DIGEST: digest,
+            "HPCDIST_RUNS_DIR": str(runs),
+            "HPCDIST_DATA_DIR": str(data),
+        },
+        terminal=os.isatty(0) and os.isatty(1),
+        # Ranks need the first to save a checkpoint, the supervisor the second to deliver the rest to MLflow.
+        stop_timeout_s=math.ceil(config.launch.stop_grace_s + config.tracking.drain_timeout_s),
+    )
+
+
+def without_secrets(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Move the secrets of overrides into variables, because `docker inspect` and `ps` show arguments to other users.
+
+    Returns:
+        The overrides, which refer to the variables, and the variables.
+
+    Raises UserMistake if a secret is inside a list or a mapping.
+    """
+    arguments, variables = [], {}
+    for number, text in enumerate(overrides):
+        key, _, raw = text.partition("=")
+        if redacted_argument(text) == text or _REFERENCE in raw:
+            arguments.append(text)
+            continue
+        if not isinstance(value := parse_value(raw), str):
+            raise UserMistake(
+                f"{key} holds a secret, which the container's command line would show to other users:"
+                f" give each by a key of its own, such as {key}.NAME=…"
+            )
+        name = f"HPCDIST_OVERRIDE_{number}"
+        variables[name] = value
+        arguments.append(f"{key}={_REFERENCE}{name}}}")
+    return arguments, variables

@@ -17,58 +17,46 @@ from importlib import metadata
 
 
 def main() -> None:
-    """Import all modules of hpcdist and its requirements; exit with 1 and the errors if some cannot be imported."""
+    """Import all modules of hpcdist and its requirements, and print the result."""
+    import hpcdist
+
     warnings.simplefilter("ignore")
-    distributions = ["hpcdist", *_requirements()]
+    # The distributions that hpcdist declares for itself and for its extra `train`.
+    lines = metadata.requires("hpcdist") or []
+    required = [line for line in lines if "extra ==" not in line or re.search(r"extra == ['\"]train['\"]", line)]
+    distributions = ["hpcdist", *(re.split(r"[\s<>=!~;\[]", line, maxsplit=1)[0] for line in required)]
+    names = {_normal(name) for name in distributions}
+    owners = metadata.packages_distributions()
+    modules = sorted(name for name in owners if names & set(map(_normal, owners[name])) and name.isidentifier())
+    own = [module.name for module in pkgutil.walk_packages(hpcdist.__path__, "hpcdist.")]
+    modules += [name for name in own if not name.endswith(("__main__", ".self_test"))]
     failed: dict[str, str] = {}
-    modules = [*_modules_of(distributions[1:]), *_own_modules()]
     for module in modules:
         try:
             importlib.import_module(module)
         except BaseException as error:  # a broken package may raise anything when it is imported
             failed[module] = f"{type(error).__name__}: {error}".splitlines()[0]
+    versions = {}
+    for name in distributions:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            failed[name] = "not installed"
+    libraries = ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1")
     report = {
         "uid": os.getuid(),
-        "versions": {name: metadata.version(name) for name in distributions if _is_installed(name)},
-        "failed_imports": failed | {name: "not installed" for name in distributions if not _is_installed(name)},
+        "versions": versions,
+        "failed_imports": failed,
         "num_imports": len(modules),
         "cuda": _cuda(),
-        "rdma": {name: _loads(name) for name in ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1")}
-        | {"numactl": shutil.which("numactl") is not None},
+        "rdma": {**{name: _loads(name) for name in libraries}, "numactl": shutil.which("numactl") is not None},
         "compile": _compile(),
     }
     print(json.dumps(report))
 
 
-def _requirements() -> list[str]:
-    """Return the distributions that hpcdist declares for itself and for its extra `train`."""
-    lines = metadata.requires("hpcdist") or []
-    required = [line for line in lines if "extra ==" not in line or re.search(r"extra == ['\"]train['\"]", line)]
-    return [re.split(r"[\s<>=!~;\[]", line, maxsplit=1)[0] for line in required]
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _modules_of(distributions: list[str]) -> list[str]:
-    required = {name.lower().replace("_", "-") for name in distributions}
-    return sorted(
-        module
-        for module, owners in metadata.packages_distributions().items()
-        if required & {owner.lower().replace("_", "-") for owner in owners} and module.isidentifier()
-    )
-
-
-def _own_modules() -> list[str]:
-    import hpcdist
-
-    names = [module.name for module in pkgutil.walk_packages(hpcdist.__path__, "hpcdist.")]
-    return [name for name in names if not name.endswith(("__main__", ".self_test"))]
+def _normal(distribution: str) -> str:
+    return distribution.lower().replace("_", "-")
 
 
 def _cuda() -> str:

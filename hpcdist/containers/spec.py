@@ -34,21 +34,17 @@ class Mount:
     def parse(cls, text: str) -> Mount:
         """Parse `SOURCE`, `SOURCE:TARGET` or `SOURCE:TARGET:ro`; the config's validation has accepted the text."""
         source, *rest = text.split(":")
-        read_only = "ro" in rest
         target = next((word for word in rest if word not in ("ro", "rw")), source)
-        return cls(source=source, target=target, read_only=read_only)
+        return cls(source=source, target=target, read_only="ro" in rest)
 
     def text(self, read_only: str = ":ro", read_write: str = "") -> str:
         return f"{self.source}:{self.target}{read_only if self.read_only else read_write}"
 
     def covers(self, other: Mount) -> bool:
         """Return whether this mount already shows the other one at the same path and in the same mode."""
-        inside = Path(other.source).is_relative_to(self.source)
-        return (
-            inside
-            and Path(self.target) / Path(other.source).relative_to(self.source) == Path(other.target)
-            and other.read_only == self.read_only
-        )
+        source, target = Path(other.source), Path(other.target)
+        is_inside = source.is_relative_to(self.source) and other.read_only == self.read_only
+        return is_inside and Path(self.target) / source.relative_to(self.source) == target
 
 
 def without_nested(mounts: Iterable[Mount]) -> tuple[Mount, ...]:
@@ -274,7 +270,12 @@ def outer_env(spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, str]:
         return {**_NO_LOGIN_SHELL, **env, **folder}
     if spec.runtime not in _INHERITING:
         return dict(env)
-    seen = {name: value for name, value in env.items() if _matches(name, (*spec.env, *_HOST)) and name not in WITHHELD}
+    allowed = (*spec.env, *_HOST)
+    seen = {
+        name: value
+        for name, value in env.items()
+        if name not in WITHHELD and any(fnmatchcase(name, pattern) for pattern in allowed)
+    }
     return {
         "USER": env.get("LOGNAME", ""),  # ch-run does not start without it
         **(_NO_LOGIN_SHELL if spec.runtime == "pyxis" else {}),
@@ -283,10 +284,6 @@ def outer_env(spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, str]:
         **({"TMPDIR": _TMP} if spec.runtime == "charliecloud" and any(map(_is_shared_tmp, spec.mounts)) else {}),
         **_device_variables(spec),
     }
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _device_variables(spec: ContainerSpec) -> dict[str, str]:

@@ -1,44 +1,33 @@
-"""The containers of a run: of its ranks on Slurm, with the steps that check and clean up nodes, and of a whole run on
-this machine; and the machine's container engine.
+"""The containers of a run's ranks on Slurm: their specification and checks before submission, the start of an image to
+read the versions inside, the errors of runtimes, and the Slurm steps that check and clean up nodes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import logging
-import math
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import urlsplit
+from typing import Any
 
+import hpcdist
 from hpcdist.config.schema import Config
-from hpcdist.config.tree import parse_value
-from hpcdist.config.written import redacted_argument, secrets_of
-from hpcdist.containers.probe import (
-    PROBE_TIMEOUT_S,
-    check_image_on_nodes,
-    image_digest,
-    image_probe_command,
-    image_probe_env,
-    probe_outcome,
-    start_failure,
-    start_interrupted,
-    started_by_other_task,
-)
+from hpcdist.config.written import secrets_of
 from hpcdist.containers.spec import (
     CONTAINERS_STEP,
     DETACHED,
     PASSED,
     WITHHELD,
+    ContainerCommand,
     ContainerSpec,
     Mount,
     container_command,
@@ -46,19 +35,19 @@ from hpcdist.containers.spec import (
     remove_command,
     without_nested,
 )
-from hpcdist.errors import ImageError, UserMistake
-from hpcdist.host.commands import last_line, run_within
-from hpcdist.host.files import write_json
+from hpcdist.errors import HpcdistError, UserMistake, terminal_text
+from hpcdist.host.commands import run_within
+from hpcdist.host.files import parse_object, write_json
 from hpcdist.host.log_files import last_lines
-from hpcdist.host.machine import CAP_SYS_RESOURCE, DIGEST, NAME, has_capability
+from hpcdist.host.machine import driver_problem, source_digest, versions
 from hpcdist.host.nodelist import expand
 from hpcdist.host.retry import retry
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.snapshot import git_root
 from hpcdist.slurm.components import components
-from hpcdist.slurm.on_nodes import task_words
+from hpcdist.slurm.on_nodes import lines_of_task, task_words
 
-# The containers of a run's ranks on Slurm: from config to ContainerSpec, and the checks before submission.
+# The containers of ranks: from config to ContainerSpec, and the checks before submission.
 
 #: Never mounted just because they are the current folder: they would hide the image's own programs.
 _OF_THE_IMAGE = {"/", "/bin", "/dev", "/etc", "/lib", "/opt", "/proc", "/sbin", "/sys", "/usr", "/var"}
@@ -75,8 +64,6 @@ def rank_container(config: Config, run: RunDir, *, cwd: Path, root: Path) -> Con
     Args:
         cwd: the ranks' current folder.
         root: top of the user's code around it.
-
-    Raises UserMistake if a path cannot be mounted.
     """
     container = config.container
     if container.runtime == "none":
@@ -109,7 +96,7 @@ def rank_container(config: Config, run: RunDir, *, cwd: Path, root: Path) -> Con
 
 def container_problems(config: Config, cwd: Path, env: Mapping[str, str]) -> list[str]:
     """Return the mistakes in a run's container settings that this machine can find: one line each, with key and fix."""
-    container = config.container
+    container, image = config.container, config.container.image
     found = [
         f"container.mounts: {mount.source} does not exist here; mount folders that only the nodes have by"
         " container.extra_args"
@@ -117,13 +104,20 @@ def container_problems(config: Config, cwd: Path, env: Mapping[str, str]) -> lis
         if not Path(mount.source).exists()
     ]
     try:
-        if container.runtime in ("apptainer", "charliecloud", "enroot"):
-            _check_path(container.runtime, container.image)
-        if container.runtime == "pyxis":
-            _check_pyxis_image(container.image)
+        # pyxis takes a name that begins with `/` or `.` as a file. Whether a registry has another image is unknown
+        # here: the nodes fetch it with credentials and mirrors of their own.
+        is_file = container.runtime == "pyxis" and image.startswith(("/", "."))
+        if is_file or container.runtime in ("apptainer", "charliecloud", "enroot"):
+            _check_path(container.runtime, image)
+        elif container.runtime == "pyxis" and not _PYXIS_REFERENCE.fullmatch(image):
+            raise UserMistake(
+                f"container.image: {image} is neither a path that begins with / nor an image reference of pyxis:"
+                " [USER@][REGISTRY#]IMAGE[:TAG] with IMAGE in lower case"
+            )
         run = RunDir(Path(config.runs_dir) / config.experiment / (config.name or "probe"))
-        if (spec := rank_container(config, run, cwd=cwd, root=git_root(cwd) or cwd)) is not None and not found:
-            check_image_here(config, spec, env)
+        spec = rank_container(config, run, cwd=cwd, root=git_root(cwd) or cwd)
+        if spec is not None and not found and container.check_image:
+            _check_image_here(spec, env)
     except UserMistake as error:
         found.append(str(error))
     return found
@@ -135,55 +129,38 @@ def _check_path(runtime: str, image: str) -> None:
     path = Path(image)
     if not path.exists():
         raise UserMistake(f"container.image: no such file or folder: {image}")
+    if runtime == "pyxis" and path.is_dir():
+        raise UserMistake(f"container.image: {image} is a folder, and pyxis needs a .sqsh file or an image reference")
     is_folder = runtime == "charliecloud" or (runtime == "enroot" and path.is_dir())
     if is_folder and not ((path / "usr").is_dir() and (path / "dev").is_dir()):
         raise UserMistake(f"container.image: {image} holds no root file system (no usr and dev in it)")
 
 
-def _check_pyxis_image(image: str) -> None:
-    """Reject images that pyxis cannot start: a name that begins with `/` or `.` is a file, others are references.
-
-    Whether a registry has the image is unknown here: the nodes fetch it with credentials and mirrors of their own.
-    """
-    if image.startswith(("/", ".")):
-        _check_path("pyxis", image)
-        if Path(image).is_dir():
-            raise UserMistake(
-                f"container.image: {image} is a folder, and pyxis needs a .sqsh file or an image reference"
-            )
-    elif not _PYXIS_REFERENCE.fullmatch(image):
-        raise UserMistake(
-            f"container.image: {image} is neither a path that begins with / nor an image reference of pyxis:"
-            " [USER@][REGISTRY#]IMAGE[:TAG] with IMAGE in lower case"
-        )
-
-
-def check_image_here(config: Config, spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, Any] | None:
-    """Start the image once on this machine and return its facts; None if this machine has no such runtime.
+def _check_image_here(spec: ContainerSpec, env: Mapping[str, str]) -> None:
+    """Start the image once on this machine, if it has such a runtime.
 
     Raises UserMistake if the image does not exist, or does not fit this hpcdist.
     """
     make_mount_points(spec)
     command = image_probe_command(spec)
     tool = {"charliecloud": "ch-run", "pyxis": ""}.get(spec.runtime, spec.runtime)
-    if not config.container.check_image or shutil.which(tool, path=env.get("PATH")) is None:
-        return None
-    if spec.runtime in DETACHED and (error := _missing_in_store(spec, env)):
+    if shutil.which(tool, path=env.get("PATH")) is None:
+        return
+    if spec.outlives_step and (stored := _inspect_in_store(spec, env)).returncode != 0:
+        error = " ".join(stored.stderr.split()).removeprefix("Error: ")
         raise UserMistake(
             f"container.image: {spec.image} is not in {spec.runtime}'s store on this machine ({error}): build or load"
             " it, or set container.check_image=false if only the nodes have it"
         )
     done = run_within(command.argv, PROBE_TIMEOUT_S, env=image_probe_env(spec, env))
-    facts, problem, _ = probe_outcome(spec, done.stdout, done.stderr, "this machine")
+    _, problem, _ = probe_outcome(spec, done.stdout, done.stderr, "this machine")
     if problem:
         raise UserMistake(f"container.image: {problem}")
-    return facts
 
 
-def _missing_in_store(spec: ContainerSpec, env: Mapping[str, str]) -> str:
+def _inspect_in_store(spec: ContainerSpec, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     command = [spec.runtime, "image", "inspect", "--format", "{{.Id}}", spec.image]
-    done = run_within(command, PROBE_TIMEOUT_S, env=env)
-    return "" if done.returncode == 0 else " ".join(done.stderr.split()).removeprefix("Error: ")
+    return run_within(command, PROBE_TIMEOUT_S, env=env)
 
 
 def make_mount_points(spec: ContainerSpec) -> None:
@@ -208,6 +185,240 @@ def make_mount_points(spec: ContainerSpec) -> None:
                 f"container.image: {spec.image} has no mount point {target}, and it cannot be created"
                 f" ({error.strerror}): ask the owner of the image to create it, or use a copy of your own"
             ) from error
+
+
+# The start of an image to read the versions inside, and the errors of runtimes that cannot start it.
+
+#: Starting a container is quick, but a runtime may have to unpack the image on a node first.
+PROBE_TIMEOUT_S = 300.0
+#: Bytes at the start and at the end of an image file that its digest covers: reading gigabytes would delay each start.
+DIGEST_BYTES = 1 << 20
+
+#: Executed by the image's Python, so it uses the standard library alone.
+_PROBE = f"""
+from __future__ import annotations
+{inspect.getsource(source_digest)}
+{inspect.getsource(versions)}
+import json, os
+print("hpcdist-image", json.dumps({{"node": os.environ.get("SLURMD_NODENAME", "")}} | versions()), flush=True)
+"""
+_FACTS = re.compile(r"hpcdist-image (\{.*\})")
+#: Error messages of runtimes that use the same exit codes for their own failures and the command's.
+_MESSAGES = {
+    "apptainer": re.compile(r"^(FATAL|ERROR)\s*:|^Error for command "),
+    "charliecloud": re.compile(r"ch-run\["),
+    "enroot": re.compile(r"\[ERROR\]|^enroot-[a-z]+: |^Usage: enroot |^mkdir: .*enroot"),
+    "pyxis": re.compile(r"^pyxis:|^execve\(\): "),
+}
+#: slurmstepd adds the node's name where several slurmds share a machine.
+_PYXIS_ERROR = re.compile(r"(?:srun|slurmstepd(?:-\S+)?): error: (pyxis:.*|execve\(\): .*)")
+#: pyxis starts one container per node and step; the log of the task that started it has the reason.
+_STARTED_BY_OTHER_TASK = "pyxis: container was not started successfully by another task"
+#: Slurm's messages; progress of pyxis and apptainer; references to the help, which end the errors of docker's clients;
+#: and the log line of client 20.10 after an error of the daemon.
+_NOT_ITS_OWN = re.compile(
+    r"(srun|slurmstepd(-\S+)?|pyxis): |(INFO|WARNING)\s*:|(Run|See) 'docker .*--help'|Usage:  docker |"
+    r"time=\S+ level=error"
+)
+#: apptainer and enroot print their whole help after a wrong option.
+_BEFORE_HELP = ('Error for command "', "Usage: enroot ")
+#: Errors of enroot whose reason is in the line before.
+_CONSEQUENCE = re.compile(r"\[ERROR\] (Failed to mount: |/\S+ exited with return code)")
+#: pyxis reports the signal that ended `enroot create`.
+_ENDED_BY_USR2 = re.compile(rf"pyxis: child \d+ terminated with signal {int(signal.SIGUSR2)}\b")
+#: Errors that no retry solves, and what to do about them.
+_FIXES = (
+    (
+        "rlimit type 8: operation not permitted",
+        "its daemon lacks CAP_SYS_RESOURCE (rootless, or in a container) and cannot unlock memory for RDMA:"
+        " container.extra_args=[--ulimit=memlock=65536:65536] leaves the limit, and NCCL_IB_DISABLE=1 avoids RDMA",
+    ),
+    (
+        "Requesting capability set",
+        "root lacks a capability here (as in a container): name it in APPTAINER_DROP_CAPS, for example"
+        " `export APPTAINER_DROP_CAPS=CAP_SYS_RESOURCE`",
+    ),
+    ("unknown (shorthand )?flag|^Usage: enroot ", "see container.extra_args"),
+    (
+        "could not create (character|block) device",
+        "only root can unpack the device files of this image, and no container needs them: create the .sqsh again with"
+        " `mksquashfs … -wildcards -e 'dev/*'`",
+    ),
+    (
+        "permission denied while trying to connect|could not select device driver|/dev/fuse: Permission denied|"
+        r"Failed to create user namespace|Command not found: |\[ERROR\] Invalid argument: /|mkdir: .*enroot",
+        "docs/how-to/containers.md lists what the runtime needs on each node",
+    ),
+)
+
+
+def image_probe_command(spec: ContainerSpec) -> ContainerCommand:
+    """Return the command that starts the image without mounts (the run folder may not exist yet) and prints facts."""
+    bare = replace(spec, mounts=(), workdir=Path("/"), env=("SLURMD_NODENAME",))
+    return container_command(bare, [spec.python, "-c", _PROBE])
+
+
+def image_probe_env(spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for `image_probe_command`, without PYTHONPATH: the image's own code is examined."""
+    return {name: value for name, value in outer_env(spec, env).items() if name != "PYTHONPATH"}
+
+
+def probe_outcome(
+    spec: ContainerSpec, output: str, errors: str, machine: str
+) -> tuple[dict[str, Any] | None, str, bool]:
+    """Interpret the output of `image_probe_command` on one machine.
+
+    Returns:
+        The facts (None if the image did not start), the problem (empty if there is none), whether a retry may help.
+    """
+    match = _FACTS.search(output)
+    if match is None:
+        problem, may_pass = _start_problem(spec, errors, machine)
+        return None, problem, may_pass
+    try:
+        facts = parse_object(match[1])
+        major, minor = (int(part) for part in str(facts.get("python")).split(".")[:2])
+    except ValueError as error:
+        return None, f"{spec.image} gives no valid description of its Python on {machine}: {error}", False
+    found, own = facts.get("hpcdist"), hpcdist.__version__
+    problem = ""
+    if found is None:
+        problem = f"{spec.image} has no hpcdist for its {spec.python}: see container.python"
+    elif found != own:
+        problem = f"{spec.image} has hpcdist {found}, this is {own}: build it again, or install {found}"
+    # Ranks and supervisor exchange files, and the formats may change between commits of one version.
+    elif facts.get("source") != source_digest(str(Path(hpcdist.__file__).parent)):
+        problem = f"{spec.image} has hpcdist {found} from other source files than this one: build it again"
+    elif (major, minor) < (3, 11):
+        problem = f"{spec.image} has Python {facts['python']}; hpcdist needs 3.11 or newer"
+    elif spec.gpus and (old := driver_problem(str(facts.get("cuda") or ""), str(facts.get("driver") or ""))):
+        problem = f"{spec.image} needs {old} on {machine}"
+    return facts, problem, False
+
+
+def _start_problem(spec: ContainerSpec, errors: str, machine: str) -> tuple[str, bool]:
+    lines = _own_lines(errors)
+    text = " ".join(lines)
+    if missing := next((line for line in lines if "is not installed on" in line), ""):
+        return missing.removeprefix("hpcdist: "), False
+    if re.search("exec format error", text, re.IGNORECASE):
+        return f"{spec.image} is for another processor architecture than {machine} has ({os.uname().machine})", False
+    if re.search("image not known|no such image|no such object", text, re.IGNORECASE):
+        return f"{spec.image} is not on {machine}: {_last(lines)}", False
+    if fix := _fix(text):
+        return f"{spec.runtime} could not start {spec.image} on {machine}: {_last(lines)}: {fix}", False
+    if re.search("no such file|not found|can't execve", text, re.IGNORECASE):
+        return f"{spec.image} cannot be started on {machine}, or has no {spec.python} in it: {_last(lines)}", False
+    return f"{spec.runtime} could not start {spec.image} on {machine}: {_last(lines)}", True
+
+
+def start_failure(runtime: str, code: int, log: str) -> tuple[str, bool] | None:
+    """Return the error of a container that did not start, and whether a retry may help; None if the rank itself ended.
+
+    podman and docker reserve exit codes for this: 125 their own failure, 126 the command cannot be executed, 127 the
+    command does not exist. The other runtimes end like a failed command and mark their messages.
+    """
+    last = _last(_own_lines(log))
+    if runtime in DETACHED:
+        if code not in (125, 126, 127):
+            return None
+    elif code <= 0 or not _MESSAGES[runtime].search(last):
+        return None
+    fix = _fix(last)
+    error = f"{runtime} could not start the container (exit code {code}): {last}"
+    return f"{error}: {fix}" if fix else error, not fix and not (runtime in DETACHED and code != 125)
+
+
+def _fix(text: str) -> str:
+    return next((fix for pattern, fix in _FIXES if re.search(pattern, text)), "")
+
+
+def _own_lines(text: str) -> list[str]:
+    """Return the output of the runtime and its command, without Slurm's messages, progress, help and colours.
+
+    pyxis reports errors through Slurm, as `slurmstepd: error: pyxis: …`, and its progress as `pyxis: …`.
+    """
+    lines = []
+    for line in filter(str.strip, terminal_text(text).splitlines()):
+        if line.startswith(_BEFORE_HELP):
+            return [line.strip()]
+        if error := _PYXIS_ERROR.match(line):
+            lines.append(error[1].rstrip())
+        elif not _NOT_ITS_OWN.match(line):
+            lines.append(line.strip())
+    return lines
+
+
+def _last(lines: Sequence[str]) -> str:
+    """Return the line with the reason: in general the last one.
+
+    Of several errors of pyxis it is the first, or, if that is a failed program, the error in its output, which pyxis
+    quotes.
+    """
+    line = lines[-1] if lines else "it printed nothing"
+    if line.startswith("pyxis:"):
+        line, *others = [line for line in lines if line.startswith("pyxis:")]
+        quoted = [other for other in others if other.startswith("pyxis:    ")]
+        errors = [other for other in quoted if re.search(r"\[ERROR\]|FATAL ERROR|could not create", other)]
+        if quoted and re.match(r"pyxis: child \d+ failed ", line):
+            line = (errors or quoted)[-1]
+    elif _CONSEQUENCE.match(line) and len(lines) > 1:
+        line = f"{lines[-2]} {line}"
+    return " ".join(line.split())
+
+
+def image_digest(spec: ContainerSpec, env: Mapping[str, str]) -> str | None:
+    """Return the image's id in its store, the digest in its file name (`hpcdist-0.1.0-…`), or one of parts of the file.
+
+    The name counts only if the file is this user's or root's: others may use any name. The result is None if it is
+    unknown, as for images in folders.
+    """
+    if spec.outlives_step:
+        if shutil.which(spec.runtime, path=env.get("PATH")) is None:
+            return None
+        found = re.search(r"[0-9a-f]{64}", (done := _inspect_in_store(spec, env)).stdout)
+        return f"sha256:{found[0]}" if done.returncode == 0 and found else None
+    named = re.search(r"-([0-9a-f]{12,64})(\.\w+)?$", spec.image)
+    path = Path(spec.image)
+    if named and (not path.exists() or path.stat().st_uid in (os.geteuid(), 0)):
+        return f"sha256:{named[1]}"
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            # The start of an image file contains the date of its build.
+            parts = hashlib.sha256(f"{size}\n".encode() + file.read(DIGEST_BYTES))
+            file.seek(max(0, size - DIGEST_BYTES))
+            parts.update(file.read(DIGEST_BYTES))
+    except OSError:
+        return None
+    return f"ends-sha256:{parts.hexdigest()}"
+
+
+def check_image_on_nodes(spec: ContainerSpec, nodes: Sequence[str], output: str, errors: str) -> dict[str, Any]:
+    """Interpret the output of `srun --label` with one probe per node; return the facts of the first node.
+
+    Raises:
+        UserMistake: a problem that only the user can solve.
+        HpcdistError: a problem that a retry may solve.
+    """
+    answers: dict[str, dict[str, Any]] = {}
+    problems: dict[str, list[str]] = {}
+    passing = True
+    # srun's own errors carry no task label.
+    shared = [line for line in errors.splitlines() if _PYXIS_ERROR.match(line)]
+    for task, node in enumerate(nodes):
+        messages = "\n".join([*shared, lines_of_task(errors, task)])
+        facts, problem, may_pass = probe_outcome(spec, lines_of_task(output, task), messages, node)
+        if problem:
+            # One line for all nodes with the same problem.
+            problems.setdefault(problem.replace(f"on {node}", "on {}"), []).append(node)
+            passing = passing and may_pass
+        elif facts is not None:
+            answers[node] = facts
+    if problems:
+        text = "; ".join(problem.replace("on {}", f"on {', '.join(where)}") for problem, where in problems.items())
+        raise HpcdistError(text) if passing else UserMistake(text)
+    return answers[nodes[0]]
 
 
 # Slurm steps of a job that check the image on every node and remove leftover containers.
@@ -342,7 +553,8 @@ class ContainerSteps(NoContainers):
         text = "\n".join(line for _, line in last_lines(path, MAX_LINES)) if path.exists() else ""
         failed = start_failure(self._spec.runtime, code, text)
         # Ranks ignore the signal that Slurm sends ahead of the time limit: their container was still being created.
-        interrupted = code == -signal.SIGUSR2 or start_interrupted(self._spec.runtime, text)
+        is_pyxis = self._spec.runtime == "pyxis"
+        interrupted = code == -signal.SIGUSR2 or (is_pyxis and _ENDED_BY_USR2.search(text) is not None)
         if interrupted:
             self._interrupted = True
             failed = f"{self._spec.runtime} was interrupted by SIGUSR2 while it created the container", True
@@ -357,7 +569,7 @@ class ContainerSteps(NoContainers):
                     "time": time.time(),
                     "step": None,
                     "error": error,
-                    "peer_lost": started_by_other_task(error),
+                    "peer_lost": error.endswith(_STARTED_BY_OTHER_TASK),
                     "interrupted": interrupted,
                     "traceback": [],
                 },
@@ -392,177 +604,3 @@ def _with_signal(code: int) -> int:
     """Return an exit code of a shell, 128 + a signal, as the negative signal."""
     known = code > 128 and code - 128 in {int(number) for number in signal.Signals}
     return 128 - code if known else code
-
-
-# The container engine of this machine: docker, podman or buildah.
-
-EngineName = Literal["docker", "podman", "buildah"]
-#: Engines that can run containers; buildah only builds images.
-RUNNERS: tuple[EngineName, ...] = ("docker", "podman")
-#: Limit for the first answer of the engine, because a daemon may hang.
-ANSWER_S = 30.0
-_TAR_SUMMARY = "Exiting with failure status due to previous errors"
-
-
-@dataclass(frozen=True)
-class Engine:
-    name: EngineName
-
-    def run(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [self.name, *arguments], input=stdin, capture_output=True, text=True, errors="replace", check=False
-        )
-
-    def output(self, *arguments: str) -> str:
-        """Run a command of the engine and return its standard output. Raises ImageError with its last error line."""
-        done = self.run(*arguments)
-        if done.returncode:
-            raise ImageError(f"`{self.name} {' '.join(arguments[:2])}` failed: {error_line(done.stderr)}")
-        return done.stdout
-
-    def is_rootless_daemon(self) -> bool:
-        """Return whether this is docker with a daemon of an ordinary user, who is root in its containers."""
-        if self.name != "docker":
-            return False
-        return "name=rootless" in self.run("info", "--format", "{{.SecurityOptions}}").stdout
-
-
-def find_engine(requested: str | None, among: Sequence[EngineName]) -> Engine:
-    """Return the requested engine, or the first one that works on this machine.
-
-    Raises UserMistake if no engine works; the message has the problem of each.
-    """
-    if requested is not None and requested not in among:
-        raise UserMistake(f"{requested!r} cannot do this; choose one of {', '.join(among)}")
-    candidates = [name for name in among if requested in (None, name)]
-    problems = []
-    for name in candidates:
-        problem = _engine_problem(name)
-        if problem is None:
-            return Engine(name)
-        problems.append(f"{name} {problem}")
-    raise UserMistake(f"no container engine to use here: {'; '.join(problems)}")
-
-
-def _engine_problem(name: EngineName) -> str | None:
-    """Return why an engine does not work on this machine; None if it works."""
-    if shutil.which(name) is None:
-        return "is not installed"
-    # docker's client answers without its daemon, so the server's version is requested. The others have no daemon, and
-    # commands on their store would block for minutes while a build writes a large layer.
-    command = [name, "version", "--format", "{{.Server.Version}}"] if name == "docker" else [name, "--version"]
-    done = run_within(command, ANSWER_S)
-    return f"is installed, but fails: {error_line(done.stderr)}" if done.returncode else None
-
-
-def error_line(stderr: str) -> str:
-    """Return the last line of a command's standard error that gives a reason: tar ends with one that does not."""
-    lines = [line for line in stderr.splitlines() if not line.endswith(_TAR_SUMMARY)]
-    return last_line("\n".join(lines), limit_chars=1000) or "no error message"
-
-
-# `hpcdist run --in docker|podman`: the container of a whole run on this machine.
-
-#: Prefixes of variables that are passed by name, so that no value is in the command line. All others stay outside.
-PASSED_PREFIXES = ("MLFLOW_TRACKING_", "NCCL_", "GLOO_", "TORCH_", "HPCDIST_")
-#: Variables that the image or the command line sets.
-SET_HERE = ("HPCDIST_RUNS_DIR", "HPCDIST_DATA_DIR", NAME, DIGEST)
-_REFERENCE = "${oc.env:"
-
-
-def host_container(
-    engine: EngineName, image: str, digest: str, user: str, env: Mapping[str, str], *, rootless_daemon: bool = False
-) -> ContainerSpec:
-    """Return the container of an image with this machine's devices, limits and user, before a config is applied.
-
-    Args:
-        rootless_daemon: whether docker's daemon belongs to the caller. Its containers then map root to the caller, and
-            the caller's own user id to another user, who cannot write to the caller's folders.
-    """
-    has_rdma = Path("/dev/infiniband").is_dir()
-    if engine == "docker":
-        # A daemon without CAP_SYS_RESOURCE (rootless, in a container) cannot raise the limit, and starts no container.
-        ulimits = ("memlock=-1",) if has_rdma and (not rootless_daemon or _may_lock_memory()) else ()
-    else:
-        # podman without root is bound to the limits of its caller.
-        ulimits = ("memlock=-1" if _may_lock_memory() else "host",)
-    return ContainerSpec(
-        runtime=engine,
-        image=image,
-        user="0:0" if rootless_daemon else f"{os.getuid()}:{os.getgid()}",
-        ulimits=ulimits,
-        devices=("/dev/infiniband",) if has_rdma else (),
-        env=tuple(sorted(name for name in env if name.startswith(PASSED_PREFIXES) and name not in SET_HERE)),
-        env_values={"USER": user, NAME: image, DIGEST: digest},
-        host_network=False,
-        terminal=os.isatty(0) and os.isatty(1),
-    )
-
-
-def for_config(
-    spec: ContainerSpec, config: Config, cwd: Path, *, own_code: bool, num_gpus: int, env: Mapping[str, str]
-) -> ContainerSpec:
-    """Add what a config needs: folders, GPUs, network, and the time to save a checkpoint when the container stops.
-
-    Args:
-        own_code: whether the run imports code from `cwd`.
-    """
-    runs, data = (Path(folder).expanduser().absolute() for folder in (config.runs_dir, config.data.root))
-    gpus = ""
-    if num_gpus and config.launch.device != "cpu":
-        gpus = env.get("CUDA_VISIBLE_DEVICES", "").strip() or "all"
-    folders = dict.fromkeys([runs, data, *([cwd] if own_code else [])])
-    return replace(
-        spec,
-        gpus=gpus,
-        # Ranks use loopback and need no network except to reach an MLflow server on this machine.
-        host_network=urlsplit(config.tracking.uri).hostname in ("localhost", "127.0.0.1", "::1"),
-        # Paths are the same inside and outside, because MLflow's database and the run folder store them.
-        mounts=tuple(Mount(source=str(folder), target=str(folder)) for folder in folders),
-        workdir=cwd if own_code else None,
-        env_values={**spec.env_values, "HPCDIST_RUNS_DIR": str(runs), "HPCDIST_DATA_DIR": str(data)},
-        # Ranks need the first to save a checkpoint, the supervisor the second to deliver the rest to MLflow.
-        stop_timeout_s=math.ceil(config.launch.stop_grace_s + config.tracking.drain_timeout_s),
-    )
-
-
-def with_mount(spec: ContainerSpec, folder: Path) -> ContainerSpec:
-    return replace(spec, mounts=(*spec.mounts, Mount(source=str(folder), target=str(folder))))
-
-
-def folder_overrides(config: Config, default: Config) -> list[str]:
-    """Return overrides with absolute paths for the folders that a config sets: `~` and relative paths differ inside."""
-    chosen = {"runs_dir": (config.runs_dir, default.runs_dir), "data.root": (config.data.root, default.data.root)}
-    return [f"{key}={value}" for key, (value, usual) in chosen.items() if value != usual]
-
-
-def without_secrets(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Move the secrets of overrides into variables, because `docker inspect` and `ps` show arguments to other users.
-
-    Returns:
-        The overrides, which refer to the variables, and the variables.
-
-    Raises UserMistake if a secret is inside a list or a mapping.
-    """
-    arguments, variables = [], {}
-    for number, text in enumerate(overrides):
-        key, _, raw = text.partition("=")
-        if redacted_argument(text) == text or _REFERENCE in raw:
-            arguments.append(text)
-            continue
-        if not isinstance(value := parse_value(raw), str):
-            raise UserMistake(
-                f"{key} holds a secret, which the container's command line would show to other users:"
-                f" give each by a key of its own, such as {key}.NAME=…"
-            )
-        name = f"HPCDIST_OVERRIDE_{number}"
-        variables[name] = value
-        arguments.append(f"{key}={_REFERENCE}{name}}}")
-    return arguments, variables
-
-
-def _may_lock_memory() -> bool:
-    """Return whether a child of this process may lock unlimited memory, as RDMA must."""
-    if resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == resource.RLIM_INFINITY:
-        return True
-    return has_capability(CAP_SYS_RESOURCE)

@@ -19,9 +19,8 @@ import hpcdist
 from hpcdist.cli.app import make_app
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.written import secrets_of, to_yaml
-from hpcdist.containers.images import inspected, look_up, parse, require_fit
-from hpcdist.containers.probe import probe_outcome
-from hpcdist.containers.steps import Engine
+from hpcdist.containers.images import Engine, inspected, look_up, parse, require_fit
+from hpcdist.containers.steps import probe_outcome
 from hpcdist.errors import ConfigError, HpcdistError, ImageError
 from hpcdist.run.sweeps import make_sweep, parse_axes
 

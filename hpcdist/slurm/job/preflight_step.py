@@ -14,8 +14,8 @@ from pathlib import Path
 
 from hpcdist.config.schema import Config, DataConfig
 from hpcdist.config.topology import port_for
-from hpcdist.containers.probe import PROBE_TIMEOUT_S
 from hpcdist.containers.spec import ContainerSpec, outer_env
+from hpcdist.containers.steps import PROBE_TIMEOUT_S
 from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.host.commands import last_line
 from hpcdist.host.files import write_atomic, write_json

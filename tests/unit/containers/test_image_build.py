@@ -18,16 +18,17 @@ import hpcdist
 from hpcdist.containers.images import (
     Base,
     Build,
+    Engine,
     build_argv,
     default_base,
     default_tag,
     find_checkout,
+    find_engine,
     look_up,
     repository,
     revision_of,
     run,
 )
-from hpcdist.containers.steps import Engine, find_engine
 from hpcdist.errors import ImageError, UserMistake
 
 # --- `hpcdist image build`: command, checkout, and pinned packages
@@ -177,7 +178,7 @@ def test_error_has_the_problem_of_each_engine(install: Install, monkeypatch: pyt
     with pytest.raises(UserMistake, match="'buildah' cannot do this; choose one of docker, podman"):
         find_engine("buildah", ALL[:2])
     install("docker", "exec /bin/sleep 60")
-    monkeypatch.setattr("hpcdist.containers.steps.ANSWER_S", 0.1)
+    monkeypatch.setattr("hpcdist.containers.images.ANSWER_S", 0.1)
     with pytest.raises(UserMistake, match=r"docker is installed, but fails: no answer within 0\.1 s; podman is not"):
         find_engine(None, ALL)
 

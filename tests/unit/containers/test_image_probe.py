@@ -24,7 +24,8 @@ from containers import (
 )
 
 import hpcdist
-from hpcdist.containers.probe import (
+from hpcdist.containers.spec import Mount
+from hpcdist.containers.steps import (
     DIGEST_BYTES,
     check_image_on_nodes,
     image_digest,
@@ -33,7 +34,6 @@ from hpcdist.containers.probe import (
     probe_outcome,
     start_failure,
 )
-from hpcdist.containers.spec import Mount
 from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.host.machine import source_digest
 

@@ -12,8 +12,8 @@ import pytest
 
 from hpcdist.config.launch_schema import ClusterConfig, PreflightConfig, RoleRequest
 from hpcdist.config.schema import Config, DataConfig
-from hpcdist.containers.probe import PROBE_TIMEOUT_S
 from hpcdist.containers.spec import ContainerSpec
+from hpcdist.containers.steps import PROBE_TIMEOUT_S
 from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.host.files import read_json
 from hpcdist.host.machine import Check
