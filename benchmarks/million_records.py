@@ -60,7 +60,7 @@ def upload(uri: str, path: str, *, all_points: bool) -> dict[str, float]:
     from hpcdist.run.folder import RunDir
     from hpcdist.tracking import points as tracking_points
     from hpcdist.tracking.mlflow_client import open_client
-    from hpcdist.tracking.shipper import sync
+    from hpcdist.tracking.sync_runs import sync
 
     if all_points:
         tracking_points.EXACT_POINTS = 10**12

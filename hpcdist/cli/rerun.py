@@ -363,7 +363,7 @@ def _compare(recorded: RecordedRun, made: RunDir, tolerance: float, ignore: Coll
     from hpcdist.review.comparison import RerunResult, compare_values, data_differences, image_differences
     from hpcdist.review.facts import read_facts
     from hpcdist.run.records import read_rerun, write_rerun
-    from hpcdist.tracking.series import read_values
+    from hpcdist.tracking.points import read_values
 
     facts, after = read_facts(made), read_values(made)
     status, until = facts.state.status, None

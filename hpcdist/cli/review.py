@@ -117,7 +117,7 @@ def report(
     from hpcdist.host.files import is_mine, short_path
     from hpcdist.review.report import write_report
     from hpcdist.run.lookup import resolve_run
-    from hpcdist.tracking.series import read_series
+    from hpcdist.tracking.points import read_series
 
     found = resolve_run(named(run, runs_dir), runs_dir)
     if is_mine(found.path):
@@ -156,14 +156,14 @@ def sync(
         hpcdist sync --all --watch --interval 30
     """
     from hpcdist.run.lookup import list_runs, resolve_run
-    from hpcdist.tracking.sync_runs import Watch
+    from hpcdist.tracking.sync_runs import watch as watch_runs
 
     del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
     if runs and (all_runs or watch):
         raise UserMistake("names of runs exclude --all and --watch, which upload all runs: use one of both")
     if watch:
         log_files.configure()
-        return Watch(runs_dir, os.environ, lambda run: experiment in (None, run.experiment)).forever(interval_s)
+        return watch_runs(runs_dir, os.environ, lambda run: experiment in (None, run.experiment), interval_s)
     listing = list_runs(runs_dir)
     chosen = [resolve_run(name, runs_dir) for name in runs] if runs else listing.runs
     if listing.note and not runs:
@@ -223,7 +223,7 @@ def compare(
     Example:  hpcdist compare ddp-2026a ddp-2026b
     """
     from hpcdist.review.comparison import compare
-    from hpcdist.tracking.series import read_series
+    from hpcdist.tracking.points import read_series
 
     named = _labelled(runs, runs_dir)
     found = compare(named, {label: read_series(run) for label, run in named.items()})

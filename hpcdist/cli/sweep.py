@@ -285,7 +285,7 @@ def _show_script(sweep: Sweep, to_run: Sequence[Choice], flags: Mapping[str, str
 
 def _upload(runs: Sequence[RunDir], uri: str, *, close_lost: bool = False) -> str:
     """Upload the records of some cells to MLflow. Returns why that failed, or ""."""
-    from hpcdist.tracking.shipper import sync
+    from hpcdist.tracking.sync_runs import sync
 
     try:
         for run in runs:

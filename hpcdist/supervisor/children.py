@@ -23,7 +23,7 @@ from hpcdist.rank.processes import exit_code_of, wait_for_end
 from hpcdist.run.folder import IDENTITY_VARIABLE, RunDir, identity
 from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.plan import parent_command
-from hpcdist.tracking.sent import upload_progress
+from hpcdist.tracking.journal import upload_progress
 from hpcdist.tracking.uri import is_server, resolve_uri
 
 # The supervisor's side of the process that forks ranks (`rank/parent.py`).

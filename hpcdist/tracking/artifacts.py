@@ -22,9 +22,16 @@ from hpcdist.review.text import PATCH
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import MANIFEST_FILE, complete_checkpoints
 from hpcdist.tracking.journal import clean_metric_name
-from hpcdist.tracking.mlflow_client import all_pages, entities, is_unsupported, require_id, tolerated, translated
-from hpcdist.tracking.mlflow_run import MlflowRun
-from hpcdist.tracking.run_metadata import clean_text
+from hpcdist.tracking.mlflow_client import (
+    MlflowRun,
+    all_pages,
+    clean_text,
+    entities,
+    is_unsupported,
+    require_id,
+    tolerated,
+    translated,
+)
 
 # The files of a run that become MLflow artifacts, with fingerprints that show which have changed.
 #

@@ -26,10 +26,8 @@ from hpcdist.run.commands import (
     send_command,
 )
 from hpcdist.run.folder import ENDED, RunDir, State
-from hpcdist.tracking.mlflow_client import entities
-from hpcdist.tracking.mlflow_run import MlflowRun
-from hpcdist.tracking.run_metadata import MAX_TAG, clean_text
-from hpcdist.tracking.sent import Sent
+from hpcdist.tracking.journal import Sent
+from hpcdist.tracking.mlflow_client import MAX_TAG, MlflowRun, clean_text, entities
 
 log = logging.getLogger(__name__)
 TAG = "hpcdist.command"

@@ -14,23 +14,28 @@ from typing import Any
 
 from hpcdist.config.redaction import redact_tree
 from hpcdist.config.schema import Config
-from hpcdist.config.written import StoredConfig
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.host.files import read_json, stays_inside
 from hpcdist.review.ledger import CAUSES, Ledger, allocations_of, read_ledger
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.records import reached_step
 from hpcdist.run.status import CHECKS_PER_S
-from hpcdist.tracking import artifacts, pages, run_metadata
+from hpcdist.tracking import artifacts, pages
 from hpcdist.tracking.artifacts import Artifact, CheckpointModels, log_model, move_best, register
 from hpcdist.tracking.command_tag import CommandTag
-from hpcdist.tracking.journal import ChangedNames, Event, clean_name, event_files, read_events
-from hpcdist.tracking.mlflow_client import entities, translated
-from hpcdist.tracking.mlflow_run import MlflowRun
+from hpcdist.tracking.journal import (
+    ChangedNames,
+    Event,
+    SentFacts,
+    SentFiles,
+    clean_name,
+    event_files,
+    mark_of,
+    read_events,
+)
+from hpcdist.tracking.mlflow_client import MAX_PARAM, MAX_TAG, MlflowRun, clean_text, entities, translated
 from hpcdist.tracking.pages import NOTE_TAG, ParentRun, RunPage
-from hpcdist.tracking.points import Batches, Point
-from hpcdist.tracking.sent import SentFacts, SentFiles, mark_of
-from hpcdist.tracking.series import read_series
+from hpcdist.tracking.points import Batches, Point, read_series
 
 log = logging.getLogger(__name__)
 LOG_INTERVAL_S = 60.0
@@ -61,7 +66,7 @@ class Delivery:
     def __init__(self, run: RunDir, uri: str) -> None:
         self.run = run
         self.uri = uri
-        self.stored = run_metadata.read_config(run)
+        self.stored = pages.read_config(run)
         self._config_mark = ""
         self._names = ChangedNames(run.journal / "names.json")
         self._mlflow: MlflowRun | None = None
@@ -94,7 +99,11 @@ class Delivery:
             state: State of the run to report; by default that of `state.json`.
         """
         mlflow = self.open_run()
-        self._follow_config()
+        if self._config_mark != (mark := artifacts.fingerprint(self.run.config)):  # at the start, and after a resume
+            self.stored = pages.read_config(self.run)
+            mlflow.log_params(pages.params(self.run, self.stored))
+            self._names.note(pages.names(self.run, self.stored))
+            self._config_mark = mark
         state = state or self.run.read_state()
         config = self.stored.config
         # An error of the command or of a file stops neither the upload of metrics nor that of the status.
@@ -109,7 +118,10 @@ class Delivery:
             if self._sent.page != last:
                 self._sent.save(self.run.journal)
         self._ship_tags(state)
-        self._ship_views(state)
+        # At the end once more: another run may have removed columns by writing at the same time.
+        if self._views_written != (phase := "ended" if state.status in ENDED else "live"):
+            self._views_written = phase
+            pages.write(mlflow, self.run, self.stored.config.checkpoint)
         self._ledger.ship(state, mlflow)
         with _collected(failures):
             self._ship_events()
@@ -124,14 +136,6 @@ class Delivery:
             self._sent.complete = mark_of(state)
             self._sent.save(self.run.journal)
         return num_points
-
-    def _follow_config(self) -> None:
-        """Log the parameters of the config: at the start, and once a resume has changed the config of the run."""
-        if self._config_mark != (mark := artifacts.fingerprint(self.run.config)):
-            self.stored = run_metadata.read_config(self.run)
-            self.open_run().log_params(run_metadata.params(self.run, self.stored))
-            self._names.note(run_metadata.names(self.run, self.stored))
-            self._config_mark = mark
 
     def ship_records(self, state: State) -> int:
         """Send the records that MLflow does not have yet. Returns the number of points sent.
@@ -156,8 +160,7 @@ class Delivery:
         return self.batches.counts.num_points - num_before
 
     def _ship_tags(self, state: State) -> None:
-        tags = run_metadata.fixed_tags(self.run, self.stored) | run_metadata.job_tags(self.run)
-        tags |= run_metadata.state_tags(state)
+        tags = pages.fixed_tags(self.run, self.stored) | pages.job_tags(self.run) | pages.state_tags(state)
         if self._sweep_run is not None:
             tags |= self._sweep_run.cell_tags()
         tags.pop(NOTE_TAG, None)  # part of the description, see `RunPage`
@@ -167,24 +170,62 @@ class Delivery:
             self._sent.save(self.run.journal)
 
     def _ship_events(self) -> None:
-        """Upload the parameters, tags, datasets and models that the code of the ranks has logged."""
-        for name, offset in ship_new_events(self.open_run(), self.run, self.stored, self._sent.events, self._names):
-            self._sent.events[name] = offset
-            self._sent.save(self.run.journal)
+        """Upload what the code of the ranks has logged besides metrics and artifacts."""
+        try:
+            for path in event_files(self.run.journal):
+                while path.stat().st_size > (offset := self._sent.events.get(path.name, 0)):
+                    events, end = read_events(path, offset)
+                    if end == offset:
+                        break
+                    self._ship_events_once(events)
+                    self._sent.events[path.name] = end
+                    self._sent.save(self.run.journal)
+        except OSError as error:
+            raise TrackingError(f"the events of {self.run.name} cannot be read: {error}") from error
 
-    def _ship_views(self, state: State) -> None:
-        """Write the prepared views of the experiment in the first pass and at the end of the run.
+    def _ship_events_once(self, events: Iterable[Event]) -> None:
+        """Upload events. Sending the same ones again leads to the same result.
 
-        At the end, columns appear again that another run has removed by writing at the same time.
+        Names that hpcdist uses itself get the prefix `script.`: parameters that the config has with another value, the
+        tags `hpcdist.…`, and MLflow's own tags of a run, such as its name and its description.
         """
-        phase = "ended" if state.status in ENDED else "live"
-        if self._views_written != phase:
-            self._views_written = phase
-            pages.write(self.open_run(), self.run, self.stored.config.checkpoint)
+        params: dict[str, str] = {}
+        tags: dict[str, str] = {}
+        models: dict[str, None] = {}
+        datasets = []
+        for kind, content in events:
+            if kind == "param":
+                params = content | params  # the first value counts, as in MLflow
+            elif kind == "tag":
+                tags |= content
+            elif kind == "model":
+                models[content] = None
+            elif (dataset := _dataset(content)) is not None:
+                datasets.append(dataset)
+        mlflow, own = self.open_run(), pages.params(self.run, self.stored)
+        shown = {
+            SCRIPT_PREFIX + key if clean_name(key) in own else key: value
+            for key, value in _redacted(params).items()
+            if not _is_same(own.get(clean_name(key)), value)
+        }
+        shown_tags = {
+            SCRIPT_PREFIX + key.removeprefix("mlflow.") if key.startswith(_OWN_TAGS) else key: value
+            for key, value in _redacted(tags).items()
+            if not key.startswith(_CONTEXT_TAGS)
+        }
+        self._names.note((key, clean_name(key)) for key in [*shown, *shown_tags])
+        mlflow.log_params({clean_name(key): value[:MAX_PARAM] for key, value in shown.items()})
+        mlflow.set_tags({clean_name(key): value[:MAX_TAG] for key, value in shown_tags.items()})
+        if datasets:
+            with _skipped_if_rejected(mlflow, "datasets"), translated(mlflow.uri):
+                mlflow.client.log_inputs(mlflow.run_id, datasets=datasets)
+        for model_id in models:
+            with _skipped_if_rejected(mlflow, f"model {model_id}"):
+                _ship_logged_model(mlflow, self.run, model_id)
 
     def _ship_status(self, state: State) -> None:
         if self._status != mark_of(state):
-            status = run_metadata.MLFLOW_STATUS.get(state.status, "RUNNING")
+            status = pages.MLFLOW_STATUS.get(state.status, "RUNNING")
             ended = state.ended if state.ended is not None else time.time()
             # MLflow's duration is the difference of end and start: without pauses, it is the running time.
             running_ms = int(1000 * sum(one.ended - one.began for one in allocations_of(self.run)))
@@ -228,25 +269,31 @@ class Uploads:
         Args:
             last_step: the last step of the training that MLflow has.
         """
-        found = chain(artifacts.documents(self._run), artifacts.preflight(self._run))
-        if state.status in ENDED:
-            weights = artifacts.checkpoints(self._run, config.checkpoint) if state.status != "stopped" else ()
-            others = artifacts.trainer_artifacts(self._run), artifacts.reports(self._run, ended=True), weights
-            self._upload(chain(found, *others), counted=True)
-        else:
-            self._upload(found)
-            self._ship_trainer_artifacts()
-            if time.monotonic() - self._logs_shipped >= LOG_INTERVAL_S:
-                self._upload(artifacts.reports(self._run, ended=False))
-                self._logs_shipped = time.monotonic()
-        self._ship_checkpoints(is_running=state.status == "running")
-        if state.status == "finished" and (self._run.model / "MLmodel").is_file():
-            self._ship_final_model(config, last_step)
+        try:
+            found = chain(artifacts.documents(self._run), artifacts.preflight(self._run))
+            if state.status in ENDED:
+                weights = artifacts.checkpoints(self._run, config.checkpoint) if state.status != "stopped" else ()
+                others = artifacts.trainer_artifacts(self._run), artifacts.reports(self._run, ended=True), weights
+                self._upload(chain(found, *others), counted=True)
+            else:
+                self._upload(found)
+                if time.monotonic() >= self._search_at:
+                    self._ship_trainer_artifacts()
+                if time.monotonic() - self._logs_shipped >= LOG_INTERVAL_S:
+                    self._upload(artifacts.reports(self._run, ended=False))
+                    self._logs_shipped = time.monotonic()
+            is_running = state.status == "running"
+            if not is_running or time.monotonic() - self._checkpoints_shipped >= CHECKPOINTS_INTERVAL_S:
+                if self._checkpoints.update(all_sent=not is_running):
+                    self._save()
+                self._checkpoints_shipped = time.monotonic()
+            if state.status == "finished" and (self._run.model / "MLmodel").is_file():
+                self._ship_final_model(config, last_step)
+        except OSError as error:
+            raise TrackingError(f"a file of {self._run.name} cannot be uploaded: {error}") from error
 
     def _ship_trainer_artifacts(self) -> None:
         """Upload the files of the trainer for PASS_S at most, so that metrics do not wait for many files."""
-        if time.monotonic() < self._search_at:
-            return
         found = list(artifacts.trainer_artifacts(self._run))
         is_complete = self._upload(found, within_s=PASS_S)
         # The search reads the attributes of each file, which loads the file system.
@@ -259,12 +306,11 @@ class Uploads:
         Args:
             counted: record how many are left, for `upload_progress`.
         """
-        until = time.monotonic() + within_s
         saved_at = time.monotonic()
-        new: list[Artifact] = []
+        until = saved_at + within_s
         is_unsaved = False
+        new = [item for item in found if item.fingerprint not in ("", self.sent.artifacts.get(item.target))]
         try:
-            new += (item for item in found if item.fingerprint not in ("", self.sent.artifacts.get(item.target)))
             if counted:
                 self.sent.left = len(new)
                 self._save()
@@ -286,8 +332,6 @@ class Uploads:
                     saved_at, is_unsaved = time.monotonic(), False
                 if time.monotonic() >= until:
                     return number == len(new)
-        except OSError as error:
-            raise TrackingError(f"an artifact of {self._run.name} cannot be read: {error}") from error
         finally:
             if is_unsaved:
                 self._save()
@@ -295,16 +339,6 @@ class Uploads:
 
     def _save(self) -> None:
         self.sent.save(self._run.journal)
-
-    def _ship_checkpoints(self, *, is_running: bool) -> None:
-        if is_running and time.monotonic() - self._checkpoints_shipped < CHECKPOINTS_INTERVAL_S:
-            return
-        try:
-            if self._checkpoints.update(all_sent=not is_running):
-                self._save()
-        except OSError as error:
-            raise TrackingError(f"a checkpoint of {self._run.name} cannot be read: {error}") from error
-        self._checkpoints_shipped = time.monotonic()
 
     def _ship_final_model(self, config: Config, last_step: int) -> None:
         model, mlflow, folder = self.sent.model, self._mlflow, self._run.model
@@ -366,7 +400,12 @@ class LedgerMetrics:
             ledger, last_step = Ledger(), 0
         if values := _ledger_values(ledger):
             if self._values is None:
-                self._values, self._step, self._time_ms = _logged_ledger(mlflow)
+                logged = mlflow.current().data.metrics
+                self._values = {key: value for key, value in logged.items() if key.startswith(LEDGER_PREFIX)}
+                with translated(mlflow.uri):
+                    key = f"{LEDGER_PREFIX}allocated"
+                    history = mlflow.client.get_metric_history(mlflow.run_id, key) if self._values else []
+                self._step, self._time_ms = max(((one.step, one.timestamp) for one in history), default=(0, 0))
             if not values.items() <= self._values.items():
                 step = max(last_step, self._step + 1)
                 time_ms = max(self._time_ms + 1, int(1000 * ledger.ended))
@@ -390,19 +429,7 @@ def _ledger_values(ledger: Ledger) -> dict[str, float]:
     return {LEDGER_PREFIX + name: round(value, _DIGITS) for name, value in values.items()}
 
 
-def _logged_ledger(mlflow: MlflowRun) -> tuple[dict[str, float], int, int]:
-    """Return the last record of the ledger in MLflow: its values, its step, its time in ms."""
-    values = {key: value for key, value in mlflow.current().data.metrics.items() if key.startswith(LEDGER_PREFIX)}
-    with translated(mlflow.uri):
-        history = mlflow.client.get_metric_history(mlflow.run_id, f"{LEDGER_PREFIX}allocated") if values else []
-    last = max(((one.step, one.timestamp) for one in history), default=(0, 0))
-    return values, *last
-
-
-# Upload of what the code of the ranks has logged with MLflow, besides metrics and artifacts.
-#
-# Names that hpcdist uses itself get the prefix `script.`: parameters that the config has with another value, the tags
-# `hpcdist.…`, and MLflow's own tags of a run, such as its name and its description.
+# What the code of the ranks has logged with MLflow, besides metrics and artifacts.
 
 SCRIPT_PREFIX = "script."
 #: Tags of MLflow that hpcdist sets.
@@ -413,66 +440,9 @@ _CONTEXT_TAGS = ("mlflow.user", "mlflow.source.")
 _MAX_SOURCE = 65_535
 
 
-def ship_new_events(
-    mlflow: MlflowRun, run: RunDir, stored: StoredConfig, offsets: Mapping[str, int], names: ChangedNames
-) -> Iterator[tuple[str, int]]:
-    """Upload the events after `offsets`; yields the name of each file and its new offset.
-
-    Sending the same events again leads to the same result. Raises TrackingError if MLflow rejects a request or a file
-    cannot be read.
-    """
-    try:
-        for path in event_files(run.journal):
-            while True:
-                offset = offsets.get(path.name, 0)
-                if path.stat().st_size <= offset:
-                    break
-                events, end = read_events(path, offset)
-                if end == offset:
-                    break
-                _ship_events_of(mlflow, run, stored, events, names)
-                yield path.name, end
-    except OSError as error:
-        raise TrackingError(f"the events of {run.name} cannot be read: {error}") from error
-
-
-def _ship_events_of(
-    mlflow: MlflowRun, run: RunDir, stored: StoredConfig, events: Iterable[Event], names: ChangedNames
-) -> None:
-    params: dict[str, str] = {}
-    tags: dict[str, str] = {}
-    models: dict[str, None] = {}
-    datasets = []
-    for kind, content in events:
-        if kind == "param":
-            params = content | params  # the first value counts, as in MLflow
-        elif kind == "tag":
-            tags |= content
-        elif kind == "model":
-            models[content] = None
-        elif (dataset := _dataset(content)) is not None:
-            datasets.append(dataset)
-    own = run_metadata.params(run, stored)
-    shown = {
-        SCRIPT_PREFIX + key if clean_name(key) in own else key: value
-        for key, value in _redacted(params).items()
-        if not _is_same(own.get(clean_name(key)), value)
-    }
-    shown_tags = {_tag_name(key): value for key, value in _redacted(tags).items() if not key.startswith(_CONTEXT_TAGS)}
-    names.note((key, clean_name(key)) for key in [*shown, *shown_tags])
-    mlflow.log_params({clean_name(key): value[: run_metadata.MAX_PARAM] for key, value in shown.items()})
-    mlflow.set_tags({clean_name(key): value[: run_metadata.MAX_TAG] for key, value in shown_tags.items()})
-    if datasets:
-        with _skipped_if_rejected(mlflow, "datasets"), translated(mlflow.uri):
-            mlflow.client.log_inputs(mlflow.run_id, datasets=datasets)
-    for model_id in models:
-        with _skipped_if_rejected(mlflow, f"model {model_id}"):
-            _ship_logged_model(mlflow, run, model_id)
-
-
 @contextmanager
 def _skipped_if_rejected(mlflow: MlflowRun, what: str) -> Iterator[None]:
-    """Log a warning instead of the TrackingError if MLflow rejects a request for good: the rest must be uploaded."""
+    """Log a warning if MLflow rejects a request for good: the rest must be uploaded."""
     try:
         yield
     except TrackingError as error:
@@ -483,7 +453,7 @@ def _skipped_if_rejected(mlflow: MlflowRun, what: str) -> Iterator[None]:
 
 
 def _redacted(values: Mapping[str, str]) -> dict[str, str]:
-    return {key: run_metadata.clean_text(str(value)) for key, value in redact_tree(values).items()}
+    return {key: clean_text(str(value)) for key, value in redact_tree(values).items()}
 
 
 def _is_same(own: str | None, value: str) -> bool:
@@ -494,10 +464,6 @@ def _is_same(own: str | None, value: str) -> bool:
         return float(own) == float(value)
     except ValueError:
         return False
-
-
-def _tag_name(key: str) -> str:
-    return SCRIPT_PREFIX + key.removeprefix("mlflow.") if key.startswith(_OWN_TAGS) else key
 
 
 def _dataset(content: Mapping[str, Any]) -> entities.DatasetInput | None:
@@ -547,22 +513,19 @@ COST_FACTOR = 100.0
 
 
 class ReportWriter:
-    """Writes the report of one run when it is due."""
-
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._next = -math.inf
         self._tried = ""
 
     def write_if_due(self, state: State, last: str, *, has_new_points: bool) -> bool:
-        """Write the report if the run has another state than in the last one. A failure is logged, not raised.
+        """Write the report if the run has another state than in the last one. Returns whether it was written.
+
+        A failure is logged, not raised.
 
         Args:
             last: mark of the last report.
             has_new_points: whether MLflow has more points; they may arrive after the end of the run.
-
-        Returns:
-            Whether it was written.
         """
         ended, mark = state.status in ENDED, mark_of(state)
         if mark in (last, self._tried) and (not has_new_points if ended else time.monotonic() < self._next):
@@ -570,8 +533,7 @@ class ReportWriter:
         self._tried, is_written = mark, False
         began = time.monotonic()
         try:
-            # Imported here: other commands that import the shipper draw nothing.
-            from hpcdist.review.report import write_report
+            from hpcdist.review.report import write_report  # other commands that import this module draw nothing
 
             write_report(self._run, read_series(self._run))
             is_written = True

@@ -1,5 +1,5 @@
-"""The journal: metrics and events that ranks write, one JSON line per record, how they are read, and the names that
-MLflow accepts, with the originals of those that it does not.
+"""The files in `journal/`: metrics and events that ranks write, one JSON line per record, how they are read, the names
+that MLflow accepts, and the states of the upload.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import posixpath
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
-from hpcdist.errors import HpcdistError, TrackingError, UserMistake
+from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake
 from hpcdist.host import retry
-from hpcdist.host.files import KEY, open_regular, parse_json, read_json, stamped, unstamped, write_json
+from hpcdist.host.files import KEY, fill, open_regular, parse_json, read_json, stamped, unstamped, write_atomic
+from hpcdist.run.folder import RunDir, State
 
 # Names that MLflow accepts for metrics, parameters and tags.
 #
@@ -39,7 +41,7 @@ _SUFFIX_CHARS = 14
 
 
 def suffix(name: str) -> str:
-    """Return `--` and 48 bits of the name's SHA-256 as 12 hexadecimal digits."""
+    """Return `--` and 12 hexadecimal digits of the name's hash."""
     return "--" + hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:12]
 
 
@@ -149,7 +151,16 @@ class JournalWriter:
         time_ms = time.time_ns() // 1_000_000 if time_ms is None else time_ms
         head = f'{{"t":{time_ms},"s":{number},"m":{{'
         text = f"{head}{','.join(parts)}}}}}\n"
-        self._append((text if len(text) <= MAX_LINE_BYTES else _split(head, parts)).encode())
+        if len(text) > MAX_LINE_BYTES:  # several lines of the same time and step
+            groups, size = [[parts[0]]], len(parts[0])
+            for part in parts[1:]:
+                size += len(part) + 1
+                if len(head) + size + len("}}\n") > MAX_LINE_BYTES:
+                    groups.append([])
+                    size = len(part)
+                groups[-1].append(part)
+            text = "".join(f"{head}{','.join(group)}}}}}\n" for group in groups)
+        self._append(text.encode())
 
     def _name(self, key: object) -> str:
         """Return a metric's name as JSON with a colon, from a cache."""
@@ -186,27 +197,28 @@ class JournalWriter:
         Called before a checkpoint is saved: each record is then on disk, or belongs to a step that a resumed run
         repeats.
         """
+
+        def write() -> None:
+            with self._lock:
+                if (failure := self._write()) is not None:
+                    raise failure
+                if durable and self._descriptor >= 0:
+                    try:
+                        os.fsync(self._descriptor)
+                    except OSError:
+                        # The kernel drops pages that it failed to write, and reports the error only once.
+                        self._rewind(len(self._unsynced))
+                        raise
+                    self._unsynced.clear()
+                self._failed = False
+
         try:
-            retry.retry(lambda: self._flush(durable=durable), self.path)
+            retry.retry(write, self.path)
         except OSError as failure:
             raise HpcdistError(
                 f"the metrics journal {self.path} cannot be written ({_reason(failure)}):"
                 " free space, or set `runs_dir` to a writable folder"
             ) from failure
-
-    def _flush(self, *, durable: bool) -> None:
-        with self._lock:
-            if (failure := self._write()) is not None:
-                raise failure
-            if durable and self._descriptor >= 0:
-                try:
-                    os.fsync(self._descriptor)
-                except OSError:
-                    # The kernel drops pages that it failed to write, and reports the error only once.
-                    self._rewind(len(self._unsynced))
-                    raise
-                self._unsynced.clear()
-            self._failed = False
 
     def close(self) -> None:
         """Write the pending records and close the file. Raises HpcdistError if records would be lost."""
@@ -266,18 +278,6 @@ class JournalWriter:
             self._descriptor = -1
 
 
-def _split(head: str, parts: Sequence[str]) -> str:
-    """Return one record as several lines of at most MAX_LINE_BYTES, all with the same time and step."""
-    lines: list[str] = []
-    first, size = 0, len(head)
-    for number, part in enumerate(parts):
-        if size + len(part) + len(",}}\n") > MAX_LINE_BYTES:
-            lines.append(f"{head}{','.join(parts[first:number])}}}}}\n")
-            first, size = number, len(head)
-        size += len(part) + 1
-    return "".join([*lines, f"{head}{','.join(parts[first:])}}}}}\n"])
-
-
 def _number(key: object, value: object) -> float:
     cause: Exception | None = None
     if not isinstance(value, (str, bytes, bytearray)):
@@ -301,7 +301,7 @@ CHUNK_BYTES = MAX_LINE_BYTES
 
 
 class Record(NamedTuple):
-    """One line of the journal: metrics of one step."""
+    """One line of the journal."""
 
     time_ms: int
     step: int
@@ -317,15 +317,12 @@ class Chunk(NamedTuple):
 
 
 class JournalFile(NamedTuple):
-    """One journal file with its attempt and rank."""
-
     attempt: int
     rank: int
     path: Path
 
 
 def attempt_of(file_name: str) -> int:
-    """Return the attempt of a journal file."""
     return int(file_name.split(".")[0].removeprefix("attempt-"))
 
 
@@ -432,13 +429,10 @@ MAX_EVENT_NAME = 1000
 _EVENTS_FILE = re.compile(r"attempt-(\d+)\.rank-(\d+)(?:\.pid-\d+)?\.events\.jsonl")
 #: Limit of one read; longer files are read in several passes.
 _READ_BYTES = 16 << 20
-_KINDS = ("param", "tag", "dataset", "model")
 
 
 class Event(NamedTuple):
-    """One event: `kind` is param, tag, dataset or model."""
-
-    kind: str
+    kind: str  #: param, tag, dataset or model
     content: Any
 
 
@@ -447,10 +441,6 @@ class EventWriter(JournalWriter):
 
     def __init__(self, folder: Path, attempt: int, rank: int, *, suffix: str = "") -> None:
         super().__init__(folder, attempt, rank, suffix=f"{suffix}.events")
-
-    def pair(self, kind: str, name: str, value: str) -> None:
-        """Record a parameter or a tag."""
-        self.record(kind, {name[:MAX_EVENT_NAME]: value[:MAX_VALUE]})
 
     def record(self, kind: str, content: Any) -> None:
         """Record an event. One that is longer than MAX_LINE_BYTES is left out with a warning."""
@@ -479,23 +469,99 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
         end = len(data)  # no event is so long: damaged
     events = []
     for raw in _values(data[:end], path):
-        kind = next((kind for kind in _KINDS if isinstance(raw, dict) and kind in raw), "")
-        if kind and _is_content(kind, raw[kind]):
-            events.append(Event(kind, raw[kind]))
-        else:
-            log.warning("%s: skipped a damaged line", path)
+        match raw:
+            case {"param": dict(content)} | {"tag": dict(content)} if all(
+                isinstance(one, str) for one in content.values()
+            ):
+                events.append(Event("param" if "param" in raw else "tag", content))
+            case {"dataset": dict(content)}:
+                events.append(Event("dataset", content))
+            case {"model": str(content)} if re.fullmatch(r"m-[0-9a-f]{32}", content):
+                events.append(Event("model", content))
+            case _:
+                log.warning("%s: skipped a damaged line", path)
     return events, offset + end
 
 
-def _is_content(kind: str, content: object) -> bool:
-    if kind == "model":
-        return isinstance(content, str) and re.fullmatch(r"m-[0-9a-f]{32}", content) is not None
-    if not isinstance(content, dict):
-        return False
-    return kind == "dataset" or all(isinstance(value, str) for value in content.values())
+# The data of a run that MLflow already has, in states from which the next process continues after any end of the last.
+# Only its owner writes the file of a state.
 
 
-# The original names of metrics, parameters and tags with names that MLflow does not accept.
+@dataclass(kw_only=True)
+class Sent:
+    """A state in `journal/`."""
+
+    FILE: ClassVar[str]
+    run_id: str = ""  #: of MLflow
+
+    @classmethod
+    def load(cls, folder: Path, run_id: str = "") -> Self:
+        """Return the state in the journal's folder.
+
+        If the file is missing, damaged or about another MLflow run than `run_id`, the upload starts from the
+        beginning, which is safe.
+
+        Raises RunFolderError if a newer version of hpcdist has written the file.
+        """
+        path = folder / cls.FILE
+        raw = read_json(path) or {}
+        try:
+            found = fill(cls, raw, path)
+        except RunFolderError:
+            found = cls(run_id=run_id)
+        return found if run_id in ("", found.run_id) else cls(run_id=run_id)
+
+    def save(self, folder: Path) -> None:
+        """Write the state to the journal's folder. Raises TrackingError if that fails."""
+        _write_state(folder / self.FILE, asdict(self))
+
+
+def _write_state(path: Path, content: Mapping[str, Any], indent: int | None = None) -> None:
+    try:
+        write_atomic(path, json.dumps(stamped(content), indent=indent, sort_keys=True))
+    except OSError as error:
+        raise TrackingError(f"{path} cannot be written ({error.strerror}): free space there") from error
+
+
+@dataclass(kw_only=True)
+class SentFacts(Sent):
+    """The other data of the run in MLflow; its owner is `Delivery`."""
+
+    FILE = "sent-facts.json"
+    tags: dict[str, str] = field(default_factory=dict)
+    """A tag that a user changes in MLflow is not set back."""
+    events: dict[str, int] = field(default_factory=dict)
+    """Event file → bytes that are in MLflow."""
+    page: str = ""  #: digest of the description, datasets and columns in MLflow (`RunPage`)
+    report: str = ""  #: state of the run in `report.html` (`mark_of`)
+    complete: str = ""  #: ended state of which MLflow had everything (`mark_of`)
+
+
+@dataclass(kw_only=True)
+class SentFiles(Sent):
+    """The files and models in MLflow; the owner is `Uploads`."""
+
+    FILE = "sent-files.json"
+    artifacts: dict[str, str] = field(default_factory=dict)
+    """Artifact → fingerprint of the uploaded file."""
+    left: int = 0  #: artifacts of an ended run that are not uploaded yet
+    model: dict[str, str] = field(default_factory=dict)
+    """The final model: `fingerprint`, `model_id` and, if it is registered, `registered` (name/version)."""
+    checkpoints: dict[str, str] = field(default_factory=dict)
+    """Checkpoint folder → fingerprint of the manifest that its logged model has completely."""
+
+
+def mark_of(state: State) -> str:
+    """Return a text that differs between the starts and ends of a run."""
+    return f"{state.status} {state.attempt}"
+
+
+def upload_progress(run: RunDir) -> str:
+    """Return a line on the upload of an ended run: files sent, of all. Raises RunFolderError and OSError."""
+    sent = SentFiles.load(run.journal)
+    num_done = len(sent.artifacts)
+    return "uploading to MLflow" + (f": {num_done} of {num_done + sent.left} files" if sent.left else "")
+
 
 #: Length of a name in `names.json` and in a log line.
 _KEPT_CHARS, _SHOWN_CHARS = 1000, 80
@@ -514,13 +580,9 @@ class ChangedNames:
         Raises TrackingError if the file cannot be written.
         """
         new = {clean: name for name, clean in names if clean != name and clean not in self._originals}
-        if not new:
-            return
         for clean, name in new.items():
             shown = name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}… ({len(name)} characters)"
             log.warning("MLflow does not accept the name %r: it is uploaded as %r", shown, clean)
             self._originals[clean] = name[:_KEPT_CHARS]
-        try:
-            write_json(self._path, self._originals)
-        except OSError as error:
-            raise TrackingError(f"{self._path} cannot be written ({error.strerror}): free space there") from error
+        if new:
+            _write_state(self._path, self._originals, indent=2)

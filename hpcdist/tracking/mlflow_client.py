@@ -1,4 +1,5 @@
-"""The connection to MLflow: its settings, the client, and the translation of its exceptions into one line each.
+"""The connection to MLflow: its settings, the client, the translation of its exceptions into one line each, and the
+MLflow run of a run folder.
 
 Other modules import MLflow's names from here, since the settings must be in place before MLflow is imported.
 """
@@ -9,7 +10,10 @@ import gc
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -18,8 +22,12 @@ from urllib.parse import urlsplit
 
 from hpcdist.config.redaction import redact_text
 from hpcdist.errors import RunFolderError, TrackingError, UserMistake
+from hpcdist.host.files import make_private, write_json
 from hpcdist.host.lock import long_lock
-from hpcdist.run.folder import make_database
+from hpcdist.run.folder import RunDir, make_database, own_place, read_record
+from hpcdist.run.records import began_of
+from hpcdist.tracking.journal import clean_name
+from hpcdist.tracking.points import Point
 from hpcdist.tracking.uri import (
     VARIABLES,
     is_server,
@@ -61,6 +69,8 @@ for _name in ("mlflow.exceptions", "mlflow.utils.rest_utils"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 __all__ = ["MlflowClient", "MlflowException", "entities", "open_client"]
+
+log = logging.getLogger(__name__)
 
 #: Exceptions of the client if the server, a proxy or the disk fails.
 _FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
@@ -204,17 +214,23 @@ _CAUSES = {
 def explanation(error: Exception, uri: str) -> str:
     """Return cause and fix of a failed request; empty if the error of MLflow's client itself says more."""
     text = str(error)[:10_000]
-    status = status_of(error)
-    if status == 401:
-        return _unauthenticated(uri)
-    if status == 403:
-        return _forbidden(text, uri)
+    found = _STATUS.search(text)
+    status = int(next(filter(None, found.groups()))) if found else _CODES.get(str(getattr(error, "error_code", "")), 0)
+    if status in (401, 403):
+        return _refused(status, text, uri)
     if status in _NOT_AN_API:
-        return _no_endpoint(status, uri)
+        own, other = version("mlflow"), server_version(uri)
+        if not other:
+            return f"the server does not know MLflow's API ({status}): check the address, and its path if it has one"
+        if other == own:
+            return f"the server with MLflow {own}, like this client, does not know the request ({status}): see its log"
+        return (
+            f"the server has MLflow {other} and does not know a request of this client's MLflow {own} ({status}):"
+            " install the same version on both sides"
+        )
     if status in _CAUSES:
         return _CAUSES[status]
-    body = text.partition(" Response body: ")[2]
-    if "<" in body[:200]:
+    if "<" in text.partition(" Response body: ")[2][:200]:
         return (
             "The response is an HTML page: check that this is the address of an MLflow server, and not of a login page"
         )
@@ -225,18 +241,22 @@ def explanation(error: Exception, uri: str) -> str:
     return ""
 
 
-def status_of(error: Exception) -> int:
-    """Return the HTTP status of a failed request; 0 if it is unknown, or an error about the request's content."""
-    code = _CODES.get(str(getattr(error, "error_code", "")), 0)
-    found = _STATUS.search(str(error)[:10_000])
-    return int(next(filter(None, found.groups()))) if found else code
-
-
-def _unauthenticated(uri: str) -> str:
+def _refused(status: int, text: str, uri: str) -> str:
+    if "Invalid Host header" in text:
+        host = urlsplit(uri).netloc.rpartition("@")[2]
+        return (
+            f"the server does not accept the host name {host} (403): its administrator allows it with"
+            f" `--allowed-hosts {host}`"
+        )
     try:
         own = read_credentials(uri, os.environ)
     except UserMistake as mistake:
         return str(mistake)
+    if status == 403:
+        return (
+            f"{f'user {own.user}' if own.user else 'this user'} lacks the permission for the request (403): the owner"
+            " of the experiment or an administrator grants EDIT"
+        )
     if own.user:
         return f"the server does not accept user {own.user} with this password (401): check {own.source}"
     if own.token:
@@ -246,35 +266,6 @@ def _unauthenticated(uri: str) -> str:
     return (
         f"the server needs a user and a password (401): set {VARIABLES}, or write them to ~/.mlflow/credentials"
         " with mode 0600"
-    )
-
-
-def _forbidden(text: str, uri: str) -> str:
-    if "Invalid Host header" in text:
-        host = urlsplit(uri).netloc.rpartition("@")[2]
-        return (
-            f"the server does not accept the host name {host} (403): its administrator allows it with"
-            f" `--allowed-hosts {host}`"
-        )
-    try:
-        user = read_credentials(uri, os.environ).user
-    except UserMistake:
-        user = ""
-    return (
-        f"{f'user {user}' if user else 'this user'} lacks the permission for the request (403): the owner of the"
-        " experiment or an administrator grants EDIT"
-    )
-
-
-def _no_endpoint(status: int, uri: str) -> str:
-    own, found = version("mlflow"), server_version(uri)
-    if not found:
-        return f"the server does not know MLflow's API ({status}): check the address, and its path if it has one"
-    if found == own:
-        return f"the server with MLflow {found}, like this client, does not know the request ({status}): see its log"
-    return (
-        f"the server has MLflow {found} and does not know a request of this client's MLflow {own} ({status}): install"
-        " the same version on both sides"
     )
 
 
@@ -288,3 +279,179 @@ def server_version(uri: str) -> str:
     except MlflowException:
         return ""
     return version_in(response.text[:100]) if response.status_code == 200 else ""
+
+
+UID_TAG = "hpcdist.run_uid"
+#: Maximum numbers of characters of values.
+MAX_PARAM, MAX_TAG = 6000, 8000
+#: Limits of one request to MLflow.
+_MAX_METRICS, _MAX_TAGS = 1000, 100
+
+
+def clean_text(text: str) -> str:
+    """Return text without passwords and without lone surrogates, which file names may contain."""
+    return redact_text(text).encode(errors="replace").decode()
+
+
+class MlflowRun:
+    """The MLflow run of a run folder. All methods raise TrackingError if MLflow fails or rejects a request.
+
+    They are idempotent: after a crash or a lost response, the same call leads to the same result.
+    """
+
+    def __init__(self, run: RunDir, uri: str) -> None:
+        """Find or create the MLflow run; `mlflow.json` records its id."""
+        self.uri = uri
+        self.client = open_client(uri)
+        self._folder = run
+        saved = read_record(run.mlflow) or {}
+        for key in ("run_uid", "run_id"):
+            if not isinstance(saved.get(key, ""), str):
+                raise TrackingError(f"{run.mlflow} is damaged: {key} cannot be {str(saved[key])[:40]!r}")
+        if "run_uid" not in saved:
+            # Written before the run is created: after a crash the run is found by this tag.
+            saved["run_uid"] = uuid.uuid4().hex
+            write_json(run.mlflow, saved, durable=True)
+        with translated(uri):
+            found = self._known(saved)
+            if found is None:
+                experiment, uid = self._experiment(), saved["run_uid"]
+                same = self.client.search_runs([experiment], f"tags.`{UID_TAG}` = '{uid}'", max_results=1)
+                found = (
+                    same[0]
+                    if same
+                    else self.client.create_run(
+                        experiment, start_time=int(began_of(run) * 1000), tags={UID_TAG: uid}, run_name=run.name
+                    )
+                )
+            self.start_ms = int(found.info.start_time or 0)
+            self.run_id = require_id(found.info.run_id, "a run")
+            self.experiment_id = require_id(found.info.experiment_id, "a run's experiment")
+        ids = {"uri": redact_text(uri), "experiment_id": self.experiment_id, "run_id": self.run_id}
+        if saved | ids != saved:
+            write_json(run.mlflow, saved | ids, durable=True)
+
+    def _known(self, saved: Mapping[str, Any]) -> entities.Run | None:
+        """Return the run that `mlflow.json` names; None if it names none, or one of another store."""
+        run_id = saved.get("run_id")
+        if not run_id:
+            return None
+        found = self._get(run_id)
+        if found is None and saved.get("uri") == redact_text(self.uri):
+            raise TrackingError(
+                f"run {run_id} is no longer in MLflow at {redact_text(self.uri)}: restore its database, or"
+                f" remove {self._folder.mlflow} to upload everything again as a new run"
+            )
+        return found
+
+    def _get(self, run_id: str) -> entities.Run | None:
+        found = None
+        with tolerated("RESOURCE_DOES_NOT_EXIST"):
+            found = self.client.get_run(run_id)
+        if found is not None and found.info.lifecycle_stage == "deleted":
+            raise TrackingError(
+                f"run {run_id} is deleted in MLflow at {redact_text(self.uri)}: restore it with"
+                f" `mlflow runs restore --run-id {run_id}`"
+            )
+        return found
+
+    def _experiment(self) -> str:
+        name = self._folder.experiment
+        for _ in range(2):
+            found = self.client.get_experiment_by_name(name)
+            if found is not None and found.lifecycle_stage == "deleted":
+                raise TrackingError(
+                    f"experiment {name} is deleted in MLflow at {redact_text(self.uri)}: restore it with `mlflow"
+                    f" experiments restore --experiment-id {found.experiment_id}`, or choose another `experiment`"
+                )
+            if found is not None:
+                return require_id(found.experiment_id, "an experiment")
+            with tolerated("RESOURCE_ALREADY_EXISTS"):
+                location = self._artifact_location(name)
+                return require_id(self.client.create_experiment(name, location), "an experiment")
+        raise TrackingError(f"experiment {name} cannot be created in MLflow at {redact_text(self.uri)}")
+
+    def _artifact_location(self, experiment: str) -> str | None:
+        """Return a folder beside a local database; None for a server, which chooses the location itself."""
+        if is_server(self.uri):
+            return None
+        database = sqlite_path(self.uri)
+        place = database.parent if database is not None else own_place(self._folder.path.parent.parent)
+        make_private(folder := place / "mlartifacts")  # it holds copies of private files
+        return (folder.absolute() / experiment).as_uri()
+
+    def log_points(self, points: Sequence[Point]) -> int:
+        """Log points. Returns the number that MLflow rejects permanently, each with a warning."""
+        metrics = [entities.Metric(*point) for point in points]
+        return sum(self._log_batch(metrics[start:][:_MAX_METRICS]) for start in range(0, len(metrics), _MAX_METRICS))
+
+    def _log_batch(self, metrics: list[entities.Metric]) -> int:
+        try:
+            with translated(self.uri):
+                self.client.log_batch(self.run_id, metrics=metrics, synchronous=True)
+            return 0
+        except TrackingError as error:
+            if len(metrics) == 1 or " error code 413 " not in str(error.__cause__):
+                if error.code != "INVALID_PARAMETER_VALUE":
+                    raise
+                self.require_active()  # a deleted run gives the same error code
+            if len(metrics) == 1:
+                log.warning("metric %s of step %d is omitted: %s", metrics[0].key, metrics[0].step, error)
+                return 1
+            middle = len(metrics) // 2
+            return self._log_batch(metrics[:middle]) + self._log_batch(metrics[middle:])
+
+    def require_active(self) -> None:
+        """Raise TrackingError if the run is no longer in MLflow, or is deleted there."""
+        with translated(self.uri):
+            if self._get(self.run_id) is None:
+                raise TrackingError(f"run {self.run_id} is no longer in MLflow at {redact_text(self.uri)}")
+
+    def log_params(self, params: Mapping[str, str]) -> None:
+        """Log parameters; since MLflow's are immutable, a changed one becomes a tag `hpcdist.changed.<key>`."""
+        with translated(self.uri):
+            data = self.client.get_run(self.run_id).data
+            logged, tag = data.params, "hpcdist.changed.{}".format
+            new = [entities.Param(key, value) for key, value in params.items() if key not in logged]
+            for start in range(0, len(new), _MAX_TAGS):
+                self.client.log_batch(self.run_id, params=new[start : start + _MAX_TAGS], synchronous=True)
+        tags = {clean_name(tag(k)): (v, logged.get(k, v)) for k, v in params.items()}
+        self.set_tags({name: now for name, (now, first) in tags.items() if data.tags.get(name, first) != now})
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        pairs = [entities.RunTag(key, value) for key, value in tags.items()]
+        with translated(self.uri):
+            for start in range(0, len(pairs), _MAX_TAGS):
+                self.client.log_batch(self.run_id, tags=pairs[start : start + _MAX_TAGS], synchronous=True)
+
+    def current(self) -> entities.Run:
+        """Return the run as MLflow has it now."""
+        with translated(self.uri):
+            return self.client.get_run(self.run_id)
+
+    def delete_tag(self, key: str) -> None:
+        """Delete a tag of the run, if it has it."""
+        with translated(self.uri), tolerated("RESOURCE_DOES_NOT_EXIST"):
+            self.client.delete_tag(self.run_id, key)
+
+    def set_status(self, status: str, ended_ms: int | None) -> None:
+        """Set MLflow's status; FINISHED, FAILED and KILLED come with an end time."""
+        with translated(self.uri):
+            if ended_ms is None:
+                self.client.update_run(self.run_id, status=status)
+            else:
+                self.client.set_terminated(self.run_id, status, end_time=ended_ms)
+
+    def upload(self, source: Path, target: str) -> None:
+        """Upload a file as `target`, or the content of a folder into `target`."""
+        with translated(self.uri):
+            if source.is_dir():
+                self.client.log_artifacts(self.run_id, str(source), target)
+                return
+            folder, _, name = target.rpartition("/")
+            if name == source.name:
+                self.client.log_artifact(self.run_id, str(source), folder or None)
+                return
+            with tempfile.TemporaryDirectory() as temporary:  # MLflow takes the name from the file
+                path = shutil.copyfile(source, Path(temporary, name))
+                self.client.log_artifact(self.run_id, str(path), folder or None)

@@ -1,5 +1,5 @@
-"""A run in MLflow's UI: description, datasets and metrics, the parent run of a sweep, and prepared views of an
-experiment.
+"""A run in MLflow's UI: parameters and tags, description, datasets and primary metric, the parent run of a sweep, and
+prepared views of an experiment.
 """
 
 from __future__ import annotations
@@ -11,33 +11,173 @@ import logging
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from mlflow import __version__ as installed
 
 from hpcdist.config.launch_schema import CheckpointConfig
-from hpcdist.errors import HpcdistError, RunFolderError, TrackingError
+from hpcdist.config.redaction import redact_tree
+from hpcdist.config.tree import flat
+from hpcdist.config.written import StoredConfig, read_stored
+from hpcdist.errors import ConfigError, HpcdistError, RunFolderError, TrackingError
 from hpcdist.host.files import read_json, write_json
 from hpcdist.host.lock import long_lock
 from hpcdist.review.description import describe, describe_sweep, read_sweep_facts
 from hpcdist.review.facts import RunFacts, interruptions, read_facts
 from hpcdist.review.ledger import CAUSES, Ledger, percent, read_ledger
+from hpcdist.run.create import is_generated
 from hpcdist.run.folder import ENDED, RunDir, State
-from hpcdist.run.records import DatasetRecord
-from hpcdist.run.sweeps import SweepDir, sweep_of, text_of
-from hpcdist.tracking import run_metadata
+from hpcdist.run.records import (
+    PLAIN_SCRIPT,
+    DatasetRecord,
+    overrides,
+    parameters,
+    read_origin,
+    read_rerun,
+    script_arguments,
+)
+from hpcdist.run.slurm_job import job_starts
+from hpcdist.run.sweeps import SweepDir, affects_results, label, sweep_of, text_of
 from hpcdist.tracking.journal import clean_name
 from hpcdist.tracking.links import VIEWS
-from hpcdist.tracking.mlflow_client import entities, server_version, translated
-from hpcdist.tracking.mlflow_run import MlflowRun
-from hpcdist.tracking.run_metadata import MAX_TAG, clean_text
+from hpcdist.tracking.mlflow_client import (
+    MAX_PARAM,
+    MAX_TAG,
+    MlflowRun,
+    clean_text,
+    entities,
+    server_version,
+    translated,
+)
 from hpcdist.tracking.uri import is_server
 
-# Description, datasets and primary metric of a run, as MLflow's UI shows them beside its metrics.
-
 log = logging.getLogger(__name__)
+
+# Config, environment and state of a run as parameters and tags.
+
+MAX_RUN_NAME = 250
+#: Overrides in the name of a run.
+_NAMED_OVERRIDES = 4
+#: MLflow has no status for a stopped run that can be resumed; the tag `hpcdist.state` holds it.
+MLFLOW_STATUS = {
+    "created": "SCHEDULED",
+    "queued": "SCHEDULED",
+    "finished": "FINISHED",
+    "failed": "FAILED",
+    "cancelled": "KILLED",
+    "stopped": "KILLED",
+}
+
+
+def read_config(run: RunDir) -> StoredConfig:
+    """Return the config of a run. Raises TrackingError if it cannot be read."""
+    try:
+        return read_stored(run.config)
+    except ConfigError as error:
+        raise TrackingError(f"{error}: a run cannot be uploaded without its config") from error
+
+
+def flatten(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield dotted keys and values as text; lists are JSON."""
+    for key, value in flat(tree).items():
+        yield key, value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def params(run: RunDir, stored: StoredConfig) -> dict[str, str]:
+    """Return the parameters of a run, with secrets redacted and values of MLflow's maximum length."""
+    return {clean_name(key): clean_text(text)[:MAX_PARAM] for key, text in flatten(parameters(run, stored))}
+
+
+def names(run: RunDir, stored: StoredConfig) -> list[tuple[str, str]]:
+    """Return the keys of parameters and user tags, each with its name in MLflow."""
+    own = stored.config.tracking.tags
+    return [(key, clean_name(key)) for tree in (parameters(run, stored), own) for key, _ in flatten(tree)]
+
+
+def fixed_tags(run: RunDir, stored: StoredConfig) -> dict[str, str]:
+    """Return the tags that do not change: name, source, environment, and the tags of the user."""
+    environment = read_json(run.environment) or {}
+    trainer = stored.config.trainer
+    # `code` is the path that the code was copied from; the commit is a key of its own.
+    facts = {key: value for key, value in environment.items() if key != "code" and value is not None}
+    if "command" in facts:  # the tag `hpcdist.command` is for commands to the run, see `command_tag.py`
+        facts["command_line"] = facts.pop("command")
+    if "cores" in facts:  # of the machine on which the run was created, not of its allocation
+        facts["host_cores"] = facts.pop("cores")
+    if container := {key: value for key, value in (read_json(run.container) or {}).items() if value is not None}:
+        facts |= {key: container.pop(key) for key in ("image", "image_digest") if key in container}
+        facts["container"] = container
+    if rank_environment := read_json(run.rank_environment):
+        facts["rank_environment"] = {key: value for key, value in rank_environment.items() if value}
+    tags = {clean_name(f"hpcdist.{key}"): text for key, text in flatten(facts)}
+    tags |= {
+        "hpcdist.folder": str(run.path),
+        "mlflow.runName": run_name(run, stored),
+        "mlflow.source.name": " ".join(trainer.script or [trainer.target]),
+        "mlflow.source.type": "LOCAL",
+    }
+    if (rerun := read_rerun(run)) is not None:
+        tags["hpcdist.rerun_of"] = rerun.run_id or rerun.name
+    for tag, key in (("mlflow.source.git.commit", "git_commit"), ("mlflow.user", "user")):
+        if environment.get(key):
+            tags[tag] = str(environment[key])
+    tags |= {clean_name(key): text for key, text in stored.config.tracking.tags.items()}
+    return {key: clean_text(text)[:MAX_TAG] for key, text in tags.items()}
+
+
+def run_name(run: RunDir, stored: StoredConfig) -> str:
+    """Return the name of a run in MLflow.
+
+    A generated name is preceded by the overrides that affect the result, and by the arguments of a script that was
+    started without a config: `lr=0.01 seed=2 (ddp-20261122-121700-1a2b)`.
+    """
+    origin = read_origin(run) if is_generated(run.name) else None
+    if origin is None:
+        return run.name
+    differing = {key: item.after for key, item in overrides(origin, stored.values).items() if affects_results(key)}
+    arguments = redact_tree(script_arguments(stored.config.trainer.script)) if origin.config == PLAIN_SCRIPT else {}
+    named = label({key: differing[key] for key in list(differing)[:_NAMED_OVERRIDES]})
+    shown = " ".join(filter(None, [*(f"{name}={text}" for name, text in arguments.items()), named]))
+    more = f" +{len(differing) - _NAMED_OVERRIDES}" * (len(differing) > _NAMED_OVERRIDES)
+    end = f"{more} ({run.name})"
+    return f"{shown[: MAX_RUN_NAME - len(end)]}{end}" if shown else run.name
+
+
+def job_tags(run: RunDir) -> dict[str, str]:
+    """Return the nodes of the run, and of its Slurm job the id, the nodes of its last start, and the number of starts
+    with their time in the queue.
+    """
+    job = read_json(run.path / "slurm.json") or {}
+    starts = job_starts(run)
+    if not job.get("job_id"):
+        host = (read_json(run.environment) or {}).get("host")
+        return {"hpcdist.nodes": clean_text(str(host))[:MAX_TAG]} if host else {}
+    facts = {
+        "job_id": job["job_id"],
+        "cluster": job.get("cluster") or None,
+        "nodes": (starts[-1].get("nodes") or None) if starts else None,
+        "starts": len(starts) or None,
+        "queue_s": round(sum(float(start.get("queue_s", 0.0)) for start in starts)) if starts else None,
+    }
+    tags = {f"hpcdist.slurm.{key}": str(value) for key, value in facts.items() if value is not None}
+    # The same tag for runs with and without Slurm, for a column in the list of runs.
+    nodes = dict.fromkeys(start["nodes"] for start in starts if start.get("nodes"))
+    return tags | ({"hpcdist.nodes": ",".join(nodes)[:MAX_TAG]} if nodes else {})
+
+
+def state_tags(state: State) -> dict[str, str]:
+    return {
+        "hpcdist.attempts": str(state.attempt),
+        "hpcdist.restarts": str(state.restarts),
+        "hpcdist.reason": clean_text(state.reason)[:MAX_TAG],
+        "hpcdist.state": state.status,
+        "hpcdist.world_size": str(state.world_size),
+    }
+
+
+# Description, datasets and primary metric of a run, as MLflow's UI shows them beside its metrics.
 
 NOTE_TAG = "mlflow.note.content"
 #: Separates text of the user from the description; MLflow's UI does not show it.
@@ -61,15 +201,11 @@ class RunPage:
         self._run = run
         self._shown: object = None
         self._next = 0.0
-        #: What this process has sent.
-        self._text = ""
-        self._datasets: tuple[DatasetRecord, ...] = ()
-        self._tags: dict[str, str] = {}
         self._has_primary_metric = False
         self._is_refused = False
 
     def update(self, opened: MlflowRun, state: State, own_note: str, sent: str) -> str:
-        """Send what has changed. Returns a digest of the page, empty if MLflow has refused a part of it.
+        """Send the page if it has changed. Returns its digest, empty if MLflow has refused a part of it.
 
         Args:
             own_note: description that the config of the run sets; it precedes the generated one.
@@ -86,39 +222,28 @@ class RunPage:
             ledger = read_ledger(self._run)
             text = describe(facts, ledger, max_chars=MAX_DESCRIPTION - len(own_note))
         tags = view_tags(facts, ledger)
-        shown = json.dumps([own_note, text, [asdict(one) for one in facts.datasets], tags, _has_primary(facts)])
+        is_measured = facts.best is not None or facts.monitor in facts.metrics
+        shown = json.dumps([own_note, text, [asdict(one) for one in facts.datasets], tags, is_measured])
         digest = hashlib.sha256(shown.encode()).hexdigest()
         if digest != sent:
-            self._send(opened, facts, text, own_note, tags)
+            set_note(opened, text, own_note=own_note)
+            if facts.datasets:
+                with translated(opened.uri):
+                    opened.client.log_inputs(opened.run_id, [_input(one, facts.datasets) for one in facts.datasets])
+            if is_measured and not self._has_primary_metric:
+                self._is_refused = not _set_primary_metric(opened, facts)
+                self._has_primary_metric = True
+            opened.set_tags(tags)
         self._shown, self._next = status, now + INTERVAL_S
         return "" if self._is_refused else digest
-
-    def _send(self, opened: MlflowRun, facts: RunFacts, text: str, own_note: str, tags: dict[str, str]) -> None:
-        if text != self._text:
-            set_note(opened, text, own_note=own_note)
-            self._text = text
-        if facts.datasets != self._datasets:
-            with translated(opened.uri):
-                opened.client.log_inputs(opened.run_id, [_input(dataset, facts.datasets) for dataset in facts.datasets])
-            self._datasets = facts.datasets
-        if not self._has_primary_metric and _has_primary(facts):
-            self._is_refused = not _set_primary_metric(opened, facts)
-            self._has_primary_metric = True
-        if tags != self._tags:
-            opened.set_tags(tags)
-            self._tags = tags
-
-
-def _has_primary(facts: RunFacts) -> bool:
-    return facts.best is not None or facts.monitor in facts.metrics
 
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """Turn a RunFolderError into a TrackingError."""
+    """Turn an error of the run folder into a TrackingError."""
     try:
         yield
-    except RunFolderError as error:
+    except (RunFolderError, OSError) as error:
         raise TrackingError(str(error)) from error
 
 
@@ -224,54 +349,38 @@ class ParentRun:
         if self._mlflow is None:
             # The lock lets one process create the run. Without locks two may create one: all cells use the one that
             # mlflow.json names, at the latest in their next pass.
-            with _readable(), _locked(self._sweep):
-                opened = MlflowRun(self._sweep, self._uri)
-                # A database rejects a parameter that two processes log at the same time.
-                self._describe(opened, self._sweep.read())
+            with _readable(), long_lock(self._sweep.path / ".mlflow.lock"):
+                opened, facts = MlflowRun(self._sweep, self._uri), self._sweep.read()
+                axes: dict[str, dict[str, None]] = {key: {} for key in facts["keys"]}
+                for cell in facts["cells"]:
+                    for key, value in cell["values"].items():
+                        axes[key][text_of(value)] = None
+                of_cell = fixed_tags(self._cell, read_config(self._cell))
+                tags = {key: value for key, value in of_cell.items() if key in _SHARED}
+                tags["hpcdist.axes"] = json.dumps({key: list(texts) for key, texts in axes.items()})[:MAX_TAG]
+                # Under the lock: a database rejects a parameter that two processes log at the same time.
+                opened.log_params({clean_name(key): ", ".join(texts)[:MAX_PARAM] for key, texts in axes.items()})
+                opened.set_tags(tags | {"hpcdist.folder": str(self._sweep.path)})
             self._mlflow = opened
         return self._mlflow
-
-    def _describe(self, opened: MlflowRun, facts: Mapping[str, Any]) -> None:
-        axes: dict[str, dict[str, None]] = {key: {} for key in facts["keys"]}
-        for cell in facts["cells"]:
-            for key, value in cell["values"].items():
-                axes[key][text_of(value)] = None
-        opened.log_params({clean_name(key): ", ".join(texts)[: run_metadata.MAX_PARAM] for key, texts in axes.items()})
-        of_cell = run_metadata.fixed_tags(self._cell, run_metadata.read_config(self._cell))
-        tags = {key: value for key, value in of_cell.items() if key in _SHARED}
-        values = json.dumps({key: list(texts) for key, texts in axes.items()})
-        opened.set_tags(tags | {"hpcdist.folder": str(self._sweep.path), "hpcdist.axes": values[:MAX_TAG]})
 
     def refresh(self) -> None:
         """Set the status and description of the sweep from the folders of its cells."""
         opened = self._open()
-        state = self._read()
+        with _readable():
+            state = self._sweep.read_state()
         while True:
-            ended = state.status in ENDED
             with _readable():
                 text = describe_sweep(read_sweep_facts(self._sweep, state), max_chars=MAX_DESCRIPTION)
             set_note(opened, text)
             opened.set_tags({"hpcdist.state": state.status, "hpcdist.reason": state.reason[:MAX_TAG]})
-            status = run_metadata.MLFLOW_STATUS.get(state.status, "RUNNING")
-            opened.set_status(status, int((state.ended or 0) * 1000) if ended else None)
+            status = MLFLOW_STATUS.get(state.status, "RUNNING")
+            opened.set_status(status, int((state.ended or 0) * 1000) if state.status in ENDED else None)
             # Concurrent updates may overtake each other: each process repeats its update until the state is unchanged.
-            before, state = state, self._read()
+            with _readable():
+                before, state = state, self._sweep.read_state()
             if (before.status, before.reason) == (state.status, state.reason):
                 return
-
-    def _read(self) -> State:
-        with _readable():
-            return self._sweep.read_state()
-
-
-@contextmanager
-def _locked(sweep: SweepDir) -> Iterator[None]:
-    with ExitStack() as stack:
-        try:  # of the lock only, not of the block
-            stack.enter_context(long_lock(sweep.path / ".mlflow.lock"))
-        except OSError as error:
-            raise TrackingError(f"{sweep.path} cannot be written ({error.strerror})") from error
-        yield
 
 
 # Prepared views of an experiment, stored like views that users save in MLflow's UI.
@@ -292,30 +401,32 @@ _NUMBER_PX = 190
 _MAX_KEYS = 30
 
 
-@dataclass(frozen=True, kw_only=True)
-class View:
-    """The columns, order and grouping of a list of runs, with the column ids of MLflow's UI."""
+def _view(
+    *columns: str,
+    order_by: str = "attributes.start_time",
+    ascending: bool = False,
+    group_by_tag: str = "",
+    search: str = "",
+    widths: Mapping[str, int],
+) -> dict[str, Any]:
+    """Return the state of a view as MLflow's UI saves it; the UI completes omitted keys with its defaults.
 
-    columns: tuple[str, ...]
-    order_by: str = "attributes.start_time"
-    ascending: bool = False
-    group_by_tag: str = ""
-    search: str = ""
-    #: Pixels of columns whose values are wider than their names.
-    widths: Mapping[str, int] = field(default_factory=dict)
-
-    def state(self) -> dict[str, Any]:
-        """Return the state as MLflow's UI saves it; the UI completes omitted keys with its defaults."""
-        group = {"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": self.group_by_tag}]}
-        return {
-            "searchFilter": self.search,
-            "orderByKey": self.order_by,
-            "orderByAsc": self.ascending,
-            "selectedColumns": [column for column in self.columns if column != _DURATION],
-            "columnOrder": [_NAME, _CREATED, *self.columns],
-            "columnWidths": {column: _width(column) for column in self.columns} | dict(self.widths),
-            "groupBy": group if self.group_by_tag else None,
-        }
+    Args:
+        columns: ids of columns in MLflow's UI.
+        widths: pixels of columns whose values are wider than their names.
+    """
+    names = {column: 8 * len(column.partition("`")[2].rstrip("`")) + 30 for column in columns}
+    return {
+        "searchFilter": search,
+        "orderByKey": order_by,
+        "orderByAsc": ascending,
+        "selectedColumns": [column for column in columns if column != _DURATION],
+        "columnOrder": [_NAME, _CREATED, *columns],
+        "columnWidths": {column: max(90, width) for column, width in names.items()} | dict(widths),
+        "groupBy": {"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": group_by_tag}]}
+        if group_by_tag
+        else None,
+    }
 
 
 def _metric(key: str) -> str:
@@ -326,17 +437,12 @@ def _tag(key: str) -> str:
     return f"tags.`{key}`"
 
 
-def _width(column: str) -> int:
-    """Return the width in pixels at which the name of a column is shown in full."""
-    return max(90, 8 * len(column.partition("`")[2].rstrip("`")) + 30)
-
-
 def _widths(**pixels: int) -> dict[str, int]:
     return {_tag(f"hpcdist.{name}"): width for name, width in pixels.items()}
 
 
-def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, View]:
-    """Return the views of an experiment by id. Columns that no run of the experiment has do not appear in the UI.
+def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the states of an experiment's views by id. Columns that no run has do not appear in the UI.
 
     Args:
         monitors: Primary metrics of the runs (`checkpoint.monitor`, `checkpoint.monitor_mode`), the newest one last.
@@ -351,30 +457,28 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, View
     lost, interruptions = _tag("hpcdist.lost_steps"), _tag("hpcdist.interruptions")
     measured = dict.fromkeys([*primary, loss, *throughput], _NUMBER_PX)
     views = {
-        "hpcdist-overview": View(
-            columns=(
-                *(state, _tag("hpcdist.best"), _DURATION, cost, *primary, loss, *throughput),
-                *(nodes, ranks, dataset),
-            ),
+        "hpcdist-overview": _view(
+            *(state, _tag("hpcdist.best"), _DURATION, cost, *primary, loss, *throughput),
+            *(nodes, ranks, dataset),
             widths=measured | _widths(best=200, cost=250) | {dataset: 300},
         ),
-        "hpcdist-failures": View(
-            columns=(state, interruptions, attempts, lost, nodes, _DURATION, _tag("hpcdist.reason")),
+        "hpcdist-failures": _view(
+            *(state, interruptions, attempts, lost, nodes, _DURATION, _tag("hpcdist.reason")),
             order_by=state,  # cancelled and failed runs come first
             ascending=True,
             group_by_tag="hpcdist.state",
             widths=_widths(reason=400, interruptions=600),
         ),
-        "hpcdist-cost": View(
-            columns=(cost, allocated, _metric("usage/goodput"), *causes, _metric("usage/energy_kwh"), _DURATION),
+        "hpcdist-cost": _view(
+            *(cost, allocated, _metric("usage/goodput"), *causes, _metric("usage/energy_kwh"), _DURATION),
             order_by=allocated,
             widths=_widths(cost=250),
         ),
     }
     if keys := list(axes):
         best, mode = [("train/loss", "min"), *monitors.items()][-1]
-        views["hpcdist-sweep"] = View(
-            columns=(*(f"params.`{key}`" for key in keys), *primary, loss, state, _DURATION),
+        views["hpcdist-sweep"] = _view(
+            *(*(f"params.`{key}`" for key in keys), *primary, loss, state, _DURATION),
             order_by=_metric(best),
             ascending=mode == "min",
             group_by_tag="hpcdist.run.sweep",
@@ -391,7 +495,8 @@ def write(mlflow: MlflowRun, run: RunDir, monitored: CheckpointConfig) -> None:
     """
     try:
         with translated(mlflow.uri):
-            version = _version(mlflow.uri)
+            # Of what shows the store: of the server, or of this installation for a database.
+            version = (server_version(mlflow.uri) or "unknown") if is_server(mlflow.uri) else installed
             if not version.startswith(tuple(f"{tested}." for tested in TESTED)):
                 log.debug("no views are written: MLflow %s is not one of the tested versions %s", version, TESTED)
                 return
@@ -402,11 +507,6 @@ def write(mlflow: MlflowRun, run: RunDir, monitored: CheckpointConfig) -> None:
     saved = read_json(run.mlflow) or {}
     if saved.get("views") != views:
         write_json(run.mlflow, saved | {"views": views}, durable=True)
-
-
-def _version(uri: str) -> str:
-    """Return the version of MLflow that shows a store: of the server, or of this installation for a database."""
-    return (server_version(uri) or "unknown") if is_server(uri) else str(installed)
 
 
 def _update(mlflow: MlflowRun, run: RunDir, monitored: CheckpointConfig) -> list[str]:
@@ -420,10 +520,11 @@ def _update(mlflow: MlflowRun, run: RunDir, monitored: CheckpointConfig) -> list
     all_axes = list(_newest(dict.fromkeys([*(key for view in known for key in view["axes"]), *axes]), axes))
     views = prepared(monitors, all_axes)
     for (id_, name), old in zip(VIEWS.items(), known, strict=True):
-        if id_ not in views or (state := views[id_].state()) == old["state"]:
+        if id_ not in views or (state := views[id_]) == old["state"]:
             continue
         now = int(time.time() * 1000)
-        view = {"name": name, "createdAt": old["createdAt"] or now, "updatedAt": now, "state": _packed(state)}
+        packed = _PREFIX + base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
+        view = {"name": name, "createdAt": old["createdAt"] or now, "updatedAt": now, "state": packed}
         text = json.dumps(view | {"hpcdist": {"monitors": monitors, "axes": all_axes}})
         mlflow.client.set_experiment_tag(mlflow.experiment_id, _TAG + id_, text)
     return list(views)
@@ -433,10 +534,6 @@ def _newest(keys: Mapping[str, str | None], own: Iterable[str]) -> dict[str, Any
     """Return at most _MAX_KEYS of `keys`, the own ones last and never left out."""
     last = dict.fromkeys(own)
     return {key: keys[key] for key in [*(key for key in keys if key not in last), *last][-_MAX_KEYS:]}
-
-
-def _packed(state: Mapping[str, Any]) -> str:
-    return _PREFIX + base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
 
 
 def _read(text: str) -> dict[str, Any]:

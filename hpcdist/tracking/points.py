@@ -1,5 +1,5 @@
-"""The points that the shipper sends: records of all ranks and attempts, each once, within the budgets of charts and
-points.
+"""The points of a run: records of all ranks and attempts, each once; those that the shipper sends within the budgets of
+charts and points, and all of them for reports and comparisons.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcdist.host.retry import retry
+from hpcdist.review.charts import MAX_SERIES, is_read
+from hpcdist.review.facts import Series
 from hpcdist.run.folder import ENDED, RunDir
 from hpcdist.tracking.journal import (
     ATTEMPT_METRIC,
     CHUNK_BYTES,
     Chunk,
     Record,
+    Sent,
+    SentFacts,
     attempt_of,
     clean_metric_name,
     journal_files,
+    mark_of,
     read_chunk,
     read_range,
 )
-from hpcdist.tracking.sent import Sent, SentFacts, mark_of
-
-# The batches of points that the shipper sends: the records of the journal within the budgets of charts and points.
 
 
 class Batches:
@@ -50,7 +52,6 @@ class Batches:
 
     @property
     def counts(self) -> Counts:
-        """Counts of the points that were sent and left out."""
         return replace(self.tail.counts, num_thinned=max(0, self._budget.num_thinned))
 
     @property
@@ -117,7 +118,7 @@ class SentPoints(Sent):
 
     @property
     def is_sending(self) -> bool:
-        """Whether the last batch may have been sent partly."""
+        """Whether the last batch may have been sent, in part or completely."""
         return bool(self.intent or self.closing or self.flushing)
 
     def commit(self) -> None:
@@ -181,7 +182,6 @@ class StepSet:
         return bool(self._blocks.get(step >> 10, 0) >> (step & 1023) & 1)
 
     def add(self, step: int) -> None:
-        """Add a step."""
         self._blocks[step >> 10] = self._blocks.get(step >> 10, 0) | 1 << (step & 1023)
 
 
@@ -194,8 +194,6 @@ LATE_S = 120.0
 
 
 class Point(NamedTuple):
-    """One value of one metric."""
-
     key: str
     value: float
     time_ms: int
@@ -324,25 +322,20 @@ class JournalTail:
         if seen is None:
             seen = self._seen[attempt] = defaultdict(StepSet)
             for file in journal_files(self._folder):
-                if file.attempt == attempt:
-                    for record in self._shipped(file.path):
+                offset, end = 0, self._sent.offsets.get(file.path.name, 0)
+                while file.attempt == attempt and offset < end:
+                    chunk = read_chunk(file.path, offset)
+                    if chunk.offset == offset:
+                        break
+                    if chunk.offset > end:
+                        chunk = read_range(file.path, offset, end)
+                    for record in chunk.records:
                         for raw in record.metrics:
                             seen[clean_metric_name(raw)].add(record.step)
+                    offset = chunk.offset
             for point in points:  # all of this attempt
                 seen[point.key].add(point.step)
         return step in seen[key]
-
-    def _shipped(self, path: Path) -> Iterator[Record]:
-        end = self._sent.offsets.get(path.name, 0)
-        offset = 0
-        while offset < end:
-            chunk = read_chunk(path, offset)
-            if chunk.offset == offset:
-                break
-            if chunk.offset > end:
-                chunk = read_range(path, offset, end)
-            yield from chunk.records
-            offset = chunk.offset
 
 
 # The charts of a run on several nodes: MLflow gets minimum, mean and maximum over the nodes, not a chart of each node.
@@ -481,23 +474,18 @@ class PointBudget:
             if number < EXACT_POINTS:
                 selected.append(point)
                 continue
-            is_first, is_last = self._place(number)
-            if is_first:
+            begin = EXACT_POINTS << ((number // EXACT_POINTS).bit_length() - 1)
+            size = FIRST_BUCKET * begin // EXACT_POINTS
+            place = (number - begin) % size
+            if place == 0:
                 series |= {"low": point.value, "high": point.value, "held": {}}
                 selected.append(point)
             else:
                 _hold(series, point)
-            if is_last:
+            if place == size - 1 or number + 1 == 2 * begin:
                 selected += _release(point.key, series)
         self.num_thinned += len(points) - len(selected)
         return selected
-
-    def _place(self, number: int) -> tuple[bool, bool]:
-        """Return whether a point is the first and whether it is the last one of its bucket."""
-        begin = EXACT_POINTS << ((number // EXACT_POINTS).bit_length() - 1)
-        size = FIRST_BUCKET * begin // EXACT_POINTS
-        place = (number - begin) % size
-        return place == 0, place == size - 1 or number + 1 == 2 * begin
 
     @property
     def is_holding(self) -> bool:
@@ -531,3 +519,41 @@ def _release(key: str, series: dict[str, Any]) -> list[Point]:
     unique = {tuple(kept): Point(key, *kept) for kept in series.get("held", {}).values()}
     series["held"] = {}
     return sorted(unique.values(), key=lambda point: (point.step, point.time_ms))
+
+
+# The metric series of a run as MLflow shows them, for reports and comparisons.
+
+
+def read_series(run: RunDir) -> dict[str, Series]:
+    """Return the series of a run by metric.
+
+    Memory is bounded: a series is thinned, and metrics after the first MAX_SERIES are left out.
+    """
+    series: dict[str, Series] = {}
+    for point in _points(run):
+        found = series.get(point.key)
+        if found is None:
+            if len(series) >= MAX_SERIES or not is_read(point.key):
+                continue
+            found = series[point.key] = Series()
+        found.add(point.step, point.value)
+    return series
+
+
+def read_values(run: RunDir) -> dict[str, dict[int, float]]:
+    """Return all logged values of a run by metric and step, without system metrics and the marks of attempts."""
+    values: dict[str, dict[int, float]] = {}
+    for point in _points(run):
+        if is_read(point.key) and point.key != ATTEMPT_METRIC:
+            values.setdefault(point.key, {})[point.step] = point.value
+    return values
+
+
+def _points(run: RunDir) -> Iterator[Point]:
+    """Yield the points of all ranks and attempts, without the steps that a later attempt repeats."""
+    state = run.read_state()
+    sent = SentPoints()
+    tail = JournalTail(run.journal, sent)
+    while chunks := tail.next_chunks(state.attempt, over=state.status in ENDED):
+        yield from tail.new_points(chunks)
+        sent.offsets |= {name: chunk.offset for name, chunk in chunks.items()}

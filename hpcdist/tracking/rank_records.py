@@ -16,7 +16,16 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 from hpcdist.errors import TrackingError
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal import EventWriter, JournalWriter, event_files, journal_files, read_events, read_records
+from hpcdist.tracking.journal import (
+    MAX_EVENT_NAME,
+    MAX_VALUE,
+    EventWriter,
+    JournalWriter,
+    event_files,
+    journal_files,
+    read_events,
+    read_records,
+)
 
 SCHEME = "hpcdist"
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
@@ -159,8 +168,7 @@ class RankRecords:
             self._events.record(kind, content)
 
     def _record(self, kind: str, key: str, value: str) -> None:
-        if self.is_main:
-            self._events.pair(kind, key, value)
+        self.record(kind, {key[:MAX_EVENT_NAME]: value[:MAX_VALUE]})
 
     def close(self) -> None:
         """Write what is pending. Raises HpcdistError if records would be lost."""

@@ -19,7 +19,7 @@ from hpcdist.run.folder import RunDir, require_record
 from hpcdist.run.lookup import find_runs, resolve_run
 from hpcdist.run.records import DatasetRecord
 from hpcdist.run.snapshot import CodeState, code_of
-from hpcdist.tracking.series import read_values
+from hpcdist.tracking.points import read_values
 from hpcdist.tracking.uri import choose_uri
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -21,11 +22,63 @@ from hpcdist.run.lease import holder
 from hpcdist.run.lookup import list_runs
 from hpcdist.run.records import kept
 from hpcdist.run.slurm_job import job_of, update_job_starts
-from hpcdist.tracking.points import is_complete
-from hpcdist.tracking.shipper import SyncReport, sync
+from hpcdist.run.status import close_if_lost
+from hpcdist.tracking.points import EXACT_POINTS, Counts, is_complete
+from hpcdist.tracking.shipper import only_shipper
 from hpcdist.tracking.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class SyncReport(Counts):
+    """Result of one `sync`."""
+
+    num_artifacts: int = 0  #: uploaded
+    closed: str = ""  #: reason with which a run of a dead supervisor or job was closed
+    busy: str = ""  #: what uploads the run instead; nothing was done
+
+    @property
+    def kind(self) -> str:
+        """`busy`, `unchanged` or `uploaded`."""
+        return "busy" if self.busy else "unchanged" if self == SyncReport() else "uploaded"
+
+    def __str__(self) -> str:
+        if self.busy:
+            return self.busy
+        text = f"{self.num_points} points and {self.num_artifacts} artifacts uploaded"
+        for number, meaning in (
+            (self.num_repeated, "points omitted that an earlier attempt had logged"),
+            (self.num_refused, "points rejected by MLflow"),
+            (self.num_thinned, f"points after the first {EXACT_POINTS:,} of a metric in the journal only"),
+            (self.num_broken, "damaged lines skipped"),
+        ):
+            text += f", {number} {meaning}" if number else ""
+        return text + (f"; closed: {self.closed}" if self.closed else "")
+
+
+def sync(run: RunDir, uri: str, *, close_dead: bool = True) -> SyncReport:
+    """Upload in this process all records that MLflow does not have.
+
+    Args:
+        close_dead: Close the run if its supervisor or job died without recording a status.
+
+    Raises:
+        TrackingError: MLflow is unavailable or rejects a request.
+        RunFolderError: A supervisor starts the run at the same time.
+    """
+    with only_shipper(run) as only:
+        if not only:
+            return SyncReport(busy="another process uploads it at the moment")
+        from hpcdist.tracking.delivery import Delivery  # imports MLflow
+
+        closed = close_if_lost(run) if close_dead else ""
+        delivery = Delivery(run, uri)
+        delivery.open_run()
+        before = dict(delivery.uploads.sent.artifacts)
+        delivery.ship_once()
+        num_artifacts = len(delivery.uploads.sent.artifacts.items() - before.items())
+        return SyncReport(**asdict(delivery.batches.counts), num_artifacts=num_artifacts, closed=closed)
 
 
 def sync_run(run: RunDir, env: Mapping[str, str]) -> SyncReport:
@@ -33,7 +86,6 @@ def sync_run(run: RunDir, env: Mapping[str, str]) -> SyncReport:
 
     Raises HpcdistError or OSError if the run cannot be read or uploaded.
     """
-
     require_trusted(run.path, "sync")
     config = load_run_config(run.config, [], {**kept(run), **env}, require_secrets=False)
     uri = resolve_uri(config, env)
@@ -54,63 +106,44 @@ class _Ended(BaseException):
     """A signal has asked this process to end; an upload that it interrupts continues with the next one."""
 
 
-class Watch:
-    """Uploads all runs below `runs_dir` in passes.
+def watch(runs_dir: Path, env: Mapping[str, str], wanted: Callable[[RunDir], bool], interval_s: float) -> int:
+    """Upload the `wanted` runs below `runs_dir` every `interval_s` until SIGTERM or SIGINT. Returns 0.
 
-    A pass logs a line for each run with new records and for each new failure. A failure does not affect other runs.
-
-    Args:
-        wanted: returns whether a run is uploaded.
+    Logs a line for each run with new records and for each new failure, which does not affect other runs. Raises
+    UserMistake if another process does the same in this folder.
     """
-
-    def __init__(self, runs_dir: Path, env: Mapping[str, str], wanted: Callable[[RunDir], bool]) -> None:
-        self._runs_dir = runs_dir
-        self._env = env
-        self._wanted = wanted
-        self._failures: dict[Path, str] = {}  #: last message by run folder
-        self._note = ""
-
-    def forever(self, interval_s: float) -> int:
-        """Make a pass every `interval_s` until SIGTERM or SIGINT. Returns 0.
-
-        Raises UserMistake if another process does the same in this folder.
-        """
-        with _only_watch(self._runs_dir), _ended_by_signals():
-            log.info("uploading the runs in %s every %g s", self._runs_dir, interval_s)
-            try:
-                while True:
-                    until = time.monotonic() + interval_s
-                    self.once()
-                    time.sleep(max(0.0, until - time.monotonic()))
-            except _Ended:
-                log.info("ended by a signal; the next `hpcdist sync` uploads the rest")
-        return 0
-
-    def once(self) -> None:
-        """Make one pass."""
-        listing = list_runs(self._runs_dir)
-        if listing.note != self._note:
-            self._note = listing.note
-            log.info("%s", listing.note)
-        for run in listing.runs:
-            if self._wanted(run):
-                self._upload(run)
-
-    def _upload(self, run: RunDir) -> None:
+    shown: dict[Path, str] = {}  # the last failure by run folder, the last note of the folder of runs
+    with _only_watch(runs_dir), _ended_by_signals():
+        log.info("uploading the runs in %s every %g s", runs_dir, interval_s)
         try:
-            if is_complete(run):
-                return
-            report = sync_run(run, self._env)
-        except (HpcdistError, OSError) as error:
-            message = " ".join(str(error).split())
-            if self._failures.get(run.path) != message:
-                log.warning("%s: %s", run.name, message)
-            self._failures[run.path] = message
+            while True:
+                until = time.monotonic() + interval_s
+                listing = list_runs(runs_dir)
+                if listing.note != shown.get(runs_dir, ""):
+                    log.info("%s", listing.note)
+                shown[runs_dir] = listing.note
+                for run in filter(wanted, listing.runs):
+                    _upload(run, env, shown)
+                time.sleep(max(0.0, until - time.monotonic()))
+        except _Ended:
+            log.info("ended by a signal; the next `hpcdist sync` uploads the rest")
+    return 0
+
+
+def _upload(run: RunDir, env: Mapping[str, str], failures: dict[Path, str]) -> None:
+    try:
+        if is_complete(run):
             return
-        except Exception as error:  # of one run: the others are uploaded
-            log.exception("%s: internal error (%s)", run.name, type(error).__name__)
-            return
-        if self._failures.pop(run.path, "") or report.kind == "uploaded":
+        report = sync_run(run, env)
+    except (HpcdistError, OSError) as error:
+        message = " ".join(str(error).split())
+        if failures.get(run.path) != message:
+            log.warning("%s: %s", run.name, message)
+        failures[run.path] = message
+    except Exception as error:  # of one run: the others are uploaded
+        log.exception("%s: internal error (%s)", run.name, type(error).__name__)
+    else:
+        if failures.pop(run.path, "") or report.kind == "uploaded":
             log.info("%s: %s", run.name, report)
 
 

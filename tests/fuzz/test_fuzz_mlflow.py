@@ -21,9 +21,9 @@ from hpcdist.errors import TrackingError
 from hpcdist.host.files import read_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.sweeps import make_sweep, mark, parse_axes, write_sweep
+from hpcdist.tracking.journal import SentFiles
 from hpcdist.tracking.points import SentPoints
-from hpcdist.tracking.sent import SentFiles
-from hpcdist.tracking.shipper import sync
+from hpcdist.tracking.sync_runs import sync
 
 NUM_STEPS = 20
 

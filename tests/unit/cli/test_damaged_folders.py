@@ -32,10 +32,9 @@ from hpcdist.run.sweeps import Cell, Sweep, SweepDir, mark, sweep_of, write_swee
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job.submit_checks import longest_save
-from hpcdist.tracking import artifacts, links, run_metadata
-from hpcdist.tracking.journal import JournalWriter
+from hpcdist.tracking import artifacts, links, pages
+from hpcdist.tracking.journal import JournalWriter, SentFacts, SentFiles
 from hpcdist.tracking.points import JournalTail, SentPoints
-from hpcdist.tracking.sent import SentFacts, SentFiles
 
 EXTRA = {
     "mlflow.json": {"uri": "sqlite:////x.db", "run_id": "a", "experiment_id": "1"},
@@ -204,11 +203,11 @@ def undamaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sync_without_mlflow(run: RunDir) -> None:
     """Read the files that the shipper reads."""
-    state, config = run.read_state(), run_metadata.read_config(run)
-    run_metadata.params(run, config)
-    run_metadata.fixed_tags(run, config)
-    run_metadata.job_tags(run)
-    run_metadata.state_tags(state)
+    state, config = run.read_state(), pages.read_config(run)
+    pages.params(run, config)
+    pages.fixed_tags(run, config)
+    pages.job_tags(run)
+    pages.state_tags(state)
     sweep_of(run)
     SentFacts.load(run.journal)
     SentFiles.load(run.journal)

@@ -31,7 +31,7 @@ from hpcdist.run.sweeps import SweepDir
 from hpcdist.slurm import client
 from hpcdist.slurm.output import AccountedStart
 from hpcdist.tracking import sync_runs, ui
-from hpcdist.tracking.shipper import SyncReport
+from hpcdist.tracking.sync_runs import SyncReport
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes

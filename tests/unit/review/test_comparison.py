@@ -23,7 +23,7 @@ from hpcdist.review.comparison import (
 )
 from hpcdist.review.ledger import Ledger
 from hpcdist.run.records import DatasetRecord, Origin, write_origin
-from hpcdist.tracking.series import read_series
+from hpcdist.tracking.points import read_series
 
 LOSS = {step: 1 / step for step in range(1, 11)}
 

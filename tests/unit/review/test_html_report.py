@@ -23,7 +23,7 @@ from hpcdist.review.figures import Curves, Figure, Histogram, Matrix, Text, hist
 from hpcdist.review.ledger import CAUSES
 from hpcdist.review.report import render_report, write_report
 from hpcdist.run.records import Origin, RerunRecord, write_origin, write_rerun
-from hpcdist.tracking.series import read_series
+from hpcdist.tracking.points import read_series
 
 # --- The report of a run: its parts, its size, and that no text of the user becomes markup
 

@@ -44,7 +44,7 @@ from hpcdist.run.records import (
     write_training,
 )
 from hpcdist.tracking import artifacts
-from hpcdist.tracking.series import read_series
+from hpcdist.tracking.points import read_series
 
 
 class Folder:

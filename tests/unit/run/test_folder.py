@@ -393,7 +393,7 @@ from hpcdist.run.folder import RunDir
 try:
     run = RunDir.create(Path(sys.argv[1]))
     if len(sys.argv) > 2:
-        from hpcdist.tracking.mlflow_run import MlflowRun
+        from hpcdist.tracking.mlflow_client import MlflowRun
         MlflowRun(run, sys.argv[2]).set_tags({"owner": run.path.parts[-4]})
     print("created")
 except HpcdistError as error:

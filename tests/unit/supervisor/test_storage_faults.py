@@ -28,7 +28,7 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.status import close_if_lost
 from hpcdist.supervisor import children, notifier
 from hpcdist.supervisor.children import ShipperProcess
-from hpcdist.tracking.sent import SentFiles
+from hpcdist.tracking.journal import SentFiles
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes

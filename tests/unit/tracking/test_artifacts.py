@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ from hpcdist.run.status import CHECKS_PER_S
 from hpcdist.tracking import artifacts, delivery
 from hpcdist.tracking.artifacts import move_best
 from hpcdist.tracking.delivery import Delivery
-from hpcdist.tracking.mlflow_run import MlflowRun
+from hpcdist.tracking.journal import SentFacts, SentFiles, upload_progress
+from hpcdist.tracking.mlflow_client import MlflowRun
 from hpcdist.tracking.points import Point, SentPoints
-from hpcdist.tracking.sent import SentFacts, SentFiles, upload_progress
 
 
 def test_upload_contains_params_tags_points_and_status(scene: Scene) -> None:
@@ -147,19 +147,19 @@ import os, signal, sys
 from pathlib import Path
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking import delivery
-from hpcdist.tracking import mlflow_run
+from hpcdist.tracking import mlflow_client
 from hpcdist.tracking import points
 {trap}
 shipper = delivery.Delivery(RunDir(Path(sys.argv[1])), sys.argv[2])
 shipper.ship_once()
 """
 AFTER_CREATE = """
-write = mlflow_run.write_json
+write = mlflow_client.write_json
 def trap(path, value, durable):
     if "run_id" in value:
         os.kill(os.getpid(), signal.SIGKILL)
     write(path, value, durable=durable)
-mlflow_run.write_json = trap
+mlflow_client.write_json = trap
 """
 BETWEEN_SEND_AND_PERSIST = """
 def trap(self, num_refused):
@@ -409,18 +409,33 @@ def test_number_of_files_that_are_left_is_recorded_at_the_end(scene: Scene, monk
     assert upload_progress(scene.run) == "uploading to MLflow"
 
 
-def test_status_is_uploaded_if_an_artifact_cannot_be_stored(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    live = scene.shipper()
-    opened = live.open_run()
-
+def test_status_is_uploaded_if_artifacts_cannot_be_stored_or_read(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(opened.client, "log_artifact", refuse)
-    scene.state(status="finished", ended=2e9)
-    with pytest.raises(TrackingError, match=r"MLflow at sqlite.*No space left"):
-        live.ship_once()
-    assert scene.entity.info.status == "FINISHED"
+    live = scene.shipper()
+    with monkeypatch.context() as patch:
+        patch.setattr(live.open_run().client, "log_artifact", refuse)
+        with pytest.raises(TrackingError, match=r"MLflow at sqlite.*No space left"):
+            live.ship_once()
+    assert scene.entity.info.status == "RUNNING"
+    search = Path.rglob
+
+    def fail(folder: Path, pattern: str) -> Iterator[Path]:
+        if folder == scene.run.artifacts:
+            raise PermissionError(13, "Permission denied", str(folder))
+        return search(folder, pattern)
+
+    monkeypatch.setattr(Path, "rglob", fail)
+    for status, shown in (("running", "RUNNING"), ("finished", "FINISHED")):
+        scene.state(status=status, ended=2e9)
+        with pytest.raises(
+            TrackingError, match=r"a file of first cannot be uploaded: .*Permission denied: .*artifacts"
+        ):
+            live.ship_once()
+        assert scene.entity.info.status == shown
 
 
 @pytest.mark.processes  # torch starts ldconfig

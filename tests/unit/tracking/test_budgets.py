@@ -18,7 +18,7 @@ from hpcdist.run.folder import RunDir
 from hpcdist.tracking import journal
 from hpcdist.tracking import points as tracking_points
 from hpcdist.tracking.points import Batches, Point, PointBudget, without_node
-from hpcdist.tracking.shipper import sync
+from hpcdist.tracking.sync_runs import sync
 
 LIMIT = 40
 #: 64 nodes with 4 GPUs are 1,792 charts of system metrics.

@@ -220,7 +220,7 @@ def test_unreadable_manifest_is_an_error_and_deletes_no_model(scene: Scene, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(artifacts, "read_json_value", refuse)
-        with pytest.raises(TrackingError, match=r"a checkpoint of first cannot be read: .*Permission denied"):
+        with pytest.raises(TrackingError, match=r"a file of first cannot be uploaded: .*Permission denied"):
             live.ship_once()
     assert set(models(scene)) == {"step-00000010"}
     live.ship_once()

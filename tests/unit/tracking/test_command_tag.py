@@ -158,7 +158,7 @@ def test_crash_after_the_tag_was_read(live: Live, monkeypatch: pytest.MonkeyPatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hpcdist.tracking.mlflow_run.MlflowRun.delete_tag", crash)
+        patch.setattr("hpcdist.tracking.mlflow_client.MlflowRun.delete_tag", crash)
         with pytest.raises(KeyboardInterrupt):
             live.obey("save")
     live.shipper = live.scene.shipper()
@@ -166,7 +166,7 @@ def test_crash_after_the_tag_was_read(live: Live, monkeypatch: pytest.MonkeyPatc
     assert live.result() == "save: sent to the ranks"
     assert live.attempt.command(1).exists()
     with monkeypatch.context() as patch:
-        patch.setattr("hpcdist.tracking.mlflow_run.MlflowRun.delete_tag", crash)
+        patch.setattr("hpcdist.tracking.mlflow_client.MlflowRun.delete_tag", crash)
         with pytest.raises(KeyboardInterrupt):
             live.obey("stop")
     live.scene.state(attempt=2)

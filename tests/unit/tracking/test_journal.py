@@ -443,7 +443,7 @@ def test_arguments_and_logged_parameters_are_there_once(scene: Scene) -> None:
     write_origin(scene.run, Origin(config="train.yaml", values={}, written=["trainer.script"]))
     events = EventWriter(scene.run.journal, 1, 0)
     for name, value in {"lr": "5e-05", "fp16": "True", "batch_size": "16", "optim.lr": "0.1"}.items():
-        events.pair("param", name, value)
+        events.record("param", {name: value})
     events.close()
     scene.shipper().ship_once()
     found = scene.entity.data.params

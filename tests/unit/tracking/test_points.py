@@ -27,10 +27,9 @@ from hpcdist.tracking import journal as journal_reader
 from hpcdist.tracking import points as journal_tail
 from hpcdist.tracking.delivery import LedgerMetrics
 from hpcdist.tracking.journal import EventWriter, clean_metric_name
-from hpcdist.tracking.mlflow_run import MlflowRun
+from hpcdist.tracking.mlflow_client import MlflowRun
 from hpcdist.tracking.points import JournalTail, Point, SentPoints, StepSet, is_complete
-from hpcdist.tracking.shipper import sync
-from hpcdist.tracking.sync_runs import _only_watch
+from hpcdist.tracking.sync_runs import _only_watch, sync
 
 
 def write(folder: Path, attempt: int, steps: list[int], *, rank: int = 0, key: str = "loss", time_ms: int = 0) -> None:

@@ -23,8 +23,8 @@ from tracking_scene import CONFIG, Scene
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.tracking import rank_records
 from hpcdist.tracking.journal import EventWriter, event_files, read_events
+from hpcdist.tracking.mlflow_client import MAX_PARAM
 from hpcdist.tracking.rank_records import RankRecords, is_declared, run_id_of
-from hpcdist.tracking.run_metadata import MAX_PARAM
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:mlflow")
 
@@ -324,7 +324,7 @@ def test_mistakes_are_mlflow_errors(scene: Scene, enter: Enter) -> None:
 
 def test_events_are_read_defensively(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     writer = EventWriter(scene.run.journal, 1, 0)
-    writer.pair("tag", "größe", "x" * 10_000)
+    writer.record("tag", {"größe": "x" * 8_000})
     writer.record("dataset", {"dataset": {"name": "x", "digest": 3}})
     with caplog.at_level(logging.WARNING):
         writer.record("dataset", {"schema": "x" * 300_000})

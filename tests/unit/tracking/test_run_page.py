@@ -26,10 +26,9 @@ from hpcdist.run.snapshot import CodeState
 from hpcdist.tracking import pages
 from hpcdist.tracking.journal import is_allowed
 from hpcdist.tracking.mlflow_client import open_client
-from hpcdist.tracking.pages import MARK, NOTE_TAG
+from hpcdist.tracking.pages import MARK, NOTE_TAG, fixed_tags, names, params, run_name
 from hpcdist.tracking.recorded_run import RecordedRun, find_recorded
-from hpcdist.tracking.run_metadata import fixed_tags, names, params, run_name
-from hpcdist.tracking.shipper import sync
+from hpcdist.tracking.sync_runs import sync
 
 PRIMARY = "mlflow.experiment.primaryMetric.name"
 DATA = (

@@ -32,7 +32,8 @@ from hpcdist.supervisor.children import ShipperProcess
 from hpcdist.tracking import shipper
 from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.points import Counts, SentPoints
-from hpcdist.tracking.shipper import SyncReport, _Parent, _wait_for_first_step, ship_forever, sync
+from hpcdist.tracking.shipper import _Parent, _wait_for_first_step, ship_forever
+from hpcdist.tracking.sync_runs import SyncReport, sync
 
 #: Process id of a dead parent.
 DEAD_PARENT = -1

@@ -17,9 +17,9 @@ from tracking_scene import CONFIG, Scene
 from hpcdist.errors import TrackingError
 from hpcdist.review import report
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking import delivery, mlflow_run
+from hpcdist.tracking import delivery, mlflow_client
 from hpcdist.tracking.delivery import ReportWriter
-from hpcdist.tracking.sent import SentFiles, mark_of
+from hpcdist.tracking.journal import SentFiles, mark_of
 
 
 def test_run_stays_in_a_renamed_experiment(scene: Scene) -> None:
@@ -184,7 +184,7 @@ with socket.create_server(("127.0.0.1", 0)) as listening:
 def test_server_killed_50_times_gets_each_of_10_000_records_once(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlflow_run, "_MAX_METRICS", 60)
+    monkeypatch.setattr(mlflow_client, "_MAX_METRICS", 60)
     database, kills = scene.uri, tmp_path / "kills"
     env = {
         **os.environ,
