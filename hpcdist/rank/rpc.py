@@ -146,8 +146,9 @@ class RpcGroup:
 
     def _arrive(self) -> Future[None]:
         """Return a future for each caller; all of them complete when every rank has called (on rank 0)."""
+        mine: Future[None] = Future()
         with self._lock:
-            self._arrived.append(mine := Future())
+            self._arrived.append(mine)
             waiting = self._arrived
             if len(waiting) < len(self.names):
                 return mine
