@@ -10,7 +10,7 @@ import socket
 import stat
 import tempfile
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,8 +25,6 @@ from hpcdist.config.topology import Topology
 from hpcdist.errors import RendezvousError
 from hpcdist.rank.rendezvous_store import CurveKeys, Meeting, RendezvousStore, has_unix_sockets
 
-# Initialise torch.distributed for a rank: an authenticated rendezvous before, and a release on every path after.
-
 T = TypeVar("T")
 
 
@@ -34,13 +32,11 @@ T = TypeVar("T")
 class Groups:
     """The process group and the store that the ranks use besides the default group.
 
-    Attributes:
-        control: a gloo group of all ranks for small CPU tensors, which need not wait for the device; None if the world
-            size is 1.
-        store: the store of the rendezvous, which only ranks can access.
+    The store is that of the rendezvous, which only ranks can access.
     """
 
     control: dist.ProcessGroup | None
+    """A gloo group of all ranks for small CPU tensors, which need not wait for the device; None for a single rank."""
     store: Store
 
     def barrier(self) -> None:
@@ -107,9 +103,8 @@ def process_groups(
     Args:
         key: key of the attempt.
         folder: folder of the attempt; see `open_store`.
-        init_timeout_s: time limit for the rendezvous, in seconds.
-        timeout_s: time limit for one collective, in seconds.
-        on_expiry: called if the rendezvous exceeds its time limit; see `deadline`.
+        init_timeout_s: time limit for the rendezvous, after which `on_expiry` is called; see `deadline`.
+        timeout_s: time limit for one collective.
     """
     control: dist.ProcessGroup | int | None = None
     with deadline(init_timeout_s, on_expiry):
@@ -156,20 +151,17 @@ def open_store(topology: Topology, key: bytes, timeout_s: float, folder: Path) -
     """
     if topology.world_size == 1:
         return HashStore()
-    keys = None
-    if topology.num_nodes > 1 or not has_unix_sockets(folder):
-        keys = CurveKeys(key, topology.token)
+    has_remote_ranks = topology.num_nodes > 1
     meeting = Meeting(
         token=topology.token,
         folder=folder,
         host=topology.master_addr,
         port=topology.master_port,
-        keys=keys,
-        has_remote_ranks=topology.num_nodes > 1,
+        keys=CurveKeys(key, topology.token) if has_remote_ranks or not has_unix_sockets(folder) else None,
+        has_remote_ranks=has_remote_ranks,
     )
-    timeout = timedelta(seconds=max(timeout_s, 1.0))
     try:
-        return RendezvousStore(meeting, timeout, serve=topology.rank == 0)
+        return RendezvousStore(meeting, timedelta(seconds=max(timeout_s, 1.0)), serve=topology.rank == 0)
     except OSError as error:
         raise RendezvousError(f"rank {topology.rank} cannot reach the master at {meeting}: {error}") from error
 
@@ -207,44 +199,35 @@ class OwnSocket:
             self.sock.close()
             os.dup2(silent.fileno(), self.descriptor, inheritable=False)
 
-    def refuse(self) -> None:
-        """Close the connection."""
-        with suppress(OSError):  # the peer has closed it already
-            self.sock.shutdown(socket.SHUT_RDWR)
-
 
 @contextmanager
 def tcp_sockets() -> Iterator[list[OwnSocket]]:
     """Yield the listening and the connected TCP sockets of this process, including those opened by libraries."""
     found: dict[int, OwnSocket] = {}
     try:
-        for name in os.listdir("/proc/self/fd"):
-            if (own := _open(int(name), found)) is not None:
-                found[own.inode] = own
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            try:
+                status = os.fstat(descriptor)
+                if not stat.S_ISSOCK(status.st_mode) or status.st_ino in found:
+                    continue
+                sock = socket.socket(fileno=os.dup(descriptor))
+            except OSError:  # closed in the meantime
+                continue
+            is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+            try:
+                if is_tcp:
+                    listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    peer = None if listens else _address(sock.getpeername())
+                    inode = os.fstat(sock.fileno()).st_ino
+                    found[inode] = OwnSocket(descriptor, sock, inode, _address(sock.getsockname()), peer)
+                    continue
+            except OSError:  # neither listening nor connected: still connecting, or reset
+                pass
+            sock.close()
         yield list(found.values())
     finally:
         for own in found.values():
             own.sock.close()
-
-
-def _open(descriptor: int, known: Container[int]) -> OwnSocket | None:
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISSOCK(status.st_mode) or status.st_ino in known:
-            return None
-        sock = socket.socket(fileno=os.dup(descriptor))
-    except OSError:  # closed in the meantime
-        return None
-    try:
-        if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
-            sock.close()
-            return None
-        listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        peer = None if listens else _address(sock.getpeername())
-        return OwnSocket(descriptor, sock, os.fstat(sock.fileno()).st_ino, _address(sock.getsockname()), peer)
-    except OSError:  # neither listening nor connected: still connecting, or reset
-        sock.close()
-        return None
 
 
 def _address(raw: tuple[str, int]) -> Address:
@@ -281,7 +264,7 @@ def refuse_strangers(store: Store, rank: int, size: int, before: frozenset[int],
         store: a store that only this group uses.
         rank: rank within the group.
         size: number of ranks in the group.
-        before: inodes of the sockets that were open before the group was created.
+        before: `inodes` before the group was created.
         number: the random number of this rank.
 
     Returns the random numbers of all ranks, and a description of the first connection that was closed.
@@ -302,17 +285,14 @@ def refuse_strangers(store: Store, rank: int, size: int, before: frozenset[int],
         for own in found:
             if own.peer and own.local in listening and (own.local, own.peer) not in known:
                 strangers.append((own.peer, own.local))
-                own.refuse()
+                with suppress(OSError):  # the peer has closed it already
+                    own.sock.shutdown(socket.SHUT_RDWR)
     if not strangers:
         return numbers, ""
-    peer, local = strangers[0]
-    text = f"{_name(peer)} has connected to {_name(local)}, but is not a rank of this run"
+    peer, local = (f"{host}:{port}" for host, port in strangers[0])
+    text = f"{peer} has connected to {local}, but is not a rank of this run"
     log.warning("refused %d connections: %s", len(strangers), text)
     return numbers, text
-
-
-def _name(address: Address) -> str:
-    return f"{address[0]}:{address[1]}"
 
 
 def _lost_peer(group: dist.ProcessGroup, number: int, numbers: list[int], timeout: timedelta) -> str:

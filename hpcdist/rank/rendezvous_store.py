@@ -1,5 +1,13 @@
-"""The store of the ranks: a server thread in rank 0, a client that torch's C++ code calls like its own stores, and the
-keys between them.
+"""The store of the ranks: a server thread in rank 0, and a client that torch's C++ code calls like its own stores.
+
+torch's `TCPStore` serves every client that connects. This store uses ZeroMQ instead. The ranks of one machine meet at
+a Unix socket in the attempt folder, which only their user can reach. Ranks on several nodes meet at the rendezvous
+address; CURVE authenticates both sides with keys that are derived from the attempt's key, and encrypts the connection.
+
+A request is a list of frames: the operation and its arguments. The answer is a list of frames, of which the first is
+`ok`, or an error message.
+
+References: https://rfc.zeromq.org/spec/26/ (CurveZMQ), https://rfc.zeromq.org/spec/27/ (ZAP)
 """
 
 from __future__ import annotations
@@ -24,10 +32,6 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 from zmq.utils.monitor import recv_monitor_message
 
 from hpcdist.errors import PeerLost, RendezvousError
-
-# CURVE for ZeroMQ sockets between the ranks: both sides prove that they know the attempt's key; data is encrypted.
-#
-# Reference: https://rfc.zeromq.org/spec/26/ (CurveZMQ), https://rfc.zeromq.org/spec/27/ (ZAP)
 
 
 class CurveKeys:
@@ -65,16 +69,6 @@ class CurveKeys:
         knows_key = mechanism == b"CURVE" and zmq.utils.z85.encode(public[0]) == self._client_public
         zap.send_multipart([version, number, b"200" if knows_key else b"400", b"", b"", b""])
 
-
-# The store of the ranks: a server thread in rank 0, and a client that torch's C++ code calls like its own stores.
-#
-# torch's `TCPStore` serves every client that connects. This store uses ZeroMQ instead. The ranks of one machine meet at
-# a Unix socket in the attempt folder, which only their user can reach. Ranks on several nodes meet at the rendezvous
-# address; CURVE authenticates both sides with keys that are derived from the attempt's key, and encrypts the
-# connection.
-#
-# A request is a list of frames: the operation and its arguments. The answer is a list of frames, of which the first is
-# `ok`, or an error message.
 
 log = logging.getLogger(__name__)
 SOCKET_NAME = "store.sock"
@@ -132,23 +126,14 @@ def has_unix_sockets(folder: Path) -> bool:
     return True
 
 
-@dataclass
-class _Waiting:
-    """A request whose keys do not exist yet."""
-
-    client: bytes
-    keys: list[bytes]
-    until: float
-    wants_values: bool
-
-
 class StoreServer(threading.Thread):
     """Serves the store in rank 0 until the process ends. Raises RendezvousError if it cannot listen."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], meeting: Meeting) -> None:
         super().__init__(name="hpcdist-store", daemon=True)
         self._values: dict[bytes, bytes] = {}
-        self._waiting: list[_Waiting] = []
+        #: Requests whose keys do not exist yet: client, keys, time limit, and whether it wants their values.
+        self._waiting: list[tuple[bytes, list[bytes], float, bool]] = []
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -172,10 +157,9 @@ class StoreServer(threading.Thread):
     def run(self) -> None:
         """Answer requests; the process ends this thread."""
         while True:
-            next_end = min((one.until for one in self._waiting), default=math.inf) - time.monotonic()
+            next_end = min((until for _, _, until, _ in self._waiting), default=math.inf) - time.monotonic()
             ready = dict(self._poller.poll(None if next_end == math.inf else max(0, math.ceil(1000 * next_end))))
-            if self._zap in ready:
-                assert self._zap is not None
+            if self._zap is not None and self._zap in ready:
                 assert self._meeting.keys is not None
                 self._meeting.keys.admit(self._zap)
             if self._refused in ready:
@@ -192,7 +176,18 @@ class StoreServer(threading.Thread):
                     answer = [str(error).encode()]
                 if answer is not None:
                     self._socket.send_multipart([client, b"", *answer])
-            self._answer_waiting()
+            now = time.monotonic()
+            waiting, self._waiting = self._waiting, []
+            for client, keys, until, wants_values in waiting:
+                missing = [key for key in keys if key not in self._values]
+                if not missing:
+                    values = [self._values[key] for key in keys] if wants_values else []
+                    self._socket.send_multipart([client, b"", _OK, *values])
+                elif now >= until:
+                    text = f"no rank has set {missing[0].decode(errors='replace')!r} within the time limit"
+                    self._socket.send_multipart([client, b"", text.encode()])
+                else:
+                    self._waiting.append((client, keys, until, wants_values))
 
     def _execute(self, client: bytes, operation: str, arguments: list[bytes]) -> list[bytes] | None:
         """Return the answer, or None if the client must wait for keys."""
@@ -202,8 +197,7 @@ class StoreServer(threading.Thread):
                 values.update(zip(pairs[::2], pairs[1::2], strict=True))
                 return [_OK]
             case (("get" | "wait"), [limit_s, *keys]):
-                until = time.monotonic() + float(limit_s)
-                self._waiting.append(_Waiting(client, keys, until, operation == "get"))
+                self._waiting.append((client, keys, time.monotonic() + float(limit_s), operation == "get"))
                 return None
             case "add", [key, amount]:
                 values[key] = b"%d" % (int(values.get(key, b"0")) + int(amount))
@@ -222,20 +216,6 @@ class StoreServer(threading.Thread):
             case "count", []:
                 return [_OK, b"%d" % len(values)]
         raise ValueError(f"the store has no operation {operation!r} with {len(arguments)} arguments")
-
-    def _answer_waiting(self) -> None:
-        now = time.monotonic()
-        waiting, self._waiting = self._waiting, []
-        for one in waiting:
-            missing = [key for key in one.keys if key not in self._values]
-            if not missing:
-                values = [self._values[key] for key in one.keys] if one.wants_values else []
-                self._socket.send_multipart([one.client, b"", _OK, *values])
-            elif now >= one.until:
-                text = f"no rank has set {missing[0].decode(errors='replace')!r} within the time limit"
-                self._socket.send_multipart([one.client, b"", text.encode()])
-            else:
-                self._waiting.append(one)
 
 
 class _Connection:
@@ -275,19 +255,12 @@ class _Connection:
             raise PeerLost(f"rank 0 does not answer: it did not process a request within {limit_s:g} s")
         if self._was_connected:
             raise RendezvousError(f"{foreign}: it did not answer within {limit_s:g} s")
-        raise self._why_unreachable()
-
-    def _why_unreachable(self) -> OSError:
-        """Return why no connection was made, which ZeroMQ does not report."""
-        ours = self._meeting
-        try:
-            if ours.keys is None:
-                (ours.folder / SOCKET_NAME).lstat()
-            else:
-                socket.create_connection((ours.host, ours.port), timeout=1.0).close()
-        except OSError as error:
-            return error
-        return TimeoutError("timed out")
+        # ZeroMQ does not report why no connection was made.
+        if self._meeting.keys is None:
+            (self._meeting.folder / SOCKET_NAME).lstat()
+        else:
+            socket.create_connection((self._meeting.host, self._meeting.port), timeout=1.0).close()
+        raise TimeoutError("timed out")
 
     def close(self) -> None:
         self._socket.disable_monitor()
@@ -386,7 +359,6 @@ class RendezvousStore(Store):
         return True
 
     def clone(self) -> RendezvousStore:
-        """Return a store that another thread may use: this one."""
-        return self
+        return self  # other threads may use it
 
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815  # the names that torch's C++ code looks up
