@@ -8,7 +8,7 @@ import os
 import re
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +20,7 @@ from hpcdist.host.log_files import say
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from hpcdist.run.folder import State
 
@@ -339,6 +340,30 @@ def console() -> Console:
 
     found = Clean()
     return found if found.is_terminal else Clean(width=160)
+
+
+def print_table(
+    console: Console, head: Sequence[str], rows: Iterable[Sequence[str | Text]], *, title: str = "", num_whole: int = 0
+) -> None:
+    """Print a table, with columns of numbers to the right.
+
+    Args:
+        num_whole: columns at the left that are never folded.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in rows]
+    table = Table(title=Text(title) if title else None, title_justify="left")
+    for index, name in enumerate(head):
+        is_number = all(not row[index] or re.match(r"[<\d]", row[index].plain) for row in cells)
+        # Folded and not cut: cells of a sweep differ at the end of their names.
+        table.add_column(
+            Text(name), overflow="fold", no_wrap=index < num_whole, justify="right" if is_number else "left"
+        )
+    for row in cells:
+        table.add_row(*row)
+    console.print(table)
 
 
 def wrapped(console: Console, text: str, indent: int) -> str:

@@ -25,10 +25,10 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
-from hpcdist.cli.options import wrapped
+from hpcdist.cli.options import print_table, wrapped
 from hpcdist.config.redaction import redact_text
 from hpcdist.config.schema import Config, find_trainer
 from hpcdist.config.topology import rank_table
@@ -227,10 +227,7 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
     is_benchmark = trainer is not None and trainer.is_benchmark
     if metrics and not is_benchmark:
         _print_line(console, f"{run.experiment}/{run.name}")  # the title of a table would be wrapped at its width
-        table = Table("metric", "value")
-        for key, value in sorted(metrics.items()):
-            table.add_row(escape(key), f"{value:.6g}")
-        console.print(table)
+        print_table(console, ("metric", "value"), [(key, f"{value:.6g}") for key, value in sorted(metrics.items())])
     program = _program()
     for text in run.attempt(state.attempt).current_stragglers() if state.attempt else []:
         _print_line(console, f"straggler: {text}", "yellow")

@@ -360,7 +360,7 @@ def _compare(recorded: RecordedRun, made: RunDir, tolerance: float, ignore: Coll
 
     Raises TrackingError if the recorded run is read from MLflow and that fails.
     """
-    from hpcdist.review.comparison import RerunResult, compare_values, data_differences, image_differences
+    from hpcdist.review.comparison import compare_values, data_differences
     from hpcdist.review.facts import read_facts
     from hpcdist.run.records import read_rerun, write_rerun
     from hpcdist.tracking.points import read_values
@@ -378,25 +378,26 @@ def _compare(recorded: RecordedRun, made: RunDir, tolerance: float, ignore: Coll
         tolerance=tolerance,
         ignore=ignore,
     )
-    notes = data_differences(recorded.datasets, facts.datasets) + image_differences(recorded.image_digest, facts)
+    notes = data_differences(recorded.datasets, facts.datasets)
+    if recorded.image_digest and facts.image_digest not in ("", recorded.image_digest):
+        notes.append(f"image: had digest {recorded.image_digest}, has {facts.image_digest}")
     if status not in ("finished", "stopped"):
         notes.append(f"the rerun is {status}: values after its last step are not compared")
     if tolerance:
         notes.append(f"values with a relative difference of at most {tolerance:g} count as equal (--tolerance)")
     if ignore:
         notes.append(f"metrics not compared: {', '.join(sorted(ignore))} (--ignore)")
-    result = RerunResult(values=values, notes=tuple(notes))
     for note in notes:
         say(note)
     for difference in values.differences[1 : _SHOWN + 1]:
         say(f"also differs from {difference}")
     if values.measured:
         say(f"not compared, since they measure time or hardware: {', '.join(values.measured)}")
-    say(result.sentence)
+    say(values.sentence)
     if (record := read_rerun(made)) is not None:
-        write_rerun(made, replace(record, result="; ".join([result.sentence, *notes])))
+        write_rerun(made, replace(record, result="; ".join([values.sentence, *notes])))
         _upload(made)
-    return 0 if result.is_equal else 1
+    return 0 if values.is_equal else 1
 
 
 def _upload(made: RunDir) -> None:

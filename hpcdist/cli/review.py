@@ -9,7 +9,7 @@ import os
 import shlex
 import webbrowser
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -30,6 +30,7 @@ from hpcdist.cli.options import (
     flag,
     named,
     option,
+    print_table,
 )
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake
 from hpcdist.host import log_files
@@ -37,7 +38,7 @@ from hpcdist.host.log_files import say
 from hpcdist.host.machine import install_command
 
 if TYPE_CHECKING:
-    from hpcdist.review.ledger import Cost, Group
+    from hpcdist.review.ledger import Ledger
     from hpcdist.run.folder import RunDir
 
 
@@ -229,8 +230,11 @@ def compare(
     found = compare(named, {label: read_series(run) for label, run in named.items()})
     if as_json:
         say(json.dumps({"runs": list(named), "differences": found}, indent=2))
-    else:
-        _show_comparison(list(named), found)
+        return
+    for title, rows in found.items():
+        print_table(console(), ["", *named], [(name, *values) for name, values in rows.items()], title=title)
+    if not found:
+        say("the runs do not differ")
 
 
 def _labelled(names: Sequence[str], runs_dir: Path) -> dict[str, RunDir]:
@@ -250,22 +254,6 @@ def _labelled(names: Sequence[str], runs_dir: Path) -> dict[str, RunDir]:
         if len(labelled) == len(found):
             break
     return labelled
-
-
-def _show_comparison(labels: Sequence[str], differences: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    if not differences:
-        say("the runs do not differ")
-    for title, rows in differences.items():
-        table = Table(title=title, title_justify="left")
-        table.add_column("", overflow="fold")
-        for label in labels:
-            table.add_column(escape(label), overflow="fold")
-        for name, values in rows.items():
-            table.add_row(escape(name), *map(escape, values))
-        console().print(table)
 
 
 # `hpcdist cost`: GPU-hours and core-hours of runs by cause.
@@ -297,10 +285,12 @@ def cost(
 
         hpcdist cost --by user,month --csv
     """
-    from hpcdist.review.ledger import costs
+    from hpcdist.review.ledger import CAUSES, GROUPS, costs, hours_text, percent
     from hpcdist.run.slurm_job import update_job_starts
 
-    groups = _groups(by or "run")
+    groups = [group for group in GROUPS if group in (by or "run").split(",")]
+    if unknown := [word for word in (by or "run").split(",") if word not in GROUPS]:
+        raise UserMistake(f"--by {by}: {unknown[0]!r} is not one of {', '.join(GROUPS)}")
     if name is None and by is None:
         name = named(None, runs_dir)
     runs, notes = _chosen(name, runs_dir)
@@ -311,23 +301,35 @@ def cost(
     if problems and not found:
         raise RunFolderError(problems[0])
     if as_csv:
-        _write_csv(found, groups)
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow([*groups, "unit", "runs", "allocated", "goodput", *CAUSES, "queue", "energy_kwh"])
+        for key, (num_runs, one) in found.items():
+            numbers = [one.allocated_s / 3600, one.goodput]
+            numbers += [one.seconds.get(cause, 0.0) / 3600 for cause in CAUSES]
+            numbers += [one.queue_s / 3600, one.energy_kwh]
+            writer.writerow([*key, num_runs, *("" if value is None else f"{value:.6f}" for value in numbers)])
+        say(text.getvalue(), end="")
+    elif not found:
+        say("no runs with a ledger")
+    elif len(found) == 1:
+        ((key, (_, one)),) = found.items()
+        say(" ".join(key[:-1]))
+        print_table(console(), ("cause", f"{one.unit}-hours", "share"), [row[:3] for row in one.rows()])
+        energy = "" if one.energy_kwh is None else f", energy: {one.energy_kwh:.3g} kWh"
+        say(f"goodput: {percent(one.goodput, 1)}, in the queue: {hours_text(one.queue_s)} h{energy}")
     else:
-        _show_costs(found, groups)
+        rows = []
+        for key, (_, one) in found.items():
+            energy = "" if one.energy_kwh is None else f"{one.energy_kwh:.3g}"
+            hours = hours_text(one.allocated_s), percent(one.goodput, 1), _losses(one), hours_text(one.queue_s)
+            rows.append((*key, *hours, energy))
+        print_table(console(), (*groups, "unit", "hours", "goodput", "largest losses", "queue", "kWh"), rows)
     if without:
         names = ", ".join(run.name for run in without[:3]) + ", …" * (len(without) > 3)
         notes.append(f"{len(without)} runs without a ledger are left out, such as runs that have not started: {names}")
     for note in (*notes, *problems):
         say(note, error=True)
-
-
-def _groups(by: str) -> list[Group]:
-    from hpcdist.review.ledger import GROUPS
-
-    chosen = [group for group in GROUPS if group in by.split(",")]
-    if unknown := [word for word in by.split(",") if word not in GROUPS]:
-        raise UserMistake(f"--by {by}: {unknown[0]!r} is not one of {', '.join(GROUPS)}")
-    return chosen
 
 
 def _chosen(name: str | None, runs_dir: Path) -> tuple[list[RunDir], list[str]]:
@@ -343,74 +345,10 @@ def _chosen(name: str | None, runs_dir: Path) -> tuple[list[RunDir], list[str]]:
     return ([run for run in found.cells() if run.config.is_file()] if isinstance(found, SweepDir) else [found]), []
 
 
-def _show_costs(found: Mapping[tuple[str, ...], Cost], groups: Sequence[Group]) -> None:
-    if not found:
-        say("no runs with a ledger")
-    elif len(found) == 1:
-        ((key, one),) = found.items()
-        _show_one(" ".join(key[:-1]), one)
-    else:
-        _show_groups(found, groups)
-
-
-def _show_one(title: str, one: Cost) -> None:
-    """Print one line for each cause."""
-    from rich.table import Column, Table
-
-    say(title)
-    table = Table("cause", Column(f"{one.unit}-hours", justify="right"), Column("%", justify="right"))
-    for cause, hours in one.hours.items():
-        table.add_row(cause, _hours(hours), f"{hours / one.allocated:.1%}")
-    table.add_section()
-    table.add_row("allocated", _hours(one.allocated), "100.0%")
-    console().print(table)
-    say(f"goodput: {_goodput(one)}, in the queue: {_hours(one.queue_hours)} h", end="")
-    say("" if one.energy_kwh is None else f", energy: {one.energy_kwh:.3g} kWh")
-
-
-def _show_groups(found: Mapping[tuple[str, ...], Cost], groups: Sequence[Group]) -> None:
-    """Print one line for each group."""
-    from rich.markup import escape
-    from rich.table import Column, Table
-
-    names = ("hours", "goodput", "largest losses", "queue", "kWh")
-    columns = [Column(name, justify="right", overflow="fold") for name in names]
-    # Cells of a sweep differ at the end of their names, so names are folded and not cut.
-    table = Table(*(Column(group, overflow="fold") for group in groups), Column("unit", no_wrap=True), *columns)
-    for key, one in found.items():
-        energy = "" if one.energy_kwh is None else f"{one.energy_kwh:.3g}"
-        numbers = _hours(one.allocated), _goodput(one), _losses(one), _hours(one.queue_hours), energy
-        table.add_row(*map(escape, key), *numbers)
-    console().print(table)
-
-
-def _losses(one: Cost) -> str:
-    """Return the two causes other than compute with the most hours."""
-    others = sorted((hours, cause) for cause, hours in one.hours.items() if cause != "compute" and hours > 0)
-    return ", ".join(f"{cause} {hours / one.allocated:.0%}" for hours, cause in reversed(others[-2:]))
-
-
-def _goodput(one: Cost) -> str:
-    return "not measured" if one.goodput is None else f"{one.goodput:.1%}"
-
-
-def _hours(hours: float) -> str:
-    return f"{hours:.2f}" if hours >= 1 or hours == 0 else f"{hours:.2g}"
-
-
-def _write_csv(found: Mapping[tuple[str, ...], Cost], groups: Sequence[Group]) -> None:
-    from hpcdist.review.ledger import CAUSES
-
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*groups, "unit", "runs", "allocated", "goodput", *CAUSES, "queue", "energy_kwh"])
-    for key, one in found.items():
-        values = [*one.hours.values(), one.queue_hours]
-        goodput = "" if one.goodput is None else f"{one.goodput:.6f}"
-        energy = "" if one.energy_kwh is None else f"{one.energy_kwh:.6f}"
-        numbers = (f"{value:.6f}" for value in values)
-        writer.writerow([*key, one.num_runs, f"{one.allocated:.6f}", goodput, *numbers, energy])
-    say(text.getvalue(), end="")
+def _losses(one: Ledger) -> str:
+    """Return the two causes other than compute with the most time."""
+    others = sorted((seconds, cause) for cause, seconds in one.seconds.items() if cause != "compute")
+    return ", ".join(f"{cause} {seconds / one.allocated_s:.0%}" for seconds, cause in reversed(others[-2:]))
 
 
 # `hpcdist export`: write the model of a checkpoint to a file that other programs load.

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.text import Text
 
-from hpcdist.cli.options import console, exit_code, wrapped
+from hpcdist.cli.options import console, exit_code, print_table, wrapped
 from hpcdist.cli.render import COLOURS, RunView, format_metrics, print_rows
 from hpcdist.errors import HpcdistError, RunFolderError
 from hpcdist.host import retry
@@ -90,17 +90,14 @@ def show_runs(console: Console, rows: list[RunRow], notes: list[str], runs_dir: 
     """Print a table of runs, then the notes."""
     # 80 columns have no room for the date, which is part of most names.
     is_wide = console.width >= 100
-    table = Table(Column("run", no_wrap=True), Column("status", no_wrap=True), "step", "attempts")
-    for name in ("created", "reason") if is_wide else ("reason",):
-        table.add_column(name)
+    table: list[list[str | Text]] = []
     for row in rows:
-        status = f"[{COLOURS[row.status]}]{row.status}[/]"
-        cells = [escape(row.run), status, "" if row.step is None else str(row.step), str(row.attempts)]
-        if is_wide:
-            cells.append(time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created)))
-        table.add_row(*cells, escape(row.reason))
+        created = [time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created))] if is_wide else []
+        step = "" if row.step is None else str(row.step)
+        table.append([row.run, Text(row.status, COLOURS[row.status]), step, str(row.attempts), *created, row.reason])
     if rows:
-        console.print(table)
+        head = ("run", "status", "step", "attempts", *(["created"] if is_wide else []), "reason")
+        print_table(console, head, table, num_whole=2)
     else:
         notes = [f"no runs under {runs_dir.absolute()}", *notes]
     for note in notes:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from hpcdist.cli.options import console
+from hpcdist.cli.options import console, print_table
 from hpcdist.errors import HpcdistError, RunFolderError, TrackingError, UserMistake
 from hpcdist.host.files import require_trusted, short_path
 from hpcdist.host.log_files import say
@@ -67,16 +67,12 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
         cells: Label and run folder of each cell; the folder may not exist yet.
         best: The metric that selects the best checkpoint.
     """
-    from rich.markup import escape
-    from rich.table import Column, Table
-
     from hpcdist.review.description import common_metric
     from hpcdist.review.facts import last_beat
 
     beats = [last_beat(run) for _, run in cells]
     metric = common_metric([beat.get("metrics", {}) for beat in beats], best)
-    table = Table(Column("cell", no_wrap=True), "status", "step", *([metric] if metric else []), "reason", title=title)
-    names = []
+    names, rows = [], []
     for (label, run), beat in zip(cells, beats, strict=True):
         try:
             exists = os.path.lexists(run.path / "state.json")
@@ -88,8 +84,9 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
         value = beat.get("metrics", {}).get(metric)
         number = "" if value is None else f"{value:.6g}"
         numbers = [number] if metric else []
-        table.add_row(escape(label), names[-1], str(beat.get("step", "")), *numbers, escape(reason))
-    console().print(table)
+        rows.append((label, name, str(beat.get("step", "")), *numbers, reason))
+    head = ("cell", "status", "step", *([metric] if metric else []), "reason")
+    print_table(console(), head, rows, title=title, num_whole=1)
     counts = Counter(names)
     say(f"sweep {title}: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}")
     return names

@@ -17,9 +17,8 @@ from hpcdist.review.figures import Curves, Figure, Histogram, Matrix, Text
 from hpcdist.review.ledger import CAUSES, Interval, Ledger
 from hpcdist.review.text import duration
 
-# Charts as inline SVG, without scripts: the style sheet of the page sets their colours, also for dark mode.
-#
-# All texts are escaped by `Markup.format`.
+# Inline SVG, without scripts: the style sheet of the page sets its colours, also for dark mode. `Markup.format` escapes
+# all texts.
 
 Point = tuple[float, float]
 
@@ -68,6 +67,11 @@ def _tag(name: str, content: str = "", **attributes: object) -> Markup:
         for key, value in attributes.items()
     ]
     return Markup("<{0}{1}>{2}</{0}>").format(name, Markup("").join(words), content)
+
+
+def _rect(colour: int, title: str, x: float, y: float, width: float, height: float) -> Markup:
+    style = f"fill:{_colour(colour)}"
+    return _tag("rect", _tag("title", title), style=style, x=x, y=y, width=width, height=height)
 
 
 def _text(kind: str, text: str, x: float, y: float) -> Markup:
@@ -155,25 +159,9 @@ def line_chart(
     return chart + legend({name: index for index, name in enumerate(lines)}) if len(lines) > 1 else chart
 
 
-def histogram_chart(edges: Sequence[float], counts: Sequence[float], *, x_label: str, y_label: str) -> Markup:
-    """Return bars over the intervals between `edges`."""
-    frame = _Frame((edges[0], edges[-1]), (0.0, max(*counts, 1e-9)))
-    parts = frame.axes(x_label, y_label)
-    for (begin, end), count in zip(pairwise(edges), counts, strict=True):
-        left, top = frame.left(begin), frame.top(count)
-        title = _tag("title", f"{number(begin)} to {number(end)}: {number(count)}")
-        width = max(0.5, frame.left(end) - left - 1)
-        parts.append(
-            _tag("rect", title, style=f"fill:{_colour(0)}", x=left + 0.5, y=top, width=width, height=_BOTTOM - top)
-        )
-    return _svg(HEIGHT, parts, y_label)
-
-
 def bar_rows(rows: Mapping[str, Sequence[Bar]], *, x_label: str) -> Markup:
     """Return a row of bars for each name over a common axis, such as the phases of each attempt."""
     bars = [bar for row in rows.values() for bar in row]
-    if not bars:
-        return Markup()
     low, high = min(bar.begin for bar in bars), max(bar.end for bar in bars)
     scale = (_RIGHT - _ROW_LEFT) / (high - low or 1.0)
     bottom = 22 * len(rows) + 4
@@ -189,8 +177,7 @@ def bar_rows(rows: Mapping[str, Sequence[Bar]], *, x_label: str) -> Markup:
         parts.append(_text("row", shortened(name, 18), 0, top + 12))
         for bar in row:
             left, width = _ROW_LEFT + (bar.begin - low) * scale, max(0.75, (bar.end - bar.begin) * scale)
-            style = f"fill:{_colour(bar.colour)}"
-            parts.append(_tag("rect", _tag("title", bar.title), style=style, x=left, y=top, width=width, height=16))
+            parts.append(_rect(bar.colour, bar.title, left, top, width, 16))
     return _svg(bottom + 34, parts, x_label)
 
 
@@ -263,9 +250,7 @@ _MAX_NUMBERS = 20
 
 
 def timeline(ledger: Ledger) -> Markup:
-    """Return a row of phases for each attempt over the time since the first one; empty without intervals."""
-    if not ledger.intervals:
-        return Markup()
+    """Return a row of phases for each attempt over the time since the first one."""
     began = min(interval.began for interval in ledger.intervals)
     ended = max(interval.ended for interval in ledger.intervals)
     seconds = ended - began
@@ -303,14 +288,10 @@ def joined(intervals: Sequence[Interval], gap_s: float) -> list[Interval]:
 
 def ledger_bar(ledger: Ledger) -> Markup:
     """Return one bar of the allocated time by cause; empty without entries."""
-    sums = ledger.by(lambda entry: entry.cause)
-    if not ledger.allocated_s:
-        return Markup()
     bars, end = [], 0.0
-    for cause, colour in _CAUSE_COLOURS.items():
-        share = 100 * sums.get(cause, 0.0) / ledger.allocated_s
-        if share:
-            bars.append(Bar(end, end + share, colour, f"{cause}: {share:.1f} %"))
+    for cause, seconds in ledger.seconds.items():
+        share = 100 * seconds / ledger.allocated_s
+        bars.append(Bar(end, end + share, _CAUSE_COLOURS[cause], f"{cause}: {share:.1f} %"))
         end += share
     return bar_rows({"allocated": bars}, x_label="percent of the allocated time") + legend(_CAUSE_COLOURS)
 
@@ -319,53 +300,50 @@ def draw(figure: Figure) -> Markup:
     """Return a figure of a trainer as HTML."""
     match figure:
         case Matrix():
-            return _matrix_table(figure) if len(figure.names) <= _MAX_NUMBERS else _matrix_map(figure)
+            return _matrix(figure)
         case Curves(lines=lines):
             drawn = {name: [(x, y) for x, y in points] for name, points in lines.items()}
             return line_chart(drawn, x_label=figure.x_label, y_label=figure.y_label)
-        case Histogram():
-            return histogram_chart(figure.edges, figure.counts, x_label=figure.x_label, y_label=figure.y_label)
+        case Histogram(edges=edges, counts=counts):
+            frame = _Frame((edges[0], edges[-1]), (0.0, max(*counts, 1e-9)))
+            parts = frame.axes(figure.x_label, figure.y_label)
+            for (begin, end), count in zip(pairwise(edges), counts, strict=True):
+                left, top = frame.left(begin), frame.top(count)
+                title = f"{number(begin)} to {number(end)}: {number(count)}"
+                parts.append(_rect(0, title, left + 0.5, top, max(0.5, frame.left(end) - left - 1), _BOTTOM - top))
+            return _svg(HEIGHT, parts, figure.y_label)
         case Text(text=text):
             return Markup("<pre>{}</pre>").format(text)
 
 
-def draw_patch(text: str) -> Markup:
-    """Return a patch of git with its files, added and removed lines marked."""
-    return Markup('<pre class="diff">{}</pre>').format(Markup("\n").join(map(_patch_line, text.splitlines())))
-
-
-def _patch_line(line: str) -> Markup:
-    if line.startswith("diff --git "):
-        return Markup('<span class="file">{}</span>').format(line)
-    if line.startswith(("+++ ", "--- ")):
-        return escape(line)
-    kind = {"+": "add", "-": "del"}.get(line[:1])
-    return Markup('<span class="{}">{}</span>').format(kind, line) if kind else escape(line)
-
-
-def _matrix_table(matrix: Matrix) -> Markup:
-    """Return a table whose cells are shaded by their share of the row."""
+def _matrix(matrix: Matrix) -> Markup:
+    """Return a table whose cells are shaded by their share of the row, or a heat map of many rows."""
+    shares = []
+    for values in matrix.values:
+        total = sum(map(abs, values)) or 1.0
+        shares.append([abs(value) / total for value in values])
+    if len(matrix.names) > _MAX_NUMBERS:
+        named = {f"{index} {name}": row for index, (name, row) in enumerate(zip(matrix.names, shares, strict=True))}
+        return heat_map(named, x_label=f"{matrix.column_label} (share of the row)", x_range=(0, len(named) - 1))
     rows = [_tag("tr", Markup("<th></th>") + Markup("").join(_tag("th", name) for name in matrix.names))]
-    for name, values in zip(matrix.names, matrix.values, strict=True):
-        shades = [_shade(share) for share in _shares(values)]
+    for name, values, own in zip(matrix.names, matrix.values, shares, strict=True):
         cells = [
-            _tag("td", number(value), class_=f"n hb{shade}", style=f"background:var(--h{shade})")
-            for value, shade in zip(values, shades, strict=True)
+            _tag("td", number(value), class_=f"n hb{_shade(share)}", style=f"background:var(--h{_shade(share)})")
+            for value, share in zip(values, own, strict=True)
         ]
         rows.append(_tag("tr", _tag("th", name) + Markup("").join(cells)))
     caption = _tag("caption", f"rows: {matrix.row_label}, columns: {matrix.column_label}")
     return _tag("div", _tag("table", caption + Markup("").join(rows), class_="matrix"), class_="scroll")
 
 
-def _matrix_map(matrix: Matrix) -> Markup:
-    named = enumerate(zip(matrix.names, matrix.values, strict=True))
-    rows = {f"{index} {name}": _shares(values) for index, (name, values) in named}
-    return heat_map(rows, x_label=f"{matrix.column_label} (share of the row)", x_range=(0, len(rows) - 1))
-
-
-def _shares(values: Sequence[float]) -> list[float]:
-    total = sum(map(abs, values)) or 1.0
-    return [abs(value) / total for value in values]
+def draw_patch(text: str) -> Markup:
+    """Return a patch of git with its files, added and removed lines marked."""
+    lines = []
+    for line in text.splitlines():
+        kind = {"+": "add", "-": "del"}.get(line[:1], "") if not line.startswith(("+++ ", "--- ")) else ""
+        kind = "file" if line.startswith("diff --git ") else kind
+        lines.append(_tag("span", line, class_=kind) if kind else escape(line))
+    return _tag("pre", Markup("\n").join(lines), class_="diff")
 
 
 # Charts of the metrics of a run, and the heat map of step times by node.
@@ -434,7 +412,10 @@ def declared_charts(series: Mapping[str, Series], declared: Mapping[str, Sequenc
 
 def chart_of(title: str, keys: Sequence[str], series: Mapping[str, Series]) -> Chart | None:
     """Return one chart of some metrics over steps; None without any finite point."""
-    lines = {key: _drawn(series[key]) for key in keys[:MAX_LINES]}
+    lines = {}
+    for key in keys[:MAX_LINES]:
+        points = series[key].points
+        lines[key] = sorted({*points[:1], *thinned(points, _COLUMNS), *points[-1:]})
     starts = series[_ATTEMPT].points if _ATTEMPT in series else []
     marks: dict[float, str] = {step: f"attempt {attempt:.0f}" for step, attempt in starts if attempt > 1}
     figure = line_chart(lines, x_label="step", marks=marks)
@@ -450,12 +431,6 @@ def chart_of(title: str, keys: Sequence[str], series: Mapping[str, Series]) -> C
         return None
     title = title if len(keys) > 1 else keys[0]
     return Chart(title=title, figure=figure, note="; ".join(notes))
-
-
-def _drawn(series: Series) -> list[tuple[int, float]]:
-    """Return the points of a series that a chart shows: the lowest and highest of each column, and both ends."""
-    points = series.points
-    return sorted({*points[:1], *thinned(points, _COLUMNS), *points[-1:]})
 
 
 def _group_of(key: str) -> str:
@@ -480,7 +455,11 @@ def step_times(series: Mapping[str, Series]) -> Chart | None:
 
     A cell shows the longest step time in its range of steps. Of many nodes, those with the longest times are shown.
     """
-    keys = sorted((key for key in series if _is_node_time(key)), key=_natural)
+
+    def natural(key: str) -> list[tuple[int, str]]:  # `n2` before `n10`
+        return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", key)]
+
+    keys = sorted((key for key in series if _is_node_time(key)), key=natural)
     points = {key.split("/")[1]: series[key].points for key in keys}
     steps = [step for node in points.values() for step, _ in node]
     if len(points) < 2 or not steps:
@@ -500,11 +479,6 @@ def step_times(series: Mapping[str, Series]) -> Chart | None:
         note += f"; the {MAX_NODES} slowest of {len(rows)} nodes are shown"
     figure = heat_map(kept, x_label="step", x_range=(first, last), unit=" ms")
     return Chart(title="Longest step time by node", figure=figure, note=note)
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts `n2` before `n10`."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _mean(row: Sequence[float | None]) -> float:

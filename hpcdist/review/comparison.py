@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,8 +19,6 @@ from hpcdist.review.report import read_environment, text_of, utc
 from hpcdist.review.text import duration
 from hpcdist.run.folder import RunDir
 from hpcdist.run.records import DatasetRecord
-
-# Comparison of runs: what differs in config, code, environment and outcome.
 
 #: Shown for a value that a run does not have.
 MISSING = "–"
@@ -54,33 +52,25 @@ def compare(
 
 def _sections(run: RunDir, facts: RunFacts, series: Mapping[str, Series]) -> dict[str, dict[str, str]]:
     """Return the values of one run: title of a section → name of a row → value."""
+    patch = run.path / "code.patch"
+    try:
+        changes = retry(patch.read_bytes, patch)
+    except FileNotFoundError:
+        changes = b""
+    environment = {key: text for key, text in read_environment(run).items() if not key.startswith(_OWN_ENVIRONMENT)}
+    nodes = facts.attempts[-1].nodes if facts.attempts else ()
     return {
         "config": {key: text_of(value) for key, value in {**facts.stored.values, **facts.parameters}.items()},
-        "code": _code(run, facts),
-        "environment": _environment(run, facts),
+        "code": {
+            "commit": facts.git_commit or "none",
+            "uncommitted changes": f"code.patch {hashlib.sha256(changes).hexdigest()[:12]}" if changes else "none",
+            "folder": facts.cwd,
+            "command": facts.command,
+        },
+        "environment": {**environment, "nodes": text_of(", ".join(nodes)), "ranks": str(facts.state.world_size)},
         "outcome": _outcome(run, facts),
         "metrics": _metrics(facts, series),
     }
-
-
-def _code(run: RunDir, facts: RunFacts) -> dict[str, str]:
-    patch = run.path / "code.patch"
-    try:
-        content = retry(patch.read_bytes, patch)
-    except FileNotFoundError:
-        content = b""
-    return {
-        "commit": facts.git_commit or "none",
-        "uncommitted changes": f"code.patch {hashlib.sha256(content).hexdigest()[:12]}" if content else "none",
-        "folder": facts.cwd,
-        "command": facts.command,
-    }
-
-
-def _environment(run: RunDir, facts: RunFacts) -> dict[str, str]:
-    found = {key: text for key, text in read_environment(run).items() if not key.startswith(_OWN_ENVIRONMENT)}
-    nodes = facts.attempts[-1].nodes if facts.attempts else ()
-    return {**found, "nodes": text_of(", ".join(nodes)), "ranks": str(facts.state.world_size)}
 
 
 def _outcome(run: RunDir, facts: RunFacts) -> dict[str, str]:
@@ -125,6 +115,8 @@ def _metrics(facts: RunFacts, series: Mapping[str, Series]) -> dict[str, str]:
 
 #: Values of one run: metric → step → value.
 Values = Mapping[str, Mapping[int, float]]
+#: Metrics that a sentence names.
+_SHOWN = 6
 #: Metrics that measure the machine or the time, which no run repeats exactly.
 _MEASURED = ("attempt", "system/*", "time/*", "usage/*", "comm/*", "pipeline/bubble", "pipeline/busy_s/*")
 _MEASURED_END = re.compile(r"(^|_|/)(s|ms|us|ns|seconds?|sec|hours|time|runtime|latency|per_s|per_sec|per_second)$")
@@ -150,17 +142,29 @@ class ValueComparison:
 
     num_values: int  #: compared pairs of values
     num_steps: int  #: different steps with compared values
+    num_metrics: int
     num_differing: int
     differences: tuple[Difference, ...]  #: the first one of each differing metric, by step
-    keys: tuple[str, ...]  #: compared metrics
     measured: tuple[str, ...]  #: metrics that were not compared
-    only_before: tuple[str, ...] = ()  #: metrics that only the first run has logged
-    only_after: tuple[str, ...] = ()
+    unshared: tuple[str, ...]  #: metrics that only one of the runs has logged
 
     @property
     def is_equal(self) -> bool:
-        """Whether both runs have logged the same metrics with the same values."""
-        return not (self.num_differing or self.only_before or self.only_after)
+        """Whether values were compared, and both runs have logged the same ones."""
+        return self.num_values > 0 and not (self.num_differing or self.unshared)
+
+    @property
+    def sentence(self) -> str:
+        """The result in one sentence."""
+        if not self.num_values:
+            return "nothing was compared: the runs have no common values"
+        compared = f"{self.num_values:,} values of {self.num_metrics} metrics at {self.num_steps:,} steps"
+        if self.differences:
+            return f"the first difference is at {self.differences[0]}; {self.num_differing:,} of {compared} differ"
+        if self.unshared:
+            names, left_out = ", ".join(self.unshared[:_SHOWN]), len(self.unshared) - _SHOWN
+            return f"only one of the runs has logged {names}" + (f" and {left_out} more" if left_out > 0 else "")
+        return f"no value differs: {compared}"
 
 
 def is_measured(key: str, ignore: Collection[str] = ()) -> bool:
@@ -209,15 +213,15 @@ def compare_values(
         if differing:
             step = min(differing)
             found.append(Difference(step=step, key=key, before=one.get(step), after=other.get(step)))
+    only_after = [key for key in second.keys() - first.keys() if exact and min(second[key]) < last]
     return ValueComparison(
         num_values=num_values,
         num_steps=len(steps),
+        num_metrics=len(common),
         num_differing=num_differing,
         differences=tuple(sorted(found, key=lambda one: (one.step, one.key))),
-        keys=tuple(common),
         measured=tuple(measured),
-        only_before=tuple(sorted(first.keys() - second.keys())),
-        only_after=tuple(sorted(key for key in second.keys() - first.keys() if exact and min(second[key]) < last)),
+        unshared=(*sorted(first.keys() - second.keys()), *sorted(only_after)),
     )
 
 
@@ -229,36 +233,7 @@ def _equal(one: float, other: float, tolerance: float) -> bool:
     return one == other or math.isclose(one, other, rel_tol=tolerance, abs_tol=0.0)
 
 
-# Result of a rerun: what differs between a recorded run and the run that repeats it.
-
-#: Metrics that a line names.
-_SHOWN = 6
-
-
-@dataclass(frozen=True, kw_only=True)
-class RerunResult:
-    """Comparison of a rerun with its original."""
-
-    values: ValueComparison
-    notes: tuple[str, ...] = ()  #: differences of data and image, which may explain those of the values
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether values were compared, and none differs."""
-        return self.values.is_equal and self.values.num_values > 0
-
-    @property
-    def sentence(self) -> str:
-        """The result in one sentence."""
-        values = self.values
-        if not values.num_values:
-            return "nothing was compared: the runs have no common values"
-        compared = f"{values.num_values:,} values of {len(values.keys)} metrics at {values.num_steps:,} steps"
-        if values.differences:
-            return f"the first difference is at {values.differences[0]}; {values.num_differing:,} of {compared} differ"
-        if not values.is_equal:
-            return f"only one of the runs has logged {_listed((*values.only_before, *values.only_after))}"
-        return f"no value differs: {compared}"
+# What else differs between a recorded run and the run that repeats it.
 
 
 def data_differences(before: Collection[DatasetRecord], after: Collection[DatasetRecord]) -> list[str]:
@@ -271,36 +246,25 @@ def data_differences(before: Collection[DatasetRecord], after: Collection[Datase
     ]
 
 
-def image_differences(digest: str, facts: RunFacts) -> list[str]:
-    """Return a sentence if the ranks of a rerun had another image than the run with this digest."""
-    if not digest or not facts.image_digest or digest == facts.image_digest:
-        return []
-    return [f"image: had digest {digest}, has {facts.image_digest}"]
-
-
 def machine_differences(before: Mapping[str, Any], after: Mapping[str, Any], *, code_is_restored: bool) -> list[str]:
     """Return differences between two machines by the content of `environment.json`, one sentence each.
 
     Args:
         code_is_restored: whether the code of hpcdist itself may come from the run, too.
     """
-    old, new = (_versions(facts) for facts in (before, after))
+
+    def versions_of(facts: Mapping[str, Any]) -> dict[str, Any]:
+        named = facts.get("versions")
+        own = named if isinstance(named, dict) else {}
+        return {"Python": facts.get("python"), **own, "platform": facts.get("platform")}
+
+    old, new = versions_of(before), versions_of(after)
     found = [
-        f"{name} {old[name]} in the run, {new.get(name, 'none')} here" for name in old if old[name] != new.get(name)
+        f"{name} {text} in the run, {new.get(name) or 'none'} here"
+        for name, text in old.items()
+        if text and text != new.get(name)
     ]
     sources = before.get("source_digest"), after.get("source_digest")
     if all(sources) and sources[0] != sources[1] and not code_is_restored and old.get("hpcdist") == new.get("hpcdist"):
         found.append(f"hpcdist {old['hpcdist']} has other source files here than in the run")
     return found
-
-
-def _versions(facts: Mapping[str, Any]) -> dict[str, str]:
-    versions = facts.get("versions")
-    found = {"Python": facts.get("python"), **(versions if isinstance(versions, dict) else {})}
-    found["platform"] = facts.get("platform")
-    return {name: text for name, text in found.items() if isinstance(text, str) and text}
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

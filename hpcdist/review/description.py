@@ -1,6 +1,4 @@
-"""The descriptions of runs and sweeps in Markdown, for MLflow's UI: result, setup, and the commands to continue; the
-best cell, and a table of the cells.
-"""
+"""The setup of a run in words, and the descriptions of runs and sweeps in Markdown for MLflow's UI."""
 
 from __future__ import annotations
 
@@ -12,141 +10,155 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.redaction import REDACTED, is_redacted, redact_text
 from hpcdist.host.files import read_json
 from hpcdist.review.charts import is_hidden, is_read, ranked
-from hpcdist.review.facts import (
-    AttemptFacts,
-    CheckpointFacts,
-    RunFacts,
-    best_checkpoint,
-    last_beat,
-    read_checkpoints,
-    readable,
-)
-from hpcdist.review.ledger import CAUSES, MEANINGS, Ledger, percent
-from hpcdist.review.text import (
-    PATCH,
-    artifact_page,
-    clock,
-    code_block,
-    duration,
-    escaped,
-    image_text,
-    link,
-    models_page,
-    more,
-    nodes_text,
-    run_page,
-    table,
-)
+from hpcdist.review.facts import RunFacts, best_checkpoint, last_beat, read_checkpoints, readable
+from hpcdist.review.ledger import Ledger, hours_text, percent
+from hpcdist.review.text import PATCH, TRAINING_PAGES, Markdown, duration, escaped, link, run_page, table
 from hpcdist.run.folder import DATABASE, RunDir, State, own_place
-from hpcdist.run.records import PLAIN_SCRIPT, DatasetRecord
+from hpcdist.run.records import PLAIN_SCRIPT
 from hpcdist.run.sweeps import SweepDir, checkpoint_config, text_of
 
-# The section Setup of a run's description: what ran, on what, from which code.
+# The setup and the attempts of a run, in words: the description shows them as Markdown, the report as HTML.
 
-#: Words for `launch.device`; nothing for `auto`.
-_DEVICES = {"cpu": " on the CPU", "cuda": " on GPUs"}
-#: Overrides beyond these are counted.
+#: Items of a list beyond these are counted.
+_MAX_NODES = 8
 _MAX_OVERRIDES = 30
 
 
-def setup_rows(facts: RunFacts) -> Iterator[tuple[str, str]]:
-    """Yield the names and values of the section as Markdown."""
+def setup_rows(facts: RunFacts) -> Iterator[tuple[str, list[str]]]:
+    """Yield what ran, on what, from which code: names and lines, not escaped."""
     if facts.stored.problem:
-        yield "Not read", escaped(facts.stored.problem, 400)
+        yield "Not read", [facts.stored.problem]
     if facts.config_name:
-        profile = f", cluster profile {escaped(facts.cluster_name)}" if facts.cluster_name else ""
-        yield "Config", escaped(facts.config_name) + profile
-    if facts.overrides:
-        shown = [
-            f"{escaped(key)} = **{escaped(text_of(item.after), 100)}** (config: {escaped(text_of(item.before), 100)})"
-            for key, item in list(facts.overrides.items())[:_MAX_OVERRIDES]
+        profile = f", cluster profile {facts.cluster_name}" if facts.cluster_name else ""
+        changed = [
+            f"{key} = {text_of(item.after)} (config: {text_of(item.before)})" for key, item in facts.overrides.items()
         ]
-        yield "Overrides", "<br>".join([*shown, *more(len(facts.overrides) - _MAX_OVERRIDES)])
-    elif facts.config_name:
-        yield "Overrides", "none"
+        yield "Config", [facts.config_name + profile]
+        yield "Overrides", [*changed[:_MAX_OVERRIDES], *more(len(changed) - _MAX_OVERRIDES)] or ["none"]
     if facts.rerun is not None:
-        known_as = f" (MLflow run {escaped(facts.rerun.run_id)})" if facts.rerun.run_id else ""
-        yield "Repeats", escaped(facts.rerun.name) + known_as
-        yield "Not restored", "<br>".join(escaped(text, 300) for text in facts.rerun.missing) or "nothing"
-        yield "Values", escaped(facts.rerun.result, 600) or "not compared yet"
+        known_as = f" (MLflow run {facts.rerun.run_id})" if facts.rerun.run_id else ""
+        yield "Repeats", [facts.rerun.name + known_as]
+        yield "Not restored", facts.rerun.missing or ["nothing"]
+        yield "Values", [facts.rerun.result or "not compared yet"]
     if facts.sweep:
-        yield "Sweep", escaped(facts.sweep)
-    yield "Trainer", escaped(facts.trainer)
-    model = [escaped(facts.model)] if facts.model else []
-    if facts.num_parameters is not None:
-        model.append(f"{facts.num_parameters:,} trainable parameters")
-    if model:
-        yield "Model", ", ".join(model)
+        yield "Sweep", [facts.sweep]
+    yield "Trainer", [facts.trainer]
+    size = "" if facts.num_parameters is None else f"{facts.num_parameters:,} trainable parameters"
+    if facts.model or size:
+        yield "Model", [", ".join(filter(None, (facts.model, size)))]
     if facts.datasets:
-        yield "Data", "<br>".join(map(_dataset, facts.datasets))
+        lines = []
+        for one in facts.datasets:
+            number = "" if one.num_samples is None else f", {one.num_samples:,} samples"
+            digest = f", digest {one.digest}" if one.digest else ""
+            lines.append(f"{one.name} ({one.split}){number}{digest}")
+        yield "Data", lines
     if code := _code(facts):
-        yield "Code", code
-    if image := image_text(facts):
-        yield "Image", escaped(image, 600)
-    device = _DEVICES.get(facts.stored.config.launch.device, "")
-    yield "Ranks", f"{facts.state.world_size}{device}{_where(facts)}"
+        yield "Code", [code]
+    if image := _image(facts):
+        yield "Image", [image]
+    device = {"cpu": " on the CPU", "cuda": " on GPUs"}.get(facts.stored.config.launch.device, "")
+    nodes = facts.attempts[-1].nodes if facts.attempts else ()
+    where = f" on {_nodes(nodes)}" if nodes else ""
+    earlier = [node for attempt in facts.attempts for node in attempt.nodes if node not in nodes]
+    others = f" (earlier attempts: {_nodes(list(dict.fromkeys(earlier)))})" if earlier else ""
+    job = f", Slurm job {facts.job_id}" if facts.job_id else ""
+    yield "Ranks", [f"{facts.state.world_size}{device}{where}{others}{job}"]
     if versions := _versions(facts):
-        yield "Versions", versions
+        yield "Versions", [versions]
     started = facts.attempts[0].started if facts.attempts else None
-    yield (
-        "Created" if started is None else "Started",
-        clock(started or facts.state.created) + (f" by {escaped(facts.user)}" if facts.user else ""),
-    )
-    yield "Folder", escaped(f"{facts.host}:{facts.folder}" if facts.host else str(facts.folder))
+    by = f" by {facts.user}" if facts.user else ""
+    yield "Created" if started is None else "Started", [_clock(started or facts.state.created) + by]
+    yield "Folder", [f"{facts.host}:{facts.folder}" if facts.host else str(facts.folder)]
+
+
+def more(number: int) -> list[str]:
+    """Return the end of a shortened list; empty if nothing is left out."""
+    return [f"{number} more"] if number > 0 else []
+
+
+def _nodes(nodes: Sequence[str]) -> str:
+    return ", ".join([*nodes[:_MAX_NODES], *more(len(nodes) - _MAX_NODES)])
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def _code(facts: RunFacts) -> str:
     """Return the commit of the code, what it does not contain, and code that later edits change."""
     parts = []
     if facts.stored.trainer is not None:
-        parts.append(f"hpcdist {escaped(facts.versions.get('hpcdist', ''))}".rstrip())
+        parts.append(f"hpcdist {facts.versions.get('hpcdist', '')}".rstrip())
     if facts.git_commit:
-        changes = link("uncommitted changes", artifact_page(facts, PATCH)) if facts.has_patch else "uncommitted changes"
-        parts.append(f"commit {escaped(facts.git_commit)}" + (f" with {changes}" if facts.git_dirty else ""))
+        parts.append(f"commit {facts.git_commit}" + " with uncommitted changes" * facts.git_dirty)
     elif facts.code_copied:
-        parts.append("no commit, since it was not in a git repository; the run folder has a copy in `code`")
+        parts.append("no commit, since it was not in a git repository; the run folder has a copy in code/")
     if facts.git_commit and (number := facts.num_untracked):
         parts.append(f"{number} file{'s' * (number > 1)} of the copy {'are' if number > 1 else 'is'} not in git")
     if facts.live_code:
-        parts.append(f"imported without a copy, so later edits change the run: {nodes_text(facts.live_code)}")
+        parts.append(f"imported without a copy, so later edits change the run: {_nodes(facts.live_code)}")
     return "; ".join(parts)
+
+
+def _image(facts: RunFacts) -> str:
+    """Return the image of the ranks with its digest or build; empty if it is unknown."""
+    words = [facts.image or "name not recorded"]
+    if facts.image_digest:
+        # Of an image file without a digest in its name.
+        partial = " (of its size, first and last MiB)" if facts.image_digest.startswith("ends-") else ""
+        words.append(f"digest {facts.image_digest}{partial}")
+    elif facts.image_build:
+        words.append(f"build {facts.image_build[:12]}")
+        words += [f"built from {facts.image_base}"] if facts.image_base else []
+    if facts.image or len(words) > 1:
+        return ", ".join(words)
+    if facts.container_runtime:
+        return f"not recorded; the run used a container of {facts.container_runtime}"
+    return "none, without a container" if facts.stored.values.get("container.runtime") == "none" else ""
 
 
 def _versions(facts: RunFacts) -> str:
     """Return the versions that the ranks use, then those of the machine on which the run was created."""
-    names = {"hpcdist": "hpcdist", "torch": "torch", "python": "Python", "cuda": "CUDA"}
 
     def listed(versions: Mapping[str, str]) -> str:
-        return escaped(", ".join(f"{name} {versions[key]}" for key, name in names.items() if versions.get(key)))
+        names = {"hpcdist": "hpcdist", "torch": "torch", "python": "Python", "cuda": "CUDA"}
+        return ", ".join(f"{name} {versions[key]}" for key, name in names.items() if versions.get(key))
 
     own, inside = listed(facts.versions), listed(facts.rank_versions)
     if not facts.rank_python:
         return own
     place = "in the container" if facts.rank_python == "container" else "in the environment of the ranks"
     texts = [f"{inside} {place}" if inside else f"those {place} are recorded when the job starts"]
-    return "; ".join([*texts, *([f"{own} on {escaped(facts.host)}"] if own else [])])
+    return "; ".join([*texts, *([f"{own} on {facts.host}"] if own else [])])
 
 
-def _where(facts: RunFacts) -> str:
-    job = f", Slurm job {escaped(facts.job_id)}" if facts.job_id else ""
-    nodes = facts.attempts[-1].nodes if facts.attempts else ()
-    earlier = [node for attempt in facts.attempts for node in attempt.nodes if node not in nodes]
-    others = f" (earlier attempts: {nodes_text(list(dict.fromkeys(earlier)))})" if earlier else ""
-    return (f" on {nodes_text(nodes)}" if nodes else "") + others + job
+#: Columns of `attempt_rows`.
+ATTEMPT_COLUMNS = ("Attempt", "Start (UTC)", "Duration", "Nodes", "Steps", "Steps lost", "End", "Cause")
 
 
-def _dataset(dataset: DatasetRecord) -> str:
-    words = [f"{escaped(dataset.name)} ({escaped(dataset.split)})"]
-    if dataset.num_samples is not None:
-        words.append(f"{dataset.num_samples:,} samples")
-    if dataset.digest:
-        words.append(f"digest {escaped(dataset.digest)}")
-    return ", ".join(words)
+def attempt_rows(facts: RunFacts) -> list[tuple[str, ...]]:
+    """Return a row for each attempt, not escaped."""
+    return [
+        (
+            str(one.number),
+            _clock(one.started).removesuffix(" UTC"),
+            "" if one.ended is None else duration(max(0.0, one.ended - one.started)),
+            _nodes(one.nodes),
+            ("not reported" if facts.is_script else "")
+            if one.last_step is None
+            else f"{one.first_step or 0:,} to {one.last_step:,}",
+            "" if one.steps_lost is None else f"{one.steps_lost:,}",
+            one.status,
+            one.cause,
+        )
+        for one in facts.attempts
+    ]
 
 
 # Commands for the reviewers of a run: how to load its model, and how to run it again.
@@ -158,25 +170,6 @@ MAX_LINE = 80
 MAX_PART = 60
 #: A word of a command with its quotes; an option together with its value.
 _WORD = re.compile(r"""(?:--[\w-]+ (?=[^-]))?(?:'[^']*'|"[^"]*"|\\.|\S)+""")
-
-
-def load_final_model(facts: RunFacts) -> str:
-    """Return lines of Python that load the final model from MLflow; empty before its upload."""
-    if not facts.has_model or not facts.run_id:
-        return ""
-    return f'import mlflow\n\nmodel = mlflow.pytorch.load_model("runs:/{facts.run_id}/model")'
-
-
-def load_checkpoint(facts: RunFacts, checkpoint: CheckpointFacts) -> str:
-    """Return lines of Python that load the weights of a checkpoint, from MLflow if it has them, or from its folder."""
-    if checkpoint is facts.best and facts.has_uploaded_best:
-        lines = ["import mlflow", "from hpcdist.checkpoint.state import load_weights", ""]
-        lines.append(f'uri = "runs:/{facts.run_id}/checkpoints/best"')
-        lines.append("state_dict = load_weights(mlflow.artifacts.download_artifacts(uri))")
-    else:
-        lines = ["from hpcdist.checkpoint.state import load_weights", ""]
-        lines += [f"folder = {str(checkpoint.path)!r}", "state_dict = load_weights(folder)"]
-    return "\n".join(lines)
 
 
 def run_again_command(facts: RunFacts) -> str:
@@ -256,7 +249,7 @@ def _in_folder(facts: RunFacts, command: str) -> str:
     return f"cd {shlex.quote(facts.cwd)} && {command}" if command and facts.cwd else command
 
 
-# The description of a run in MLflow: its facts and its costs as Markdown.
+# The description of a run.
 
 #: Rows of a table beyond these are left out, in the middle of the attempts.
 _MAX_METRICS = 12
@@ -298,8 +291,14 @@ def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) ->
         yield _progress(facts, now)
     elif facts.is_live:
         is_running = facts.state.status == "running"
-        yield f"State at {clock(now)}" + (": no step is done yet in this attempt." if is_running else ".")
-    yield "### Setup\n\n" + table(("", ""), ((f"**{name}**", value) for name, value in setup_rows(facts)))
+        yield f"State at {_clock(now)}" + (": no step is done yet in this attempt." if is_running else ".")
+    rows = [
+        (Markdown(f"**{name}**"), Markdown("<br>".join(escaped(line, 600) for line in lines)))
+        for name, lines in setup_rows(facts)
+    ]
+    yield "### Setup\n\n" + table(("", ""), rows)
+    if facts.has_patch:
+        yield link("uncommitted changes", _artifact(facts, PATCH))
     if result := list(_result(facts)):
         yield "### Result\n\n" + "\n".join(f"- {line}" for line in result)
     if facts.attempts:
@@ -320,6 +319,16 @@ def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) ->
         )
 
 
+def _artifact(facts: RunFacts, path: str) -> str:
+    """Return the address of an artifact of a run, relative to MLflow's UI; empty before the upload."""
+    return run_page(facts.experiment_id, facts.run_id, path)
+
+
+def _block(text: str, language: str) -> str:
+    """Return lines as a block of code, without passwords."""
+    return f"```{language}\n{redact_text(text).replace('```', chr(39) * 3)}\n```"
+
+
 def _summary(facts: RunFacts, ledger: Ledger) -> str:
     """Return the most important facts in one line: MLflow shows the first lines of a description only."""
     words = []
@@ -333,7 +342,7 @@ def _summary(facts: RunFacts, ledger: Ledger) -> str:
         number = len(facts.attempts)
         words.append(f"{number} attempt{'s' * (number != 1)}")
     if ledger.entries:
-        words.append(f"{ledger.allocated_s / 3600:.3g} {ledger.unit}-hours, goodput {percent(ledger.goodput)}")
+        words.append(f"{hours_text(ledger.allocated_s)} {ledger.unit}-hours, goodput {percent(ledger.goodput)}")
     return ", ".join(words)
 
 
@@ -347,102 +356,77 @@ def _progress(facts: RunFacts, now: float) -> str:
         words[0] += f" of {progress.total_steps:,} ({100 * progress.step / progress.total_steps:.0f} %)"
     words.append(f"last heartbeat {duration(age_s)} before")
     if progress.eta is not None and not is_silent:
-        words.append(f"ends in about {duration(max(0.0, progress.eta - now))} ({clock(progress.eta)})")
+        words.append(f"ends in about {duration(max(0.0, progress.eta - now))} ({_clock(progress.eta)})")
     if facts.checkpoints:
         last = facts.checkpoints[-1]
-        at = f" ({clock(last.created)})" if last.created is not None else ""
+        at = f" ({_clock(last.created)})" if last.created is not None else ""
         words.append(f"last save at step {last.step:,}{at}")
     elif facts.script_files:
         words.append(f"last save {facts.script_files[-1]}")
     else:
         words.append("nothing is saved yet")
     if progress.time_limit is not None:
-        words.append(f"time limit in {duration(max(0.0, progress.time_limit - now))} ({clock(progress.time_limit)})")
+        words.append(f"time limit in {duration(max(0.0, progress.time_limit - now))} ({_clock(progress.time_limit)})")
     warning = f"**No heartbeat for {duration(age_s)}**: a long step, a hang, or a node that has failed.\n\n"
-    return warning * is_silent + f"Progress at {clock(now)}: {'; '.join(words)}."
+    return warning * is_silent + f"Progress at {_clock(now)}: {'; '.join(words)}."
 
 
 def _result(facts: RunFacts) -> Iterator[str]:
     if facts.best is not None and facts.best_value is not None:
         direction = "lowest" if facts.monitor_mode == "min" else "highest"
         yield f"**{escaped(facts.monitor)} = {facts.best_value:.6g}** at step {facts.best.step:,} (best = {direction})"
-        uploaded = link("uploaded", artifact_page(facts, "checkpoints/best"))
-        artifact = f"; {uploaded}" if facts.has_uploaded_best else ""
+        artifact = f"; {link('uploaded', _artifact(facts, 'checkpoints/best'))}" if facts.has_uploaded_best else ""
         yield f"best checkpoint: {escaped(str(facts.best.path))}{artifact}"
     if facts.checkpoints:
-        kept = ", ".join(_kept(facts, one) for one in facts.checkpoints[-_MAX_CHECKPOINTS:])
-        page = models_page(facts.experiment_id)
-        yield f"kept checkpoints: {kept}" + (f"; {link('those of all runs', page)}" if page else "")
+        kept = []
+        for one in facts.checkpoints[-_MAX_CHECKPOINTS:]:
+            value = one.metrics.get(facts.monitor)
+            kept.append(f"step {one.step:,}" + ("" if value is None else f" ({value:.6g})"))
+        page = f"#/experiments/{quote(facts.experiment_id)}/models?{TRAINING_PAGES}"
+        models = f"; {link('those of all runs', page)}" if facts.experiment_id else ""
+        yield f"kept checkpoints: {', '.join(kept)}{models}"
     if files := facts.script_files:
         shown = [escaped(name) for name in files[-_MAX_CHECKPOINTS:]]
         yield f"files in the checkpoint folder: {', '.join([*more(len(files) - len(shown)), *shown])}"
-    yield from _last_values(facts)
+    # By step: training metrics are logged in intervals, evaluations apart.
+    metrics = [name for name in facts.metrics if not name.startswith(("system/", "time/"))]
+    by_step: dict[int | None, list[str]] = {}
+    for name in metrics[:_MAX_METRICS]:
+        text = f"{escaped(name)} {_number(facts.metrics[name])}"
+        by_step.setdefault(facts.metric_steps.get(name), []).append(text)
+    for step, values in by_step.items():
+        yield f"last values{'' if step is None else f' at step {step:,}'}: {', '.join(values)}"
+    yield from (f"{others} metrics" for others in more(len(metrics) - _MAX_METRICS))
     if facts.samples_per_s is not None:
         yield f"mean throughput of the training steps: {_number(facts.samples_per_s)} samples/s"
 
 
-def _last_values(facts: RunFacts) -> Iterator[str]:
-    """Yield the last values of the metrics by step: training metrics are logged in intervals, evaluations apart."""
-    metrics = [name for name in facts.metrics if not name.startswith(("system/", "time/"))]
-    by_step: dict[int | None, list[str]] = {}
-    for name in metrics[:_MAX_METRICS]:
-        value = f"{escaped(name)} {_number(facts.metrics[name])}"
-        by_step.setdefault(facts.metric_steps.get(name), []).append(value)
-    for step, values in by_step.items():
-        yield f"last values{'' if step is None else f' at step {step:,}'}: {', '.join(values)}"
-    yield from (f"{more} metrics" for more in more(len(metrics) - _MAX_METRICS))
-
-
-def _kept(facts: RunFacts, checkpoint: CheckpointFacts) -> str:
-    value = checkpoint.metrics.get(facts.monitor)
-    return f"step {checkpoint.step:,}" + ("" if value is None else f" ({value:.6g})")
+def _number(value: float) -> str:
+    """Return a number without an exponent if it is large: `358,176`, `0.51165`."""
+    return f"{value:,.0f}" if 1e5 <= abs(value) < 1e15 else f"{value:.5g}"
 
 
 def _attempts(facts: RunFacts, num_kept: int) -> str:
-    attempts = list(facts.attempts)
-    left_out = len(attempts) - num_kept
-    rows = [_attempt(facts, attempt) for attempt in attempts]
-    if left_out > 0:
+    rows: list[tuple[str, ...]] = []
+    for row, attempt in zip(attempt_rows(facts), facts.attempts, strict=True):
+        logs = link("logs", _artifact(facts, attempt.logs))
+        rows.append((*row[:-1], escaped(row[-1], 200), logs))
+    if (left_out := len(rows) - num_kept) > 0:
         first = (num_kept + 1) // 2
         rows[first : first + left_out] = [("…", f"{left_out} more attempts", *[""] * 7)]
-    head = ("Attempt", "Start", "Duration", "Nodes", "Steps", "End", "Cause", "Steps lost", "Logs")
-    report = artifact_page(facts, "report.html")
-    more = f"\n\n{link('report.html', report)}: timeline, faults with cause and fix, charts." if report else ""
-    own = "\n\nSteps are those that the script has reported." if facts.is_script and len(attempts) > 1 else ""
-    return table(head, rows) + own + _restarts(facts) + more
-
-
-def _restarts(facts: RunFacts) -> str:
-    """Return how the attempts came about: each start of the job is one, and so is each restart of the ranks in it."""
-    if not facts.num_job_starts or len(facts.attempts) < 2:
-        return ""
-    starts, restarts = facts.num_job_starts, facts.state.restarts
-    return (
-        f"\n\nSlurm started the run {_times(starts)}; the ranks were restarted {_times(restarts)} within these starts."
-        " An attempt lasts from the start to the end of its ranks; the allocated time around it is in Cost (*start*,"
-        " *down*)."
-    )
-
-
-def _times(number: int) -> str:
-    return f"{number} time{'s' * (number != 1)}"
-
-
-def _attempt(facts: RunFacts, attempt: AttemptFacts) -> tuple[str, ...]:
-    first = attempt.first_step or 0
-    return (
-        str(attempt.number),
-        clock(attempt.started),
-        "" if attempt.ended is None else duration(max(0.0, attempt.ended - attempt.started)),
-        nodes_text(attempt.nodes),
-        ("not reported" if facts.is_script else "")
-        if attempt.last_step is None
-        else f"{first:,} to {attempt.last_step:,}",
-        attempt.status,
-        escaped(attempt.cause, 200),
-        "" if attempt.steps_lost is None else f"{attempt.steps_lost:,}",
-        link("logs", artifact_page(facts, attempt.logs)),
-    )
+    text = table((*ATTEMPT_COLUMNS, "Logs"), rows)
+    if facts.is_script and len(facts.attempts) > 1:
+        text += "\n\nSteps are those that the script has reported."
+    if facts.num_job_starts and len(facts.attempts) > 1:
+        starts, restarts = (f"{n} time{'s' * (n != 1)}" for n in (facts.num_job_starts, facts.state.restarts))
+        text += (
+            f"\n\nSlurm started the run {starts}; the ranks were restarted {restarts} within these starts."
+            " An attempt lasts from the start to the end of its ranks; the allocated time around it is in Cost"
+            " (*start*, *down*)."
+        )
+    if report := _artifact(facts, "report.html"):
+        text += f"\n\n{link('report.html', report)}: timeline, faults with cause and fix, charts."
+    return text
 
 
 def _load(facts: RunFacts) -> Iterator[str]:
@@ -452,25 +436,33 @@ def _load(facts: RunFacts) -> Iterator[str]:
     """
     last_step = facts.attempts[-1].last_step if facts.attempts else None
     checkpoint = facts.best or (facts.checkpoints[-1] if facts.checkpoints else None)
-    final = load_final_model(facts)
-    if not final and checkpoint is None:
+    has_final = facts.has_model and bool(facts.run_id)
+    if not has_final and checkpoint is None:
         return
     yield "### Load the model"
-    is_final = bool(final) and checkpoint is not None and checkpoint.step == last_step
+    is_final = has_final and checkpoint is not None and checkpoint.step == last_step
     kind = "best" if facts.best is not None else "newest"
-    if final:
+    if has_final:
         words = ["The final model", "" if last_step is None else f"after step {last_step:,}"]
         words.append(f"the same as the {kind} checkpoint" if is_final else "")
-        needs = (
-            "with `MLFLOW_TRACKING_URI` as the address of this store;"
-            " it needs no hpcdist unless the code of the model does"
+        code = f'import mlflow\n\nmodel = mlflow.pytorch.load_model("runs:/{facts.run_id}/model")'
+        yield (
+            f"{', '.join(filter(None, words))}, from MLflow, with `MLFLOW_TRACKING_URI` as the address of this store;"
+            f" it needs no hpcdist unless the code of the model does:\n\n{_block(code, 'python')}"
         )
-        yield f"{', '.join(filter(None, words))}, from MLflow, {needs}:\n\n" + code_block(final, "python")
     if checkpoint is not None and not is_final:
         value = f", {escaped(facts.monitor)} = {facts.best_value:.6g}" if facts.best_value is not None else ""
-        source = "from MLflow" if checkpoint is facts.best and facts.has_uploaded_best else "from its folder"
-        which = f"The {kind} checkpoint, step {checkpoint.step:,}{value}, {source}:"
-        yield f"{which}\n\n" + code_block(load_checkpoint(facts, checkpoint), "python")
+        if checkpoint is facts.best and facts.has_uploaded_best:
+            source, first = "from MLflow", "import mlflow\n"
+            last = (
+                f'uri = "runs:/{facts.run_id}/checkpoints/best"\n'
+                "state_dict = load_weights(mlflow.artifacts.download_artifacts(uri))"
+            )
+        else:
+            source, first = "from its folder", ""
+            last = f"folder = {str(checkpoint.path)!r}\nstate_dict = load_weights(folder)"
+        code = f"{first}from hpcdist.checkpoint.state import load_weights\n\n{last}"
+        yield f"The {kind} checkpoint, step {checkpoint.step:,}{value}, {source}:\n\n" + _block(code, "python")
     if facts.registered_as:
         name = escaped(facts.registered_as)
         best = (
@@ -484,37 +476,19 @@ def _load(facts: RunFacts) -> Iterator[str]:
 
 def _shell(command: str) -> str:
     # Passwords first: they are not found in divided words.
-    return code_block(wrapped(redact_text(command)), "bash")
+    return _block(wrapped(redact_text(command)), "bash")
 
 
 def _cost(ledger: Ledger) -> str:
-    hours = ledger.allocated_s / 3600
-    causes = ledger.by(lambda entry: entry.cause)
     useful = "goodput not measured, since the script reports no steps"
     if ledger.is_measured:
         useful = f"of which {percent(ledger.goodput)} were useful compute (goodput)"
-    lines = [f"**{hours:.3g} {ledger.unit}-hours** allocated, {useful}"]
+    words = [f"**{hours_text(ledger.allocated_s)} {ledger.unit}-hours** allocated, {useful}"]
     if ledger.queue_s:
-        lines.append(f"{duration(ledger.queue_s)} in the queue")
+        words.append(f"{duration(ledger.queue_s)} in the queue")
     if ledger.energy_kwh is not None:
-        lines.append(f"{ledger.energy_kwh:.3g} kWh ({ledger.energy_of})")
-    rows = [
-        (cause, _hours(causes[cause]), f"{100 * causes[cause] / ledger.allocated_s:.1f} %", MEANINGS[cause])
-        for cause in CAUSES
-        if causes.get(cause)
-    ]
-    total = ("**allocated**", _hours(ledger.allocated_s), "100.0 %", "")
-    return "; ".join(lines) + "\n\n" + table(("Cause", f"{ledger.unit}-hours", "Share", "Meaning"), [*rows, total])
-
-
-def _number(value: float) -> str:
-    """Return a number without an exponent if it is large: `358,176`, `0.51165`."""
-    return f"{value:,.0f}" if 1e5 <= abs(value) < 1e15 else f"{value:.5g}"
-
-
-def _hours(seconds: float) -> str:
-    hours = seconds / 3600
-    return f"{hours:.3g}" if hours >= 0.001 else "&lt;0.001"
+        words.append(f"{ledger.energy_kwh:.3g} kWh ({ledger.energy_of})")
+    return "; ".join(words) + "\n\n" + table(("Cause", f"{ledger.unit}-hours", "Share", "Meaning"), ledger.rows())
 
 
 # The description of a sweep.
@@ -550,7 +524,21 @@ def read_sweep_facts(sweep: SweepDir, state: State) -> SweepFacts:
     content = sweep.read()
     runs = [RunDir(sweep.path.parent / cell["name"]) for cell in content["cells"]]
     monitor = checkpoint_config(runs)
-    cells = [_read_cell(run, cell, monitor) for run, cell in zip(runs, content["cells"], strict=True)]
+    cells = []
+    for run, cell in zip(runs, content["cells"], strict=True):
+        best = best_checkpoint(read_checkpoints(run), monitor)
+        ids, own_state = readable(lambda run=run: read_json(run.mlflow)) or {}, readable(run.read_state)  # type: ignore[misc]
+        known = "unreadable" if (run.path / "state.json").exists() else "missing"
+        cells.append(
+            CellFacts(
+                values=cell["values"],
+                label=cell["label"],
+                status=known if own_state is None else own_state.status,
+                metric=None if best is None else best.metrics[monitor.monitor],
+                step=None if best is None else best.step,
+                page=run_page(str(ids.get("experiment_id", "")), str(ids.get("run_id", ""))),
+            )
+        )
     metric, mode = monitor.monitor, str(monitor.monitor_mode)
     if all(cell.metric is None for cell in cells):  # no evaluated checkpoints, as in runs of scripts
         beats = [last_beat(run) for run in runs]
@@ -581,42 +569,21 @@ def describe_sweep(facts: SweepFacts, *, max_chars: int) -> str:
 
 def _sweep_sections(facts: SweepFacts, num_kept: int) -> Iterator[str]:
     yield _status(facts.state)
-    cells = _ordered(facts)
+    # From the best to the worst if that is known, those without a value last.
+    sign = {"min": 1.0, "max": -1.0}.get(facts.monitor_mode, 0.0)
+    cells = sorted(facts.cells, key=lambda cell: (cell.metric is None, sign * (cell.metric or 0.0)))
+    titles = [link(escaped(cell.label, 100), cell.page) for cell in cells]
     if cells and cells[0].metric is not None and facts.monitor_mode:
         best = cells[0]
         yield (
-            f"Best cell: {_titled(best)} with **{escaped(facts.monitor)} = {best.metric:.6g}** at step {best.step:,}"
+            f"Best cell: {titles[0]} with **{escaped(facts.monitor)} = {best.metric:.6g}** at step {best.step:,}"
             f" ({'lowest' if facts.monitor_mode == 'min' else 'highest'} is best)"
         )
-    head = ("Run", *map(escaped, facts.keys), *([escaped(facts.monitor), "Step"] if facts.monitor else []), "State")
     rows = []
-    for cell in cells[:num_kept]:
+    for cell, title in list(zip(cells, titles, strict=True))[:num_kept]:
         numbers = ["" if cell.metric is None else f"{cell.metric:.6g}", "" if cell.step is None else f"{cell.step:,}"]
         values = [escaped(text_of(cell.values.get(key)), 60) for key in facts.keys]
-        rows.append([_titled(cell), *values, *(numbers if facts.monitor else []), cell.status])
+        rows.append([title, *values, *(numbers if facts.monitor else []), cell.status])
+    head = ("Run", *facts.keys, *([facts.monitor, "Step"] if facts.monitor else []), "State")
     left_out = len(cells) - num_kept
     yield table(head, rows) + (f"\n\n{left_out} more cells" if left_out > 0 else "")
-
-
-def _ordered(facts: SweepFacts) -> Sequence[CellFacts]:
-    """Return the cells from the best to the worst if that is known, those without a value last."""
-    sign = {"min": 1.0, "max": -1.0}.get(facts.monitor_mode, 0.0)
-    return sorted(facts.cells, key=lambda cell: (cell.metric is None, sign * (cell.metric or 0.0)))
-
-
-def _titled(cell: CellFacts) -> str:
-    return link(escaped(cell.label, 100), cell.page) if cell.page else escaped(cell.label, 100)
-
-
-def _read_cell(run: RunDir, cell: dict[str, Any], monitor: CheckpointConfig) -> CellFacts:
-    best = best_checkpoint(read_checkpoints(run), monitor)
-    ids, state = readable(lambda: read_json(run.mlflow)) or {}, readable(run.read_state)
-    known = "unreadable" if (run.path / "state.json").exists() else "missing"
-    return CellFacts(
-        values=cell["values"],
-        label=cell["label"],
-        status=known if state is None else state.status,
-        metric=None if best is None else best.metrics[monitor.monitor],
-        step=None if best is None else best.step,
-        page=run_page(str(ids.get("experiment_id", "")), str(ids.get("run_id", ""))),
-    )

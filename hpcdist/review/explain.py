@@ -14,14 +14,10 @@ import hpcdist
 from hpcdist.host.files import open_regular, read_json, stays_inside
 from hpcdist.host.log_files import MAX_LINE_CHARS, last_lines
 from hpcdist.review.facts import read_attempts, read_checkpoints
-from hpcdist.run.folder import Attempt, RunDir, State, sentence_of
+from hpcdist.run.folder import Attempt, RunDir, sentence_of
 from hpcdist.run.records import continuation, read_times
 from hpcdist.run.status import RunStatus, status_of
-from hpcdist.slurm.output import JobInfo
 
-# Error messages of known failures, with cause and fix. Data and pure functions.
-
-#: Maximum length of a quoted line.
 QUOTE_CHARS = 160
 _FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+)')
 _LIBRARY = re.compile(r"^<|/(?:site|dist)-packages/|/lib(?:64)?/python3")
@@ -207,32 +203,11 @@ def first_match(lines: Iterable[str]) -> tuple[Pattern, int] | None:
     return None
 
 
-def users_frame(trace: Sequence[str]) -> re.Match[str] | None:
-    """Return the innermost frame of a traceback in the user's code, with groups `file` and `line`."""
-    found = None
-    for line in trace:
-        frame = _FRAME.search(line)
-        if frame is not None and not _LIBRARY.search(frame["file"]):
-            # A copy of hpcdist, as an environment of ranks has it, contains the same modules.
-            package, _, module = frame["file"].rpartition("/hpcdist/")
-            found = found if package and (_PACKAGE / module).is_file() else frame
-    return found
-
-
-def cause_of(pattern: Pattern, line: str) -> str:
-    """Return a pattern's cause with the name that the line contains."""
-    match = re.search(pattern.texts, line)
-    named = next((group for group in match.groups() if group), None) if match else None
-    return pattern.cause.format(named or "").rstrip(": ")
-
-
 def quote(line: str) -> str:
     """Return a line with single spaces, cut to `QUOTE_CHARS`."""
     text = " ".join(line.split())
     return text if len(text) <= QUOTE_CHARS else text[: QUOTE_CHARS - 1] + "…"
 
-
-# `hpcdist explain`: why a run failed, hangs or waits, in at most five lines and one for each straggler.
 
 #: Attempts of a finished run that are listed.
 MAX_ATTEMPTS = 4
@@ -287,7 +262,14 @@ def _explain(run: RunDir, now: RunStatus) -> list[str]:
         return [f"created, but never started; `hpcdist resume {run.name}` starts it"]
     finding = _finding(run, now)
     if finding is None:
-        return [f"{quote(now.sentence)}; nothing to explain" + _sign_of_life(run, state)]
+        attempt, life = run.attempt(state.attempt), ""
+        if state.attempt and attempt.silence.is_file():
+            stacks = attempt.silence.relative_to(run.path)
+            life = f" (but once it made no progress for launch.hang_timeout_s; stacks: {stacks})"
+        elif state.attempt and attempt.beat(0).is_file():
+            ago = int(time.time() - attempt.beat(0).stat().st_mtime)
+            life = f" (but rank 0 sent its last heartbeat {ago} s ago)" if ago > 60 else ""
+        return [f"{quote(now.sentence)}; nothing to explain{life}"]
     lines = {
         "status": quote(now.sentence),
         "cause": finding.cause,
@@ -301,10 +283,20 @@ def _explain(run: RunDir, now: RunStatus) -> list[str]:
 def _finding(run: RunDir, now: RunStatus) -> Finding | None:
     state, facts = now.state, now.facts
     if now.name == "queued":
-        return _why_waiting(facts)
+        if facts is None or not facts.reason:
+            return None
+        # `ReqNodeNotAvail,_UnavailableNodes:n[1-2]`
+        meaning, fix = WAITING.get(facts.reason.split(",")[0], ("", ""))
+        if not meaning and facts.reason.startswith(("Assoc", "QOS")):
+            meaning, fix = "a limit of the account or quality of service is reached", "wait, or request fewer resources"
+        return Finding(cause=f"{meaning} ({facts.reason})" if meaning else facts.reason, fix=fix)
     if now.name == "running":
-        failed = _last_failure(run, state) if state.restarts else None
-        return None if failed is None else explain_attempt(run, failed)
+        # The newest attempt that failed; others ended by a requeue or a stop.
+        for number in range(state.attempt - 1, 0, -1) if state.restarts else ():
+            times = read_times(run.attempt(number))
+            if times is None or times.failed or times.ended is None:
+                return explain_attempt(run, run.attempt(number))
+        return None
     if facts is not None and (facts.state in JOB_ENDS or facts.out_of_memory):
         end = "OUT_OF_MEMORY" if facts.out_of_memory else facts.state
         # Cancelling the job after the run has failed is not the cause.
@@ -314,35 +306,15 @@ def _finding(run: RunDir, now: RunStatus) -> Finding | None:
             return Finding(cause=cause, evidence=evidence, fix=fix or continuation(run))
     if now.name in ("stopped", "cancelled"):
         return Finding(cause=state.reason, fix=continuation(run))
-    found = (
-        explain_attempt(run, run.attempt(state.attempt), "" if now.is_lost else state.reason)
-        if state.attempt
-        else _of_logs(run, _batch_logs(run))
-    )
+    if state.attempt:
+        found = explain_attempt(run, run.attempt(state.attempt), "" if now.is_lost else state.reason)
+    else:
+        found = _of_logs(run, _batch_logs(run))
     if found is not None:
         return found
     if now.is_lost:
         return Finding(cause=now.reason or "its supervisor was killed", fix=continuation(run))
     return Finding(cause=state.reason or "no cause was recorded", evidence=f"logs in {run.path}/attempts")
-
-
-def _last_failure(run: RunDir, state: State) -> Attempt | None:
-    """Return the newest attempt before the current one that failed; others ended by a requeue or a stop."""
-    for number in range(state.attempt - 1, 0, -1):
-        times = read_times(run.attempt(number))
-        if times is None or times.failed or times.ended is None:
-            return run.attempt(number)
-    return None
-
-
-def _why_waiting(facts: JobInfo | None) -> Finding | None:
-    if facts is None or not facts.reason:
-        return None
-    # `ReqNodeNotAvail,_UnavailableNodes:n[1-2]`
-    meaning, fix = WAITING.get(facts.reason.split(",")[0], ("", ""))
-    if not meaning and facts.reason.startswith(("Assoc", "QOS")):
-        meaning, fix = "a limit of the account or quality of service is reached", "wait, or request fewer resources"
-    return Finding(cause=f"{meaning} ({facts.reason})" if meaning else facts.reason, fix=fix)
 
 
 def explain_attempt(run: RunDir, attempt: Attempt, reason: str = "", *, read_logs: bool = True) -> Finding | None:
@@ -358,8 +330,15 @@ def explain_attempt(run: RunDir, attempt: Attempt, reason: str = "", *, read_log
     """
     times, record = read_times(attempt), read_json(attempt.failure) or {}
     reason = reason or (times.reason if times is not None else "") or str(record.get("error", ""))
-    if record.get("kind") == "unfit" and (found := _of_preflight(run, attempt)) is not None:
-        return found
+    if record.get("kind") == "unfit":
+        for check in (read_json(attempt.preflight) or {}).get("checks", ()):
+            if check["level"] == "failure":
+                where = f"{check['node']} is" if check["node"] else "the nodes are"
+                return Finding(
+                    cause=f"{where} unfit for a run: {check['name']}: {check['text']}",
+                    evidence=f"{attempt.preflight.with_suffix('.txt').relative_to(run.path)}, before the ranks started",
+                    fix=check["fix"],
+                )
     failed = _failed_ranks(attempt, first=record.get("rank"))
     if failed and not failed[0][1].get("peer_lost"):
         return _of_outcome(run, attempt, *failed[0])
@@ -367,12 +346,15 @@ def explain_attempt(run: RunDir, attempt: Attempt, reason: str = "", *, read_log
     if read_logs:
         # The collected stacks are more specific than a log's message about a hang; lost peers are a consequence.
         ignored = ("peer-lost", "collective-timeout", *(["hang"] if hang is not None else []))
-        if (found := _of_logs(run, _logs(run, attempt), ignored)) is not None:
+        logs = [attempt.path / "srun.log", *_batch_logs(run), *_rank_logs(run, attempt)]
+        if (found := _of_logs(run, logs, ignored)) is not None:
             return found
     if hang is not None:
         return hang
     if (match := first_match([reason])) is not None:
-        evidence = _stack(run, attempt) if match[0].name == "hang" and read_logs else quote(reason)
+        evidence = quote(reason)
+        if match[0].name == "hang" and read_logs:
+            evidence = _innermost_frame(run, attempt) or f"logs in {attempt.path.relative_to(run.path)}"
         return _known(match[0], reason, evidence)
     if reason and record.get("rank") not in dict(failed):
         return Finding(cause=quote(reason), evidence=f"logs in {attempt.path.relative_to(run.path)}")
@@ -393,18 +375,6 @@ def _failed_ranks(attempt: Attempt, first: object) -> list[tuple[int, dict[str, 
     return sorted(failed, key=lambda item: (bool(item[1].get("peer_lost")), item[0] != first, item[1]["time"]))
 
 
-def _of_preflight(run: RunDir, attempt: Attempt) -> Finding | None:
-    for check in (read_json(attempt.preflight) or {}).get("checks", ()):
-        if check["level"] == "failure":
-            where = f"{check['node']} is" if check["node"] else "the nodes are"
-            return Finding(
-                cause=f"{where} unfit for a run: {check['name']}: {check['text']}",
-                evidence=f"{attempt.preflight.with_suffix('.txt').relative_to(run.path)}, before the ranks started",
-                fix=check["fix"],
-            )
-    return None
-
-
 def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, Any]) -> Finding:
     """Explain a rank's outcome file. The rest of its log is not searched, because a warning there is not the cause."""
     error, trace = str(outcome["error"]), "".join(outcome["traceback"]).splitlines()
@@ -416,7 +386,13 @@ def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, 
     if outcome["outcome"] == "rejected" and not trace:
         fix = f"correct the key, then `hpcdist resume {run.name} key=value …`"
         return Finding(cause="the configuration cannot run on these nodes", evidence=evidence, fix=fix)
-    frame = users_frame(trace)
+    frame = None  # the innermost one in the user's code
+    for text in trace:
+        one = _FRAME.search(text)
+        if one is not None and not _LIBRARY.search(one["file"]):
+            # A copy of hpcdist, as an environment of ranks has it, contains the same modules.
+            package, _, module = one["file"].rpartition("/hpcdist/")
+            frame = frame if package and (_PACKAGE / module).is_file() else one
     place = f"{frame['file']}:{frame['line']}" if frame else ""
     last = next((line.strip() for line in reversed(trace) if line.lstrip().startswith("File ")), "")
     where = frame.string.strip() if frame else last
@@ -453,12 +429,9 @@ def _of_logs(run: RunDir, paths: Iterable[Path], ignored: Sequence[str] = ()) ->
 
 
 def _known(pattern: Pattern, line: str, evidence: str) -> Finding:
-    return Finding(cause=cause_of(pattern, line), evidence=evidence, fix=pattern.fix)
-
-
-def _logs(run: RunDir, attempt: Attempt) -> list[Path]:
-    """Return srun's messages, the logs of batch step and supervisor, and the ranks' logs."""
-    return [attempt.path / "srun.log", *_batch_logs(run), *_rank_logs(run, attempt)]
+    match = re.search(pattern.texts, line)
+    named = next((group for group in match.groups() if group), None) if match else None
+    return Finding(cause=pattern.cause.format(named or "").rstrip(": "), evidence=evidence, fix=pattern.fix)
 
 
 def _rank_logs(run: RunDir, attempt: Attempt) -> list[Path]:
@@ -473,7 +446,7 @@ def _batch_logs(run: RunDir) -> list[Path]:
 
 
 def _cite(run: RunDir, path: Path, number: int, line: str) -> str:
-    """Quote a line with its file and number; 0 is an unknown number."""
+    # The number is 0 where it is unknown.
     return f"{path.relative_to(run.path)}:{f'{number}:' if number else ''} {quote(line)}"
 
 
@@ -490,22 +463,10 @@ def _cite_line(run: RunDir, attempt: Attempt, rank: int, line: str) -> str:
     return f"{attempt.outcome(rank).relative_to(run.path)}: {quote(text)}"
 
 
-def _stack(run: RunDir, attempt: Attempt) -> str:
-    """Return the innermost frame of the first stack trace in the logs of hung ranks."""
+def _innermost_frame(run: RunDir, attempt: Attempt) -> str:
+    """Return the innermost frame of the first stack trace in the logs of hung ranks; empty without one."""
     for path in _rank_logs(run, attempt):
-        lines = last_lines(path, MAX_LINES)
-        for (_, head), (number, frame) in pairwise(lines):
+        for (_, head), (number, frame) in pairwise(last_lines(path, MAX_LINES)):
             if "Current thread" in head and "(most recent call first)" in head:
                 return _cite(run, path, number, frame)
-    return f"logs in {attempt.path.relative_to(run.path)}"
-
-
-def _sign_of_life(run: RunDir, state: State) -> str:
-    """Return where the stacks of a run without progress are, or the age of a heartbeat of more than a minute."""
-    if state.attempt and (silence := run.attempt(state.attempt).silence).is_file():
-        return f" (but once it made no progress for launch.hang_timeout_s; stacks: {silence.relative_to(run.path)})"
-    beat = run.attempt(state.attempt).beat(0)
-    if not state.attempt or not beat.is_file():
-        return ""
-    ago = int(time.time() - beat.stat().st_mtime)
-    return f" (but rank 0 sent its last heartbeat {ago} s ago)" if ago > 60 else ""
+    return ""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from hpcdist.config.launch_schema import CheckpointConfig
-from hpcdist.config.schema import Config
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import read_json
@@ -50,9 +49,6 @@ def readable(read: Callable[[], T]) -> T | None:
         return None
 
 
-# The checkpoints in a run folder, from their manifests; reads no tensors.
-
-
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFacts:
     """One complete checkpoint."""
@@ -64,24 +60,22 @@ class CheckpointFacts:
 
 
 def read_checkpoints(run: RunDir) -> tuple[CheckpointFacts, ...]:
-    """Return the checkpoints with a manifest, oldest first."""
-    found = (_read_checkpoint(path, step) for step, path in complete_checkpoints(run))
-    return tuple(facts for facts in found if facts is not None)
+    """Return the checkpoints with a manifest, oldest first; reads no tensors."""
+    found = []
+    for step, path in complete_checkpoints(run):
+        if (manifest := readable(partial(read_json, path / MANIFEST_FILE))) is not None:
+            named = _mapping(manifest.get("metrics")).items()
+            metrics = {name: number for name, value in named if (number := finite_number(value)) is not None}
+            created = finite_number(manifest.get("created"))
+            found.append(CheckpointFacts(path=path, step=step, created=created, metrics=metrics))
+    return tuple(found)
 
 
 def best_checkpoint(checkpoints: Iterable[CheckpointFacts], monitor: CheckpointConfig) -> CheckpointFacts | None:
     """Return the checkpoint with the best monitored metric, the newest of equal ones; None if none has the metric."""
     sign, key = -1.0 if monitor.monitor_mode == "min" else 1.0, monitor.monitor
     scored = [(sign * one.metrics[key], one.step, one) for one in checkpoints if key in one.metrics]
-    return max(scored, key=lambda item: item[:2])[2] if scored else None
-
-
-def _read_checkpoint(path: Path, step: int) -> CheckpointFacts | None:
-    if (manifest := readable(lambda: read_json(path / MANIFEST_FILE))) is None:
-        return None
-    named = _mapping(manifest.get("metrics")).items()
-    values = {name: number for name, value in named if (number := finite_number(value)) is not None}
-    return CheckpointFacts(path=path, step=step, created=finite_number(manifest.get("created")), metrics=values)
+    return max(scored, key=itemgetter(0, 1))[2] if scored else None
 
 
 def finite_number(value: Any) -> float | None:
@@ -90,8 +84,6 @@ def finite_number(value: Any) -> float | None:
         return None
     return float(value)
 
-
-# The attempts of a run as its reviewers see them: start, end, nodes, cause of the end, and lost steps.
 
 #: Cause of an attempt without a recorded end.
 UNRECORDED = "the supervisor was killed, or its node failed: no end was recorded"
@@ -132,20 +124,18 @@ def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFac
     resumed: int | None = checkpoints[-1].step if checkpoints else 0
     ends = ends_by_slurm(run)
     for attempt in reversed(run.attempts()):
-        facts = _read_attempt(attempt, state, resumed_at=resumed, by_slurm=_cause(ends.get(attempt.number)))
+        by_slurm, start = "", ends.get(attempt.number)
+        if start is not None and start.state == "NODE_FAIL":
+            nodes = start.failed_nodes.split(",") if start.failed_nodes else []
+            failed = f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)}" if nodes else "a node"
+            by_slurm = f"{failed} failed (Slurm: NODE_FAIL)"
+        elif start is not None:
+            by_slurm = _CAUSES.get(start.state, "")
+        facts = _read_attempt(attempt, state, resumed_at=resumed, by_slurm=by_slurm)
         if facts.first_step is not None:
             resumed = facts.first_step
         found.append(facts)
     return tuple(reversed(found))
-
-
-def _cause(start: JobStart | None) -> str:
-    """Return why Slurm ended a start of the job; empty if it did not, or for a reason that the attempt records."""
-    if start is None or start.state != "NODE_FAIL":
-        return _CAUSES.get(start.state, "") if start is not None else ""
-    nodes = start.failed_nodes.split(",") if start.failed_nodes else []
-    failed = f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)}" if nodes else "a node"
-    return f"{failed} failed (Slurm: NODE_FAIL)"
 
 
 def interruptions(attempts: Sequence[AttemptFacts], max_chars: int) -> str:
@@ -181,7 +171,7 @@ def ends_by_slurm(run: RunDir) -> dict[int, JobStart]:
 
 
 def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_slurm: str) -> AttemptFacts:
-    beat, training = newest_beat(attempt), read_training(attempt)
+    training = read_training(attempt)
     made = (attempt.key if attempt.key.is_file() else attempt.path).stat().st_mtime
     times = read_times(attempt) or AttemptTimes(supervised=made, began=made)
     status, cause, ended = times.status, times.reason, times.ended
@@ -198,7 +188,9 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
         status, cause, ended = "failed", "", max(times.began, readable(lambda: end_of(attempt, times)) or 0.0)
     if by_slurm and status not in ("running", "finished"):
         cause = f"{by_slurm}: {cause}" if cause else by_slurm
-    last_step = _last_step(attempt, beat)
+    # Of rank 0; other ranks may stop before it.
+    records = newest_beat(attempt) or {}, _read(attempt.outcome(0))
+    last_step = max((step for one in records if type(step := one.get("step")) is int), default=None)
     is_script = not times.measured
     if is_script and training is None:
         last_step = None  # it has only logged values without a step
@@ -225,12 +217,6 @@ def _read_attempt(attempt: Attempt, state: State, *, resumed_at: int | None, by_
     )
 
 
-def _last_step(attempt: Attempt, beat: Mapping[str, Any] | None) -> int | None:
-    """Return the last step of rank 0; other ranks may stop before it."""
-    found = beat or {}, readable(lambda: read_json(attempt.outcome(0))) or {}
-    return max((step for one in found if type(step := one.get("step")) is int), default=None)
-
-
 def newest_beat(attempt: Attempt) -> dict[str, Any] | None:
     """Return the last heartbeat of rank 0; None if there is none or it cannot be read."""
     return readable(lambda: attempt.read_beat(0))
@@ -242,8 +228,8 @@ def last_beat(run: RunDir) -> dict[str, Any]:
     return (newest_beat(attempts[-1]) or {}) if attempts else {}
 
 
-# The facts of a run that its reviewers ask for, read from the run folder.
-
+#: Causes of the time in which steps are done.
+_STEPS: tuple[Cause, ...] = ("data", "compute", "communication")
 #: Where the ranks have a Python of their own; empty if they use that of `host`.
 RankPython = Literal["", "container", "environment"]
 
@@ -353,13 +339,27 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
 
     Raises RunFolderError if `state.json` or the list of attempts cannot be read, OSError if the file system fails.
     """
-    state, stored = state or run.read_state(), _stored(run)
+    state = state or run.read_state()
+    try:
+        stored = read_stored(run.config)
+    except (ConfigError, RunFolderError) as error:
+        stored = StoredConfig(problem=str(error))
     monitor = stored.config.checkpoint
     checkpoints = read_checkpoints(run)
     attempts = read_attempts(run, state, checkpoints)
-    training = _training(run)
-    metrics = _last_logged(run, attempts, "metrics")
-    steps = _last_logged(run, attempts, "metric_steps")
+    records = [record for attempt in reversed(run.attempts()) if (record := read_training(attempt)) is not None]
+    training = next((one for one in records if one.datasets or one.num_parameters is not None), TrainingRecord())
+    # Of rank 0; a resumed attempt may not have logged all metrics yet.
+    metrics: dict[str, float] = {}
+    steps: dict[str, Any] = {}
+    spent_s = 0.0  # in steps, without start, saves, evaluations and repeated steps
+    for attempt in run.attempts():
+        beat = newest_beat(attempt) or {}
+        metrics |= _mapping(beat.get("metrics"))
+        steps |= _mapping(beat.get("metric_steps"))
+        if (account := readable(partial(read_account, attempt, 0))) is not None:
+            spent_s += sum(account.seconds.get(cause, 0.0) for cause in _STEPS)
+    samples = metrics.get("samples")
     return replace(
         _setup(run, state, stored),
         parameters=parameters(run, stored),
@@ -370,7 +370,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         monitor_mode=monitor.monitor_mode,
         metrics=metrics,
         metric_steps={key: step for key, step in steps.items() if type(step) is int},
-        samples_per_s=_samples_per_s(run, attempts, metrics.get("samples")),
+        samples_per_s=samples / spent_s if samples and spent_s > 0 else None,
         checkpoints=checkpoints,
         script_files=tuple(script_files(run)),
         best=best_checkpoint(checkpoints, monitor),
@@ -385,7 +385,12 @@ def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
     environment, container, mlflow = _read(run.environment), _read(run.container), _read(run.mlflow)
     image = container or environment  # the ranks' containers, else the container of the whole run
     code, origin, config = _mapping(environment.get("code")), read_origin(run), stored.config
-    rank_python = _rank_python(environment, container, config)
+    rank_python: RankPython = ""
+    if container or (environment.get("launcher") == "slurm" and config.container.runtime != "none"):
+        rank_python = "container"
+    elif environment.get("launcher") == "slurm" and config.cluster.environment.kind != "none":
+        rank_python = "environment"
+    inside = {"container": container, "environment": _read(run.rank_environment)}.get(rank_python, {})
     texts: dict[str, Any] = {
         name: _text(record.get(name))
         for record, names in (
@@ -406,7 +411,7 @@ def _setup(run: RunDir, state: State, stored: StoredConfig) -> RunFacts:
         job_id=_text(_read(run.slurm).get("job_id")),
         versions=_texts({"python": environment.get("python"), **_mapping(environment.get("versions"))}),
         rank_python=rank_python,
-        rank_versions=_rank_versions(run, rank_python),
+        rank_versions=_texts({name: inside.get(name) for name in ("python", "torch", "cuda", "hpcdist")}),
         git_dirty=environment.get("git_dirty") is True,
         has_patch=any(path.stat().st_size for path in run.path.glob("code.patch")),
         num_untracked=code["num_untracked"] if isinstance(code.get("num_untracked"), int) else 0,
@@ -440,53 +445,6 @@ def _progress(run: RunDir, attempts: tuple[AttemptFacts, ...]) -> Progress | Non
     )
 
 
-def _last_logged(run: RunDir, attempts: tuple[AttemptFacts, ...], part: str) -> dict[str, Any]:
-    """Return a part of the heartbeats of rank 0 by metric; a resumed attempt may not have logged all metrics yet."""
-    found: dict[str, Any] = {}
-    for attempt in attempts:
-        found |= _mapping((newest_beat(run.attempt(attempt.number)) or {}).get(part))
-    return found
-
-
-def _samples_per_s(run: RunDir, attempts: tuple[AttemptFacts, ...], samples: float | None) -> float | None:
-    """Return the samples per second of the steps, without start, saves, evaluations and repeated steps."""
-    accounts = [readable(partial(read_account, run.attempt(attempt.number), 0)) for attempt in attempts]
-    causes: tuple[Cause, ...] = ("data", "compute", "communication")
-    spent_s = sum(account.seconds.get(cause, 0.0) for account in accounts if account is not None for cause in causes)
-    return samples / spent_s if samples and spent_s > 0 else None
-
-
-def _training(run: RunDir) -> TrainingRecord:
-    """Return the newest record of the model and the datasets."""
-    records = [record for attempt in reversed(run.attempts()) if (record := read_training(attempt)) is not None]
-    full = next((record for record in records if record.datasets or record.num_parameters is not None), None)
-    return full or TrainingRecord()
-
-
-def _rank_python(environment: Mapping[str, Any], container: Mapping[str, Any], config: Config) -> RankPython:
-    if container:
-        return "container"
-    if environment.get("launcher") != "slurm":
-        return ""
-    if config.container.runtime != "none":
-        return "container"
-    return "environment" if config.cluster.environment.kind != "none" else ""
-
-
-def _rank_versions(run: RunDir, rank_python: RankPython) -> dict[str, str]:
-    if not rank_python:
-        return {}
-    record = _read(run.container if rank_python == "container" else run.rank_environment)
-    return _texts({name: record.get(name) for name in ("python", "torch", "cuda", "hpcdist")})
-
-
-def _stored(run: RunDir) -> StoredConfig:
-    try:
-        return read_stored(run.config)
-    except (ConfigError, RunFolderError) as error:
-        return StoredConfig(problem=str(error))
-
-
 def _read(path: Path) -> dict[str, Any]:
     return readable(lambda: read_json(path)) or {}
 
@@ -502,8 +460,6 @@ def _texts(values: Mapping[str, Any]) -> dict[str, str]:
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
-
-# Series: the points of one metric, thinned to the number that a chart can show, extremes kept.
 
 #: Points are kept exactly up to this number; above it, two remain of each of NUM_BINS ranges of steps.
 MAX_POINTS = 4096

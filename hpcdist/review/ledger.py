@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from functools import cached_property
+from typing import Any, Literal, get_args
 
 from hpcdist.errors import RunFolderError
 from hpcdist.host.files import LARGEST, read_json, read_json_lines
@@ -14,20 +15,9 @@ from hpcdist.run.lease import holder
 from hpcdist.run.records import AttemptTimes, end_of, read_times
 from hpcdist.run.slurm_job import JobStart, all_job_starts
 
-# The causes of the ledger: each second of an allocated GPU or core has exactly one of them.
-
 Cause = Literal[
-    "start",
-    "compile",
-    "data",
-    "compute",
-    "communication",
-    "checkpoint",
-    "evaluation",
-    "redone",
-    "idle",
-    "down",
-]
+    "start", "compile", "data", "compute", "communication", "checkpoint", "evaluation", "redone", "idle", "down"
+]  # fmt: skip
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 #: One line for each cause; docs/concepts/ledger.md has the whole definitions.
 MEANINGS: dict[Cause, str] = {
@@ -73,11 +63,6 @@ class TimedAttempt:
     is_live: bool
 
     @property
-    def number(self) -> int:
-        """Number of the attempt, from 1."""
-        return self.attempt.number
-
-    @property
     def has_failed(self) -> bool:
         """Whether the attempt failed, or its supervisor was killed."""
         return self.times.failed or (self.times.ended is None and not self.is_live)
@@ -93,25 +78,12 @@ class TimedAttempt:
         return {node: share.allocated for node, share in self.times.shares.items()}
 
 
-def attempt_seconds(timed: TimedAttempt) -> dict[tuple[str, Cause], float]:
-    """Return the resource-seconds of an attempt by node and cause. They add up to its duration × resources."""
-    sums: dict[tuple[str, Cause], float] = {}
-    window = timed.ended - timed.began
-    for node, share in timed.times.shares.items():
-        unused = share.allocated - share.share * len(share.ranks)
-        sums[node, "idle"] = sums.get((node, "idle"), 0.0) + max(0.0, unused) * window
-        for rank in share.ranks:
-            for cause, seconds in rank_seconds(timed, rank).items():
-                sums[node, cause] = sums.get((node, cause), 0.0) + seconds * share.share
-    return sums
-
-
 def rank_seconds(timed: TimedAttempt, rank: int) -> dict[Cause, float]:
     """Return the seconds of a rank by cause; they add up to the duration of the attempt.
 
     Time before the first account is `start`. Time after the last one is `idle` if the rank had done its work, and
-    otherwise `down`: the rank was killed, or did not answer any more. A plain script has an account if it reports
-    steps, perhaps on rank 0 only; it continues after its last report.
+    otherwise `down`: the rank was killed, or did not answer any more. A plain script may report steps on rank 0 only,
+    and continues after its last report.
     """
     began, ended = timed.began, timed.ended
     is_script = not timed.times.measured
@@ -148,29 +120,8 @@ def read_account(attempt: Attempt, rank: int) -> RankAccount | None:
     )
 
 
-def measured_energy(attempt: Attempt, ranks: Iterable[int]) -> dict[str, float]:
-    """Return the joules that the ranks of a node have measured, by sensor; several ranks may share a GPU."""
-    found: dict[str, float] = {}
-    for rank in ranks:
-        energy = (attempt.read_beat(rank) or {}).get("energy_j")
-        for sensor, joules in energy.items() if isinstance(energy, dict) else ():
-            if _is_time(joules):
-                found[sensor] = max(found.get(sensor, 0.0), joules)
-    return found
-
-
-def read_phases(attempt: Attempt) -> list[tuple[Phase, float, float]]:
-    """Return the recorded phases of rank 0 in order: name of the phase, begin and end, without damaged lines."""
-    found = []
-    for record in read_json_lines(attempt.phases):
-        began, ended = record.get("began", -1.0), record.get("ended", -1.0)
-        if record.get("cause") in PHASES and _is_time(began) and _is_time(ended) and began <= ended:
-            found.append((PHASES[record["cause"]], began, ended))
-    return sorted(found, key=lambda phase: phase[1])
-
-
-def _is_time(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value <= LARGEST  # type: ignore[operator]
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= LARGEST
 
 
 # The allocations of a run: each supervision of a local run, and each start of a Slurm job.
@@ -215,35 +166,27 @@ def allocations_of(run: RunDir, now: float | None = None) -> list[AllocationTime
         own = next((start for start in reversed(starts) if start.contains(supervised)), supervised)
         groups.setdefault(own, []).append(attempt)
     is_gpu = any(attempt.times.unit == "GPU" for attempt in attempts)
-    found = [_allocation(key, group, is_gpu=is_gpu) for key, group in groups.items()]
+    found = []
+    for key, group in groups.items():
+        last = group[-1].ended if group else 0.0
+        if not isinstance(key, JobStart):  # the time at which the supervisor of a local run began
+            found.append(AllocationTimes(began=key, ended=last, attempts=group, nodes=group[0].nodes))
+            continue
+        # Between the recorded end and Slurm's, Slurm ends the job.
+        began, ended = key.began, max(key.began, last if key.ended is None else key.ended)
+        clipped = []
+        for one in group:
+            first = min(max(one.began, began), ended)
+            clipped.append(replace(one, began=first, ended=min(max(one.ended, first), ended)))
+        # A start of a job may end before its first attempt.
+        allocated = key.gpus if is_gpu else key.cores
+        nodes: dict[str, float] = group[0].nodes if group else {key.nodes: allocated} if allocated else {}
+        found.append(
+            AllocationTimes(
+                began=began, ended=ended, attempts=clipped, nodes=nodes, queue_s=key.queue_s, energy_j=key.energy_j
+            )
+        )
     return sorted(found, key=lambda one: one.began)
-
-
-def _allocation(key: JobStart | float, group: Sequence[TimedAttempt], *, is_gpu: bool) -> AllocationTimes:
-    """Return the allocation of some attempts, and of a start of a job that ended before its first attempt.
-
-    Args:
-        key: the start of the job, or when the supervisor of a local run began.
-    """
-    last = group[-1].ended if group else 0.0
-    if not isinstance(key, JobStart):
-        return AllocationTimes(began=key, ended=last, attempts=group, nodes=group[0].nodes)
-    # Between the recorded end and Slurm's, Slurm ends the job.
-    ended = max(key.began, last if key.ended is None else key.ended)
-    allocated = key.gpus if is_gpu else key.cores
-    return AllocationTimes(
-        began=key.began,
-        ended=ended,
-        attempts=[_clipped(attempt, key.began, ended) for attempt in group],
-        nodes=group[0].nodes if group else {key.nodes: allocated} if allocated else {},
-        queue_s=key.queue_s,
-        energy_j=key.energy_j,
-    )
-
-
-def _clipped(timed: TimedAttempt, began: float, ended: float) -> TimedAttempt:
-    first = min(max(timed.began, began), ended)
-    return replace(timed, began=first, ended=min(max(timed.ended, first), ended))
 
 
 # The ledger of a run: the cause of every second of every allocated GPU, or CPU core where a run uses no GPU.
@@ -283,38 +226,64 @@ class Ledger:
     running_s: float = 0.0  #: wall time of all allocations, without the queue and pauses between them
     is_measured: bool = True  #: False with attempts of a plain script that reports no steps
 
+    @cached_property
+    def seconds(self) -> dict[Cause, float]:
+        """Resource-seconds by cause, in the order of CAUSES; causes without time are left out."""
+        sums = dict.fromkeys(CAUSES, 0.0)
+        for entry in self.entries:
+            sums[entry.cause] += entry.seconds
+        return {cause: seconds for cause, seconds in sums.items() if seconds}
+
     @property
     def allocated_s(self) -> float:
         """Resource-seconds that were allocated to the run."""
-        return sum(entry.seconds for entry in self.entries)
+        return sum(self.seconds.values())
 
     @property
     def goodput(self) -> float | None:
         """Useful compute as a part of the allocated time, between 0 and 1; None if it is not measured."""
         if not self.is_measured:
             return None
-        return self.by(lambda entry: entry.cause).get("compute", 0.0) / self.allocated_s if self.allocated_s else 0.0
+        return self.seconds.get("compute", 0.0) / self.allocated_s if self.allocated_s else 0.0
 
-    def by(self, key: Callable[[Entry], str]) -> dict[str, float]:
-        """Return resource-seconds by cause, node or attempt."""
-        sums: dict[str, float] = {}
-        for entry in self.entries:
-            sums[key(entry)] = sums.get(key(entry), 0.0) + entry.seconds
-        return sums
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Return cause, hours, share and meaning of each cause, and the sum."""
+        total = self.allocated_s
+        rows = [
+            (cause, hours_text(seconds), percent(seconds / total, 1), MEANINGS[cause])
+            for cause, seconds in self.seconds.items()
+        ]
+        return [*rows, ("allocated", hours_text(total), percent(1.0, 1), "")]
 
 
 def read_ledger(run: RunDir) -> Ledger:
     """Return the ledger of a run until now."""
     allocations = allocations_of(run)
     attempts = [attempt for allocation in allocations for attempt in allocation.attempts]
-    energy = _energy(allocations)
+    energy: dict[str, float] = {}  # joules by what was measured
+    for allocation in allocations:
+        if allocation.energy_j is not None:
+            energy["nodes"] = energy.get("nodes", 0.0) + allocation.energy_j
+            continue
+        # The ranks' own values count where Slurm's accounting has none; several ranks of a node may share a sensor.
+        for timed in allocation.attempts:
+            for share in timed.times.shares.values():
+                sensors: dict[str, float] = {}
+                for rank in share.ranks:
+                    measured = (timed.attempt.read_beat(rank) or {}).get("energy_j")
+                    for sensor, joules in measured.items() if isinstance(measured, dict) else ():
+                        if _is_time(joules):
+                            sensors[sensor] = max(sensors.get(sensor, 0.0), joules)
+                for sensor, joules in sensors.items():
+                    kind = "GPUs" if sensor.startswith("GPU-") else "CPUs"
+                    energy[kind] = energy.get(kind, 0.0) + joules
     return Ledger(
         unit="GPU" if any(attempt.times.unit == "GPU" for attempt in attempts) else "core",
         entries=tuple(entry for allocation in allocations for entry in _entries(allocation)),
         intervals=tuple(interval for allocation in allocations for interval in _intervals(allocation)),
         queue_s=sum(allocation.queue_s for allocation in allocations),
         energy_kwh=sum(energy.values()) / 3.6e6 if energy else None,
-        energy_of=" and ".join(energy),
+        energy_of=" and ".join(sorted(energy, reverse=True)),
         ended=max((allocation.ended for allocation in allocations), default=0.0),
         running_s=sum(allocation.ended - allocation.began for allocation in allocations),
         is_measured=all(attempt.is_measured for attempt in attempts),
@@ -326,19 +295,10 @@ def percent(share: float | None, digits: int = 0) -> str:
     return "not measured" if share is None else f"{100 * share:.{digits}f} %"
 
 
-def _energy(allocations: Sequence[AllocationTimes]) -> dict[str, float]:
-    """Return joules by what was measured; the ranks' own values count where Slurm's accounting has none."""
-    found: dict[str, float] = {}
-    for allocation in allocations:
-        if allocation.energy_j is not None:
-            found["nodes"] = found.get("nodes", 0.0) + allocation.energy_j
-            continue
-        for timed in allocation.attempts:
-            for share in timed.times.shares.values():
-                for sensor, joules in measured_energy(timed.attempt, share.ranks).items():
-                    kind = "GPUs" if sensor.startswith("GPU-") else "CPUs"
-                    found[kind] = found.get(kind, 0.0) + joules
-    return dict(sorted(found.items(), reverse=True))
+def hours_text(seconds: float) -> str:
+    """Return resource-seconds as hours: `1.5`, `<0.001`."""
+    hours = seconds / 3600
+    return f"{hours:.3g}" if hours >= 0.001 or hours == 0 else "<0.001"
 
 
 def _entries(allocation: AllocationTimes) -> Iterator[Entry]:
@@ -349,9 +309,16 @@ def _entries(allocation: AllocationTimes) -> Iterator[Entry]:
         for node, count in (held[-1] if held else allocation.nodes).items():
             yield Entry(cause=cause, attempt=0, node=node, seconds=(ended - began) * count)
     for timed in allocation.attempts:
-        for (node, cause), seconds in sorted(attempt_seconds(timed).items()):
+        sums: dict[tuple[str, Cause], float] = {}
+        for node, share in timed.times.shares.items():
+            unused = share.allocated - share.share * len(share.ranks)
+            sums[node, "idle"] = max(0.0, unused) * (timed.ended - timed.began)
+            for rank in share.ranks:
+                for cause, seconds in rank_seconds(timed, rank).items():
+                    sums[node, cause] = sums.get((node, cause), 0.0) + seconds * share.share
+        for (node, cause), seconds in sorted(sums.items()):
             if seconds > 0:
-                yield Entry(cause=cause, attempt=timed.number, node=node, seconds=seconds)
+                yield Entry(cause=cause, attempt=timed.attempt.number, node=node, seconds=seconds)
 
 
 def _gaps(allocation: AllocationTimes) -> Iterator[tuple[Cause, float, float]]:
@@ -372,7 +339,7 @@ def _gaps(allocation: AllocationTimes) -> Iterator[tuple[Cause, float, float]]:
 
 def _intervals(allocation: AllocationTimes) -> Iterator[Interval]:
     """Yield the phases of an allocation on the time axis, those of attempts as rank 0 has recorded them."""
-    first = allocation.attempts[0].number if allocation.attempts else 0
+    first = allocation.attempts[0].attempt.number if allocation.attempts else 0
     if allocation.queue_s > 0:
         began = allocation.began - allocation.queue_s
         yield Interval(phase="queue", attempt=first, began=began, ended=allocation.began)
@@ -391,11 +358,16 @@ def _attempt_intervals(timed: TimedAttempt) -> list[Interval]:
     def add(phase: Phase, began: float, ended: float) -> None:
         if ended > began:
             first = found.pop().began if found and found[-1].phase == phase else began
-            found.append(Interval(phase=phase, attempt=timed.number, began=first, ended=ended))
+            found.append(Interval(phase=phase, attempt=timed.attempt.number, began=first, ended=ended))
 
+    phases = []
+    for record in read_json_lines(timed.attempt.phases):  # some may be damaged
+        began, ended = record.get("began", -1.0), record.get("ended", -1.0)
+        if record.get("cause") in PHASES and _is_time(began) and _is_time(ended) and began <= ended:
+            phases.append((PHASES[record["cause"]], began, ended))
     at = timed.began
     between: Phase = "start"
-    for phase, began, ended in read_phases(timed.attempt):
+    for phase, began, ended in sorted(phases, key=lambda phase: phase[1]):
         began, ended = max(at, min(began, last)), min(ended, last)
         if ended > at:
             add(between, at, began)
@@ -414,47 +386,15 @@ Group = Literal["user", "month", "experiment", "run"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
 
-@dataclass(kw_only=True)
-class Cost:
-    """The sum of the ledgers of some runs, in hours."""
+def costs(
+    runs: Iterable[RunDir], by: Sequence[Group]
+) -> tuple[dict[tuple[str, ...], tuple[int, Ledger]], list[RunDir], list[str]]:
+    """Return the costs of runs in groups, the runs without a ledger, and notes on unreadable runs.
 
-    unit: str  #: GPU or core
-    num_runs: int = 0
-    hours: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))  #: GPU- or core-hours by cause
-    queue_hours: float = 0.0  #: wall time
-    energy_kwh: float | None = None  #: of the runs whose energy is known
-    is_measured: bool = True  #: False with a plain script that reports no steps
-
-    @property
-    def allocated(self) -> float:
-        """GPU-hours or core-hours that were allocated."""
-        return sum(self.hours.values())
-
-    @property
-    def goodput(self) -> float | None:
-        """Share of the allocated GPU-hours or core-hours in which steps were computed; None if it is not measured."""
-        if not self.is_measured:
-            return None
-        return self.hours["compute"] / self.allocated if self.allocated else 0.0
-
-    def add(self, ledger: Ledger) -> None:
-        """Add the hours and the energy of a run."""
-        self.num_runs += 1
-        self.is_measured = self.is_measured and ledger.is_measured
-        self.queue_hours += ledger.queue_s / 3600
-        for entry in ledger.entries:
-            self.hours[entry.cause] += entry.seconds / 3600
-        if ledger.energy_kwh is not None:
-            self.energy_kwh = (self.energy_kwh or 0.0) + ledger.energy_kwh
-
-
-def costs(runs: Iterable[RunDir], by: Sequence[Group]) -> tuple[dict[tuple[str, ...], Cost], list[RunDir], list[str]]:
-    """Return the costs of runs by group and unit, in order, the runs without a ledger, and notes on unreadable runs.
-
-    The keys are the values of `by` and the unit, because GPU-hours and core-hours cannot be added. A run belongs to the
-    month in which it was created.
+    The keys are the values of `by` and the unit, because GPU-hours and core-hours cannot be added; a value is a number
+    of runs and the sum of their ledgers. A run belongs to the month in which it was created.
     """
-    found: dict[tuple[str, ...], Cost] = {}
+    found: dict[tuple[str, ...], list[Ledger]] = {}
     without: list[RunDir] = []
     problems: list[str] = []
     for run in runs:
@@ -464,11 +404,22 @@ def costs(runs: Iterable[RunDir], by: Sequence[Group]) -> tuple[dict[tuple[str, 
         except (RunFolderError, OSError) as error:
             problems.append(f"run {run.name} is left out: {error}")
             continue
-        if not ledger.entries:
+        if ledger.entries:
+            found.setdefault(key, []).append(ledger)
+        else:
             without.append(run)
-            continue
-        found.setdefault(key, Cost(unit=ledger.unit)).add(ledger)
-    return dict(sorted(found.items())), without, problems
+    return {key: (len(found[key]), _sum(found[key])) for key in sorted(found)}, without, problems
+
+
+def _sum(ledgers: Sequence[Ledger]) -> Ledger:
+    energy = [one.energy_kwh for one in ledgers if one.energy_kwh is not None]
+    return Ledger(
+        unit=ledgers[0].unit,
+        entries=tuple(entry for one in ledgers for entry in one.entries),
+        queue_s=sum(one.queue_s for one in ledgers),
+        energy_kwh=sum(energy) if energy else None,
+        is_measured=all(one.is_measured for one in ledgers),
+    )
 
 
 def _value(run: RunDir, group: Group) -> str:

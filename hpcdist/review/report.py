@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import jinja2
@@ -37,14 +36,16 @@ from hpcdist.review.charts import (
     step_times,
     timeline,
 )
-from hpcdist.review.description import rerun_command, run_again_command
+from hpcdist.review.description import ATTEMPT_COLUMNS, attempt_rows, rerun_command, run_again_command, setup_rows
 from hpcdist.review.explain import JOB_ENDS, Finding, explain_attempt
 from hpcdist.review.facts import Series, ends_by_slurm, read_facts
 from hpcdist.review.figures import read_figures
-from hpcdist.review.ledger import MEANINGS, Ledger, percent, read_ledger
-from hpcdist.review.text import PATCH, duration, image_text
+from hpcdist.review.ledger import Ledger, percent, read_ledger
+from hpcdist.review.text import PATCH, duration
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.run.records import read_times
+
+T = TypeVar("T")
 
 # The facts of a run that its report shows in tables: faults, stragglers, preflight, environment and config.
 
@@ -69,56 +70,40 @@ class Fault:
     """The first failure of an attempt, with its explanation."""
 
     attempt: int
-    where: str  #: rank and node, or the failed nodes
-    step: int | None
-    at_heartbeat: bool = False  #: whether `step` is that of the last heartbeat; the rank may have done more steps
+    where: str  #: rank, node and step, or the failed nodes
     error: str
     finding: Finding
 
 
-@dataclass(frozen=True, kw_only=True)
-class Patch:
-    """The uncommitted changes of a run's code, as `code.patch` holds them."""
-
-    text: str  #: at most MAX_PATCH characters, without passwords in addresses
-    is_cut: bool
-    num_files: int
-    num_added: int  #: lines
-    num_removed: int
-    left_out: list[str]  #: places of likely secrets, which are not in the patch
-
-
-def read_patch(run: RunDir) -> Patch | None:
-    """Return the uncommitted changes; None without any. Raises OSError if the file cannot be read."""
+def read_patch(run: RunDir) -> dict[str, Any] | None:
+    """Return the uncommitted changes for the template; None without any. Raises OSError if the file cannot be read."""
     path = run.path / "code.patch"
     if not path.is_file() or not stays_inside(path, run.path):
         return None
-    text, counts = retry.retry(lambda: _read_patch(path), path)
+
+    def read() -> tuple[str, Counter[str]]:
+        """Return the beginning of the patch, and the numbers of its files, added and removed lines."""
+        shown, num_chars, counts = [], 0, Counter[str]()
+        with io.TextIOWrapper(open_regular(path), errors="replace") as file:
+            for line in file:
+                if num_chars <= MAX_PATCH:
+                    shown.append(line)
+                    num_chars += len(line)
+                kind = "files" if line.startswith("diff --git ") else line[:1]
+                counts[kind] += not line.startswith(("+++ ", "--- "))
+        return "".join(shown), counts
+
+    text, counts = retry.retry(read, path)
     if not counts.total():
         return None
     code = (read_json(run.environment) or {}).get("code")
-    left_out = code.get("left_out") if isinstance(code, dict) else None
-    return Patch(
-        text=redact_text(text[:MAX_PATCH]),
-        is_cut=len(text) > MAX_PATCH,
-        num_files=counts["diff"],
-        num_added=counts["+"],
-        num_removed=counts["-"],
-        left_out=[text_of(item) for item in _items(left_out)][:MAX_ROWS],
-    )
-
-
-def _read_patch(path: Path) -> tuple[str, Counter[str]]:
-    """Return the beginning of a patch, and the numbers of its files, added and removed lines."""
-    shown, num_chars, counts = [], 0, Counter[str]()
-    with io.TextIOWrapper(open_regular(path), errors="replace") as file:
-        for line in file:
-            if num_chars <= MAX_PATCH:
-                shown.append(line)
-                num_chars += len(line)
-            kind = "diff" if line.startswith("diff --git ") else line[:1]
-            counts[kind] += not line.startswith(("+++ ", "--- "))
-    return "".join(shown), counts
+    left_out = _items(code.get("left_out")) if isinstance(code, dict) else []
+    return {
+        "drawing": draw_patch(redact_text(text[:MAX_PATCH])),
+        "is_cut": len(text) > MAX_PATCH,
+        "counts": counts,
+        "left_out": [text_of(item) for item in left_out][:MAX_ROWS],  # places of likely secrets
+    }
 
 
 def read_faults(run: RunDir) -> list[Fault]:
@@ -129,33 +114,30 @@ def read_faults(run: RunDir) -> list[Fault]:
         failure = read_json(attempt.failure)
         if failure is None:
             start = ends.get(attempt.number)
-            end = start.state if start is not None else ""
-            if start is not None and end in JOB_ENDS and end not in ("PREEMPTED", "CANCELLED"):  # these are no faults
-                cause, fix = JOB_ENDS[end]
-                finding = Finding(cause=cause, fix=fix)
-                error = f"Slurm ended the job: {end}"
-                where = f"node {start.failed_nodes}" if start.failed_nodes else ""
-                found.append(Fault(attempt=attempt.number, where=where, step=None, error=error, finding=finding))
+            if start is not None and start.state in JOB_ENDS and start.state not in ("PREEMPTED", "CANCELLED"):
+                cause, fix = JOB_ENDS[start.state]
+                found.append(
+                    Fault(
+                        attempt=attempt.number,
+                        where=f"node {start.failed_nodes}" if start.failed_nodes else "",
+                        error=f"Slurm ended the job: {start.state}",
+                        finding=Finding(cause=cause, fix=fix),
+                    )
+                )
             continue
-        error = text_of(failure.get("error"))
+        error, kind = text_of(failure.get("error")), failure.get("kind")
         host, step = text_of(failure.get("host")), failure.get("step")
         where = f"rank {failure.get('rank')} on {host}" if host else ""
+        if where and isinstance(step, int) and step:
+            # The rank may have done more steps.
+            where += f" after step {step}" + " (last heartbeat)" * (kind in ("killed", "vanished", "lost"))
         finding = explain_attempt(run, attempt, error, read_logs=False) or Finding(cause=error)
-        if failure.get("kind") == "killed" and (used := _memory_before(run, attempt, host)) is not None:
+        if kind == "killed" and (used := _memory_before(run, attempt, host)) is not None:
             memory = f"the last measured memory use of {host} was {used} %"
             finding = replace(finding, evidence="; ".join(filter(None, (finding.evidence, memory))))
             if used < _HIGH_MEMORY:
                 finding = replace(finding, cause=_NOT_MEMORY[0], fix=_NOT_MEMORY[1])
-        found.append(
-            Fault(
-                attempt=attempt.number,
-                where=where,
-                step=step if isinstance(step, int) else None,
-                at_heartbeat=failure.get("kind") in ("killed", "vanished", "lost"),
-                error=error,
-                finding=finding,
-            )
-        )
+        found.append(Fault(attempt=attempt.number, where=where, error=error, finding=finding))
     return found[-MAX_ROWS:]
 
 
@@ -172,12 +154,6 @@ def _memory_before(run: RunDir, attempt: Attempt, host: str) -> int | None:
     except OSError:
         return None
     return next((int(match[1]) for _, line in reversed(lines) if (match := pattern.search(line))), None)
-
-
-def read_stragglers(run: RunDir) -> list[dict[str, Any]]:
-    """Return the straggler events of all attempts with the number of their attempt, the oldest first."""
-    found = [{**event, "attempt": attempt.number} for attempt in run.attempts() for event in attempt.straggler_events()]
-    return found[-MAX_ROWS:]
 
 
 def read_preflight(run: RunDir) -> list[Check]:
@@ -226,16 +202,10 @@ def _items(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-# The report of a run: one self-contained HTML page, `report.html`, for MLflow's artifact viewer and for mail.
-#
-# It needs no network and no scripts, and all texts are escaped by Jinja's autoescape.
-
-T = TypeVar("T")
-
-
 @functools.cache
 def environment() -> jinja2.Environment:
-    """Return the templates of `hpcdist/review/templates/`, which escape every value."""
+    """Return the templates of `hpcdist/review/templates/`."""
+    # All texts are escaped. The page needs no network and no scripts, for MLflow's artifact viewer and for mail.
     found = jinja2.Environment(
         loader=jinja2.PackageLoader("hpcdist.review"),
         autoescape=True,
@@ -244,6 +214,7 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     filters: dict[str, Callable[..., str]] = {
+        "command": redact_text,
         "duration": duration,
         "number": number,
         "marked": marked_code,
@@ -252,6 +223,18 @@ def environment() -> jinja2.Environment:
         "time": utc,
     }
     found.filters |= filters
+    found.globals |= {
+        "setup_rows": setup_rows,
+        "attempt_rows": attempt_rows,
+        "attempt_columns": ATTEMPT_COLUMNS,
+        "max_attempts": MAX_ATTEMPTS,
+        "run_again_command": run_again_command,
+        "rerun_command": rerun_command,
+        "timeline": timeline,
+        "ledger_bar": ledger_bar,
+        "draw": draw,
+        "patch_name": PATCH,
+    }
     return found
 
 
@@ -285,9 +268,6 @@ def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
     """Return the report of a run as HTML.
 
     A part whose files are damaged is left out, and the report names the problem.
-
-    Args:
-        series: the metrics of the run.
     """
     problems: list[str] = []
 
@@ -302,30 +282,23 @@ def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
     problems += [text_of(stored.problem)] if stored.problem else []
     grouped = declared_charts(series, stored.trainer.charts if stored.trainer else {})
     figures = read_figures(run.artifacts)
-    ledger = part(read_ledger) or Ledger()
-    shown_apart = [key for keys in grouped.values() for key in keys]
-    facts, patch = part(read_facts), part(read_patch)
     content: dict[str, Any] = {
         "run": run,
-        "facts": facts,
-        "image": image_text(facts) if facts is not None else "",
-        "run_again": redact_text(run_again_command(facts)) if facts is not None else "",
-        "rerun": rerun_command(facts) if facts is not None else "",
-        "patch": patch,
-        "patch_name": PATCH,
-        "patch_drawing": draw_patch(patch.text) if patch is not None else "",
-        "max_attempts": MAX_ATTEMPTS,
-        "timeline": timeline(ledger),
-        "ledger": ledger,
-        "causes": MEANINGS,
-        "cause_of": lambda entry: entry.cause,
-        "ledger_bar": ledger_bar(ledger),
+        "facts": part(read_facts),
+        "patch": part(read_patch),
+        "ledger": part(read_ledger) or Ledger(),
         "series": {key: found for key, found in sorted(series.items()) if not is_hidden(key)},
-        "charts": metric_charts(series, monitor=stored.config.checkpoint.monitor, skip=shown_apart),
+        "charts": metric_charts(
+            series,
+            monitor=stored.config.checkpoint.monitor,
+            skip=[key for keys in grouped.values() for key in keys],
+        ),
         "trainer_charts": [chart_of(title, keys, series) for title, keys in grouped.items()],
-        "figures": [(figure, draw(figure)) for figure in figures.figures],
+        "figures": figures.figures,
         "step_times": step_times(series),
-        "stragglers": part(read_stragglers),
+        "stragglers": part(
+            lambda run: [(one.number, event) for one in run.attempts() for event in one.straggler_events()][-MAX_ROWS:]
+        ),
         "faults": part(read_faults),
         "preflight": part(read_preflight),
         "environment": part(read_environment),

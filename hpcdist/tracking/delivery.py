@@ -419,8 +419,7 @@ def _ledger_values(ledger: Ledger) -> dict[str, float]:
     """Return the ledger as metrics: GPU-hours or core-hours by cause, goodput, queue time and energy."""
     if not ledger.entries:
         return {}
-    sums = ledger.by(lambda entry: entry.cause)
-    values: dict[str, float] = {cause: sums.get(cause, 0.0) / 3600 for cause in CAUSES}
+    values: dict[str, float] = {cause: ledger.seconds.get(cause, 0.0) / 3600 for cause in CAUSES}
     values |= {"allocated": ledger.allocated_s / 3600, "queue": ledger.queue_s / 3600}
     if ledger.goodput is not None:
         values["goodput"] = ledger.goodput

@@ -333,7 +333,7 @@ def test_restarted_script_has_cause_steps_system_metrics_and_checkpoints(runs: R
     # Steps 11 to 45 were done twice.
     found = [(attempt.first_step, attempt.last_step, attempt.steps_lost) for attempt in facts.attempts]
     assert found == [(0, 45, 35), (10, 60, 0)]
-    seconds = ledger.by(lambda entry: entry.cause)
+    seconds = ledger.seconds
     assert min(seconds["start"], seconds["redone"], seconds["compute"]) > 0
     assert ledger.goodput is not None
     assert ledger.goodput < seconds["compute"] / (seconds["compute"] + seconds["redone"])

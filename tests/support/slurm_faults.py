@@ -149,7 +149,7 @@ class FaultScene:
         assert all(0 <= steps <= max_lost_steps for steps in lost), lost
         self._compare_with_control()
         runs.assert_no_process_left(name)
-        causes = runs.ledger(name, self.job, *self.earlier_jobs).by(lambda entry: entry.cause)
+        causes = runs.ledger(name, self.job, *self.earlier_jobs).seconds
         assert min(causes["start"], causes["compute"]) > 0, causes
         if self._is_gated:  # other ranks may die before a heartbeat with their last steps
             assert bool(cell.steps_lost) <= (causes.get("redone", 0) > 0), "steps that were lost are done again"

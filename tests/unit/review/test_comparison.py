@@ -14,7 +14,6 @@ from hpcdist.host.files import write_json
 from hpcdist.review import comparison
 from hpcdist.review.comparison import (
     MISSING,
-    RerunResult,
     compare,
     compare_values,
     data_differences,
@@ -29,7 +28,7 @@ LOSS = {step: 1 / step for step in range(1, 11)}
 
 
 def sentence(before: Any, after: Any, **options: Any) -> str:
-    return RerunResult(values=compare_values(before, after, **options)).sentence
+    return compare_values(before, after, **options).sentence
 
 
 def test_equal_values_do_not_differ() -> None:
@@ -62,7 +61,7 @@ def test_values_that_one_run_lacks_differ() -> None:
     assert compare_values({"loss": short}, {"loss": LOSS}, exact=False).is_equal, "MLflow may have fewer points"
     assert sentence({"loss": LOSS, "a": {1: 1.0}}, {"loss": LOSS}) == "only one of the runs has logged a"
     assert sentence({"loss": LOSS}, {}) == "nothing was compared: the runs have no common values"
-    assert not RerunResult(values=compare_values({}, {})).is_equal
+    assert not compare_values({}, {}).is_equal
 
 
 def test_a_paused_rerun_is_compared_up_to_its_last_step() -> None:

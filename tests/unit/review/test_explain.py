@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import hpcdist
 from hpcdist.host.files import write_json
-from hpcdist.review.explain import PATTERNS, QUOTE_CHARS, cause_of, explain, explain_attempt, first_match, quote
+from hpcdist.review.explain import PATTERNS, QUOTE_CHARS, explain, explain_attempt, first_match, quote
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.records import AttemptTimes, write_times
@@ -470,9 +470,6 @@ def last_error_line(code: str) -> str:
 def test_missing_module() -> None:
     line = last_error_line("import nosuch.thing")
     assert pattern_name(line) == "missing-module"
-    found = first_match([line])
-    assert found is not None
-    assert cause_of(found[0], line) == "the ranks' Python does not find nosuch"
 
 
 @pytest.mark.processes
@@ -624,14 +621,18 @@ def test_each_pattern_has_a_unique_name_a_cause_and_a_fix() -> None:
     assert [pattern.name for pattern in PATTERNS if not (pattern.cause and pattern.fix)] == []
 
 
-def test_cause_contains_the_name_in_the_line() -> None:
-    def cause(line: str) -> str:
-        found = first_match([line])
-        assert found is not None
-        return cause_of(found[0], line)
-
-    assert cause("srun: error: Node failure on n4") == "a node failed: n4"
-    assert cause("STEP 1.0 CANCELLED DUE TO NODE FAILURE") == "a node failed"
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("srun: error: Node failure on n4", "a node failed: n4"),
+        ("STEP 1.0 CANCELLED DUE TO NODE FAILURE", "a node failed"),
+        ("ModuleNotFoundError: No module named 'nosuch'", "the ranks' Python does not find nosuch"),
+    ],
+)
+def test_cause_contains_the_name_in_the_line(run: RunDir, line: str, cause: str) -> None:
+    finding = explain_attempt(run, run.attempt(1), line)
+    assert finding is not None
+    assert finding.cause == cause
 
 
 def test_long_lines_are_cut() -> None:

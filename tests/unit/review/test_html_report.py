@@ -115,17 +115,17 @@ def test_report_has_every_part_of_a_run(full: ReportScene) -> None:
 
 
 def test_report_of_a_rerun_names_the_original_and_the_result(scene: ReportScene) -> None:
-    assert "repeats" not in page_of(scene)
+    assert "Repeats" not in page_of(scene)
     record = RerunRecord(name="original", run_id="0a1b", missing=["torch 2 in the run, 3 here"])
     write_rerun(scene.run, record)
     text = Elements(page_of(scene)).text
-    assert "repeats" + "original (MLflow run 0a1b)" in text
-    assert "not restored" + "torch 2 in the run, 3 here" in text
-    assert "values" + "not compared yet" in text
+    assert "Repeats" + "original (MLflow run 0a1b)" in text
+    assert "Not restored" + "torch 2 in the run, 3 here" in text
+    assert "Values" + "not compared yet" in text
     write_rerun(scene.run, replace(record, missing=[], result="no value differs: 12 values"))
     text = Elements(page_of(scene)).text
-    assert "not restored" + "nothing" in text
-    assert "values" + "no value differs: 12 values" in text
+    assert "Not restored" + "nothing" in text
+    assert "Values" + "no value differs: 12 values" in text
 
 
 PATCH = """\
@@ -178,24 +178,10 @@ def test_report_explains_the_phases_and_has_the_commands(full: ReportScene) -> N
     write_origin(full.run, Origin(config="ddp_digits", values=origin))
     text = Elements(page_of(full)).text
     assert "and save is checkpoint." in text
-    assert "run it again" + "hpcdist run ddp_digits " in text
+    assert "Run it again" + "hpcdist run ddp_digits " in text
     assert "optim.lr=0.001" in text
     assert "tracking.uri=http://m:5000" in text
     assert "hpcdist rerun 0a1b --runs-dir " in text
-
-
-def test_report_of_a_run_without_git_and_without_a_container_says_so(full: ReportScene) -> None:
-    with open(full.run.config, "a") as config:
-        config.write("\ncontainer: {runtime: none}\n")
-    text = Elements(page_of(full)).text
-    assert "codecommit abc" in text
-    assert "imagenone, without a container" in text
-    write_json(full.run.environment, {"host": "n1", "code": {"copied": True}, "container_runtime": "podman"})
-    text = Elements(page_of(full)).text
-    assert "codeno commit, since it was not in a git repository" in text
-    assert "imagenot recorded; the run used a container of podman" in text
-    write_json(full.run.container, {"image": "/i/mine.sif", "image_digest": "ends-sha256:1a"})
-    assert "image/i/mine.sif, digest ends-sha256:1a" in Elements(page_of(full)).text
 
 
 def test_colours_of_the_causes_differ() -> None:
