@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ from hpcdist.config.launch_schema import CheckpointConfig, TrackingConfig
 from hpcdist.config.schema import Config, OptimConfig, StopConfig
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.hybrid import HybridConfig, train
-from hpcdist.trainers.hybrid.click_logs import Clicks, batches
-from hpcdist.trainers.hybrid.tables import Layout, LookupPlan, TableShard, fill_initial
-from hpcdist.trainers.hybrid.train import ClickModel, load_clicks
+from hpcdist.trainers.hybrid.click_logs import Clicks, batches, load_clicks
+from hpcdist.trainers.hybrid.tables import Layout, TableShard, choose, fill_initial
+from hpcdist.trainers.hybrid.train import ClickModel
 
 TABLES = {"user": 50, "item": 7, "tag": 1}
 #: Few rows of two batches are equal.
@@ -149,17 +150,21 @@ def write_log(folder: Path, tables: Mapping[str, int]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "num_servers", "tables", "has_file", "plan"),
+    ("optimizer", "num_servers", "tables", "has_file", "pool_at_server", "ahead"),
     [
-        ("sgd", 2, LARGE, False, LookupPlan(pool_at_server=True, ahead=True)),
-        pytest.param("adagrad", 3, LARGE, True, LookupPlan(pool_at_server=False, ahead=True), marks=pytest.mark.faults),
-        pytest.param(
-            "sparse_adam", 1, TABLES, False, LookupPlan(pool_at_server=False, ahead=False), marks=pytest.mark.slow
-        ),
+        ("sgd", 2, LARGE, False, True, True),
+        pytest.param("adagrad", 3, LARGE, True, False, True, marks=pytest.mark.faults),
+        pytest.param("sparse_adam", 1, TABLES, False, False, False, marks=pytest.mark.slow),
     ],
 )
 def test_training_equals_one_process_on_the_joint_batch(
-    tmp_path: Path, optimizer: str, num_servers: int, tables: Mapping[str, int], has_file: bool, plan: LookupPlan
+    tmp_path: Path,
+    optimizer: str,
+    num_servers: int,
+    tables: Mapping[str, int],
+    has_file: bool,
+    pool_at_server: bool,
+    ahead: bool,
 ) -> None:
     log: dict[str, Any] = {}
     if has_file:
@@ -167,7 +172,9 @@ def test_training_equals_one_process_on_the_joint_batch(
     cfg = config(num_servers=num_servers, table_optimizer=optimizer, tables=tables, **log)
     clicks, _ = load_clicks(cfg.section(HybridConfig), cfg.seed, shares=range(1), num_shares=NUM_TRAINERS)
     layout = Layout(dict(tables), 4, num_servers)
-    assert train.lookup_plan(cfg, layout, clicks, range(1)) == plan
+    placed = clicks.with_ids(layout.place(clicks.bags.ids, clicks.table_of_id))
+    first_two = [placed.take(batch).bags for batch in islice(batches(len(clicks), 16, seed=cfg.seed, epoch=0), 2)]
+    assert choose(first_two, layout.starts, NUM_TRAINERS) == (pool_at_server, ahead)
     found, expected = trained(tmp_path, cfg), in_one_process(cfg)
     assert found.keys() == expected.keys()
     for name, weight in expected.items():

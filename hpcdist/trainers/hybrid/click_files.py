@@ -89,8 +89,14 @@ class FileLog:
         return clicks
 
     def _read(self, first: int, end: int) -> Clicks:
-        table = self._rows(first, end)
         cfg = self._cfg
+        if self._parquet is None:
+            table = self._table.slice(first, end - first)
+        else:  # the row groups that have some of these samples
+            ends = list(accumulate(group.num_rows for group in self._groups))
+            groups = range(bisect_right(ends, first), bisect_left(ends, end) + 1)
+            begin = ends[groups.start] - self._groups[groups.start].num_rows
+            table = self._parquet.read_row_groups(groups, columns=self._columns).slice(first - begin, end - first)
         labels = self._numbers(table, cfg.label_column)
         if not bool(((labels == 0) | (labels == 1)).all()):
             raise DataError(f"{self._path}: column {cfg.label_column!r} must be 0 or 1")
@@ -105,15 +111,6 @@ class FileLog:
         )
         order = torch.arange(len(whole)).view(len(columns), -1).t().flatten()
         return Clicks(whole.take(order), numeric, labels, tuple(cfg.tables))
-
-    def _rows(self, first: int, end: int) -> pa.Table:
-        """Read the row groups of a Parquet file that have some of these samples."""
-        if self._parquet is None:
-            return self._table.slice(first, end - first)
-        ends = list(accumulate(group.num_rows for group in self._groups))
-        groups = range(bisect_right(ends, first), bisect_left(ends, end) + 1)
-        begin = ends[groups.start] - self._groups[groups.start].num_rows
-        return self._parquet.read_row_groups(groups, columns=self._columns).slice(first - begin, end - first)
 
     def _numbers(self, table: pa.Table, name: str) -> Tensor:
         column = table[name]
@@ -137,7 +134,10 @@ class FileLog:
             raise DataError(f"{self._path}: column {name!r} has null ids: write an empty bag as an empty list")
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         if name in self._cfg.hashed_tables:
-            return Bags(_hashed(values, rows), offsets)
+            coded = values.cast(pa.string()).dictionary_encode()
+            hashes = [zlib.crc32(text.encode()) % rows for text in coded.dictionary.to_pylist()]
+            indices = torch.from_numpy(np.array(coded.indices, dtype=np.int64))
+            return Bags(torch.tensor(hashes, dtype=torch.int64)[indices], offsets)
         try:
             ids = torch.from_numpy(np.array(values.cast(pa.int64()), dtype=np.int64))
         except pa.ArrowInvalid as error:
@@ -150,9 +150,3 @@ class FileLog:
                 f" hybrid.tables.{name}={rows}: raise it to {int(ids.max()) + 1}, or add it to hybrid.hashed_tables"
             )
         return Bags(ids, offsets)
-
-
-def _hashed(values: pa.Array, rows: int) -> Tensor:
-    coded = values.cast(pa.string()).dictionary_encode()
-    hashes = [zlib.crc32(text.encode()) % rows for text in coded.dictionary.to_pylist()]
-    return torch.tensor(hashes, dtype=torch.int64)[torch.from_numpy(np.array(coded.indices, dtype=np.int64))]

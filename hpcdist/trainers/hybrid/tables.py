@@ -1,28 +1,35 @@
-"""Embedding tables on parameter servers, and the bags of a batch as units of these servers."""
+"""Embedding tables on parameter servers: layout, rows of a server, and the exchange of rows with the trainers.
+
+A server holds its rows of all tables in one matrix, so that several tables need one lookup and one update. Global rows
+(`Layout.place`) are numbered across the servers: server 0's rows of every table, then server 1's.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hpcdist.checkpoint.state import Shard
+from hpcdist.config.schema import Config
 from hpcdist.config.topology import share_of
 from hpcdist.errors import CheckpointError
-
-# Embedding tables, sharded by row over parameter servers: layout, rows of a server, and sparse optimizers.
-#
-# A server holds its rows of all tables in one matrix, so that several tables need one lookup and one update. Global
-# rows (`Layout.place`) are numbered across the servers: server 0's rows of every table, then server 1's.
-#
-# Lookups and updates have *units*: single rows, or sums of the server's rows of a bag.
+from hpcdist.rank.context import Context
+from hpcdist.rank.rpc import rpc_group
+from hpcdist.trainers.hybrid import HybridConfig
+from hpcdist.trainers.hybrid.click_logs import Bags, Clicks
 
 #: Number of rows that are drawn together, from (seed, table, number of the block).
 BLOCK_ROWS = 1024
@@ -121,6 +128,61 @@ def put_rows(matrix: Tensor, rows: Tensor, values: Tensor) -> None:
         matrix.numpy().view(as_one).reshape(-1)[rows.numpy()] = values.contiguous().numpy().view(as_one).reshape(-1)
 
 
+@dataclass(frozen=True)
+class Units:
+    """What a trainer requests from one server: the sums of `rows[offsets[u]:offsets[u + 1]]`, or each row on its own.
+
+    With rows 0 to 4 on server A, rows 5 to 9 on server B and the bags [1, 7] and [1, 2, 7]:
+
+        rows as units    A: 1, 2               B: 7        each row once; the trainer sums bags from these three values
+        sums as units    A: [1], [1, 2]        B: [7], [7] one sum per bag and server, which the trainer adds
+
+    The gradient of a unit is the sum of those of the bags that contain it.
+    """
+
+    rows: Tensor  #: int64, relative to the server's first row
+    offsets: Tensor | None = None  #: int64 [units + 1]; None if each row is a unit
+
+    def __len__(self) -> int:
+        return len(self.rows) if self.offsets is None else len(self.offsets) - 1
+
+    def take(self, units: Tensor) -> Units:
+        """Return these units, in this order."""
+        if self.offsets is None:
+            return Units(self.rows[units])
+        taken = Bags(self.rows, self.offsets).take(units)
+        return Units(taken.ids, taken.offsets)
+
+    @property
+    def of_row(self) -> Tensor:
+        """The unit of each row, int64 [rows]."""
+        units = torch.arange(len(self))
+        return units if self.offsets is None else units.repeat_interleave(self.offsets.diff())
+
+    def with_any(self, is_marked: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Return the units with a marked row; `is_marked` has a value for each of `rows`."""
+        if self.offsets is not None and len(self):
+            is_marked = np.logical_or.reduceat(is_marked, self.offsets[:-1].numpy())
+        return np.flatnonzero(is_marked)
+
+
+def grouped(keys: Tensor, members: Tensor) -> tuple[Tensor, Bags]:
+    """Return the different keys, sorted, and the members of each, in their given order: sums are deterministic."""
+    # One sort of integers takes 0.1 ms for 20,000 of them; torch.unique takes 2 ms.
+    bits = max(1, (len(keys) - 1).bit_length())
+    packed = (keys.numpy() << bits) | np.arange(len(keys))
+    packed.sort()
+    in_order = packed >> bits
+    firsts = np.flatnonzero(np.diff(in_order, prepend=-1))
+    sorted_members = members[torch.from_numpy(packed & ((1 << bits) - 1))]
+    return torch.from_numpy(in_order[firsts]), Bags(sorted_members, torch.from_numpy(np.append(firsts, len(keys))))
+
+
+def sums_of(bags: Bags, values: Tensor) -> Tensor:
+    """Return the sum of the values [n, dim] of each bag of indices."""
+    return F.embedding_bag(bags.ids, values, bags.offsets, mode="sum", include_last_offset=True)
+
+
 class TableShard:
     """One server's rows of all tables, [rows, dim], with their optimizer."""
 
@@ -138,26 +200,25 @@ class TableShard:
             fill_initial(self.table_rows(table), span, table=table, scale=scale, seed=seed)
         self.optimizer = SparseOptimizer(optimizer, lr, self.weight)  # type: ignore[arg-type]
 
-    def values(self, rows: Tensor, offsets: Tensor | None) -> Tensor:
-        """Return the sum of each unit's rows, [units, dim], on the host; without offsets each row is a unit."""
-        device = self.weight.device
-        rows = rows.to(device)
-        if offsets is None:
+    def values(self, units: Units) -> Tensor:
+        """Return the values of units, [units, dim], on the host."""
+        rows = units.rows.to(self.weight.device)
+        if units.offsets is None:
             return self.weight.index_select(0, rows).cpu()
-        return F.embedding_bag(rows, self.weight, offsets.to(device), mode="sum").cpu()
+        return sums_of(Bags(rows, units.offsets.to(self.weight.device)), self.weight).cpu()
 
-    def update(self, batch: Coalesced, grads: Tensor) -> None:
-        """Do one optimizer step with the gradients of the batch's units, [units, dim]."""
+    def update(self, rows: Tensor, units: Bags, grads: Tensor) -> None:
+        """Do one optimizer step for different rows with the gradients of the units that contain each, [units, dim]."""
         device, optimizer = self.weight.device, self.optimizer
         optimizer.step += 1
         grads = grads.to(device)
-        for begin in range(0, len(batch.rows), UPDATE_ROWS):
-            rows = batch.rows[begin : begin + UPDATE_ROWS].to(device)
-            firsts = batch.firsts[begin : begin + UPDATE_ROWS + 1]
-            units = batch.units[firsts[0] : firsts[-1]].to(device)
-            grad = F.embedding_bag(units, grads, (firsts[:-1] - firsts[0]).to(device), mode="sum")
-            change = optimizer.change(rows, grad)
-            put_rows(self.weight, rows, change.add_(self.weight.index_select(0, rows)))
+        for begin in range(0, len(rows), UPDATE_ROWS):
+            part = rows[begin : begin + UPDATE_ROWS].to(device)
+            offsets = units.offsets[begin : begin + UPDATE_ROWS + 1]
+            ids = units.ids[offsets[0] : offsets[-1]].to(device)
+            grad = sums_of(Bags(ids, (offsets - offsets[0]).to(device)), grads)
+            change = optimizer.change(part, grad)
+            put_rows(self.weight, part, change.add_(self.weight.index_select(0, part)))
 
     # --- checkpoints
 
@@ -217,152 +278,345 @@ def weight_name(table: str) -> str:
     return f"tables.{table}.weight"
 
 
-# --- units
+# The exchange. It uses gloo's send and receive instead of RPC: without threads that wait for the interpreter lock. Per
+# batch and trainer:
+#
+#     header, rows of the units    trainer → server    while the trainer computes the previous batch
+#     values, if sent ahead        server → trainer    at once
+#     gradients                    trainer → server    of the previous batch, if it was one of the training
+#     values, or late values       server → trainer    once the server has applied these gradients; if values were sent
+#                                                      ahead, only those that this update has changed
+#
+# So a server has applied all gradients before a batch when it has answered the request of that batch.
+
+#: Kind of a request: a batch whose gradients follow, a batch without gradients, the end of the exchange.
+TRAIN, LOOK, LEAVE = range(3)
+#: Kind, number of rows, number of offsets (0: each row is a unit), whether values are sent ahead.
+HEADER_LENGTH = 4
+#: Numbers in the first message of a request. A small request fits into it; each gloo message costs three transfers.
+FIRST_LENGTH = 256
+TAG_HEADER, TAG_ROWS, TAG_VALUES, TAG_LATE, TAG_LATE_UNITS, TAG_LATE_VALUES, TAG_GRADIENTS = range(7)
 
 
-@dataclass(frozen=True)
-class Coalesced:
-    """Units by row: different sorted `rows` [n]; `units[firsts[i]:firsts[i + 1]]` are the units with `rows[i]`."""
+class _Update(NamedTuple):
+    """An update whose gradients have not arrived."""
 
+    counts: list[int]  #: number of units by trainer
     rows: Tensor
-    units: Tensor
-    firsts: Tensor
-
-    @classmethod
-    def of(cls, rows: Tensor, units: Tensor) -> Coalesced:
-        """Group pairs of row and unit by row; the units of a row keep their order, so that sums are deterministic."""
-        # One sort of integers takes 0.1 ms for 20,000 of them; torch.unique takes 2 ms.
-        bits = max(1, (len(rows) - 1).bit_length())
-        packed = (rows.numpy() << bits) | np.arange(len(rows))
-        packed.sort()
-        in_order = packed >> bits
-        firsts = np.flatnonzero(np.diff(in_order, prepend=-1))
-        return cls(
-            torch.from_numpy(in_order[firsts]),
-            units[torch.from_numpy(packed & ((1 << bits) - 1))],
-            torch.from_numpy(np.append(firsts, len(rows))),
-        )
+    units: Bags  #: units that contain each row, numbered across the trainers
 
 
-def unit_of_row(num_rows: int, offsets: Tensor | None) -> Tensor:
-    """Return the unit of each row, int64 [rows]."""
-    if offsets is None:
-        return torch.arange(num_rows)
-    lengths = torch.diff(offsets, append=torch.tensor([num_rows]))
-    return torch.arange(len(offsets)).repeat_interleave(lengths)
-
-
-# The bags of a batch as units of the parameter servers: what a trainer asks them for, and how bags follow from it.
-#
-# A unit is one or more rows of one server; its value is their sum. With rows 0 to 4 on server A, rows 5 to 9 on server
-# B and the bags [1, 7] and [1, 2, 7]:
-#
-#     rows as units    A: 1, 2               B: 7        each row once; the trainer sums bags from these three values
-#     sums as units    A: [1], [1, 2]        B: [7], [7] one sum per bag and server, which the trainer adds
-#
-# `choose` takes the form with fewer units. The gradient of a unit is the sum of those of the bags that contain it.
-
-
-@dataclass(frozen=True)
-class LookupPlan:
-    """How lookups are exchanged, chosen once per attempt. The results are equal up to rounding."""
-
-    pool_at_server: bool
-    ahead: bool  #: whether values of the next batch are sent before this batch's update
-
-
-@dataclass(frozen=True)
-class Units:
-    """The bags of a batch as units of the servers, in the order of the servers."""
-
-    rows: list[Tensor]  #: of each server, int64, relative to its first row
-    counts: list[int]  #: number of units by server
-    offsets: list[Tensor] | None = None  #: start of each unit in a server's `rows`; None if each row is a unit
-    places: Tensor | None = None  #: units of each bag, bag after bag; None if bag b is unit b of every server
-    offsets_of_bag: Tensor | None = None  #: start of each bag in `places`
-    bags: Tensor | None = None  #: bags of each unit, unit after unit; None if unit u of every server is bag u
-    firsts: Tensor | None = None  #: start of each unit in `bags`; None if each unit is part of one bag
-
-    def pooled(self, values: Tensor) -> Tensor:
-        """Return the sums of the bags [bags, dim] for the values of all units [units, dim]."""
-        if self.places is None:
-            parts = values.split(self.counts)
-            return values if len(parts) == 1 else torch.stack(parts).sum(0)
-        return F.embedding_bag(self.places, values, self.offsets_of_bag, mode="sum")
-
-    def gradients(self, grad: Tensor) -> Sequence[Tensor]:
-        """Return the gradients of each server's units [units, dim] for those of the sums of the bags [bags, dim]."""
-        if self.bags is None:
-            return [grad] * len(self.counts)
-        if self.firsts is None:
-            units = grad.index_select(0, self.bags)
-        else:
-            units = F.embedding_bag(self.bags, grad, self.firsts, mode="sum")
-        return list(units.split(self.counts))
-
-
-def rows_as_units(rows: Tensor, offsets: Tensor, starts: Sequence[int]) -> Units:
-    """Return units for sums at the trainer: each different row of the bags is a unit.
+class TableServer:
+    """Answers trainers until they leave.
 
     Args:
-        rows: global rows of the bags, int64 [n].
-        offsets: start of each bag in `rows`, then the number of rows, int64 [bags + 1].
+        group: a gloo group of all ranks that has no other use.
+        num_trainers: number of all trainers; gradients are divided by it, as in DDP.
+    """
+
+    def __init__(self, shard: TableShard, group: dist.ProcessGroup, num_trainers: int) -> None:
+        self._shard = shard
+        self._group = group
+        self._num_trainers = num_trainers
+        self._touched = np.zeros(len(shard.weight), dtype=bool)
+        self._lock = threading.Lock()
+
+    def serve(self, trainers: Sequence[int], *, sync: bool) -> None:
+        """Serve these trainers (ranks) together: each step is one update with their gradients, in order.
+
+        With `sync` no value is sent that a pending update would change. Without, call it in a thread per trainer.
+        """
+        update: _Update | None = None
+        while True:
+            kinds, ahead, requests = zip(*map(self._receive_request, trainers), strict=True)
+            assert len(set(kinds)) == 1, "trainers are not at the same step"
+            if kinds[0] == LEAVE:
+                return
+            late: list[Tensor | None] = [None] * len(trainers)
+            for number, (trainer, units) in enumerate(zip(trainers, requests, strict=True)):
+                if ahead[number]:
+                    self._send(self._shard.values(units), trainer, TAG_VALUES)
+                    late[number] = self._changed(units, update if sync else None)
+            if update is not None:
+                self._apply(update, trainers)
+                update = None
+            for trainer, units, changed in zip(trainers, requests, late, strict=True):
+                if changed is None:
+                    self._send(self._shard.values(units), trainer, TAG_VALUES)
+                else:
+                    self._send(torch.tensor([len(changed)]), trainer, TAG_LATE)
+                    self._send(changed, trainer, TAG_LATE_UNITS)
+                    self._send(self._shard.values(units.take(changed)), trainer, TAG_LATE_VALUES)
+            if kinds[0] == TRAIN:  # prepared while the trainers compute
+                counts = [len(units) for units in requests]
+                of_row = [
+                    units.of_row + end - len(units) for units, end in zip(requests, accumulate(counts), strict=True)
+                ]
+                update = _Update(counts, *grouped(torch.cat([units.rows for units in requests]), torch.cat(of_row)))
+
+    def _changed(self, units: Units, update: _Update | None) -> Tensor:
+        """Return the indices of the units with a row of the update, int64."""
+        if update is None:
+            return torch.zeros(0, dtype=torch.int64)
+        touched = update.rows.numpy()
+        self._touched[touched] = True
+        changed = units.with_any(self._touched[units.rows.numpy()])
+        self._touched[touched] = False
+        return torch.from_numpy(changed)
+
+    def _apply(self, update: _Update, trainers: Sequence[int]) -> None:
+        grads = torch.empty(sum(update.counts), self._shard.weight.shape[1])
+        received = [
+            self._group.recv([part], trainer, TAG_GRADIENTS)
+            for part, trainer in zip(grads.split(update.counts), trainers, strict=True)
+            if len(part)
+        ]
+        for work in received:
+            work.wait()
+        with self._lock:  # in async mode other threads apply updates, too
+            self._shard.update(update.rows, update.units, grads.div_(self._num_trainers))
+
+    def _receive_request(self, trainer: int) -> tuple[int, bool, Units]:
+        first = torch.empty(FIRST_LENGTH, dtype=torch.int64)
+        self._group.recv([first], trainer, TAG_HEADER).wait()
+        kind, num_rows, num_offsets, ahead = first[:HEADER_LENGTH].tolist()
+        body = first[HEADER_LENGTH:][: num_rows + num_offsets]
+        if len(body) < num_rows + num_offsets:
+            body = torch.empty(num_rows + num_offsets, dtype=torch.int64)
+            self._group.recv([body], trainer, TAG_ROWS).wait()
+        return kind, bool(ahead), Units(body[:num_rows], body[num_rows:] if num_offsets else None)
+
+    def _send(self, tensor: Tensor, trainer: int, tag: int) -> None:
+        if tensor.numel():
+            self._group.send([tensor], trainer, tag).wait()
+
+
+def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.ProcessGroup) -> None:
+    """Hold this server's rows of the tables until rank 0 leaves."""
+    hybrid = cfg.section(HybridConfig)
+    shard = TableShard(
+        layout,
+        ctx.role_index,
+        optimizer=hybrid.table_optimizer,
+        lr=hybrid.table_lr,
+        scale=hybrid.init_scale,
+        seed=cfg.seed,
+        device=ctx.device,
+    )
+    trainers = list(ctx.ranks_of("trainer"))
+    server = TableServer(shard, exchange, len(trainers))
+    together = [trainers] if hybrid.mode == "sync" else [[trainer] for trainer in trainers]
+    # Not a context manager: after an error its exit would wait for threads that wait for a lost peer.
+    pool = ThreadPoolExecutor(len(together), thread_name_prefix="tables")
+
+    def save(step: int) -> None:
+        ctx.save(step, model=None, trainer={}, shard=shard.checkpoint())
+
+    with rpc_group(ctx, {"table_rows": lambda table: shard.table_rows(table).cpu()}) as group:
+        if (saved := ctx.restore()) is not None:
+            own_first = sorted(range(saved.world_size), key=lambda rank: rank != ctx.rank)
+            shard.load(saved.shard(rank) for rank in own_first)
+        work = [pool.submit(server.serve, ranks, sync=hybrid.mode == "sync") for ranks in together]
+        group.serve({"save": save}, work)
+    pool.shutdown()
+
+
+# The trainer's side of the exchange.
+
+
+@dataclass
+class Lookup:
+    """The bags of a batch as units of the servers. Units are numbered across the servers."""
+
+    units: list[Units]  #: by server
+    units_of_bag: Bags
+    bags_of_unit: Bags
+    values: Tensor = field(init=False)  #: of the units, [units, dim], on the host
+    receiving: list[dist.Work] = field(default_factory=list)
+    num_late: dict[int, Tensor] = field(default_factory=dict)  #: by number of a server that sends values ahead
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of units by server."""
+        return [len(units) for units in self.units]
+
+    def pooled(self) -> Tensor:
+        """Return the sums of the bags, [bags, dim], on the host."""
+        return sums_of(self.units_of_bag, self.values)
+
+
+def rows_as_units(bags: Bags, starts: Sequence[int]) -> Lookup:
+    """Return a lookup for sums at the trainer: each different row of the bags is a unit.
+
+    Args:
+        bags: global rows.
         starts: first global row of each server, then the number of all rows.
     """
-    found = Coalesced.of(rows, unit_of_row(len(rows), offsets[:-1]))
-    cuts = torch.searchsorted(found.rows, torch.tensor(starts)).tolist()
-    counts = [end - begin for begin, end in pairwise(cuts)]
-    # Sorted rows are ordered by server. Sorted by bag again, they are the units of each bag.
-    unit = torch.arange(len(found.rows)).repeat_interleave(found.firsts.diff())
-    return Units(
-        rows=[part - start for part, start in zip(found.rows.split(counts), starts, strict=False)],
-        counts=counts,
-        places=Coalesced.of(found.units, unit).units,
-        offsets_of_bag=offsets[:-1],
-        bags=found.units,
-        firsts=found.firsts[:-1],
-    )
+    rows, bags_of_unit = grouped(bags.ids, Units(bags.ids, bags.offsets).of_row)
+    cuts = torch.searchsorted(rows, torch.tensor(starts)).tolist()  # sorted rows are ordered by server
+    units = [Units(rows[begin:end] - start) for (begin, end), start in zip(pairwise(cuts), starts, strict=False)]
+    unit = torch.arange(len(rows)).repeat_interleave(bags_of_unit.offsets.diff())
+    return Lookup(units, Bags(grouped(bags_of_unit.ids, unit)[1].ids, bags.offsets), bags_of_unit)
 
 
-def sums_as_units(rows: Tensor, offsets: Tensor, starts: Sequence[int]) -> Units:
-    """Return units for sums at the servers: each server's rows of a bag are a unit. Arguments as in `rows_as_units`."""
-    num_bags = len(offsets) - 1
-    bag_of_row = unit_of_row(len(rows), offsets[:-1])
-    own_rows, own_offsets, bags = [], [], []
+def sums_as_units(bags: Bags, starts: Sequence[int]) -> Lookup:
+    """Return a lookup for sums at the servers: each server's rows of a bag are a unit. Arguments as `rows_as_units`."""
+    units, bag_of_unit = [], []
+    bag_of_row = Units(bags.ids, bags.offsets).of_row
     for start, end in pairwise(starts):
-        if len(starts) > 2:
-            mine = ((rows >= start) & (rows < end)).nonzero().squeeze(1)
-            here, bag = rows[mine], bag_of_row[mine]
-        else:
-            here, bag = rows, bag_of_row
-        firsts = torch.from_numpy(np.flatnonzero(np.diff(bag.numpy(), prepend=-1)))
-        own_rows.append(here - start)
-        own_offsets.append(firsts)
-        bags.append(bag[firsts])
-    counts = [len(part) for part in bags]
-    if all(count == num_bags for count in counts):
-        return Units(own_rows, counts, own_offsets)
-    of_unit = torch.cat(bags)
-    places = Coalesced.of(of_unit, torch.arange(len(of_unit))).units
-    offsets_of_bag = torch.searchsorted(of_unit.sort().values, torch.arange(num_bags))
-    return Units(own_rows, counts, own_offsets, places, offsets_of_bag, of_unit)
+        mine = (bags.ids >= start) & (bags.ids < end)
+        different, rows = grouped(bag_of_row[mine], bags.ids[mine] - start)
+        units.append(Units(rows.ids, rows.offsets))
+        bag_of_unit.append(different)
+    bag = torch.cat(bag_of_unit)
+    in_order = bag.sort(stable=True)
+    units_of_bag = Bags(in_order.indices, torch.searchsorted(in_order.values, torch.arange(len(bags) + 1)))
+    return Lookup(units, units_of_bag, Bags(bag, torch.arange(len(bag) + 1)))
 
 
-def choose(batches: Sequence[tuple[Tensor, Tensor]], starts: Sequence[int], num_trainers: int) -> LookupPlan:
-    """Return the plan with less traffic for the first two batches (or one), given as rows and offsets.
+def choose(batches: Sequence[Bags], starts: Sequence[int], num_trainers: int) -> tuple[bool, bool]:
+    """Return what causes less traffic for the first two batches (or one): sums at the servers, and values ahead.
 
-    Values are requested ahead if less than a quarter of the units change meanwhile and have to be sent again. The
-    estimate assumes that batches of other trainers are similar.
+    Values are sent ahead if less than a quarter of the units change meanwhile and have to be sent again. The estimate
+    assumes that batches of other trainers are similar.
     """
-    pool_at_server = sum(sums_as_units(*batches[0], starts).counts) < sum(rows_as_units(*batches[0], starts).counts)
-    as_units = sums_as_units if pool_at_server else rows_as_units
-    units = as_units(*batches[-1], starts)
-    touched = batches[0][0].unique()
-    changed = 0
-    for server, rows in enumerate(units.rows):
-        hit = torch.isin(rows + starts[server], touched).numpy()
-        if units.offsets is not None and len(hit):
-            hit = np.logical_or.reduceat(hit, units.offsets[server].numpy())
-        changed += int(hit.sum())
-    same = changed / max(1, sum(units.counts))
-    return LookupPlan(pool_at_server=pool_at_server, ahead=1 - (1 - same) ** num_trainers < 0.25)
+    pool_at_server = sum(sums_as_units(batches[0], starts).counts) < sum(rows_as_units(batches[0], starts).counts)
+    lookup = (sums_as_units if pool_at_server else rows_as_units)(batches[-1], starts)
+    touched = batches[0].ids.unique()
+    changed = sum(
+        len(units.with_any(torch.isin(units.rows + start, touched).numpy()))
+        for units, start in zip(lookup.units, starts, strict=False)
+    )
+    share = changed / max(1, sum(lookup.counts))
+    return pool_at_server, 1 - (1 - share) ** num_trainers < 0.25
+
+
+class TableClient:
+    """Looks up bags in the tables, and sends gradients to the servers. Create it with `table_client`.
+
+    Args:
+        group: a gloo group of all ranks, used for nothing else.
+        pool_at_server: whether servers send sums instead of rows, see `Units`.
+        ahead: whether servers send values before they apply the previous batch's gradients. The results are equal up
+            to rounding.
+    """
+
+    def __init__(
+        self, ctx: Context, group: dist.ProcessGroup, layout: Layout, *, pool_at_server: bool, ahead: bool
+    ) -> None:
+        self._group = group
+        self._servers = ctx.ranks_of("parameter_server")
+        self._timer = ctx.timer
+        self._starts = layout.starts
+        self._dim = layout.dim
+        self._as_units = sums_as_units if pool_at_server else rows_as_units
+        self._ahead = ahead
+        #: The batch whose values have not all arrived.
+        self._requested: Lookup | None = None
+        #: Tensors are kept until they are sent.
+        self._sending: list[tuple[dist.Work, Tensor]] = []
+
+    def look_up(self, batches: Iterable[Clicks], *, train: bool) -> Iterator[tuple[Clicks, Lookup]]:
+        """Yield each batch with its values. With `train`, `push` its gradient before the next one is taken.
+
+        The next batch is requested before a batch is yielded, so that its values arrive meanwhile.
+        """
+        prepared = ((clicks, self._as_units(clicks.bags, self._starts)) for clicks in batches)
+        following = next(prepared, None)
+        if following is not None:
+            self._request(following[1], TRAIN if train else LOOK)
+        while (this := following) is not None:
+            following = next(prepared, None)  # prepared while the servers apply the gradients of the batch before
+            self._receive()
+            if following is not None:
+                self._request(following[1], TRAIN if train else LOOK)
+            yield this
+
+    def push(self, lookup: Lookup, gradient: Tensor) -> None:
+        """Send the gradient of the sums of a batch's bags, [bags, dim]."""
+        gradients = sums_of(lookup.bags_of_unit, gradient.cpu())
+        for part, server in zip(gradients.split(lookup.counts), self._servers, strict=True):
+            self._send(part, server, TAG_GRADIENTS)
+
+    def wait_until_applied(self) -> None:
+        """Wait until the servers have applied all gradients that this trainer has pushed."""
+        if self._requested is None:
+            nothing = Bags(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+            self._request(rows_as_units(nothing, self._starts), LOOK)
+        self._receive()  # a server answers when it has applied the gradients before
+
+    def leave(self) -> None:
+        """End the exchange; servers drop a batch that was requested and not pushed. All gradients must be applied."""
+        for server in self._servers:
+            self._send_request(server, LEAVE, Units(torch.zeros(0, dtype=torch.int64)), ahead=False)
+        self._settle()
+
+    def _request(self, lookup: Lookup, kind: int) -> None:
+        self._requested = lookup
+        lookup.values = torch.empty(sum(lookup.counts), self._dim)
+        parts = zip(self._servers, lookup.units, lookup.values.split(lookup.counts), strict=True)
+        for number, (server, units, values) in enumerate(parts):
+            # A server without values answers with the number of late values.
+            ahead = self._ahead or not len(units)
+            self._send_request(server, kind, units, ahead=ahead)
+            # The receive starts now: gloo transfers data only once both sides have called.
+            if len(units):
+                lookup.receiving.append(self._group.recv([values], server, TAG_VALUES))
+            if ahead:
+                lookup.num_late[number] = torch.zeros(1, dtype=torch.int64)
+                lookup.receiving.append(self._group.recv([lookup.num_late[number]], server, TAG_LATE))
+
+    def _receive(self) -> None:
+        """Wait for the values of the requested batch, if they have not arrived yet."""
+        lookup, self._requested = self._requested, None
+        if lookup is None:
+            return
+        with self._timer.waiting():
+            for work in lookup.receiving:
+                work.wait()
+            firsts = [0, *accumulate(lookup.counts)]
+            for number, count in lookup.num_late.items():
+                if int(count):
+                    units, values = torch.empty(int(count), dtype=torch.int64), torch.empty(int(count), self._dim)
+                    self._group.recv([units], self._servers[number], TAG_LATE_UNITS).wait()
+                    self._group.recv([values], self._servers[number], TAG_LATE_VALUES).wait()
+                    put_rows(lookup.values, units + firsts[number], values)
+            self._settle()
+
+    def _send_request(self, server: int, kind: int, units: Units, *, ahead: bool) -> None:
+        body = units.rows if units.offsets is None else torch.cat([units.rows, units.offsets])
+        first = torch.empty(FIRST_LENGTH, dtype=torch.int64)
+        first[:HEADER_LENGTH] = torch.tensor([kind, len(units.rows), len(body) - len(units.rows), int(ahead)])
+        room = first[HEADER_LENGTH:]
+        if len(body) <= len(room):
+            room[: len(body)] = body
+        self._send(first, server, TAG_HEADER)
+        if len(body) > len(room):
+            self._send(body, server, TAG_ROWS)
+
+    def _send(self, tensor: Tensor, server: int, tag: int) -> None:
+        if tensor.numel():
+            self._sending.append((self._group.send([tensor], server, tag), tensor))
+
+    def _settle(self) -> None:
+        """Wait until all messages so far are sent."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending.clear()
+
+
+@contextmanager
+def table_client(
+    ctx: Context, cfg: Config, group: dist.ProcessGroup, layout: Layout, first_batches: Iterable[Clicks]
+) -> Iterator[TableClient]:
+    """Yield a client that exchanges values in the form that is best for the first batches; end the exchange after it.
+
+    After an error inside the block the servers are not told: they may have died.
+    """
+    bags = [clicks.bags for clicks in first_batches]
+    pool_at_server, ahead = choose(bags, layout.starts, ctx.roles.count("trainer"))
+    # In async mode no update is waited for, so later values are not better.
+    ahead = ahead or cfg.section(HybridConfig).mode == "async"
+    client = TableClient(ctx, group, layout, pool_at_server=pool_at_server, ahead=ahead)
+    yield client
+    client.leave()

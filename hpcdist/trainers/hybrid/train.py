@@ -1,10 +1,8 @@
 """DDP with parameter servers: trainers hold the dense part of a model, servers hold its embedding tables.
 
 A sample has numeric features and, for each table, a *bag* of ids; the dense part takes the sums of the rows of its
-bags. Trainer 0 is rank 0 and leads. Each trainer reads its own share of the samples, looks up the rows of its next
-batch one batch ahead, and sends the gradients of the sums back. DDP averages the dense gradients over the trainers.
-`Lookups` exchanges the rows: `prepare` a batch, `request` its rows, `collect` them, `push` the gradients; `flush` for
-a checkpoint, and `leave` for the end.
+bags. Each trainer reads its own share of the samples, looks up the rows of its next batch one batch ahead, and sends
+the gradients of the sums back. DDP averages the dense gradients over the trainers.
 
 `mode: sync` combines the steps of all trainers: a server applies their gradients as one update, in the order of the
 trainers, and sends no value that a pending update would change. The result equals a single process on the joint
@@ -24,7 +22,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
 from typing import Any, TypeVar, cast
@@ -38,16 +36,14 @@ from torch.nn.parallel import DistributedDataParallel
 from hpcdist.checkpoint.state import Shard
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import share_of
-from hpcdist.errors import DataError
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_loop import Meter, Progress, build_optimizer, settle_buckets
 from hpcdist.review.figures import Curves
 from hpcdist.trainers.hybrid import HybridConfig
-from hpcdist.trainers.hybrid.click_logs import Clicks, SyntheticLog, batches, identity, padded
-from hpcdist.trainers.hybrid.exchange import Lookup, Lookups, serve_tables
-from hpcdist.trainers.hybrid.tables import Layout, LookupPlan, Units, choose, weight_name
+from hpcdist.trainers.hybrid.click_logs import Clicks, batches, identity, load_clicks, padded
+from hpcdist.trainers.hybrid.tables import Layout, Lookup, TableClient, serve_tables, table_client, weight_name
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,18 +58,9 @@ class ProcessGroups:
     dense: dist.ProcessGroup  #: trainers: gradients of the dense part, on their devices
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A batch of a trainer: what it requests from the servers, and its own part."""
-
-    units: Units  #: rows, or sums of rows, whose values the servers send
-    numeric: Tensor
-    labels: Tensor
-
-
 def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, save checkpoints and, if the tables are small, export the final model."""
-    ctx.roles.require(trainer=None, parameter_server=None)
+    ctx.roles.require(trainer=None, parameter_server=None)  # any number of each
     hybrid = cfg.section(HybridConfig)
     layout = Layout(hybrid.tables, hybrid.embedding_dim, ctx.roles.count("parameter_server"))
     ctx.agree_among(ctx.ranks_of("trainer"))  # servers count no steps
@@ -81,7 +68,7 @@ def train(ctx: Context, cfg: Config) -> None:
     if ctx.role == "parameter_server":
         serve_tables(ctx, cfg, layout, groups.exchange)
         return
-    # RPC is for what is rare: a trainer asks servers to save, and for whole tables. Each step uses `groups.exchange`.
+    # RPC is for what is rare: rank 0 orders servers to save, and asks for whole tables. Each step uses a process group.
     with rpc_group(ctx) as rpc:
         train_dense_part(ctx, cfg, layout, groups, rpc)
         if not ctx.is_main:
@@ -89,23 +76,25 @@ def train(ctx: Context, cfg: Config) -> None:
 
 
 def train_dense_part(ctx: Context, cfg: Config, layout: Layout, groups: ProcessGroups, rpc: RpcGroup) -> None:
-    """Train as a trainer; rank 0 exports the final model."""
+    """Train as a trainer, with constant learning rates; rank 0 exports the final model."""
     model = build_dense_ddp(ctx, cfg, groups)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
-    saved = ctx.restore()  # the newest valid checkpoint, None at the first start
+    saved = ctx.restore()  # the newest valid checkpoint, None at the first start; restores random number generators
     if saved is not None:
         model.module.load_state_dict({name.removeprefix("dense."): value for name, value in saved.model.items()})
         optimizer.load_state_dict(saved.trainer["optimizer"])
     samples = load_samples(ctx, cfg, groups, layout, num_shares_of(saved, ctx.roles.count("trainer")))
     log_inputs(ctx, cfg, model.module, samples)
-    plan = lookup_plan(cfg, layout, samples.train, samples.shares)
-    lookups = Lookups(groups.exchange, ctx.ranks_of("parameter_server"), layout, plan)
+    # Steps and epochs done so far, and sums of the loss and of samples since the last logged step.
     progress = Progress(cfg, samples.steps_per_epoch, saved.trainer["position"] if saved is not None else None)
     meter = Meter.restore(ctx, saved)
+    num_shares = len(samples.shares)
+    # DDP and servers average over the trainers, which may have different numbers of shares.
+    loss_weight = num_shares * ctx.roles.count("trainer") / samples.num_shares
 
     def save(metrics: Mapping[str, float]) -> None:
         """Save on every rank: rank 0 orders the servers to save once they have applied all gradients so far."""
-        lookups.flush()
+        tables.wait_until_applied()
         dist.barrier(group=groups.host)
         if ctx.is_main:
             rpc.order("save", progress.step, to=rpc.of_role("parameter_server"))
@@ -118,71 +107,50 @@ def train_dense_part(ctx: Context, cfg: Config, layout: Layout, groups: ProcessG
         whole, local = nn.ModuleDict({"dense": model}), meter.state_dict()
         ctx.save(progress.step, model=whole, trainer=state, local=local, metrics=metrics, shard=Shard())
 
-    ctx.training_begins()  # the time until here counts as start-up
-    while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
-        for batch, lookup, pooled in looked_up_batches(ctx, cfg, lookups, samples, progress):
-            loss = train_step(model, optimizer, lookups, batch, lookup, pooled.to(ctx.device), samples.loss_weight)
-            num_shares = len(samples.shares)
-            meter.add(loss_sum=loss * num_shares, num_steps=num_shares, num_samples=len(batch.labels))
-            progress.count_step()
-            if progress.log_is_due:
-                ctx.log(interval_metrics(groups, progress, meter), progress.step)
-                meter.reset()
-            if ctx.should_stop(progress.step, progress.total_steps):  # the same answer on all trainers
-                save({})
-                lookups.leave()
-                return
-            # Before an evaluation no checkpoint is saved, as one with its metrics follows.
-            if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
-                save({})
-        with meter.paused():
-            with ctx.evaluating():
-                metrics = evaluate(ctx, cfg, groups, lookups, model.module, samples)
-            ctx.log(metrics, progress.step)
-            progress.end_epoch(metrics)
-            save(metrics)
+    first_batches = islice(epoch_batches(cfg, samples, epoch=0), 2)
+    with table_client(ctx, cfg, groups.exchange, layout, first_batches) as tables:
+        ctx.training_begins()  # the time until here counts as start-up
+        while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
+            rest = epoch_batches(cfg, samples, progress.epoch, start=progress.step_in_epoch)
+            for clicks, lookup in tables.look_up(islice(rest, progress.steps_until_evaluation), train=True):
+                loss = train_step(ctx, model, optimizer, tables, clicks, lookup, loss_weight)
+                meter.add(loss_sum=loss * num_shares, num_steps=num_shares, num_samples=len(clicks))
+                progress.count_step()
+                if progress.log_is_due:
+                    ctx.log(interval_metrics(groups, progress, meter), progress.step)
+                    meter.reset()
+                if ctx.should_stop(progress.step, progress.total_steps):  # the same answer on all trainers
+                    save({})
+                    return
+                # Before an evaluation no checkpoint is saved, as one with its metrics follows.
+                if ctx.should_save(progress.step) and progress.steps_until_evaluation > 0:
+                    save({})
+            with meter.paused():
+                with ctx.evaluating():
+                    metrics = evaluate(ctx, cfg, groups, tables, model.module, samples)
+                ctx.log(metrics, progress.step)
+                progress.end_epoch(metrics)
+                save(metrics)
     ctx.end_reason = progress.end_reason
-    lookups.leave()
     if ctx.is_main:
         export(ctx, cfg, layout, rpc, model.module, samples)
 
 
-def looked_up_batches(
-    ctx: Context, cfg: Config, lookups: Lookups, samples: Samples, progress: Progress
-) -> Iterator[tuple[Batch, Lookup, Tensor]]:
-    """Yield each batch until the next evaluation, with its lookup and the sums of its bags.
-
-    The lookup of the next batch is requested before a batch is yielded, so that its rows arrive during the step.
-    """
-    steps = epoch_steps(cfg, samples.train, samples.shares, progress.epoch, start=progress.step_in_epoch)
-    prepared = (
-        prepare(ctx, lookups, samples.train.take(step)) for step in islice(steps, progress.steps_until_evaluation)
-    )
-    batch = next(prepared, None)
-    lookup = lookups.request(batch.units, train=True) if batch is not None else None
-    while batch is not None and lookup is not None:
-        following = next(prepared, None)  # prepared while the servers apply the gradients of the batch before
-        with ctx.timer.waiting():
-            pooled = lookups.collect(lookup)
-        following_lookup = lookups.request(following.units, train=True) if following is not None else None
-        yield batch, lookup, pooled
-        batch, lookup = following, following_lookup
-
-
 def train_step(
+    ctx: Context,
     model: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
-    lookups: Lookups,
-    batch: Batch,
+    tables: TableClient,
+    clicks: Clicks,
     lookup: Lookup,
-    pooled: Tensor,
     loss_weight: float,
 ) -> float:
     """Do one step of the dense part, and send the gradient of the sums of the bags to the servers. Returns the loss."""
-    pooled.requires_grad_()
+    pooled = lookup.pooled().to(ctx.device).requires_grad_()
     # The hook sends the gradient as soon as it is computed, while DDP exchanges those of the dense part.
-    pooled.register_hook(lambda gradient: lookups.push(lookup, gradient))
-    loss = F.binary_cross_entropy_with_logits(logits_of(model, pooled, batch.numeric), batch.labels)
+    pooled.register_hook(lambda gradient: tables.push(lookup, gradient))
+    logits = logits_of(model, pooled, clicks.numeric.to(ctx.device))
+    loss = F.binary_cross_entropy_with_logits(logits, clicks.labels.to(ctx.device))
     (loss * loss_weight).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -204,19 +172,21 @@ def interval_metrics(groups: ProcessGroups, progress: Progress, meter: Meter) ->
 
 @torch.no_grad()
 def evaluate(
-    ctx: Context, cfg: Config, groups: ProcessGroups, lookups: Lookups, dense: nn.Module, samples: Samples
+    ctx: Context, cfg: Config, groups: ProcessGroups, tables: TableClient, dense: nn.Module, samples: Samples
 ) -> dict[str, float]:
     """Return AUC and log-loss over the test set, equal on all trainers; for the synthetic log also its best AUC.
 
     The scores of all trainers are gathered: an AUC is not a mean of parts.
     """
     size, test = cfg.section(HybridConfig).eval_batch_size, samples.test
+    indices = torch.arange(len(test))
+    # A trainer with fewer samples than others ends with empty batches.
+    parts = (test.take(indices[number * size :][:size]) for number in range(samples.num_eval_batches))
     scores = [torch.zeros(0)]
-    for number in range(samples.num_eval_batches):  # a share with fewer samples than others ends in empty batches
-        batch = prepare(ctx, lookups, test.take(torch.arange(len(test))[number * size : (number + 1) * size]))
-        pooled = lookups.collect(lookups.request(batch.units, train=False)).to(ctx.device)
-        if len(batch.labels):
-            scores.append(logits_of(dense, pooled, batch.numeric).cpu())
+    for clicks, lookup in tables.look_up(parts, train=False):
+        if len(clicks):
+            pooled, numeric = lookup.pooled().to(ctx.device), clicks.numeric.to(ctx.device)
+            scores.append(logits_of(dense, pooled, numeric).cpu())
         ctx.alive()
     mine = [torch.cat(scores), test.labels] + ([] if test.best_scores is None else [test.best_scores])
     logits, labels, *best = torch.cat(_gather(groups, torch.stack(mine)), dim=1)
@@ -225,12 +195,6 @@ def evaluate(
         ctx.figure("calibration", calibration(logits.sigmoid().double(), labels))
     metrics = {"eval/auc": auc(logits, labels), "eval/log_loss": float(log_loss)}
     return metrics | ({"eval/best_auc": auc(best[0], labels)} if best else {})
-
-
-def prepare(ctx: Context, lookups: Lookups, clicks: Clicks) -> Batch:
-    """Return these samples as a batch."""
-    units = lookups.prepare(clicks.bags.ids, clicks.bags.offsets)
-    return Batch(units, clicks.numeric.to(ctx.device), clicks.labels.to(ctx.device))
 
 
 def logits_of(dense: nn.Module, pooled: Tensor, numeric: Tensor) -> Tensor:
@@ -279,21 +243,20 @@ def build_dense_ddp(ctx: Context, cfg: Config, groups: ProcessGroups) -> Distrib
 class Samples:
     """A trainer's shares of the samples. Their ids are rows of the servers, numbered across all of them."""
 
-    train: Clicks  #: of equal size in all shares
+    train: Clicks  #: share after share, of equal size
     test: Clicks
     shares: range  #: of this trainer
     num_shares: int
     steps_per_epoch: int
     num_test: int  #: test samples of all trainers
     num_eval_batches: int  #: equal on all trainers
-    loss_weight: float  #: DDP and servers average over the trainers, which may have different numbers of shares
     example: Tensor  #: two samples as input of `ClickModel`, whose bags have the size of the largest one
 
 
 def load_samples(ctx: Context, cfg: Config, groups: ProcessGroups, layout: Layout, num_shares: int) -> Samples:
     """Read this trainer's shares of the click log."""
-    hybrid, num_trainers = cfg.section(HybridConfig), ctx.roles.count("trainer")
-    shares = share_of(ctx.role_index, num_trainers, num_shares)
+    hybrid = cfg.section(HybridConfig)
+    shares = share_of(ctx.role_index, ctx.roles.count("trainer"), num_shares)
     loaded = load_clicks(hybrid, cfg.seed, shares=shares, num_shares=num_shares)
     train, test = (clicks.with_ids(layout.place(clicks.bags.ids, clicks.table_of_id)) for clicks in loaded)
     bag_size = int(torch.cat([clicks.bags.offsets.diff() for clicks in loaded]).max())
@@ -306,9 +269,29 @@ def load_samples(ctx: Context, cfg: Config, groups: ProcessGroups, layout: Layou
         steps_per_epoch=math.ceil(len(train) // len(shares) / hybrid.batch_size),
         num_test=sum(test_sizes),
         num_eval_batches=math.ceil(max(test_sizes) / hybrid.eval_batch_size),
-        loss_weight=len(shares) * num_trainers / num_shares,
         example=padded(loaded[0].take(torch.arange(2) % len(train)), max(1, *bag_sizes)),
     )
+
+
+def num_shares_of(saved: Restored | None, num_trainers: int) -> int:
+    """Return the number of shares of the samples: that of the checkpoint, unless there are more trainers."""
+    num_shares = num_trainers if saved is None else int(saved.trainer["num_shares"])
+    if num_trainers > num_shares:
+        log.warning(
+            "%d trainers continue a run with %d shares of the samples, which are divided anew: sample order and joint"
+            " batch differ from here on",
+            num_trainers,
+            num_shares,
+        )
+    return max(num_trainers, num_shares)
+
+
+def epoch_batches(cfg: Config, samples: Samples, epoch: int, *, start: int = 0) -> Iterator[Clicks]:
+    """Yield the samples of each step from `start` on: one batch of every share, in the same order in all shares."""
+    size = len(samples.train) // len(samples.shares)
+    firsts = torch.arange(len(samples.shares))[:, None] * size
+    for batch in batches(size, cfg.section(HybridConfig).batch_size, seed=cfg.seed, epoch=epoch, start=start):
+        yield samples.train.take((firsts + batch).flatten())
 
 
 def log_inputs(ctx: Context, cfg: Config, dense: nn.Module, samples: Samples) -> None:
@@ -321,59 +304,6 @@ def log_inputs(ctx: Context, cfg: Config, dense: nn.Module, samples: Samples) ->
     num_dense = sum(weight.numel() for weight in dense.parameters())
     ctx.log_model_size(num_dense + sum(hybrid.tables.values()) * hybrid.embedding_dim)
     log.info("%d training and %d test samples of this trainer", len(samples.train), len(samples.test))
-
-
-def load_clicks(cfg: HybridConfig, seed: int, *, shares: range, num_shares: int) -> tuple[Clicks, Clicks]:
-    """Return the training samples and the test samples of consecutive shares.
-
-    Training shares have equal size, so up to `num_shares` - 1 samples are left out; test shares have each test sample
-    once. Raises DataError for a file that is missing, damaged or does not match the config.
-    """
-    if cfg.file:
-        from hpcdist.trainers.hybrid.click_files import FileLog  # pyarrow takes 0.3 s
-
-        source: FileLog | SyntheticLog = FileLog(cfg)
-    else:
-        source = SyntheticLog(cfg, seed)
-    num_test = max(1, round(len(source) * cfg.eval_fraction))
-    num_train = (len(source) - num_test) // num_shares
-    if num_train < 1:
-        raise DataError(
-            f"{cfg.file or 'the synthetic log'} has {len(source)} samples: too few for {num_shares} trainers"
-        )
-    first_test = len(source) - num_test
-    bounds = [first_test + num_test * number // num_shares for number in (shares.start, shares.stop)]
-    return source.read(shares.start * num_train, shares.stop * num_train), source.read(bounds[0], bounds[1])
-
-
-def num_shares_of(saved: Restored | None, num_trainers: int) -> int:
-    """Return the number of shares of the samples: that of the checkpoint, unless there are more trainers."""
-    num_shares = num_trainers if saved is None else int(saved.trainer["num_shares"])
-    if num_trainers <= num_shares:
-        return num_shares
-    log.warning(
-        "%d trainers continue a run with %d shares of the samples, which are divided anew: sample order and joint batch"
-        " differ from here on",
-        num_trainers,
-        num_shares,
-    )
-    return num_trainers
-
-
-def epoch_steps(cfg: Config, train: Clicks, shares: range, epoch: int, *, start: int = 0) -> Iterator[Tensor]:
-    """Yield the samples of each step: one batch of every share, in the same order in all shares."""
-    size, batch_size = len(train) // len(shares), cfg.section(HybridConfig).batch_size
-    firsts = torch.arange(len(shares))[:, None] * size
-    for batch in batches(size, batch_size, seed=cfg.seed, epoch=epoch, start=start):
-        yield (firsts + batch).flatten()
-
-
-def lookup_plan(cfg: Config, layout: Layout, train: Clicks, shares: range) -> LookupPlan:
-    """Return the plan with less traffic for the first two batches."""
-    first_two = [train.take(step).bags for step in islice(epoch_steps(cfg, train, shares, 0), 2)]
-    plan = choose([(bags.ids, bags.offsets) for bags in first_two], layout.starts, cfg.roles["trainer"])
-    # In async mode no update is waited for, so later values are not better.
-    return replace(plan, ahead=True) if cfg.section(HybridConfig).mode == "async" else plan
 
 
 def export(ctx: Context, cfg: Config, layout: Layout, rpc: RpcGroup, dense: nn.Module, samples: Samples) -> None:

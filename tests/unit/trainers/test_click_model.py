@@ -20,17 +20,9 @@ from hpcdist.errors import CheckpointError, DataError
 from hpcdist.review.figures import MAX_POINTS
 from hpcdist.trainers.ddp.train import confusion_matrix
 from hpcdist.trainers.hybrid import HybridConfig
-from hpcdist.trainers.hybrid.click_logs import Bags, Clicks, batches, padded
-from hpcdist.trainers.hybrid.tables import (
-    Coalesced,
-    Layout,
-    TableShard,
-    choose,
-    rows_as_units,
-    sums_as_units,
-    unit_of_row,
-)
-from hpcdist.trainers.hybrid.train import NUM_BINS, ClickModel, auc, calibration, load_clicks
+from hpcdist.trainers.hybrid.click_logs import Bags, Clicks, batches, load_clicks, padded
+from hpcdist.trainers.hybrid.tables import Layout, TableShard, choose, grouped, rows_as_units, sums_as_units, sums_of
+from hpcdist.trainers.hybrid.train import NUM_BINS, ClickModel, auc, calibration
 from hpcdist.trainers.rl.train import returns_curves, returns_histogram
 
 # --- Click logs: files, errors in files, and the synthetic log, which does not depend on the number of readers.
@@ -300,7 +292,7 @@ def test_initial_rows_and_their_places_do_not_depend_on_the_number_of_servers() 
 def updated(one: TableShard) -> TableShard:
     for _ in range(2):
         rows, units = torch.tensor([2, 0, 2, 1]), torch.tensor([0, 0, 1, 2])
-        one.update(Coalesced.of(rows, units), torch.ones(3, 4))
+        one.update(*grouped(rows, units), torch.ones(3, 4))
     return one
 
 
@@ -331,14 +323,14 @@ def test_update_changes_the_rows_of_the_batch_only(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("hpcdist.trainers.hybrid.tables.UPDATE_ROWS", 2)  # more than one piece
     layout = Layout({"a": 6}, 2, 1)
     one, before = shard(layout, 0, "sgd"), shard(layout, 0).weight
-    one.update(Coalesced.of(torch.tensor([4, 1, 4, 0]), torch.tensor([0, 0, 1, 1])), torch.tensor([[1.0, 2], [3, 4]]))
+    one.update(*grouped(torch.tensor([4, 1, 4, 0]), torch.tensor([0, 0, 1, 1])), torch.tensor([[1.0, 2], [3, 4]]))
     change = torch.tensor([[3.0, 4], [1, 2], [0, 0], [0, 0], [4, 6], [0, 0]])
     torch.testing.assert_close(one.weight, before - 0.1 * change)
 
 
-def ragged(*bags: list[int]) -> tuple[Tensor, Tensor]:
-    rows = torch.tensor([row for one in bags for row in one], dtype=torch.int64)
-    return rows, torch.tensor([0, *(len(one) for one in bags)]).cumsum(0)
+def ragged(*bags: list[int]) -> Bags:
+    ids = torch.tensor([row for one in bags for row in one], dtype=torch.int64)
+    return Bags(ids, torch.tensor([0, *(len(one) for one in bags)]).cumsum(0))
 
 
 @pytest.mark.parametrize("as_units", [rows_as_units, sums_as_units])
@@ -346,30 +338,28 @@ def ragged(*bags: list[int]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("bags", [([1, 9, 1], [], [5], [9, 0, 4]), ([1, 5], [5, 1]), ([],), ()])
 def test_units_return_sums_of_bags_and_gradients_of_rows(as_units: Any, starts: Any, bags: Any) -> None:
     weight = torch.rand(10, 2, requires_grad=True)
-    rows, offsets = ragged(*bags)
-    units = as_units(rows, offsets, starts)
-    values = []
-    for server, own in enumerate(units.rows):
-        part = weight[starts[server] : starts[server + 1]]
-        unit = unit_of_row(len(own), None if units.offsets is None else units.offsets[server])
-        values.append(torch.zeros(units.counts[server], 2).index_add(0, unit, part[own]))
-    pooled = units.pooled(torch.cat(values).detach())
-    expected = torch.zeros(len(offsets) - 1, 2).index_add(0, unit_of_row(len(rows), offsets[:-1]), weight[rows])
-    torch.testing.assert_close(pooled, expected)
-    gradient = torch.rand(len(offsets) - 1, 2)
+    wanted = ragged(*bags)
+    lookup = as_units(wanted, starts)
+    servers = list(zip(lookup.units, starts, strict=False))
+    sums = [
+        torch.zeros(len(units), 2).index_add(0, units.of_row, weight[units.rows + start]) for units, start in servers
+    ]
+    lookup.values = torch.cat(sums).detach()
+    bag_of_row = torch.arange(len(wanted)).repeat_interleave(wanted.offsets.diff())
+    expected = torch.zeros(len(wanted), 2).index_add(0, bag_of_row, weight[wanted.ids])
+    torch.testing.assert_close(lookup.pooled(), expected)
+    gradient = torch.rand(len(wanted), 2)
     expected.backward(gradient)
     found = torch.zeros(10, 2)
-    for server, (own, part) in enumerate(zip(units.rows, units.gradients(gradient), strict=True)):
-        unit = unit_of_row(len(own), None if units.offsets is None else units.offsets[server])
-        found.index_add_(0, own + starts[server], part[unit])
+    parts = sums_of(lookup.bags_of_unit, gradient).split(lookup.counts)
+    for (units, start), part in zip(servers, parts, strict=True):
+        found.index_add_(0, units.rows + start, part[units.of_row])
     torch.testing.assert_close(found, weight.grad)
 
 
-def test_choose_returns_the_plan_with_less_traffic() -> None:
+def test_choose_returns_the_form_with_less_traffic() -> None:
     same = ragged(*([[0, 1]] * 8))
     different = ragged(*([2 * bag, 2 * bag + 1] for bag in range(8)))
     other = ragged(*([2 * bag, 2 * bag + 1] for bag in range(8, 16)))
-    assert not choose([same, same], [0, 100], 2).pool_at_server, "two rows, eight bags"
-    assert choose([different, other], [0, 100], 2).pool_at_server, "sixteen rows, eight bags"
-    assert not choose([same, same], [0, 100], 2).ahead, "all rows change"
-    assert choose([different, other], [0, 100], 2).ahead
+    assert choose([same, same], [0, 100], 2) == (False, False), "two rows, eight bags; all rows change"
+    assert choose([different, other], [0, 100], 2) == (True, True), "sixteen rows, eight bags; no row changes"
