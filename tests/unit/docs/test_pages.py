@@ -153,7 +153,7 @@ LOOKUPS = [
     ("stop agreement", "rank/stopping"),
     ("straggler rule", "supervisor/stragglers"),
     ("PPO update", "trainers/rl/train"),
-    ("parameter-server exchange", "trainers/hybrid/exchange"),
+    ("parameter-server exchange", "trainers/hybrid/tables"),
     ("stop request", "supervisor/watch"),
     ("exit code of a command", "cli/app"),
     ("config keys", "config/schema"),
