@@ -31,9 +31,14 @@ def is_wanted(config: Config) -> bool:
     return config.launch.private_network and is_own and not may_download
 
 
+def is_private() -> bool:
+    """Return whether this process, or the parent that forked it, has entered a namespace of its own."""
+    return _host_counters >= 0
+
+
 def card_counters() -> str:
-    """Return /proc/net/dev of this machine, also in a namespace that this process or its parent has entered."""
-    if _host_counters < 0:
+    """Return /proc/net/dev of this machine."""
+    if not is_private():
         return Path("/proc/net/dev").read_text()
     return os.pread(_host_counters, 1 << 20, 0).decode()
 

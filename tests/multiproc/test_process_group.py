@@ -36,7 +36,7 @@ from hpcdist.config.launch_schema import LaunchConfig
 from hpcdist.config.schema import Config
 from hpcdist.config.topology import Topology
 from hpcdist.config.written import to_yaml
-from hpcdist.errors import RendezvousError
+from hpcdist.errors import HpcdistError, RendezvousError
 from hpcdist.rank import process_group
 from hpcdist.rank.process_group import (
     Groups,
@@ -48,6 +48,7 @@ from hpcdist.rank.process_group import (
     refuse_strangers,
 )
 from hpcdist.rank.rendezvous_store import SOCKET_NAME, CurveKeys, Meeting, RendezvousStore
+from hpcdist.rank.rpc_torch import _SignedPickler
 from hpcdist.run.folder import RunDir
 
 CPU = torch.device("cpu")
@@ -193,7 +194,7 @@ def test_both_groups_reduce_over_all_ranks() -> None:
     assert spawn_ranks(rendezvous_twice, 2, ports=[unused_port() for _ in range(3)]) == [[3.0] * 4] * 2
 
 
-# --- The store, and the comparison of gloo's connections; SECURITY.md has the table.
+# --- The store, signed RPC messages, and the comparison of gloo's connections; SECURITY.md has the table.
 
 
 STORE_KEY, OTHER = bytes(32), bytes([1] * 32)
@@ -426,6 +427,17 @@ def test_gloo_group_is_created_again_after_another_user_has_taken_the_place_of_a
     # Bytes: 0 + 1 + 8; 4 times 8, 4 times 64, 4 times 8; 4 times 8 for each of 4 trials. What is left are the two
     # connections of the second group: groups that were dropped are closed.
     assert spawn_ranks(create_attacked_groups, 3) == [([3.0, 3.0], [9, 32 + 256 + 32, 4 * 32], [2, 0], True)] * 3
+
+
+def test_rpc_message_without_valid_signature_is_refused() -> None:
+    ours, theirs = _SignedPickler(STORE_KEY), _SignedPickler(OTHER)
+    content, tensors = ours.serialize(["text", torch.ones(2)])
+    found: Any = ours.deserialize(content, tensors)
+    assert found[0] == "text"
+    assert found[1].tolist() == [1.0, 1.0]
+    for pickler, message in ((theirs, content), (ours, content[:-1] + b"!"), (ours, b""), (ours, content[32:])):
+        with pytest.raises(HpcdistError, match="an RPC message is not signed with this attempt's key"):
+            pickler.deserialize(message, tensors)
 
 
 def test_foreign_connection_to_a_group_is_closed(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +27,23 @@ from context_scene import SINGLE_RANK, new_run, open_context
 from hpcdist_runs import listening
 from spawn import Rank, spawn_ranks
 
-from hpcdist.config.schema import Config
-from hpcdist.errors import PeerLost, RemoteError
+from hpcdist.checkpoint.state import load_weights
+from hpcdist.checkpoint.store import CheckpointStore
+from hpcdist.config.launch_schema import CheckpointConfig, LaunchConfig
+from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, StopConfig
+from hpcdist.errors import ConfigError, HpcdistError, PeerLost, RemoteError
 from hpcdist.rank.context import Context
 from hpcdist.rank.rendezvous_store import CurveKeys
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.run.folder import RunDir
+from hpcdist.trainers.hybrid import HybridConfig
+from hpcdist.trainers.pipeline import PipelineConfig
+from hpcdist.trainers.rl import RlConfig
+from hpcdist.trainers.rnn import RnnConfig
 
 NAMES = ["agent:0", "observer:0", "observer:1"]
 CONFIG = Config(roles={"agent": 1, "observer": 2})
+TORCH = Config(roles=CONFIG.roles, launch=LaunchConfig(rpc="torch", rpc_trusted_nodes=True))
 
 
 class CodeError(Exception):
@@ -62,11 +72,11 @@ def served(group: list[RpcGroup]) -> dict[str, Callable[..., Any]]:
     }
 
 
-def commands_and_errors(here: Rank, path: Path) -> dict[str, Any]:
+def commands_and_errors(here: Rank, path: Path, config: Config) -> dict[str, Any]:
     done: list[tuple[str, int]] = []
     with (
         warnings.catch_warnings(record=True) as warned,
-        open_context(here, RunDir(path), CONFIG) as ctx,
+        open_context(here, RunDir(path), config) as ctx,
         rpc_group(ctx, served(opened := [])) as group,
     ):
         opened.append(group)
@@ -119,9 +129,10 @@ def sums(ctx: Context, done: list[tuple[str, int]]) -> None:
     done.append(("sum", int(ctx.sum_over_ranks([ctx.rank])[0])))
 
 
-def test_ranks_call_each_other_by_role_and_execute_commands_of_rank_0(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [CONFIG, TORCH], ids=["zmq", "torch"])
+def test_ranks_call_each_other_by_role_and_execute_commands_of_rank_0(tmp_path: Path, config: Config) -> None:
     run = new_run(tmp_path / ("deep" * 30))  # a longer path than a Unix socket may have
-    agent, first, second = spawn_ranks(commands_and_errors, 3, path=run.path)
+    agent, first, second = spawn_ranks(commands_and_errors, 3, path=run.path, config=config)
     assert not [path for path in run.path.rglob("*") if path.is_socket()]
     assert agent["later"] == {"one": (1, [None, "two"])}
     assert (agent["plain"], all(agent["tensors"])) == (True, True)
@@ -166,10 +177,10 @@ def test_stop_request_on_any_rank_stops_rank_0(tmp_path: Path) -> None:
     assert others == [-1, -1]
 
 
-def lose_rank(here: Rank, path: Path, victim: int) -> str:
+def lose_rank(here: Rank, path: Path, victim: int, config: Config) -> str:
     """Return the error with which this rank leaves `rpc_group`."""
     try:
-        with open_context(here, RunDir(path), CONFIG) as ctx, rpc_group(ctx, served([])) as group:
+        with open_context(here, RunDir(path), config) as ctx, rpc_group(ctx, served([])) as group:
             ctx.barrier()
             if ctx.rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -183,9 +194,10 @@ def lose_rank(here: Rank, path: Path, victim: int) -> str:
     return "no error"
 
 
+@pytest.mark.parametrize("config", [CONFIG, TORCH], ids=["zmq", "torch"])
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_death_of_a_rank_ends_the_others_soon(tmp_path: Path, victim: int) -> None:
-    outcomes = spawn_ranks(lose_rank, 3, killed=[victim], path=new_run(tmp_path).path, victim=victim)
+def test_death_of_a_rank_ends_the_others_soon(tmp_path: Path, victim: int, config: Config) -> None:
+    outcomes = spawn_ranks(lose_rank, 3, killed=[victim], path=new_run(tmp_path).path, victim=victim, config=config)
     # Rank 0 calls the others. The others serve, and notice only the death of rank 0 or its end after an error.
     for rank in {0, 1, 2} - {victim}:
         lost = "agent:0 (rank 0)" if rank else "observer:0 (rank 1)"
@@ -193,7 +205,7 @@ def test_death_of_a_rank_ends_the_others_soon(tmp_path: Path, victim: int) -> No
         assert "no answer in" not in outcomes[rank], "noticed by the connection's end"
 
 
-# --- RPC against others: a second user finds no door, and malformed messages are ignored.
+# --- RPC against others: a second user finds no door, malformed messages are ignored, and torch's RPC is not needed.
 
 
 NOBODY = 65534
@@ -273,7 +285,7 @@ def test_malformed_messages_are_ignored(tmp_path: Path, caplog: pytest.LogCaptur
         open_context(SINGLE_RANK, new_run(tmp_path), Config()) as ctx,
         rpc_group(ctx, {"echo": lambda *values: values}) as group,
     ):
-        peer = group.transport._peers[0]
+        peer = group.transport._peers[0]  # type: ignore[attr-defined]
         bad: list[Any] = [None, {}, [], [0] * 6, "x", [0, [], 0, "echo", [], []], [1, {}, 0, "", 0, []]]
         for index in range(6):
             bad += [[*valid[:index], value, *valid[index + 1 :]] for value in (None, -1, 99, "?", [], {}, [[]], 1e999)]
@@ -290,7 +302,7 @@ def test_malformed_messages_are_ignored(tmp_path: Path, caplog: pytest.LogCaptur
                 with peer.lock:
                     peer.sock.send_multipart([header, *frames])
         assert group.call(0, "echo", torch.ones(2)).result()[0].tolist() == [1.0, 1.0]
-        assert group.transport._num_malformed > 300
+        assert group.transport._num_malformed > 300  # type: ignore[attr-defined]
     assert caplog.text.count("RPC: ignored") == 1
 
 
@@ -333,3 +345,99 @@ def test_socket_of_another_node_requires_the_key_of_both_sides() -> None:
     assert not connect_as(theirs, ours._server_public), "the server does not know it"
     assert connect_as(ours)
     context.destroy(linger=0)
+
+
+def test_torch_rpc_is_refused_where_its_sockets_can_be_reached(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"launch.rpc=torch: every user and program .* launch.rpc_trusted_nodes"):
+        spawn_ranks(open_torch_rpc, 2, path=new_run(tmp_path).path)
+    assert ConfigError.exit_code == 2
+
+
+def open_torch_rpc(here: Rank, path: Path) -> None:
+    with open_context(here, RunDir(path), Config(launch=LaunchConfig(rpc="torch"))) as ctx, rpc_group(ctx):
+        pass
+
+
+def load_unsigned(here: Rank, path: Path) -> str:
+    """Start torch's RPC with a pickler that checks nothing, as after a change in torch; return the error."""
+    from hpcdist.rank import rpc_torch
+
+    rpc_torch._SignedPickler = lambda _: rpc_torch.internal._InternalRPCPickler()  # type: ignore[assignment,misc]
+    with open_context(here, RunDir(path), Config(launch=LaunchConfig(rpc="torch"))) as ctx:
+        with pytest.raises(HpcdistError) as failed, rpc_group(ctx):
+            pass
+        return str(failed.value)
+
+
+def test_signatures_that_are_not_checked_fail_the_start_of_torch_rpc(tmp_path: Path) -> None:
+    (error,) = spawn_ranks(load_unsigned, 1, path=new_run(tmp_path).path)
+    assert "loads pickles without hpcdist's signature" in error
+
+
+# --- Trainers with roles learn the same weights over both transports of RPC; over ZeroMQ without torch.distributed.rpc.
+
+
+SERVERS = {"trainer": 2, "parameter_server": 2}
+RL: dict[str, Any] = {"num_envs": 4, "num_rollout_steps": 32, "num_eval_episodes": 3}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "rl": {"roles": {"agent": 1, "observer": 2}, "sections": {"rl": RlConfig(**RL)}},
+    "rnn": {
+        "roles": SERVERS,
+        "sections": {
+            "rnn": RnnConfig(
+                tokenizer="byte", max_corpus_mb=0.01, embedding_size=12, hidden_size=12, batch_size=4, bptt=5,
+                num_sample_tokens=0,
+            )
+        },
+        "optim": OptimConfig(max_grad_norm=0.05),
+    },
+    "hybrid": {
+        "roles": SERVERS,
+        "sections": {"hybrid": HybridConfig(tables={"user": 50, "tag": 3}, num_samples=400, batch_size=16)},
+    },
+    "pipeline": {
+        "roles": {"stage": 2},
+        "sections": {"pipeline": PipelineConfig()},
+        "model": ModelConfig(name="resnet18", channels_last=True),
+        "data": DataConfig(name="synthetic", image_size=16, num_samples=64, batch_size=16),
+    },
+}  # fmt: skip
+MONITORS = {"rl": "eval/return", "hybrid": "eval/auc"}
+
+
+def remove_torch_rpc() -> None:
+    """Make torch.distributed.rpc unimportable in this process, as if torch had no RPC any more."""
+    for name in ["torch.distributed.rpc", *(name for name in sys.modules if name.startswith("torch.distributed.rpc."))]:
+        sys.modules[name] = None  # type: ignore[assignment]
+    vars(torch.distributed).pop("rpc", None)
+
+
+def train(here: Rank, path: Path, trainer: str, cfg: Config) -> None:
+    if cfg.launch.rpc == "zmq":
+        remove_torch_rpc()
+    with open_context(here, RunDir(path), cfg) as ctx:
+        ctx.export_model = lambda *_: None  # type: ignore[method-assign]  # MLflow takes seconds
+        importlib.import_module(f"hpcdist.trainers.{trainer}.train").train(ctx, cfg)
+        ctx.close()
+
+
+def final_weights(folder: Path, trainer: str, **launch: Any) -> dict[str, torch.Tensor]:
+    cfg = Config(
+        **CONFIGS[trainer],
+        stop=StopConfig(max_steps=4, max_epochs=99),
+        checkpoint=CheckpointConfig(monitor=MONITORS.get(trainer, "eval/loss")),
+    )
+    run = new_run(folder)
+    cfg = replace(cfg, launch=replace(cfg.launch, **launch))
+    spawn_ranks(train, sum(cfg.roles.values()), path=run.path, trainer=trainer, cfg=cfg)
+    newest = CheckpointStore(run.checkpoints).latest()
+    assert newest is not None
+    return load_weights(newest.path)
+
+
+@pytest.mark.parametrize("trainer", ["rl", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CONFIGS][1:])])
+def test_both_transports_train_the_same_weights(tmp_path: Path, trainer: str) -> None:
+    default = final_weights(tmp_path / "zmq", trainer)
+    other = final_weights(tmp_path / "torch", trainer, rpc="torch", rpc_trusted_nodes=True)
+    assert default.keys() == other.keys()
+    assert [name for name, value in default.items() if not torch.equal(value, other[name])] == []
