@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -352,9 +352,12 @@ class Context:
         """Record that the first step begins. A forward pass of a model of `wrap` records it as well."""
         self.timer.account.training_begins()
 
-    def evaluating(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
         """Count the time inside the block as evaluation in the ledger of the run (`hpcdist cost`)."""
-        return self.timer.evaluating()
+        with self.timer.account.phase("evaluation"):
+            yield
+        self.timer.skip()
 
     # --- collectives
 

@@ -85,13 +85,10 @@ class CudaClock:
 
 
 class StepTimer:
-    """Times the steps of one rank, at a cost of microseconds per step. `Context` owns it.
+    """Times the steps of one rank, at a cost of microseconds per step, and books them in its time account.
 
     A step ends when `should_stop` returns. Evaluations and saves between steps are not part of a step. The first step
     is not counted, because it includes compilation and memory allocation.
-
-    Attributes:
-        account: the time account of this rank, which receives the times of all steps.
     """
 
     def __init__(self, clock: HostClock | CudaClock, *, now: Callable[[], float] = time.perf_counter) -> None:
@@ -99,7 +96,6 @@ class StepTimer:
         self._clock = clock
         self._mark = clock.mark
         self._now = now
-        #: The sums since the start.
         self.totals = Totals()
         self._models: list[LastGradient] = []
         self._hook: RemovableHandle | None = None
@@ -120,8 +116,6 @@ class StepTimer:
         totals = self.totals
         return {key: round(value, 6) for key, value in totals._asdict().items()} if any(totals) else {}
 
-    # --- events from the context
-
     def watch(self, gradients: LastGradient) -> None:
         """Time the passes of a model, which calls `before_forward` and `on_gradient`, and the following updates."""
         if not self._models:
@@ -134,14 +128,9 @@ class StepTimer:
             self._hook.remove()
 
     def step_done(self, step: int = 0, *, agreement_s: float = 0.0) -> None:
-        """Record the end of a step.
-
-        Args:
-            step: number of steps done.
-            agreement_s: seconds of the step in which this rank waited for the agreement on a stop.
-        """
+        """Record the end of a step, of which `agreement_s` were spent in the agreement on a stop."""
         now = self._now()
-        is_redone = self.account.is_redoing
+        is_redone = self.account.cause == "redone"
         self.account.step_done(step, now)
         if self._began is not None:
             if agreement_s and not is_redone:
@@ -150,8 +139,7 @@ class StepTimer:
             if self._is_computing and self._graded is not None:
                 self._compute.append(self._graded)
                 self._pending.append((self._data, self._compute, self._exchange, self._waited_s, is_redone))
-                while self._pending and self._count(*self._pending[0]):
-                    self._pending.popleft()
+                self._count_finished()
             elif self._is_computing:
                 for model in self._models:
                     model.search()
@@ -177,13 +165,6 @@ class StepTimer:
         self._began = None
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Count the time inside the block as evaluation, not as part of a step."""
-        with self.account.phase("evaluation"):
-            yield
-        self.skip()
-
-    @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the time inside the block as waiting for other ranks, not as data time."""
         began = self._now()
@@ -202,8 +183,6 @@ class StepTimer:
     def _add(self, **amounts: float) -> None:
         before = self.totals
         self.totals = before._replace(**{name: getattr(before, name) + amount for name, amount in amounts.items()})
-
-    # --- events from models
 
     def before_forward(self, model: DistributedDataParallel) -> None:
         """Record the begin of a forward pass."""
@@ -248,18 +227,17 @@ class StepTimer:
         if graded is not None and (not self._exchange or self._exchange[-2] is not graded):
             self._exchange += (graded, self._mark())
 
-    def _count(
-        self, data: list[Any], compute: list[Any], exchange: list[Any], waited_s: float, is_redone: bool
-    ) -> bool:
-        """Add a step to the sums; return False if the device has not finished it."""
-        seconds = self._clock.measure(data, compute, exchange)
-        if seconds is None:
-            return False
-        data_s = max(0.0, seconds[0] - waited_s)
-        self._add(own_steps=1, data_s=data_s, compute_s=seconds[1])
-        if not is_redone:
-            self.account.move(data_s, seconds[2])
-        return True
+    def _count_finished(self) -> None:
+        """Add the steps that the device has finished to the sums."""
+        while self._pending:
+            *parts, waited_s, is_redone = self._pending[0]
+            if (seconds := self._clock.measure(*parts)) is None:
+                return
+            self._pending.popleft()
+            data_s = max(0.0, seconds[0] - waited_s)
+            self._add(own_steps=1, data_s=data_s, compute_s=seconds[1])
+            if not is_redone:
+                self.account.move(data_s, seconds[2])
 
 
 class NodeTimes:
@@ -286,18 +264,12 @@ class NodeTimes:
 
     def due(self, step: int) -> dict[str, float]:
         """Return the metrics to log after this step; empty if none are due."""
-        if step % self._log_every or not self._is_first:
-            return {}
-        now = time.monotonic()
-        if now < self._next:
+        if step % self._log_every or not self._is_first or (now := time.monotonic()) < self._next:
             return {}
         self._next = now + self._interval_s
         before, self._before = self._before, self._timer.totals
-        means = self._before.means_since(before)
-        return {self._prefix + key: value for key, value in means.items()}
+        return {self._prefix + key: value for key, value in self._before.means_since(before).items()}
 
-
-# DistributedDataParallel that times its forward and backward passes.
 
 #: Maximum number of searches for the parameter whose gradient comes last.
 MAX_SEARCHES = 5

@@ -41,8 +41,7 @@ class LossWatch:
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
         self._rows: dict[str, tuple[int, int]] = {}
-        #: The report; empty if all is well.
-        self.finding = ""
+        self.finding = ""  #: the report
 
     def note(self, metrics: Mapping[str, float], step: int) -> None:
         """Note the metrics of a step. Raises TrainerError at the limit."""
@@ -65,10 +64,8 @@ class LossWatch:
 
 # The heartbeat of a rank: a small file from which the supervisor reads its progress.
 
-#: Maximum number of metrics in a heartbeat and maximum length of their names; the heartbeat is written every second and
-#: its metrics are only displayed.
+#: Maximum number of metrics in a heartbeat, which is written every second and only displays them.
 MAX_METRICS = 1000
-MAX_NAME = 250
 
 
 class Heartbeat:
@@ -94,17 +91,14 @@ class Heartbeat:
         self._written = (self._noted, self.step)
         self.total_steps: int | None = None
         self.metrics: dict[str, float] = {}
-        #: Steps of those of the metrics that were logged with one.
-        self.metric_steps: dict[str, int] = {}
+        self.metric_steps: dict[str, int] = {}  #: of those that were logged with a step
         self._losses = LossWatch(nan_losses)
         #: What this rank does beside steps, for the user who watches the run.
         self.doing = ""
-        #: Returns this rank's step times so far (`StepTimer.report`).
-        self.timing: Callable[[], dict[str, float]] = dict
+        self.timing: Callable[[], dict[str, float]] = dict  #: `StepTimer.report`
+        self.energy: Callable[[], dict[str, float]] = dict  #: `EnergyMeter.joules`
         #: The time account of this rank. Rank 0 appends its phases to `phases.jsonl`.
         self.account: TimeAccount | None = None
-        #: Returns the joules that sensors have counted for this rank, by sensor (`EnergyMeter.joules`).
-        self.energy: Callable[[], dict[str, float]] = dict
         self._phases_file = attempt.phases if rank == 0 else None
         self._num_phases = 0
         self._size = 1024
@@ -123,15 +117,11 @@ class Heartbeat:
         self._noted = time.time()
         self.is_regular |= regular
 
-    def note_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Record the latest values of metrics; metrics beyond MAX_METRICS are ignored."""
+    def note_logged(self, metrics: Mapping[str, float], step: int | None) -> None:
+        """Record metrics, but none beyond MAX_METRICS, and the step to which they belong if it is the newest one."""
         for key, value in metrics.items():
             if len(self.metrics) < MAX_METRICS or key in self.metrics:
                 self.metrics[key] = value
-
-    def note_logged(self, metrics: Mapping[str, float], step: int | None) -> None:
-        """Record metrics and, if they belong to a step, the step if it is the newest one."""
-        self.note_metrics(metrics)
         if step is None:
             return
         self._losses.note(metrics, step)
@@ -164,8 +154,8 @@ class Heartbeat:
                 "total_steps": self.total_steps,
                 "doing": self.doing,
                 # Values may be NumPy or torch scalars, which JSON does not support.
-                "metrics": {key[:MAX_NAME]: float(value) for key, value in self.metrics.copy().items()},
-                "metric_steps": {key[:MAX_NAME]: int(step) for key, step in self.metric_steps.copy().items()},
+                "metrics": {key: float(value) for key, value in self.metrics.copy().items()},
+                "metric_steps": {key: int(step) for key, step in self.metric_steps.copy().items()},
                 "diverged": self._losses.finding,
                 "timing": self.timing(),
                 "account": {} if self.account is None else self.account.report(),
@@ -174,8 +164,12 @@ class Heartbeat:
         )
         # A shorter text must overwrite the longer previous one completely.
         self._size = max(self._size, len(text))
+        data, offset = text.encode().ljust(self._size), 0
         try:
-            self._overwrite(text.encode().ljust(self._size))
+            if self._file is None:
+                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            while offset < len(data):
+                offset += os.pwrite(self._file, data[offset:], offset)
         except OSError as error:
             if not self._failed:
                 log.warning("the heartbeat %s cannot be written: %s", self._path, error.strerror)
@@ -189,23 +183,12 @@ class Heartbeat:
             log.warning("the heartbeat %s can be written again", self._path)
         self._failed = False
         self._written = (noted, step)
-        self._append_phases()
-
-    def _append_phases(self) -> None:
-        if self.account is None or self._phases_file is None:
-            return
-        if phases := self.account.phases[self._num_phases :]:
+        phases = [] if self.account is None else self.account.phases[self._num_phases :]
+        if phases and self._phases_file is not None:
             lines = [json.dumps({"cause": cause, "began": began, "ended": ended}) for cause, began, ended in phases]
             with suppress(OSError), open(self._phases_file, "a") as file:  # the next call repeats a failed write
                 file.write("".join(line + "\n" for line in lines))
                 self._num_phases += len(phases)
-
-    def _overwrite(self, data: bytes) -> None:
-        if self._file is None:
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        offset = 0
-        while offset < len(data):
-            offset += os.pwrite(self._file, data[offset:], offset)
 
 
 # The time account of a rank: each second from the start of the process to its end is booked to one cause.
@@ -215,8 +198,6 @@ class Heartbeat:
 
 #: Maximum number of phases of an attempt that are recorded with begin and end, for the timeline of a run.
 MAX_PHASES = 1000
-#: Causes of a rank between phases: before its first step, in its first step, and afterwards.
-_BEFORE_STEPS: tuple[Cause, ...] = ("start", "compile")
 
 
 class TimeAccount:
@@ -226,16 +207,13 @@ class TimeAccount:
     allocation of memory. Afterwards its time is `compute`, except for phases (`phase`) and for parts of steps that are
     known only after the step (`move`). Steps that an earlier attempt had done count as `redone` instead of `compute`,
     `data` and `communication`.
-
-    Args:
-        now: clock, in seconds.
     """
 
     def __init__(self, *, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self.began = time.time()
         self._first = self._since = now()
-        self._cause: Cause = "start"
+        self.cause: Cause = "start"
         self._seconds: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
         #: Number of the last step that an earlier attempt had done.
         self.reached = 0
@@ -244,17 +222,15 @@ class TimeAccount:
         #: Phases that have ended: cause, begin and end in seconds since the epoch.
         self.phases: list[tuple[Cause, float, float]] = []
 
-    # --- events
-
     def training_begins(self, now: float | None = None) -> None:
         """Record the begin of the first step."""
-        if self._cause == "start":
+        if self.cause == "start":
             self._switch("compile", self._now() if now is None else now)
 
     def step_done(self, step: int, now: float) -> None:
         """Record the end of a step; `step` is the number of steps done."""
-        before = self._cause
-        if before in _BEFORE_STEPS or (before == "redone") != (step < self.reached):
+        before = self.cause
+        if before in ("start", "compile") or (before == "redone") != (step < self.reached):
             self._switch("redone" if step < self.reached else "compute", now)
         else:
             self._seconds[before] += now - self._since
@@ -274,12 +250,12 @@ class TimeAccount:
     @contextmanager
     def phase(self, cause: Cause) -> Iterator[None]:
         """Book the time inside the block to a cause. A phase inside another phase belongs to the outer one."""
-        if self._cause in ("checkpoint", "evaluation", "communication") or (
-            cause == "communication" and self._cause != "compute"
+        if self.cause in ("checkpoint", "evaluation", "communication") or (
+            cause == "communication" and self.cause != "compute"
         ):
             yield
             return
-        before = self._cause
+        before = self.cause
         self._switch(cause, self._now())
         try:
             yield
@@ -292,31 +268,21 @@ class TimeAccount:
 
     def work(self, seconds: float) -> None:
         """Book seconds of a rank without steps as `compute`."""
-        if self._cause == "idle":
+        if self.cause == "idle":
             now = self._now()
             self._switch("idle", now)
             seconds = min(seconds, self._seconds["idle"])
             self._seconds["idle"] -= seconds
             self._seconds["compute"] += seconds
 
-    @property
-    def is_redoing(self) -> bool:
-        """Whether the current step was done by an earlier attempt."""
-        return self._cause == "redone"
-
     def _switch(self, cause: Cause, now: float) -> None:
-        before, since = self._cause, self._since
+        before, since = self.cause, self._since
         self._seconds[before] += now - since
-        self._since, self._cause = now, cause
-        if before in ("start", "compile", "checkpoint", "evaluation") and before != cause:
-            self._note_phase(before, since, now)
-
-    def _note_phase(self, cause: Cause, since: float, now: float) -> None:
-        if len(self.phases) < MAX_PHASES:
+        self._since, self.cause = now, cause
+        is_phase = before in ("start", "compile", "checkpoint", "evaluation") and before != cause
+        if is_phase and len(self.phases) < MAX_PHASES:
             offset = self.began - self._first
-            self.phases.append((cause, offset + since, offset + now))
-
-    # --- for the heartbeat
+            self.phases.append((before, offset + since, offset + now))
 
     def report(self) -> dict[str, Any]:
         """Return the account until now.
@@ -326,8 +292,8 @@ class TimeAccount:
         """
         while True:
             # Another thread may book meanwhile.
-            cause, since, seconds = self._cause, self._since, dict(self._seconds)
-            if self._since == since and self._cause == cause:
+            cause, since, seconds = self.cause, self._since, dict(self._seconds)
+            if self._since == since and self.cause == cause:
                 break
         now = self._now()
         seconds[cause] += max(0.0, now - since)
@@ -369,9 +335,16 @@ def dump_on_signal(attempt: Attempt, rank: int, world_size: int) -> None:
     signal.signal(signal.SIGUSR1, lambda *_: None)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
-    threading.Thread(
-        target=_write_at_signals, args=(wake, attempt, rank, world_size), name="flight recorder", daemon=True
-    ).start()
+
+    def write_at_signals() -> None:
+        while numbers := os.read(wake, 64):
+            if signal.SIGUSR1 in numbers:
+                try:
+                    write_records(attempt, rank, world_size)
+                except (OSError, RuntimeError, ValueError) as error:
+                    log.warning("the flight records cannot be written: %s", error)
+
+    threading.Thread(target=write_at_signals, name="flight recorder", daemon=True).start()
 
 
 def enable_flight_recorders(attempt: Attempt, env: MutableMapping[str, str]) -> None:
@@ -387,15 +360,6 @@ def enable_flight_recorders(attempt: Attempt, env: MutableMapping[str, str]) -> 
             env[names[0]] = value
 
 
-def _write_at_signals(wake: int, attempt: Attempt, rank: int, world_size: int) -> None:
-    while numbers := os.read(wake, 64):
-        if signal.SIGUSR1 in numbers:
-            try:
-                write_records(attempt, rank, world_size)
-            except (OSError, RuntimeError, ValueError) as error:
-                log.warning("the flight records cannot be written: %s", error)
-
-
 def write_records(attempt: Attempt, rank: int, world_size: int) -> None:
     """Write the last collectives of each process group as JSON, and NCCL's own dump."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
@@ -404,22 +368,17 @@ def write_records(attempt: Attempt, rank: int, world_size: int) -> None:
     for backend, name in (("gloo", "_dump_fr_trace_json"), ("nccl", "_dump_nccl_trace_json")):
         if (dump := getattr(c10d, name, None)) is not None:
             recorded = json.loads(dump())
-            if recorded.get("entries"):
-                found[backend] = {**recorded, "entries": _newest(recorded["entries"])}
+            kept = []
+            counts: dict[str, int] = {}
+            for entry in reversed(recorded.get("entries", [])):
+                group = str(entry["process_group"][0])
+                counts[group] = counts.get(group, 0) + 1
+                if counts[group] <= _NUM_LAST or not (entry["retired"] or counts[group] > _NUM_UNFINISHED):
+                    kept.append(entry)
+            if kept:
+                found[backend] = {**recorded, "entries": kept[::-1]}
     write_json(attempt.flight(rank), {"rank": rank, "time": time.time(), "recorders": found})
     if c10d is not None and "nccl" in found:
         only_active = world_size > _MAX_FULL_DUMP
         # The input of torch's analyzer: `torchfrtrace FOLDER --prefix flight-rank-`.
         write_atomic(attempt.path / f"flight-rank-{rank}", c10d._dump_nccl_trace(True, True, only_active))
-
-
-def _newest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the last entries of each process group, in their order."""
-    kept = []
-    counts: dict[str, int] = {}
-    for entry in reversed(entries):
-        group = str(entry["process_group"][0])
-        counts[group] = counts.get(group, 0) + 1
-        if counts[group] <= _NUM_LAST or not (entry["retired"] or counts[group] > _NUM_UNFINISHED):
-            kept.append(entry)
-    return kept[::-1]
