@@ -62,12 +62,7 @@ class RankRefusedError(Exception):
 
 
 def request_rank(parent: socket.socket, request: Mapping[str, Any], descriptors: Sequence[int], limit_s: float) -> int:
-    """Ask for a rank; returns its process id.
-
-    Args:
-        parent: a connection.
-        descriptors: files for standard output and error; perhaps the pipe of a process guard.
-        limit_s: time limit in seconds, which includes the imports of the parent.
+    """Ask for a rank on a connection, and return its process id. The time limit includes the imports of the parent.
 
     Raises NoParentError, or RankRefusedError if no rank may start.
     """
@@ -122,9 +117,6 @@ def peer_uid(connection: socket.socket) -> int:
     return int(uid)
 
 
-# The task.
-
-
 def main() -> NoReturn:
     """Let the rank be forked and wait for its end, or become the rank."""
     passed_on = signal.valid_signals() - _OWN
@@ -149,11 +141,22 @@ def main() -> NoReturn:
         # `StopFlag.install` unblocks the others.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on - {*STOP_SIGNALS})
         os.execv(sys.executable, [sys.executable, "-P", "-m", RANK_MODULE, folder])
+
+    def pass_on(number: int, _frame: object) -> None:
+        with suppress(OSError):
+            os.kill(rank, number)  # the parent keeps the process id until this task ends
+
     for number in passed_on:
-        signal.signal(number, lambda number, _frame: _pass_on(rank, number))
+        signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
     wait_for_end(rank)
-    end_like(exit_code_of(rank))
+    if (status := exit_code_of(rank)) >= 0:
+        os._exit(status)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if status != -signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+    os._exit(128 - status)
 
 
 def _connect(folder: str, name: str, limit_s: float) -> socket.socket:
@@ -176,21 +179,6 @@ def _connect(folder: str, name: str, limit_s: float) -> socket.socket:
     if peer_uid(connection) != os.getuid():
         raise NoParentError("a process of another user listens in place of the parent process of ranks")
     return connection
-
-
-def _pass_on(rank: int, number: int) -> None:
-    with suppress(OSError):
-        os.kill(rank, number)  # the parent keeps the process id until this task ends
-
-
-def end_like(status: int) -> NoReturn:
-    """End with an exit code, or by a signal if `status` is negative."""
-    if status < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if status != -signal.SIGKILL:
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    os._exit(status if status >= 0 else 128 - status)
 
 
 if __name__ == "__main__":

@@ -89,8 +89,14 @@ def main() -> None:
             config = _import_modules(RunDir(Path(folder)))
     except BaseException:
         leave(traceback.format_exc(), CANNOT_FORK)
-    if problem := _why_not_forkable():
-        leave(problem, CANNOT_FORK)
+    # Threads do not exist in a forked process, and CUDA fails. Fork handlers end the threads of OpenBLAS, which NumPy
+    # starts at its import if OMP_NUM_THREADS > 1.
+    if (pid := os.fork()) == 0:
+        os._exit(sys.modules["torch"].cuda._is_in_bad_fork())
+    if os.waitpid(pid, 0)[1]:
+        leave("the imports have initialised CUDA", CANNOT_FORK)
+    if (num_threads := len(os.listdir("/proc/self/task"))) > 1:
+        leave(f"the imports have started {num_threads - 1} threads", CANNOT_FORK)
     if not node and private_network.is_wanted(config):
         private_network.enter()
     if node:
@@ -105,7 +111,7 @@ def main() -> None:
 
 
 def _import_modules(run: RunDir) -> Config:
-    """Import the modules of ranks. Returns the config of the run."""
+    """Import the modules of ranks, and return the config of the run."""
     gc.disable()  # as in the worker: imported objects are never freed
     for name in ("torch", RANK_MODULE):
         importlib.import_module(name)
@@ -124,19 +130,6 @@ def _import_modules(run: RunDir) -> Config:
     gc.enable()
     return config
 
-
-def _why_not_forkable() -> str:
-    """Return why a forked process would not work, or nothing. Threads do not exist in it, and CUDA fails."""
-    # Fork handlers end the threads of OpenBLAS, which NumPy starts at its import if OMP_NUM_THREADS > 1.
-    if (pid := os.fork()) == 0:
-        os._exit(sys.modules["torch"].cuda._is_in_bad_fork())
-    if os.waitpid(pid, 0)[1]:
-        return "the imports have initialised CUDA"
-    threads = len(os.listdir("/proc/self/task"))
-    return f"the imports have started {threads - 1} threads" if threads > 1 else ""
-
-
-# The socket of a parent on a node.
 
 #: More connections at once than tasks on a node.
 _BACKLOG = 1024
@@ -166,8 +159,6 @@ def _listen(folder: str, name: str, earlier: Collection[str]) -> socket.socket:
     listener.listen(_BACKLOG)
     return listener
 
-
-# Forks ranks on request.
 
 #: Interval of checks whether the process that started this one is alive: otherwise no process would end this one.
 _CHECK_EVERY_S = 5.0
@@ -205,19 +196,13 @@ class _Rank:
 
 
 class ForkServer:
-    """Forks a rank for each connection until the process that started this one ends.
-
-    Args:
-        source: socket that passes connections on, or accepts them if `listens`.
-        env: environment before the imports, which may set variables.
-        starter: process that started this one.
-    """
+    """Forks a rank for each connection until the process that started this one ends."""
 
     def __init__(self, source: socket.socket, env: Mapping[str, str], starter: int, *, listens: bool) -> None:
-        self._source = source
-        self._env = env
-        self._starter = starter
+        self._source = source  #: passes connections on, or accepts them if `listens`
         self._listens = listens
+        self._env = env  #: environment before the imports, which may set variables
+        self._starter = starter
         self._ranks: list[_Rank] = []
         self._affinity = os.sched_getaffinity(0)
 
@@ -233,7 +218,10 @@ class ForkServer:
             for rank in [rank for rank in self._ranks if rank.is_open and rank.connection.fileno() in ready]:
                 if self._receive(rank):
                     return
-            self._reap()
+            # Until they are reaped here, the process ids of ranks stay valid.
+            for rank in [rank for rank in self._ranks if not rank.is_open]:
+                if not rank.pid or os.waitpid(rank.pid, os.WNOHANG)[0]:
+                    self._ranks.remove(rank)
             if self._source.fileno() in ready:
                 self._accept()
         os._exit(0)
@@ -286,8 +274,11 @@ class ForkServer:
         if len(descriptors) < _NUM_DESCRIPTORS:
             return {"error": "its parent process has too many open files"}
         request = json.loads(os.pread(descriptors[0], os.fstat(descriptors[0]).st_size, 0))
-        if left := self._left():
-            return {"failure": f"process {left} of an earlier attempt survives SIGKILL on this node"}
+        for other in self._ranks:
+            if other.is_open and other.pid and _is_closed(other.connection):  # which has not been noticed yet
+                other.end()
+            if not other.is_open and other.pid and not wait_for_end(other.pid, KILL_S):
+                return {"failure": f"process {other.pid} of an earlier attempt survives SIGKILL on this node"}
         env, own = request["env"], self._env
         if differing := [
             name
@@ -330,7 +321,17 @@ class ForkServer:
         os.dup2(errors, 2)
         for descriptor in descriptors:
             os.close(descriptor)
-        env = self._environment(request["env"])
+        # The environment of a task is complete. That of a local rank lacks what the start of an interpreter adds, as
+        # LC_CTYPE. Both lack the changes that the imports would make.
+        if self._listens:
+            env = {**request["env"], "SLURM_TASK_PID": str(os.getpid())}
+        else:
+            env = {**self._env, **request["env"]}
+        for name in self._env.keys() | os.environ.keys():
+            before, after = self._env.get(name), os.environ.get(name)
+            if before != after and env.get(name) == before:
+                env.pop(name, None)
+                env |= {} if after is None else {name: after}
         for name in os.environ.keys() - env.keys():
             del os.environ[name]
         os.environ.update(env)
@@ -338,33 +339,6 @@ class ForkServer:
         show_place(request["rank"], request["attempt"])
         if (numpy := sys.modules.get("numpy.random")) is not None:
             numpy.seed()  # Python's `random` does this itself
-
-    def _environment(self, requested: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of a rank, with the changes that the imports would make there."""
-        # That of a task is complete. That of a local rank lacks what the start of an interpreter adds, as LC_CTYPE.
-        env = {**requested, "SLURM_TASK_PID": str(os.getpid())} if self._listens else {**self._env, **requested}
-        for name in self._env.keys() | os.environ.keys():
-            before, after = self._env.get(name), os.environ.get(name)
-            if before != after and env.get(name) == before:
-                env.pop(name, None)
-                env |= {} if after is None else {name: after}
-        return env
-
-    def _reap(self) -> None:
-        """Forget ranks that have ended and whose connections are closed: until then their process ids stay valid."""
-        for rank in [rank for rank in self._ranks if not rank.is_open]:
-            if not rank.pid or os.waitpid(rank.pid, os.WNOHANG)[0]:
-                self._ranks.remove(rank)
-
-    def _left(self) -> int:
-        """Wait for the end of ranks whose connections are closed; returns one that survives SIGKILL, or 0."""
-        for rank in self._ranks:
-            # A connection that is closed may not have been noticed.
-            if rank.is_open and rank.pid and _is_closed(rank.connection):
-                rank.end()
-            if not rank.is_open and rank.pid and not wait_for_end(rank.pid, KILL_S):
-                return rank.pid
-        return 0
 
 
 def _is_closed(connection: socket.socket) -> bool:

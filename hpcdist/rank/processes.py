@@ -1,5 +1,5 @@
 """The process of a rank as the kernel shows it, its stop signals, and its fork from a process that has imported torch.
-Imports no torch.
+Imports no torch, so that stop signals are handled during torch's import.
 """
 
 from __future__ import annotations
@@ -66,8 +66,6 @@ def exit_code_of(pid: int) -> int:
     return os.waitstatus_to_exitcode(int(stat.rpartition(")")[2].split()[49]))
 
 
-# The stop signals. This module does not import torch, so that signals are handled during torch's import.
-
 log = logging.getLogger(__name__)
 #: Slurm sends SIGTERM at a requeue or preemption, and SIGUSR2 before the time limit (`--signal=USR2@…`).
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
@@ -100,8 +98,6 @@ class StopFlag:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-# Forking a rank from a process that has imported what ranks need: session and signals.
-
 #: Signals that end a process or a job. The parent of ranks ignores them: Slurm sends SIGTERM to all processes of a job.
 IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -109,15 +105,12 @@ IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.
 def fork_rank(become: Callable[[], None], ignored: Collection[int] = (), blocked: Collection[int] = ()) -> int:
     """Fork a rank, which leads a session of its own and is killed at the death of this process.
 
+    Until the rank has handlers of its own, it ignores the signals `ignored`, and the signals `blocked` wait.
+
     Args:
         become: called in the rank; signals to the rank wait until it returns.
-        ignored: signals that the rank ignores until it has handlers of its own.
-        blocked: signals that wait until the rank has handlers of its own.
 
-    Returns:
-        The process id, 0 in the rank.
-
-    Raises OSError if the process cannot be created.
+    Returns the process id, 0 in the rank. Raises OSError if the process cannot be created.
     """
     parent = os.getpid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -125,10 +118,14 @@ def fork_rank(become: Callable[[], None], ignored: Collection[int] = (), blocked
         pid = os.fork()
         if pid == 0:
             try:
-                _begin_rank(parent)
+                os.setsid()
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+                if os.getppid() != parent:
+                    os._exit(-signal.SIGKILL & 0xFF)  # the parent has died before the call
                 become()
                 for number in IGNORED:
-                    signal.signal(number, _first_handler(number, ignored))
+                    default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                    signal.signal(number, signal.SIG_IGN if number in ignored else default)
                 mask = {*mask, *blocked}
             except BaseException:  # the process must not go on as a second parent
                 traceback.print_exc()
@@ -136,19 +133,6 @@ def fork_rank(become: Callable[[], None], ignored: Collection[int] = (), blocked
         return pid
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _begin_rank(parent: int) -> None:
-    os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:
-        os._exit(-signal.SIGKILL & 0xFF)  # the parent has died before the call
-
-
-def _first_handler(number: signal.Signals, ignored: Collection[int]) -> Any:
-    if number in ignored:
-        return signal.SIG_IGN
-    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
 
 
 def leave(problem: str, code: int) -> NoReturn:

@@ -303,34 +303,6 @@ def test_parent_ends_if_slurmstepd_has_ended_during_the_imports(node: Node, tmp_
     wait_for(lambda: parents_of(node.run) == [], "the end of the parent", timeout_s=SOON_S)
 
 
-#: Listens at an abstract address without accepting, with a full backlog, until its standard input ends.
-SQUATTER = """
-import os, socket, sys
-os.setuid(65534)
-listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-listener.bind("\\0" + sys.argv[1])
-listener.listen(0)
-idle = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)]
-for one in idle:
-    one.setblocking(False)
-    one.connect_ex("\\0" + sys.argv[1])
-print("full", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
-def test_another_user_cannot_occupy_the_address_of_the_parent(node: Node) -> None:
-    command = ["python3", "-c", SQUATTER, f"hpcdist/n1/{node.name}"]
-    with subprocess.Popen(command, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as squatter:
-        assert squatter.stdout is not None
-        assert squatter.stdout.readline() == b"full\n"
-        node.start_parent()
-        code, log = node.start(0, "import os; print(os.getppid())").end()
-        assert (code, log) == (0, f"{parents_of(node.run)[0]}\n")
-        squatter.communicate()
-
-
 def test_task_does_not_wait_at_a_full_backlog(node: Node) -> None:
     place = f"/proc/self/fd/{os.open(node.run.path / 'attempts', os.O_PATH)}/{node.name}.n1"
     with ExitStack() as stack:
