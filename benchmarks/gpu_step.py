@@ -42,8 +42,7 @@ from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, 
 from hpcdist.config.topology import Topology
 from hpcdist.data.models import build_model
 from hpcdist.rank.context import Context
-from hpcdist.rank.device import place, seed_everything
-from hpcdist.rank.process_group import process_groups
+from hpcdist.rank.process_group import place, process_groups, seed_everything
 from hpcdist.rank.processes import StopFlag
 from hpcdist.rank.stopping import StopAgreement
 from hpcdist.rank.telemetry import Heartbeat

@@ -19,9 +19,8 @@ from hpcdist.config.schema import Config
 from hpcdist.config.topology import Roles, Topology
 from hpcdist.errors import CheckpointError
 from hpcdist.host import retry
-from hpcdist.rank.device import seed_everything
 from hpcdist.rank.elastic import SavedDivision
-from hpcdist.rank.process_group import Groups
+from hpcdist.rank.process_group import Groups, seed_everything
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.tracking.journal import JournalWriter
 

@@ -21,7 +21,6 @@ from hpcdist.config.schema import Config
 from hpcdist.config.topology import Roles, Topology
 from hpcdist.errors import CheckpointError, ConfigError
 from hpcdist.rank.checkpointing import RankCheckpoints, Restored
-from hpcdist.rank.device import seed_everything
 from hpcdist.rank.elastic import (
     Division,
     MicroBatch,
@@ -31,7 +30,7 @@ from hpcdist.rank.elastic import (
     divide,
     sum_over_ranks,
 )
-from hpcdist.rank.process_group import Groups
+from hpcdist.rank.process_group import Groups, seed_everything
 from hpcdist.rank.step_timing import CudaClock, HostClock, NodeTimes, StepTimer, TimedDDP
 from hpcdist.rank.stopping import LiveCommands, StopAgreement
 from hpcdist.rank.telemetry import Heartbeat

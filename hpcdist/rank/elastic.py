@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from hpcdist.config.schema import Config, division_problems, largest_world_size
 from hpcdist.config.topology import share_of
 from hpcdist.errors import ConfigError
-from hpcdist.rank.device import seed_everything
+from hpcdist.rank.process_group import seed_everything
 
 # Division of a training set into global batches, micro-batches, and shares of the ranks.
 

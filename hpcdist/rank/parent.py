@@ -55,7 +55,6 @@ _OF_TRAINERS = (
     "hpcdist.rank.system_metrics",
     "hpcdist.rank.collective_check",
     "hpcdist.rank.context",
-    "hpcdist.rank.device",
     "hpcdist.rank.stopping",
     "hpcdist.rank.process_group",
     "hpcdist.rank.telemetry",

@@ -1,4 +1,4 @@
-"""The process of one rank, `python -m hpcdist.rank.worker RUN_FOLDER`.
+"""The process of one rank, `python -m hpcdist.rank.worker RUN_FOLDER`, and its end.
 
 Exit codes:
 
@@ -9,6 +9,8 @@ Exit codes:
 
 from __future__ import annotations
 
+import _io
+import atexit
 import gc
 import importlib
 import importlib.util
@@ -17,24 +19,26 @@ import logging
 import os
 import resource
 import runpy
+import signal
 import socket
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from hpcdist.config.loading import load_run_config
 from hpcdist.config.schema import Config, role_device
 from hpcdist.config.topology import Roles, Topology
 from hpcdist.config.written import arguments_of
-from hpcdist.errors import HpcdistError, RendezvousError, TrainerError
+from hpcdist.errors import HpcdistError, PeerLost, RendezvousError, TrainerError, UserMistake
 from hpcdist.host import log_files, retry
-from hpcdist.host.log_files import limit_log
+from hpcdist.host.files import write_json
 from hpcdist.host.machine import cache_environment
-from hpcdist.rank import outcome as rank_outcome
 from hpcdist.rank import script_api
-from hpcdist.rank.outcome import Outcome
 from hpcdist.rank.processes import StopFlag
 from hpcdist.rank.telemetry import dump_on_signal, enable_flight_recorders
 from hpcdist.run.folder import Attempt, RunDir, require_same
@@ -74,14 +78,14 @@ def _run(folder: Path) -> NoReturn:
         run = RunDir.open(folder)
     except (HpcdistError, OSError) as error:
         print(f"hpcdist worker: {error}", file=sys.stderr, flush=True)
-        rank_outcome.exit_now(error.exit_code if isinstance(error, HpcdistError) else 1)
+        exit_now(error.exit_code if isinstance(error, HpcdistError) else 1)
     attempt = run.attempt(topology.attempt)
     outcome = Outcome(attempt, topology.rank)
     try:
         conclude, limit_s = _work(run, attempt, topology, outcome)
     except Exception as error:
         code = outcome.write_error(error)
-        rank_outcome.end(lambda: code, rank_outcome.FAILED_S)
+        end(lambda: code, FAILED_S)
 
     def conclude_or_fail() -> int:
         try:
@@ -90,7 +94,7 @@ def _run(folder: Path) -> NoReturn:
             return outcome.write_error(error)
         return 0
 
-    rank_outcome.end(conclude_or_fail, limit_s)
+    end(conclude_or_fail, limit_s)
 
 
 def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -> tuple[Callable[[], None], float]:
@@ -101,9 +105,18 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
     dump_on_signal(attempt, topology.rank, topology.world_size)
     enable_flight_recorders(attempt, os.environ)
     config = load_run_config(run.config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
-    limit_log(run.path, config.launch.log_max_mb)
+    log_files.limit_log(run.path, config.launch.log_max_mb)
     os.environ.update(cache_environment(os.environ, run.path))
-    records = _begin_records(config, run, attempt, topology)
+    records = begin(RankRecords(run, attempt=attempt.number, rank=topology.rank, pid=os.getpid()))
+    # `launch.env.MLFLOW_TRACKING_URI` leaves MLflow in the ranks as the config says.
+    if URI_VARIABLE not in config.launch.env:
+        if is_declared():
+            os.environ.update(records.environment())
+        elif topology.rank == 0:
+            log.warning(
+                "what the code logs with MLflow does not reach this run, since the installation of hpcdist is older"
+                " than its code: install it again (`pip install --editable .` in a checkout)"
+            )
     ended: Literal["done", "stopped"]
     if config.trainer.script:
         with (
@@ -132,24 +145,6 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
     return conclude, min(config.launch.stop_grace_s, config.launch.hang_s) / 2
 
 
-def _begin_records(config: Config, run: RunDir, attempt: Attempt, topology: Topology) -> RankRecords:
-    """Begin the records of this rank, and set the variables by which MLflow finds them.
-
-    `launch.env.MLFLOW_TRACKING_URI` leaves MLflow in the ranks as the config says.
-    """
-    records = begin(RankRecords(run, attempt=attempt.number, rank=topology.rank, pid=os.getpid()))
-    if URI_VARIABLE in config.launch.env:
-        return records
-    if is_declared():
-        os.environ.update(records.environment())
-    elif topology.rank == 0:
-        log.warning(
-            "what the code logs with MLflow does not reach this run, since the installation of hpcdist is older than"
-            " its code: install it again (`pip install --editable .` in a checkout)"
-        )
-    return records
-
-
 def _train(
     config: Config, run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome, records: RankRecords
 ) -> tuple[Literal["done", "stopped"], str]:
@@ -157,11 +152,21 @@ def _train(
     # Before torch: its import takes a second, in which a signal may arrive.
     stop_flag = StopFlag()
     stop_flag.install()
-    _set_rank_environment(config, topology)
+    roles = Roles.of(config.roles, topology.world_size)
+    role, _ = roles.of_rank(topology.rank)
+    log.info("this is %s of %s", roles.name_of(topology.rank), roles)
+    # torch, gloo and NCCL read these variables at their import or start.
+    if role_device(config, role) == "cpu" and config.launch.device != "cpu":
+        # Otherwise a rank that computes on the CPU could initialise the GPUs of others.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if topology.launcher == "slurm":
+        from hpcdist.rank.private_network import interface_env
+
+        os.environ.update(interface_env(topology.master_addr, os.environ))
     # Objects created by imports are never freed; collecting garbage during the import takes a sixth of torch's import.
     gc.disable()
     from hpcdist.rank.context import Context
-    from hpcdist.rank.device import gpu_uuid, place, seed_everything
+    from hpcdist.rank.process_group import gpu_uuid, place, seed_everything
     from hpcdist.rank.stopping import StopAgreement
     from hpcdist.rank.system_metrics import EnergyMeter
     from hpcdist.rank.telemetry import Heartbeat
@@ -228,7 +233,11 @@ def _connected_groups(
         from hpcdist.rank.collective_check import log_env
 
         os.environ.update(log_env(topology, attempt, os.environ))
-    timeout_error = RendezvousError(
+
+    def give_up(error: HpcdistError) -> NoReturn:
+        exit_now(outcome.write_error(error))
+
+    late = RendezvousError(
         f"rank {topology.rank} could not connect to the other ranks at {topology.master_addr}:{topology.master_port}"
         f" within launch.init_timeout_s={timeout_s:g} s: does another program listen on this port?"
     )
@@ -241,36 +250,14 @@ def _connected_groups(
         init_timeout_s=timeout_s,
         # Longer than the supervisor's timeout: the supervisor finds the hung rank, a collective only those waiting.
         timeout_s=config.launch.hang_s + 60,
-        on_expiry=lambda: rank_outcome.exit_now(outcome.write_error(timeout_error)),
+        on_expiry=lambda: give_up(late),
     ) as groups:
         if check_mode != "off":
             from hpcdist.rank.collective_check import EFFORTS, check
 
-            check(
-                check_mode,
-                topology,
-                device,
-                backend,
-                groups,
-                attempt,
-                timeout_s=timeout_s + 10 * EFFORTS[check_mode].budget_s,
-                on_expiry=lambda error: rank_outcome.exit_now(outcome.write_error(error)),
-            )
+            limit_s = timeout_s + 10 * EFFORTS[check_mode].budget_s
+            check(check_mode, topology, device, backend, groups, attempt, timeout_s=limit_s, on_expiry=give_up)
         yield groups
-
-
-def _set_rank_environment(config: Config, topology: Topology) -> None:
-    """Set the environment variables that depend on the rank. torch, gloo and NCCL read them at import or start."""
-    roles = Roles.of(config.roles, topology.world_size)
-    role, _ = roles.of_rank(topology.rank)
-    log.info("this is %s of %s", roles.name_of(topology.rank), roles)
-    if role_device(config, role) == "cpu" and config.launch.device != "cpu":
-        # RPC would initialise all visible GPUs, also in ranks that compute on the CPU.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if topology.launcher == "slurm":
-        from hpcdist.rank.private_network import interface_env
-
-        os.environ.update(interface_env(topology.master_addr, os.environ))
 
 
 def load_trainer(target: str) -> Callable[..., None]:
@@ -328,8 +315,6 @@ def script_environment(topology: Topology, run: RunDir, roles: Roles) -> dict[st
 def run_script(command: Sequence[str], run: RunDir, topology: Topology, roles: Roles) -> None:
     """Run `[script, argument, …]` or `[-m, module, argument, …]` as `__main__` in this process, from the code snapshot.
 
-    The script handles signals itself; hpcdist installs no handlers.
-
     Raises TrainerError if the script does not exist, RuntimeError if it exits with a non-zero status, and any exception
     of the script.
     """
@@ -360,6 +345,168 @@ def exit_as_return(name: str) -> Iterator[None]:
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise RuntimeError(f"{name} ended with exit status {ended.code}") from ended
+
+
+# The outcome file of a rank, from which the supervisor learns how the rank ended.
+#
+# Rank 0 writes `attempts/NNN/rank-00000.outcome.json` after a success; every rank that fails writes its own. A rank
+# that is killed writes nothing, and the supervisor sees its exit status.
+
+#: Parts of error messages of gloo, NCCL, TensorPipe and the store when another rank has died.
+_PEER_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "NCCL",
+    "tensorpipe",
+)
+_RESERVE_BYTES = 16 * 1024
+#: Maximum number of characters of the error and of the traceback; the log has the whole text.
+_MAX_TEXT = 10_000
+
+
+class Outcome:
+    """Writes the outcome file of one rank.
+
+    It reserves disk space at once and frees it before writing, so that a rank that fails because the disk is full can
+    still write its outcome.
+    """
+
+    def __init__(self, attempt: Attempt, rank: int) -> None:
+        self._path = attempt.outcome(rank)
+        self._rank = rank
+        self._reserve = attempt.path / f".rank-{rank:05d}.reserve"
+        #: Returns the number of steps done, if known.
+        self.step: Callable[[], int | None] = lambda: None
+        with suppress(OSError):  # the disk is already full: try to write the outcome without a reserve
+            self._reserve.write_bytes(bytes(_RESERVE_BYTES))
+
+    def write(self, outcome: Literal["done", "stopped", "failed", "rejected"], **details: Any) -> None:
+        """Write the rank's result."""
+        self.close()
+        result = {"outcome": outcome, "rank": self._rank, "host": socket.gethostname()}
+        write_json(self._path, {**result, "time": time.time(), "step": self.step(), **details})
+
+    def close(self) -> None:
+        """Free the reserved disk space."""
+        retry.discard(self._reserve)
+
+    def write_error(self, error: BaseException) -> int:
+        """Log an exception, write the outcome file, and return the exit code."""
+        is_rejected = isinstance(error, UserMistake | SyntaxError)
+        is_expected = isinstance(error, HpcdistError)
+        text = str(error) or type(error).__name__
+        # Only an error in the user's module has a cause here.
+        imported = error.__cause__ if isinstance(error, TrainerError) else None
+        trace = "" if is_expected and imported is None else "".join(traceback.format_exception(imported or error))
+        with suppress(HpcdistError, OSError):
+            run = RunDir(self._path.parents[2])
+            text, trace = run.with_original_paths(text), run.with_original_paths(trace)
+        log.error("%s", "\n".join([text] * is_expected + [trace.rstrip()] * bool(trace)))
+        self.write(
+            "rejected" if is_rejected else "failed",
+            error=_shorten(text if is_expected else f"{type(error).__name__}: {text}"),
+            peer_lost=isinstance(error, PeerLost)
+            or (isinstance(error, RuntimeError) and any(part in text for part in _PEER_LOST)),
+            traceback=[_shorten(trace)] if trace else [],
+        )
+        return 2 if is_rejected else 1
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= _MAX_TEXT:
+        return text
+    half = _MAX_TEXT // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters, see the log …\n{text[-half:]}"
+
+
+# The end of a rank's process: as Python ends one, but within a time limit.
+#
+# Threads are joined, functions of `atexit` are called and open files are flushed. Then `os._exit` ends the process:
+# destructors of gloo and NCCL may block when other ranks have died, and so may threads of libraries.
+
+#: Time limit after a failure, whose restart waits for the end of all ranks.
+FAILED_S = 3.0
+#: Time for functions of `atexit` if threads have used up the limit.
+ATEXIT_S = 3.0
+#: Additional time for calls that a signal does not interrupt.
+_STUCK_S = 2.0
+
+
+class _TimeIsUp(Exception):
+    """Interrupts the main thread."""
+
+
+def end(conclude: Callable[[], int], limit_s: float) -> NoReturn:
+    """End this process as Python does, with the exit code that `conclude` returns.
+
+    Args:
+        conclude: called after threads and functions of `atexit`, which may still record metrics.
+        limit_s: time limit of threads and functions of `atexit`.
+    """
+
+    def give_up() -> None:
+        log.warning("a function of atexit does not end, and is cut off: %s", _name(threading.main_thread()))
+        exit_now(conclude())
+
+    def interrupt(*_: object) -> NoReturn:
+        raise _TimeIsUp
+
+    stuck = threading.Timer(limit_s + ATEXIT_S + _STUCK_S, give_up)
+    stuck.daemon = True
+    stuck.start()
+    signal.signal(signal.SIGALRM, interrupt)
+    until = time.monotonic() + limit_s
+    _within(limit_s, threading._shutdown)  # type: ignore[attr-defined]
+    if endless := [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]:
+        log.warning("%s: not ended within %g s, and cut off", ", ".join(map(_name, endless)), limit_s)
+    _within(max(ATEXIT_S, until - time.monotonic()), atexit._run_exitfuncs)
+    _within(ATEXIT_S, _flush_files)
+    stuck.cancel()
+    exit_now(conclude())
+
+
+def exit_now(code: int) -> NoReturn:
+    """Exit without waiting for anything."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def _within(seconds: float, call: Callable[[], object]) -> None:
+    """Call a function, and interrupt it after some seconds. As in Python, its errors do not change the exit code."""
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            call()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except _TimeIsUp:
+        pass
+    except Exception:
+        log.exception("an error at the end of the process is ignored")
+
+
+def _name(thread: threading.Thread) -> str:
+    """Return the name of a thread and the line that it executes."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return f"thread {thread.name!r}" + (f" ({frame.f_code.co_filename}:{frame.f_lineno})" if frame else "")
+
+
+def _flush_files() -> None:
+    """Flush open files, which Python flushes when it deletes the objects of all modules."""
+    gc.unfreeze()
+    for one in gc.get_objects():
+        try:
+            # Not an abstract class of `io`, whose check takes ten times as long.
+            if issubclass(type(one), _io._IOBase) and not one.closed and one.writable():
+                one.flush()
+        except OSError as error:
+            log.warning("%r is not written completely: %s", one, error.strerror)
+        except ValueError:
+            pass  # closed by the flush of another one, or detached from its file
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hpcdist.config.topology import Topology, port_for
 from hpcdist.errors import TopologyError
 from hpcdist.host.nodelist import expand, expand_tasks
-from hpcdist.rank.device import ranks_on_node
+from hpcdist.rank.process_group import ranks_on_node
 from hpcdist.slurm.output import (
     JobInfo,
     parse_boot_times,

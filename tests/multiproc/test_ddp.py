@@ -35,7 +35,7 @@ from hpcdist.config.schema import (
 from hpcdist.data.loading import ImageData, PreloadedSplit, load_datasets
 from hpcdist.data.models import SimpleCNN
 from hpcdist.rank.context import Context
-from hpcdist.rank.device import seed_everything
+from hpcdist.rank.process_group import seed_everything
 from hpcdist.rank.training_loop import Progress, build_optimizer, lr_factor, set_lr, settle_buckets
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records

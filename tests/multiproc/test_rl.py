@@ -19,7 +19,7 @@ from hpcdist.checkpoint.state import load_weights
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.schema import Config, OptimConfig, StopConfig
-from hpcdist.rank.device import seed_everything
+from hpcdist.rank.process_group import seed_everything
 from hpcdist.rank.training_loop import build_optimizer
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.rl import RlConfig, train

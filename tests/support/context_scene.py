@@ -13,8 +13,7 @@ from spawn import Rank
 
 from hpcdist.config.schema import Config
 from hpcdist.rank.context import Context
-from hpcdist.rank.device import seed_everything
-from hpcdist.rank.process_group import Groups
+from hpcdist.rank.process_group import Groups, seed_everything
 from hpcdist.rank.processes import StopFlag
 from hpcdist.rank.stopping import StopAgreement
 from hpcdist.rank.telemetry import Heartbeat

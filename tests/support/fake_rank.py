@@ -35,7 +35,7 @@ def beat(step: int) -> None:
 
 
 def report(outcome: dict[str, Any]) -> None:
-    """Write the outcome file, as rank/outcome.py does."""
+    """Write the outcome file, as rank/worker.py does."""
     value = {"rank": RANK, "host": "fakehost", "time": time.time(), "step": STEP, "peer_lost": False, "traceback": []}
     (FOLDER / f"rank-{RANK:05d}.outcome.json").write_text(json.dumps(value | outcome))
 

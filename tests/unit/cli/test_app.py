@@ -472,7 +472,6 @@ PRINTERS = {
     "cli.app": "sets the error handler of the streams",
     "cli.rerun": "asks for a confirmation, if standard input and output are a terminal",
     "cli.runs": "asks whether standard output is a terminal",
-    "rank.outcome": "flushes the streams",
     "trainers.comm.report": "a console that writes a file",
     "containers.images": "the standard output of a tool of the engine goes to standard error",
 }

@@ -19,7 +19,7 @@ from hpcdist.config.topology import Topology
 from hpcdist.errors import ConfigError, PreflightError, TopologyError
 from hpcdist.rank import collective_check
 from hpcdist.rank.collective_check import blame, largest_exact, log_env, terms, uses_tcp
-from hpcdist.rank.device import cuda_index, place, ranks_on_node
+from hpcdist.rank.process_group import cuda_index, place, ranks_on_node
 from hpcdist.run.folder import Attempt
 
 HYBRID = {"master": 1, "trainer": 2, "parameter_server": 1}
@@ -34,7 +34,7 @@ def rank_of_node(number: int, world_size: int = 4) -> Topology:
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr("hpcdist.rank.device.dist.is_nccl_available", lambda: True)
+    monkeypatch.setattr("hpcdist.rank.process_group.dist.is_nccl_available", lambda: True)
 
 
 def place_all(config: Config) -> list[tuple[str, str]]:

@@ -20,16 +20,15 @@ from hpcdist.config.schema import Config, DataConfig, TrainerConfig
 from hpcdist.errors import TopologyError, TrainerError
 from hpcdist.host.files import read_json, write_json
 from hpcdist.rank import private_network, process_group
-from hpcdist.rank.outcome import Outcome
 from hpcdist.rank.private_network import INTERFACE_VARIABLES, interface_env
 from hpcdist.rank.process_group import tcp_sockets
-from hpcdist.rank.worker import load_trainer
+from hpcdist.rank.worker import Outcome, load_trainer
 from hpcdist.run.folder import RunDir
 
 PROGRAM = """\
 import atexit, os, signal, sys, threading
 from pathlib import Path
-from hpcdist.rank import outcome as process_end
+from hpcdist.rank import worker as process_end
 folder, limit_s, process_end.ATEXIT_S, process_end._STUCK_S = Path(sys.argv[1]), *map(float, sys.argv[2:])
 forever = threading.Event().wait
 kept = open(folder / "buffer", "w")
@@ -300,5 +299,5 @@ def test_connections_are_listed_with_both_addresses() -> None:
             with tcp_sockets() as found:
                 new = {(own.local, own.peer): own for own in found if own.inode not in before}
                 assert new.keys() >= {(local, peer), (peer, local)}
-                new[peer, local].refuse()
+                new[peer, local].sock.shutdown(socket.SHUT_RDWR)
             assert ours.recv(1) == b""
