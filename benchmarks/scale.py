@@ -27,7 +27,7 @@ from scale_simulation import PROCESSES, RANKS_PER_NODE, make_config, nodelist, r
 from hpcdist.config.topology import Topology
 from hpcdist.host.files import write_json
 from hpcdist.host.nodelist import expand
-from hpcdist.slurm.job.rank_step import ended_tasks
+from hpcdist.slurm.job.srun import ended_tasks
 from hpcdist.slurm.job.submit import render
 from hpcdist.supervisor.restart_policy import first_failure
 

@@ -34,17 +34,13 @@ from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.components import rank_table_lines
 from hpcdist.slurm.current_job import CurrentJob
-from hpcdist.slurm.flags import exposed_secrets
 from hpcdist.slurm.job.launcher import SlurmLauncher
-from hpcdist.slurm.job.srun import rank_env
+from hpcdist.slurm.job.srun import exposed_secrets, rank_env
 from hpcdist.supervisor.launcher import NodeChanges
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
 from hpcdist.supervisor.watch import Allocation
 from hpcdist.tracking.uri import is_server, resolve_uri
-
-# The supervisor in the batch step of a job, on the first node of the allocation. `supervise_in_job`, which submitit
-# calls, and `run_in_job` start it.
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +49,7 @@ class JobLog:
     """Writes the events of a run to the job's log. Progress is not logged: it is in the heartbeat files.
 
     Args:
-        run: record the job's nodes and queue time in this run's folder when the first ranks have been started. The
-            query to Slurm takes a while, and the ranks import torch in the meantime.
+        run: record the job's nodes and queue time in this run's folder.
     """
 
     def __init__(self, run: RunDir | None = None) -> None:
@@ -62,10 +57,10 @@ class JobLog:
         self._network: Path | None = None
 
     def attempt(self, attempt: Attempt, num_ranks: int) -> None:
-        """Log the start of an attempt, and record the job's start in the run folder."""
         self._network = attempt.network
         log.info("attempt %d: starting %d ranks, logs in %s", attempt.number, num_ranks, attempt.path)
         if self._run is not None:
+            # The query to Slurm takes a while: the ranks import torch in the meantime.
             try:
                 record_job_start(self._run, os.environ)
             except OSError as error:
@@ -74,7 +69,6 @@ class JobLog:
             self._run = None
 
     def progress(self, beat: Mapping[str, Any]) -> None:
-        """Log the result of the ranks' network check, once."""
         if self._network is None:
             return
         if (found := read_json(self._network)) is not None:
@@ -85,14 +79,12 @@ class JobLog:
             self._network = None
 
     def note(self, text: str) -> None:
-        """Log a line."""
         log.info("%s", text)
 
     def output(self, text: str) -> None:
         """Ignore the output of a script, which is in its rank's log."""
 
     def failure(self, failure: Failure, path: Path) -> None:
-        """Log a rank's failure with its traceback."""
         log.error("%s (full log: %s)\n%s", failure.sentence(), path, "".join(failure.traceback))
 
 
@@ -105,37 +97,31 @@ def supervise_job(run_dir: str) -> State:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     log_files.configure()
     job = CurrentJob.from_env(os.environ)
-    with retry.patient(retry.UNATTENDED_S), hold(run := _open(Path(run_dir)), job_id=job.id) as held:
-        state = run.read_state()
-        if _is_over(run, state, job):
-            # Slurm may restart the job of a run that has just been stopped, and the batch script a supervisor that was
-            # killed after it had recorded the end.
-            log.info("the run has ended already: %s: %s", state.status, state.reason)
-        else:
+    with retry.patient(retry.UNATTENDED_S):
+        run = RunDir.open(Path(run_dir))
+        require_trusted(run.path, "submit")
+        with hold(run, job_id=job.id) as held:
+            state = run.read_state()
+            if _is_over(run, state, job):
+                # Slurm may restart the job of a run that has just been stopped, and the batch script a supervisor that
+                # was killed after it had recorded the end.
+                log.info("the run has ended already: %s: %s", state.status, state.reason)
+                return state
             try:
-                state = _supervise(run, job, held)
+                return _supervise(run, job, held)
             except LeaseLostError:
                 raise
             except (HpcdistError, OSError) as error:
                 # Before any attempt, for example if the nodes do not match the roles.
+                rejected = isinstance(error, UserMistake)
                 state = replace(
-                    run.read_state(),
-                    status="failed",
-                    reason=str(error),
-                    ended=time.time(),
-                    rejected=isinstance(error, UserMistake),
+                    run.read_state(), status="failed", reason=str(error), ended=time.time(), rejected=rejected
                 )
                 state = with_restored_config(run, state)
                 held.check()  # the state belongs to a supervisor that has taken over meanwhile
                 run.write_state(state)
                 log.error("%s: %s", state.status, state.reason)
-    return state
-
-
-def _open(path: Path) -> RunDir:
-    run = RunDir.open(path)
-    require_trusted(run.path, "submit")
-    return run
+                return state
 
 
 def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
@@ -145,14 +131,13 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
     code = snapshot.code_state(run)
     cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
     uri = resolve_uri(config, env)
-    import_path = snapshot.import_path(code, run)
     box = rank_container(config, run, cwd=cwd, root=Path(code.root) if Path(code.root).is_dir() else cwd)
     for_ranks = env | rank_env(config)
     if box is not None:
         # Paths of the host's packages are not valid in the image.
         for_ranks["PYTHONPATH"] = rank_env(config).get("PYTHONPATH", "")
     environment = rank_environment(config, run, for_ranks)
-    import_path = [*import_path, *environment.import_path]
+    import_path = [*snapshot.import_path(code, run), *environment.import_path]
     require_torch(config, environment.env, on_slurm=True)
     launcher = SlurmLauncher(run, config, job, environment, import_path=import_path, cwd=cwd, box=box)
     for line in rank_table_lines(launcher.nodes.sized(config), launcher.nodes.used.by_component):
@@ -182,13 +167,11 @@ class SupervisedJob:
 
     @property
     def allocation(self) -> Allocation | None:
-        """Time limit of the ranks, if there is one."""
         end = self.current.end_time
         return Allocation(end - self.config.signal_lead_s, end) if end is not None else None
 
     @property
     def nodes(self) -> NodeChanges:
-        """Changes of the nodes between attempts."""
         return self.launcher.nodes
 
     def is_ending(self) -> bool:
@@ -205,29 +188,38 @@ class SupervisedJob:
 
     def end_or_requeue(self, state: State) -> State:
         """Requeue the job if the run continues that way. Returns the state to record."""
+        state = self._end_or_requeue(state)
+        log.info("%s", f"requeued: {state.reason}" if state.status == "queued" else state.sentence)
+        return state
+
+    def _end_or_requeue(self, state: State) -> State:
         cause = _stop_cause(self.run, state)
-        if cause == "preemption" and state.status in ("stopped", "failed") and self.current.is_requeued():
+        queued = replace(state, status="queued", ended=None)
+        if cause == "preemption" and state.status in ("stopped", "failed") and self._is_requeued():
             # Slurm has requeued the job itself. Ranks without time to save continue from the newest checkpoint.
-            return _log_end(replace(state, status="queued", ended=None))
+            return queued
         # There is no request if a node failed, or if Slurm's signal ahead of the time limit reached the ranks before
         # the supervisor's request.
         if state.status != "stopped" or cause not in (None, "time_limit"):
-            return _log_end(state)
+            return state
         if self.current.restart_count >= self.config.max_requeues:
             reason = f"{state.reason}; cluster.max_requeues={self.config.max_requeues} is reached"
-            return _log_end(replace(state, status="failed", reason=reason))
+            return replace(state, status="failed", reason=reason)
         try:
             self.current.requeue(exclude=self.launcher.avoid)
         except HpcdistError as error:
             # For example a batch script without `#SBATCH --requeue`. The checkpoint is saved.
             log.error("Slurm does not requeue the job; continue with `hpcdist resume %s`", self.run.name)
-            return _log_end(replace(state, reason=f"{state.reason}; Slurm does not requeue the job ({error})"))
-        return _log_end(replace(state, status="queued", ended=None))
+            return replace(state, reason=f"{state.reason}; Slurm does not requeue the job ({error})")
+        return queued
 
-
-def _log_end(state: State) -> State:
-    log.info("%s", f"requeued: {state.reason}" if state.status == "queued" else state.sentence)
-    return state
+    def _is_requeued(self) -> bool:
+        try:
+            return self.current.is_requeued()
+        except SlurmError as error:
+            # The state must be recorded. A job that Slurm has requeued nevertheless continues the run at its start.
+            log.warning("it is unknown whether Slurm has requeued the job: %s", error)
+            return False
 
 
 def _stop_cause(run: RunDir, state: State) -> Cause | None:
@@ -253,7 +245,6 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path, origin: Origin
     """Supervise a run in the current job; returns its last state.
 
     The run folder is created at the first start of the job and found by the job's id after a requeue.
-    Raises ConfigError outside of a job, RunFolderError if another run has the name.
     """
     try:
         job = CurrentJob.from_env(env)
@@ -268,7 +259,8 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path, origin: Origin
         config = replace(config, name=f"{create.label_of(config)}-job{job.id}")
     run = RunDir(Path(config.runs_dir) / config.experiment / config.name)
     if (read_record(run.slurm) or {}).get("job_id") != job.id:
-        if _is_incomplete(run, job.id):
+        # The job was killed while it created the folder, whose name is unique to the job.
+        if run.name.endswith(f"-job{job.id}") and run.path.is_dir() and not run.slurm.exists():
             shutil.rmtree(run.path)
         cluster = cluster_from_job(config.cluster, env, job.time_limit_min)
         if cluster.outlives_nodes and not _has_no_kill(job, env):
@@ -276,7 +268,16 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path, origin: Origin
                 "cluster.min_nodes and cluster.spare_nodes have no effect in this job once Slurm notices a failed node:"
                 " Slurm then kills the job, unless the batch script has `#SBATCH --no-kill`"
             )
-        run = _create(replace(config, cluster=cluster), cwd, job.id, origin)
+        config = replace(config, cluster=cluster)
+        create.check_trainer(config, cwd)
+        if problems := exposed_secrets(config):
+            raise ConfigError(problems)
+        try:
+            run = create.create_run(config, cwd, launcher="slurm", origin=origin)
+        except RunFolderError as error:
+            raise RunFolderError(f"{error} (or leave `name` out: then each job creates a new run)") from error
+        # Last: with this file the folder is complete, and a requeued job continues with it.
+        write_json(run.slurm, {"job_id": job.id}, durable=True)
     return supervise_job(str(run.path))
 
 
@@ -313,9 +314,9 @@ def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_
 
 
 def _has_no_kill(job: CurrentJob, env: Mapping[str, str]) -> bool:
-    """Return whether the job's script or environment requests `--no-kill`; True if Slurm does not return the script.
+    """Return whether the job's script or environment requests `--no-kill`, which Slurm does not show of a job.
 
-    Slurm does not show the flag of a job.
+    True if Slurm does not return the script.
     """
     if "SBATCH_NO_KILL" in env:
         return True
@@ -324,21 +325,3 @@ def _has_no_kill(job: CurrentJob, env: Mapping[str, str]) -> bool:
     except HpcdistError:
         return True
     return any(re.match(r"#SBATCH\b.*\s(--no-kill|-k)\b(?!=off)", line) for line in lines)
-
-
-def _is_incomplete(run: RunDir, job_id: str) -> bool:
-    """Return whether the job was killed while it created the folder. The folder's name is unique to the job."""
-    return run.name.endswith(f"-job{job_id}") and run.path.is_dir() and not (run.path / "slurm.json").exists()
-
-
-def _create(config: Config, cwd: Path, job_id: str, origin: Origin | None) -> RunDir:
-    create.check_trainer(config, cwd)
-    if problems := exposed_secrets(config):
-        raise ConfigError(problems)
-    try:
-        run = create.create_run(config, cwd, launcher="slurm", origin=origin)
-    except RunFolderError as error:
-        raise RunFolderError(f"{error} (or leave `name` out: then each job creates a new run)") from error
-    # Last: with this file the folder is complete, and a requeued job continues with it.
-    write_json(run.path / "slurm.json", {"job_id": job_id}, durable=True)
-    return run

@@ -5,10 +5,16 @@ environment on each node, and the end of steps that were left running.
 from __future__ import annotations
 
 import logging
+import os
+import re
+import select
+import signal
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from hpcdist.config.schema import Config, role_device
 from hpcdist.config.topology import Roles
@@ -16,18 +22,27 @@ from hpcdist.containers.spec import ContainerSpec
 from hpcdist.containers.steps import ContainerSteps, NoContainers
 from hpcdist.environments.rank_environment import RankEnvironment, prepare_nodes
 from hpcdist.errors import HpcdistError, PreflightError, TopologyError, UserMistake
+from hpcdist.host.commands import last_line
+from hpcdist.host.files import read_json
+from hpcdist.host.log_files import PIECE_BYTES, last_lines
 from hpcdist.host.nodelist import expand, expand_tasks
+from hpcdist.host.retry import retry
 from hpcdist.run.folder import Attempt, RunDir, require_same
 from hpcdist.run.records import NodeShare, Resources
 from hpcdist.slurm import client
 from hpcdist.slurm.components import allocations, assign_nodes, components, hosts_by_rank, is_het
-from hpcdist.slurm.current_job import CurrentJob, UnkillableSteps, end_orphaned_steps, running_steps
+from hpcdist.slurm.current_job import (
+    CurrentJob,
+    UnkillableSteps,
+    end_orphaned_steps,
+    running_steps,
+    signal_named_steps,
+)
 from hpcdist.slurm.job.elastic import ElasticNodes, FixedNodes, failing_node
 from hpcdist.slurm.job.node_parents import ParentSteps
 from hpcdist.slurm.job.node_ranks import ranks_on_nodes
 from hpcdist.slurm.job.preflight_step import Preflight
-from hpcdist.slurm.job.rank_step import RankStep
-from hpcdist.slurm.job.srun import PARENTS_STEP, STEP_NAMES, WATCHDOG_STEP, step_command
+from hpcdist.slurm.job.srun import PARENTS_STEP, STEP_NAMES, WATCHDOG_STEP, ended_tasks, step_command, step_name
 from hpcdist.slurm.job.watchdog import WatchdogStep
 from hpcdist.slurm.on_nodes import JobNodes, announced, ask, nodes_command
 from hpcdist.supervisor.launcher import Guard
@@ -38,6 +53,21 @@ log = logging.getLogger(__name__)
 NODE_ANSWER_S = 20.0
 #: How long a restarted controller may take to reach its nodes; until then it starts no step on them.
 REGISTRATION_S = 120.0
+
+#: Time for srun to end after its tasks are killed.
+END_STEP_S = 20.0
+#: Time for srun to end after rank 0 has reported the end of the run; then the nodes are asked for running ranks. The
+#: interval doubles each time, up to MAX_QUERY_INTERVAL_S.
+REPORTED_S = 20.0
+MAX_QUERY_INTERVAL_S = 600.0
+#: Number of lines to search backwards for one that is not empty.
+_LAST_LINES = 10
+#: A file of a rank in the attempt's folder: its log, which Slurm opens when it starts the rank, or one that it wrote.
+_FILE_OF_RANK = re.compile(r"\.?rank-(\d+)\.")
+#: Pause after a search through the attempt's folder, as a multiple of the search's duration.
+SEARCH_PAUSE = 50.0
+#: Coarsest resolution of a file system's time stamps.
+FOLDER_TICK_S = 2.0
 
 
 class SlurmLauncher:
@@ -90,12 +120,10 @@ class SlurmLauncher:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks of the running or next attempt."""
         return sum(part.num_ranks for part in components(self.nodes.sized(self._config)))
 
     @property
     def resources(self) -> Resources:
-        """The GPUs of the job, or its cores if it has none."""
         config = self.nodes.sized(self._config)
         return job_resources(config, self.nodes.used.by_component, self._env, self.nodes.idle)
 
@@ -125,8 +153,7 @@ class SlurmLauncher:
     def start(self, attempt: Attempt) -> RankStep:
         """Start all ranks, the first time after the preflight check.
 
-        Raises HpcdistError if the ranks' containers or environment cannot start on the nodes or an earlier step does
-        not end, PreflightError if the preflight check fails.
+        Raises HpcdistError, PreflightError if the preflight check fails.
         """
         try:
             return self._start(attempt)
@@ -183,14 +210,12 @@ class SlurmLauncher:
             cwd=self._cwd,
             # Without a hostfile the user may have set another --distribution.
             hosts=self._hosts if len(used.by_component) > 1 or used.chosen else (),
-            first_ranks=self._first_ranks() if self._het else {},
+            first_ranks={host: self._hosts.index(own[0]) for own in used.by_component for host in own}
+            if self._het
+            else {},
             # With pyxis in a heterogeneous job the rank opens its log itself, after its node has imported the image.
             shows_start=not (self._het and self._box is not None and self._box.runtime == "pyxis"),
         )
-
-    def _first_ranks(self) -> dict[str, int]:
-        """Return the first rank of the component that a host belongs to."""
-        return {host: self._hosts.index(own[0]) for own in self.nodes.used.by_component for host in own}
 
     def _check_nodes(self, attempt: Attempt) -> None:
         """Run the preflight check; leave out the nodes that fail it if enough others remain."""
@@ -204,12 +229,6 @@ class SlurmLauncher:
             self.avoid = self._preflight.avoid
             log.warning("%s; continuing without %s", error, ", ".join(blamed))
 
-    # The step of the ranks asks for these.
-
-    def end_ranks(self, attempt: Attempt) -> bool:
-        """Kill the ranks without Slurm if a node may be lost; return whether Slurm cannot end the attempt's step."""
-        return self.nodes.end_ranks(attempt)
-
     def running_ranks(self) -> set[int] | None:
         """Return the ranks of the run that run on any node; None if a node does not answer.
 
@@ -221,11 +240,9 @@ class SlurmLauncher:
         return set().union(*answers.values()) if answers.keys() == {*self.nodes.used.names} else None
 
     def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
-        """Run a command once on each node, outside of containers; see `Ranks.examine`."""
+        """See `Ranks.examine`; outside of containers."""
         step = nodes_command(self.nodes.used, command)
         self._guard.run(step, env=self._env, cwd=self._cwd, output=output, limit_s=limit_s, interrupted=interrupted)
-
-    # After a failure.
 
     def broken(self) -> str:
         """Return a sentence about nodes that do not answer or on which ranks fail repeatedly; empty without any.
@@ -239,33 +256,26 @@ class SlurmLauncher:
         try:
             # Without the controller Slurm starts no steps, and all nodes would seem to have failed.
             running_steps(retry_s=client.JOB_RETRY_S)
-            return self._lost_nodes() or self._unkillable_steps() or self._failing_node()
+            if lost := self._lost_nodes():
+                # Without an idle replacement it is better to wait until this node is back.
+                return f"lost {', '.join(lost)}" + self._avoid(lost, idle_only=True)
+            if (left := self._end_orphaned_steps()) is not None:
+                return left.reason + self._avoid(left.nodes)
+            blamed = failing_node(self._run, self.nodes.used.names)
+            if blamed and self._avoid([blamed]):
+                return f"ranks on {blamed} have failed twice in a row, and on no other node: avoided from now on"
         except HpcdistError as error:
             return str(error)
+        return ""
 
-    def _lost_nodes(self) -> str:
-        """Return a sentence about nodes that do not answer."""
+    def _lost_nodes(self) -> list[str]:
+        """Return the nodes that do not answer."""
         names, step = self.nodes.used.names, nodes_command(self.nodes.used, announced(["true"]))
         until = time.monotonic() + REGISTRATION_S
         # One of the nodes is this host, which is not lost: without any answer, the controller has started no step.
         while not (alive := ask(step, names, NODE_ANSWER_S, env=self._env).started) and time.monotonic() < until:
             time.sleep(1.0)
-        if lost := [node for node in names if node not in alive]:
-            # Without an idle replacement it is better to wait until this node is back.
-            return f"lost {', '.join(lost)}" + self._avoid(lost, idle_only=True)
-        return ""
-
-    def _unkillable_steps(self) -> str:
-        """Return a sentence about a step that does not end and keeps the processors of the next one."""
-        left = self._end_orphaned_steps()
-        return "" if left is None else left.reason + self._avoid(left.nodes)
-
-    def _failing_node(self) -> str:
-        """Return a sentence about a node on which ranks fail repeatedly, if the partition can replace it."""
-        blamed = failing_node(self._run, self.nodes.used.names)
-        if blamed and self._avoid([blamed]):
-            return f"ranks on {blamed} have failed twice in a row, and on no other node: avoided from now on"
-        return ""
+        return [node for node in names if node not in alive]
 
     def _avoid(self, nodes: Sequence[str], *, idle_only: bool = False) -> str:
         """Set `avoid` if the partition can replace the nodes; return the end of a sentence about it, or ""."""
@@ -277,7 +287,6 @@ class SlurmLauncher:
         return ", avoided from now on" if self.avoid else ""
 
     def _end_orphaned_steps(self, *names: str) -> UnkillableSteps | None:
-        """End steps of earlier attempts; returns the steps that do not end, with the nodes that have rebooted."""
         left = end_orphaned_steps((*STEP_NAMES, *names), self._kill_ranks, self.nodes.abandoned)
         if left is None or left.nodes:
             return left
@@ -288,9 +297,213 @@ class SlurmLauncher:
         return left._replace(reason=left.reason + f" ({', '.join(rebooted)} has rebooted)" * bool(rebooted))
 
     def _kill_ranks(self) -> list[str]:
-        """Kill the run's ranks on all nodes without Slurm; returns the nodes on which ranks may have survived."""
         answers = ranks_on_nodes(self._run, "kill", self.nodes.used, self._env)
         return [node for node in self.nodes.used.names if answers.get(node) != []]
+
+
+class RankStep:
+    """The ranks of one attempt, as one srun process.
+
+    A poll without news costs two system calls: srun's messages are read from the last position, and outcome files are
+    searched only after the attempt's folder has changed.
+
+    Args:
+        hosts: the planned host of each rank, if it is known.
+        first_ranks: see `ended_tasks`.
+        shows_start: whether Slurm opens each rank's log when it launches the task.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        num_ranks: int,
+        attempt: Attempt,
+        guard: Guard,
+        launcher: SlurmLauncher,
+        containers: NoContainers,
+        *,
+        cwd: Path,
+        hosts: Sequence[str] = (),
+        first_ranks: Mapping[str, int] | None = None,
+        shows_start: bool = True,
+    ) -> None:
+        self._launcher = launcher
+        self._shows_start = shows_start
+        self._next_query: float | None = None
+        self._query_interval_s = REPORTED_S
+        self._planned_hosts = hosts
+        self._first_ranks = first_ranks
+        self._num_ranks = num_ranks
+        self._attempt = attempt
+        self._containers = containers
+        self._guard = guard
+        self.exits: dict[int, int] = {}
+        self._running = list(range(num_ranks))
+        self._hosts: dict[int, str] = {}
+        self._unread = b""
+        self._folder_time: int | None = None
+        self._changed_at = 0.0
+        self._search_again = True
+        self._next_search = 0.0
+        self._reported: set[int] = set()
+        self._is_away = False
+        self._num_read = 0
+        self._messages = messages = attempt.path / "srun.log"
+        # Opened before srun starts: an error here would leave srun running.
+        self._log: IO[bytes] = retry(lambda: open(messages, "a+b"), messages)  # noqa: SIM115  # closed with the step
+        try:
+            self._process = guard.start(command, env=env, cwd=cwd, output=messages)
+        except BaseException:
+            self._log.close()
+            raise
+        self._log.seek(0)
+        self._descriptor = os.pidfd_open(self._process.pid)
+
+    @property
+    def running(self) -> list[int]:
+        if len(self._running) != self._num_ranks - len(self.exits):
+            self._running = [rank for rank in range(self._num_ranks) if rank not in self.exits]
+        return self._running
+
+    def host_of(self, rank: int) -> str:
+        """Return the host from srun's messages or the heartbeat; before these the planned host, or the allocation."""
+        planned = self._planned_hosts[rank] if self._planned_hosts else os.environ["SLURM_JOB_NODELIST"]
+        beat = read_json(self._attempt.beat(rank)) or {}
+        return str(self._hosts.get(rank) or beat.get("host") or planned)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the step has ended or the time is over.
+
+        srun waits for the tasks of a failed node, so messages and outcome files are evaluated before it ends.
+        """
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        ended = bool(poll.poll(timeout_s * 1000))
+        if not ended:
+            try:
+                self._poll(ended=False)
+            except OSError as error:
+                if not self._is_away:
+                    log.warning("%s: %s; the ranks continue", error.filename or self._messages, error.strerror)
+                self._is_away = True
+            if self._next_query is not None and time.monotonic() > self._next_query:
+                self._query_running_ranks()
+        else:
+            retry(lambda: self._poll(ended=True), self._attempt.path)
+            code = self._process.wait()
+            if code != 0 and not any(self.exits.values()):
+                self.exits.setdefault(0, code)
+            for rank in self.running:
+                self.exits[rank] = 0
+
+    def _query_running_ranks(self) -> None:
+        """Count ranks as ended if none runs on any node: srun waits forever for the tasks of a killed slurmstepd."""
+        if self._launcher.running_ranks() == set():
+            log.warning("srun waits for ranks that have ended: their slurmstepd has probably been killed")
+            for rank in self.running:
+                self.exits[rank] = 0
+        self._query_interval_s = min(2 * self._query_interval_s, MAX_QUERY_INTERVAL_S)
+        self._next_query = time.monotonic() + self._query_interval_s
+
+    def absent(self) -> list[int]:
+        """Return the ranks without any file in the attempt's folder."""
+        if not self._shows_start:
+            return []
+        # Listing the folder refreshes a network file system's cache; opening a single file does not.
+        names = retry(lambda: os.listdir(self._attempt.path), self._attempt.path)
+        matches = (_FILE_OF_RANK.match(name) for name in names)
+        started = {int(match[1]) for match in matches if match}
+        return [rank for rank in range(self._num_ranks) if rank not in started]
+
+    def last_message(self) -> str:
+        lines = retry(lambda: last_lines(self._messages, _LAST_LINES), self._messages)
+        return last_line("\n".join(text for _, text in lines)) or "no output of srun"
+
+    def _poll(self, *, ended: bool) -> None:
+        self._read_messages(to_the_end=ended)
+        self._find_failures(in_any_case=ended)
+        if self._is_away:
+            log.warning("%s is available again", self._attempt.path)
+        self._is_away = False
+
+    def _read_messages(self, *, to_the_end: bool) -> None:
+        """Evaluate srun's messages since the last call, complete lines only."""
+        while True:
+            try:
+                data = self._log.read(PIECE_BYTES)
+            except OSError:
+                # A stale file handle stays stale.
+                reopened = open(self._messages, "rb")  # noqa: SIM115  # closed with the step
+                reopened.seek(self._num_read)
+                self._log = reopened
+                raise
+            if not data:
+                break
+            self._num_read += len(data)
+            *whole, rest = (self._unread + data).split(b"\n")
+            # Messages of srun are short; longer lines may be cut.
+            self._unread = rest[-PIECE_BYTES:]
+            self._count_exits(b"\n".join(whole))
+        if to_the_end:
+            self._count_exits(self._unread)
+            self._unread = b""
+
+    def _count_exits(self, text: bytes) -> None:
+        for rank, (host, code) in ended_tasks(text.decode(errors="replace"), self._first_ranks).items():
+            self._hosts.setdefault(rank, host)
+            if rank not in self.exits:
+                code = self._containers.exit_code(self._attempt, rank, host, code)
+            self.exits.setdefault(rank, code)
+
+    def _find_failures(self, *, in_any_case: bool) -> None:
+        """Count ranks that have reported a failure; each outcome file is read once."""
+        began = time.monotonic()
+        changed = os.stat(self._attempt.path).st_mtime_ns
+        if changed != self._folder_time:
+            self._folder_time, self._changed_at, self._search_again = changed, began, True
+        if not in_any_case and (not self._search_again or began < self._next_search):
+            return
+        # A further change within the resolution of the folder's time stamp does not change the time stamp.
+        self._search_again = began < self._changed_at + FOLDER_TICK_S
+        outcomes = self._attempt.outcomes(skip=self._reported)
+        self._reported |= outcomes.keys()
+        for rank, outcome in sorted(outcomes.items(), key=lambda item: float(item[1]["time"])):
+            if outcome["outcome"] in ("failed", "rejected"):
+                self.exits.setdefault(rank, 2 if outcome["outcome"] == "rejected" else 1)
+            elif rank == 0:
+                self._next_query = began + self._query_interval_s
+        for rank, code in self._containers.reported_exits(self._attempt, skip=self.exits).items():
+            self.exits.setdefault(rank, code)
+        # While thousands of ranks create their files the folder changes all the time.
+        now = time.monotonic()
+        self._next_search = now + SEARCH_PAUSE * (now - began)
+
+    def signal(self, number: signal.Signals) -> None:
+        signal_named_steps(step_name(self._attempt), number.name.removeprefix("SIG"))
+
+    def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
+        self._launcher.examine(command, output=output, limit_s=limit_s, interrupted=interrupted)
+
+    def close(self) -> None:
+        """End the step on every node that answers, and srun with it."""
+        failed = self._process.poll() is None or any(self.exits.values())
+        left = failed and self._launcher.nodes.end_ranks(self._attempt)
+        if self._process.poll() is None:
+            if left:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            # Killing srun alone would leave its tasks running.
+            elif not signal_named_steps(step_name(self._attempt), "KILL"):
+                self._process.terminate()  # the step has not been created, or the controller does not answer
+            try:
+                self._process.wait(END_STEP_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        self._containers.clean_up(self._attempt, failed=failed)
+        self._guard.forget(self._process.pid)
+        self._log.close()
+        os.close(self._descriptor)
 
 
 # The GPUs or cores that a job's ranks use, by node. Pure functions.
@@ -309,7 +522,13 @@ def job_resources(
     hosts, roles = hosts_by_rank(parts, nodes), Roles.of(config.roles, sum(part.num_ranks for part in parts))
     own = {host: part for part, names in zip(parts, nodes, strict=True) for host in names}
     own |= dict.fromkeys(idle, parts[0])
-    use_gpus, cores = any(part.gpus_per_node for part in parts), _cores_by_node(env)
+    use_gpus = any(part.gpus_per_node for part in parts)
+    cores: dict[str, int] = {}
+    for suffix in ("", *(f"_HET_GROUP_{index}" for index in range(int(env.get("SLURM_HET_SIZE") or 0)))):
+        own_nodes, counts = (env.get(f"SLURM_JOB_{name}{suffix}", "") for name in ("NODELIST", "CPUS_PER_NODE"))
+        if own_nodes and counts:
+            with suppress(TopologyError):
+                cores |= dict(zip(expand(own_nodes), expand_tasks(counts), strict=False))
     whole = None if is_het(config) else allocations(config)[0]
     ranks: dict[str, list[int]] = {host: [] for host in own}
     for rank, host in enumerate(hosts):
@@ -325,20 +544,6 @@ def job_resources(
         share = min(each, allocated / max(1, len(ranks[host])))
         shares[host] = NodeShare(allocated=allocated, share=share, ranks=ranks[host])
     return Resources(unit="GPU" if use_gpus else "core", nodes=shares, idle=tuple(idle))
-
-
-def _cores_by_node(env: Mapping[str, str]) -> dict[str, int]:
-    """Return the allocated cores of each node, from the variables of a plain or a heterogeneous job."""
-    found: dict[str, int] = {}
-    for suffix in ("", *(f"_HET_GROUP_{index}" for index in range(int(env.get("SLURM_HET_SIZE") or 0)))):
-        names, counts = (env.get(f"SLURM_JOB_{name}{suffix}", "") for name in ("NODELIST", "CPUS_PER_NODE"))
-        if names and counts:
-            with suppress(TopologyError):
-                found |= dict(zip(expand(names), expand_tasks(counts), strict=False))
-    return found
-
-
-# Names of a job's nodes, by component.
 
 
 def nodes_of(config: Config, env: Mapping[str, str]) -> list[tuple[str, ...]]:

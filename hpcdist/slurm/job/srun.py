@@ -1,7 +1,9 @@
-"""Command lines of srun for all steps of a job. Pure functions."""
+"""Command lines of srun for all steps of a job, and srun's messages about their tasks. Pure functions."""
 
 from __future__ import annotations
 
+import re
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,10 +12,11 @@ from typing import Any
 
 from hpcdist.config.launch_schema import ClusterConfig
 from hpcdist.config.schema import Config
+from hpcdist.config.written import secret_keys
 from hpcdist.containers.spec import CONTAINERS_STEP, IGNORE_USR2, ContainerSpec, container_command
+from hpcdist.host.nodelist import expand
 from hpcdist.run.folder import Attempt
 from hpcdist.slurm.components import JobComponent, allocations, component_cluster, components, is_het
-from hpcdist.slurm.flags import option_value
 from hpcdist.slurm.on_nodes import NODES_STEP, JobNodes, srun_words, task_words
 from hpcdist.supervisor.plan import processor_env
 
@@ -50,7 +53,10 @@ def step_command(
     cluster = component_cluster(config.cluster, whole)
     if len(parts) == 1:
         return srun_command(cluster, attempt, command, box, chosen, overlap=overlap)
-    return _placed_command(cluster, sum(part.num_ranks for part in parts), attempt, command, box)
+    # The file that SLURM_HOSTFILE names has the node of each rank.
+    flags = {**_flags(cluster, attempt), "nodes": None, "ntasks-per-node": None}
+    flags |= {"ntasks": sum(part.num_ranks for part in parts), "distribution": "arbitrary"}
+    return ["srun", *srun_words(flags), *_rank_words(attempt, command, box)]
 
 
 def srun_command(
@@ -90,7 +96,11 @@ def _het_command(
         for name in ("output", "open-mode"):
             if name not in config.cluster.srun:
                 del flags[name]
-        env = _env_words(base, rank_env(config, part))
+        # srun has one environment for all components.
+        wanted = rank_env(config, part)
+        unset = [word for name in sorted(base.keys() - wanted.keys()) for word in ("-u", name)]
+        changed = [f"{name}={value}" for name, value in wanted.items() if base.get(name) != value]
+        env = ["env", *unset, *changed] if unset or changed else []
         words += [":"] * (index > 0) + [f"--het-group={index}", *srun_words(flags)]
         if box is None:
             words += ["sh", "-c", _RANK_WITH_LOG, str(attempt.path), *env, *command]
@@ -98,22 +108,6 @@ def _het_command(
             contained = container_command(_box_of(part, box), command, attempt)
             words += [*contained.srun_flags, "sh", "-c", _WITH_LOG, str(attempt.path), *env, *contained.argv]
     return words
-
-
-def _env_words(base: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
-    """Return an `env` command that changes one environment into another: srun has one for all components."""
-    unset = [word for name in sorted(base.keys() - wanted.keys()) for word in ("-u", name)]
-    changed = [f"{name}={value}" for name, value in wanted.items() if base.get(name) != value]
-    return ["env", *unset, *changed] if unset or changed else []
-
-
-def _placed_command(
-    cluster: ClusterConfig, num_ranks: int, attempt: Attempt, command: Sequence[str], box: ContainerSpec | None
-) -> list[str]:
-    """Return the step with the node of each rank in the file that SLURM_HOSTFILE names."""
-    flags = {**_flags(cluster, attempt), "nodes": None, "ntasks-per-node": None}
-    flags |= {"ntasks": num_ranks, "distribution": "arbitrary"}
-    return ["srun", *srun_words(flags), *_rank_words(attempt, command, box)]
 
 
 def _flags(cluster: ClusterConfig, attempt: Attempt) -> dict[str, Any]:
@@ -134,7 +128,6 @@ def _flags(cluster: ClusterConfig, attempt: Attempt) -> dict[str, Any]:
 
 
 def step_name(attempt: Attempt) -> str:
-    """Return the name of an attempt's step."""
     return f"attempt-{attempt.number:03d}"
 
 
@@ -210,3 +203,53 @@ def preflight_command(
 def _box_of(part: JobComponent, box: ContainerSpec) -> ContainerSpec:
     """Return the container of a component's ranks: GPUs are passed only where they were requested."""
     return box if part.gpus_per_node else replace(box, gpus="")
+
+
+def option_value(value: str) -> str | bool | None:
+    """Return the value of an option: True (no value) for `true`, None (leave the option out) for `false`."""
+    return {"true": True, "false": None}.get(value.lower(), value)
+
+
+def exposed_secrets(config: Config) -> list[str]:
+    """Return a problem for each secret that would be part of the batch script or of a command line."""
+    keys = [path for path in secret_keys(config) if path[0] in ("cluster", "container") and path[1] != "env"]
+    return [
+        f"{'.'.join(key)} holds a secret, which other users could read in the batch script or on a command line:"
+        f" pass it as an environment variable, such as cluster.env.MY_TOKEN='${{oc.env:MY_TOKEN}}'"
+        for key in keys
+    ]
+
+
+# The messages of srun.
+
+#: `srun: error: n2: tasks 2-3: Killed`, `srun: error: n1: task 0: Exited with exit code 1`
+_TASK_ENDED = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\-]+): (?P<how>.+)")
+_EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
+_SIGNALS = {
+    "Killed": signal.SIGKILL,
+    "Out Of Memory": signal.SIGKILL,
+    "Terminated": signal.SIGTERM,
+    "Segmentation fault": signal.SIGSEGV,
+    "Aborted": signal.SIGABRT,
+    "Bus error": signal.SIGBUS,
+    "Alarm clock": signal.SIGALRM,
+    "User defined signal 2": signal.SIGUSR2,
+}
+
+
+def ended_tasks(messages: str, first_ranks: Mapping[str, int] | None = None) -> dict[int, tuple[str, int]]:
+    """Return host and exit code (negative: signal) of each task that srun reports as failed, in the order of reports.
+
+    Args:
+        first_ranks: first rank of the component of each host; srun numbers the tasks of each component from 0.
+    """
+    found: dict[int, tuple[str, int]] = {}
+    for match in _TASK_ENDED.finditer(messages):
+        how = match["how"].strip()
+        code = _EXIT_CODE.match(how)
+        number = next((value for name, value in _SIGNALS.items() if how.startswith(name)), None)
+        value = int(code[1]) if code else -number if number is not None else 1
+        for task in expand(f"t[{match['ranks']}]"):
+            rank = int(task[1:]) + (first_ranks or {}).get(match["host"], 0)
+            found.setdefault(rank, (match["host"], value))
+    return found

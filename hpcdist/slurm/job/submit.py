@@ -27,9 +27,8 @@ from hpcdist.run.snapshot import git_root
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.components import allocations, component_cluster, is_het
-from hpcdist.slurm.flags import option_value
 from hpcdist.slurm.job.node_parents import obstacle_to_fork, planned_commands
-from hpcdist.slurm.job.srun import step_command
+from hpcdist.slurm.job.srun import option_value, step_command
 from hpcdist.slurm.job.submitit_entry import supervise_in_job
 from hpcdist.supervisor.plan import rank_command
 

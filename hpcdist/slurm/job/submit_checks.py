@@ -8,7 +8,7 @@ import grp
 import os
 import pwd
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +24,10 @@ from hpcdist.host.nodelist import expand
 from hpcdist.host.storage import IN_MEMORY, LOCAL, PRIVATE, file_system
 from hpcdist.run import create
 from hpcdist.slurm import client
-from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.client import SlurmError, option_error
 from hpcdist.slurm.components import allocations, component_cluster
-from hpcdist.slurm.flags import conflicting_flags, exposed_secrets, rejected_flags
 from hpcdist.slurm.job import submit
+from hpcdist.slurm.job.srun import exposed_secrets, option_value
 from hpcdist.slurm.output import Partition, count_nodes, parse_memory_mb, parse_minutes
 
 #: A site's default memory below this, per rank, is reported: importing torch takes half of it.
@@ -191,6 +191,105 @@ def runs_dir_problems(
         f"runs_dir={runs_dir} is on {file_system}, a file system of this machine: the nodes must see it under the same"
         " path; if they do, set cluster.shared_runs=true"
     ]
+
+
+# Additional flags of sbatch and srun (`cluster.sbatch`, `cluster.srun`).
+
+_NUM_TASKS = "cluster.nodes and cluster.tasks_per_node"
+#: Flags that hpcdist sets from a key of the config, with that key.
+_SBATCH_KEYS = {
+    "job-name": "name",
+    "time": "cluster.time_limit_min",
+    "nodes": "cluster.nodes",
+    "ntasks": _NUM_TASKS,
+    "ntasks-per-node": "cluster.tasks_per_node",
+    "cpus-per-task": "cluster.cpus_per_task",
+    "gpus-per-node": "cluster.gpus_per_node",
+    "gpus": "cluster.gpus_per_node",
+    "partition": "cluster.partition",
+    "account": "cluster.account",
+    "qos": "cluster.qos",
+    "mem": "cluster.mem",
+    "constraint": "cluster.constraint",
+    "exclude": "cluster.exclude",
+    "signal": "cluster.signal_lead_s",
+    "no-requeue": "cluster.max_requeues=0",
+    "no-kill": "cluster.min_nodes or cluster.spare_nodes",
+    "mincpus": "cluster.cpus_per_task",
+}
+#: Flags that hpcdist sets itself.
+_SBATCH_RESERVED = (
+    "array",
+    "chdir",
+    "error",
+    "input",
+    "open-mode",
+    "output",
+    "parsable",
+    "requeue",
+    "test-only",
+    "wait",
+    "wrap",
+)
+_SRUN_KEYS = {
+    "nodes": "cluster.nodes",
+    "ntasks": _NUM_TASKS,
+    "ntasks-per-node": "cluster.tasks_per_node",
+    "cpus-per-task": "cluster.cpus_per_task",
+    "gpus-per-node": "cluster.gpus_per_node",
+}
+_SRUN_RESERVED = (
+    "error",
+    "input",
+    "job-name",
+    "kill-on-bad-exit",
+    "multi-prog",
+    "open-mode",
+    "output",
+    "pty",
+    "test-only",
+)
+
+
+def conflicting_flags(cluster: ClusterConfig) -> list[str]:
+    """Return a problem for each flag that another key of the config or hpcdist itself sets."""
+    # hpcdist sets these only for a run that may lose nodes, or with a range of nodes.
+    is_set = {"no-kill": cluster.outlives_nodes, "mincpus": cluster.fewest_nodes < cluster.nodes}
+    return [
+        f"cluster.{program}.{flag}{problem}"
+        for program, flags in (("sbatch", cluster.sbatch), ("srun", cluster.srun))
+        for flag in flags
+        if (problem := _conflict(program, flag)) and (program != "sbatch" or is_set.get(flag.replace("_", "-"), True))
+    ]
+
+
+def _conflict(program: str, flag: str) -> str:
+    name = flag.replace("_", "-")
+    if name.startswith("-") or len(name) == 1:
+        return ": write the flag's long name without dashes, such as mail-type"
+    keys, reserved = (_SBATCH_KEYS, _SBATCH_RESERVED) if program == "sbatch" else (_SRUN_KEYS, _SRUN_RESERVED)
+    if name in keys:
+        return f" repeats a key of the config: use {keys[name]}"
+    return f": hpcdist sets --{name} itself: remove it" if name in reserved else ""
+
+
+def rejected_flags(program: str, flags: Mapping[str, str], options: Collection[str] = ()) -> list[str]:
+    """Return a problem for each flag that sbatch or srun does not know or cannot parse. Does not ask the controller.
+
+    Args:
+        options: flags that are options of the `hpcdist` command, not keys of the config.
+    """
+    values = {flag: option_value(value) for flag, value in flags.items() if not _conflict(program, flag)}
+    given = {flag: value for flag, value in values.items() if value is not None}
+    if not given or option_error(program, given) is None:
+        return []
+    found = []
+    for flag, value in given.items():
+        if (error := option_error(program, {flag: value})) is not None:
+            source = f"--{flag} {flags[flag]}" if flag in options else f"cluster.{program}.{flag}={flags[flag]}"
+            reason = "has no such flag" if "unrecognized option" in error else f"rejects it: {error}"
+            found.append(f"{source}: {program} {reason}")
+    return found
 
 
 # The checks of a submission.

@@ -40,7 +40,7 @@ from hpcdist.config.written import (
 )
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.run.sweeps import make_sweep
-from hpcdist.slurm.flags import exposed_secrets
+from hpcdist.slurm.job.srun import exposed_secrets
 
 SECRET_NAMES = """
     token TOKEN hf_token HfToken accessToken apitoken auth_token HF-TOKEN team.token token2

@@ -34,7 +34,7 @@ class FakeJob:
     """A job that records its requeues."""
 
     def __init__(
-        self, restart_count: int = 0, *, requeued: bool = False, error: str = "", ending: bool | None = False
+        self, restart_count: int = 0, *, requeued: bool | None = False, error: str = "", ending: bool | None = False
     ) -> None:
         self.id = "41"
         self.end_time: float | None = None
@@ -45,6 +45,8 @@ class FakeJob:
         self._ending = ending
 
     def is_requeued(self) -> bool:
+        if self._requeued is None:
+            raise SlurmError("scontrol did not answer within 60 s")
         return self._requeued
 
     def is_ending(self) -> bool:
@@ -94,6 +96,7 @@ def after(
         # Slurm has requeued the job, or has cancelled it.
         ({"requeued": True}, "stopped", "preemption", (), "queued", []),
         ({"requeued": True}, "failed", "preemption", (), "queued", []),
+        ({"requeued": None}, "stopped", "preemption", (), "stopped", []),
         ({}, "stopped", "preemption", ("n2",), "stopped", []),
         # There is no request if Slurm's own signal ahead of the time limit came first, or if a node failed.
         ({}, "stopped", "time_limit", (), "queued", [[]]),

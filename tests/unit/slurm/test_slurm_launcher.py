@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -24,10 +25,10 @@ from hpcdist.host.files import write_json
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.slurm import client, current_job
 from hpcdist.slurm.current_job import CurrentJob
-from hpcdist.slurm.job import rank_step
-from hpcdist.slurm.job.launcher import SlurmLauncher, nodes_of
+from hpcdist.slurm.job import launcher
+from hpcdist.slurm.job.launcher import RankStep, SlurmLauncher, nodes_of
 from hpcdist.slurm.job.preflight_step import Preflight
-from hpcdist.slurm.job.rank_step import RankStep, ended_tasks
+from hpcdist.slurm.job.srun import ended_tasks
 from hpcdist.slurm.on_nodes import answer_lines
 from hpcdist.supervisor.launcher import Guard
 from hpcdist.supervisor.restart_policy import Failure, first_failure
@@ -66,22 +67,6 @@ def test_nodes_by_component(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the ranks of a step
 
 
-class Nodes:
-    """The nodes of a step; `ranks` are the answers to queries for running ranks."""
-
-    def __init__(self) -> None:
-        self.ranks: list[set[int] | None] = []
-
-    def end_ranks(self, attempt: Attempt) -> bool:
-        return False
-
-    def running_ranks(self) -> set[int] | None:
-        return self.ranks.pop(0)
-
-    def examine(self, command: Sequence[str], **_: object) -> None:
-        raise AssertionError(command)
-
-
 class Step:
     """Four ranks under a fake srun, which prints the text that the test sends and then ends with exit code 1."""
 
@@ -90,10 +75,11 @@ class Step:
         pipe = attempt.path.parent / "messages"
         os.mkfifo(pipe)
         command = ["sh", "-c", f"cat '{pipe}'; exit 1"]
-        self.nodes = Nodes()
-        self.ranks = RankStep(
-            command, dict(os.environ), 4, attempt, guard, self.nodes, NoContainers(), cwd=attempt.path
-        )
+        #: The answers to queries for running ranks.
+        self.answers: list[set[int] | None] = []
+        nodes = SimpleNamespace(end_ranks=lambda _: False)
+        launcher = cast(SlurmLauncher, SimpleNamespace(nodes=nodes, running_ranks=lambda: self.answers.pop(0)))
+        self.ranks = RankStep(command, os.environ, 4, attempt, guard, launcher, NoContainers(), cwd=attempt.path)
         self._pipe: int | None = os.open(pipe, os.O_WRONLY)
 
     def print(self, text: str) -> None:
@@ -120,7 +106,7 @@ class Step:
 @pytest.fixture
 def step(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Step]:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    monkeypatch.setattr(rank_step, "SEARCH_PAUSE", 0.0)
+    monkeypatch.setattr(launcher, "SEARCH_PAUSE", 0.0)
     guard = Guard()
     step = Step(RunDir.create(runs_dir / "exp" / "run").new_attempt(), guard)
     yield step
@@ -182,7 +168,7 @@ def test_each_report_is_read_once(step: Step, searches: list[set[int]]) -> None:
 def test_unchanged_folder_is_not_searched(
     step: Step, searches: list[set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_step, "FOLDER_TICK_S", 0.0)
+    monkeypatch.setattr(launcher, "FOLDER_TICK_S", 0.0)
     step.ranks.wait(0)
     searches.clear()
     for _ in range(20):
@@ -208,7 +194,7 @@ def test_slow_search_is_not_repeated_at_once(
 ) -> None:
     step.ranks.wait(0)
     searches.clear()
-    monkeypatch.setattr(rank_step, "SEARCH_PAUSE", 1e9)
+    monkeypatch.setattr(launcher, "SEARCH_PAUSE", 1e9)
     for rank in range(1, 4):
         step.report(rank, "failed")
         step.ranks.wait(0)
@@ -248,7 +234,7 @@ def test_nodes_are_queried_for_running_ranks_after_rank_0_has_ended(
     step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step.ranks, "_query_interval_s", 0.0)
-    answers = step.nodes.ranks = [None, {2}, set()]
+    answers = step.answers = [None, {2}, set()]
     step.ranks.wait(0)
     step.report(2, "done")
     step.ranks.wait(0.01)

@@ -21,14 +21,16 @@ from hpcdist.config.schema import Config, DataConfig, TrainerConfig
 from hpcdist.errors import ConfigError, UserMistake
 from hpcdist.host.files import write_json
 from hpcdist.run.folder import RunDir
-from hpcdist.slurm.flags import conflicting_flags, option_value, rejected_flags
 from hpcdist.slurm.job import submit, submit_checks
+from hpcdist.slurm.job.srun import option_value
 from hpcdist.slurm.job.submit_checks import (
     Findings,
     check_config,
     check_partitions,
     check_submission,
+    conflicting_flags,
     longest_save,
+    rejected_flags,
     requested_partitions,
     runs_dir_problems,
 )
