@@ -156,7 +156,7 @@ def doctor(device: str, folder: Path) -> bool:
 
 def preflight(device: str, folder: Path) -> bool:
     """Print what preflight reads on a node: versions, GPUs, memory and limits."""
-    from hpcdist.slurm.preflight.probe import read_machine
+    from hpcdist.slurm.preflight_probe import read_machine
 
     del folder
     began = time.monotonic()

@@ -33,17 +33,17 @@ def waiting_reasons() -> str:
 
 
 def preflight_findings() -> str:
-    return _findings(PACKAGE / "slurm" / "preflight")
+    return _findings(PACKAGE / "slurm", "preflight_*.py")
 
 
 def doctor_findings() -> str:
-    return _findings(PACKAGE / "checks")
+    return _findings(PACKAGE / "checks", "*.py")
 
 
-def _findings(folder: Path) -> str:
+def _findings(folder: Path, pattern: str) -> str:
     """Return the findings that the modules in a folder create, without those of level `ok`."""
     rows = []
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted(folder.glob(pattern)):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or ast.unparse(node.func) not in FUNCTIONS:

@@ -37,8 +37,8 @@ from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.on_nodes import ask, task_words
 from hpcdist.slurm.output import NodeState
-from hpcdist.slurm.preflight.node_checks import check_nodes
-from hpcdist.slurm.preflight.probe import ProbeRequest, probe_command, probe_env, witness_in
+from hpcdist.slurm.preflight_checks import check_nodes
+from hpcdist.slurm.preflight_probe import ProbeRequest, probe_command, probe_env, witness_in
 from hpcdist.tracking.uri import sqlite_path
 
 # Sections of the report: each runs in its own thread, and a timeout becomes a warning of the report.

@@ -28,7 +28,7 @@ from hpcdist.run.sweeps import SweepDir
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.on_nodes import answer_lines, read_answers
-from hpcdist.slurm.preflight.mesh import Link, UnknownPeerError
+from hpcdist.slurm.preflight_probe import Link, UnknownPeerError
 from hpcdist.tracking.journal import read_records
 
 DEEP = "[" * 3000  # beyond the recursion limit

@@ -25,7 +25,7 @@ errors
 host
 config devcluster
 slurm
-run slurm.preflight
+run
 checkpoint containers environments review
 tracking
 rank
@@ -239,7 +239,8 @@ def test_a_job_is_submitted_before_the_imports_of_its_display() -> None:
         "tracking.journal",
         "supervisor.restart_policy",
         "supervisor.local",
-        "slurm.preflight",
+        "slurm.preflight_probe",
+        "slurm.preflight_checks",
     ],
 )
 def test_packages_that_need_the_standard_library_alone(package: str) -> None:

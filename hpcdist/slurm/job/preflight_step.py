@@ -1,6 +1,6 @@
 """The preflight check of a job's nodes, as one srun step before the ranks, and its consequences.
 
-It runs at each start of a job with more than one node. `hpcdist.slurm.preflight` defines the checks; this module runs
+It runs at each start of a job with more than one node. `slurm/preflight_checks.py` defines the checks; this module runs
 them on the nodes, in the ranks' containers if there are any, and decides whether the ranks start.
 """
 
@@ -27,8 +27,8 @@ from hpcdist.slurm.components import components
 from hpcdist.slurm.current_job import CurrentJob, signal_named_steps
 from hpcdist.slurm.job.srun import PREFLIGHT_STEP, preflight_command
 from hpcdist.slurm.on_nodes import Answers, JobNodes, ask, lines_of_task
-from hpcdist.slurm.preflight.node_checks import check_nodes
-from hpcdist.slurm.preflight.probe import ProbeRequest, probe_command, probe_env, witness_in
+from hpcdist.slurm.preflight_checks import check_nodes
+from hpcdist.slurm.preflight_probe import ProbeRequest, probe_command, probe_env, witness_in
 
 log = logging.getLogger(__name__)
 #: Time limit for the start of the step and its containers and for the checks, in addition to the time in which nodes

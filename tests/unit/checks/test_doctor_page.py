@@ -35,7 +35,7 @@ from hpcdist.slurm import client, on_nodes
 from hpcdist.slurm.client import JobSnapshot, SlurmError
 from hpcdist.slurm.on_nodes import answer_lines
 from hpcdist.slurm.output import JobInfo, parse_node_states, parse_partitions, parse_settings
-from hpcdist.slurm.preflight.probe import ProbeRequest
+from hpcdist.slurm.preflight_probe import ProbeRequest
 
 # --- The concurrent sections of `hpcdist doctor` and of the rendered report
 

@@ -24,7 +24,7 @@ from hpcdist.slurm.job import preflight_step
 from hpcdist.slurm.job.preflight_step import Preflight, loaders, newest_checkpoint_bytes
 from hpcdist.slurm.job.srun import preflight_command
 from hpcdist.slurm.on_nodes import JobNodes
-from hpcdist.slurm.preflight.probe import ProbeRequest
+from hpcdist.slurm.preflight_probe import ProbeRequest
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -201,11 +201,9 @@ def test_failures_after_a_stop_request_are_ignored(scene: Scene) -> None:
 
 
 def test_missing_answer_is_requested_twice_and_reported_with_the_error(scene: Scene) -> None:
-    scene.set_answers(
-        "n1", "n2", errors="srun: error: n3: task 2\n2: No module named hpcdist.slurm.preflight\n1: fine\n"
-    )
+    scene.set_answers("n1", "n2", errors="srun: error: n3: task 2\n2: No module named hpcdist.slurm.probe\n1: fine\n")
     scene.set_checks([Check(name="answer", level="failure", text="did not answer", node="n3")])
-    error = r"^preflight: n3: answer: did not answer: No module named hpcdist\.slurm\.preflight$"
+    error = r"^preflight: n3: answer: did not answer: No module named hpcdist\.slurm\.probe$"
     with pytest.raises(PreflightError, match=error):
         scene.run_preflight()
     assert len(scene.calls) == 2

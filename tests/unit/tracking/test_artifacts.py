@@ -431,9 +431,7 @@ def test_status_is_uploaded_if_artifacts_cannot_be_stored_or_read(
     monkeypatch.setattr(Path, "rglob", fail)
     for status, shown in (("running", "RUNNING"), ("finished", "FINISHED")):
         scene.state(status=status, ended=2e9)
-        with pytest.raises(
-            TrackingError, match=r"a file of first cannot be uploaded: .*denied: .*artifacts"
-        ):
+        with pytest.raises(TrackingError, match=r"a file of first cannot be uploaded: .*denied: .*artifacts"):
             live.ship_once()
         assert scene.entity.info.status == shown
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from hpcdist.host.machine import LEVELS, Check, Level, failure, note, ok, warning
+from hpcdist.host.machine import LEVELS, Check, Level, failure, ok, warning
 from hpcdist.host.machine_checks import (
     MB,
     NO_DISK_BYTES,
@@ -22,7 +22,7 @@ from hpcdist.host.machine_checks import (
     shm_checks,
     space_checks,
 )
-from hpcdist.slurm.preflight.probe import ProbeRequest
+from hpcdist.slurm.preflight_probe import ProbeRequest
 
 Answers = Mapping[str, Mapping[str, Any]]
 Pair = tuple[str, str]
@@ -40,8 +40,7 @@ SLOW_WRITE, SLOW_WRITE_BYTES_S = 10, 10 * MB
 def check_nodes(request: ProbeRequest, answers: Answers) -> list[Check]:
     """Return all results, the worst first, causes before consequences.
 
-    A node without an answer is a failure. A result that most nodes share is reported once, without a `node`. The last
-    result, of level `ok`, is a summary.
+    A result that most nodes share is reported once, without a `node`. The last result, of level `ok`, is a summary.
     """
     ours = {node: answers[node] for node in request.nodes if node in answers}
     found = []
@@ -49,17 +48,17 @@ def check_nodes(request: ProbeRequest, answers: Answers) -> list[Check]:
         if node not in answers:
             fix = f"inspect the node: `scontrol show node {node}`, `srun -w {node} hostname`"
             found.append(failure("answer", "its preflight did not answer", fix, node=node))
-    found += check_versions(request, ours)
+    found += _versions(request, ours)
     for node, answer in ours.items():
         for check_node in (_software, _names, _gpus, _disk, _infiniband, _interface, _resources):
             found += [replace(check, node=node) for check in check_node(request, node, answer)]
-    found += _unlike_others(request, ours)
-    found += check_network(request, ours)
-    merged = merge_nodes(found, len(request.nodes))
+    for check_all in (_unlike_others, _port_in_use, _blocked, _stalled, _slow, _skewed):
+        found += check_all(request, ours)
+    merged = [*_merge_nodes(found, len(request.nodes)), _summary(request, ours)]
     return sorted(merged, key=lambda check: (-LEVELS.index(check.level), ORDER.index(check.name)))
 
 
-def merge_nodes(checks: Iterable[Check], num_nodes: int) -> list[Check]:
+def _merge_nodes(checks: Iterable[Check], num_nodes: int) -> list[Check]:
     """Merge results that more than half of the nodes share, apart from numbers, into one result without a node."""
     alike: dict[tuple[str, str, str], list[Check]] = {}
     for check in checks:
@@ -72,14 +71,14 @@ def merge_nodes(checks: Iterable[Check], num_nodes: int) -> list[Check]:
             found += group
             continue
         where = f"all {num_nodes} nodes" if len(group) == num_nodes else f"{len(group)} of {num_nodes} nodes"
-        names = listed(check.node for check in group)
+        names = _listed(check.node for check in group)
         first = group[0]
         fix = first.fix.replace(f" on {first.node}", " on each of them")
         found.append(replace(first, node="", text=f"on {where} ({names}): {first.text}", fix=fix))
     return found
 
 
-def check_versions(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
+def _versions(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
     """Report nodes whose versions differ from the majority, or from the first node if there is no majority."""
     levels: dict[str, Level] = dict.fromkeys(("python", "hpcdist", "source", "torch"), "failure")
     levels["nccl"] = "failure" if request.backend == "nccl" else "note"
@@ -88,9 +87,9 @@ def check_versions(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
     for key, level in levels.items():
         by_node = {node: str(found.get(key, "")) for node, found in versions.items()}
         if key == "source":  # other versions have other sources, so only nodes with the usual version are compared
-            usual = usual_value(found.get("hpcdist") for found in versions.values())
+            usual = _usual_value(found.get("hpcdist") for found in versions.values())
             by_node = {node: text for node, text in by_node.items() if versions[node].get("hpcdist") == usual}
-        usual = usual_value(by_node.values())
+        usual = _usual_value(by_node.values())
         num_usual = sum(text == usual for text in by_node.values())
         for node, text in by_node.items():
             if text == usual:
@@ -108,7 +107,7 @@ def check_versions(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
             )
 
 
-def usual_value(values: Iterable[Any]) -> Any:
+def _usual_value(values: Iterable[Any]) -> Any:
     """Return the most frequent value, the first of several; None if there are none."""
     counted = Counter(values).most_common(1)
     return counted[0][0] if counted else None
@@ -224,7 +223,7 @@ def _unlike_others(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
             yield warning("disk", f"{text} {others / MB:,.0f} MB/s", f"check the mount on {node}", node=node)
     if request.backend == "nccl":
         ports = {node: len(answer.get("infiniband", {}).get("ports", ())) for node, answer in answers.items()}
-        usual = usual_value(ports.values())
+        usual = _usual_value(ports.values())
         for node, count in ports.items():
             if count < usual:
                 text = f"has {count} active InfiniBand ports, most nodes have {usual}"
@@ -249,13 +248,6 @@ FATAL_SKEW_S = 30.0
 _SHOWN = 4
 
 
-class _Problem(NamedTuple):
-    """Why a node cannot reach another one."""
-
-    kind: str  #: `Peer.status`, or `ephemeral`
-    detail: str
-
-
 class _Blamed(NamedTuple):
     """A node to which most of its pairs with a problem are attributed."""
 
@@ -263,18 +255,6 @@ class _Blamed(NamedTuple):
     end: int  #: 0 if the problem is in its connections to others, 1 in those from others
     ways: list[Pair]  #: the affected ones
     is_everyone: bool  #: whether all of its connections of this direction are affected
-
-
-def check_network(request: ProbeRequest, answers: Answers) -> list[Check]:
-    """Return the results about the network; the last one, of level `ok`, is a summary of the measurements."""
-    return [
-        *_port_in_use(request, answers),
-        *_blocked(request, answers),
-        *_stalled(answers),
-        *_slow(answers),
-        *_skewed(answers),
-        _summary(request, answers),
-    ]
 
 
 def _peers(answers: Answers) -> dict[Pair, Mapping[str, Any]]:
@@ -311,49 +291,45 @@ def _port_in_use(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
                 " each attempt uses another port",
                 node=node,
             )
-        if count := found.get("strangers"):
-            text = f"{count:,} connections to port {request.port} came from other programs and were closed"
-            yield note("port", text, node=node)
 
 
 def _blocked(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
     """Report nodes that others cannot reach, nodes that cannot reach others, and single pairs."""
-    ways: dict[Pair, _Problem | None] = {}
+    #: Kind (`Peer.status`, or `ephemeral`) and detail of each problem; None without one.
+    ways: dict[Pair, tuple[str, str] | None] = {}
     for way, peer in _peers(answers).items():
         if way[1] not in answers or answers[way[1]]["network"].get("port_problem"):
             continue  # reported by _port_in_use
         if peer["status"] != "ok":
-            ways[way] = _Problem(peer["status"], peer.get("detail", ""))
+            ways[way] = (peer["status"], peer.get("detail", ""))
         else:
-            ways[way] = _Problem("ephemeral", peer["ephemeral"]) if peer.get("ephemeral") else None
+            ways[way] = ("ephemeral", peer["ephemeral"]) if peer.get("ephemeral") else None
     # A node that answers some of the others is only busy.
-    mute = {way for way, problem in ways.items() if problem is not None and problem.kind == "mute"}
+    mute = {way for way, problem in ways.items() if problem is not None and problem[0] == "mute"}
     answering = {target for source, target in ways if (source, target) not in mute}
     ways = {way: problem for way, problem in ways.items() if way not in mute or way[1] not in answering}
     bad = {way: problem for way, problem in ways.items() if problem is not None}
     nodes, pairs = _blame(ways, bad)
     for found in nodes:
-        problem = bad[found.ways[0]]
-        cause, fix = _describe(request, problem, found.node)
-        others = "" if found.is_everyone and len(found.ways) > 1 else listed(way[1 - found.end] for way in found.ways)
-        if problem.kind == "ephemeral":
+        kind, detail = bad[found.ways[0]]
+        cause, fix = _describe(request, kind, detail, found.node)
+        others = "" if found.is_everyone and len(found.ways) > 1 else _listed(way[1 - found.end] for way in found.ways)
+        if kind == "ephemeral":
             text = cause
         elif found.end == 1:
             text = f"{others or 'no other node'} {'cannot' if others else 'can'} reach it: {cause}"
         else:
             text = f"it cannot reach {others or 'any other node'}: {cause}"
-        name = "names" if problem.kind == "unresolved" else "port"
+        name = "names" if kind == "unresolved" else "port"
         yield failure(name, text, fix, node=found.node)
     for source, target in pairs[:_SHOWN]:
         more = f" (and {len(pairs) - _SHOWN} more pairs)" if len(pairs) > _SHOWN else ""
-        cause, fix = _describe(request, bad[source, target], target)
-        text = f"{source} cannot reach {target}, though others can: {cause}{more}"
-        yield failure("port", text, fix)
+        cause, fix = _describe(request, *bad[source, target], target)
+        yield failure("port", f"{source} cannot reach {target}, though others can: {cause}{more}", fix)
 
 
-def _describe(request: ProbeRequest, problem: _Problem, node: str) -> tuple[str, str]:
+def _describe(request: ProbeRequest, kind: str, detail: str, node: str) -> tuple[str, str]:
     """Return the problem of a connection to or from a node, and the fix."""
-    kind, detail = problem
     port = f"port {request.port}"
     firewall = (
         "open all TCP ports from 20480 on between the nodes, or at least 20480-32760 and"
@@ -361,11 +337,8 @@ def _describe(request: ProbeRequest, problem: _Problem, node: str) -> tuple[str,
     )
     how = {"silent": "packets to it are dropped", "refused": "connections are refused"}
     if kind == "ephemeral":
-        why = how.get(detail, detail)
-        return (
-            f"{port} is open, but ports of the ephemeral range, which gloo, NCCL and RPC use, are not: {why}",
-            firewall,
-        )
+        which = "ports of the ephemeral range, which gloo, NCCL and RPC use, are not"
+        return f"{port} is open, but {which}: {how.get(detail, detail)}", firewall
     if kind == "unresolved":
         return f"its name cannot be looked up ({detail})", "add it to the DNS, or to /etc/hosts on every node"
     if kind in ("stranger", "mute"):
@@ -377,7 +350,7 @@ def _describe(request: ProbeRequest, problem: _Problem, node: str) -> tuple[str,
     return f"{port} is blocked: {how.get(kind, detail)}", firewall
 
 
-def listed(names: Iterable[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
     """Return names in the form `n1, n2, n3, n4 and 12 more`."""
     found = list(names)
     return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
@@ -393,7 +366,7 @@ def _blame_pairs(pairs: Collection[Pair], bad: Collection[Pair]) -> tuple[list[s
     return [found.node for found in nodes], [pair for pair in left if pair in bad]
 
 
-def _stalled(answers: Answers) -> Iterator[Check]:
+def _stalled(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
     stalled: dict[Pair, bool] = {}
     for (source, target), peer in _peers(answers).items():
         if peer["status"] == "ok":
@@ -408,7 +381,7 @@ def _stalled(answers: Answers) -> Iterator[Check]:
         yield failure("network", f"{one} – {other}: {text}", fix)
 
 
-def _slow(answers: Answers) -> Iterator[Check]:
+def _slow(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
     rates = _rates(answers)
     if not rates:
         return
@@ -452,7 +425,7 @@ def _rates(answers: Answers) -> dict[Pair, float]:
     return rates
 
 
-def _skewed(answers: Answers) -> Iterator[Check]:
+def _skewed(request: ProbeRequest, answers: Answers) -> Iterator[Check]:
     """Compare each node's clock with the median of its peers' clocks."""
     skews = {}
     for node, answer in answers.items():

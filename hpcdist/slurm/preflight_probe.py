@@ -1,8 +1,8 @@
-"""The network test between the nodes of a job: every node connects to every other, then all exchange data at once.
+"""The preflight probe, which runs on every node before the ranks: `python -P -m hpcdist.slurm.preflight_probe REQUEST`.
 
-Every node listens on the ranks' port and connects to the others, because firewalls may block one direction only. Nodes
-start at different times, so a refused connection counts only once the peer has connected itself; from then on it has
-`GRACE_S`. A peer that has not connected at the deadline is absent.
+It examines its machine, its file systems and its connections to the other nodes, and prints the facts, which
+preflight_checks.py compares. The probe needs no torch, because it must start quickly and also work on a node where
+torch is broken; psutil and pynvml are imported when their facts are read.
 """
 
 from __future__ import annotations
@@ -14,15 +14,175 @@ import hmac
 import json
 import os
 import secrets
+import shutil
 import socket
 import struct
+import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
+from hpcdist.errors import HpcdistError
+from hpcdist.host import machine, storage
+from hpcdist.host.commands import done_within, start, within
 from hpcdist.host.network import tournament
+from hpcdist.slurm.on_nodes import node_name, print_answer
 
+#: Time until another machine's file is visible on a network file system.
+WITNESS_S = 3.0
+#: Limit of a file system's answer.
+FOLDER_S = 5.0
+#: Limit of a name lookup; torch makes several before ranks have met.
+LOOKUP_S = 5.0
+#: Bytes written to measure the speed, and the time limit.
+WRITE = {"quick": (4 * 2**20, 1.5), "full": (128 * 2**20, 5.0)}
+#: Maximum number of nodes that write.
+WRITERS = 64
+_TOKEN = "HPCDIST_PREFLIGHT_TOKEN"  # noqa: S105  # a name
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeRequest:
+    """The parameters of the preflight on every node."""
+
+    mode: Literal["quick", "full"] = "quick"  #: `full` writes and sends more
+    nodes: tuple[str, ...]  #: all nodes by their Slurm names, in the order of the run
+    port: int  #: port of the probes; it should be the one that rank 0 will listen on
+    token: str  #: secret that authenticates probes of the same job; not on the command line
+    run_folder: str  #: the folder that every node must see
+    checkpoint_folder: str  #: it may not exist yet
+    witness: str  #: a file with the token, in a folder of this preflight inside the run folder
+    checkpoint_bytes: int | None = None  #: size of the newest checkpoint, None without one
+    gpus_per_node: int = 0  #: GPUs that ranks need on each node
+    tasks_per_node: int = 1  #: ranks on each node
+    num_workers: int = 0  #: processes that load data, for each rank
+    backend: str = "gloo"  #: backend of the ranks: `nccl`, `gloo` or `mpi`
+    addresses: Mapping[str, str] = field(default_factory=dict)  #: addresses by node, which replace name lookups
+    deadline_s: float = 20.0  #: time that a node waits for nodes that have not started
+
+    @classmethod
+    def from_json(cls, text: str, token: str) -> ProbeRequest:
+        """Return the request of a JSON document; the token is passed separately."""
+        raw = json.loads(text)
+        return cls(**{**raw, "nodes": tuple(raw["nodes"]), "token": token})
+
+
+def probe_command(request: ProbeRequest, python: str = sys.executable) -> list[str]:
+    """Return the command that each node executes once with `probe_env`."""
+    asked = {name: value for name, value in asdict(request).items() if name != "token"}
+    return [python, "-P", "-m", "hpcdist.slurm.preflight_probe", json.dumps(asked, separators=(",", ":"))]
+
+
+def probe_env(request: ProbeRequest) -> dict[str, str]:
+    """Return the probe's variables: other users can read a command line, but not an environment."""
+    return {_TOKEN: request.token}
+
+
+@contextmanager
+def witness_in(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Create a temporary folder with the file that all nodes must see; yields its path and the token in it."""
+    witness, token = folder / "witness", secrets.token_hex(16)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    witness.write_text(token)
+    try:
+        yield witness, token
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def answer(request: ProbeRequest, env: Mapping[str, str]) -> dict[str, Any]:
+    """Return all facts of this node. Calls that may hang run in threads."""
+    node = node_name(env)
+    if node not in request.nodes:
+        raise HpcdistError(f"this is {node}, which is none of {', '.join(request.nodes)}")
+    began = time.monotonic()
+    first = request.nodes[0]
+    names = () if request.addresses else {node, first}
+    lookups = machine.Lookups(names, reverse=names)
+    machine_facts = start(partial(read_machine, env))
+    witness = start(lambda: storage.sees(Path(request.witness), request.token, WITNESS_S))
+    found: dict[str, Any] = {"node": node, "host": socket.gethostname()}
+    found["network"] = test_network(request, node)
+    # After the network test, which it would slow down.
+    found["checkpoints"] = test_checkpoint_folder(request, node)
+    for key, folder in (("shm", "/dev/shm"), ("tmp", env.get("TMPDIR") or "/tmp")):  # noqa: S108
+        found[key] = storage.describe(Path(folder), FOLDER_S)
+    found["witness"] = done_within(FOLDER_S, witness, False)
+    facts: dict[str, Any] = done_within(machine.DRIVER_S, machine_facts, {})
+    found |= facts
+    found["lookups"] = lookups.result(LOOKUP_S)
+    return found | {"seconds": round(time.monotonic() - began, 2)}
+
+
+def read_machine(env: Mapping[str, str]) -> dict[str, Any]:
+    found = machine.gpus()
+    return {
+        "versions": machine.versions(),
+        "gpus": [asdict(gpu) for gpu in found],
+        "visible_gpus": machine.visible_gpus(len(found), env),
+        "gpu_device_files": machine.gpu_device_files(),
+        "cores": machine.num_cores(),
+        "interfaces": machine.interfaces(),
+        "infiniband": machine.infiniband(),
+        "locked_memory": machine.locked_memory(),
+        "variables": machine.network_variables(env),
+    }
+
+
+def test_checkpoint_folder(request: ProbeRequest, node: str) -> dict[str, Any]:
+    """Return the facts of the checkpoints' file system (storage.describe), with `bytes_s` or `write_error`."""
+    folder = Path(request.checkpoint_folder)
+    found = storage.describe(folder, FOLDER_S)
+    every = -(-len(request.nodes) // WRITERS)
+    if "error" in found or request.nodes.index(node) % every:
+        return found
+    num_bytes, limit_s = WRITE[request.mode]
+    try:
+        found["bytes_s"] = round(within(limit_s + FOLDER_S, lambda: storage.write_speed(folder, num_bytes, limit_s)))
+    except TimeoutError:
+        found["write_error"] = f"{num_bytes >> 20} MB were not on disk after {limit_s + FOLDER_S:g} s"
+    except OSError as error:
+        found["write_error"] = error.strerror or str(error)
+    return found
+
+
+def test_network(request: ProbeRequest, node: str) -> dict[str, Any]:
+    async def resolve(name: str) -> str:
+        if name in request.addresses:
+            return request.addresses[name]
+        return await asyncio.wrap_future(start(lambda: socket.gethostbyname(name)))
+
+    mesh = Mesh(
+        request.nodes,
+        node,
+        port=request.port,
+        token=request.token,
+        mode=request.mode,
+        resolve=resolve,
+        bind=request.addresses.get(node),
+        deadline_s=request.deadline_s,
+    )
+    asyncio.run(mesh.run())
+    found: dict[str, Any] = {
+        "addresses": sorted(mesh.addresses),
+        "exchange_bytes": mesh.exchange_bytes,
+        "peers": {name: peer.as_answer() for name, peer in mesh.peers.items()},
+    }
+    if mesh.port_problem:
+        found |= {"port_problem": mesh.port_problem, "listener": machine.listener(request.port)}
+    return found
+
+
+# The network test between the nodes of a job: every node connects to every other, then all exchange data at once.
+#
+# Every node listens on the ranks' port and connects to the others, because firewalls may block one direction only.
+# Nodes start at different times, so a refused connection counts only once the peer has connected itself; from then on
+# it has `GRACE_S`. A peer that has not connected at the deadline is absent.
+#
 # The probes' protocol: a handshake that authenticates both sides, then requests of the side that connected.
 #
 #     both:     `hpf3`, a nonce of 16 bytes
@@ -50,10 +210,6 @@ class UnknownPeerError(Exception):
 
 class SilentPeerError(UnknownPeerError):
     """The other side accepts the connection but sends nothing; it may be a probe without CPU time."""
-
-
-class ClosedPeerError(UnknownPeerError):
-    """The other side closes the connection before the handshake, as a probe does to test whether a port is open."""
 
 
 async def connected(address: str, port: int, limit_s: float) -> socket.socket:
@@ -89,21 +245,17 @@ class Link:
 
     @property
     def address(self) -> str:
-        """This node's address on the connection."""
         return str(self._writer.get_extra_info("sockname")[0])
 
     def close(self) -> None:
-        """Close the connection, and drop what has not been sent."""
         self._writer.transport.abort()
 
     async def handshake(self, token: str, hello: Mapping[str, Any], *, connecting: bool) -> dict[str, Any]:
-        """Authenticate both sides by the token and return the other side's hello.
+        """Authenticate both sides by the token and return the other side's hello. Raises UnknownPeerError.
 
         Args:
             connecting: whether this side opened the connection. It is part of the HMAC, so that a message of this side
                 cannot be sent back as an answer.
-
-        Raises UnknownPeerError if the other side is no probe of this job.
         """
         nonce, read = secrets.token_bytes(_NONCE_BYTES), self._reader.readexactly
         try:
@@ -123,7 +275,7 @@ class Link:
         except TimeoutError as error:
             raise SilentPeerError("a program that accepts connections without an answer") from error
         except (OSError, EOFError) as error:
-            raise ClosedPeerError("a program that closes the connection") from error
+            raise UnknownPeerError("a program that closes the connection") from error
         if not hmac.compare_digest(proof, _proof(token, not connecting, nonces, text)):
             raise UnknownPeerError("a probe of another job")
         found: dict[str, Any] = json.loads(text)
@@ -178,7 +330,6 @@ class Peer:
     link: Link | None = None
 
     def as_answer(self) -> dict[str, Any]:
-        """Return the known values for the answer."""
         found: dict[str, Any] = {"status": self.status}
         if self.status != "ok":
             return found | ({"detail": self.detail} if self.detail else {})
@@ -191,7 +342,7 @@ class Peer:
 
 
 def connection_failure(error: Exception) -> tuple[str, str]:
-    """Return the status and the detail of a peer after a failed connection or handshake."""
+    """Return the status and the detail of a peer."""
     if isinstance(error, UnknownPeerError):
         return "mute" if isinstance(error, SilentPeerError) else "stranger", str(error)
     if isinstance(error, TimeoutError):
@@ -227,9 +378,6 @@ class Mesh:
     """One node's connections to the others.
 
     Args:
-        nodes: names of all nodes; `node` is this one's.
-        port: port that all nodes listen on.
-        token: shared secret, which every probe of this job proves to know in its handshake.
         resolve: returns the address of a name; raises OSError if there is none.
         bind: address to listen on, None for all interfaces.
         deadline_s: limit of waiting for nodes that have not started.
@@ -260,8 +408,6 @@ class Mesh:
         self.port_problem = ""
         #: This node's addresses on its connections.
         self.addresses: set[str] = set()
-        #: Number of connections from other programs.
-        self.num_foreign = 0
         self._finished = asyncio.Event()
         self._hello: dict[str, Any] = {"node": node}
         #: Connections in their handshake, oldest first.
@@ -298,31 +444,23 @@ class Mesh:
             self._open.callback(server.close)
             self._hello["ephemeral"] = server.sockets[0].getsockname()[1]
 
-    def _seen(self, peer: Peer) -> None:
-        peer.alive_at = min(peer.alive_at, time.monotonic())
-
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._unknown) >= MAX_UNKNOWN:
             oldest = next(iter(self._unknown))
             del self._unknown[oldest]
             oldest.close()
-            self.num_foreign += 1
         self._unknown[link := Link(reader, writer)] = None
         self._serving.add(task := asyncio.create_task(self._serve(link)))
         task.add_done_callback(self._serving.discard)
 
     async def _serve(self, link: Link) -> None:
-        """Answer one connection until it ends."""
-        with contextlib.suppress(OSError, EOFError), contextlib.closing(link):
+        with contextlib.suppress(UnknownPeerError, OSError, EOFError), contextlib.closing(link):
             try:
                 hello = await link.handshake(self._token, self._hello, connecting=False)
-            except UnknownPeerError as error:
-                self.num_foreign += not isinstance(error, ClosedPeerError)
-                return
             finally:
                 self._unknown.pop(link, None)
             if (peer := self.peers.get(hello["node"])) is not None:  # not this node itself, through a wrong name
-                self._seen(peer)
+                peer.alive_at = min(peer.alive_at, time.monotonic())
                 await link.serve(self._finished)
 
     async def _reach(self, peer: Peer) -> None:
@@ -366,7 +504,7 @@ class Mesh:
             raise
         self._open.callback(link.close)
         peer.status, peer.detail, peer.link = "ok", "", link
-        self._seen(peer)
+        peer.alive_at = min(peer.alive_at, time.monotonic())
         self.addresses.add(link.address)
         try:
             (await connected(address, hello["ephemeral"], CONNECT_S)).close()
@@ -423,3 +561,18 @@ class Mesh:
         if peer.link is not None:
             with contextlib.suppress(OSError, EOFError):
                 await peer.link.request(last=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print this node's answer and return the exit code."""
+    request = ProbeRequest.from_json(arguments[0], os.environ[_TOKEN])
+    try:
+        print_answer(answer(request, os.environ))
+    except HpcdistError as error:
+        print(f"hpcdist: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hpcdist.host.machine import Check
-from hpcdist.slurm.preflight.node_checks import ORDER, check_nodes
-from hpcdist.slurm.preflight.probe import ProbeRequest
+from hpcdist.slurm.preflight_checks import ORDER, check_nodes
+from hpcdist.slurm.preflight_probe import ProbeRequest
 
 GPU = {
     "index": 0,

@@ -1,1 +1,0 @@
-"""Checks of the nodes of a job before its ranks start, run on every node."""
