@@ -278,8 +278,8 @@ _EXECUTED = ("trainer", "params", "roles", "data", "tracking", "launch", "cluste
 
 def _show_executed(recorded: RecordedRun, source: CodeSource | None) -> None:
     """Print the recorded values that determine what is executed, as MLflow has them, and the hash of the patch."""
+    from hpcdist.config.document import flat
     from hpcdist.config.schema import Config, to_tree
-    from hpcdist.config.tree import flat
     from hpcdist.config.written import read_stored
 
     say("from MLflow, where others may have changed them:")

@@ -50,11 +50,7 @@ def exact(tree: Mapping[str, Any]) -> Config | None:
 
 
 def as_written(tree: dict[str, Any], raw: object) -> dict[str, Any]:
-    """Return a tree with the text of the YAML for each key that takes a text: `010`, not 8; `no`, not False.
-
-    Args:
-        raw: the same tree with all scalars as text.
-    """
+    """Return a tree with the text of the YAML, as in `raw`, for each key that takes a text: `010`, not 8."""
     return {name: _as_written(_keys(tree).get(name, Any), value, _entry(raw, name)) for name, value in tree.items()}
 
 
@@ -71,7 +67,6 @@ def convert_section(kind: type[S], tree: object, key: str, mistakes: list[Mistak
 
 
 def _keys(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the types of the keys of a config, with those sections of trainers that a tree contains."""
     types = _types(Config)
     trainers = {name: trainer for name in tree if name not in types and (trainer := find_trainer(name))}
     return {**types, **{name: trainer.section for name, trainer in trainers.items() if trainer.section}}
@@ -100,7 +95,6 @@ def _entries(types: Mapping[str, Any], tree: Mapping[str, Any], prefix: str, mis
 
 
 def _value(kind: Any, value: Any, key: str, mistakes: list[Mistake]) -> Any:
-    """Return a value of the declared type. Raises _MismatchError."""
     origin, arguments = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         return convert_section(cast(type, kind), value, key, mistakes)
@@ -119,7 +113,9 @@ def _value(kind: Any, value: Any, key: str, mistakes: list[Mistake]) -> Any:
     if kind is Path and type(value) is str:
         return Path(value)
     if kind in (int, float, bool) and type(value) is str:
-        value = _parsed(value)
+        from hpcdist.config.document import parse_value  # YAML, which completions do not need
+
+        value = parse_value(value)
     if (kind is float and type(value) is int) or (kind is bool and type(value) is int and value in (0, 1)):
         try:
             return kind(value)
@@ -132,21 +128,11 @@ def _value(kind: Any, value: Any, key: str, mistakes: list[Mistake]) -> Any:
     return value
 
 
-def _parsed(text: str) -> Any:
-    from hpcdist.config.document import parse  # YAML, which completions do not need
-
-    try:
-        return parse(text)
-    except ValueError:
-        return text
-
-
 def _as_written(kind: Any, value: Any, raw: object) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if isinstance(value, dict):
-        types = (
-            _types(cast(Any, kind)) if is_dataclass(kind) else dict.fromkeys(value, arguments[-1] if arguments else Any)
-        )
+        one = arguments[-1] if arguments else Any
+        types = _types(cast(Any, kind)) if is_dataclass(kind) else dict.fromkeys(value, one)
         return {name: _as_written(types.get(name, Any), entry, _entry(raw, name)) for name, entry in value.items()}
     if isinstance(value, list) and isinstance(raw, list) and origin is list:
         # An argument `null` of a script is a text as well.

@@ -10,13 +10,11 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
+from hpcdist.config.document import NODE_RANGE, SHORT_FORMS
 from hpcdist.config.launch_schema import RoleRequest
 from hpcdist.config.schema import Config, trainer_sections
-from hpcdist.config.tree import NODE_RANGE, SHORT_FORMS
-
-# The list of all keys with type, default and documentation, read from the source of the dataclasses.
 
 
 def all_keys(section: type = Config, prefix: str = "") -> Iterator[tuple[str, type, Field[Any]]]:
@@ -26,7 +24,7 @@ def all_keys(section: type = Config, prefix: str = "") -> Iterator[tuple[str, ty
             for name, own in trainer_sections().items():
                 yield from all_keys(own, f"{name}.")
             continue
-        if section is Config and key.name == "secret_texts":
+        if key.name == "secret_texts":
             continue
         nested = default_of(key)
         if hasattr(nested, "__dataclass_fields__"):
@@ -38,7 +36,6 @@ def all_keys(section: type = Config, prefix: str = "") -> Iterator[tuple[str, ty
 
 
 def default_of(key: Field[Any]) -> Any:
-    """Return the default of a key."""
     return key.default_factory() if callable(key.default_factory) else key.default
 
 
@@ -48,21 +45,15 @@ def describe() -> list[tuple[str, str, Any, str]]:
     rows: list[tuple[str, str, Any, str]] = []
     for path, section, key in all_keys():
         if section not in sources:
-            sources[section] = _read_source(section)
+            body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
+            assert isinstance(body, ast.ClassDef)
+            sources[section] = documented(body)
         kind, documentation = sources[section][key.name]
         rows.append((path, kind, default_of(key), documentation))
     return rows
 
 
-def _read_source(section: type) -> dict[str, tuple[str, str]]:
-    """Return annotation and docstring of every field of a dataclass, by its name."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    return documented(body)
-
-
 def documented(body: ast.ClassDef) -> dict[str, tuple[str, str]]:
-    """Return annotation and docstring of every field in the source of a dataclass, by its name."""
     found: dict[str, tuple[str, str]] = {}
     for statement, following in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
@@ -105,23 +96,22 @@ def json_schema() -> dict[str, Any]:
 def _section(kind: type[Any], prefix: str, documentation: dict[str, str]) -> dict[str, Any]:
     types = get_type_hints(kind)
     keys = [key for key in fields(kind) if key.name != "secret_texts"]
-    properties = {key.name: _key(key, types[key.name], prefix + key.name, documentation) for key in keys}
+    properties: dict[str, Any] = {}
+    for key in keys:
+        declared, path = types[key.name], prefix + key.name
+        if is_dataclass(declared):
+            properties[key.name] = {"description": "", **_section(cast(type, declared), f"{path}.", documentation)}
+            continue
+        properties[key.name] = {
+            "description": documentation.get(path, ""),
+            "default": default_of(key),
+            **{name: key.metadata[own] for name, own in _BOUNDS.items() if key.metadata.get(own) is not None},
+            **_value(declared, path, documentation),
+        }
     description = " ".join((kind.__doc__ or "").split())
     # The generated signature of a dataclass without a docstring documents nothing.
-    documented = {} if description.startswith(f"{kind.__name__}(") else {"description": description}
-    return {**documented, "type": "object", "additionalProperties": False, "properties": properties}
-
-
-def _key(key: Field[Any], declared: Any, path: str, documentation: dict[str, str]) -> dict[str, Any]:
-    if is_dataclass(declared):
-        assert isinstance(declared, type)
-        return {"description": "", **_section(declared, f"{path}.", documentation)}
-    return {
-        "description": documentation.get(path, ""),
-        "default": default_of(key),
-        **{name: key.metadata[own] for name, own in _BOUNDS.items() if key.metadata.get(own) is not None},
-        **_value(declared, path, documentation),
-    }
+    texts = {} if description.startswith(f"{kind.__name__}(") else {"description": description}
+    return {**texts, "type": "object", "additionalProperties": False, "properties": properties}
 
 
 def _value(declared: Any, path: str, documentation: dict[str, str]) -> dict[str, Any]:
@@ -129,8 +119,7 @@ def _value(declared: Any, path: str, documentation: dict[str, str]) -> dict[str,
     if declared is Any:
         return {}
     if is_dataclass(declared):
-        assert isinstance(declared, type)
-        return _section(declared, f"{path}.ROLE.", documentation)
+        return _section(cast(type, declared), f"{path}.ROLE.", documentation)
     if origin is list:
         found = {"type": "array", "items": _value(arguments[0], path, documentation)}
     elif origin is dict:

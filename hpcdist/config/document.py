@@ -1,10 +1,10 @@
-"""User-written YAML as plain containers, and the texts that a config cannot contain."""
+"""User-written YAML as plain containers, the short forms of sections, and the texts that a config cannot contain."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -15,6 +15,10 @@ from hpcdist.host import retry
 from hpcdist.host.files import read_regular
 
 T = TypeVar("T")
+#: Sections that may be written as one value, each with the key that this value sets.
+SHORT_FORMS = {"trainer": "target", "preflight": "mode"}
+#: A range of numbers of nodes: `cluster.nodes: 2-8`.
+NODE_RANGE = "^[0-9]{1,9}-[0-9]{1,9}$"
 #: Limit of a config file that a user writes.
 MAX_BYTES = 1 << 20
 #: Limit of a document, and of an override's key and value together. A few thousand levels overflow the stack of
@@ -95,41 +99,33 @@ def parse(text: str, loader: type[StrictLoader] = _ConfigLoader) -> Any:
 
     Raises ValueError with one line: the mistake, and its line number if it is known.
     """
-    try:
-        return _with_text_keys(_load(text, loader))
-    except yaml.YAMLError as error:
-        # An unquoted password may start like an alias or a tag: `*p4ss`.
-        raise ValueError(re.sub(r"(alias|anchor|tag) '[^']*'", r"\1", " ".join(str(error).split()))) from None
-
-
-def _load(text: str, loader: type[StrictLoader]) -> Any:
-    """Return the value of a YAML text.
-
-    Raises YAMLError for invalid YAML, ValueError for explicit tags, deep nesting, multiplying aliases and integers of
-    thousands of digits.
-    """
     num_values = num_repeated = 0
     opened: list[tuple[str | None, int]] = []  # containers, with the number of values before each
     sizes: dict[str | None, int] = {}  # values that an alias repeats, by its name
-    for event in yaml.parse(text, Loader=_Loader):  # in contrast to yaml.load, it does not recurse
-        where = f"line {event.start_mark.line + 1 if event.start_mark else 1}"
-        if isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = opened.pop()
-            sizes[anchor] = num_values - before
-        elif isinstance(event, yaml.AliasEvent):
-            num_values += sizes.get(event.anchor, 1)
-            num_repeated += sizes.get(event.anchor, 1)
-        elif isinstance(event, yaml.NodeEvent):
-            num_values += 1
-            if isinstance(event, yaml.CollectionStartEvent):
-                opened.append((event.anchor, num_values - 1))
-        if len(opened) > MAX_DEPTH:
-            raise ValueError(f"{where}: {_TOO_DEEP}")
-        if num_repeated > MAX_REPEATED:
-            raise ValueError(f"{where}: its aliases (`*`) repeat more than {MAX_REPEATED:,} values")
-        if getattr(event, "tag", None) not in _TAGS:
-            raise ValueError(f"{where}: explicit tags are not supported: put a value that begins with '!' in quotes")
-    return yaml.load(text, loader)  # noqa: S506  # a SafeLoader
+    try:
+        for event in yaml.parse(text, Loader=_Loader):  # in contrast to yaml.load, it does not recurse
+            where = f"line {event.start_mark.line + 1 if event.start_mark else 1}"
+            if isinstance(event, yaml.CollectionEndEvent):
+                anchor, before = opened.pop()
+                sizes[anchor] = num_values - before
+            elif isinstance(event, yaml.AliasEvent):
+                num_values += sizes.get(event.anchor, 1)
+                num_repeated += sizes.get(event.anchor, 1)
+            elif isinstance(event, yaml.NodeEvent):
+                num_values += 1
+                if isinstance(event, yaml.CollectionStartEvent):
+                    opened.append((event.anchor, num_values - 1))
+            if len(opened) > MAX_DEPTH:
+                raise ValueError(f"{where}: {_TOO_DEEP}")
+            if num_repeated > MAX_REPEATED:
+                raise ValueError(f"{where}: its aliases (`*`) repeat more than {MAX_REPEATED:,} values")
+            if getattr(event, "tag", None) not in _TAGS:
+                fix = "put a value that begins with '!' in quotes"
+                raise ValueError(f"{where}: explicit tags are not supported: {fix}")
+        return _with_text_keys(yaml.load(text, loader))  # noqa: S506  # a SafeLoader
+    except yaml.YAMLError as error:
+        # An unquoted password may start like an alias or a tag: `*p4ss`.
+        raise ValueError(re.sub(r"(alias|anchor|tag) '[^']*'", r"\1", " ".join(str(error).split()))) from None
 
 
 def parse_texts(text: str) -> Any:
@@ -149,11 +145,6 @@ def escaped(value: T) -> T:
     return cast(T, found)
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; the other lines of OmegaConf's messages repeat key and type."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
 def unfit_values(tree: object, path: str = "") -> Iterator[str]:
     """Yield a line for every key and value of plain containers that cannot be stored or passed to other programs."""
     if isinstance(tree, Mapping):
@@ -169,15 +160,16 @@ def unfit_values(tree: object, path: str = "") -> Iterator[str]:
         yield f"{path} must fit in 64 bits, got {shown(tree)}"
     elif isinstance(tree, str) and "\0" in tree:
         yield f"{path} must not contain a NUL character, got {shown(tree)}"
-    elif isinstance(tree, str) and "${" in tree and _bracket_depth(tree) > MAX_DEPTH:
+    # OmegaConf's parser recurses for each open bracket in an interpolation.
+    elif (
+        isinstance(tree, str)
+        and "${" in tree
+        and max(itertools.accumulate(1 if bracket in "[{" else -1 for bracket in re.findall(r"[\[{\]}]", tree)))
+        > MAX_DEPTH
+    ):
         yield f"{path} has an interpolation nested more than {MAX_DEPTH} levels deep"
     elif isinstance(tree, str) and not tree.isascii() and tree != tree.encode(errors="ignore").decode():
         yield f"{path} must be UTF-8 text, got {shown(tree)}"
-
-
-def _bracket_depth(text: str) -> int:
-    """Return the greatest number of open brackets: OmegaConf's parser recurses for each one in an interpolation."""
-    return max(itertools.accumulate(1 if bracket in "[{" else -1 for bracket in re.findall(r"[\[{\]}]", text)))
 
 
 def _with_text_keys(value: Any, depth: int = 0) -> Any:
@@ -196,3 +188,66 @@ def _with_text_keys(value: Any, depth: int = 0) -> Any:
             raise ValueError(f"the key {shown(str(key))} occurs twice, as text and as a number")
         found[str(key)] = _with_text_keys(inner, depth + 1)
     return found
+
+
+# Configs as nested mappings.
+
+
+def leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield each value that is not a mapping, or is an empty one, with the keys that lead to it.
+
+    Keys are a tuple, not a dotted path, because free keys such as MLflow's tags may contain dots.
+    """
+    for key, value in tree.items():
+        path = (*above, str(key))
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, path)
+        else:
+            yield path, value
+
+
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {".".join(path): value for path, value in leaves(tree)}
+
+
+def parse_value(raw: str) -> Any:
+    try:
+        return parse(raw)
+    except ValueError:
+        return raw
+
+
+def expand_short_forms(tree: dict[str, Any]) -> None:
+    """Replace short forms: `trainer: ddp`, `preflight: off`, `cluster.nodes: 2-8`."""
+    for section in SHORT_FORMS:
+        _expand(tree, section)
+    cluster = tree.get("cluster")
+    if isinstance(cluster, dict) and re.match(NODE_RANGE, nodes := str(cluster.get("nodes"))):
+        least, _, most = nodes.partition("-")
+        if cluster.get("min_nodes") is None:
+            cluster["min_nodes"] = int(least)
+        cluster["nodes"] = int(most)
+
+
+def insert(tree: dict[str, Any], path: Sequence[str], value: Any) -> bool:
+    """Set a value in nested dicts. Return False if a part of the path is a value already."""
+    *parents, leaf = path
+    for index, parent in enumerate(parents):
+        if index == 0:
+            _expand(tree, parent)
+        child = tree.setdefault(parent, {})
+        if child is None:
+            child = tree[parent] = {}
+        if not isinstance(child, dict):
+            return False
+        tree = child
+    tree[leaf] = value
+    return True
+
+
+def _expand(tree: dict[str, Any], section: str) -> None:
+    value = tree.get(section)
+    if value is False:
+        value = "off"  # which YAML reads as a boolean
+    if section in SHORT_FORMS and isinstance(value, str):
+        tree[section] = {SHORT_FORMS[section]: value}

@@ -5,8 +5,8 @@ launch, notifications, preflight; with the checks that sections share.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar, cast
 
 # Checks that several sections use. Each returns a list with one line per mistake.
@@ -32,8 +32,19 @@ class ConfigSection:
     """
 
     def __post_init__(self) -> None:
-        problems = [line for one in fields(self) for line in _beyond(one, getattr(self, one.name))] + self.problems()
-        if problems:
+        problems = []
+        for one in fields(self):
+            value = getattr(self, one.name)
+            least, above, most = (one.metadata.get(name) for name in ("least", "above", "most"))
+            if value is None:
+                continue
+            if least is not None and not value >= least:
+                problems.append(f"{one.name} must be >= {least:g}, got {value}")
+            if above is not None and not value > above:
+                problems.append(f"{one.name} must be > {above:g}, got {value}")
+            if most is not None and not value <= most:
+                problems.append(f"{one.name} must be <= {most}, got {value}")
+        if problems := problems + self.problems():
             raise ValueError("\n".join(problems))
 
     def problems(self) -> list[str]:
@@ -41,20 +52,7 @@ class ConfigSection:
         return []
 
 
-def _beyond(key: Field[Any], value: Any) -> Iterator[str]:
-    least, above, most = (key.metadata.get(name) for name in ("least", "above", "most"))
-    if value is None:
-        return
-    if least is not None and not value >= least:
-        yield f"{key.name} must be >= {least:g}, got {value}"
-    if above is not None and not value > above:
-        yield f"{key.name} must be > {above:g}, got {value}"
-    if most is not None and not value <= most:
-        yield f"{key.name} must be <= {most}, got {value}"
-
-
 def variables(section: object, name: str) -> list[str]:
-    """Return the invalid names of environment variables."""
     return [
         f"{name}: {_short(key)} is not a valid variable name: use letters, digits and '_', not starting with a digit"
         for key in getattr(section, name)
@@ -74,27 +72,24 @@ def flags(section: object, *names: str) -> list[str]:
 
 def one_line(section: object, *names: str) -> list[str]:
     """Return the texts with a control character; a newline would end a line of the batch script."""
-    values = {name: getattr(section, name) for name in names}
+    texts: list[tuple[str, object]] = []
+    for name in names:
+        value = getattr(section, name)
+        if isinstance(value, Mapping):
+            texts += [(f"{name}.{key}", text) for key, text in value.items()]
+        else:
+            texts += [(name, text) for text in (value if isinstance(value, list) else [value])]
     return [
-        f"{key} must be one line without control characters, got {_short(text)}"
-        for name, value in values.items()
-        for key, text in _texts(name, value)
-        if _CONTROL.search(text)
+        f"{key} must be one line without control characters, got {_short(str(text))}"
+        for key, text in texts
+        if _CONTROL.search(str(text))
     ]
-
-
-def _texts(name: str, value: object) -> list[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        return [(f"{name}.{key}", str(text)) for key, text in value.items()]
-    return [(name, str(text)) for text in (value if isinstance(value, list) else [value])]
 
 
 def _short(text: object) -> str:
     shown = repr(text)
     return shown if len(shown) <= 80 else f"{shown[:77]}…"
 
-
-# Keys that hold paths.
 
 S = TypeVar("S")
 #: The metadata of a field that holds a path or a list of paths. Loading a config makes them absolute.
@@ -111,9 +106,6 @@ def map_paths(section: S, prefix: str, absolute: Callable[[str, str], str]) -> S
         key = f"{prefix}{one.name}"
         changes[one.name] = [absolute(key, path) for path in value] if isinstance(value, list) else absolute(key, value)
     return cast(S, replace(cast(Any, section), **changes))
-
-
-# The section `cluster.environment`: the Python environment of ranks on Slurm that run without a container.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,26 +130,7 @@ class EnvironmentConfig(ConfigSection):
     """Days without use after which copies on the nodes and packed environments in `runs_dir` are removed."""
 
     def problems(self) -> list[str]:
-        """Return the mistakes in texts, and the keys that the kind of environment needs or does not have."""
-        return (
-            one_line(self, "path", "modules", "python", "uv_args", "local_dir")
-            + self._missing_keys()
-            + [
-                f"modules must hold names such as cuda/13.0, got {name!r}"
-                for name in self.modules
-                if not name or name.startswith("-")
-            ]
-            + ([f"python must be the name of a command, got {self.python!r}"] if "/" in self.python else [])
-            + ([] if self.python else ["python must not be empty"])
-            + (
-                [f"local_dir must be an absolute path or begin with a variable, got {self.local_dir!r}"]
-                if not self.local_dir.startswith(("/", "$"))
-                else []
-            )
-        )
-
-    def _missing_keys(self) -> list[str]:
-        found = []
+        found = one_line(self, "path", "modules", "python", "uv_args", "local_dir")
         if self.kind in ("venv", "uv", "squashfs") and not self.path:
             meaning = {"venv": "a virtual environment", "uv": "a folder with a uv.lock", "squashfs": "an image file"}
             found.append(f"path must name {meaning[self.kind]} for kind={self.kind}")
@@ -166,15 +139,20 @@ class EnvironmentConfig(ConfigSection):
         if self.kind == "none" and self.modules:
             found.append("modules are not loaded with kind=none: set kind, or use cluster.setup")
         if self.kind == "squashfs" and not self.stage:
-            found.append(
-                "stage=false is not possible with kind=squashfs, which is unpacked on each node: set it to true"
-            )
+            why = "which is unpacked on each node: set it to true"
+            found.append(f"stage=false is not possible with kind=squashfs, {why}")
         if self.uv_args and self.kind != "uv":
             found.append(f"uv_args are options of `uv sync`, but kind={self.kind}: remove them, or set kind=uv")
+        for name in self.modules:
+            if not name or name.startswith("-"):
+                found.append(f"modules must hold names such as cuda/13.0, got {name!r}")
+        if "/" in self.python:
+            found.append(f"python must be the name of a command, got {self.python!r}")
+        if not self.python:
+            found.append("python must not be empty")
+        if not self.local_dir.startswith(("/", "$")):
+            found.append(f"local_dir must be an absolute path or begin with a variable, got {self.local_dir!r}")
         return found
-
-
-# The section `cluster`: the resources that a run requests from Slurm.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +177,6 @@ class RoleRequest(ConfigSection):
     """Additional options of sbatch for its component of a heterogeneous job, by their long names."""
 
     def problems(self) -> list[str]:
-        """Return the mistakes in texts for Slurm."""
         return one_line(self, "mem", "partition", "constraint", "sbatch") + flags(self, "sbatch")
 
 
@@ -256,7 +233,6 @@ class ClusterConfig(ConfigSection):
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
 
     def problems(self) -> list[str]:
-        """Return the mistakes in texts for Slurm, in the range of nodes, and in the lifetime of the environment."""
         problems = one_line(self, "partition", "account", "qos", "mem", "constraint", "exclude", "sbatch", "srun")
         problems += flags(self, "sbatch", "srun") + variables(self, "env")
         problems += ["setup must not contain a NUL character" for line in self.setup if "\0" in line]
@@ -277,8 +253,6 @@ class ClusterConfig(ConfigSection):
         """The least number of nodes with which the run may start or continue."""
         return self.nodes if self.min_nodes is None else self.min_nodes
 
-
-# The section `container`: the container in which ranks run.
 
 _MOUNT = re.compile(r"[/~][^:,]*(:/[^:,]*)?(:(ro|rw))?")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
@@ -306,7 +280,6 @@ class ContainerConfig(ConfigSection):
     """Check the image before submission, if this machine can; false if only the nodes have it."""
 
     def problems(self) -> list[str]:
-        """Return the mistakes in mounts, names of variables and texts."""
         return (
             [
                 f"mounts must be SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with absolute paths, got {mount!r}"
@@ -322,8 +295,6 @@ class ContainerConfig(ConfigSection):
             + (["image must name the image to start"] if self.runtime != "none" and not self.image else [])
         )
 
-
-# The sections on checkpoints, tracking and the start of ranks.
 
 COMMANDS = ("stop", "save", "profile")
 
@@ -362,7 +333,6 @@ class TrackingConfig(ConfigSection):
     """Additional tags of the MLflow run."""
 
     def problems(self) -> list[str]:
-        """Return the unknown commands."""
         unknown = (name for name in self.commands if name not in COMMANDS)
         return [f"commands: {name!r} must be one of {', '.join(COMMANDS)}" for name in unknown]
 
@@ -410,15 +380,11 @@ class LaunchConfig(ConfigSection):
         return 1800.0 if self.hang_timeout_s is None else self.hang_timeout_s
 
     def problems(self) -> list[str]:
-        """Return the mistakes in names of variables and in devices."""
         return variables(self, "env") + [
             f"devices.{role} must be auto, cpu or cuda, got {device!r}"
             for role, device in self.devices.items()
             if device not in ("auto", "cpu", "cuda")
         ]
-
-
-# The section `notify`: notifications about the start, restarts and end of a run.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,16 +399,12 @@ class NotifyConfig(ConfigSection):
     """Executable file that is called with event, run and status, and reads the JSON from its standard input."""
 
     def problems(self) -> list[str]:
-        """Return the mistakes in the recipient."""
         problems = []
         if self.webhook and not self.webhook.startswith(("http://", "https://", "***")):
             problems.append("webhook must be an address that begins with https:// or http://")  # without the secret
         if sum(map(bool, (self.webhook_file, self.webhook, self.command))) > 1:
             problems.append("webhook_file, webhook and command exclude each other: set one of them")
         return problems
-
-
-# The section `preflight`: checks of the nodes before the ranks start.
 
 
 @dataclass(frozen=True, kw_only=True)

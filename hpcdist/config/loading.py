@@ -1,39 +1,59 @@
-"""From YAML and `key=value` overrides to a frozen `Config`, with absolute paths and the checks that involve several
-sections.
+"""From YAML and `key=value` overrides to a frozen `Config`, with all mistakes reported at once, absolute paths, and the
+checks that involve several sections.
 """
 
 from __future__ import annotations
 
+import ast
+import difflib
+import functools
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hpcdist.config.conversion import as_written, exact
-from hpcdist.config.document import escaped, read_document, unfit_values
+from hpcdist.config.conversion import as_written, convert, exact
+from hpcdist.config.describe import all_keys
+from hpcdist.config.document import (
+    MAX_DEPTH,
+    escaped,
+    expand_short_forms,
+    flat,
+    insert,
+    leaves,
+    parse_texts,
+    parse_value,
+    read_document,
+    unfit_values,
+)
 from hpcdist.config.launch_schema import map_paths
-from hpcdist.config.merging import Origins, add_overrides, merge
-from hpcdist.config.redaction import hide_values
-from hpcdist.config.schema import Config, cross_check, to_tree
+from hpcdist.config.redaction import REDACTED, hide_values, is_secret_name, named_secrets
+from hpcdist.config.schema import Config, SecretTexts, cross_check, find_trainer, to_tree, trainer_sections
 from hpcdist.config.shipped import find_config
-from hpcdist.config.tree import expand_short_forms, flat
 from hpcdist.config.written import restore_secrets, stored_tree, with_params
 from hpcdist.errors import ConfigError, shown
 from hpcdist.host import files
 
+#: Where values come from that are not from the file: the command line or a profile, by dotted key; and the command line
+#: by the line of a malformed override.
+Origins = dict[str, str]
+_COMMAND_LINE = "command line"
+_ROLE_REQUESTS = "cluster.roles."
+_CONTAINERS = ("dict[", "list[")
+
 
 def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: str | Path | None = None) -> Config:
-    """Read a config and apply `key=value` overrides.
+    """Return a config with overrides applied, interpolations resolved and paths absolute.
 
     Args:
         source: path of a YAML file, or the name of a shipped config (`ddp_digits`).
         cluster: path or name of a site's profile; the config's own `cluster` section overrides it.
         overrides: `section.key=value`; the value is read as YAML.
 
-    Returns the frozen config with interpolations resolved and paths absolute.
     Raises ConfigError with one line for every mistake found; for those of `overrides` it names the command line, for
     those of `cluster` the profile's path.
     """
@@ -96,7 +116,7 @@ def load_run_config(
             break
     with _hidden_values(tree):
         if config is not None and not overrides:
-            return resolve(replace(config, secret_texts=secrets), source)
+            return _resolve(replace(config, secret_texts=secrets), source)
         config = _with_overrides(escaped(tree), overrides, source, Origins())
     return replace(config, secret_texts={**secrets, **config.secret_texts})
 
@@ -107,13 +127,12 @@ def _with_overrides(
     """Return the config of plain containers and overrides. Raises ConfigError without secrets.
 
     Args:
-        origins: where the values come from that are not from `source`.
         code: folder of the trainer that declares `params`; None if the config of a run folder has been checked.
     """
     with _hidden_values(tree):
-        malformed = add_overrides(overrides, tree, origins)
+        malformed = _add_overrides(overrides, tree, origins)
         try:
-            config = resolve(merge(tree, malformed, source), source)
+            config = _resolve(_merge(tree, malformed, source), source)
             return config if code is None else with_params(config, code, source)
         except ConfigError as error:
             raise _located(error, origins) from None
@@ -142,11 +161,7 @@ def _located(error: ConfigError, origins: Origins) -> ConfigError:
 
 @contextmanager
 def _hidden_values(tree: Mapping[str, Any]) -> Iterator[None]:
-    """Remove secrets, and values from the environment, from the errors that the block raises.
-
-    Args:
-        tree: the config before its interpolations are resolved; overrides may be added to it in the block.
-    """
+    """Remove secrets, and values from the environment, from the errors that the block raises."""
     try:
         yield
     except ConfigError as error:
@@ -163,10 +178,177 @@ def _read_profile(path: Path) -> dict[str, Any]:
     return files.unstamped(as_written(tree, texts), path)  # for its section `container`
 
 
-# The last step of loading: absolute paths, and the checks that involve several sections.
+def _merge(tree: dict[str, Any], malformed: Sequence[str], source: str) -> Config:
+    """Return the config of plain containers, with interpolations resolved. Raises ConfigError."""
+    problems = list(malformed)
+    expand_short_forms(tree)
+    if unfit := list(unfit_values(tree)):
+        raise ConfigError([*problems, *unfit], source)
+    merged = _overlay(_defaults(), tree)
+    secret_texts: SecretTexts = {}
+    config, mistakes = convert(_interpolated(merged, problems, secret_texts))
+    for mistake in mistakes:
+        problems += [mistake] if isinstance(mistake, str) else _sentences(*mistake)
+    if problems:
+        raise ConfigError(problems, source)
+    used = {name: section for name, section in config.sections.items() if name in tree or name == config.trainer.target}
+    config = replace(config, sections=used, secret_texts=secret_texts)
+    if find_trainer(config.trainer.target) is None or config.trainer.script:
+        # Nobody knows which metrics code of the user's own logs.
+        monitor = (tree.get("checkpoint") or {}).get("monitor", "")
+        config = replace(config, checkpoint=replace(config.checkpoint, monitor=monitor))
+    return config
 
 
-def resolve(config: Config, source: str) -> Config:
+def _add_overrides(overrides: Sequence[str], tree: dict[str, Any], origins: Origins) -> list[str]:
+    """Add overrides to a tree, and their keys to `origins`; return a line for each that is malformed."""
+    problems = []
+    for text in overrides:
+        key, equals, raw = text.partition("=")
+        if not equals or not key or key.startswith("-"):
+            name = re.split(r"[:\s]", text, maxsplit=1)[0]
+            redacted = f"{name} {REDACTED}" if name != text and is_secret_name(name) else text
+            problems.append(f"{shown(redacted)} is no override: write key=value, as in optim.lr=0.01")
+        elif raw == REDACTED:
+            problems.append(f"{key}: {REDACTED} stands for a redacted secret: write the value, or ${{oc.env:NAME}}")
+        elif len(path := key.split(".")) > MAX_DEPTH or len(path) + _depth(_override_value(path, raw)) > MAX_DEPTH:
+            problems.append(f"{shown(key)}: nested more than {MAX_DEPTH} levels deep")
+        else:
+            created = next((end for end in range(1, len(path)) if _at(tree, path[:end]) is None), len(path))
+            origins[".".join(path[:created])] = _COMMAND_LINE
+            if not insert(tree, path, _override_value(path, raw)):
+                problems.append(f"{key}: a part of this path is a value already, not a section")
+    given = {text.partition("=")[0] for text in overrides}
+    if "cluster.nodes" in given and "cluster.min_nodes" not in given and isinstance(tree.get("cluster"), dict):
+        # A new number or range of nodes replaces the old range: the config of a run folder contains both keys.
+        tree["cluster"].pop("min_nodes", None)
+        origins["cluster.min_nodes"] = _COMMAND_LINE
+    origins.update(dict.fromkeys(problems, _COMMAND_LINE))
+    return problems
+
+
+def _depth(value: Any) -> int:
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return {**to_tree(Config()), **{name: asdict(kind()) for name, kind in trainer_sections().items()}}
+
+
+def _overlay(defaults: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        default = defaults.get(name)
+        found[name] = _overlay(default, value) if isinstance(default, Mapping) and isinstance(value, Mapping) else value
+    return {**found, **{name: value for name, value in defaults.items() if name not in tree}}
+
+
+def _interpolated(tree: Mapping[str, Any], problems: list[str], secrets: SecretTexts) -> dict[str, Any]:
+    """Return a tree with its interpolations resolved; add to `secrets` those that the interpolations have read.
+
+    A line is added to `problems` for each mistake, and its key is omitted.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+    from omegaconf.resolvers import oc
+
+    read: list[str] = []
+
+    def env(name: str, *default: Any) -> Any:
+        value = oc.env(name, *default)
+        read.extend([value] if value and is_secret_name(name) else [])
+        return value
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # OmegaConf 2.4 has another name for it, which differs in 2.3
+        OmegaConf.register_new_resolver("oc.env", env, replace=True)  # the same, but it notes what it reads
+    found: dict[str, Any] = {}
+    for path, value in leaves(tree):
+        try:
+            if "${" in str(value):
+                OmegaConf.create([value])
+            insert(found, path, value)
+        except GrammarParseError:  # its message repeats the text
+            problems.append(f"{'.'.join(path)}: malformed interpolation")
+    config = OmegaConf.create(found)
+    resolved: dict[str, Any] = {}
+    own = named_secrets(found)
+    for path, value in leaves(found):
+        if "${" in str(value):
+            key = ".".join(path)
+            try:
+                read.clear()
+                value = functools.reduce(lambda node, part: node[part], path, config)
+                if OmegaConf.is_config(value):
+                    value = OmegaConf.to_container(value, resolve=True)
+                if texts := (*read, *(text for text in own if text in str(value))):
+                    secrets[path] = texts
+            except RecursionError:
+                problems.append(f"{key}: Recursive interpolation detected")
+                continue
+            except OmegaConfBaseException as error:  # the other lines of its message repeat key and type
+                problems.append(f"{key}: {next(iter(str(error).splitlines()), type(error).__name__)}")
+                continue
+            if isinstance(value, dict) and _at(_defaults(), path):
+                problems.append(f"{key} is a section: give it keys, got {shown(value)}")
+                continue
+        insert(resolved, path, value)
+    return resolved
+
+
+def _override_value(path: Sequence[str], text: str) -> Any:
+    value = parse_value(text)
+    texts = text if isinstance(value, str) else parse_texts(text)
+    for part in reversed(path):
+        value, texts = {part: value}, {part: texts}
+    return _at(as_written(value, texts), path)
+
+
+def _at(tree: object, path: Sequence[str]) -> Any:
+    return functools.reduce(lambda node, part: node.get(part) if isinstance(node, Mapping) else None, path, tree)
+
+
+@functools.cache
+def _types() -> dict[str, str]:
+    return {path: str(key.type) for path, _, key in all_keys()}
+
+
+def _sentences(key: str, value: object) -> list[str]:
+    """Return a line with key, value, expectation and fix for a key, or for each key below it."""
+    role = key.removeprefix(_ROLE_REQUESTS).partition(".")[0] if key.startswith(_ROLE_REQUESTS) else "ROLE"
+    known = {
+        path.replace(f"{_ROLE_REQUESTS}ROLE.", f"{_ROLE_REQUESTS}{role}."): kind for path, kind in _types().items()
+    }
+    holder = next((path for path in known if key.startswith(f"{path}.") and known[path].startswith(_CONTAINERS)), "")
+    if holder and not key.startswith(_ROLE_REQUESTS):
+        known[key] = known[holder].partition("[")[2].removeprefix("str, ").removesuffix("]")
+    elif isinstance(value, Mapping) and value and not known.get(key, "").startswith(_CONTAINERS):
+        return [line for name, inner in value.items() for line in _sentences(f"{key}.{name}", inner)]
+    if known.get(key, "").startswith("Literal["):
+        choices = ast.literal_eval(known[key].removeprefix("Literal"))
+        return [f"{key} must be one of {', '.join(choices)}, got {shown(value)}"]
+    if key in known:
+        # A shell removes one pair of quotes.
+        is_empty = value is None and known[key] == "str"
+        fix = """: write '' for an empty string ("''" in a shell)""" if is_empty else ""
+        if known[key].startswith("list[") and isinstance(value, str) and value:
+            words = value.split() if key == "trainer.script" else [value]
+            fix = f": write [{', '.join(words)}]"
+        return [f"{key} must be {known[key]}, got {shown(value)}{fix}"]
+    if any(path.startswith(f"{key}.") for path in known):
+        return [f"{key} is a section: give it keys, got {shown(value)}"]
+    leaf = key.rpartition(".")[2]
+    same_leaf = [path for path in known if path.rpartition(".")[2] == leaf]
+    sections = {path.partition(".")[0] for path in known if "." in path}
+    near = difflib.get_close_matches(key, same_leaf or {*known, *sections}, n=1, cutoff=0.0 if same_leaf else 0.6)
+    hint = f"did you mean {near[0]!r}?" if near else "`hpcdist config --schema` lists all keys"
+    return [f"{key if key.isprintable() else shown(key)} is not a key: {hint}"]
+
+
+def _resolve(config: Config, source: str) -> Config:
     """Return the config with absolute paths. Raises ConfigError if its sections contradict each other."""
     problems: list[str] = []
 

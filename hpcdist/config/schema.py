@@ -31,10 +31,8 @@ from hpcdist.config.launch_schema import (
 )
 from hpcdist.errors import ConfigError
 
-# The declaration of a shipped trainer, and the lookup of one by its name.
-#
-# The packages above this one use a trainer through its declaration alone, so that no trainer is named outside
-# `hpcdist/trainers/`. The declarations import no torch.
+# The declaration of a shipped trainer, through which the packages above this one use it. The declarations import no
+# torch.
 
 #: A check of a whole `Config`, whose module imports this one.
 Check = Callable[[Any], list[str]]
@@ -78,7 +76,6 @@ def trainer_names() -> tuple[str, ...]:
 
 
 def default_trainer() -> str:
-    """Return the trainer of a config that names none."""
     return trainer_names()[0]
 
 
@@ -91,7 +88,6 @@ def find_trainer(name: str) -> Trainer | None:
 
 
 def trainer_sections() -> dict[str, type]:
-    """Return the config sections of the shipped trainers by key."""
     found = {name: find_trainer(name) for name in trainer_names()}
     return {name: trainer.section for name, trainer in found.items() if trainer and trainer.section}
 
@@ -104,9 +100,6 @@ def unused_sections(trainer: str) -> set[str]:
     others = (find_trainer(name) for name in trainer_names())
     shared = {section for other in others if other for section in other.shared_sections}
     return {*trainer_names(), *shared} - {trainer, *declared.shared_sections}
-
-
-# The sections that several trainers share: model, data, optimizer, schedule, precision and stop rules.
 
 
 def script_name(command: Sequence[str]) -> str:
@@ -134,7 +127,6 @@ class TrainerConfig(ConfigSection):
         return script_name(self.script)
 
     def problems(self) -> list[str]:
-        """Return the mistake in the name of the trainer or script."""
         if self.script[:1] == ["-m"] and not all(part.isidentifier() for part in self.script_name.split(".")):
             return [f"script needs a module after -m, as in [-m, package.module], got {self.script_name!r}"]
         if self.target.endswith(".py"):
@@ -247,9 +239,6 @@ class StopConfig(ConfigSection):
     """End the run as failed after this many NaN or infinite values of a loss in a row; null only warns."""
 
 
-# The section `elastic`: a run that may start, restart and resume on different numbers of ranks.
-
-
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig(ConfigSection):
     """`data.global_batch_size` makes a run elastic; the keys of this section determine its details."""
@@ -274,8 +263,6 @@ def division_problems(global_batch_size: int, num_micro_batches: int) -> list[st
         f" use {nearest}, or set elastic.micro_batches to a divisor that is not less than the number of ranks"
     ]
 
-
-# The whole config of a run, and the checks that involve several sections.
 
 S = TypeVar("S")
 #: Texts by the keys that lead to the value that contains them.
@@ -321,7 +308,6 @@ class Config(ConfigSection):
     """No key: the secrets in values that are not secrets by key or form, such as `a ${oc.env:MY_TOKEN}`."""
 
     def problems(self) -> list[str]:
-        """Return the mistakes in names, roles and `runs_dir`."""
         problems = [
             f"{name} must be a plain folder name (letters, digits, '.', '_', '-'), got {value!r}"
             for name, value in (("experiment", self.experiment), ("name", self.name))
@@ -341,7 +327,6 @@ class Config(ConfigSection):
 
     @property
     def folder(self) -> Path:
-        """Folder of the run."""
         return Path(self.runs_dir) / self.experiment / self.name
 
     def section(self, kind: type[S]) -> S:
@@ -423,7 +408,6 @@ def cross_check(config: Config) -> list[str]:
 
 
 def _trainer_problems(config: Config) -> list[str]:
-    """Return the mistakes in a config that concern its shipped trainer; none for a trainer of the user's own."""
     name = config.trainer.target
     trainer = find_trainer(name)
     if trainer is None:
@@ -450,7 +434,6 @@ def largest_world_size(config: Config) -> int:
 
 
 def _elastic_problems(config: Config) -> list[str]:
-    """Return the mistakes in the keys of elastic runs, each with its fix."""
     elastic, batch_size = config.elastic, config.data.global_batch_size
     problems = []
     if config.launch.num_ranks and elastic.min_ranks is not None and config.launch.num_ranks < elastic.min_ranks:
@@ -501,9 +484,6 @@ def new_run_problems(config: Config, num_ranks: int = 0) -> list[str]:
     """Return the mistake in the division of the global batch of a new run without `elastic.micro_batches`.
 
     A run with a checkpoint keeps the number of micro-batches of its first start instead.
-
-    Args:
-        num_ranks: number of ranks with which the run starts; 0 if it is not known.
     """
     batch_size = config.data.global_batch_size
     if batch_size is None or config.elastic.micro_batches is not None:

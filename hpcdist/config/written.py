@@ -21,7 +21,16 @@ import yaml
 import hpcdist
 from hpcdist.config.conversion import Mistake, convert, convert_section
 from hpcdist.config.describe import default_of, describe, documented
-from hpcdist.config.document import StrictLoader, parse, read_text
+from hpcdist.config.document import (
+    StrictLoader,
+    expand_short_forms,
+    flat,
+    insert,
+    leaves,
+    parse,
+    parse_value,
+    read_text,
+)
 from hpcdist.config.redaction import REDACTED, REDACTED_NUMBER, hidden_texts, is_redacted, redact_text, redact_tree
 from hpcdist.config.schema import (
     Config,
@@ -32,12 +41,9 @@ from hpcdist.config.schema import (
     to_tree,
     unused_sections,
 )
-from hpcdist.config.tree import expand_short_forms, flat, insert, leaves, parse_value
 from hpcdist.errors import ConfigError, shown, suggestion
 from hpcdist.host import files as host_files
 
-# The resolved config as a run folder stores it: YAML with redacted secrets, and the variables that restore them.
-#
 # It is read without OmegaConf, the import of which takes longer than that of all other modules of a rank.
 
 #: Limit of the config in a run folder.
@@ -73,9 +79,8 @@ def stored_tree(path: Path) -> dict[str, Any]:
 class StoredConfig:
     """The config of a run as its folder stores it, with `***` for secrets."""
 
-    config: Config = field(
-        default_factory=Config
-    )  #: with defaults for keys that are missing or cannot be read (`convert`)
+    #: With defaults for keys that are missing or cannot be read (`convert`).
+    config: Config = field(default_factory=Config)
     values: Mapping[str, Any] = field(default_factory=dict)  #: the content of the file, by dotted key
     problem: str = ""  #: the keys that cannot be read, or why the file cannot; empty without a problem
 
@@ -94,9 +99,8 @@ def read_stored(path: Path) -> StoredConfig:
     tree = stored_tree(path)
     expand_short_forms(tree)
     config, mistakes = convert(tree)
-    unknown = [
-        one if isinstance(one, str) else one[0] for one in mistakes if isinstance(one, str) or not is_redacted(one[1])
-    ]
+    pairs = [(one, None) if isinstance(one, str) else one for one in mistakes]
+    unknown = [key for key, value in pairs if not is_redacted(value)]
     problem = f"{path.name} has keys or values that hpcdist {hpcdist.__version__} does not know: {', '.join(unknown)}"
     return StoredConfig(config=config, values=flat(tree), problem=problem[:_MAX_PROBLEM] if unknown else "")
 
@@ -107,7 +111,6 @@ def redacted(config: Config) -> dict[str, Any]:
 
 
 def flat_values(config: Config) -> dict[str, Any]:
-    """Return the redacted values of a config by dotted key."""
     return flat(redacted(config))
 
 
@@ -123,7 +126,6 @@ def redacted_argument(text: str) -> str:
 
 
 def secret_keys(config: Config) -> list[tuple[str, ...]]:
-    """Return the keys of the values that `to_yaml` redacts."""
     clean = dict(leaves(redacted(config)))
     return [path for path, value in leaves(to_tree(config)) if clean[path] != value]
 
@@ -149,9 +151,6 @@ def restore_secrets(
     Args:
         without: dotted keys that overrides set anyway.
         require: whether a missing variable is an error; otherwise the value stays `***`.
-        source: path of the config, for the error.
-
-    Raises ConfigError with one line for each missing variable.
     """
     problems, restored = [], {}
     for path, value in list(leaves(tree)):
@@ -159,7 +158,13 @@ def restore_secrets(
         if not is_redacted(value) or key in without:
             continue
         if name in env:
-            insert(tree, path, text := _restored(value, env[name], name))
+            text: Any = env[name]
+            if not isinstance(value, str) or value == REDACTED_NUMBER:  # `secrets_of` writes them as JSON
+                try:
+                    text = json.loads(text)
+                except ValueError:
+                    raise ConfigError([f"{name} in the environment must hold JSON, such as 3 or [1, 2]"]) from None
+            insert(tree, path, text)
             restored[path] = value, text
         elif require:
             problems.append(f"{key} was redacted when the run was written: set {name} in the environment")
@@ -167,16 +172,6 @@ def restore_secrets(
         raise ConfigError(problems, source)
     clean = dict(leaves(redact_tree(tree)))
     return {path: hidden_texts(*pair) for path, pair in restored.items() if clean.get(path) != pair[0]}
-
-
-def _restored(shown: Any, text: str, variable: str) -> Any:
-    """Return the value of a variable; `secrets_of` writes values other than strings as JSON."""
-    if isinstance(shown, str) and shown != REDACTED_NUMBER:
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise ConfigError([f"{variable} in the environment must hold JSON, such as 3 or [1, 2]"]) from None
 
 
 def _variable(path: Sequence[str], tree: Mapping[str, Any]) -> str:
@@ -191,9 +186,8 @@ def _variable(path: Sequence[str], tree: Mapping[str, Any]) -> str:
     return re.sub(r"\W", "_", "_".join(("hpcdist", *path))).upper()
 
 
-# The parameters that a trainer of the user's own declares: `train(ctx, cfg, params: MyParams)` with a dataclass.
-#
-# Login nodes may have no torch, so before a run starts only the fields of the dataclass are executed, not its module.
+# The parameters that a trainer of the user's own declares: `train(ctx, cfg, params: MyParams)` with a dataclass. Login
+# nodes may have no torch, so before a run starts only the fields of the dataclass are executed, not its module.
 
 #: What the fields of a dataclass may use, besides builtins.
 _NAMES = {
@@ -205,10 +199,8 @@ _NAMES = {
 def declaration(trainer: TrainerConfig, folder: Path) -> tuple[type, ast.ClassDef] | None:
     """Return the dataclass that a trainer declares, without its methods, and its source.
 
-    None if there is none in the module of the trainer, or if it needs more than `_NAMES`: only the ranks check it then.
-
-    Args:
-        folder: where the module is searched first, before `sys.path`.
+    The module is searched in `folder`, then in `sys.path`. None if it has no such dataclass, or one that needs more
+    than `_NAMES`: only the ranks check it then.
     """
     module, _, function = ("" if trainer.script else trainer.target).partition(":")
     stem = module.replace(".", "/")
@@ -229,10 +221,7 @@ def declaration(trainer: TrainerConfig, folder: Path) -> tuple[type, ast.ClassDe
 
 
 def with_params(config: Config, folder: Path, source: str) -> Config:
-    """Return the config with `params` checked, and filled with the defaults that its trainer declares.
-
-    Raises ConfigError with one line for each mistake.
-    """
+    """Return the config with `params` checked, and filled with the defaults that its trainer declares."""
     if (found := declaration(config.trainer, folder)) is None:
         return config
     values = dataclasses.asdict(build(found[0], config.params, source))
@@ -274,19 +263,20 @@ def build(kind: type, values: Mapping[str, Any], source: str = "") -> Any:
     except TypeError:  # a required key is missing or has a mistake
         if not problems and not mistakes:
             raise
-    problems += [one if isinstance(one, str) else _sentence(kind, *one) for one in mistakes]
+    types = get_type_hints(kind)
+    for mistake in mistakes:
+        if isinstance(mistake, str):
+            problems.append(mistake)
+            continue
+        key, value = mistake
+        name = key.split(".")[1]
+        if (declared := types.get(name)) is None:
+            hint = suggestion(name, types, "there are " + ", ".join(types))
+            problems.append(f"params.{name} is not a key: {hint}")
+            continue
+        expected = declared.__name__ if get_origin(declared) is None else str(declared).replace("typing.", "")
+        inner = "" if key == f"params.{name}" else f" for {key}"
+        problems.append(f"params.{name} must be {expected}, got {shown(value)}{inner}")
     if problems:
         raise ConfigError(problems, source)
     return made
-
-
-def _sentence(kind: type, key: str, value: Any) -> str:
-    """Return the line for a key that the dataclass does not have, or for a value of another type."""
-    types = get_type_hints(kind)
-    name = key.split(".")[1]
-    if name not in types:
-        return f"params.{name} is not a key: {suggestion(name, types, 'there are ' + ', '.join(types))}"
-    declared = types[name]
-    expected = declared.__name__ if get_origin(declared) is None else str(declared).replace("typing.", "")
-    inner = "" if key == f"params.{name}" else f" for {key}"
-    return f"params.{name} must be {expected}, got {shown(value)}{inner}"

@@ -21,8 +21,8 @@ from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 import hpcdist
+from hpcdist.config.document import parse_value
 from hpcdist.config.schema import Config
-from hpcdist.config.tree import parse_value
 from hpcdist.config.written import redacted_argument
 from hpcdist.containers.spec import ContainerSpec, Mount
 from hpcdist.errors import ImageError, UserMistake

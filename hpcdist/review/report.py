@@ -15,8 +15,8 @@ from typing import Any, TypeVar, cast
 import jinja2
 from markupsafe import Markup, escape
 
+from hpcdist.config.document import flat
 from hpcdist.config.redaction import redact_text
-from hpcdist.config.tree import flat
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import HpcdistError
 from hpcdist.host import retry

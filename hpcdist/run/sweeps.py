@@ -14,9 +14,9 @@ from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hpcdist.config.document import parse_value
 from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.schema import Config, to_tree
-from hpcdist.config.tree import parse_value
 from hpcdist.config.written import flat_values, read_stored, redacted
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.host.files import fill, read_json, require_trusted, write_json

@@ -155,7 +155,7 @@ def test_the_stub_has_the_types_of_all_public_names() -> None:
 
 
 def test_omegaconf_is_used_by_config_alone() -> None:
-    assert users_of("omegaconf") == {"config.merging"}
+    assert users_of("omegaconf") == {"config.loading"}
 
 
 def test_submitit_is_used_by_the_submission_alone() -> None:

@@ -13,10 +13,10 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, PERMISSION_DENIED
 from tracking_scene import CONFIG, Scene
 
+from hpcdist.config.document import flat
 from hpcdist.config.launch_schema import TrackingConfig
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config, TrainerConfig, trainer_sections
-from hpcdist.config.tree import flat
 from hpcdist.config.written import StoredConfig, flat_values
 from hpcdist.errors import RunFolderError, TrackingError, UserMistake
 from hpcdist.host.files import read_json, write_json
