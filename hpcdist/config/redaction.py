@@ -1,8 +1,7 @@
 """Detection and redaction of secrets in configs, messages, patches and logs.
 
 detect-secrets 1.5 is not used: it finds 31 of the 100 secrets in `tests/unit/run/secret_corpus.py`, reports 4 of the
-100 other lines, and its import alone takes 0.3 s. The formats of tokens here include those of its
-formats that occur in the corpus.
+100 other lines, and its import alone takes 0.3 s.
 """
 
 from __future__ import annotations
@@ -51,10 +50,7 @@ _HARMLESS = {
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a key, variable, option or query parameter of this name is a secret.
-
-    A name is split into parts at characters other than letters, and within camelCase; case is ignored.
-    """
+    """Return whether a key, variable, option or query parameter of this name is a secret."""
     parts = [part.lower() for part in _PART.findall(name) if not part.isdigit()]
     if any(
         part in _ANYWHERE or part.endswith(_STEMS) or (part.endswith("token") and part != "token") for part in parts
@@ -107,10 +103,8 @@ _MARKS = re.compile(r"[=@]|(?i:bearer|basic|token)\s|-----BEGIN|hook")
 
 
 def redact_text(text: str) -> str:
-    """Return `text` with `***` for each secret in it.
-
-    Secrets are passwords and tokens in URIs and query strings, values of `name=value` with the name of a secret, tokens
-    with a known prefix, and private keys.
+    """Return `text` with `***` for secrets in URIs and query strings, values of `name=value` with the name of a secret,
+    tokens with a known prefix, and private keys.
     """
     if _LONG.search(text):
         text = _TOKEN.sub(REDACTED, text)
@@ -119,23 +113,18 @@ def redact_text(text: str) -> str:
     text = _PRIVATE_KEY.sub(REDACTED, text)
     text = _USERINFO.sub(rf"\1:{REDACTED}@", text)
     text = _HTTP_USER.sub(f"{REDACTED}@", text)
-    text = _redact_assignments(text)
-    text = _QUERY.sub(rf"\1={REDACTED}", text)
-    text = _BEARER.sub(rf"\1 {REDACTED}", text)
-    return _HOOK.sub(rf"\1{REDACTED}", text)
-
-
-def _redact_assignments(text: str) -> str:
     pieces, end = [], 0
     for name in _NAME.finditer(text):
         if name.start() < end or not is_secret_name(name[1]):
             continue
         value = _VALUE.match(text, name.end())
-        if value is None or _REFERENCE.match(value[0]):
-            continue
-        pieces += [text[end : name.end()], REDACTED]
-        end = value.end()
-    return "".join([*pieces, text[end:]])
+        if value is not None and not _REFERENCE.match(value[0]):
+            pieces += [text[end : name.end()], REDACTED]
+            end = value.end()
+    text = "".join([*pieces, text[end:]])
+    text = _QUERY.sub(rf"\1={REDACTED}", text)
+    text = _BEARER.sub(rf"\1 {REDACTED}", text)
+    return _HOOK.sub(rf"\1{REDACTED}", text)
 
 
 # --- trees of plain containers
@@ -146,8 +135,6 @@ _NO_TEXTS: Texts = {}
 
 def redact_tree(tree: Mapping[str, Any], above: tuple[str, ...] = (), texts: Texts = _NO_TEXTS) -> dict[str, Any]:
     """Return a copy of a config's containers with `***` for each value that is a secret by its key or its form.
-
-    Booleans, nulls and empty strings are not redacted.
 
     Args:
         texts: further secrets by the path to the value that contains them, or from which they were converted.
@@ -191,13 +178,10 @@ def _without(value: Any, texts: list[str]) -> Any:
 def redact_words(words: list[Any]) -> list[Any]:
     """Return a redacted list, in which the word after an option such as `--token` is a secret."""
     shown: list[Any] = []
-    for index, word in enumerate(words):
-        before = words[index - 1] if index else None
-        flagged = isinstance(before, str) and before.startswith("--") and "=" not in before and is_secret_name(before)
-        if flagged and not (isinstance(word, str) and word.startswith("--")):
-            shown.append(_redact((), word, True))
-        else:
-            shown.append(_redact((), word, False))
+    for before, word in pairwise([None, *words]):
+        is_option = isinstance(before, str) and before.startswith("--") and "=" not in before
+        is_value = not (isinstance(word, str) and word.startswith("--"))
+        shown.append(_redact((), word, is_option and is_value and is_secret_name(str(before))))
     return shown
 
 
@@ -211,7 +195,6 @@ def hide_values(lines: Iterable[str], tree: Mapping[str, Any], env: Mapping[str,
 
     Args:
         tree: the config with unresolved interpolations.
-        env: the environment from which the interpolations are resolved.
     """
     # A message contains a value as it is, quoted, or shortened (`errors.shown`).
     instead = {
@@ -266,7 +249,6 @@ def hidden_texts(shown: Any, value: Any) -> tuple[str, ...]:
 
 
 def is_redacted(value: Any) -> bool:
-    """Return whether a value of a written config was redacted."""
     if isinstance(value, Mapping | list):
         return any(map(is_redacted, value.values() if isinstance(value, Mapping) else value))
     return isinstance(value, str) and REDACTED in value

@@ -6,49 +6,33 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from hpcdist.errors import ConfigError, TopologyError, shortened
 from hpcdist.host.nodelist import expand, expand_tasks
 
-# Environment variables of the launchers, and a strict reader of them whose error messages end with a fix.
-
 T = TypeVar("T")
 
 OWN_PLACE = (
-    "HPCDIST_RANK",
-    "HPCDIST_WORLD_SIZE",
-    "HPCDIST_LOCAL_RANK",
-    "HPCDIST_LOCAL_WORLD_SIZE",
-    "HPCDIST_NODE_RANK",
+    *("HPCDIST_RANK", "HPCDIST_WORLD_SIZE", "HPCDIST_LOCAL_RANK", "HPCDIST_LOCAL_WORLD_SIZE", "HPCDIST_NODE_RANK"),
     "HPCDIST_NUM_NODES",
 )
-OWN_MEETING = (
-    "HPCDIST_MASTER_ADDR",
-    "HPCDIST_MASTER_PORT",
-    "HPCDIST_JOB_ID",
-    "HPCDIST_ATTEMPT",
-)
+OWN_MEETING = ("HPCDIST_MASTER_ADDR", "HPCDIST_MASTER_PORT", "HPCDIST_JOB_ID", "HPCDIST_ATTEMPT")
 TORCHRUN_CORE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN_PLACE = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+#: In an allocation for one process each is at most 1; SLURM_TASKS_PER_NODE may be larger and is not in the list.
 SLURM_COUNTS = (
-    "SLURM_NTASKS",
-    "SLURM_NPROCS",
-    "SLURM_NTASKS_PER_NODE",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_NNODES",
-    "SLURM_JOB_NUM_NODES",
-    "SLURM_HET_SIZE",
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_NUM_TASKS", "SLURM_NNODES"),
+    *("SLURM_JOB_NUM_NODES", "SLURM_HET_SIZE"),
 )
-"""In an allocation for one process each is at most 1; SLURM_TASKS_PER_NODE may be larger and is not in the list."""
 
 
 class Variables:
-    """Reads the variables of one launcher from `env`. Error messages end with `fix`.
+    """Reads the variables of one launcher; an empty variable counts as not set.
 
-    An empty variable counts as not set. All methods that read a value raise TopologyError.
+    All methods that read a value raise TopologyError, whose message ends with `fix`.
     """
 
     def __init__(self, env: Mapping[str, str], fix: str) -> None:
@@ -56,21 +40,16 @@ class Variables:
         self.fix = fix
 
     def has(self, name: str) -> bool:
-        """Return whether a variable is set and not empty."""
         return bool(self.env.get(name))
 
     def first(self, *names: str) -> str:
         """Return the name of the first variable that is set."""
-        for name in names:
-            if self.has(name):
-                return name
+        if found := next(filter(self.has, names), None):
+            return found
         raise self.error(f"{' or '.join(names)} must be set")
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Return the text of a variable, or the default. Raises TopologyError if neither exists."""
-        if default is not None and not self.has(name):
-            return default
-        return self.env[self.first(name)]
+        return default if default is not None and not self.has(name) else self.env[self.first(name)]
 
     def number(self, name: str, default: int | None = None) -> int:
         """Return a whole number >= 0 of at most ten digits, which covers all numbers of Slurm."""
@@ -82,7 +61,6 @@ class Variables:
         return int(value)
 
     def parsed(self, name: str, parse: Callable[[str], T]) -> T:
-        """Return the result of `parse` for a variable's text; name the variable in its TopologyError."""
         try:
             return parse(self.text(name))
         except TopologyError as error:
@@ -93,11 +71,9 @@ class Variables:
         return ", ".join(f"{name}={shortened(self.env[name])}" for name in names if self.has(name))
 
     def missing(self, names: Iterable[str]) -> str:
-        """Return the names of the variables that are not set, for a message."""
         return ", ".join(name for name in names if not self.has(name))
 
     def error(self, problem: str) -> TopologyError:
-        """Return an error with the problem and the fix."""
         return TopologyError(f"{problem}; {self.fix}")
 
 
@@ -157,31 +133,25 @@ class Topology:
     """Number of the attempt; each restart increases it by one."""
 
     def __post_init__(self) -> None:
-        alone = self.num_nodes == 1
-        for holds, rule in (
-            (0 <= self.rank < self.world_size, "0 <= rank < world_size"),
-            (0 <= self.local_rank < self.local_world_size, "0 <= local_rank < local_world_size"),
-            (0 <= self.node_rank < self.num_nodes, "0 <= node_rank < num_nodes"),
-            (
-                not alone or self.local_world_size == self.world_size,
-                "local_world_size == world_size if num_nodes == 1",
-            ),
-            (
-                self.local_world_size + self.num_nodes <= self.world_size + 1,
-                "local_world_size + num_nodes <= world_size + 1",
-            ),
-            (len(self.hosts) in (0, self.num_nodes), "num_nodes names in hosts, or none"),
-            (len(set(self.hosts)) == len(self.hosts), "distinct names in hosts"),
-            (re.fullmatch(r"\S+", self.master_addr) is not None, "a name or address in master_addr"),
-            (1 <= self.master_port <= 65535, "1 <= master_port <= 65535"),
-            (re.fullmatch(r"\S+", self.job_id) is not None, "a job_id without spaces"),
-            (self.attempt >= 0, "attempt >= 0"),
-            (self.launcher != "single" or self.world_size == 1, "world_size == 1 if launcher is 'single'"),
-        ):
-            if not holds:
-                names = [name for name in self.__dataclass_fields__ if re.search(rf"\b{name}\b", rule)]
-                values = ", ".join(f"{name}={shortened(repr(getattr(self, name)))}" for name in names)
-                raise TopologyError(f"a topology requires {rule}, got {values}")
+        alone, here, everywhere = self.num_nodes == 1, self.local_world_size, self.world_size
+        rules = {
+            "0 <= rank < world_size": 0 <= self.rank < everywhere,
+            "0 <= local_rank < local_world_size": 0 <= self.local_rank < here,
+            "0 <= node_rank < num_nodes": 0 <= self.node_rank < self.num_nodes,
+            "local_world_size == world_size if num_nodes == 1": not alone or here == everywhere,
+            "local_world_size + num_nodes <= world_size + 1": here + self.num_nodes <= everywhere + 1,
+            "num_nodes names in hosts, or none": len(self.hosts) in (0, self.num_nodes),
+            "distinct names in hosts": len(set(self.hosts)) == len(self.hosts),
+            "a name or address in master_addr": re.fullmatch(r"\S+", self.master_addr),
+            "1 <= master_port <= 65535": 1 <= self.master_port <= 65535,
+            "a job_id without spaces": re.fullmatch(r"\S+", self.job_id),
+            "attempt >= 0": self.attempt >= 0,
+            "world_size == 1 if launcher is 'single'": self.launcher != "single" or everywhere == 1,
+        }
+        if rule := next((rule for rule, holds in rules.items() if not holds), None):
+            names = [name for name in self.__dataclass_fields__ if re.search(rf"\b{name}\b", rule)]
+            values = ", ".join(f"{name}={shortened(repr(getattr(self, name)))}" for name in names)
+            raise TopologyError(f"a topology requires {rule}, got {values}")
 
     @property
     def token(self) -> str:
@@ -194,11 +164,14 @@ class Topology:
 
         Raises TopologyError, whose message names the variables, their values and a fix.
         """
+        step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
+        # SLURM_PROCID alone is also set in the shell of sbatch.
+        is_task = env.get("SLURM_PROCID") and re.fullmatch(r"[0-9]{1,10}", step) and int(step) < _FIRST_SPECIAL_STEP
         if any(env.get(name) for name in OWN_PLACE):
             return _from_own(Variables(env, _OWN_FIX))
         if env.get("TORCHELASTIC_RUN_ID") or all(env.get(name) for name in TORCHRUN_CORE):
             return _from_torchrun(Variables(env, _TORCHRUN_FIX))
-        if _in_slurm_step(env):
+        if is_task:
             return _from_slurm(Variables(env, SLURM_FIX))
         return _from_nothing(env)
 
@@ -206,9 +179,8 @@ class Topology:
 def port_for(job_id: str, attempt: int) -> int:
     """Return the TCP port of an attempt in 20480-32760, which every rank computes independently.
 
-    Consecutive attempts have different ports. The first 16 attempts of two jobs have different ports if the trailing
-    numbers of their ids differ by 1 (1234 and 1235, run-1 and run-2), and the first attempts if they differ by less
-    than 12281. Two other jobs have the same port with a probability of 1 in 12281.
+    Consecutive attempts have different ports, as have the first 16 attempts of two jobs with consecutive numbers (1234
+    and 1235, run-1 and run-2). Two other jobs have the same port with a probability of 1 in 12281.
     """
     match = re.fullmatch(r"(.*?)([0-9]{0,18})", job_id, re.DOTALL)
     assert match is not None, "the pattern matches any text"
@@ -218,7 +190,6 @@ def port_for(job_id: str, attempt: int) -> int:
 
 
 def _build(variables: Variables, names: Iterable[str], **fields: Any) -> Topology:
-    """Create the topology; add the variables to the message of an error."""
     try:
         return Topology(**fields)
     except TopologyError as error:
@@ -266,13 +237,6 @@ def _from_torchrun(variables: Variables) -> Topology:
         **_meeting(variables, variables.text("MASTER_ADDR"), job_id, attempt, port),
         launcher="torchrun",
     )
-
-
-def _in_slurm_step(env: Mapping[str, str]) -> bool:
-    """Return whether srun started this process as a task. SLURM_PROCID alone is also set in the shell of sbatch."""
-    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
-    is_number = re.fullmatch(r"[0-9]{1,10}", step) is not None
-    return bool(env.get("SLURM_PROCID")) and is_number and int(step) < _FIRST_SPECIAL_STEP
 
 
 def _from_slurm(variables: Variables) -> Topology:
@@ -346,10 +310,7 @@ def _from_nothing(env: Mapping[str, str]) -> Topology:
     return _build(slurm, ("SLURM_JOB_ID",), **place, **_meeting(slurm, _LOOPBACK, job_id, attempt), launcher="single")
 
 
-# Roles of ranks, such as agent, observer, parameter server or trainer.
-#
-# Ranks are assigned in the order of the roles: `{agent: 1, observer: 4}` makes rank 0 the agent and ranks 1 to 4 the
-# observers. In a run without roles all ranks have the role `trainer`.
+# Roles of ranks: `{agent: 1, observer: 4}` makes rank 0 the agent and ranks 1 to 4 the observers.
 
 DEFAULT_ROLE = "trainer"
 
@@ -388,29 +349,29 @@ class Roles:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of all roles."""
         return sum(count for _, count in self.counts)
 
     def count(self, role: str) -> int:
         """Return the number of ranks with a role; 0 for an unknown role."""
         return dict(self.counts).get(role, 0)
 
+    def _ranges(self) -> Iterator[tuple[str, range]]:
+        first = 0
+        for role, count in self.counts:
+            yield role, range(first, first + count)
+            first += count
+
     def ranks_of(self, role: str) -> range:
         """Return the ranks of a role, ordered by index. Raises ConfigError if no rank has this role."""
-        first = 0
-        for name, count in self.counts:
-            if name == role:
-                return range(first, first + count)
-            first += count
+        if role in self.names:
+            return dict(self._ranges())[role]
         raise ConfigError([f"no rank has the role {role!r}: the roles are {self}"])
 
     def of_rank(self, rank: int) -> tuple[str, int]:
         """Return the role of a rank and its index within the role."""
-        first = 0
-        for name, count in self.counts:
-            if first <= rank < first + count:
-                return name, rank - first
-            first += count
+        for role, ranks in self._ranges():
+            if rank in ranks:
+                return role, rank - ranks.start
         raise IndexError(f"rank {rank} of {self.world_size}")
 
     def name_of(self, rank: int) -> str:
@@ -419,17 +380,13 @@ class Roles:
         return f"{role}:{index}"
 
     def require(self, **counts: int | None) -> None:
-        """Raise ConfigError unless the run has exactly these roles.
-
-        For example `ctx.roles.require(agent=1, observer=None)`.
+        """Raise ConfigError unless the run has exactly these roles: `ctx.roles.require(agent=1, observer=None)`.
 
         Args:
             **counts: number of ranks by role; None stands for one or more.
         """
-        wrong = set(self.names) != set(counts) or any(
-            self.count(role) != count for role, count in counts.items() if count is not None
-        )
-        if wrong:
+        fits = all(self.count(role) == count for role, count in counts.items() if count is not None)
+        if not fits or set(self.names) != set(counts):
             wanted = ", ".join(f"{role} {'1 or more' if count is None else count}" for role, count in counts.items())
             example = ", ".join(f"{role}: {count or 1}" for role, count in counts.items())
             raise ConfigError([f"this trainer needs the roles {wanted}, got {self}: set roles='{{{example}}}'"])
@@ -439,14 +396,12 @@ def rank_table(roles: Roles, groups: Iterable[tuple[range, str]], devices: Mappi
     """Return a table of ranks, roles, devices and places: a header, and a line for each role in each place.
 
     Args:
-        roles: the roles of the run.
         groups: ranks and their common place (a host or a Slurm request), in rank order.
         devices: device by role, if known.
     """
     places = list(groups)
     rows = [("rank", "role", "device", "place" if any(place for _, place in places) else "")]
-    for role, _ in roles.counts:
-        mine = roles.ranks_of(role)
+    for role, mine in roles._ranges():
         for ranks, place in places:
             both = range(max(mine.start, ranks.start), min(mine.stop, ranks.stop))
             if both:
