@@ -17,9 +17,9 @@ from typing import Any
 
 from mlflow import __version__ as installed
 
+from hpcdist.config.document import flat
 from hpcdist.config.launch_schema import CheckpointConfig
 from hpcdist.config.redaction import redact_tree
-from hpcdist.config.document import flat
 from hpcdist.config.written import StoredConfig, read_stored
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError, TrackingError
 from hpcdist.host.files import read_json, write_json
