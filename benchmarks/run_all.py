@@ -217,6 +217,14 @@ BENCHMARKS = (
             for latency in ("0 ms", "0.3 ms", "1 ms")
         ),
     ),
+    Benchmark(
+        "rpc",
+        (),
+        (
+            Figure("RPC of 8 MiB, one call at a time: torch's time over ZeroMQ's", ("torch_over_zmq", "8 MiB, 1")),
+            Figure("RPC of 8 MiB, 8 calls in flight: torch's time over ZeroMQ's", ("torch_over_zmq", "8 MiB, 8")),
+        ),
+    ),
     Benchmark("rl", ("--rounds", "3", "--seconds", "8"), ()),
     Benchmark("rnn", ("--rounds", "3"), ()),
     Benchmark("hybrid", ("--rounds", "3"), ()),

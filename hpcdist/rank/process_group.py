@@ -320,7 +320,7 @@ class _AdmittingGloo(_Gloo):
     the sockets listen is short, since no rank begins before the others.
     """
 
-    def __new__(cls, store: Store, rank: int, size: int, *, timeout: timedelta, **options: Any) -> _AdmittingGloo:
+    def __new__(cls, store: Store, rank: int, size: int, timeout: timedelta, **options: Any) -> _AdmittingGloo:
         # A C++ object cannot be initialised twice, so each trial needs a new one, which only `__new__` can return.
         for trial in range(1, NUM_TRIALS + 1):
             limit = min(timeout, CONNECT_TIMEOUT, FIRST_CONNECT_TIMEOUT * 2 ** min(trial - 1, 4))

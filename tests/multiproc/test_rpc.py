@@ -33,6 +33,7 @@ from hpcdist.config.launch_schema import CheckpointConfig, LaunchConfig
 from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, StopConfig
 from hpcdist.errors import ConfigError, HpcdistError, PeerLost, RemoteError
 from hpcdist.rank.context import Context
+from hpcdist.rank.process_group import guard_gloo
 from hpcdist.rank.rendezvous_store import CurveKeys
 from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.run.folder import RunDir
@@ -73,6 +74,7 @@ def served(group: list[RpcGroup]) -> dict[str, Callable[..., Any]]:
 
 
 def commands_and_errors(here: Rank, path: Path, config: Config) -> dict[str, Any]:
+    guard_gloo()  # torch's RPC creates a group of its own
     done: list[tuple[str, int]] = []
     with (
         warnings.catch_warnings(record=True) as warned,
