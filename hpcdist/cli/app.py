@@ -24,7 +24,7 @@ _LOGGED = ("supervise", "worker", "in-job")
 
 #: Panel of the help → modules of this package → their commands.
 PANELS: dict[str, dict[str, tuple[str, ...]]] = {
-    "Start runs": {"run": ("run", "resume"), "submit": ("submit",), "config": ("config",)},
+    "Start runs": {"run": ("run", "submit", "resume", "config", "worker", "supervise", "in-job")},
     "Watch runs": {
         "runs": ("runs", "status", "logs", "follow", "stop", "cancel", "save", "profile"),
     },
@@ -35,7 +35,6 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "Diagnose": {"doctor": ("explain", "doctor"), "bench": ("bench",)},
     "Images": {"image": ("image",)},
     "Development": {"devcluster": ("devcluster",)},
-    "": {"internal": ("worker", "supervise", "in-job")},
 }
 #: Modules whose commands are a group, with a help of its own.
 _GROUPS = ("bench", "image", "devcluster")
@@ -58,9 +57,6 @@ def make_app(command: str = "") -> typer.Typer:
             if command and command not in commands:
                 continue
             module = importlib.import_module(f"hpcdist.cli.{name}")
-            if not panel:
-                app.add_typer(module.app)
-                continue
             if name not in _GROUPS:
                 for one in module.app.registered_commands:
                     one.rich_help_panel = panel

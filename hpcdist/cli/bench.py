@@ -25,8 +25,7 @@ from hpcdist.cli.options import (
     option,
     with_options,
 )
-from hpcdist.cli.run import run_here
-from hpcdist.cli.submit import submit_run
+from hpcdist.cli.run import run_here, submit_run
 from hpcdist.errors import UserMistake
 from hpcdist.host.log_files import say
 
@@ -43,7 +42,7 @@ Compare = Annotated[
         "--compare",
         "RUN",
         "Report operations slower than in this run; `last` is the newest comparable one.",
-        options.runs_or_last,
+        options.runs,
     ),
 ]
 

@@ -19,11 +19,9 @@ from hpcdist.host.log_files import say
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.status import Status
 
     from hpcdist.checks.doctor import Request, Section
     from hpcdist.host.machine import Check
-    from hpcdist.run.folder import RunDir
 
 
 app = typer.Typer()
@@ -71,9 +69,12 @@ def doctor(
         hpcdist doctor --json | jq '.checks[] | select(.level == "failure")'
     """
     import hpcdist
-    from hpcdist.checks.doctor import document, execute, machine_sections, would_fail
+    from hpcdist.checks.doctor import document, execute, machine_sections, run_sections, would_fail
+    from hpcdist.config.loading import load_run_config
     from hpcdist.host.files import require_trusted
     from hpcdist.run.lookup import resolve_run
+    from hpcdist.run.records import kept
+    from hpcdist.run.slurm_job import job_of
 
     del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
     found = resolve_run(run, runs_dir) if run is not None else None
@@ -86,30 +87,19 @@ def doctor(
         "runs_dir": str(runs_dir.absolute()),
         "run": str(found.path) if found is not None else None,
     }
-    if found is not None:
-        sections = _run_sections(found)
-    else:
+    if found is None:
         sections = machine_sections(_request(runs_dir, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir))
+    else:
+        config = load_run_config(found.config, [], {**kept(found), **os.environ}, require_secrets=False)
+        sections = run_sections(found, config)
+        if job_of(found) is None:  # a local run: this machine, too
+            sections += machine_sections(_request(Path(config.runs_dir), config.tracking.uri, found.path))
     if as_json:
         page = [_redacted(*section) for section in execute(sections)]
         say(json.dumps(document(page, facts), indent=2))
     else:
         page = _show_page(sections, facts)
     return 1 if would_fail(page) else 0
-
-
-def _run_sections(run: RunDir) -> list[Section]:
-    """Return the sections on a run and its nodes, and for a local run those on this machine."""
-    from hpcdist.checks.doctor import machine_sections, run_sections
-    from hpcdist.config.loading import load_run_config
-    from hpcdist.run.records import kept
-    from hpcdist.run.slurm_job import job_of
-
-    config = load_run_config(run.config, [], {**kept(run), **os.environ}, require_secrets=False)
-    sections = run_sections(run, config)
-    if job_of(run) is None:
-        sections += machine_sections(_request(Path(config.runs_dir), config.tracking.uri, run.path))
-    return sections
 
 
 def _request(runs_dir: Path, uri: str, folder: Path) -> Request:
@@ -143,19 +133,19 @@ def _show_page(sections: Sequence[Section], facts: dict[str, str | None]) -> lis
     page = []
     # The spinner shows the sections in progress at the bottom of a terminal.
     with out.status("checking") if out.is_terminal else nullcontext() as status:
-        for section in execute(sections, lambda titles: _show_pending(status, titles)):
+
+        def show_pending(titles: Sequence[str]) -> None:
+            if status is not None and titles:
+                more = f" and {len(titles) - 1} more" if len(titles) > 1 else ""
+                status.update(f"checking {titles[0]}{more}")
+
+        for section in execute(sections, show_pending):
             title, checks = _redacted(*section)
             page.append((title, checks))
             if lines := list(section_lines(title, checks, width)):
                 _print(out, [("", ""), *lines])
     _print(out, [("", ""), *summary_lines(page, width)])
     return page
-
-
-def _show_pending(status: Status | None, titles: Sequence[str]) -> None:
-    if status is not None and titles:
-        more = f" and {len(titles) - 1} more" if len(titles) > 1 else ""
-        status.update(f"checking {titles[0]}{more}")
 
 
 def _print(out: Console, lines: Iterable[tuple[str, str]]) -> None:

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from hpcdist.cli import options
 from hpcdist.cli.options import DryRun, console, option
-from hpcdist.errors import UserMistake
 from hpcdist.host.log_files import say
 
 app = typer.Typer(name="image", help="Build, check and convert container images.", no_args_is_help=True)
 
 EngineOption = Annotated[
-    str | None,
-    option(
-        "--engine",
-        "ENGINE",
-        "docker or podman; to build, also buildah. The first that works by default.",
-        options.one_of("docker", "podman", "buildah"),
-    ),
+    Literal["docker", "podman", "buildah"] | None,
+    option("--engine", "ENGINE", "docker or podman; to build, also buildah. The first that works by default."),
 ]
 Image = Annotated[str, typer.Argument(metavar="IMAGE", help="A local image.")]
 
@@ -31,13 +24,8 @@ Image = Annotated[str, typer.Argument(metavar="IMAGE", help="A local image.")]
 def build(
     tag: Annotated[str | None, option("--tag", "NAME", "Name of the image; `hpcdist` by default.")] = None,
     target: Annotated[
-        str,
-        option(
-            "--target",
-            "TARGET",
-            "default, slim (without compiler and torch.compile), or mlflow (the server).",
-            options.one_of("default", "slim", "mlflow"),
-        ),
+        Literal["default", "slim", "mlflow"],
+        option("--target", "TARGET", "default, slim (without compiler and torch.compile), or mlflow (the server)."),
     ] = "default",
     base: Annotated[str | None, option("--base", "IMAGE", "Base image instead of the Dockerfile's.")] = None,
     uid: Annotated[int | None, option("--uid", "UID", "User id of the image's user.")] = None,
@@ -61,8 +49,6 @@ def build(
     from hpcdist.containers import images as building
     from hpcdist.containers.images import default_base, find_engine, look_up
 
-    if target not in building.TARGETS:
-        raise UserMistake(f"--target must be one of {', '.join(building.TARGETS)}, got {target!r}")
     checkout = building.find_checkout(Path.cwd())
     found = find_engine(engine, ("docker", "podman", "buildah"))
     revision, created = building.revision_of(checkout)
@@ -119,16 +105,11 @@ def sbom(image: Image = "hpcdist", engine: EngineOption = None) -> None:
 
 @app.command()
 def convert(
-    image: Image = "hpcdist",
     to: Annotated[
-        str,
-        option(
-            "--to",
-            "FORMAT",
-            "sqsh (enroot, pyxis), sif (apptainer) or dir (charliecloud, enroot).",
-            options.one_of("sqsh", "sif", "dir"),
-        ),
-    ] = "",
+        Literal["sqsh", "sif", "dir"],
+        option("--to", "FORMAT", "sqsh (enroot, pyxis), sif (apptainer) or dir (charliecloud, enroot)."),
+    ],
+    image: Image = "hpcdist",
     into: Annotated[Path, option("--into", "DIR", "Folder on a file system that all nodes share.")] = Path("images"),
     engine: EngineOption = None,
 ) -> None:
@@ -136,11 +117,9 @@ def convert(
 
     Example:  hpcdist image convert --to sqsh --into /shared/images
     """
-    from hpcdist.containers.images import FORMS, RUNNERS, find_engine, inspect, require_fit
+    from hpcdist.containers.images import RUNNERS, find_engine, inspect, require_fit
     from hpcdist.containers.images import convert as write
 
-    if to not in FORMS:
-        raise UserMistake(f"--to must be one of {', '.join(FORMS)}, got {to!r}")
     found = find_engine(engine, RUNNERS)
     facts = inspect(found, image)
     require_fit(facts, machine=facts.architecture)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
 import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,17 +41,14 @@ Completer = Callable[[typer.Context, str], list[str]]
 def _bounded(find: Callable[[typer.Context, str], Iterator[str]]) -> Completer:
     """Make a completer of a generator of candidates: prefix filter, time limit, no exceptions."""
 
-    @functools.wraps(find)
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         found: dict[str, None] = {}
 
         def collect() -> None:
-            try:
+            with suppress(Exception):
                 for value in find(ctx, incomplete):
                     if value.startswith(incomplete) and value.isprintable() and len(found) < MAX_VALUES:
                         found[value] = None
-            except Exception:
-                return
 
         # A daemon thread, so that a lookup that hangs does not keep the process alive.
         thread = threading.Thread(target=collect, daemon=True)
@@ -63,10 +60,6 @@ def _bounded(find: Callable[[typer.Context, str], Iterator[str]]) -> Completer:
     return complete
 
 
-def _runs_dir(ctx: typer.Context) -> Path:
-    return Path(ctx.params.get("runs_dir") or os.environ.get("HPCDIST_RUNS_DIR") or "runs").expanduser()
-
-
 def _folders(folder: Path) -> list[os.DirEntry[str]]:
     """Return the visible folders in a folder, the newest first."""
     with os.scandir(folder) as entries:
@@ -74,10 +67,14 @@ def _folders(folder: Path) -> list[os.DirEntry[str]]:
     return sorted(found, key=lambda entry: entry.name, reverse=True)
 
 
+def _experiments(ctx: typer.Context) -> list[os.DirEntry[str]]:
+    return _folders(Path(ctx.params.get("runs_dir") or os.environ.get("HPCDIST_RUNS_DIR") or "runs").expanduser())
+
+
 @_bounded
 def runs(ctx: typer.Context, incomplete: str) -> Iterator[str]:
     """Yield names of runs and sweeps; `experiment/name` where the word has a slash."""
-    for experiment in _folders(_runs_dir(ctx)):
+    for experiment in _experiments(ctx):
         for run in _folders(Path(experiment.path)):
             name = f"{experiment.name}/{run.name}" if "/" in incomplete else run.name
             if name.startswith(incomplete) and any(
@@ -87,21 +84,15 @@ def runs(ctx: typer.Context, incomplete: str) -> Iterator[str]:
 
 
 @_bounded
-def runs_or_last(ctx: typer.Context, incomplete: str) -> Iterator[str]:
-    """Yield `last` and names of runs."""
-    yield "last"
-    yield from runs(ctx, incomplete)
-
-
-@_bounded
 def experiments(ctx: typer.Context, incomplete: str) -> Iterator[str]:
     """Yield names of experiments that have runs."""
-    for folder in _folders(_runs_dir(ctx)):
+    for folder in _experiments(ctx):
         if any(os.path.lexists(f"{run.path}/state.json") for run in _folders(Path(folder.path))):
             yield folder.name
 
 
 def _shipped(kind: str, incomplete: str) -> Iterator[str]:
+    """Yield shipped configs or site profiles, and YAML files."""
     from hpcdist.config.shipped import shipped_configs
 
     yield from shipped_configs(kind)
@@ -113,16 +104,8 @@ def _shipped(kind: str, incomplete: str) -> Iterator[str]:
                 yield path + "/" * (not entry.name.endswith((".yaml", ".yml")))
 
 
-@_bounded
-def configs(ctx: typer.Context, incomplete: str) -> Iterator[str]:
-    """Yield shipped configs and YAML files."""
-    yield from _shipped("", incomplete)
-
-
-@_bounded
-def profiles(ctx: typer.Context, incomplete: str) -> Iterator[str]:
-    """Yield shipped site profiles and YAML files."""
-    yield from _shipped("cluster", incomplete)
+configs = _bounded(lambda _, incomplete: _shipped("", incomplete))
+profiles = _bounded(lambda _, incomplete: _shipped("cluster", incomplete))
 
 
 def _values(kind: str, default: object) -> list[str]:
@@ -159,16 +142,6 @@ def keys(ctx: typer.Context, incomplete: str) -> Iterator[str]:
             yield from (f"{name}={value}" for value in _values(*schema[name]))
 
 
-def one_of(*names: str) -> Completer:
-    """Return a completer of a fixed list."""
-
-    @_bounded
-    def names_of(ctx: typer.Context, incomplete: str) -> Iterator[str]:
-        yield from names
-
-    return names_of
-
-
 # Arguments and options that several commands share: one definition for each name.
 
 RUNS = Path("runs")
@@ -191,12 +164,10 @@ def argument(metavar: str, text: str, complete: Completer) -> Any:
 
 
 def option(flag: str, metavar: str, text: str, complete: Completer | None = None, **more: Any) -> Any:
-    """Return an option that has a value."""
     return typer.Option(flag, metavar=metavar, help=text, autocompletion=complete, **more)
 
 
 def flag(flag: str, text: str) -> Any:
-    """Return an option without a value."""
     return typer.Option(flag, help=text)
 
 

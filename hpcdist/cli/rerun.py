@@ -9,9 +9,8 @@ import re
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,8 +32,7 @@ from hpcdist.cli.options import (
     flag,
     option,
 )
-from hpcdist.cli.run import run_here
-from hpcdist.cli.submit import submission_flags, submit_run
+from hpcdist.cli.run import run_here, submission_flags, submit_run
 from hpcdist.config.redaction import redact_text
 from hpcdist.containers.spec import DETACHED
 from hpcdist.errors import HpcdistError, UserMistake
@@ -45,7 +43,6 @@ from hpcdist.review.text import PATCH
 if TYPE_CHECKING:
     from hpcdist.config.schema import Config
     from hpcdist.run.folder import RunDir
-    from hpcdist.run.records import Origin
     from hpcdist.run.snapshot import CodeSource, CodeState
     from hpcdist.tracking.recorded_run import RecordedRun
 
@@ -115,8 +112,10 @@ def rerun(
 
         hpcdist rerun ddp-2026-rerun-1a2b --compare
     """
+    from hpcdist.run import snapshot
     from hpcdist.run.folder import RunDir
     from hpcdist.run.lookup import resolve_run
+    from hpcdist.run.records import RerunRecord, read_origin, write_rerun
     from hpcdist.tracking.recorded_run import find_recorded
 
     del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
@@ -125,39 +124,56 @@ def rerun(
             made = resolve_run(run, runs_dir)
             return _compare(_original(made, runs_dir, Path(scratch)), made, tolerance, ignore or ())
         recorded = find_recorded(run, runs_dir, os.environ, Path(scratch))
-        plan = _plan(recorded, overrides or [], runs_dir, steps, here=here, queues=bool(dependency or begin))
-        source = None if with_current_code else _code(recorded, repository)
-        missing = _show(plan, source)
+        on_slurm = recorded.environment.get("launcher") == "slurm" and not here
+        if (dependency or begin) and not on_slurm:
+            raise UserMistake("--dependency and --begin need Slurm, and this run is repeated on this machine")
+        config, changed = _config(recorded, overrides or [], runs_dir, steps, on_slurm=on_slurm)
+        source = None
+        if not with_current_code:
+            places = [repository.expanduser()] if repository is not None else [Path(recorded.code.root), Path.cwd()]
+            source = snapshot.find_code(recorded.code, recorded.patch, recorded.folder, places)
+        missing = _missing(recorded, config, source, on_slurm=on_slurm)
+        _show(recorded, config, changed, source)
+        for text in missing:
+            say(f"not restored: {text}")
         if dry_run:
             return 0
         if recorded.folder is None and not yes:
             _confirm(recorded.run_id)
-        restore = partial(_restore, plan, source, missing)
-        code = _start(plan, restore, dependency, begin, follow=follow, wait=wait, force=force)
-        is_over, made = follow or (plan.on_slurm and wait), RunDir(plan.config.folder)
-        return _compare(recorded, made, tolerance, ignore or ()) if is_over and not code else code
+
+        def restore(made: RunDir) -> CodeState:
+            """Write the record of the repeated run, and its code, into the folder of the rerun."""
+            record = RerunRecord(
+                name=recorded.name,
+                folder=str(recorded.folder.path) if recorded.folder is not None else "",
+                run_id=recorded.run_id,
+                uri=redact_text(recorded.uri),
+                missing=missing,
+            )
+            write_rerun(made, record)
+            return snapshot.take(config, made, Path.cwd()) if source is None else source.restore(made, config)
+
+        origin = read_origin(recorded.folder) if recorded.folder is not None else None
+        if on_slurm:
+            flags = submission_flags(config, dependency, begin)
+            code = submit_run(config, flags, origin, follow=follow, wait=wait, force=force, restore=restore)
+        else:
+            code = run_here(config, origin=origin, follow=follow, restore=restore)
+        is_over = follow or (on_slurm and wait)
+        if is_over and not code:
+            return _compare(recorded, RunDir(config.folder), tolerance, ignore or ())
+        when = "the rerun did not end as planned" if is_over else "when it has ended"
+        say(f"{when}: `hpcdist rerun {config.name} --compare` compares its values{' until its end' * is_over}")
+        return code
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """What a rerun starts."""
-
-    recorded: RecordedRun
-    origin: Origin | None
-    config: Config
-    changed: list[str]  #: overrides that change the config of the run
-    on_slurm: bool
-
-
-def _plan(
-    recorded: RecordedRun, overrides: Sequence[str], runs_dir: Path, steps: int | None, *, here: bool, queues: bool
-) -> _Plan:
+def _config(
+    recorded: RecordedRun, overrides: Sequence[str], runs_dir: Path, steps: int | None, *, on_slurm: bool
+) -> tuple[Config, list[str]]:
+    """Return the config of the rerun, and the overrides that change the config of the run."""
     from hpcdist.config.loading import load_run_config
-    from hpcdist.run.records import kept, read_origin
+    from hpcdist.run.records import kept
 
-    on_slurm = recorded.environment.get("launcher") == "slurm" and not here
-    if queues and not on_slurm:
-        raise UserMistake("--dependency and --begin need Slurm, and this run is repeated on this machine")
     env = {**(kept(recorded.folder) if recorded.folder is not None else {}), **os.environ}
     changes = _changes(recorded, load_run_config(recorded.config, [], env, require_secrets=False), on_slurm=on_slurm)
     if steps is not None:
@@ -167,37 +183,7 @@ def _plan(
     if recorded.uri and not os.environ.get("HPCDIST_TRACKING_URI"):
         place["tracking.uri"] = recorded.uri
     changed = [*_words(changes), *overrides]
-    return _Plan(
-        recorded=recorded,
-        origin=read_origin(recorded.folder) if recorded.folder is not None else None,
-        config=load_run_config(recorded.config, [*_words(place), *changed], env),
-        changed=changed,
-        on_slurm=on_slurm,
-    )
-
-
-def _start(
-    plan: _Plan,
-    restore: Callable[[RunDir], CodeState],
-    dependency: str | None,
-    begin: str | None,
-    *,
-    follow: bool,
-    wait: bool,
-    force: bool,
-) -> int:
-    """Start or submit the rerun. Returns the exit code; prints how to compare it later unless it has ended with 0."""
-    config, origin = plan.config, plan.origin
-    if plan.on_slurm:
-        flags = submission_flags(config, dependency, begin)
-        code = submit_run(config, flags, origin, follow=follow, wait=wait, force=force, restore=restore)
-    else:
-        code = run_here(config, origin=origin, follow=follow, restore=restore)
-    is_over = follow or (plan.on_slurm and wait)
-    if code or not is_over:
-        when = "the rerun did not end as planned" if is_over else "when it has ended"
-        say(f"{when}: `hpcdist rerun {config.name} --compare` compares its values{' until its end' * is_over}")
-    return code
+    return load_run_config(recorded.config, [*_words(place), *changed], env), changed
 
 
 def _words(values: Mapping[str, Any]) -> list[str]:
@@ -227,63 +213,45 @@ def _changes(recorded: RecordedRun, config: Config, *, on_slurm: bool) -> dict[s
     return found
 
 
-def _code(recorded: RecordedRun, repository: Path | None) -> CodeSource:
-    from hpcdist.run.snapshot import find_code
-
-    places = [Path(recorded.code.root), Path.cwd()] if repository is None else [repository.expanduser()]
-    return find_code(recorded.code, recorded.patch, recorded.folder, places)
-
-
-def _missing(plan: _Plan, source: CodeSource | None) -> list[str]:
+def _missing(recorded: RecordedRun, config: Config, source: CodeSource | None, *, on_slurm: bool) -> list[str]:
     """Return what differs from the run and cannot be restored, one sentence each."""
     from hpcdist.review.comparison import machine_differences
     from hpcdist.run.snapshot import machine_facts
 
     found = list(source.missing) if source is not None else ["the code: this is that of the current folder"]
-    recorded, container = plan.recorded, plan.config.container
     own = image_facts(os.environ).get("image_digest", "")
-    in_container = plan.on_slurm and container.runtime != "none"
-    if recorded.image and not plan.on_slurm and not (own and own == recorded.image_digest):
+    in_container = on_slurm and config.container.runtime != "none"
+    if recorded.image and not on_slurm and not (own and own == recorded.image_digest):
         found.append(
             f"the image {recorded.image} ({recorded.image_digest or 'no digest'}): the ranks start outside of it"
         )
     if in_container and not recorded.image_digest:
-        found.append(f"the image {container.image}: it may have changed, since its digest was not recorded")
+        found.append(f"the image {config.container.image}: it may have changed, since its digest was not recorded")
     if not in_container:
         copied = source is not None and source.copy is not None
         found += machine_differences(recorded.environment, machine_facts(), code_is_restored=copied)
     return found
 
 
-def _show(plan: _Plan, source: CodeSource | None) -> list[str]:
-    """Print what is repeated. Returns what cannot be restored."""
-    from hpcdist.config.written import redacted_argument
-
-    recorded, config, changed = plan.recorded, plan.config, plan.changed
-    known_as = f" (MLflow run {recorded.run_id})" if recorded.run_id else ""
-    say(f"repeats {recorded.experiment}/{recorded.name}{known_as} as {config.experiment}/{config.name}")
-    say(f"code: {source.text if source is not None else f'the current folder, {Path.cwd()}'}")
-    say("config: as recorded" + (f", except {' '.join(map(redacted_argument, changed))}" if changed else ""))
-    if recorded.folder is None:
-        _show_executed(recorded, source)
-    missing = _missing(plan, source)
-    for text in missing:
-        say(f"not restored: {text}")
-    return missing
-
-
 #: Sections of a config that name programs, their environment, files or servers, or the number of processes.
 _EXECUTED = ("trainer", "params", "roles", "data", "tracking", "launch", "cluster", "container", "notify")
 
 
-def _show_executed(recorded: RecordedRun, source: CodeSource | None) -> None:
-    """Print the recorded values that determine what is executed, as MLflow has them, and the hash of the patch."""
+def _show(recorded: RecordedRun, config: Config, changed: Sequence[str], source: CodeSource | None) -> None:
+    """Print what is repeated, and of a run in MLflow alone the recorded values that determine what is executed."""
     from hpcdist.config.document import flat
-    from hpcdist.config.schema import Config, to_tree
-    from hpcdist.config.written import read_stored
+    from hpcdist.config.schema import Config as Defaults
+    from hpcdist.config.schema import to_tree
+    from hpcdist.config.written import read_stored, redacted_argument
 
+    known_as = f" (MLflow run {recorded.run_id})" if recorded.run_id else ""
+    say(f"repeats {recorded.experiment}/{recorded.name}{known_as} as {config.experiment}/{config.name}")
+    say(f"code: {source.text if source is not None else f'the current folder, {Path.cwd()}'}")
+    say("config: as recorded" + (f", except {' '.join(map(redacted_argument, changed))}" if changed else ""))
+    if recorded.folder is not None:
+        return
     say("from MLflow, where others may have changed them:")
-    defaults = flat(to_tree(Config()))
+    defaults = flat(to_tree(Defaults()))
     for key, value in read_stored(recorded.config).values.items():
         if key.partition(".")[0] in _EXECUTED and value != defaults.get(key):
             say(f"  {key}={json.dumps(value, default=str, ensure_ascii=False)}")
@@ -306,23 +274,6 @@ def _confirm(run_id: str) -> None:
     say("execute this as your user? [y/N] ", end="")
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise typer.Abort
-
-
-def _restore(plan: _Plan, source: CodeSource | None, missing: Sequence[str], made: RunDir) -> CodeState:
-    """Write the record of the repeated run, and its code, into the folder of the rerun."""
-    from hpcdist.run import snapshot
-    from hpcdist.run.records import RerunRecord, write_rerun
-
-    recorded = plan.recorded
-    record = RerunRecord(
-        name=recorded.name,
-        folder=str(recorded.folder.path) if recorded.folder is not None else "",
-        run_id=recorded.run_id,
-        uri=redact_text(recorded.uri),
-        missing=list(missing),
-    )
-    write_rerun(made, record)
-    return snapshot.take(plan.config, made, Path.cwd()) if source is None else source.restore(made, plan.config)
 
 
 # The comparison of a rerun with its original.
@@ -364,6 +315,7 @@ def _compare(recorded: RecordedRun, made: RunDir, tolerance: float, ignore: Coll
     from hpcdist.review.facts import read_facts
     from hpcdist.run.records import read_rerun, write_rerun
     from hpcdist.tracking.points import read_values
+    from hpcdist.tracking.sync_runs import sync_run
 
     facts, after = read_facts(made), read_values(made)
     status, until = facts.state.status, None
@@ -396,15 +348,8 @@ def _compare(recorded: RecordedRun, made: RunDir, tolerance: float, ignore: Coll
     say(values.sentence)
     if (record := read_rerun(made)) is not None:
         write_rerun(made, replace(record, result="; ".join([values.sentence, *notes])))
-        _upload(made)
+        try:
+            sync_run(made, os.environ)  # the description contains the result
+        except (HpcdistError, OSError) as error:
+            say(f"the result is not in MLflow yet ({error}): `hpcdist sync {made.name}` uploads it")
     return 0 if values.is_equal else 1
-
-
-def _upload(made: RunDir) -> None:
-    """Update the description in MLflow, which contains the result."""
-    from hpcdist.tracking.sync_runs import sync_run
-
-    try:
-        sync_run(made, os.environ)
-    except (HpcdistError, OSError) as error:
-        say(f"the result is not in MLflow yet ({error}): `hpcdist sync {made.name}` uploads it")

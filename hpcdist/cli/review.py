@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -208,8 +208,6 @@ def _upload(runs: Sequence[RunDir], *, verbose: bool = False, quick: bool = Fals
     return code, counts
 
 
-# `hpcdist compare`: what differs between runs.
-
 ComparedRuns = Annotated[list[str], argument("RUN", "Names of two or more runs, or their folders.", options.runs)]
 
 
@@ -245,11 +243,7 @@ def _labelled(names: Sequence[str], runs_dir: Path) -> dict[str, RunDir]:
     if len(found) < 2:
         (run,) = found.values()
         raise UserMistake(f"only {run.name} is given: name a second run to compare it with")
-    for label in (
-        lambda run: run.name,
-        lambda run: f"{run.experiment}/{run.name}",
-        lambda run: str(run.path),
-    ):
+    for label in (lambda run: run.name, lambda run: f"{run.experiment}/{run.name}", lambda run: str(run.path)):
         labelled = {label(run): run for run in found.values()}
         if len(labelled) == len(found):
             break
@@ -286,14 +280,21 @@ def cost(
         hpcdist cost --by user,month --csv
     """
     from hpcdist.review.ledger import CAUSES, GROUPS, costs, hours_text, percent
+    from hpcdist.run.lookup import list_runs, resolve
     from hpcdist.run.slurm_job import update_job_starts
+    from hpcdist.run.sweeps import SweepDir
 
     groups = [group for group in GROUPS if group in (by or "run").split(",")]
     if unknown := [word for word in (by or "run").split(",") if word not in GROUPS]:
         raise UserMistake(f"--by {by}: {unknown[0]!r} is not one of {', '.join(GROUPS)}")
     if name is None and by is None:
         name = named(None, runs_dir)
-    runs, notes = _chosen(name, runs_dir)
+    listing = list_runs(runs_dir)
+    runs = [run for run in listing.runs if name in (None, run.experiment)]
+    notes = [listing.note] if listing.note and (name is None or runs) else []
+    if name is not None and not runs:  # not the name of an experiment
+        other = resolve(name, runs_dir)
+        runs = [run for run in other.cells() if run.config.is_file()] if isinstance(other, SweepDir) else [other]
     for run in runs:
         with suppress(HpcdistError, OSError):  # a folder of another user, or a damaged one
             update_job_starts(run)
@@ -332,19 +333,6 @@ def cost(
         say(note, error=True)
 
 
-def _chosen(name: str | None, runs_dir: Path) -> tuple[list[RunDir], list[str]]:
-    """Return the runs that a name stands for, and notes on runs that cannot be read."""
-    from hpcdist.run.lookup import list_runs, resolve
-    from hpcdist.run.sweeps import SweepDir
-
-    listing = list_runs(runs_dir)
-    chosen = [run for run in listing.runs if name in (None, run.experiment)]
-    if name is None or chosen:
-        return chosen, [listing.note] if listing.note else []
-    found = resolve(name, runs_dir)
-    return ([run for run in found.cells() if run.config.is_file()] if isinstance(found, SweepDir) else [found]), []
-
-
 def _losses(one: Ledger) -> str:
     """Return the two causes other than compute with the most time."""
     others = sorted((seconds, cause) for cause, seconds in one.seconds.items() if cause != "compute")
@@ -353,15 +341,14 @@ def _losses(one: Ledger) -> str:
 
 # `hpcdist export`: write the model of a checkpoint to a file that other programs load.
 
-FORMATS = ("safetensors", "onnx", "torch")
-
 
 @app.command("export")
 def export(
     run: OptionalRunName = None,
     *,
     file_format: Annotated[
-        str, option("--format", "FORMAT", "safetensors or torch (weights), or onnx (the model with its weights).")
+        Literal["safetensors", "onnx", "torch"],
+        option("--format", "FORMAT", "safetensors or torch (weights), or onnx (the model with its weights)."),
     ],
     checkpoint: Annotated[
         str | None,
@@ -392,8 +379,6 @@ def export(
     from hpcdist.host.files import require_trusted
     from hpcdist.run.lookup import resolve_run
 
-    if file_format not in FORMATS:
-        raise UserMistake(f"--format {file_format}: expected {', '.join(FORMATS)}")
     found = resolve_run(named(run, runs_dir), runs_dir)
     if file_format == "onnx":  # loading a program may execute code
         require_trusted(found.path, "export")
@@ -404,12 +389,11 @@ def export(
     except ModuleNotFoundError as error:
         raise UserMistake(f"export needs {error.name}: run {install_command('train', 'export')}") from error
 
-    kind = cast(checkpoint_export.Format, file_format)
-    checkpoint_export.require_packages(kind)
+    checkpoint_export.require_packages(file_format)
     chosen = checkpoint_export.find_checkpoint(found, checkpoint, monitored)
     if checkpoint is None and monitored.monitor not in chosen.metrics:
         reason = f"no checkpoint has {monitored.monitor}" if monitored.monitor else "checkpoint.monitor is empty"
         say(f"the final checkpoint, step {chosen.step}: {reason}", error=True)
-    target = output or Path(f"{found.name}-step-{chosen.step}{checkpoint_export.SUFFIXES[kind]}")
-    for path in checkpoint_export.write_model(found, chosen, kind, target.expanduser()):
+    target = output or Path(f"{found.name}-step-{chosen.step}{checkpoint_export.SUFFIXES[file_format]}")
+    for path in checkpoint_export.write_model(found, chosen, file_format, target.expanduser()):
         say(f"{path}: {path.stat().st_size:,} bytes, step {chosen.step} of {found.name}")

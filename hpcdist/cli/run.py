@@ -1,9 +1,12 @@
-"""`hpcdist run` and `hpcdist resume`: start a run on this machine, or continue one from its newest checkpoint."""
+"""Commands that start runs or print their configs: `run`, `submit`, `resume`, `config`, and hidden ones that processes
+of hpcdist start.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,12 +16,15 @@ import typer
 from hpcdist.cli.options import (
     RUNS,
     Begin,
+    Cluster,
     ConfigName,
     Dependency,
     DryRun,
     ExperimentKey,
     Follow,
     Force,
+    Json,
+    OptionalConfigName,
     OptionalRunName,
     Overrides,
     RunsDir,
@@ -35,20 +41,17 @@ from hpcdist.cli.options import (
     with_options,
     with_script,
 )
-from hpcdist.cli.submit import check_submission, enqueue, submission_flags
 from hpcdist.errors import ConfigError, UserMistake
 from hpcdist.host.log_files import say
 
 if TYPE_CHECKING:
-    from hpcdist.cli.render import RunView
+    from hpcdist.cli.run_views import RunView
     from hpcdist.config.schema import Config
     from hpcdist.run.folder import RunDir
     from hpcdist.run.records import Origin
     from hpcdist.run.snapshot import CodeState
     from hpcdist.supervisor.plan import Plan
 
-
-# `hpcdist run`: start a run on this machine.
 
 app = typer.Typer()
 Resume = Annotated[
@@ -146,25 +149,21 @@ def run_here(
         raise ConfigError(problems)
 
     def show() -> None:
-        _show_start(config, plan, uri, found, verbose=dry_run)
+        from hpcdist.cli.run_views import show_plan
+        from hpcdist.host.machine import image_facts
+
+        show_plan(console(), config, plan, config.folder, uri, verbose=dry_run)
+        if plan.device == "cpu" and config.launch.device == "auto":
+            in_image = " (docker: --gpus all, podman: --device nvidia.com/gpu=all)" if image_facts(os.environ) else ""
+            say(f"no GPU is visible{in_image}: training on CPUs")
+        if found is not None and not dry_run:
+            say(f"continuing run {found.name}, which has the same config; `--new` starts another run")
 
     if dry_run:
         show()
         return 0
     made = found or create.create_run(config, Path.cwd(), origin=origin, restore=restore)
     return supervise_here(made, config, plan, uri, follow=follow, show=show)
-
-
-def _show_start(config: Config, plan: Plan, uri: str, found: RunDir | None, *, verbose: bool) -> None:
-    from hpcdist.cli.render import show_plan
-    from hpcdist.host.machine import image_facts
-
-    show_plan(console(), config, plan, config.folder, uri, verbose=verbose)
-    if plan.device == "cpu" and config.launch.device == "auto":
-        in_image = " (docker: --gpus all, podman: --device nvidia.com/gpu=all)" if image_facts(os.environ) else ""
-        say(f"no GPU is visible{in_image}: training on CPUs")
-    if found is not None and not verbose:
-        say(f"continuing run {found.name}, which has the same config; `--new` starts another run")
 
 
 def resolve_start(config: Config) -> tuple[Plan, str]:
@@ -211,16 +210,165 @@ def supervise_here(
     log_files.configure()
 
     def view() -> RunView:
-        from hpcdist.cli.render import RunView  # imports take as long as the rest of the start
+        from hpcdist.cli.run_views import RunView  # imports take as long as the rest of the start
 
         show()
         return RunView(console())
 
     state = local.supervise_locally(run, config, plan, view, os.environ, tracking_uri=tracking_uri)
-    from hpcdist.cli.render import show_end
+    from hpcdist.cli.run_views import show_end
 
     show_end(console(), run, state, config)
     return exit_code(state)
+
+
+# `hpcdist submit`: submit a run to Slurm.
+
+
+@app.command(cls=ScriptCommand)
+def submit(
+    config: ConfigName,
+    overrides: Overrides = None,
+    cluster: Cluster = None,
+    sweep: SweepAxes = None,
+    dry_run: DryRun = False,
+    test: Annotated[bool, flag("--test", "Ask Slurm for the expected start; submit nothing.")] = False,
+    follow: Follow = False,
+    wait: Wait = False,
+    dependency: Dependency = None,
+    begin: Begin = None,
+    force: Force = False,
+    array_parallelism: Annotated[
+        int | None, option("--array-parallelism", "N", "Cells of a sweep that run at a time.", min=1)
+    ] = None,
+    experiment: ExperimentKey = None,
+    runs_dir: RunsDirKey = None,
+    tracking_uri: TrackingUriKey = None,
+) -> int:
+    """Submit a run to Slurm, or a sweep as one job array.
+
+    As for `hpcdist run`, a script and its arguments may take the place of CONFIG.
+
+    Examples:
+
+        hpcdist submit ddp_mnist --cluster devcluster --follow
+
+        hpcdist submit mnist.yaml --cluster ~/site.yaml cluster.nodes=4 --dry-run
+
+        hpcdist submit --cluster ~/site.yaml cluster.nodes=4 train.py --lr 0.1
+
+        hpcdist submit mnist.yaml --cluster ~/site.yaml --dependency afterok:first --begin 20:00
+
+        hpcdist submit mnist.yaml --cluster ~/site.yaml --sweep optim.lr=0.1,0.01 --sweep seed=1,2
+    """
+    from hpcdist.cli import sweep as sweeps
+    from hpcdist.config.loading import load_config
+    from hpcdist.run import create
+    from hpcdist.run.records import load_origin
+
+    config, overrides = with_script(config, overrides)
+    words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
+    sweeps.check_options(sweep, array_parallelism, detach=False)
+    if sweep:
+        cells = sweeps.read_sweep(config, words, sweep, cluster)
+        flags = submission_flags(cells.cells[0].config, dependency, begin)
+
+        def check(one: Config) -> None:
+            check_submission(one, flags, Path.cwd(), force=force)
+
+        return sweeps.submit_sweep(
+            cells, flags, check, parallelism=array_parallelism, dry_run=dry_run, test=test, follow=follow or wait
+        )
+    loaded = create.with_name(load_config(config, words, cluster=cluster))
+    flags = submission_flags(loaded, dependency, begin)
+    origin = load_origin(config, words, cluster)
+    return submit_run(loaded, flags, origin, follow=follow, wait=wait, dry_run=dry_run, test=test, force=force)
+
+
+def submit_run(
+    config: Config,
+    flags: dict[str, str],
+    origin: Origin | None = None,
+    *,
+    follow: bool,
+    wait: bool = False,
+    dry_run: bool = False,
+    test: bool = False,
+    force: bool = False,
+    restore: Callable[[RunDir], CodeState] | None = None,
+) -> int:
+    """Check a submission to Slurm and, unless it is a dry run or a test, submit it. Returns the exit code.
+
+    Args:
+        config: The config, with the name of the run.
+        flags: Flags of sbatch for this submission alone.
+        origin: The config of the command line, which the run folder records.
+        restore: Writes the code of another run into the folder.
+    """
+    from hpcdist.run import create
+    from hpcdist.run.folder import RunDir
+    from hpcdist.slurm.components import rank_table_lines
+    from hpcdist.slurm.job import submit as job_submit
+    from hpcdist.slurm.job import submit_checks
+    from hpcdist.slurm.job.submit import commented, render
+
+    config, note = job_submit.resolve_het(config)
+    components = [*filter(None, [note]), *rank_table_lines(config)]
+    if dry_run:
+        submit_checks.check_config(config, Path.cwd())
+        script, step = render(config, RunDir(config.folder), flags)
+        say(f"{script}\n# then, in the batch step:\n{commented(step)}\n#\n" + "\n".join(map(commented, components)))
+        return 0
+    check_submission(config, flags, Path.cwd() if restore is None else None, force=force)
+    say("\n".join(components))
+    if test:
+        return 0
+    run = create.create_run(config, Path.cwd(), launcher="slurm", origin=origin, restore=restore)
+    return enqueue(run, config, flags, follow=follow, wait=wait)
+
+
+def check_submission(config: Config, flags: dict[str, str], cwd: Path | None, *, force: bool) -> None:
+    """Check a submission and print warnings and the expected start. Raises UserMistake for errors."""
+    from hpcdist.data.download import missing
+    from hpcdist.slurm.job.submit_checks import check_submission
+
+    warnings, estimate = check_submission(config, flags, cwd, missing_data=missing(config.data), force=force)
+    say("\n".join([*(f"note: {warning}" for warning in warnings), estimate]))
+
+
+def submission_flags(config: Config, dependency: str | None, begin: str | None) -> dict[str, str]:
+    """Return the flags of sbatch that apply to one submission and not to later starts of the run."""
+    resolved = None
+    if dependency:
+        from hpcdist.slurm.job.submit import resolve
+
+        resolved = resolve(dependency, Path(config.runs_dir))
+    chosen = {name: value for name, value in (("dependency", resolved), ("begin", begin)) if value}
+    for name, value in chosen.items():
+        if not value.isprintable():
+            raise UserMistake(f"--{name} must be one line without control characters, got {value[:60]!r}")
+    return chosen
+
+
+def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool, wait: bool = False) -> int:
+    """Submit a run folder to Slurm and create its MLflow run; with `follow` or `wait`, stay until the run ends."""
+    from hpcdist.run import records
+    from hpcdist.slurm.job import submit as job_submit
+
+    try:
+        job_id = job_submit.submit(config, run, flags)
+    except UserMistake:  # Slurm has rejected the job
+        records.restore_config(run)
+        raise
+    say(f"{run.name} is job {job_id}: `hpcdist follow {run.name}` shows its state and progress")
+    # The job does not wait for these imports.
+    from hpcdist.cli.run_views import follow_to_end
+    from hpcdist.supervisor import children
+
+    if follow or wait:
+        return follow_to_end(run, config, progress=not wait)
+    say(children.ship_now(run, config, os.environ))
+    return 0
 
 
 # `hpcdist resume`: continue a run from its newest checkpoint.
@@ -255,8 +403,11 @@ def resume(
     from hpcdist.config.written import with_params
     from hpcdist.host.files import require_trusted
     from hpcdist.run import create, records, snapshot
+    from hpcdist.run.lease import hold
     from hpcdist.run.lookup import resolve_run
     from hpcdist.run.records import kept, reached_step, resume_point
+    from hpcdist.run.slurm_job import job_of
+    from hpcdist.run.status import status_of
 
     if run is not None and "=" in run and not os.path.exists(run):  # a first override, and no run
         overrides, run = [run, *(overrides or [])], None
@@ -264,7 +415,10 @@ def resume(
     found = resolve_run(named(run, runs_dir), runs_dir)
     require_trusted(found.path, "resume")
     config = load_run_config(found.config, words, {**kept(found), **os.environ})
-    _check_resumable(found, words)
+    if job_of(found) is not None and not (now := status_of(found)).final:
+        raise UserMistake(f"run {found.name} is {now.name} and cannot be resumed: `hpcdist follow {found.name}`")
+    if found.read_state().status == "finished" and not words:
+        raise UserMistake(f"run {found.name} is finished: to train longer, add an override such as stop.max_epochs=20")
     on_slurm = found.slurm.exists()
     if not on_slurm and (dependency or begin):
         raise UserMistake(f"--dependency and --begin need Slurm, and run {found.name} was not submitted to Slurm")
@@ -275,12 +429,18 @@ def resume(
     records.check(found, config)
     if with_current_code:
         create.check_code(config, Path.cwd())
-    elif found.read_state().status == "failed":
-        _note_changed_code(found)
+    elif found.read_state().status == "failed" and (files := snapshot.changed_files(snapshot.code_state(found), found)):
+        names = ", ".join(files[:5]) + ", …" * (len(files) > 5)
+        advice = "this resume runs the copy, --with-current-code runs the new code"
+        say(f"changed since the run copied the code: {names}; {advice}")
     if on_slurm:
         check_submission(config, flags, None, force=force)
     start = None if on_slurm else resolve_start(config)
-    _change(found, config, with_current_code=with_current_code)
+    with hold(found):
+        records.change_config(found, config)
+        if with_current_code:
+            taken = snapshot.take(config, found, Path.cwd())
+            snapshot.write_environment(found, taken, launcher="slurm" if on_slurm else "local")
     if (last := found.read_state().attempt) and (on_slurm or not follow):  # else the supervisor prints it
         say(resume_point(found, reached_step(found.attempt(last)), is_script=bool(config.trainer.script)))
     if start is None:
@@ -288,31 +448,95 @@ def resume(
     return supervise_here(found, config, *start, follow=follow)
 
 
-def _change(run: RunDir, config: Config, *, with_current_code: bool) -> None:
-    from hpcdist.run import records, snapshot
-    from hpcdist.run.lease import hold
-
-    with hold(run):
-        records.change_config(run, config)
-        if with_current_code:
-            launcher = "slurm" if run.slurm.exists() else "local"
-            snapshot.write_environment(run, snapshot.take(config, run, Path.cwd()), launcher=launcher)
+# `hpcdist config`, and the hidden commands.
 
 
-def _check_resumable(run: RunDir, overrides: Sequence[str]) -> None:
-    from hpcdist.run.slurm_job import job_of
-    from hpcdist.run.status import status_of
+@app.command("config")
+def show_config(
+    config: OptionalConfigName = None,
+    overrides: Overrides = None,
+    cluster: Cluster = None,
+    schema: Annotated[
+        bool, flag("--schema", "Print every key with type, default and meaning; with CONFIG those of its trainer.")
+    ] = False,
+    for_editors: Annotated[bool, flag("--json-schema", "Print the JSON Schema of a config.")] = False,
+    as_json: Json = False,
+    experiment: ExperimentKey = None,
+    runs_dir: RunsDirKey = None,
+    tracking_uri: TrackingUriKey = None,
+) -> None:
+    """Print a resolved config with secrets redacted, or the schema of all configs.
 
-    if job_of(run) is not None and not (now := status_of(run)).final:
-        raise UserMistake(f"run {run.name} is {now.name} and cannot be resumed: `hpcdist follow {run.name}`")
-    if run.read_state().status == "finished" and not overrides:
-        raise UserMistake(f"run {run.name} is finished: to train longer, add an override such as stop.max_epochs=20")
+    Examples:
+
+        hpcdist config ddp_mnist optim.lr=0.01
+
+        hpcdist config --schema
+
+        hpcdist config regression.yaml --schema
+
+        hpcdist config --json-schema > config.schema.json
+    """
+    from hpcdist.config.loading import load_config
+    from hpcdist.config.shipped import shipped_configs
+    from hpcdist.config.written import redacted, to_yaml
+
+    if for_editors:
+        from hpcdist.config.describe import json_schema
+
+        say(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    elif schema:
+        from hpcdist.config.describe import describe
+        from hpcdist.config.written import describe_trainer
+
+        entries = describe() if config is None else describe_trainer(load_config(config, overrides or []), Path.cwd())
+        keys = [dict(zip(("key", "type", "default", "help"), entry, strict=True)) for entry in entries]
+        if as_json:
+            say(json.dumps(keys, indent=2, default=str))
+            return
+        for key in keys:
+            say(f"{key['key']}: {key['type']} = {key['default']!r}\n    {key['help']}")
+    elif config is None:
+        raise UserMistake(f"CONFIG is missing: shipped configs are {', '.join(shipped_configs())}; or use --schema")
+    else:
+        words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
+        loaded = load_config(config, words, cluster=cluster)
+        say(json.dumps(redacted(loaded), indent=2) if as_json else to_yaml(loaded).rstrip("\n"))
 
 
-def _note_changed_code(run: RunDir) -> None:
-    from hpcdist.run import snapshot
+@app.command(hidden=True)
+def worker(run_dir: Path) -> None:
+    """Run one rank of a run folder; its rank and the world size come from the environment."""
+    from hpcdist.rank.worker import main as work
 
-    if files := snapshot.changed_files(snapshot.code_state(run), run):
-        names = ", ".join(files[:5]) + ", …" * (len(files) > 5)
-        advice = "this resume runs the copy, --with-current-code runs the new code"
-        say(f"changed since the run copied the code: {names}; {advice}")
+    work([str(run_dir)])
+
+
+@app.command(hidden=True)
+def supervise(run_dir: Path) -> int:
+    """Supervise a run folder in the foreground; `--detach` starts this command in the background."""
+    from hpcdist.config.loading import load_run_config
+    from hpcdist.host.files import require_trusted
+    from hpcdist.run.folder import RunDir
+    from hpcdist.run.records import kept
+
+    found = RunDir.open(run_dir)
+    require_trusted(found.path, "supervise")
+    config = load_run_config(found.config, [], {**os.environ, **kept(found)})
+    return supervise_here(found, config, *resolve_start(config), follow=True)
+
+
+@app.command("in-job", hidden=True)
+def in_job(config: ConfigName, overrides: Overrides = None) -> int:
+    """Supervise a run in the Slurm job of this process; `slurm/run.sbatch` starts this command."""
+    from hpcdist.config.loading import load_config
+    from hpcdist.host import log_files
+    from hpcdist.run.records import load_origin
+    from hpcdist.slurm.job.batch_step import run_in_job
+
+    log_files.configure()
+    state = run_in_job(
+        load_config(config, overrides or []), os.environ, Path.cwd(), load_origin(config, overrides or [])
+    )
+    # The job of a cancelled run did not fail.
+    return exit_code(state) if state.status == "failed" else 0

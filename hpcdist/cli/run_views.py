@@ -1,37 +1,269 @@
-"""Output of the commands on runs: the list, the status of one run, and the progress of a run that is followed."""
+"""Output of the commands on runs: plan, progress and end, the list of runs, the status of one, and following it;
+with rich on a terminal, as plain lines elsewhere.
+"""
 
 from __future__ import annotations
 
 import codecs
 import os
+import shlex
+import shutil
+import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from datetime import timedelta
+from operator import itemgetter
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
 from rich.text import Text
 
 from hpcdist.cli.options import console, exit_code, print_table, wrapped
-from hpcdist.cli.render import COLOURS, RunView, format_metrics, print_rows
-from hpcdist.errors import HpcdistError, RunFolderError
+from hpcdist.config.redaction import redact_text
+from hpcdist.config.schema import Config, find_trainer
+from hpcdist.config.topology import rank_table
+from hpcdist.config.written import redacted
+from hpcdist.errors import HpcdistError, RunFolderError, terminal_text
 from hpcdist.host import retry
 from hpcdist.host.files import is_mine, open_regular, short_path, stays_inside
 from hpcdist.host.log_files import PIECE_BYTES, say
+from hpcdist.review.explain import explain_attempt, first_failed_rank
 from hpcdist.review.facts import last_beat, read_attempts, read_checkpoints
 from hpcdist.run.folder import Attempt, RunDir, State, read_record, sentence_of
 from hpcdist.run.lease import holder
 from hpcdist.run.lookup import Listing
 from hpcdist.run.records import script_files
 from hpcdist.run.slurm_job import job_of, update_job_starts
+from hpcdist.run.snapshot import code_state
 from hpcdist.run.status import RunStatus, StatusWatch, close_if_lost, query_job, query_jobs, status_from
+from hpcdist.supervisor.plan import Plan, rank_command
+from hpcdist.supervisor.restart_policy import Failure
+from hpcdist.tracking import links
 
-if TYPE_CHECKING:
-    from hpcdist.config.schema import Config
+# Output of one run.
+
+PLAIN_INTERVAL_S = 5.0
+TRACEBACK_LINES = 8
+COLOURS = {
+    "created": "cyan",
+    "queued": "cyan",
+    "running": "cyan",
+    "finished": "green",
+    "stopped": "yellow",
+    "failed": "red",
+    "cancelled": "red",
+    "lost": "red",
+}
+
+
+def show_plan(
+    console: Console, config: Config, plan: Plan, run_folder: Path, tracking_uri: str, *, verbose: bool
+) -> None:
+    """Print the plan of a run; `verbose` adds the command and the environment variables of the ranks."""
+    shown = redacted(config)
+    trainer = " ".join(shown["trainer"]["script"]) or config.trainer.target
+    last = plan.num_ranks - 1
+    kinds = Counter(map(plan.device_of, range(plan.num_ranks)))
+    devices = " + ".join(f"{count} × {device}" for device, count in kinds.items())
+    rows = {
+        "trainer": trainer,
+        "roles": f"trainer → rank 0{f' … {last}' if last else ''}",
+        "devices": f"{devices}, {plan.backend}, {plan.threads} thread{'s' * (plan.threads > 1)} per rank",
+        "run folder": short_path(run_folder),
+        "MLflow": redact_text(tracking_uri),
+    }
+    run = RunDir(run_folder)
+    if run.environment.exists() and (code := code_state(run)).copied:
+        copied = f"{short_path(run.code)}, a copy of {code.root}"
+        rows["code"] = f"{copied}; links in it lead to the files that are left out"
+    if plan.roles is not None:
+        rows["roles"] = "\n".join(rank_table(plan.roles, [(range(plan.num_ranks), "")], plan.devices))
+    if verbose:
+        rows["command"] = shlex.join(rank_command(run_folder))
+        env = plan.env | shown["launch"]["env"]
+        rows["variables"] = "\n".join(f"{name}={value}" for name, value in sorted(env.items()))
+    print_rows(console, rows)
+
+
+def print_rows(console: Console, rows: Mapping[str, str], styles: Mapping[str, str] | None = None) -> None:
+    """Print names and values in two columns; a table of rich would cut long paths.
+
+    Args:
+        styles: style of a value, by the name of the row.
+    """
+    width = max(map(len, rows)) + 2
+    for name, value in rows.items():
+        text = " " * width + value.replace("\n", "\n" + " " * width)
+        if name not in ("command", "variables"):  # which are copied
+            text = wrapped(console, text, width)
+        line = Text(f"{name:<{width}}{text[width:]}", (styles or {}).get(name, ""))
+        line.stylize("bold", 0, width)
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _print_line(console: Console, text: str, style: str = "") -> None:
+    console.print(Text(wrapped(console, text, 4), style), highlight=False, soft_wrap=True)
+
+
+class _Metrics(ProgressColumn):
+    """The metrics in a progress bar: the only column that is cut on a narrow terminal."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["numbers"], no_wrap=True, overflow="ellipsis")
+
+
+class RunView:
+    """Output during a run: the `Reporter` of the supervisor, and a context manager around the run."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),  # the room that the others leave
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            _Metrics(),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            console=console,
+            expand=True,
+            disable=not console.is_terminal,
+        )
+        self._task: TaskID | None = None
+        self._next_plain = 0.0
+        #: Time and step of the first progress in this attempt, from which the rate is measured.
+        self._began: tuple[float, int] | None = None
+        self._last_step = -1
+        self._doing = ""
+
+    def __enter__(self) -> RunView:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def attempt(self, attempt: Attempt, num_ranks: int) -> None:
+        """Print the start of an attempt."""
+        self._began = None
+        ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+        self.note(f"attempt {attempt.number}: starting {ranks}, logs in {short_path(attempt.path)}")
+
+    def note(self, text: str) -> None:
+        """Print a line as it is."""
+        _print_line(self._console, text)
+
+    def output(self, text: str) -> None:
+        """Print the output of a plain script: unchanged into a pipe or file, as plain text on a terminal."""
+        if not self._console.is_terminal:
+            self._console.file.write(text)
+            self._console.file.flush()
+        else:
+            self._console.print(terminal_text(text), end="", markup=False, highlight=False, soft_wrap=True)
+
+    def failure(self, failure: Failure, log: Path) -> None:
+        """Print the first failure: the rank, its node, the time, and the end of the traceback."""
+        _print_line(self._console, failure.sentence(), "bold red")
+        lines = "".join(failure.traceback).rstrip().splitlines()[-TRACEBACK_LINES:]
+        for line in lines:
+            self._console.print(f"    {escape(line)}", highlight=False, soft_wrap=True)
+        self._console.print(f"    full log: {escape(short_path(log))}", highlight=False, soft_wrap=True)
+
+    def progress(self, beat: Mapping[str, Any]) -> None:
+        """Show the step and metrics of rank 0's newest heartbeat, and what it does after the last step."""
+        step, total, numbers = beat["step"], beat["total_steps"], format_metrics(beat["metrics"])
+        if total is not None and step != self._last_step:
+            self._last_step = step
+            if not self._console.is_terminal:
+                self._plain(step, total, numbers)
+            elif self._task is None:
+                self._task = self._progress.add_task("step", total=total, completed=step, numbers=numbers)
+            else:
+                self._progress.update(self._task, total=total, completed=step, numbers=numbers)
+        if (doing := str(beat.get("doing", ""))) not in ("", self._doing):
+            self._doing = doing
+            self.note(doing)
+
+    def _plain(self, step: int, total: int, numbers: str) -> None:
+        now = time.monotonic()
+        if now < self._next_plain and step < total:
+            return
+        self._next_plain = now + PLAIN_INTERVAL_S
+        began, first = self._began = self._began or (now, step)
+        left = ""
+        if first < step < total:
+            left = f"  ETA {timedelta(seconds=round((now - began) / (step - first) * (total - step)))}"
+        self._console.print(f"step {step}/{total}  {escape(numbers)}{left}", highlight=False, soft_wrap=True)
+
+
+#: Metrics in a progress line, in this order, with their labels.
+_LIVE = {
+    "train/loss": "loss",
+    "train/return": "return",
+    "eval/accuracy": "accuracy",
+    "eval/return": "greedy return",
+    "train/samples_per_s": "samples/s",
+    "train/env_steps_per_s": "steps/s",
+}
+
+
+def format_metrics(metrics: Mapping[str, float]) -> str:
+    """Return the metrics of a progress line."""
+    shown = {name: metrics[key] for key, name in _LIVE.items() if key in metrics}
+    return "  ".join(
+        f"{name} {value:.4g}" if value < 10_000 else f"{name} {value:.0f}" for name, value in shown.items()
+    )
+
+
+def show_end(console: Console, run: RunDir, state: State, config: Config) -> None:
+    """Print the final metrics, the next commands and, on the last line, the status with its reason."""
+    metrics = last_beat(run).get("metrics", {})
+    trainer = find_trainer(config.trainer.target)
+    # The last metrics of a benchmark are those of the largest message only.
+    is_benchmark = trainer is not None and trainer.is_benchmark
+    if metrics and not is_benchmark:
+        _print_line(console, f"{run.experiment}/{run.name}")  # the title of a table would be wrapped at its width
+        print_table(console, ("metric", "value"), [(key, f"{value:.6g}") for key, value in sorted(metrics.items())])
+    # How to call hpcdist in this shell: by name if it is in PATH, else by path.
+    program, started = "hpcdist", Path(sys.argv[0])
+    if shutil.which(program) is None:
+        is_script = started.name == "hpcdist"
+        program = shlex.quote(os.path.relpath(started)) if is_script else f"{sys.executable} -m hpcdist"
+    for text in run.attempt(state.attempt).current_stragglers() if state.attempt else []:
+        _print_line(console, f"straggler: {text}", "yellow")
+    store = f"--runs-dir {shlex.quote(short_path(config.runs_dir))}"
+    if config.tracking.uri:
+        store = f"--tracking-uri {shlex.quote(redact_text(config.tracking.uri))}"
+    lines = links.end_of_run(run) or [f"review in MLflow: {program} ui {store}"]
+    if run.report.is_file() and not is_benchmark:
+        lines.append(f"report: {short_path(run.report)}")
+    if is_benchmark and run.artifacts.is_dir():
+        lines.append(f"report: {program} bench show {shlex.quote(short_path(run.path))}")
+    if state.status != "finished":
+        resume = f"{program} resume {shlex.quote(short_path(run.path))}"
+        failed = state.status == "failed" and state.attempt > 0
+        finding = explain_attempt(run, run.attempt(state.attempt), read_logs=False) if failed else None
+        if finding is not None and finding.code:
+            lines.append(f"fix {short_path(finding.code)}, then: {resume} --with-current-code")
+        else:
+            lines.append(f"continue: {resume}")
+    for line in lines:
+        _print_line(console, line)
+    _print_line(console, state.sentence, f"bold {COLOURS[state.status]}")
 
 
 # The list of runs and the status of one run, as tables and as JSON.
@@ -43,20 +275,7 @@ MAX_SHOWN_ATTEMPTS = 5
 MAX_SHOWN_CHECKPOINTS = 10
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunRow:
-    """One run in the list of runs."""
-
-    run: str  #: `experiment/name`
-    folder: str
-    status: str
-    step: int | None
-    attempts: int
-    created: float  #: seconds since the epoch
-    reason: str
-
-
-def read_rows(listing: Listing, experiment: str | None = None) -> tuple[list[RunRow], list[str]]:
+def read_rows(listing: Listing, experiment: str | None = None) -> tuple[list[dict[str, Any]], list[str]]:
     """Return a row for each run, the newest last, and notes on runs that cannot be read."""
     runs = [run for run in listing.runs if experiment in (None, run.experiment)]
     snapshots = query_jobs(runs, skip_ended=True)
@@ -64,37 +283,32 @@ def read_rows(listing: Listing, experiment: str | None = None) -> tuple[list[Run
     for run in runs:
         try:
             now = status_from(run, snapshots.get(run.path))
-            row = RunRow(
-                run=f"{run.experiment}/{run.name}",
-                folder=str(run.path),
-                status=now.name,
-                step=last_beat(run).get("step"),
-                attempts=now.state.attempt,
-                created=now.state.created,
-                reason=now.reason or (now.facts.sentence() if now.facts and not now.final else ""),
-            )
+            row = {
+                "run": f"{run.experiment}/{run.name}",
+                "folder": str(run.path),
+                "status": now.name,
+                "step": last_beat(run).get("step"),
+                "attempts": now.state.attempt,
+                "created": now.state.created,
+                "reason": now.reason or (now.facts.sentence() if now.facts and not now.final else ""),
+            }
             rows.append(row)
         except (RunFolderError, OSError) as error:
             notes.append(f"{run.experiment}/{run.name} is not listed: {error}")
     if problem := next((snapshot.error for snapshot in snapshots.values() if snapshot.error), ""):
         notes.append(f"Slurm does not report the states of jobs ({problem})")
-    return sorted(rows, key=lambda row: row.created), [*notes, *filter(None, [listing.note])]
+    return sorted(rows, key=itemgetter("created")), [*notes, *filter(None, [listing.note])]
 
 
-def runs_document(rows: list[RunRow], notes: list[str]) -> dict[str, Any]:
-    """Return the list of runs as a JSON document."""
-    return {"runs": [asdict(row) for row in rows], "notes": notes}
-
-
-def show_runs(console: Console, rows: list[RunRow], notes: list[str], runs_dir: Path) -> None:
+def show_runs(console: Console, rows: list[dict[str, Any]], notes: list[str], runs_dir: Path) -> None:
     """Print a table of runs, then the notes."""
     # 80 columns have no room for the date, which is part of most names.
     is_wide = console.width >= 100
     table: list[list[str | Text]] = []
     for row in rows:
-        created = [time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created))] if is_wide else []
-        step = "" if row.step is None else str(row.step)
-        table.append([row.run, Text(row.status, COLOURS[row.status]), step, str(row.attempts), *created, row.reason])
+        created = [time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))] if is_wide else []
+        step, status = "" if row["step"] is None else str(row["step"]), Text(row["status"], COLOURS[row["status"]])
+        table.append([row["run"], status, step, str(row["attempts"]), *created, row["reason"]])
     if rows:
         head = ("run", "status", "step", "attempts", *(["created"] if is_wide else []), "reason")
         print_table(console, head, table, num_whole=2)
@@ -116,6 +330,10 @@ def read_status(run: RunDir) -> dict[str, Any]:
     if snapshot is not None and now.name != "running":
         with suppress(HpcdistError, OSError):  # the folder of another user
             update_job_starts(run)  # for the causes of the attempts
+    ended = []
+    with suppress(RunFolderError, OSError):
+        attempts = read_attempts(run, state, read_checkpoints(run)) if state.attempt else ()
+        ended = [one for one in attempts if one.status != "running"][-MAX_SHOWN_ATTEMPTS:]
     held = holder(run)
     attempt = run.attempt(state.attempt) if state.attempt else None
     ranks = []
@@ -129,7 +347,9 @@ def read_status(run: RunDir) -> dict[str, Any]:
         "status": now.name,
         "reason": now.reason,
         "attempt": state.attempt,
-        "ended_attempts": _ended_attempts(run, state) if state.attempt else [],
+        "ended_attempts": [
+            {"attempt": one.number, "status": one.status, "nodes": list(one.nodes), "cause": one.cause} for one in ended
+        ],
         "restarts": state.restarts,
         "world_size": state.world_size,
         "slurm": slurm,
@@ -139,19 +359,6 @@ def read_status(run: RunDir) -> dict[str, Any]:
         "checkpoints": sorted(path.name for path in run.checkpoints.glob("step-*")) or script_files(run),
         "mlflow_run_id": mlflow.get("run_id") or None,
     }
-
-
-def _ended_attempts(run: RunDir, state: State) -> list[dict[str, Any]]:
-    """Return number, status, nodes and cause of the end of the last MAX_SHOWN_ATTEMPTS attempts that have ended."""
-    try:
-        attempts = read_attempts(run, state, read_checkpoints(run))
-    except (RunFolderError, OSError):
-        return []
-    ended = [one for one in attempts if one.status != "running"]
-    return [
-        {"attempt": one.number, "status": one.status, "nodes": list(one.nodes), "cause": one.cause}
-        for one in ended[-MAX_SHOWN_ATTEMPTS:]
-    ]
 
 
 def show_status(console: Console, run: RunDir) -> None:
@@ -203,7 +410,6 @@ def follow_to_end(run: RunDir, config: Config, *, progress: bool) -> int:
 
     A run of another user is only shown.
     """
-    from hpcdist.cli.render import show_end
     from hpcdist.supervisor import children
 
     uploads = job_of(run) is not None and is_mine(run.path)
@@ -260,8 +466,6 @@ def stream_log(run: RunDir, rank: int | None, attempt: int | None, *, follow: bo
 
 
 def _log_of(attempt: Attempt, rank: int | None) -> Path:
-    from hpcdist.review.explain import first_failed_rank
-
     if rank is None and (rank := first_failed_rank(attempt)):
         say(f"hpcdist: the log of rank {rank}, which failed first", error=True)
     return attempt.log(rank or 0)

@@ -32,7 +32,6 @@ from hpcdist.host.log_files import say
 if TYPE_CHECKING:
     from hpcdist.run.commands import LiveCommand
     from hpcdist.run.folder import RunDir
-    from hpcdist.run.sweeps import SweepDir
 
 
 app = typer.Typer()
@@ -48,12 +47,12 @@ def runs(experiment: Experiment = None, as_json: Json = False, runs_dir: RunsDir
 
         hpcdist runs --experiment digits --json
     """
-    from hpcdist.cli.run_views import read_rows, runs_document, show_runs
+    from hpcdist.cli.run_views import read_rows, show_runs
     from hpcdist.run.lookup import list_runs
 
     rows, notes = read_rows(list_runs(runs_dir), experiment)
     if as_json:
-        say(json.dumps(runs_document(rows, notes), indent=2))
+        say(json.dumps({"runs": rows, "notes": notes}, indent=2))
     else:
         show_runs(console(), rows, notes, runs_dir)
 
@@ -70,30 +69,22 @@ def status(run: OptionalRunName = None, as_json: Json = False, runs_dir: RunsDir
     """
     from hpcdist.cli.run_views import read_status, show_status
     from hpcdist.run.lookup import resolve
-    from hpcdist.run.sweeps import SweepDir
+    from hpcdist.run.sweeps import SweepDir, checkpoint_config
 
     found = resolve(named(run, runs_dir), runs_dir)
     if isinstance(found, SweepDir):
-        _show_sweep(found, as_json=as_json)
+        from hpcdist.cli.sweep import show_cells
+
+        cells = list(zip([str(cell["label"]) for cell in found.read()["cells"]], found.cells(), strict=True))
+        if as_json:
+            made = [{"label": label} | read_status(cell) for label, cell in cells if os.path.lexists(cell.config)]
+            say(json.dumps({"sweep": found.name, "cells": made}, indent=2))
+        else:
+            show_cells(found.name, cells, checkpoint_config([cell for _, cell in cells]).monitor)
     elif as_json:
         say(json.dumps(read_status(found), indent=2))
     else:
         show_status(console(), found)
-
-
-def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
-    from hpcdist.cli.run_views import read_status
-    from hpcdist.cli.sweep import show_cells
-    from hpcdist.run.sweeps import checkpoint_config
-
-    cells = sweep.cells()
-    labels = [str(cell["label"]) for cell in sweep.read()["cells"]]
-    if as_json:
-        made = [(label, run) for label, run in zip(labels, cells, strict=True) if os.path.lexists(run.config)]
-        document = {"sweep": sweep.name, "cells": [{"label": label} | read_status(run) for label, run in made]}
-        say(json.dumps(document, indent=2))
-        return
-    show_cells(sweep.name, list(zip(labels, cells, strict=True)), checkpoint_config(cells).monitor)
 
 
 @app.command()
@@ -187,8 +178,7 @@ def _end(name: str, runs_dir: Path, action: Literal["stop", "cancel"]) -> None:
     say("\n".join(end_sweep(found, action) if isinstance(found, SweepDir) else [end(found, action)]))
 
 
-# Commands to a running run that continues: `hpcdist save` and `hpcdist profile`.
-
+#: Interval in which `save` and `profile` look for the answer of the ranks.
 ANSWER_POLL_S = 0.5
 
 

@@ -1,6 +1,4 @@
-"""Sweeps (`--sweep`): the cells one after the other on this machine, or as one Slurm job array; the selection of cells
-that must run, and tables of them.
-"""
+"""Sweeps (`--sweep`): the cells one after the other on this machine, or as one Slurm job array, and tables of them."""
 
 from __future__ import annotations
 
@@ -32,17 +30,13 @@ from hpcdist.slurm.client import JobSnapshot
 
 if TYPE_CHECKING:
     from hpcdist.config.schema import Config
-    from hpcdist.supervisor.plan import Plan
-
-
-# Tables of a sweep: the planned cells, and their status and metrics.
 
 
 def show_choices(sweep: Sweep, choices: Sequence[Choice]) -> None:
     """Print the cells of a sweep and which of them run now."""
     num = sum(choice.runs for choice in choices)
     say(f"sweep {sweep.name}: {len(choices)} cells, {num} to run, in {short_path(sweep.folder.parent)}")
-    for index, choice in enumerate([choice for choice in choices if choice.runs]):
+    for index, choice in enumerate(choice for choice in choices if choice.runs):
         say(f"  {index}: {choice.cell.label} ({choice.why})  {choice.run.name}")
     for choice in choices:
         if not choice.runs:
@@ -92,8 +86,6 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
     return names
 
 
-# Sweeps (`--sweep`): the cells one after the other on this machine, or as one Slurm job array.
-
 POLL_S = 0.5
 #: Interval between two uploads to MLflow.
 UPLOAD_EVERY_S = 5.0
@@ -128,9 +120,10 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
 
     The sweep continues after a failed cell. Ctrl-C or `hpcdist stop SWEEP` ends it after the current cell has saved.
     """
-    from hpcdist.cli.render import show_plan
+    from hpcdist.cli.run_views import RunView, show_plan
     from hpcdist.environments.rank_environment import require_torch
     from hpcdist.host import log_files
+    from hpcdist.supervisor import local
     from hpcdist.supervisor.plan import Machine, make_plan
     from hpcdist.tracking.uri import resolve_uri
 
@@ -149,39 +142,36 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     log_files.configure()
     terminal = console()
     refused = False
-    with _caught_signals() as signals, hold_sweep(sweep) as folder:
+    folder = write_sweep(sweep)
+    with _caught_signals() as signals, hold(folder):
         folder.request.unlink(missing_ok=True)
         prepare(to_run, folder, Path.cwd(), launcher="local", origin=sweep.origin)
         for number, choice in enumerate(to_run, 1):
             if signals or folder.request.exists():
                 break
             terminal.rule(f"cell {number} of {len(to_run)}: {choice.cell.label}", align="left", characters="-")
+            view = RunView(console())
             try:
-                _run_cell(choice, plans[choice.cell.name], uri)
+                state = local.supervise_locally(
+                    choice.run,
+                    choice.cell.config,
+                    plans[choice.cell.name],
+                    lambda view=view: view,  # type: ignore[misc]
+                    os.environ,
+                    tracking_uri=uri,
+                )
+                view.note(state.sentence)
             except HpcdistError as error:
                 refused = True
                 say(f"{choice.run.name}: {error}")
-            if _ended_by_signal(choice.run):
+            # A signal to this process ends the sweep; `hpcdist stop CELL` does not.
+            attempt = choice.run.read_state().attempt
+            request = choice.run.attempt(attempt).read_request() if attempt else None
+            if request is not None and request.cause == "signal":
                 break
     if any(choice.run.read_state().status == "created" for choice in to_run):
         _close_parent_run(to_run[0].run, uri)
     return show_end(sweep, choices) or int(refused)
-
-
-def _run_cell(choice: Choice, plan: Plan, uri: str) -> None:
-    from hpcdist.cli.render import RunView
-    from hpcdist.supervisor import local
-
-    view = RunView(console())
-    state = local.supervise_locally(choice.run, choice.cell.config, plan, lambda: view, os.environ, tracking_uri=uri)
-    view.note(state.sentence)
-
-
-def _ended_by_signal(run: RunDir) -> bool:
-    """Whether a signal to this process ended the cell, which ends the sweep; `hpcdist stop CELL` does not."""
-    state = run.read_state()
-    request = run.attempt(state.attempt).read_request() if state.attempt else None
-    return request is not None and request.cause == "signal"
 
 
 @contextmanager
@@ -234,6 +224,7 @@ def submit_sweep(
     """
     from hpcdist.slurm.components import is_het
     from hpcdist.slurm.job import submit
+    from hpcdist.slurm.job.submit_checks import check_config
     from hpcdist.tracking.uri import resolve_uri
 
     if any(is_het(cell.config) for cell in sweep.cells):
@@ -243,11 +234,18 @@ def submit_sweep(
     choices = choose(sweep)
     to_run = [choice for choice in choices if choice.runs]
     show_choices(sweep, choices)
+    config = sweep.cells[0].config
     if dry_run:
         if to_run:
-            _show_script(sweep, to_run, flags, parallelism)
+            # A single cell is an ordinary job.
+            is_array = len(to_run) > 1
+            array = {"map_count": len(to_run), "array_parallelism": parallelism or len(to_run)} if is_array else {}
+            check_config(config, Path.cwd())
+            script, _ = submit.render(config, RunDir(sweep.folder), flags, **array)
+            _, step = submit.render(config, to_run[0].run)
+            first = f"# then, in the batch step of task 0 ({to_run[0].run.name}):\n{submit.commented(step)}"
+            say(f"{script}\n{first}")
         return 0
-    config = sweep.cells[0].config
     # One check is enough unless cells need different datasets: the requests to Slurm are the same.
     for one in {repr(choice.cell.config.data): choice.cell.config for choice in to_run}.values():
         check(one)
@@ -255,29 +253,19 @@ def submit_sweep(
         return 0
     uri = resolve_uri(config, os.environ)
     if to_run:
-        with hold_sweep(sweep) as folder:
+        folder = write_sweep(sweep)
+        with hold(folder):
             prepare(to_run, folder, Path.cwd(), launcher="slurm", origin=sweep.origin)
             try:
                 jobs = submit.submit_array(config, folder, [choice.run for choice in to_run], flags, parallelism)
             except BaseException:
-                discard([choice.run for choice in to_run if choice.why == "new"])
+                for choice in to_run:
+                    if choice.why == "new":
+                        shutil.rmtree(choice.run.path)
                 raise
         say(f"{sweep.name} is job{'s' * (len(jobs) > 1)} {jobs[0]}{f' to {jobs[-1]}' * (len(jobs) > 1)}")
         say(_upload([choice.run for choice in to_run], uri) or f"{len(to_run)} cells uploaded to MLflow")
     return _follow(sweep, choices, uri) if follow else 0
-
-
-def _show_script(sweep: Sweep, to_run: Sequence[Choice], flags: Mapping[str, str], parallelism: int | None) -> None:
-    from hpcdist.slurm.job.submit import commented, render
-    from hpcdist.slurm.job.submit_checks import check_config
-
-    config = to_run[0].cell.config
-    # A single cell is an ordinary job.
-    array = {"map_count": len(to_run), "array_parallelism": parallelism or len(to_run)} if len(to_run) > 1 else {}
-    check_config(config, Path.cwd())
-    script, _ = render(config, RunDir(sweep.folder), flags, **array)
-    _, step = render(config, to_run[0].run)
-    say(f"{script}\n# then, in the batch step of task 0 ({to_run[0].run.name}):\n{commented(step)}")
 
 
 def _upload(runs: Sequence[RunDir], uri: str, *, close_lost: bool = False) -> str:
@@ -329,7 +317,7 @@ def _version(run: RunDir) -> object:
     return run.read_state(), sum(path.stat().st_size for path in run.journal.glob("*.jsonl"))
 
 
-# Select the cells of a sweep that must run, and prepare their folders.
+# Which cells must run, and their folders.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -396,14 +384,6 @@ def verdict(state: State, *, held: bool, job: JobSnapshot | None) -> tuple[bool,
     return True, "not started" if state.status == "created" else "lost"
 
 
-@contextmanager
-def hold_sweep(sweep: Sweep) -> Iterator[SweepDir]:
-    """Create the sweep's folder and hold its lease. Raises RunFolderError if another process holds it."""
-    folder = write_sweep(sweep)
-    with hold(folder):
-        yield folder
-
-
 def prepare(
     choices: Sequence[Choice], folder: SweepDir, cwd: Path, *, launcher: str, origin: Origin | None = None
 ) -> None:
@@ -419,25 +399,17 @@ def prepare(
                 shutil.rmtree(choice.run.path, ignore_errors=True)
                 made.append(create_run(choice.cell.config, cwd, launcher=launcher, origin=origin))
             else:
-                _renew(choice, cwd, launcher)
+                with hold(choice.run):
+                    change_config(choice.run, choice.cell.config)
+                    if choice.why == "failed":
+                        taken = snapshot.take(choice.cell.config, choice.run, cwd)
+                        snapshot.write_environment(choice.run, taken, launcher=launcher)
+                    if launcher == "local":
+                        keep_job(choice.run)
+                        # The job is over, and `resume` would submit it again.
+                        (choice.run.path / "slurm.json").unlink(missing_ok=True)
             mark(choice.run, folder, choice.cell)
     except BaseException:
-        discard(made)
+        for run in made:
+            shutil.rmtree(run.path)
         raise
-
-
-def _renew(choice: Choice, cwd: Path, launcher: str) -> None:
-    run = choice.run
-    with hold(run):
-        change_config(run, choice.cell.config)
-        if choice.why == "failed":
-            snapshot.write_environment(run, snapshot.take(choice.cell.config, run, cwd), launcher=launcher)
-        if launcher == "local":
-            keep_job(run)
-            (run.path / "slurm.json").unlink(missing_ok=True)  # the job is over, and `resume` would submit it again
-
-
-def discard(runs: Sequence[RunDir]) -> None:
-    """Remove the folders of cells that were created but not submitted."""
-    for run in runs:
-        shutil.rmtree(run.path)

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import hpcdist
@@ -286,7 +286,6 @@ def _digest_of(found: Mapping[str, Any]) -> str:
 # `hpcdist image build`: build hpcdist's images from a checkout.
 
 Target = Literal["default", "slim", "mlflow"]
-TARGETS: tuple[Target, ...] = get_args(Target)
 _DOCKERFILES = {"default": "Dockerfile", "slim": "Dockerfile", "mlflow": "mlflow.Dockerfile"}
 
 
@@ -365,7 +364,6 @@ def run(engine: Engine, command: Sequence[str]) -> None:
 # `hpcdist image convert`: write an image in the format of a site's runtime, in a file named by the image's digest.
 
 Form = Literal["sqsh", "sif", "dir"]
-FORMS: tuple[Form, ...] = get_args(Form)
 #: The runtimes that read each format, and the program that writes it.
 _READERS = {"sqsh": "enroot and pyxis", "sif": "apptainer", "dir": "charliecloud and enroot"}
 _TOOLS = {"sqsh": "enroot", "sif": "apptainer", "dir": "tar"}

@@ -25,7 +25,7 @@ from hpcdist.supervisor.stragglers import StragglerEvent, Stragglers
 
 
 class Reporter(Protocol):
-    """Receives the events of a run, such as `RunView` in `cli/render.py`, which shows them to a user."""
+    """Receives the events of a run, such as `RunView` in `cli/run_views.py`, which shows them to a user."""
 
     def attempt(self, attempt: Attempt, num_ranks: int) -> None:
         """An attempt begins."""

@@ -216,10 +216,10 @@ def test_ranks_batch_steps_and_submissions_start_without_slow_imports(
 def test_a_job_is_submitted_before_the_imports_of_its_display() -> None:
     code = (
         "import sys\n"
-        "from hpcdist.cli import submit\n"
+        "from hpcdist.cli import run\n"
         "from hpcdist.slurm.job import submit as submission\n"
         "submission.submit = lambda *_: sys.exit('rich' in sys.modules)\n"
-        "submit.enqueue(None, None, {}, follow=True)"
+        "run.enqueue(None, None, {}, follow=True)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

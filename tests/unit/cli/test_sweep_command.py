@@ -25,6 +25,7 @@ from hpcdist.errors import UserMistake
 from hpcdist.host.files import read_json, write_json
 from hpcdist.host.machine import num_cores
 from hpcdist.review.description import describe_sweep, read_sweep_facts
+from hpcdist.run import snapshot
 from hpcdist.run.folder import RunDir, State, StopRequest
 from hpcdist.run.records import parameters, read_rerun
 from hpcdist.run.snapshot import CodeSource, code_of
@@ -364,7 +365,7 @@ def from_mlflow(first: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         )  # fmt: skip
 
     monkeypatch.setattr(recorded_run, "find_recorded", recorded)
-    monkeypatch.setattr(rerun, "_code", lambda found, _: CodeSource(recorded=found.code, patch=found.patch, text="t"))
+    monkeypatch.setattr(snapshot, "find_code", lambda code, patch, *_: CodeSource(recorded=code, patch=patch, text="t"))
     monkeypatch.setattr(rerun, "run_here", lambda *_, **__: pytest.fail("started"))
     return config
 

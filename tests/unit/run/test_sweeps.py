@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpcdist.cli import sweep as cli_sweep
-from hpcdist.cli.sweep import Choice, choose, hold_sweep, prepare, verdict
+from hpcdist.cli.sweep import Choice, choose, prepare, verdict
 from hpcdist.config.loading import load_config
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
 from hpcdist.host.files import read_json, write_json
@@ -246,7 +246,8 @@ def project(tmp_path: Path) -> Path:
 def start(sweep: Sweep, cwd: Path, launcher: str = "local") -> list[Choice]:
     """Prepare the cells that must run."""
     chosen = [choice for choice in choose(sweep) if choice.runs]
-    with hold_sweep(sweep) as folder:
+    folder = write_sweep(sweep)
+    with hold(folder):
         prepare(chosen, folder, cwd, launcher=launcher)
     return chosen
 
@@ -387,7 +388,7 @@ def test_failed_cell_gets_the_current_code(make_matched: Make, project: Path, st
 @pytest.mark.processes
 def test_sweep_is_held_by_one_process(make_matched: Make, project: Path) -> None:
     sweep = make_matched()
-    with hold_sweep(sweep), pytest.raises(RunFolderError, match=r"^sweep tune is held by process \d+ of "):
+    with hold(write_sweep(sweep)), pytest.raises(RunFolderError, match=r"^sweep tune is held by process \d+ of "):
         start(sweep, project)
 
 

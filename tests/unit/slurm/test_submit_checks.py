@@ -14,7 +14,7 @@ import yaml
 from hpcdist_runs import hide_torch
 from slurm_recordings import FakeCommands
 
-from hpcdist.cli.submit import submission_flags
+from hpcdist.cli.run import submission_flags
 from hpcdist.config.launch_schema import ClusterConfig, ContainerConfig, RoleRequest
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config, DataConfig, TrainerConfig
