@@ -102,7 +102,18 @@ def read_texts(patterns: Sequence[str], max_mb: float, seed: int) -> list[str]:
 
     Raises ConfigError if a pattern matches no file or a file cannot be read.
     """
-    paths = _matches(patterns) if patterns else _standard_library()
+    found: set[Path] = set()
+    for pattern in patterns:
+        files = {Path(name) for name in glob.glob(pattern, recursive=True) if Path(name).is_file()}
+        if not files:
+            raise ConfigError([f"rnn.files: {pattern!r} matches no file"])
+        found |= files
+    if not patterns:
+        folder = Path(sysconfig.get_path("stdlib"))
+        found = {path for path in folder.rglob("*.py") if not NOT_LIBRARY & set(path.relative_to(folder).parts)}
+        if not found:
+            raise ConfigError([f"rnn.files: {folder} has no source of Python's standard library: set it to text files"])
+    paths = sorted(found)
     random.Random(seed).shuffle(paths)  # noqa: S311  # not for cryptography
     texts, left = [], int(max_mb * 1e6)
     for path in paths:
@@ -116,24 +127,6 @@ def read_texts(patterns: Sequence[str], max_mb: float, seed: int) -> list[str]:
         if left <= 0:
             break
     return texts
-
-
-def _matches(patterns: Sequence[str]) -> list[Path]:
-    found: set[Path] = set()
-    for pattern in patterns:
-        files = {Path(name) for name in glob.glob(pattern, recursive=True) if Path(name).is_file()}
-        if not files:
-            raise ConfigError([f"rnn.files: {pattern!r} matches no file"])
-        found |= files
-    return sorted(found)
-
-
-def _standard_library() -> list[Path]:
-    folder = Path(sysconfig.get_path("stdlib"))
-    paths = sorted(path for path in folder.rglob("*.py") if not NOT_LIBRARY & set(path.relative_to(folder).parts))
-    if not paths:
-        raise ConfigError([f"rnn.files: {folder} has no source of Python's standard library: set it to text files"])
-    return paths
 
 
 @dataclass(frozen=True)

@@ -51,44 +51,43 @@ from hpcdist.trainers.rnn import RnnConfig
 from hpcdist.trainers.rnn.text import Batch, Columns, Corpus, Tokenizer, load_corpus
 from hpcdist.trainers.rnn.vocabulary import (
     CALL_TIMEOUT_S,
-    PendingRows,
     VocabularyClient,
     VocabularyServer,
-    VocabularyShard,
     check_vocab_size,
-    load_server,
     row_bounds,
-    server_shard,
-    shards_of_rows,
 )
 
 TRAINER, SERVER = "trainer", "parameter_server"
+#: Batches of a trainer between their forward pass and their update in `mode: async`.
+ASYNC_BATCHES = 2
+#: Calls of a trainer that a server has to answer at the same time: each of its batches is decoded, and pushed.
+CALLS_OF_TRAINER = 2 * ASYNC_BATCHES
 
 
 def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, save checkpoints, write a sample text and export the final model."""
-    ctx.roles.require(trainer=None, parameter_server=None)
+    ctx.roles.require(trainer=None, parameter_server=None)  # any number of each
     trainers = list(ctx.ranks_of(TRAINER))
     ctx.agree_among(trainers)  # servers count no steps
     trainer_group = dist.new_group(trainers)  # every rank has to take part
     # Rank 0 alone reads the text, so all have the same.
     corpus = load_corpus(cfg.section(RnnConfig), cfg.seed) if ctx.is_main else None
     vocab_size = _broadcast(corpus and corpus.tokenizer.size)
-    # Calls of all trainers but one may wait for that one.
-    options: dict[str, Any] = {"timeout_s": CALL_TIMEOUT_S, "num_threads": max(16, 4 * len(trainers))}
+    # A call may wait in its thread for those of the other trainers.
+    options: dict[str, Any] = {"timeout_s": CALL_TIMEOUT_S, "num_threads": 16 + CALLS_OF_TRAINER * len(trainers)}
     if ctx.role == SERVER:
         server = open_server(ctx, cfg, vocab_size)
         with rpc_group(ctx, server.functions, **options) as rpc:
-            rpc.serve({"save": lambda step: ctx.save(step, model=None, trainer={}, shard=server_shard(server))})
+            rpc.serve({"save": lambda step: ctx.save(step, model=None, trainer={}, shard=server.shard())})
         return
     assert isinstance(trainer_group, dist.ProcessGroup)
-    streams = _broadcast((corpus.train, corpus.held_out) if corpus else None, trainer_group)
+    texts = _broadcast((corpus.train, corpus.held_out) if corpus else None, trainer_group)
     lstm = open_lstm(ctx, cfg, corpus, vocab_size)
     saved = ctx.restore()  # at the same time as the servers, which restore before RPC starts
     with rpc_group(ctx, **options) as rpc:
         client = VocabularyClient(rpc, trainer=ctx.role_index, vocab_size=vocab_size, device=ctx.device)
         learner = Learner(lstm, cfg, client, trainer_group, ctx.device)
-        train_lstm(ctx, cfg, learner, rpc, streams, saved)
+        train_lstm(ctx, cfg, learner, rpc, texts, saved)
         if corpus and ctx.end_reason:  # empty after a stop
             export(ctx, cfg, learner, corpus.tokenizer)
         if not ctx.is_main:
@@ -96,27 +95,38 @@ def train(ctx: Context, cfg: Config) -> None:
 
 
 def train_lstm(
-    ctx: Context, cfg: Config, learner: Learner, rpc: RpcGroup, streams: tuple[Tensor, Tensor], saved: Restored | None
+    ctx: Context, cfg: Config, learner: Learner, rpc: RpcGroup, texts: tuple[Tensor, Tensor], saved: Restored | None
 ) -> None:
     """Train until a stop rule of the config applies, which becomes `ctx.end_reason`, or a stop is requested."""
-    columns, held_out = (share_of_text(ctx, cfg, stream) for stream in streams)
+    rnn, part = cfg.section(RnnConfig), (ctx.role_index, ctx.roles.count(TRAINER))
+    columns, held_out = (Columns(text, rnn.batch_size, rnn.bptt, part) for text in texts)
+    # Steps and epochs done so far, and sums of the loss and of tokens since the last logged step.
     progress = Progress(cfg, len(columns), saved.trainer["position"] if saved is not None else None)
-    local = learner.load(saved) if saved is not None else None
     # Sums of trainers are lost if the number of ranks has changed: the hidden state is saved with them.
+    local = saved.local if saved is not None else None
     meter = Meter(local["meter"] if local is not None else None)
+    if saved is not None:
+        learner.load(saved)
 
     def save(metrics: Mapping[str, float]) -> None:
         """Save on every rank: rank 0 orders the servers to save once they have all updates."""
         learner.settle()
         if ctx.is_main:
             rpc.order("save", progress.step, to=rpc.of_role(SERVER))
-        trainer, local = learner.state_dicts(ctx)
-        trainer["position"], local["meter"] = progress.state_dict(), meter.state_dict()
+        trainer = {
+            "optimizer": learner.optimizer.state_dict(),
+            "position": progress.state_dict(),
+            "num_trainers": ctx.roles.count(TRAINER),
+            "num_servers": ctx.roles.count(SERVER),
+            "vocab_size": learner.client.vocab_size,
+        }
+        state = {} if learner.state is None else dict(zip("hc", learner.state, strict=True))
+        local = {"meter": meter.state_dict(), **state}
         lstm = nn.ModuleDict({"lstm": learner.lstm})
         ctx.save(progress.step, model=lstm, trainer=trainer, local=local, metrics=metrics, shard=Shard())
 
-    batches = columns.from_batch(progress.step_in_epoch)
-    upcoming = next(batches)
+    batches = columns.from_batch(progress.step_in_epoch)  # without end
+    following = next(batches)
     in_flight: deque[BatchInFlight] = deque()  # after their forward pass, before their update
     ctx.training_begins()  # the time until here counts as start-up
     while not progress.end_reason:  # a stop rule of the config applies; known after an evaluation
@@ -124,11 +134,11 @@ def train_lstm(
             learner.state = None  # the columns start anew
         while progress.steps_until_evaluation:
             while len(in_flight) < max_in_flight(ctx, cfg, progress):
-                in_flight.append(learner.forward(upcoming))
-                upcoming = next(batches)
+                in_flight.append(learner.forward(following))
+                following = next(batches)
             batch = in_flight.popleft()
             lr = cfg.optim.lr * lr_factor(progress.step, progress.total_steps, cfg.schedule)
-            loss_sum = learner.backward_and_update(batch, lr, upcoming.ids)
+            loss_sum = learner.backward_and_update(batch, lr, following.ids)
             meter.add(loss_sum=loss_sum, num_tokens=len(batch.batch.targets))
             progress.count_step()
             if progress.log_is_due:
@@ -156,9 +166,10 @@ def max_in_flight(ctx: Context, cfg: Config, progress: Progress) -> int:
     """Return the maximum number of batches in flight before this step: 1 if a checkpoint or evaluation follows it."""
     if cfg.section(RnnConfig).mode == "sync" or ctx.stop_agreed or ctx.save_requested:
         return 1
-    save_every = cfg.checkpoint.every_steps
-    steps_until_save = save_every - progress.step % save_every if save_every else 2
-    return min(2, progress.steps_until_evaluation, steps_until_save)
+    limits = [ASYNC_BATCHES, progress.steps_until_evaluation]
+    if cfg.checkpoint.every_steps:
+        limits.append(cfg.checkpoint.every_steps - progress.step % cfg.checkpoint.every_steps)  # until the next save
+    return min(limits)
 
 
 def interval_metrics(learner: Learner, progress: Progress, meter: Meter) -> dict[str, float]:
@@ -227,13 +238,14 @@ class Learner:
         self.client = client
         self.state: tuple[Tensor, Tensor] | None = None  #: hidden state at the start of the next batch
         self._device = device
-        self._copies = deque(copy.deepcopy(self.lstm) for _ in range(2)) if rnn.mode == "async" else None
+        self._copies = deque(copy.deepcopy(self.lstm) for _ in range(ASYNC_BATCHES)) if rnn.mode == "async" else None
         self._max_norm = cfg.optim.max_grad_norm
         self._dropout = rnn.dropout
         self._trainer_group = trainer_group
         self._num_trainers = dist.get_world_size(trainer_group)
         self._num_forward = 0
-        self._requested: tuple[Tensor, PendingRows] | None = None  #: ids and their rows after the last update
+        #: Waits for the embedding rows of the next batch, as they are after the last update.
+        self._receive_rows: Callable[[], Tensor] | None = None
 
     def forward(self, batch: Batch) -> BatchInFlight:
         """Run the forward pass and send its output to the servers."""
@@ -243,11 +255,9 @@ class Learner:
             lstm = self._copies[0]
             with torch.no_grad():
                 torch._foreach_copy_(list(lstm.parameters()), list(self.lstm.parameters()))
-        if self._requested is not None and self._requested[0] is batch.ids:
-            pending, self._requested = self._requested[1], None
-        else:
-            pending = self.client.pull(batch.ids)
-        rows = pending.wait().requires_grad_()
+        # The last update has requested the rows of the batch that follows it, but not of a second one.
+        receive_rows, self._receive_rows = self._receive_rows or self.client.pull(batch.ids), None
+        rows = receive_rows().requires_grad_()
         output = self._run_lstm(lstm, rows, batch)
         scale = 1.0 / (len(output) * self._num_trainers)  # mean over the tokens of all trainers
         number, self._num_forward = self._num_forward, self._num_forward + 1
@@ -261,25 +271,30 @@ class Learner:
         return F.dropout(output, self._dropout, lstm.training).flatten(0, 1)
 
     def backward_and_update(self, batch: BatchInFlight, lr: float, next_ids: Tensor) -> float:
-        """Run backward pass and update, and request the embedding rows of `next_ids`; return the summed loss."""
+        """Run backward pass and update, and request the embedding rows of the next batch; return the summed loss."""
         loss_sum, output_gradient = batch.receive_gradient()
         batch.output.backward(output_gradient)
         number, ids, row_gradients = batch.number, batch.batch.ids, batch.rows.grad
         assert row_gradients is not None
         if self._max_norm is None:
-            pending = self.client.push(number, ids, row_gradients, 1.0, lr, next_ids)
+            self._receive_rows = self.client.push(number, ids, row_gradients, 1.0, lr, next_ids)
             gradients = self._summed_gradients(batch.lstm)
-        else:  # the norm of all gradients is known only after the servers have those of the rows
+        else:
             gradients = self._summed_gradients(batch.lstm)
-            scale = self._clip_factor(self.client.offer(number, ids, row_gradients), gradients)
-            pending = self.client.push(number, ids, None, scale, lr, next_ids)
+            # The norm of all gradients is known only after the servers have those of the rows.
+            squared_at_servers = self.client.offer(number, ids, row_gradients)
+            if self._copies is not None and self._num_trainers > 1:
+                # In async mode each trainer has offered its own gradients; one common factor keeps replicas equal.
+                (squared_at_servers,) = self.sum_over_trainers([squared_at_servers])
+            squared = squared_at_servers + sum(float(part) ** 2 for part in torch._foreach_norm(gradients))
+            scale = min(1.0, self._max_norm / (math.sqrt(squared) + 1e-6))  # as torch's clip_grad_norm_
+            self._receive_rows = self.client.push(number, ids, None, scale, lr, next_ids)
             torch._foreach_mul_(gradients, scale)
         for parameter, gradient in zip(self.lstm.parameters(), gradients, strict=True):
             parameter.grad = gradient
         set_lr(self.optimizer, lr)
         self.optimizer.step()
         batch.lstm.zero_grad()
-        self._requested = next_ids, pending
         return loss_sum
 
     def _summed_gradients(self, lstm: nn.LSTM) -> list[Tensor]:
@@ -292,18 +307,10 @@ class Learner:
         parts = joined.split([gradient.numel() for gradient in gradients])
         return [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
 
-    def _clip_factor(self, squared_at_servers: float, gradients: Sequence[Tensor]) -> float:
-        """Return the factor of torch's clip_grad_norm_ for the parameters of LSTM and servers."""
-        assert self._max_norm is not None
-        if self._copies is not None and self._num_trainers > 1:
-            # In async mode each trainer has offered its own gradients; replicas stay equal with one common factor.
-            (squared_at_servers,) = self.sum_over_trainers([squared_at_servers])
-        norm = math.sqrt(squared_at_servers + sum(float(part) ** 2 for part in torch._foreach_norm(list(gradients))))
-        return min(1.0, self._max_norm / (norm + 1e-6))
-
     def loss(self, batch: Batch) -> float:
         """Return the loss summed over the targets of a batch, for an evaluation."""
-        return self.client.loss(self._run_lstm(self.lstm, self.client.pull(batch.ids).wait(), batch), batch.targets)
+        rows = self.client.pull(batch.ids)()
+        return self.client.loss(self._run_lstm(self.lstm, rows, batch), batch.targets)
 
     def sum_over_trainers(self, values: Sequence[float]) -> list[float]:
         """Return the sums of values over all trainers."""
@@ -313,31 +320,20 @@ class Learner:
 
     def settle(self) -> None:
         """Wait until the servers have applied the last update of every trainer."""
-        if self._requested is not None:
-            self._requested[1].wait()
+        if self._receive_rows is not None:
+            self._receive_rows()  # sent after the update
         dist.barrier(group=self._trainer_group)
 
-    def state_dicts(self, ctx: Context) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the arguments `trainer` and `local` of `Context.save`."""
-        trainer = {
-            "optimizer": self.optimizer.state_dict(),
-            "num_trainers": ctx.roles.count(TRAINER),
-            "num_servers": ctx.roles.count(SERVER),
-            "vocab_size": self.client.vocab_size,
-        }
-        return trainer, {} if self.state is None else {"h": self.state[0], "c": self.state[1]}
-
-    def load(self, saved: Restored) -> dict[str, Any] | None:
-        """Load weights, optimizer and hidden state; return the state that this trainer has saved, if it has."""
+    def load(self, saved: Restored) -> None:
+        """Load weights, optimizer and, if the number of ranks has not changed, the hidden state."""
         check_vocab_size(saved, self.client.vocab_size)
         self.lstm.load_state_dict({name.removeprefix("lstm."): tensor for name, tensor in saved.model.items()})
         self.optimizer.load_state_dict(saved.trainer["optimizer"])
         if saved.local is not None and "h" in saved.local:
             self.state = saved.local["h"].to(self._device), saved.local["c"].to(self._device)
-        return saved.local
 
 
-# Set-up: text, LSTM of a trainer, rows of a server.
+# Set-up: LSTM of a trainer, rows of a server.
 
 
 def _broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -345,12 +341,6 @@ def _broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
-
-
-def share_of_text(ctx: Context, cfg: Config, stream: Tensor) -> Columns:
-    """Return this trainer's columns of a text."""
-    rnn = cfg.section(RnnConfig)
-    return Columns(stream, rnn.batch_size, rnn.bptt, (ctx.role_index, ctx.roles.count(TRAINER)))
 
 
 def open_lstm(ctx: Context, cfg: Config, corpus: Corpus | None, vocab_size: int) -> nn.LSTM:
@@ -363,7 +353,7 @@ def open_lstm(ctx: Context, cfg: Config, corpus: Corpus | None, vocab_size: int)
     lstm = build_lstm(rnn.embedding_size, rnn.hidden_size, rnn.num_layers, rnn.dropout)
     num_per_word = rnn.embedding_size + rnn.hidden_size + 1  # and a bias of the decoder
     ctx.log_model_size(sum(weight.numel() for weight in lstm.parameters()) + vocab_size * num_per_word)
-    ctx.seed_per_rank()
+    ctx.seed_per_rank()  # for dropout
     return lstm
 
 
@@ -371,17 +361,18 @@ def open_server(ctx: Context, cfg: Config, vocab_size: int) -> VocabularyServer:
     """Return this server with its rows, restored from a checkpoint if there is one."""
     rnn = cfg.section(RnnConfig)
     start, stop = row_bounds(vocab_size, ctx.roles.count(SERVER))[ctx.role_index : ctx.role_index + 2]
-    shard = VocabularyShard(
+    server = VocabularyServer(
         initial_rows(start, stop, rnn.embedding_size, cfg.seed, ENCODER),
         initial_rows(start, stop, rnn.hidden_size, cfg.seed, DECODER),
+        cfg.optim,
         start=start,
         vocab_size=vocab_size,
+        num_trainers=ctx.roles.count(TRAINER),
+        device=ctx.device,
+        is_async=rnn.mode == "async",
     )
-    num_trainers, is_async = ctx.roles.count(TRAINER), rnn.mode == "async"
-    server = VocabularyServer(shard, cfg.optim, num_trainers, device=ctx.device, is_async=is_async)
     if (saved := ctx.restore()) is not None:
-        check_vocab_size(saved, vocab_size)
-        load_server(server, shards_of_rows(saved, start, stop))
+        server.restore(saved)
     return server
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,15 +17,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.trainers.rnn import RnnConfig
 from hpcdist.trainers.rnn.text import UNKNOWN, ByteTokenizer, Columns, WordTokenizer, load_corpus, read_texts
 from hpcdist.trainers.rnn.train import DECODER, ENCODER, LanguageModel, initial_rows, sample
-from hpcdist.trainers.rnn.vocabulary import (
-    Space,
-    VocabularyServer,
-    VocabularyShard,
-    join_scores,
-    load_server,
-    row_bounds,
-    server_shard,
-)
+from hpcdist.trainers.rnn.vocabulary import VocabularyServer, join_scores, row_bounds
 
 # --- The language model: initial rows, shapes, and sampled text.
 
@@ -172,78 +164,68 @@ def test_repeated_token_is_looked_up_once() -> None:
     assert batch.ids[batch.inverse].tolist() == [[5, 3], [5, 3], [3, 5]]
 
 
-# --- Explicit loss and gradients of vocabulary shards, compared with autograd.
+# --- Vocabulary servers without RPC: loss and gradients, compared with autograd; checkpoints; errors.
 
 
-NUM_TOKENS, HIDDEN, VOCAB_SIZE = 37, 8, 50
+NUM_TOKENS, WIDTH, VOCAB_SIZE = 37, 8, 50
 
 
-def by_autograd(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
-    leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
-    loss = F.cross_entropy(F.linear(*leaves), targets)
-    return loss.detach(), list(torch.autograd.grad(loss, leaves))
-
-
-@pytest.mark.parametrize("num_shards", [1, 3])
-@pytest.mark.parametrize("sharpness", [1.0, 300.0], ids=["normal", "probabilities below the smallest float"])
-def test_loss_and_gradients_equal_those_of_autograd(num_shards: int, sharpness: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(VOCAB_SIZE, HIDDEN, generator=generator) * sharpness
-    bounds = row_bounds(VOCAB_SIZE, num_shards)
-    shards = [
-        VocabularyShard(torch.zeros(b - a, 4), weight[a:b].clone(), start=a, vocab_size=VOCAB_SIZE)
-        for a, b in itertools.pairwise(bounds)
-    ]
-    for shard in shards:
-        torch.nn.init.normal_(shard.bias, generator=generator)
-    bias = torch.cat([shard.bias.detach() for shard in shards])
-    spaces: list[Space | None] = [None] * num_shards
-    for size in (NUM_TOKENS, NUM_TOKENS, 5):  # buffers are reused, or have another size
-        hidden = torch.randn(size, HIDDEN, generator=generator)
-        targets = torch.randint(VOCAB_SIZE, (size,), generator=generator)
-        scores = [shard.score(hidden, targets, space) for shard, space in zip(shards, spaces, strict=True)]
-        lse, losses = join_scores([space.lse for space, _ in scores], [chosen for _, chosen in scores])
-        parts = [shard.input_gradient(space, lse, 1 / size) for shard, (space, _) in zip(shards, scores, strict=True)]
-        gradients = [shard.weight_gradient(space) for shard, (space, _) in zip(shards, scores, strict=True)]
-        expected_loss, expected = by_autograd(hidden, weight, bias, targets)
-        torch.testing.assert_close(losses.mean(), expected_loss)
-        torch.testing.assert_close(torch.stack(parts).sum(0), expected[0], rtol=1e-4, atol=1e-5 * sharpness)
-        torch.testing.assert_close(torch.cat([part[0] for part in gradients]), expected[1], rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(torch.cat([part[1] for part in gradients]), expected[2], rtol=1e-4, atol=1e-6)
-        spaces = [space for space, _ in scores]
-
-
-# --- Vocabulary servers without RPC: optimizers, and checkpoints of another number of servers.
-
-
-VOCAB_SIZE, WIDTH, CPU = 23, 4, torch.device("cpu")
-
-
-def servers(num: int, cfg: OptimConfig) -> list[VocabularyServer]:
+def servers(num: int, cfg: OptimConfig, sharpness: float = 1.0) -> list[VocabularyServer]:
     generator = torch.Generator().manual_seed(0)
     encoder, weight = (torch.randn(VOCAB_SIZE, WIDTH, generator=generator) for _ in range(2))
     return [
         VocabularyServer(
-            VocabularyShard(encoder[a:b].clone(), weight[a:b].clone(), start=a, vocab_size=VOCAB_SIZE),
+            encoder[a:b].clone(),
+            weight[a:b] * sharpness,
             cfg,
+            start=a,
+            vocab_size=VOCAB_SIZE,
             num_trainers=1,
-            device=CPU,
+            device=torch.device("cpu"),
         )
         for a, b in itertools.pairwise(row_bounds(VOCAB_SIZE, num))
     ]
 
 
+def forward_and_backward(
+    group: list[VocabularyServer], number: int, hidden: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each token, and the gradient of `hidden` for their mean."""
+    scores = [server.score(0, number, hidden, targets) for server in group]
+    lse, losses = join_scores(*zip(*scores, strict=True))
+    return losses, torch.stack([server.backward(0, number, lse, 1 / len(hidden)) for server in group]).sum(0)
+
+
+@pytest.mark.parametrize("num_servers", [1, 3])
+@pytest.mark.parametrize("sharpness", [1.0, 300.0], ids=["normal", "probabilities below the smallest float"])
+def test_loss_and_gradients_equal_those_of_autograd(num_servers: int, sharpness: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    group = servers(num_servers, OptimConfig(), sharpness)
+    for server in group:
+        torch.nn.init.normal_(server.bias, generator=generator)
+    parameters = [torch.cat([getattr(server, name) for server in group]).detach() for name in ("weight", "bias")]
+    for number, size in enumerate((NUM_TOKENS, NUM_TOKENS, 5)):  # buffers are reused, or have another size
+        hidden = torch.randn(size, WIDTH, generator=generator)
+        targets = torch.randint(VOCAB_SIZE, (size,), generator=generator)
+        losses, gradient = forward_and_backward(group, number, hidden, targets)
+        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, *parameters)]
+        loss = F.cross_entropy(F.linear(*leaves), targets)
+        of_hidden, *of_parameters = torch.autograd.grad(loss, leaves)
+        torch.testing.assert_close(losses.mean(), loss.detach())
+        torch.testing.assert_close(gradient, of_hidden, rtol=1e-4, atol=1e-5 * sharpness)
+        found = [server._slot(0, number).gradients.result() for server in group]
+        for parts, expected in zip(zip(*found, strict=True), of_parameters, strict=True):
+            torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-4, atol=1e-6)
+
+
 def one_step(group: list[VocabularyServer], number: int) -> None:
     generator = torch.Generator().manual_seed(number)
-    hidden = torch.randn(6, WIDTH, generator=generator)
-    targets = torch.randint(VOCAB_SIZE, (6,), generator=generator)
+    hidden, targets = torch.randn(6, WIDTH, generator=generator), torch.randint(VOCAB_SIZE, (6,), generator=generator)
     ids = torch.randperm(VOCAB_SIZE, generator=generator)[:5].sort()[0]
     rows = torch.randn(5, WIDTH, generator=generator)
-    scores = [server.score(0, number, hidden, targets) for server in group]
-    lse, _ = join_scores([lse for lse, _ in scores], [chosen for _, chosen in scores])
+    forward_and_backward(group, number, hidden, targets)
     for server in group:
-        server.backward(0, number, lse, 1 / 6)
-        mine = (ids >= server.shard.start) & (ids < server.shard.stop)
+        mine = (ids >= server.start) & (ids < server.stop)
         server.push(0, number, ids[mine], rows[mine], 1.0, 0.1, ids[mine])
 
 
@@ -263,27 +245,29 @@ def whole(group: list[VocabularyServer]) -> dict[str, Tensor]:
     ids=lambda cfg: f"{cfg.name} {cfg.momentum}",
 )
 def test_rows_and_optimizer_state_load_on_another_number_of_servers(cfg: OptimConfig) -> None:
-    before, control = servers(2, cfg), servers(1, cfg)
+    before, control, after = servers(2, cfg), servers(1, cfg), servers(3, cfg)
     for number in range(3):
         one_step(before, number)
         one_step(control, number)
-    saved = [server_shard(server).content() for server in before]
-    for server in (after := servers(3, cfg)):
-        load_server(server, [content for content in saved if overlaps(content, server)])
+    shards = {2 + index: server.shard().content() for index, server in enumerate(before)}
+    trainer = {"num_trainers": 2, "num_servers": 2, "vocab_size": VOCAB_SIZE}
+    for server in after:
+        server.restore(SimpleNamespace(trainer=trainer, shard=shards.get))  # type: ignore[arg-type]
     for number in range(3, 6):
         one_step(after, number)
         one_step(control, number)
     expected = whole(control)
     for name, tensor in whole(after).items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
-
-
-def overlaps(content: dict[str, Any], server: VocabularyServer) -> bool:
-    first = content["rows"]["decoder.bias"][0]
-    return first < server.shard.stop and server.shard.start < first + len(content["model"]["decoder.bias"])
+    trainer["vocab_size"] = 49
+    with pytest.raises(ConfigError, match="the text has 50 different tokens, but the checkpoint was trained on 49: "):
+        after[0].restore(SimpleNamespace(trainer=trainer, shard=shards.get))  # type: ignore[arg-type]
 
 
 def test_error_of_a_background_task_is_raised_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ValueError("out of order")
+
     monkeypatch.setattr("hpcdist.trainers.rnn.vocabulary.MIN_BACKGROUND_SIZE", 0)
     (server,) = servers(1, OptimConfig())
     hidden, targets, ids = torch.randn(3, WIDTH), torch.tensor([0, 1, 2]), torch.tensor([0])
@@ -294,7 +278,3 @@ def test_error_of_a_background_task_is_raised_by_the_next_call(monkeypatch: pyte
         server.decode(0, 0, hidden, targets, 1.0)
     with pytest.raises(ValueError, match="out of order"):
         server.settle()
-
-
-def fail() -> None:
-    raise ValueError("out of order")
