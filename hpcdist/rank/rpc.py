@@ -46,6 +46,8 @@ class RpcGroup:
         self._timeout_s = timeout_s
         self._commands: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
         self.names = tuple(ctx.roles.name_of(rank) for rank in range(ctx.world_size))
+        self.name = self.names[ctx.rank]
+        self.peers = [name for name in self.names if name != self.name]
         self._ranks = {name: rank for rank, name in enumerate(self.names)}
         self._arrived: list[Future[None]] = []
         self._gone = threading.Semaphore(0)
@@ -58,17 +60,13 @@ class RpcGroup:
             "_bye": self._gone.release,
         }
         self.endpoint = Endpoint(ctx, self.names, {**functions, **own})
-        self.transport: Transport = _transport(self.endpoint, num_threads)
+        self.transport: Transport
+        if ctx.config.launch.rpc == "torch":
+            from hpcdist.rank.rpc_torch import TorchTransport
 
-    @property
-    def name(self) -> str:
-        """RPC name of this rank."""
-        return self.names[self._ctx.rank]
-
-    @property
-    def peers(self) -> list[str]:
-        """RPC names of the other ranks."""
-        return [name for name in self.names if name != self.name]
+            self.transport = TorchTransport(self.endpoint, num_threads)
+        else:
+            self.transport = ZmqTransport(self.endpoint, num_threads)
 
     def of_role(self, role: str) -> list[str]:
         """Return the RPC names of a role's ranks, ordered by index."""
@@ -137,26 +135,17 @@ class RpcGroup:
                 return
             commands[command](*arguments)
 
-    def ping_all(self) -> None:
-        """Call every rank once and compare tokens. Raises PeerLost, which names the pair."""
-        for name, future in zip(self.names, self.call_all(self.names, "_token"), strict=True):
-            try:
-                token = future.result()
-            except (PeerLost, RemoteError) as error:
-                raise PeerLost(f"{self.endpoint.place} cannot call {name}: {error}") from error
-            if token != self._ctx.topology.token:
-                raise PeerLost(f"{name} belongs to {token!r}, this is {self._ctx.topology.token!r}")
-
     def _arrive(self) -> Future[None]:
         """Return a future for each caller; all of them complete when every rank has called (on rank 0)."""
+        mine: Future[None] = Future()
         with self._lock:
-            self._arrived.append(Future())
-            mine, waiting = self._arrived[-1], list(self._arrived)
-            if len(waiting) == len(self.names):
-                self._arrived = []
-        if len(waiting) == len(self.names):
-            for future in waiting:
-                future.set_result(None)
+            self._arrived.append(mine)
+            waiting = self._arrived
+            if len(waiting) < len(self.names):
+                return mine
+            self._arrived = []
+        for future in waiting:
+            future.set_result(None)
         return mine
 
     def close(self) -> None:
@@ -202,7 +191,13 @@ def rpc_group(
         num_threads: number of calls that this rank answers at the same time.
     """
     group = RpcGroup(ctx, functions or {}, timeout_s, num_threads)
-    group.ping_all()
+    for name, future in zip(group.names, group.call_all(group.names, "_token"), strict=True):
+        try:
+            token = future.result()
+        except (PeerLost, RemoteError) as error:
+            raise PeerLost(f"{group.endpoint.place} cannot call {name}: {error}") from error
+        if token != ctx.topology.token:
+            raise PeerLost(f"{name} belongs to {token!r}, this is {ctx.topology.token!r}")
     ctx.barrier()
     group.transport.connected()
     log.info("RPC: %s is connected to %d peers", group.name, len(group.peers))
@@ -210,11 +205,3 @@ def rpc_group(
     if ctx.is_main:
         group.order(LEAVE)
     group.close()
-
-
-def _transport(endpoint: Endpoint, num_threads: int) -> Transport:
-    if endpoint.ctx.config.launch.rpc == "torch":
-        from hpcdist.rank.rpc_torch import TorchTransport
-
-        return TorchTransport(endpoint, num_threads)
-    return ZmqTransport(endpoint, num_threads)

@@ -52,17 +52,13 @@ class _SignedPickler(internal._InternalRPCPickler):
         return super().deserialize(content, tensor_table)  # type: ignore[no-untyped-call]  # torch's
 
 
-def _is_allowed(endpoint: Endpoint) -> bool:
-    ctx = endpoint.ctx
-    return ctx.config.launch.rpc_trusted_nodes or ctx.world_size == 1 or is_private()
-
-
 class TorchTransport:
     """Starts torch's RPC on this rank. Raises ConfigError where its sockets can be reached by others."""
 
     def __init__(self, endpoint: Endpoint, num_threads: int) -> None:
         global _endpoint
-        if not _is_allowed(endpoint):
+        ctx = endpoint.ctx
+        if not (ctx.config.launch.rpc_trusted_nodes or ctx.world_size == 1 or is_private()):
             raise ConfigError(
                 [
                     "launch.rpc=torch: every user and program that can reach a rank could read its files, because"
@@ -71,7 +67,6 @@ class TorchTransport:
                 ]
             )
         self._endpoint = _endpoint = endpoint
-        ctx = endpoint.ctx
         device = ctx.device if ctx.device.type == "cuda" else None
         endpoint.store.set(f"gpu/{ctx.rank}", "" if device is None else str(device))
         devices = [endpoint.store.get(f"gpu/{rank}").decode() for rank in range(len(endpoint.names))]
@@ -124,7 +119,9 @@ class TorchTransport:
                 reason = f"no answer in {timeout_s:g} s" if is_late else str(error).partition("\n")[0]
                 future.set_exception(self._endpoint.lost(rank, reason))
                 return
-            _synchronize(answered)
+            # A thread with another stream than torch's callbacks will use them.
+            for device in {tensor.device for tensor in answered if tensor.is_cuda}:
+                torch.cuda.current_stream(device).synchronize()
             value = decode(json.loads(answer), answered)
             if is_result:
                 future.set_result(value)
@@ -174,12 +171,6 @@ def _packed(value: Any, *, to_gpu: bool) -> tuple[str, list[Tensor]]:
     tensors: list[Tensor] = []
     content = json.dumps(encode(value, tensors))
     return content, tensors if to_gpu else [tensor.cpu() for tensor in tensors]
-
-
-def _synchronize(tensors: list[Tensor]) -> None:
-    """Wait for received GPU tensors, which a thread with another stream than torch's callbacks will use."""
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
 
 
 def _rendezvous(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 import psutil
@@ -60,34 +61,25 @@ class Endpoint:
     def answer(self, function: str, arguments: tuple[Any, ...], reply: Callable[[bool, Any], None]) -> None:
         """Execute a call and pass its result to `reply`: True and the value, or False and the text of the error."""
 
-        def send(value: Any) -> None:
+        def execute() -> Any:
+            if function not in self.functions:
+                known = ", ".join(sorted(name for name in self.functions if not name.startswith("_"))) or "none"
+                text = f"there is no function {function!r} for other ranks; there are: {known}"
+                raise RemoteError(f"{self.place}: {text}")
+            return self.functions[function](*arguments)
+
+        def settle(run: Callable[[], Any]) -> None:
             try:
+                value = run()
                 if isinstance(value, Future):
-                    value.add_done_callback(lambda done: self._settle(done.result, send, fail))
+                    value.add_done_callback(lambda done: settle(done.result))
                 else:
                     reply(True, value)
-            except Exception as error:
-                fail(error)
+            except Exception as error:  # it reaches the caller as text
+                with suppress(PeerLost):  # the caller has ended
+                    reply(False, str(RemoteError.of(error, self.place)))
 
-        def fail(error: BaseException) -> None:
-            text = str(error) if isinstance(error, RemoteError) else str(RemoteError.of(error, self.place))
-            with suppress(PeerLost):  # the caller has ended
-                reply(False, text)
-
-        if function not in self.functions:
-            known = ", ".join(sorted(name for name in self.functions if not name.startswith("_"))) or "none"
-            reply(False, f"{self.place}: there is no function {function!r} for other ranks; there are: {known}")
-            return
-        self._settle(lambda: self.functions[function](*arguments), send, fail)
-
-    @staticmethod
-    def _settle(run: Callable[[], Any], send: Callable[[Any], None], fail: Callable[[BaseException], None]) -> None:
-        try:
-            value = run()
-        except Exception as error:  # it reaches the caller as text
-            fail(error)
-        else:
-            send(value)
+        settle(execute)
 
 
 def encode(value: Any, tensors: list[Tensor]) -> Any:
@@ -144,7 +136,6 @@ _DTYPES = {str(dtype)[6:]: dtype for dtype in vars(torch).values() if isinstance
 _TICK_MS = 100
 #: A node that has not answered TCP for this time is gone, in seconds: longer than a network needs to change its routes.
 _SILENCE_S = 12
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class _Peer:
@@ -173,24 +164,18 @@ class ZmqTransport:
         self._calls: queue.SimpleQueue[tuple[int, int, str, tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._num_threads = num_threads
         self._zap: zmq.Socket[bytes] | None = None
-        self._folders: list[int] = []
-        self._paths: list[str] = []
+        self._descriptors: list[int] = []
+        self._temporary = ""
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.rcvhwm = 0
         self._inbox.linger = 0
-        addresses = json.dumps(self._listen())
-        endpoint.store.set(f"address/{self._rank}", addresses)
+        endpoint.store.set(f"address/{self._rank}", json.dumps(self._listen()))
         self._peers: list[_Peer] = []
         self._monitors: dict[zmq.Socket[bytes], int] = {}
         for rank in range(len(endpoint.names)):
             self._connect(rank, json.loads(endpoint.store.get(f"address/{rank}")))
-        self._threads = [
-            threading.Thread(target=work, name=f"hpcdist-rpc-{name}", daemon=True)
-            for name, work in (("receive", self._receive), ("watch", self._watch))
-        ] + [
-            threading.Thread(target=self._work, name=f"hpcdist-rpc-{number}", daemon=True)
-            for number in range(num_threads)
-        ]
+        loops = [self._receive, self._watch, *[self._work] * num_threads]
+        self._threads = [threading.Thread(target=loop, name="hpcdist-rpc", daemon=True) for loop in loops]
         for thread in self._threads:
             thread.start()
 
@@ -198,17 +183,14 @@ class ZmqTransport:
         """Listen for the other ranks, and return this rank's addresses."""
         topology = self._endpoint.ctx.topology
         self._inbox.bind("inproc://self")
-        found: dict[str, Any] = {"node": topology.node_rank}
-        name = f"{self._endpoint.store_name}-{self._rank}"
+        folder, name = str(self._endpoint.ctx.attempt.path), f"{self._endpoint.store_name}-{self._rank}"
         try:
-            self._inbox.bind(self._unix(str(self._endpoint.ctx.attempt.path), name))
-            found |= {"folder": "", "name": name}
-        except zmq.ZMQError as error:
-            folder = tempfile.mkdtemp(prefix="hpcdist-rpc-")  # mode 0700
-            log.info("RPC: %s holds no Unix sockets (%s): using %s", self._endpoint.ctx.attempt.path, error, folder)
             self._inbox.bind(self._unix(folder, name))
-            self._paths.append(folder)
-            found |= {"folder": folder, "name": name}
+        except zmq.ZMQError as error:
+            self._temporary = tempfile.mkdtemp(prefix="hpcdist-rpc-")  # mode 0700
+            log.info("RPC: %s holds no Unix sockets (%s): using %s", folder, error, self._temporary)
+            self._inbox.bind(self._unix(self._temporary, name))
+        found: dict[str, Any] = {"node": topology.node_rank, "folder": self._temporary, "name": name}
         if topology.num_nodes > 1:
             self._zap = self._keys.be_server(self._inbox)
             self._inbox.bind(f"tcp://{_own_address(topology.master_addr)}:*")
@@ -219,7 +201,7 @@ class ZmqTransport:
         sock = self._context.socket(zmq.PUSH)
         sock.sndhwm = 0
         sock.linger = 2000
-        monitor = sock.get_monitor_socket(_EVENTS)
+        monitor = sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         monitor.linger = 0
         self._monitors[monitor] = rank
         self._peers.append(_Peer(sock))
@@ -236,8 +218,8 @@ class ZmqTransport:
 
     def _unix(self, folder: str, name: str) -> str:
         # The path of a Unix socket is limited to 107 bytes. The descriptor stays open, because ZeroMQ connects later.
-        self._folders.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
-        return f"ipc:///proc/self/fd/{self._folders[-1]}/{name}"
+        self._descriptors.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+        return f"ipc:///proc/self/fd/{self._descriptors[-1]}/{name}"
 
     def call(self, rank: int, function: str, arguments: tuple[Any, ...], timeout_s: float) -> Future[Any]:
         """Send a call; see `RpcGroup.call`."""
@@ -265,15 +247,20 @@ class ZmqTransport:
             if not tensor.is_contiguous():
                 order.sort(key=tensor.stride, reverse=True)
             described.append([str(tensor.dtype)[6:], list(tensor.shape), order, tensor.is_cuda])
-            frames.append(_on_host(tensor.permute(order)))
-        if any(tensor.is_cuda for tensor in tensors):
-            torch.cuda.current_stream(next(tensor.device for tensor in tensors if tensor.is_cuda)).synchronize()
+            frame = tensor.permute(order).contiguous().resolve_conj().resolve_neg()
+            if tensor.is_cuda:  # complete after the stream's synchronization
+                pinned = torch.empty(frame.shape, dtype=frame.dtype, pin_memory=True)
+                frame = pinned.copy_(frame, non_blocking=True)
+            frames.append(frame)
+        if on_gpu := [tensor for tensor in tensors if tensor.is_cuda]:
+            torch.cuda.current_stream(on_gpu[0].device).synchronize()
         header = json.dumps([kind, number, self._rank, function, content, described]).encode()
+        data = [frame.view(-1).view(torch.uint8).numpy().data if frame.numel() else b"" for frame in frames]
         peer = self._peers[rank]
         with peer.lock:
             if peer.lost is not None:
                 raise peer.lost
-            peer.sock.send_multipart([header, *map(_bytes_of, frames)], copy=False)
+            peer.sock.send_multipart([header, *data], copy=False)
 
     def _receive(self) -> None:
         while not self._is_closing:
@@ -289,8 +276,7 @@ class ZmqTransport:
         kind, number, source, function, content, described = json.loads(header)
         if source not in range(len(self._peers)):
             raise ValueError(f"there is no rank {source}")
-        tensors = [self._tensor(each, frame) for each, frame in zip(described, frames, strict=True)]
-        value = decode(content, tensors)
+        value = decode(content, [self._tensor(each, frame) for each, frame in zip(described, frames, strict=True)])
         if kind == _CALL:
             if not isinstance(value, tuple):
                 raise ValueError("not the arguments of a call")
@@ -319,45 +305,40 @@ class ZmqTransport:
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             source, number, function, arguments = call
-            self._endpoint.answer(function, arguments, self._replier(source, number))
+            self._endpoint.answer(function, arguments, partial(self._reply, source, number))
             del call, arguments  # its tensors
 
-    def _replier(self, source: int, number: int) -> Callable[[bool, Any], None]:
-        return lambda is_result, value: self._send(source, _RESULT if is_result else _ERROR, number, "", value)
+    def _reply(self, source: int, number: int, is_result: bool, value: Any) -> None:
+        self._send(source, _RESULT if is_result else _ERROR, number, "", value)
 
     def _watch(self) -> None:
         poller = zmq.Poller()
-        for monitor in self._monitors:
-            poller.register(monitor, zmq.POLLIN)
-        if self._zap is not None:
-            poller.register(self._zap, zmq.POLLIN)
+        for sock in filter(None, (*self._monitors, self._zap)):
+            poller.register(sock, zmq.POLLIN)
         while not self._is_closing:
             for sock, _ in poller.poll(_TICK_MS):
                 if sock is self._zap:
                     self._keys.admit(self._zap)
                     continue
-                rank = self._monitors[sock]
+                peer = self._peers[rank := self._monitors[sock]]
                 if recv_monitor_message(sock)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._peers[rank].is_connected = True
-                elif self._peers[rank].is_connected and not self._is_closing:
-                    self._lose(rank)
+                    peer.is_connected = True
+                elif peer.is_connected and not self._is_closing:
+                    error = self._endpoint.lost(rank, "its connection has ended")
+                    with peer.lock:
+                        peer.lost = error
+                    for number, (future, its_rank, _, _) in self._pending.copy().items():
+                        if its_rank == rank and self._pending.pop(number, None) is not None:
+                            future.set_exception(error)
             now = time.monotonic()
             for number, (future, rank, until, timeout_s) in self._pending.copy().items():
                 if now > until and self._pending.pop(number, None) is not None:
                     future.set_exception(self._endpoint.lost(rank, f"no answer in {timeout_s:g} s"))
 
-    def _lose(self, rank: int) -> None:
-        error = self._endpoint.lost(rank, "its connection has ended")
-        with self._peers[rank].lock:
-            self._peers[rank].lost = error
-        for number, (future, its_rank, _, _) in self._pending.copy().items():
-            if its_rank == rank and self._pending.pop(number, None) is not None:
-                future.set_exception(error)
-
     def connected(self) -> None:
         """Remove the names of the Unix sockets: every rank is connected."""
-        for path in self._paths:
-            shutil.rmtree(path, ignore_errors=True)
+        if self._temporary:
+            shutil.rmtree(self._temporary, ignore_errors=True)
         with suppress(OSError):
             os.unlink(self._endpoint.ctx.attempt.path / f"{self._endpoint.store_name}-{self._rank}")
 
@@ -379,29 +360,16 @@ class ZmqTransport:
         for sock in filter(None, (self._inbox, self._zap)):
             sock.close()
         self._context.term()
-        for descriptor in self._folders:
+        for descriptor in self._descriptors:
             os.close(descriptor)
 
 
 def _own_address(master_addr: str) -> str:
     """Return the address of this node: that of the interface for gloo, else the one that routes to rank 0."""
-    interface = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), [])
-    for entry in interface:
+    for entry in psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), []):
         if entry.family == socket.AF_INET:
             return entry.address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((socket.gethostbyname(master_addr), 9))  # sends no packet
         address = str(probe.getsockname()[0])
     return socket.gethostbyname(socket.gethostname()) if address.startswith("127.") else address
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor in host memory; a copy from a GPU is complete after the stream's synchronization."""
-    if not tensor.is_cuda:
-        return tensor.cpu().contiguous().resolve_conj().resolve_neg()
-    source = tensor.contiguous().resolve_conj().resolve_neg()
-    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
-
-
-def _bytes_of(tensor: Tensor) -> Any:
-    return tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
